@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import copy
 import os
 import shutil
@@ -315,6 +316,56 @@ def test_one_version_lies_in_shared_memory_and_a_replica_that_was_given_up_holds
             assert distance(await scores(good), world.logprobs()) < TOLERANCE
             await world.update()
         await good.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", ["shm", "disk"])
+def test_what_only_the_trainers_machine_sees_is_released_there(kind):
+    """The driver of a cluster may run on another one."""
+    places: list[Path] = []
+    released: list[int] = []
+
+    @contextlib.contextmanager
+    def seen() -> Iterator[None]:
+        for place in places:
+            place.with_name(f"elsewhere-{place.name}").rename(place)
+        yield
+        for place in places:
+            place.rename(place.with_name(f"elsewhere-{place.name}"))
+
+    class Workers(ModelWorkers):
+        def send_weights(self, version, probes, *, copy):
+            with seen():
+                sent = super().send_weights(version, probes, copy=copy)
+                places[:] = [Path(sent.result(60).source.address)]
+            return sent
+
+        def release_weights(self, version):
+            released.append(version)
+            with seen():
+                return super().release_weights(version)
+
+    class There(Replica):
+        async def load_weights(self, source, *, on_inflight="wait"):
+            with seen():
+                return await self.inner.load_weights(source, on_inflight=on_inflight)
+
+    async def test():
+        world = World(trainer(), kind, probes=())
+        world.actor = Workers(world.group, world.engine.capabilities)
+        replica = There(world.rollout())
+        for version in range(3):
+            assert (await world.publish([replica], version)).alarms == ()
+            assert released == [*range(version + 1)]
+            if kind == "shm":
+                assert len(list(shm.SHM.glob(f"*{world.outlet.name}-*"))) == 1, "it was written over the one before"
+        world.actor.release_weights = lambda version: world.group.submit(lambda role: 1 / 0, Broadcast())
+        (alarm,) = (await world.publish([replica], 3)).alarms
+        assert alarm == "what was staged of version 3 was not released: division by zero"
+        for place in places:
+            place.with_name(f"elsewhere-{place.name}").rename(place)
+        await replica.close()
 
     run(test)
 

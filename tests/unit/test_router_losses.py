@@ -250,10 +250,12 @@ def test_one_that_fails_a_publish_is_given_up_before_the_others_have_ended_their
         await turns()
         assert list(bad.running) == ["a"]
         told: Future[Sent] = Future()
+        released: Future[None] = Future()
+        released.set_result(None)
         outlet = LocalOutlet()
         probed = Probed(*(np.array([x], np.float32) for x in (1, -1.0, 1.0, -1.0)), eps=2.0**-8)
         told.set_result(Sent(WeightSource(1, outlet.transport, outlet.stage(1, {}, []), {}), probed, 0, True))
-        trainer: Any = SimpleNamespace(send_weights=lambda *_, copy: told)
+        trainer: Any = SimpleNamespace(send_weights=lambda *_, copy: told, release_weights=lambda _: released)
         sync = LocalCheckpointEngine(probes=[np.arange(2)])
         publish = sync.publish(
             trainer, world.router.replicas, version=1, exclusive=False, on_inflight=["keep", "keep"], timeout_s=20

@@ -14,22 +14,14 @@ import numpy as np
 from torch import Tensor
 
 from verl.rollout.base import PauseMode, Replaceable, RolloutEngine
-from verl.weight_sync.base import (
-    CheckedReader,
-    Entry,
-    Outlet,
-    Sent,
-    SyncContext,
-    SyncError,
-    SyncReport,
-    check_canary,
-    opened,
-)
+from verl.weight_sync.base import CheckedReader, Entry, Outlet, Sent, SyncContext, SyncError, SyncReport, check_canary
 
 if TYPE_CHECKING:
     from verl.workers.model_workers import ModelWorkers
 
 T = TypeVar("T")
+
+RELEASE_S = 60.0  # for the trainer's workers to hear that all have a version
 
 
 class LocalOutlet:
@@ -107,10 +99,11 @@ class LocalCheckpointEngine:
         assert replicas, "nobody to publish to"
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         sent = trainer.send_weights(version, self._probes, copy=not exclusive and not self._copies)
-        return asyncio.ensure_future(self._deliver(sent, version, replicas, on_inflight, deadline_s))
+        return asyncio.ensure_future(self._deliver(trainer, sent, version, replicas, on_inflight, deadline_s))
 
     async def _deliver(
         self,
+        trainer: ModelWorkers,
         pending: Future[Sent],
         version: int,
         replicas: Sequence[RolloutEngine],
@@ -125,7 +118,7 @@ class LocalCheckpointEngine:
             *(self._to_replica(r, sent, m, deadline_s) for r, m in zip(replicas, on_inflight, strict=True)),
             return_exceptions=True,
         )
-        opened(sent.source).release(version)
+        alarms = sent.alarms + await self._released(trainer, version)
         errors = {i: e for i, e in enumerate(results) if isinstance(e, BaseException)}
         failed = {i: f"{type(e).__name__}: {e}" for i, e in errors.items()}
         if len(errors) == len(replicas):
@@ -140,9 +133,18 @@ class LocalCheckpointEngine:
             canary_mean_abs=max(c for c in results if not isinstance(c, BaseException)),
             changed=sent.changed,
             failed_replicas=failed,
-            alarms=sent.alarms,
+            alarms=alarms,
             seconds={"gather": gathered - started, "load": time.perf_counter() - gathered},
         )
+
+    async def _released(self, trainer: ModelWorkers, version: int) -> tuple[str, ...]:
+        """Where it was staged, which need not be here. Alarms: that costs memory, and no version."""
+        by_s, said = (
+            asyncio.get_running_loop().time() + RELEASE_S,
+            asyncio.wrap_future(trainer.release_weights(version)),
+        )
+        (error,) = await asyncio.gather(_by(by_s, said, "nobody answered"), return_exceptions=True)
+        return () if error is None else (f"what was staged of version {version} was not released: {error}",)
 
     async def _to_replica(self, replica: RolloutEngine, sent: Sent, mode: PauseMode, deadline_s: float) -> float:
         """Deliver to one replica and verify it; the canary's mean |dlogp|. One that fails is given up at once, not

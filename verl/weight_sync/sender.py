@@ -13,7 +13,7 @@ from torch import Tensor
 from verl.batch import pack
 from verl.model_engine.base import ModelEngine
 from verl.types import Sample, Segment
-from verl.weight_sync.base import Entry, Outlet, Sent, WeightSource, checksum, dtype_name
+from verl.weight_sync.base import Entry, Outlet, Sent, WeightSource, checksum, dtype_name, opened
 from verl.weight_sync.canary import Probed, no_model
 
 CHECKED_SHARE = 16  # after the first versions every 16th tensor is checked, others each time
@@ -35,6 +35,7 @@ class WeightSender:
         self._first: int | None = None  # version
         self._measured: tuple[np.ndarray, np.ndarray] | None = None  # log-probs, and what the own pass was off by
         self._shapes: dict[str, Entry] | None = None  # of what the engine delivers, known before it does
+        self._source: WeightSource | None = None  # the latest
 
     def send(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Sent:
         """Read the engine's weights as they are now, one tensor at a time. copy: they may change before all replicas
@@ -53,8 +54,14 @@ class WeightSender:
         self._refuse_diverged(version, passing, probe)
         changed, alarms = self._compare(version, passing, engine.masters)
         self._sent += 1
-        source = WeightSource(version, self._outlet.transport, address, manifest)
+        self._source = source = WeightSource(version, self._outlet.transport, address, manifest)
         return Sent(source, probe, passing.num_bytes, changed, alarms)
+
+    def release(self, version: int) -> None:
+        """All replicas have this version, or were given up. Said here, where it was staged: who asks for it may not see
+        that place."""
+        if self._source is not None:
+            opened(self._source).release(version)
 
     def attend(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray]) -> None:
         """What the other ranks do meanwhile: gathering weights and a forward pass are the work of all."""

@@ -123,6 +123,10 @@ class ModelWorkers:
         found = self._group.submit(Role.send_weights, Broadcast((version, probes, copy)))
         return _then(found, lambda sent: next(s for s in sent if s is not None))
 
+    def release_weights(self, version: int) -> Future[None]:
+        """All replicas have this version; said at once, in the middle of a call too."""
+        return _then(self._group.beside(Role.release_weights, (version,)), lambda _: None)
+
     def save(self, path: Path) -> Future[None]:
         return _then(self._group.submit(Role.save, Broadcast((path,))), lambda _: None)
 

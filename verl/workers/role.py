@@ -300,6 +300,11 @@ class Role:
             self.sender.attend(self.engine, version, probes)
             return None
 
+    def release_weights(self, version: int) -> None:
+        """All replicas have what was sent, or were given up."""
+        if self.sender is not None:
+            self.sender.release(version)
+
     def save(self, path: Path) -> None:
         self.engine.save(path)
 
