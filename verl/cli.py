@@ -78,14 +78,13 @@ def guarded(work: Callable[[], int], args: Sequence[str] = ()) -> int:
         import traceback
 
         from verl.driver.stopping import Stopped
+        from verl.workers.group import first_cause
 
         if isinstance(e, Stopped):
             return _fail(_hidden(str(e), args), e.code)
         if not _expected(e):
             print(_hidden(traceback.format_exc(), args), file=sys.stderr, end="")
-        cause = e
-        while cause.__cause__ is not None:
-            cause = cause.__cause__  # type: ignore[assignment]
+        cause = first_cause(e)
         name = "" if _expected(cause) and str(cause) else f"{type(cause).__name__}: "
         return _fail(_hidden(f"{name}{cause}", args), 1)
 

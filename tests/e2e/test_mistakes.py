@@ -11,8 +11,8 @@ from small_runs import metrics_of, small_args, small_run
 from verl.cli import main
 from verl.config.load import load_config
 from verl.driver.assemble import tasks_of
-from verl.driver.launch import first_cause
 from verl.driver.setup import load_tokenizer_of
+from verl.workers.group import first_cause
 
 
 def refused(capsys, args, *words, code=2):

@@ -12,7 +12,7 @@ import pytest
 from verl.driver import launch
 from verl.driver.stopping import Stopped
 from verl.rollout.base import ReplicaLost
-from verl.workers.group import WorkerDied
+from verl.workers.group import WorkerDied, first_cause
 
 DEATH = WorkerDied("rank 0 of ref died: out of memory")
 
@@ -41,7 +41,7 @@ def cause(cluster: Cluster, error: BaseException) -> BaseException:
     with pytest.raises(type(error)) as caught:
         asyncio.run(run())
     assert caught.value is error, "it is told too"
-    return launch.first_cause(error)
+    return first_cause(error)
 
 
 @pytest.mark.parametrize("dies", ["before", "after"])

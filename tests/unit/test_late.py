@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from verl.cli import guarded
+from verl.rollout.base import ReplicaLost
+from verl.rollout.http import ServerGone
 from verl.workers import model_workers
 from verl.workers.answers import RankLate
 from verl.workers.model_workers import ModelWorkers
@@ -44,6 +46,16 @@ def test_a_teacher_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[s
     teachers = Teachers({"math": silent}, "task", {}, 0.01)
     said = "error: teacher math did not answer within 0.01 s"
     assert last_line(capsys, lambda: teachers.take_metrics().result(30)) == said
+
+
+def test_a_death_is_the_last_line_and_not_the_end_of_its_connection(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> int:
+        refused = ConnectionRefusedError(111, "Connect call failed")
+        gone = ServerGone("vLLM ended with exit code 137; in rollout.log: killed")
+        gone.__cause__ = refused
+        raise ReplicaLost(f"no rollout replica serves: {gone}") from gone
+
+    assert last_line(capsys, work) == "error: vLLM ended with exit code 137; in rollout.log: killed"
 
 
 def test_an_error_without_words_has_its_name(capsys: pytest.CaptureFixture[str]) -> None:

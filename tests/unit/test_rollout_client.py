@@ -7,6 +7,8 @@ import contextlib
 import json
 import os
 import resource
+import socket
+import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from aiohttp.test_utils import TestServer
 from each import each
 from served import NAMES, VOCAB, Fault, Served, crashing, hanging_up, logprob, silent
 
-from verl.rollout import client, http, wire
+from verl.rollout import client, http, life, wire
 from verl.rollout.api import Deadlines, Expected
 from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutContext
 from verl.rollout.client import ServedEngine
@@ -488,6 +490,128 @@ def test_a_long_queue_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(client, "PROBE_S", 1.0)
     with_server(body, request_s=0.5)
+
+
+def quiet(monkeypatch: pytest.MonkeyPatch, quiet_s: float = 0.05, probe_s: float = 0.2) -> None:
+    monkeypatch.setattr(life, "QUIET_S", quiet_s)
+    monkeypatch.setattr(client, "PROBE_S", probe_s)
+
+
+@pytest.mark.parametrize("stop", [(), ("zz",)], ids=["whole", "stream"])
+def test_a_server_that_hangs_is_lost_and_its_requests_go_on_elsewhere(
+    stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HTTP is up, and its engine stopped: long before a request's own deadline."""
+
+    async def run() -> None:
+        doubles, notes = [Served(), Served()], list[str]()
+        servers = [TestServer(double.app()) for double in doubles]
+        for server in servers:
+            await server.start_server()
+        urls = [str(server.make_url("")) for server in servers]
+        router = Router([lambda died, url=url: engine_at(url, request_s=3600) for url in urls], note=notes.append)
+        for replica in router.replicas:
+            await replica.load_weights(reader())
+        doubles[0].faults["/inference/v1/generate"] = silent
+        tasks = [asyncio.create_task(router.generate(str(i), PROMPT, greedy(3, stop=stop))) for i in range(4)]
+        assert [(await task).ids.tolist() for task in tasks] == [[7, 8, 9]] * 4
+        assert len(notes) == 1 and "replica 0 is lost: vLLM is out of service" in notes[0]
+        assert "draws no token" in notes[0]
+        await router.close()
+        for server in servers:
+            await server.close()
+
+    quiet(monkeypatch)
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_server_without_a_word_is_left_alone_where_it_stands_still_or_draws_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        looks, drawn = 0, 0
+
+        async def look(request: web.Request) -> web.Response:
+            nonlocal looks, drawn
+            looks, drawn = looks + 1, drawn + 5
+            return web.Response(text=f"vllm:generation_tokens_total {drawn}\nvllm:num_requests_running {looks}\n")
+
+        async def full(request: web.Request) -> web.StreamResponse | None:
+            return await silent(request) if (await request.json())["sampling_params"]["max_tokens"] == 1 else None
+
+        await engine.pause()
+        task = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
+        asked = len(served.asked)
+        await asyncio.sleep(0.3)
+        assert len(served.asked) == asked + 1, "nobody asks one that stands still whether it draws"
+        served.faults |= {"/metrics": look, "/inference/v1/generate": full}
+        served.step_s = 0.02
+        await engine.resume()
+        assert len((await task).ids) == 60 and looks > 2
+
+    quiet(monkeypatch, probe_s=0.1)
+    with_server(body)
+
+
+def test_one_that_tells_no_progress_is_asked_for_its_health_alone_behind_a_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        probes = 0
+
+        async def full(request: web.Request) -> web.StreamResponse | None:
+            nonlocal probes
+            probe = (await request.json())["sampling_params"]["max_tokens"] == 1
+            probes += probe
+            return await silent(request) if probe else None
+
+        served.faults["/inference/v1/generate"] = full
+        tasks = [asyncio.create_task(engine.generate(str(i), PROMPT, greedy(60))) for i in range(3)]
+        assert [len((await task).ids) for task in tasks] == [60] * 3
+        assert not probes and served.paths.count("/health") > 1
+
+    quiet(monkeypatch)
+    with_server(body, Served(step_s=0.01), max_concurrent_sequences=2)
+
+
+@pytest.mark.parametrize("stop", [(), ("zz",)], ids=["whole", "stream"])
+def test_a_connection_that_is_reset_at_a_healthy_server_is_no_loss(stop: tuple[str, ...]) -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        task = asyncio.create_task(engine.generate("r", PROMPT, greedy(30, stop=stop)))
+        other = asyncio.create_task(engine.generate("other", PROMPT, greedy(60)))
+        await until(lambda: len(served.running) == 2)
+        name = next(name for name in served.open if name.endswith("-r"))
+        reset(served.open[name])
+        assert (await task).ids.tolist() == list(range(7, 37)) and len((await other).ids) == 60
+        asked = [body["request_id"] for _, body in served.asked if body and "-r" in body.get("request_id", "")]
+        assert len(asked) == len(set(asked)) == 2, "under a name of its own"
+
+    with_server(body, Served(step_s=0.005))
+
+
+def test_a_request_whose_connection_breaks_at_a_healthy_server_every_time_fails_alone() -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        async def breaks(request: web.Request) -> web.StreamResponse | None:
+            if (await request.json())["sampling_params"]["max_tokens"] == 3:
+                reset(request)
+                await asyncio.sleep(0)
+            return None
+
+        served.faults["/inference/v1/generate"] = breaks
+        with pytest.raises(RuntimeError, match="3 times, and it answers others") as caught:
+            await engine.generate("r", PROMPT, greedy(3))
+        assert not isinstance(caught.value, ReplicaLost)
+        assert len((await engine.generate("r", PROMPT, greedy(4))).ids) == 4
+
+    with_server(body)
+
+
+def reset(request: web.Request) -> None:
+    """As one lost packet too many."""
+    assert request.transport is not None
+    line: socket.socket = request.transport.get_extra_info("socket")
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    request.transport.abort()
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

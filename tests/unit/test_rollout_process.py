@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 import served
-from test_rollout_client import PROMPT, context_of, greedy, reader
+from test_rollout_client import PROMPT, context_of, greedy, reader, until
 
 from verl.rollout.api import Deadlines, Expected
-from verl.rollout.base import Capabilities
+from verl.rollout.base import Capabilities, ReplicaLost
 from verl.rollout.client import ServedEngine
 from verl.rollout.http import ServerGone, ServerLate
 from verl.rollout.process import SHM, ServerProcess, _session, free_port, said_by
+from verl.rollout.router import Router
 from verl.rollout.vllm_api import VllmApi
+from verl.workers.group import first_cause
 
 DOUBLE = [sys.executable, served.__file__]
 STUBBORN = """
@@ -224,6 +226,26 @@ def test_a_server_that_was_killed_is_told_of_and_comes_back_with_all_weights(tmp
         assert gone(second.pid)
 
     asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_the_first_to_hear_of_a_death_hears_how_it_ended_and_a_run_begins_again_for_it(tmp_path: Path) -> None:
+    async def run() -> None:
+        failed: list[BaseException] = []
+        router = Router([lambda died: engine_of(tmp_path)], note=lambda said: None)
+        router.watch(failed.append)
+        (replica,) = router.replicas
+        await replica.load_weights(reader())
+        task = asyncio.create_task(router.generate("r", PROMPT, greedy(60)))
+        await until(lambda: bool(router._running))
+        os.kill(replica.engine._server.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        with pytest.raises(ReplicaLost) as caught:
+            await task
+        for error in (caught.value, failed[0]):
+            assert isinstance(cause := first_cause(error), ReplicaLost), "what the run is repaired after"
+            assert "vLLM ended with exit code 137; in " in str(cause)
+        await router.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_fenced_server_is_killed_and_started_anew(tmp_path: Path) -> None:

@@ -162,7 +162,10 @@ def test_the_requests_of_a_dead_replica_are_asked_again_elsewhere() -> None:
     run(test)
 
 
-def test_a_prompt_whose_request_failed_at_a_replica_is_not_tied_to_it() -> None:
+@pytest.mark.parametrize("fails", ["error", "given up"])
+def test_a_prompt_whose_request_failed_at_a_replica_is_not_tied_to_it(fails: str) -> None:
+    """Given up: as by the deadline of its trajectory, where the replica hangs; nothing else runs anywhere then."""
+
     async def test() -> None:
         world = World(2)
         await world.begin()
@@ -174,14 +177,21 @@ def test_a_prompt_whose_request_failed_at_a_replica_is_not_tied_to_it() -> None:
         failed, sibling = ask("a"), ask("b")
         await turns()
         assert list(first.running) == ["a", "b"], "one prefix"
-        first.running["a"].set_exception(RuntimeError("HTTP 500"))
-        with pytest.raises(RuntimeError, match="HTTP 500"):
-            await failed
+        if fails == "error":
+            first.running["a"].set_exception(RuntimeError("HTTP 500"))
+            with pytest.raises(RuntimeError, match="HTTP 500"):
+                await failed
+        else:
+            sibling.cancel(), failed.cancel()
+            await turns()
+            assert not first.running
         retry = ask("a")
         await turns()
         assert list(second.running) == ["a"]
-        first.answer("b"), second.answer("a")
-        await asyncio.gather(sibling, retry)
+        second.answer("a")
+        if first.running:
+            first.answer("b")
+        await asyncio.gather(retry, sibling, return_exceptions=fails == "given up")
 
     run(test)
 

@@ -33,7 +33,7 @@ from verl.track.events import FINISHED
 from verl.track.files import write_atomic
 from verl.track.metrics import reduce
 from verl.workers.answers import FENCE_S
-from verl.workers.group import Cluster, WorkerDied
+from verl.workers.group import Cluster, WorkerDied, first_cause
 from verl.workers.pools import Shortage
 from verl.workers.torchrun import is_spare, launched, take_part
 
@@ -276,12 +276,3 @@ def _crash_record(resolved: Resolved, error: BaseException) -> None:
         write_atomic(run_dir / "crash" / f"{int(time.time() * 1000)}.json", json.dumps(record, indent=1).encode())
     except OSError:
         print(f"could not write a crash record in {run_dir}")
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The exception that started the chain; of a chain that bites its tail the last one of it."""
-    seen = {id(error)}
-    while error.__cause__ is not None and id(error.__cause__) not in seen:
-        error = error.__cause__
-        seen.add(id(error))
-    return error

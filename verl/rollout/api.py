@@ -117,6 +117,10 @@ class Api:
     async def wake(self, post: Post) -> None:
         raise NotImplementedError
 
+    async def progress(self, get: Post) -> Any:
+        """What changes whenever it has drawn a token; None: it does not tell."""
+        return None
+
     async def release(self, get: Post) -> str:
         """Its own version, as text."""
         return str((await get("/version"))["version"])

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
@@ -18,7 +16,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from verl.rollout.api import Api, Deadlines, Expected, Room, model_of, positions_of, source_of
+from verl.rollout.api import Api, Deadlines, Expected, Room, source_of
 from verl.rollout.base import (
     Capabilities,
     Completion,
@@ -29,20 +27,19 @@ from verl.rollout.base import (
     checked_ids,
 )
 from verl.rollout.calls import Call, after, ended, first
-from verl.rollout.embedded.core import check_context
-from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
+from verl.rollout.connected import PROBE_S, Server
+from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 from verl.rollout.launching import Launch
-from verl.rollout.process import ServerProcess
-from verl.rollout.wire import Drawn, Reading, raw
+from verl.rollout.life import Life
+from verl.rollout.wire import Drawn, Reading
 from verl.types import Sampling
 
 AGAIN_S = 0.05  # between two words to abort a request that may not have arrived yet
 SETTLE_S = 2.0  # for the answers of a server that has finished its requests to arrive
-DYING_S = 3.0  # from the end of an engine to that of the server before it
-PROBE_S = 30.0  # for one token of a healthy server
+ASKED = 3  # times that a request is asked of a server that is well, and whose connections break
 
 
-class ServedEngine:
+class ServedEngine(Server):
     """See `RolloutEngine`. at: the URL of a server that runs, or what starts one, which then ends with this engine."""
 
     def __init__(
@@ -55,25 +52,16 @@ class ServedEngine:
         deadlines: Deadlines | None = None,
         api_key: str | None = None,
     ) -> None:
-        check_context(context.max_context_tokens, positions_of(context))
-        self._context, self._expected, self._api, self._able = context, expected, api, able
-        self._limits = deadlines or Deadlines()
-        self._vocab: int = context.hf_config.get_text_config().vocab_size
-        self._launch = None if isinstance(at, str) else at
-        self._server: ServerProcess | None = None
-        # one that is started anew for every version is not started before the first
-        self._waiting = self._launch is not None and not api.updates
-        self._http = Http(at, api_key) if isinstance(at, str) else Http("") if self._waiting else self._launched(None)
-        self._tag, self._number = uuid.uuid4().hex[:8], itertools.count()
+        super().__init__(context, expected, api, at, deadlines or Deadlines(), api_key)
+        self._able = able
         self._pending: dict[str, Call] = {}
-        self._starting: asyncio.Task[None] | None = None
-        self._ready = self._closed = self._paused = self._asleep = False
-        self._fenced: str | None = None  # why it must not speak
+        self._paused = self._asleep = False
         self._control = asyncio.Lock()  # pauses, updates and restarts do not mix
         self._open = asyncio.Event()  # closed while one of these is under way: later requests wait for its end
         self._open.set()
         self._behind: set[asyncio.Task[None]] = set()
-        self._model, self._version, self._answered = "policy", -1, 0
+        self._version = -1
+        self._life = Life(self._pending, self._shown, self._progress, self._going, self._gone)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -92,18 +80,21 @@ class ServedEngine:
         self._check_alive()
         check_inputs(self._able, request_id, adapter, media)
         prompt = self._checked(request_id, prompt_ids, sampling)
-        call = self._pending[request_id] = Call(f"{self._tag}-{next(self._number)}-{request_id}")
+        call = self._pending[request_id] = Call("")
+        self._life.watch()
         try:
-            while not (self._open.is_set() or call.cut.is_set()):
-                await first(self._open.wait(), call.cut.wait())
-            self._check_weights("generate")
-            call.asked = True
-            return await self._generate(request_id, call, prompt, sampling)
-        except ServerGone as e:
-            raise self._cause(e) from e
+            for left in reversed(range(ASKED)):
+                try:
+                    return await self._asked(request_id, call, prompt, sampling)
+                except ServerGone as e:
+                    if self._closed or not self._going() or self._ended or await self._life.failed() is not None:
+                        raise await self._cause(e) from e.__cause__
+                    if not left:  # another server would do no better
+                        raise RuntimeError(f"{e}, {ASKED} times, and it answers others") from e.__cause__
+            raise AssertionError("the last time returns or raises")
         except (ServerRefused, ServerLate) as e:
-            if (isinstance(e, ServerLate) or e.status >= 500) and (await self._ends() or await self._stuck()):
-                raise self._cause(ServerGone(str(e))) from e  # its engine died
+            if (isinstance(e, ServerLate) or e.status >= 500) and (await self._ends() or await self._life.stuck()):
+                raise await self._cause(ServerGone(str(e))) from e  # its engine died
             raise
         finally:
             del self._pending[request_id]
@@ -124,6 +115,15 @@ class ServedEngine:
             return np.zeros(0, np.float32)
         self._check_weights("score")
         return await self._api.score(self._call, self._model, ids, self._limits.request_s)
+
+    async def _asked(self, request_id: str, call: Call, prompt: np.ndarray, sampling: Sampling) -> Completion:
+        call.server_id = f"{self._tag}-{next(self._number)}-{request_id}"
+        while not (self._open.is_set() or call.cut.is_set()):
+            await first(self._open.wait(), call.cut.wait())
+        self._check_alive()
+        self._check_weights("generate")
+        call.asked = True
+        return await self._generate(request_id, call, prompt, sampling)
 
     async def _generate(self, request_id: str, call: Call, prompt: np.ndarray, sampling: Sampling) -> Completion:
         eos, tokens = self._context.eos_token_ids, self._context.max_context_tokens - len(prompt)
@@ -147,7 +147,7 @@ class ServedEngine:
                 drawn.finish = "abort"
         if not self._api.updates and drawn.ids:  # it had these weights all the time
             drawn.versions = [(str(version), 0, len(drawn.ids))]
-        self._answered += 1
+        self._life.heard += 1
         return reading.completion(request_id, drawn, stopped)
 
     async def _streamed(
@@ -159,6 +159,7 @@ class ServedEngine:
         async with aclosing(events):
             async for event in events:
                 seen = len(drawn.ids)
+                self._life.heard += 1
                 self._api.read(drawn, event)
                 if stopped is None and (stopped := reading.end_of(drawn, seen)) and drawn.finish is None:
                     if not self._api.aborts:
@@ -219,8 +220,7 @@ class ServedEngine:
             raise ValueError(f"{self._http.url} has weights of its own, and takes no others while it runs: {fix}")
         await self._up()
         async with self._alone():
-            over = self._server is not None and self._server.exit_code is not None
-            if self._api.updates and (self._fenced is not None or over):
+            if self._api.updates and (self._fenced is not None or self._ended):
                 await self._restart()
             what = "load_weights(on_inflight='wait')"
             try:
@@ -287,6 +287,7 @@ class ServedEngine:
             try:
                 yield
             finally:
+                self._life.heard += 1
                 if not self._paused or self._api.holds:
                     self._open.set()
 
@@ -320,21 +321,11 @@ class ServedEngine:
         await self._up()
         return self._able
 
-    async def probe(self, timeout_s: float = PROBE_S) -> None:
-        """Health that the engine itself has shown: one token in time (`/health` is 200 while it is stopped)."""
-        await self._drawn(Sampling(max_tokens=1, temperature=0.0, ignore_eos=True), timeout_s)
-
-    async def _drawn(self, sampling: Sampling, timeout_s: float | None = None) -> Drawn:
-        """A short answer to the first token of the vocabulary."""
-        room, drawn = Room(tokens=sampling.max_tokens, vocab=self._vocab, ends=()), Drawn()
-        body = self._api.body(self._model, f"{self._tag}-{next(self._number)}-probe", [0], sampling, room)
-        self._api.read(drawn, await self._call(self._api.generate, body, timeout_s))
-        return drawn
-
     async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        self._life.close()
         if self._starting is not None and not self._starting.get_loop().is_closed():
             self._starting.cancel()
         for undoing in self._behind if self._launch is not None else ():  # that server ends, in whatever state
@@ -350,67 +341,6 @@ class ServedEngine:
 
     # -- start, restart and errors -------------------------------------------------------------------------------------
 
-    async def _up(self) -> None:
-        if self._ready or self._waiting:
-            return
-        loop = asyncio.get_running_loop()
-        if self._starting is None or self._starting.done() or self._starting.get_loop() is not loop:
-            self._starting = loop.create_task(self._start(), name="rollout-server-start")
-        await asyncio.shield(self._starting)
-
-    def _launched(self, folder: str | None) -> Http:
-        assert self._launch is not None
-        self._server, url = self._launch(folder)
-        return Http(url)
-
-    async def _start(self) -> None:
-        """Wait until it answers; then ValueError for a server that is not what was asked for."""
-        try:
-            async with self._deadline(self._limits.start_s, "it to start", tail=True):
-                while not await self._answers():  # noqa: ASYNC110 - it tells nobody
-                    await asyncio.sleep(0.2)
-            await self._known()
-        except BaseException:
-            if self._server is not None:
-                await asyncio.get_running_loop().run_in_executor(None, self._server.stop)
-            raise
-        self._ready = True
-
-    async def _answers(self) -> bool:
-        if self._server is not None and (code := self._server.exit_code) is not None:
-            last = f"the last lines of {self._server.log}:\n{self._server.tail()}"
-            raise RuntimeError(f"{self._expected.name} ended with exit code {code} as it started; {last}")
-        try:
-            await self._http.get("/health", timeout_s=5.0)
-        except (ServerGone, ServerLate, ServerRefused) as e:
-            if self._server is None and not isinstance(e, ServerLate):
-                raise ValueError(f"rollout.url={self._http.url}: no healthy server there ({e}); start it first") from e
-            return False
-        return True
-
-    async def _known(self) -> None:
-        """Version, model, context, control plane and the meaning of its log-probs."""
-        url, get = self._http.url, partial(self._http.get, timeout_s=self._limits.control_s)
-        self._model = await model_of(self._api, self._expected, url, get, self._context.max_context_tokens)
-        try:
-            await self._api.prepare(self._call, self._model, self._vocab)
-        except ServerRefused as e:
-            fix = self._expected.needs.get("transfer", "it must take weights from shared memory")
-            raise ValueError(f"{url} cannot be sent weights ({e}): {fix}") from e
-        if self._server is None:
-            await self._api.resume(self._call)  # whoever was here before may have left it standing
-            if not self._api.plain:
-                await self._refuse_raw_logprobs()
-        await self.probe()
-
-    async def _refuse_raw_logprobs(self) -> None:
-        """ValueError for a server whose log-probs are not those of the distribution that it drew from."""
-        drawn = await self._drawn(Sampling(max_tokens=8, temperature=2.0, seed=1, ignore_eos=True))
-        plain = (await self._api.score(self._call, self._model, np.array([0, *drawn.ids]), PROBE_S))[-len(drawn.ids) :]
-        if raw(np.array(drawn.logprobs), plain, self._vocab):
-            fix = self._expected.needs.get("logprobs", "have it return those of the distribution that was drawn from")
-            raise ValueError(f"{self._http.url} returns log-probs before temperature and truncation: {fix}")
-
     async def _restart(self, folder: str | None = None) -> None:
         if self._launch is None:
             raise ServerGone(f"{self._http.url} must not speak: {self._fenced}; restart that server and this run")
@@ -424,50 +354,21 @@ class ServedEngine:
         if self._paused and "keep" in self._api.modes:
             await self._api.pause(self._call, "keep")
 
-    async def _call(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
-        try:
-            return await self._http.post(path, body, timeout_s=timeout_s or self._limits.control_s)
-        except ServerGone as e:
-            raise self._cause(e) from e
-        except ServerRefused as e:
-            fix = self._expected.needs.get(path.partition("?")[0])
-            if e.status in (403, 404, 405) and fix is not None:
-                raise ValueError(f"{self._http.url} has no {path}: {fix}") from e
-            raise
+    def _going(self) -> bool:
+        return self._open.is_set() and self._fenced is None and not (self._paused or self._asleep)
 
-    async def _ends(self) -> bool:
-        """The server is gone, or goes within `DYING_S`."""
-        with contextlib.suppress(ServerLate):
-            async with self._deadline(DYING_S, "its end"):
-                while self._server is not None and self._server.exit_code is None:  # noqa: ASYNC110 - it tells nobody
-                    await asyncio.sleep(0.05)
-                return self._server is not None
-        return False
+    async def _shown(self) -> None:
+        """Its health. A probe is not drawn before a row is free, and who tells no progress could not say that others
+        are: behind more requests than it has rows the server alone is asked."""
+        if len(self._pending) > self._context.max_concurrent_sequences and await self._progress() is None:
+            await self._http.get("/health", timeout_s=PROBE_S)
+        else:
+            await self.probe(PROBE_S)
 
-    async def _stuck(self) -> bool:
-        """It draws no token in time, and nobody had an answer meanwhile, as where a long queue stands before it."""
-        before, stuck = self._answered, False
-        if self._open.is_set():  # one that stands still draws none
-            try:
-                await self.probe(PROBE_S)
-            except (ServerGone, ServerLate, ServerRefused) as e:
-                stuck = not isinstance(e, ServerRefused) or e.status >= 500
-        return stuck and self._answered == before
-
-    def _cause(self, error: ServerGone) -> Exception:
-        """Why nobody answers, as far as it is known here: another error, which has this one for its cause."""
-        if self._closed:
-            return RuntimeError("the rollout engine was closed")
-        if self._fenced is not None:
-            return ServerGone(f"{self._expected.name} is out of service: {self._fenced}")
-        if self._server is None or (code := self._server.exit_code) is None:
-            return ServerGone(str(error))
-        said = f"in {self._server.log}: {self._server.tail(3)}"
-        return ServerGone(f"{self._expected.name} ended with exit code {code}; {said}")
-
-    def _check_alive(self) -> None:
-        if self._closed:
-            raise RuntimeError("the rollout engine is closed")
+    async def _gone(self, why: str) -> None:
+        """Whoever waits for it hears why."""
+        self._fenced = why
+        await self._http.close()
 
     def _check_weights(self, what: str) -> None:
         if self._fenced is not None:
@@ -486,15 +387,3 @@ class ServedEngine:
         if sampling.stop and self._context.decode is None:
             raise ValueError(f"stop={sampling.stop} needs text: give the engine decode=, or use stop_token_ids")
         return ids
-
-    @asynccontextmanager
-    async def _deadline(self, timeout_s: float, what: str, *, tail: bool = False) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(timeout_s) as scope:
-                yield
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            said = f"; the last lines of {self._server.log}:\n{self._server.tail()}" if tail and self._server else ""
-            at = f"{self._expected.name} at {self._http.url}"
-            raise ServerLate(f"{at}: waited {timeout_s:g} s for {what}{said}") from None

@@ -51,9 +51,10 @@ class Http:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._room = asyncio.Semaphore(1)
 
-    async def get(self, path: str, *, timeout_s: float) -> Any:
+    async def get(self, path: str, *, timeout_s: float, text: bool = False) -> Any:
+        """text: as it stands, where it is no JSON."""
         async with self._asked("GET", path, None, timeout_s) as response:
-            return _parsed(path, await response.read())
+            return await response.text() if text else _parsed(path, await response.read())
 
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, again: bool = False

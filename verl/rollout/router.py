@@ -61,9 +61,10 @@ class Router:
                 )
             except ReplicaLost:
                 continue  # the same draws at another one: a seed belongs to the request
-            except Exception:
-                if prefix_key is not None:  # asked again, it may go elsewhere
-                    self._homes.pop(prefix_key, None)
+            except BaseException:  # also one that was given up: asked again, it goes elsewhere
+                others = self._serving - {chosen}
+                if prefix_key is not None and others and self._homes.get(prefix_key) == chosen:
+                    self._homes[prefix_key] = min(sorted(others), key=self._load.__getitem__)
                 raise
             finally:
                 self._load[chosen] -= 1

@@ -15,6 +15,7 @@ from verl.weight_sync.base import SyncError, WeightSource
 
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 REQUEST_PREFIX = "generate-tokens-"  # of the id that a server gives a request, and that an abort must name
+COUNTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")  # its metrics of work done
 ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_eos": True}
 
 
@@ -76,6 +77,10 @@ class VllmApi(Api):
 
     async def wake(self, post: Post) -> None:
         await post("/wake_up")
+
+    async def progress(self, get: Post) -> Any:
+        told = (await get("/metrics", text=True)).splitlines()
+        return [line for line in told if line.startswith(COUNTED)] or None
 
     async def prepare(self, post: Post, model: str, vocab: int) -> None:
         await post("/init_weight_transfer_engine", {"init_info": {}})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from verl.model_engine.layout import Layout
+from verl.rollout.base import ReplicaLost
 
 if TYPE_CHECKING:
     from verl.rollout.base import RolloutEngine
@@ -17,6 +18,15 @@ T = TypeVar("T")
 
 class WorkerDied(RuntimeError):
     """A process that holds a worker is gone: killed, out of memory, crashed, or its node is lost."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The exception that started the chain, or the death of a process in it: what is behind that one (the end of a
+    connection) says less. Of a chain that bites its tail the last one of it."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and not any(one is cause for one in chain):
+        chain.append(cause)
+    return ([one for one in chain if isinstance(one, WorkerDied | ReplicaLost)] or chain)[-1]
 
 
 Died = Callable[[BaseException], None]

@@ -1,0 +1,183 @@
+"""One server: its process, where it is started here, its start, and what is known of its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from verl.rollout.api import Api, Deadlines, Expected, Room, model_of, positions_of
+from verl.rollout.base import RolloutContext
+from verl.rollout.embedded.core import check_context
+from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
+from verl.rollout.launching import Launch
+from verl.rollout.process import ServerProcess
+from verl.rollout.wire import Drawn, raw
+from verl.types import Sampling
+
+DYING_S = 3.0  # from the end of an engine to that of the server before it
+PROBE_S = 30.0  # for one token of a healthy server
+
+
+class Server:
+    """at: the URL of one that runs, or what starts one, which then ends with this."""
+
+    def __init__(
+        self,
+        context: RolloutContext,
+        expected: Expected,
+        api: Api,
+        at: str | Launch,
+        limits: Deadlines,
+        key: str | None,
+    ) -> None:
+        check_context(context.max_context_tokens, positions_of(context))
+        self._context, self._expected, self._api, self._limits = context, expected, api, limits
+        self._vocab: int = context.hf_config.get_text_config().vocab_size
+        self._launch = None if isinstance(at, str) else at
+        self._server: ServerProcess | None = None
+        # one that is started anew for every version is not started before the first
+        self._waiting = self._launch is not None and not api.updates
+        self._http = Http(at, key) if isinstance(at, str) else Http("") if self._waiting else self._launched(None)
+        self._tag, self._number = uuid.uuid4().hex[:8], itertools.count()
+        self._starting: asyncio.Task[None] | None = None
+        self._ready = self._closed = False
+        self._fenced: str | None = None  # why it must not speak
+        self._model = "policy"
+
+    async def probe(self, timeout_s: float = PROBE_S) -> None:
+        """Health that the engine itself has shown: one token in time (`/health` is 200 while it is stopped)."""
+        await self._drawn(Sampling(max_tokens=1, temperature=0.0, ignore_eos=True), timeout_s)
+
+    async def _drawn(self, sampling: Sampling, timeout_s: float | None = None) -> Drawn:
+        """A short answer to the first token of the vocabulary."""
+        room, drawn = Room(tokens=sampling.max_tokens, vocab=self._vocab, ends=()), Drawn()
+        body = self._api.body(self._model, f"{self._tag}-{next(self._number)}-probe", [0], sampling, room)
+        self._api.read(drawn, await self._call(self._api.generate, body, timeout_s))
+        return drawn
+
+    async def _up(self) -> None:
+        if self._ready or self._waiting:
+            return
+        loop = asyncio.get_running_loop()
+        if self._starting is None or self._starting.done() or self._starting.get_loop() is not loop:
+            self._starting = loop.create_task(self._start(), name="rollout-server-start")
+        await asyncio.shield(self._starting)
+
+    def _launched(self, folder: str | None) -> Http:
+        assert self._launch is not None
+        self._server, url = self._launch(folder)
+        return Http(url)
+
+    async def _start(self) -> None:
+        """Wait until it answers; then ValueError for a server that is not what was asked for."""
+        try:
+            async with self._deadline(self._limits.start_s, "it to start", tail=True):
+                while not await self._answers():  # noqa: ASYNC110 - it tells nobody
+                    await asyncio.sleep(0.2)
+            await self._known()
+        except BaseException:
+            if self._server is not None:
+                await asyncio.get_running_loop().run_in_executor(None, self._server.stop)
+            raise
+        self._ready = True
+
+    async def _answers(self) -> bool:
+        if self._server is not None and (code := self._server.exit_code) is not None:
+            last = f"the last lines of {self._server.log}:\n{self._server.tail()}"
+            raise RuntimeError(f"{self._expected.name} ended with exit code {code} as it started; {last}")
+        try:
+            await self._http.get("/health", timeout_s=5.0)
+        except (ServerGone, ServerLate, ServerRefused) as e:
+            if self._server is None and not isinstance(e, ServerLate):
+                raise ValueError(f"rollout.url={self._http.url}: no healthy server there ({e}); start it first") from e
+            return False
+        return True
+
+    async def _known(self) -> None:
+        """Version, model, context, control plane and the meaning of its log-probs."""
+        url, get = self._http.url, partial(self._http.get, timeout_s=self._limits.control_s)
+        self._model = await model_of(self._api, self._expected, url, get, self._context.max_context_tokens)
+        try:
+            await self._api.prepare(self._call, self._model, self._vocab)
+        except ServerRefused as e:
+            fix = self._expected.needs.get("transfer", "it must take weights from shared memory")
+            raise ValueError(f"{url} cannot be sent weights ({e}): {fix}") from e
+        if self._server is None:
+            await self._api.resume(self._call)  # whoever was here before may have left it standing
+            if not self._api.plain:
+                await self._refuse_raw_logprobs()
+        await self.probe()
+
+    async def _refuse_raw_logprobs(self) -> None:
+        """ValueError for a server whose log-probs are not those of the distribution that it drew from."""
+        drawn = await self._drawn(Sampling(max_tokens=8, temperature=2.0, seed=1, ignore_eos=True))
+        plain = (await self._api.score(self._call, self._model, np.array([0, *drawn.ids]), PROBE_S))[-len(drawn.ids) :]
+        if raw(np.array(drawn.logprobs), plain, self._vocab):
+            fix = self._expected.needs.get("logprobs", "have it return those of the distribution that was drawn from")
+            raise ValueError(f"{self._http.url} returns log-probs before temperature and truncation: {fix}")
+
+    async def _call(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
+        try:
+            return await self._http.post(path, body, timeout_s=timeout_s or self._limits.control_s)
+        except ServerGone as e:
+            raise await self._cause(e) from e.__cause__
+        except ServerRefused as e:
+            fix = self._expected.needs.get(path.partition("?")[0])
+            if e.status in (403, 404, 405) and fix is not None:
+                raise ValueError(f"{self._http.url} has no {path}: {fix}") from e
+            raise
+
+    @property
+    def _ended(self) -> bool:
+        return self._server is not None and self._server.exit_code is not None
+
+    async def _ends(self) -> bool:
+        """The server is gone, or goes within `DYING_S`."""
+        with contextlib.suppress(ServerLate):
+            async with self._deadline(DYING_S, "its end"):
+                while self._server is not None and self._server.exit_code is None:  # noqa: ASYNC110 - it tells nobody
+                    await asyncio.sleep(0.05)
+                return self._server is not None
+        return False
+
+    async def _progress(self) -> Any:
+        with contextlib.suppress(ServerGone, ServerLate, ServerRefused):
+            return await self._api.progress(partial(self._http.get, timeout_s=PROBE_S))
+        return None
+
+    async def _cause(self, error: ServerGone) -> Exception:
+        """Why nobody answers, as far as it is known here: another error. One that ends is given the time for it."""
+        if not self._closed and self._fenced is None:
+            await self._ends()
+        if self._closed:
+            return RuntimeError("the rollout engine was closed")
+        if self._fenced is not None:
+            return ServerGone(f"{self._expected.name} is out of service: {self._fenced}")
+        if self._server is None or (code := self._server.exit_code) is None:
+            return ServerGone(str(error))
+        said = f"in {self._server.log}: {self._server.tail(3)}"
+        return ServerGone(f"{self._expected.name} ended with exit code {code}; {said}")
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise RuntimeError("the rollout engine is closed")
+
+    @asynccontextmanager
+    async def _deadline(self, timeout_s: float, what: str, *, tail: bool = False) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(timeout_s) as scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            said = f"; the last lines of {self._server.log}:\n{self._server.tail()}" if tail and self._server else ""
+            at = f"{self._expected.name} at {self._http.url}"
+            raise ServerLate(f"{at}: waited {timeout_s:g} s for {what}{said}") from None
