@@ -22,6 +22,7 @@ from verl.config.schema import Config
 from verl.driver.evaluate import eval_metrics, eval_sampling, evaluate, verl_validation
 from verl.driver.measure import batch_metrics, spread
 from verl.driver.record import SampleRecorder, build_recorder
+from verl.driver.replay import sample_of
 from verl.driver.rollouts import RolloutStats
 from verl.driver.trajectories import TrajectoryRunner
 from verl.model_engine.base import OneRank
@@ -419,6 +420,34 @@ def test_the_recorder_writes_every_row_with_its_columns_and_drops_it(tmp_path):
     np.testing.assert_array_equal(row.old_logprobs, np.array([-3, -4, np.nan, -5], np.float32))
     assert row.values is None and (row.response_text, row.reward, row.components) == ("5 6 30 7", 1.5, {"acc": 1.0})
     assert row.stop_reason == "length"
+
+
+@pytest.mark.parametrize("more", [{}, {"media": ("image",)}, {"side": {"experts": np.arange(4).reshape(2, 2)}}])
+def test_a_recorded_row_is_the_sample_again(more, tmp_path):
+    """What a replay trains on: each span has the version that drew it, its media and its side channels."""
+    first, at = ({"media": more["media"]}, {}) if "media" in more else ({}, more)
+    segments = (
+        Segment(ids=np.array([1, 2]), source="prompt", **first),
+        Segment(ids=np.array([5, 6]), source="sampled", logprobs=np.array([-1, -2], np.float32), version=3, **at),
+        Segment(ids=np.array([7]), source="sampled", logprobs=np.array([-3], np.float32), version=4),
+        Segment(ids=np.array([30]), source="env"),
+        Segment(ids=np.array([8]), source="sampled", logprobs=np.array([-4], np.float32), version=4),
+    )
+    adapter = "lora" if more else None
+    names = {"sample_id": "g/0#0", "trajectory_id": "g/0", "group_id": "g"}
+    made = Sample(**names, purpose="train", segments=segments, reward=1.5, adapter=adapter)
+    queue = MemoryQueue()
+    SampleRecorder(queue, tmp_path, str).record(1, put(queue, [made]), {})
+    (row,) = read_samples(tmp_path, 1)
+    again = sample_of(row, reads_feedback=False)
+    assert (again.adapter, again.reward, len(again.segments)) == (adapter, 1.5, len(segments))
+    for a, b in zip(again.segments, segments):
+        assert (a.source, a.version, a.media, a.side.keys()) == (b.source, b.version, b.media, b.side.keys())
+        np.testing.assert_array_equal(a.ids, b.ids)
+        if b.source == "sampled":
+            np.testing.assert_array_equal(a.logprobs, b.logprobs)
+        for name in b.side:
+            np.testing.assert_array_equal(a.side[name], b.side[name])
 
 
 def test_the_recorder_keeps_whole_groups_and_drops_all(tmp_path):

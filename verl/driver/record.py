@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from verl.driver.setup import decoder
+from verl.driver.state import packed_segments
 from verl.model_engine.base import Ranks
 from verl.rollout.base import DecodeFn
-from verl.track.samples import FOLDER, TOKEN_FIELDS, TURN_FIELDS, Kind, SampleRow, samples_path, write_samples
+from verl.track.samples import FOLDER, Kind, SampleRow, samples_path, write_samples
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import read_samples
 from verl.types import LEARNED, Refs, Sample, Trajectory, response_ids_of, samples_of, versions_of
@@ -141,8 +142,8 @@ class SampleRecorder:
         oldest, newest = versions_of(sample.segments)
         found: dict[str, Any] = {name: getattr(sample, name) for name in SHARED}
         found |= {name: _spread(column, at, len(ids)) for name, column in columns.items()}
-        for name in {name for s in drawn for name in s.side} & set(TURN_FIELDS):
-            found[name] = np.concatenate([s.side.get(name, np.zeros(len(s.ids), TOKEN_FIELDS[name])) for s in rest])
+        if sample.adapter or any(s.media or s.side for s in sample.segments):
+            found["segments"] = packed_segments(sample)
         return SampleRow(
             **found,
             step=step,

@@ -22,11 +22,11 @@ from verl.driver.checkpointer import load_role
 from verl.driver.record import SHARED
 from verl.driver.run_dir import config_path
 from verl.driver.setup import set_up_process
-from verl.driver.state import read_state
+from verl.driver.state import read_state, unpacked_segments
 from verl.driver.step import Step, experience_and_update
 from verl.track.events import read_events
 from verl.track.metrics import read_metrics, reduce
-from verl.track.samples import TURN_FIELDS, SampleRow, read_samples, sample_steps
+from verl.track.samples import SampleRow, read_samples, sample_steps
 from verl.transfer_queue.base import TransferQueue
 from verl.types import CUT, Refs, Sample, Segment
 
@@ -96,7 +96,7 @@ async def _replay(run_dir: Path, number: int) -> list[str]:
         for n in range(base + 1, number + 1):
             rows, step = read_samples(run_dir, n), Step(n - 1)
             reads = config.teacher.hint_key == FEEDBACK
-            refs = await learner.queue.put([_sample(row, reads) for row in rows])
+            refs = await learner.queue.put([sample_of(row, reads) for row in rows])
             await experience_and_update(learner, step, refs)
             if n == number:
                 break
@@ -106,29 +106,36 @@ async def _replay(run_dir: Path, number: int) -> list[str]:
         learner.close()
 
 
-def _sample(row: SampleRow, reads_feedback: bool) -> Sample:
-    """A recorded row as a sample: runs of equal mask are its segments. reads_feedback: its teacher does."""
-    mask = row.response_mask.astype(bool)
-    edges = [0, *(np.flatnonzero(np.diff(mask.astype(np.int8))) + 1), len(mask)]
-    segments = [Segment(ids=row.prompt_ids, source="prompt")]
-    assert row.rollout_logprobs is not None
-    for a, b in zip(edges, edges[1:]):
-        ids = row.response_ids[a:b]
-        if not mask[a]:
-            segments.append(Segment(ids=ids, source="env"))
-        elif row.version_min < 0:
-            segments.append(Segment(ids=ids, source="stored"))
-        else:
-            side = {name: found[a:b] for name in TURN_FIELDS if (found := getattr(row, name)) is not None}
-            logprobs, version = row.rollout_logprobs[a:b], row.version_min
-            segments.append(Segment(ids=ids, source="sampled", logprobs=logprobs, version=version, side=side))
+def sample_of(row: SampleRow, reads_feedback: bool) -> Sample:
+    """A recorded row as a sample. reads_feedback: its teacher does."""
+    adapter, segments = unpacked_segments(row.segments) if row.segments else (None, _segments(row))
     return Sample(
         **{name: getattr(row, name) for name in SHARED},
-        segments=tuple(segments),
+        segments=segments,
+        adapter=adapter,
         truncated=row.stop_reason in CUT,
         context=row.context if len(row.context) else None,
         untaught=reads_feedback and not len(row.context),
     )
+
+
+def _segments(row: SampleRow) -> tuple[Segment, ...]:
+    """Runs of equal mask and equal version."""
+    mask, logprobs, versions = row.response_mask.astype(bool), row.rollout_logprobs, row.token_versions
+    assert logprobs is not None and versions is not None
+    edges = [0, *(np.flatnonzero(np.diff(mask) | (np.diff(versions) != 0)) + 1), len(mask)]
+    segments = [Segment(ids=row.prompt_ids, source="prompt")]
+    for a, b in zip(edges, edges[1:]):
+        if a == b:
+            break  # nothing was answered
+        ids, version = row.response_ids[a:b], int(versions[a])
+        if not mask[a]:
+            segments.append(Segment(ids=ids, source="env"))
+        elif version < 0:
+            segments.append(Segment(ids=ids, source="stored"))
+        else:
+            segments.append(Segment(ids=ids, source="sampled", logprobs=logprobs[a:b], version=version))
+    return tuple(segments)
 
 
 def _differences(rows: Sequence[SampleRow], refs: Refs, queue: TransferQueue) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 from verl.data.source import Draw
 from verl.driver.identity import Identity
 from verl.driver.roles import Controllers
-from verl.types import Group, Invalid, Outcome, Purpose, Sampling, Score, Segment, StopReason, Task, Trajectory
+from verl.types import Group, Invalid, Outcome, Purpose, Sample, Sampling, Score, Segment, StopReason, Task, Trajectory
 
 FORMAT = 3
 FILE = "driver.msgpack"
@@ -188,6 +188,15 @@ def restore_rng(saved: SavedRng) -> None:
     key = np.frombuffer(saved.numpy_key, np.uint32)
     np.random.set_state(("MT19937", key, saved.numpy_pos, *saved.numpy_gauss))
     torch.set_rng_state(torch.from_numpy(np.frombuffer(saved.torch, np.uint8).copy()))
+
+
+def packed_segments(sample: Sample) -> bytes:
+    """For the record: its adapter and its segments, whole."""
+    return msgspec.msgpack.encode((sample.adapter, sample.segments), enc_hook=_encode)
+
+
+def unpacked_segments(data: bytes) -> tuple[str | None, tuple[Segment, ...]]:
+    return msgspec.msgpack.decode(data, type=tuple[str | None, tuple[Segment, ...]], dec_hook=_decode)
 
 
 def _encode(value: Any) -> Any:

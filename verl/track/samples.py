@@ -53,9 +53,6 @@ class SampleRow:
     values: np.ndarray | None = None  # [R] float32
     returns: np.ndarray | None = None  # [R] float32
     token_versions: np.ndarray | None = None  # [R] int32, the weight version that sampled the token, -1 where masked
-    turn: np.ndarray | None = None  # [R] int64: this and the next, for algorithms that read turns; 0 where masked
-    turn_state: np.ndarray | None = None  # [R] int64
-    turn_reward: np.ndarray | None = None  # [R] float32
     reward: float = float("nan")
     components: Mapping[str, float] = field(default_factory=dict)
     version_min: int = -1
@@ -66,6 +63,7 @@ class SampleRow:
     ground_truth: str = ""  # of the task; JSON where it is no text
     teacher: str = ""  # of several
     context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # what a teacher read, as in `Sample`
+    segments: bytes = b""  # of a sample with media, side channels or an adapter: see `driver/state.py`
 
     @property
     def prompt_tokens(self) -> int:
@@ -82,8 +80,7 @@ class SampleRow:
 
 # Per-token arrays of a row that may be None, each as long as the response.
 TOKEN_FIELDS: dict[str, np.dtype] = {f.name: np.dtype(np.float32) for f in fields(SampleRow) if f.default is None}
-TOKEN_FIELDS |= {"token_versions": np.dtype(np.int32), **dict.fromkeys(("turn", "turn_state"), np.dtype(np.int64))}
-TURN_FIELDS = ("turn", "turn_state", "turn_reward")  # side channels of what was sampled
+TOKEN_FIELDS["token_versions"] = np.dtype(np.int32)
 
 _ARRAY_FIELDS: Mapping[str, np.dtype] = {
     "prompt_ids": np.dtype(np.int64),
@@ -104,11 +101,12 @@ _TYPES: Mapping[str, pa.DataType] = {
     "temperature": pa.float64(),
     "ground_truth": pa.string(),
     "teacher": pa.string(),
+    "segments": pa.binary(),
     **dict.fromkeys(_COUNTS, pa.int64()),
 }
 SCHEMA = pa.schema(list(_TYPES.items()))
 # The columns that are cheap to read whole: everything but texts and arrays.
-SCALARS = [name for name in _TYPES if name not in (*_ARRAY_FIELDS, *_TEXTS)]
+SCALARS = [name for name in _TYPES if name not in (*_ARRAY_FIELDS, *_TEXTS, "segments")]
 
 
 def samples_path(run_dir: Path, step: int, kind: Kind = "train") -> Path:
@@ -148,6 +146,7 @@ def read_samples(
             columns[name] = table.column(name).to_pylist()
     for name in ("ground_truth", "teacher"):  # absent in older files
         columns[name] = [text or "" for text in columns[name]]
+    columns["segments"] = [found or b"" for found in columns["segments"]]
     columns["context"] = [np.zeros(0, np.int64) if ids is None else ids for ids in columns["context"]]
     columns["components"] = [json.loads(text) for text in columns["components"]]
     return [SampleRow(**dict(zip(columns, values))) for values in zip(*columns.values())]
