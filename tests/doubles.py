@@ -96,6 +96,7 @@ class SglangDouble(Double):
         self.running: set[str] = set()
         self.known: set[str] = set()  # also those that have not reached the scheduler
         self.sent: set[str] = set()  # who was aborted; a second word is not passed on
+        self.asleep: set[str] = set()
         self.incremental = False  # --incremental-streaming-output
         self.raw = False  # SGLANG_RETURN_ORIGINAL_LOGPROB
         self.fails: str | None = None  # what an update says
@@ -108,6 +109,8 @@ class SglangDouble(Double):
             "/pause_generation": self._pause,
             "/continue_generation": self._continue,
             "/update_weights_from_disk": self._update,
+            "/release_memory_occupation": self._release,
+            "/resume_memory_occupation": self._resume,
         }
         assert posts.keys() <= set(SGLANG["paths"])
         made = [web.post(path, handler) for path, handler in posts.items()]
@@ -134,6 +137,17 @@ class SglangDouble(Double):
         self.going.set()
         return web.json_response({"status": "ok"})
 
+    async def _release(self, request: web.Request) -> web.Response:
+        tags = checked(await request.json(), "ReleaseMemoryOccupationReqInput", strict=True)["tags"]
+        assert not (self.going.is_set() and self.running), "it should be called only when the server is idle"
+        self.asleep |= set(tags)
+        return web.Response()
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        for tag in checked(await request.json(), "ResumeMemoryOccupationReqInput", strict=True)["tags"]:
+            self.asleep.remove(tag)  # or its scheduler ends
+        return web.Response()
+
     async def _abort(self, request: web.Request) -> web.Response:
         """By the beginning of the name; an unknown one is 200."""
         rid = checked(await request.json(), "AbortReq", strict=True)["rid"]
@@ -145,6 +159,7 @@ class SglangDouble(Double):
     async def _update(self, request: web.Request) -> web.Response:
         body = checked(await request.json(), "UpdateWeightFromDiskReqInput", strict=True)
         failed = self.fails
+        assert "weights" not in self.asleep, "they have no memory"
         if not (Path(body["model_path"]) / "model.safetensors").exists():
             failed = "Failed to get weights iterator: no such folder."
         elif self.going.is_set() and self.running:

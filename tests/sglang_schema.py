@@ -14,7 +14,12 @@ WANTED = {
     "sglang/api/v1/api_types.py": ("GenerateRequest", "SamplingParams", "GenerateMetaInfo", "WeightVersionSpan"),
     "sglang/srt/managers/io_struct.py": (
         *("UpdateWeightFromDiskReqInput", "UpdateWeightFromDiskReqOutput", "PauseGenerationReqInput"),
-        *("ContinueGenerationReqInput", "AbortReq"),
+        *(
+            "ContinueGenerationReqInput",
+            "AbortReq",
+            "ReleaseMemoryOccupationReqInput",
+            "ResumeMemoryOccupationReqInput",
+        ),
     ),
 }
 ROUTES = "sglang/srt/entrypoints/http_server.py"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import stat
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ def test_the_line_that_starts_sglang() -> None:
         **{"--mem-fraction-static": "0.5", "--skip-tokenizer-init": "", "--sampling-mask-max-tokens": "4096"},
         **{"--enable-deterministic-inference": "", "--attention-backend": "triton"},
     }
+    on_gpu = context_of(hf_config=CONFIG, max_context_tokens=200, device="cuda")
+    assert "--enable-memory-saver" in sglang.serve_command("py", more, on_gpu, "/m", 1), "it can sleep"
     assert "--enable-deterministic-inference" not in sglang.serve_command("py", sglang.Options(), context, "/m", 1)
 
 
@@ -254,6 +257,30 @@ def test_an_update_of_sglang_is_one_transaction(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"set sync\.engine=disk"):
             shm = WeightSource(5, "verl.weight_sync.shm:open_weights", "x", {})
             await engine.load_weights(CheckedReader(shm))
+
+    with_sglang(body)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sglang_sleeps_by_parts_and_wakes_what_sleeps(tmp_path: Path, level: int) -> None:
+    """Told to wake what does not sleep, its scheduler would end. Its KV comes back after the weights are loaded."""
+
+    async def body(engine: ServedEngine, double: SglangDouble) -> None:
+        engine._able = replace(engine._able, sleep_levels=(1, 2))
+        await engine.load_weights(reader(tmp_path / "0"))
+        for version in (1, 2):
+            await engine.sleep(level)
+            assert double.asleep == ({"kv_cache", "weights"} if level == 2 else {"kv_cache"})
+            asked = len(double.asked)
+            assert await engine.load_weights(reader(tmp_path / str(version), version)) == version
+            told = [body["tags"][0] if body and "tags" in body else path for path, body in double.asked[asked:]]
+            update = ["/pause_generation", "/update_weights_from_disk", "kv_cache"]
+            assert told[: len(told) - 2] == [*(["weights"] if level == 2 else []), *update] and not double.asleep
+            found = await engine.generate("r", PROMPT, Sampling(max_tokens=3, temperature=0.0))
+            assert found.spans == ((version, 0, 3),)
+        await engine.sleep(1)
+        await engine.wake(("kv",))
+        assert not double.asleep and double.going.is_set()
 
     with_sglang(body)
 

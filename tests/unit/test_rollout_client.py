@@ -969,7 +969,8 @@ def test_an_answer_may_hold_what_python_writes_for_no_number():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_server_that_sleeps_is_woken_before_its_weights_are_written(level: int) -> None:
-    """A colocated run publishes before the rollout's turn begins: what was put away has no memory to be written to."""
+    """A colocated run publishes before the rollout's turn begins: what was put away has no memory to be written to. The
+    KV comes after: old weights, new ones and KV are never there together."""
 
     async def body(engine: ServedEngine, served: Served) -> None:
         asked = len(served.asked)
@@ -979,7 +980,38 @@ def test_a_server_that_sleeps_is_woken_before_its_weights_are_written(level: int
         assert await engine.load_weights(reader(1)) == 1
         await engine.wake()
         paths = served.paths[asked:]
-        assert paths[0] == f"/sleep?level={level}" and paths.count("/wake_up") == 1
-        assert paths.index("/wake_up") < paths.index("/pause?mode=wait") < paths.index("/update_weights")
+        said = [
+            path for path in paths if path.startswith(("/sleep", "/wake_up", "/pause", "/update", "/reset", "/resume"))
+        ]
+        weights, kv = "/wake_up?tags=weights", "/wake_up?tags=kv_cache"
+        update = ["/pause?mode=wait", "/update_weights", "/reset_prefix_cache"]
+        assert said == [f"/sleep?level={level}", weights, *update, kv, "/resume"]
+        await engine.sleep(level)
+        asked = len(served.asked)
+        await engine.wake(("weights",))
+        await engine.wake(("kv",))
+        await engine.sleep(level)
+        await engine.wake(("kv",))
+        assert served.paths[asked:] == [weights, kv, f"/sleep?level={level}", weights, kv]
+        await engine.pause()
+        await engine.sleep(level)
+        asked = len(served.asked)
+        await engine.load_weights(reader(2))
+        assert [path for path in served.paths[asked:] if not path.startswith("/health")][-2:] == [
+            kv,
+            "/pause?mode=keep",
+        ]
+
+    with_server(body)
+
+
+def test_a_sleeping_server_whose_update_failed_is_not_woken() -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        await engine.sleep()
+        served.loaded.remove(NAMES[0])
+        with pytest.raises(SyncError, match="did not load 1 of 2"):
+            await engine.load_weights(reader(1))
+        await engine.wake()
+        assert "/wake_up?tags=weights" in served.paths and "/wake_up?tags=kv_cache" not in served.paths
 
     with_server(body)

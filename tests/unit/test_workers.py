@@ -60,6 +60,45 @@ def test_a_replica_that_does_not_go_to_sleep_is_named_and_the_others_wake():
     asyncio.run(main())
 
 
+class Unwilling(FakeEngine):
+    """One of several."""
+
+    fails_at, why = "sleep", None
+
+    async def sleep(self, level=1):
+        if self.fails_at == "sleep":
+            raise ConnectionError("the server is gone")
+        return await super().sleep(level)
+
+    async def wake(self, tags=("weights", "kv")):
+        if self.fails_at == "wake":
+            raise ConnectionError("the server is gone")
+        await super().wake(tags)
+
+    def lose(self, why):
+        self.why = why
+
+
+@pytest.mark.parametrize("at", ["sleep", "wake"])
+def test_one_of_several_replicas_that_fails_to_sleep_or_wake_is_lost_and_the_others_go_on(at):
+    replicas = [FakeEngine(), Unwilling(), FakeEngine()]
+    replicas[1].fails_at, inside, notes = at, [], []
+
+    async def main():
+        placement = Placement(replicas, colocated=True, note=notes.append)
+        for _ in range(2):
+            async with placement.training():
+                inside.append([r.asleep for r in replicas])
+
+    asyncio.run(main())
+    assert inside == 2 * [[True, at == "wake", True]] and not (replicas[0].asleep or replicas[2].asleep)
+    assert isinstance(replicas[1].why, ConnectionError)
+    (note,) = notes
+    assert note.startswith(
+        "rollout: asleep, replica 0, 2 told of no" if at == "sleep" else "rollout: asleep, replica 0, 1"
+    )
+
+
 # -- roles -------------------------------------------------------------------------------------------------------------
 
 

@@ -147,7 +147,7 @@ async def _run_of(
         trajectories=trajectories,
         eval_tasks=eval_tasks,
         rollout=rollout,
-        placement=_placement(config, replicas, waits),
+        placement=_placement(config, replicas, waits, progress.message),
         publisher=publisher,
         checkpointer=checkpointer,
         reporter=reporter,
@@ -215,10 +215,12 @@ def from_threads(heard: Callable[[BaseException], None]) -> Callable[[BaseExcept
     return tell
 
 
-def _placement(config: Config, replicas: Sequence[RolloutEngine], waits: Waits) -> Placement:
+def _placement(
+    config: Config, replicas: Sequence[RolloutEngine], waits: Waits, note: Callable[[str], None]
+) -> Placement:
     asked = config.pipeline.placement
     colocated = asked == "colocated" or (asked == "auto" and _in_step(config))
-    return Placement(replicas, colocated, drops_rollout_weights(config), waits, config.run.wait_timeout_s)
+    return Placement(replicas, colocated, drops_rollout_weights(config), waits, config.run.wait_timeout_s, note)
 
 
 def _in_step(config: Config) -> bool:

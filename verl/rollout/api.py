@@ -80,6 +80,8 @@ class Api:
     """It can be told to end a request. Without, the connection is closed, and what came by then is the answer."""
     updates = False
     """It takes new weights as it runs. Without, it is started anew with them, or keeps its own."""
+    offloads = False
+    """Asleep at level 1, its weights lie in the host's memory, and are to be woken too."""
     plain = False
     """Its log-probs are those at temperature 1 of all tokens, and other draws are refused."""
     transport: str
@@ -111,10 +113,12 @@ class Api:
         """New weights into a server that stands still, and no prefix of older ones after."""
         raise NotImplementedError
 
-    async def sleep(self, post: Post, level: int) -> None:
+    async def sleep(self, post: Post, level: int) -> int:
+        """Bytes, as far as it says."""
         raise NotImplementedError
 
-    async def wake(self, post: Post) -> None:
+    async def wake(self, post: Post, part: str) -> None:
+        """`weights` or `kv`, which is asleep. With the last one it goes on."""
         raise NotImplementedError
 
     async def progress(self, get: Post) -> Any:

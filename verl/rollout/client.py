@@ -55,7 +55,8 @@ class ServedEngine(Server):
         super().__init__(context, expected, api, at, deadlines or Deadlines(), api_key)
         self._able = able
         self._pending: dict[str, Call] = {}
-        self._paused = self._asleep = False
+        self._paused = False
+        self._asleep = set[str]()  # its memory that was put away
         self._control = asyncio.Lock()  # pauses, updates and restarts do not mix
         self._open = asyncio.Event()  # closed while one of these is under way: later requests wait for its end
         self._open.set()
@@ -224,7 +225,7 @@ class ServedEngine(Server):
                 await self._restart()
             what = "load_weights(on_inflight='wait')"
             try:
-                await self.wake()  # weights that were put away have no memory to be written to
+                await self.wake(("weights",))  # what was put away has no memory to be written to
                 await self._stand_still(on_inflight, what)
             except (ServerGone, ServerLate, ServerRefused):  # its engine has died, or hangs
                 if self._launch is None or not self._api.updates:
@@ -236,6 +237,7 @@ class ServedEngine(Server):
                     await self._api.deliver(self._call, sent)
                 elif self._launch is not None:
                     await self._restart(sent.address)
+                await self.wake(("kv",))  # not before: old weights, new ones and KV are never there together
                 if not self._paused:
                     await self._api.resume(self._call)
             except BaseException as e:
@@ -292,8 +294,8 @@ class ServedEngine(Server):
                     self._open.set()
 
     async def _fence(self, why: str) -> None:
-        """Nothing it says from now on is believed. Requests that stand still there end: elsewhere they can go on."""
-        self._fenced, self._waiting = why, self._launch is not None and not self._api.updates
+        """No word of it is believed any more, nor is it woken. What stands still there ends, and goes on elsewhere."""
+        self._fenced, self._waiting, self._asleep = why, self._launch is not None and not self._api.updates, set()
         if self._server is not None:
             await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._server.stop))
         else:
@@ -301,20 +303,23 @@ class ServedEngine(Server):
                 await self._abort_there(list(self._pending.values()))
 
     async def sleep(self, level: int = 1) -> int:
-        """0 where the server cannot: its memory stays. What it frees, a server does not say."""
+        """-> bytes; 0 where the server cannot, as its memory stays, and where it does not say."""
         if level not in (1, 2):
             raise ValueError(f"sleep level={level}: 1 frees the KV, 2 the weights too")
-        if level in self._able.sleep_levels:
-            await self._api.sleep(self._call, level)
-            self._asleep = True
-        return 0
+        if level not in self._able.sleep_levels:
+            return 0
+        self._asleep |= {"kv", "weights"} if level == 2 or self._api.offloads else {"kv"}
+        return await self._api.sleep(self._call, level)
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv")) -> None:
         if unknown := set(tags) - {"weights", "kv"}:
             raise ValueError(f"wake tags {sorted(unknown)}: known are 'weights' and 'kv'")
-        if self._asleep:
-            await self._api.wake(self._call)
-            self._asleep = False
+        for part in ("weights", "kv"):  # whose KV is awake can serve: so are its weights
+            if part in self._asleep and {part, "kv"} & set(tags):
+                await self._api.wake(self._call, part)
+                self._asleep.remove(part)
+                if self._paused and not self._asleep:  # all awake, it went on
+                    await self._api.pause(self._call, "keep")
 
     async def capabilities(self) -> Capabilities:
         """Waits until the server is up."""
@@ -349,7 +354,7 @@ class ServedEngine(Server):
         await self._http.close()
         self._check_alive()  # nobody would end what is started after a close
         self._http = self._launched(folder)
-        self._ready, self._waiting, self._asleep, self._fenced, self._version = False, False, False, None, -1
+        self._ready, self._waiting, self._asleep, self._fenced, self._version = False, False, set(), None, -1
         await self._up()
         if self._paused and "keep" in self._api.modes:
             await self._api.pause(self._call, "keep")

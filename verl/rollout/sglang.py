@@ -56,6 +56,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
         max_context_tokens=context.max_context_tokens,
         prefix_cache=True,
         in_flight_update=True,
+        sleep_levels=() if str(context.device) == "cpu" or place.url is not None else (1, 2),
         notes=(NOTE,) if options.deterministic_inference or place.url else (NOTE, SEEDS),
     )
     expected = Expected(
@@ -86,6 +87,7 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
         "max-running-requests": options.max_running_requests or context.max_concurrent_sequences,
         "tp-size": options.tensor_parallel_size,
         "mem-fraction-static": options.mem_fraction_static,
+        "enable-memory-saver": str(context.device) != "cpu",  # it can sleep
         "skip-tokenizer-init": True,  # tokens in, tokens out
         "sampling-mask-max-tokens": MASKS,
         "enable-deterministic-inference": options.deterministic_inference,

@@ -11,6 +11,7 @@ import numpy as np
 from verl.rollout.api import Api, Post, Room
 from verl.rollout.base import PauseMode
 from verl.rollout.http import ServerRefused
+from verl.rollout.vllm_api import WORDS
 from verl.rollout.wire import Drawn, NotUnderstood
 from verl.types import Sampling
 from verl.weight_sync.base import CheckedReader, SyncError, WeightSource
@@ -96,6 +97,17 @@ class SglangApi(Api):
             raise SyncError(f"version {sent.version}: SGLang did not take it: {e}") from e
         if not isinstance(told, dict) or told.get("success") is not True:
             raise SyncError(f"version {sent.version}: SGLang did not take it: {told}")
+
+    async def sleep(self, post: Post, level: int) -> int:
+        """It ends at what still runs. The weights of level 2 are dropped."""
+        await self.pause(post, "keep")
+        await post("/release_memory_occupation", {"tags": ["kv_cache", "weights"][:level]})
+        return 0
+
+    async def wake(self, post: Post, part: str) -> None:
+        await post("/resume_memory_occupation", {"tags": [WORDS[part]]})
+        if part == "kv":
+            await self.resume(post)
 
     async def release(self, get: Post) -> str:
         return str((await get("/server_info"))["version"])

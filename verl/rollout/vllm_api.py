@@ -16,13 +16,14 @@ from verl.weight_sync.base import SyncError, WeightSource
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 REQUEST_PREFIX = "generate-tokens-"  # of the id that a server gives a request, and that an abort must name
 COUNTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")  # its metrics of work done
+WORDS = {"weights": "weights", "kv": "kv_cache"}  # of what sleeps
 ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_eos": True}
 
 
 class VllmApi(Api):
     generate, transport, sync = GENERATE, "verl.weight_sync.shm:", "shm"
     modes: frozenset[PauseMode] = frozenset(("keep", "wait", "abort"))
-    holds = aborts = updates = True
+    holds = aborts = updates = offloads = True
 
     def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
         params = room.asked(sampling) | {"logprobs": 0, "detokenize": False}
@@ -72,11 +73,12 @@ class VllmApi(Api):
         if not isinstance(told, dict) or told.get("success") is False:
             raise SyncError(f"version {sent.version}: the server keeps prefixes of older weights ({told})")
 
-    async def sleep(self, post: Post, level: int) -> None:
-        await post(f"/sleep?level={level}")
+    async def sleep(self, post: Post, level: int) -> int:
+        told = await post(f"/sleep?level={level}")
+        return int(told.get("freed_bytes", 0)) if isinstance(told, dict) else 0
 
-    async def wake(self, post: Post) -> None:
-        await post("/wake_up")
+    async def wake(self, post: Post, part: str) -> None:
+        await post(f"/wake_up?tags={WORDS[part]}")
 
     async def progress(self, get: Post) -> Any:
         told = (await get("/metrics", text=True)).splitlines()

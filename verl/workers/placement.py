@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from verl.rollout.base import RolloutEngine
+from verl.rollout.base import Replaceable, RolloutEngine
 from verl.workers.waits import Waits
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class Placement:
     """Colocated: the rollout engine releases its KV cache while training, and with `drops_weights` its weights, where
-    every training ends with new ones. Split: a no-op."""
+    every training ends with new ones. Split: a no-op. note: told, once, whose
+    sleep freed nothing that is known of."""
 
     replicas: Sequence[RolloutEngine]
     colocated: bool
     drops_weights: bool = False
     waits: Waits = field(default_factory=Waits)
     timeout_s: float = 600.0
+    note: Callable[[str], None] | None = None
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
@@ -29,12 +34,23 @@ class Placement:
             return
         level, parts = (2, ("weights", "kv")) if self.drops_weights else (1, ("kv",))
         try:
-            for i, replica in enumerate(self.replicas):
-                await self._wait(replica.sleep(level), f"replica {i} to sleep")
+            freed = [
+                await self._asked(i, of.sleep(level), f"replica {i} to sleep") for i, of in enumerate(self.replicas)
+            ]
+            if self.note is not None and (silent := [str(i) for i, found in enumerate(freed) if found == 0]):
+                self.note(f"rollout: asleep, replica {', '.join(silent)} told of no memory that it freed for training")
+                self.note = None
             yield
         finally:
             for i, replica in enumerate(self.replicas):
-                await self._wait(replica.wake(parts), f"replica {i} to wake")
+                await self._asked(i, replica.wake(parts), f"replica {i} to wake")
 
-    async def _wait(self, job: Awaitable[object], what: str) -> None:
-        await self.waits.wait(job, who="placement", what=what, timeout_s=self.timeout_s)
+    async def _asked(self, number: int, job: Awaitable[T], what: str) -> T | None:
+        """Of several replicas, one that fails at this is given up, and the others go on."""
+        try:
+            return await self.waits.wait(job, who="placement", what=what, timeout_s=self.timeout_s)
+        except Exception as e:
+            if not isinstance(replica := self.replicas[number], Replaceable):
+                raise
+            replica.lose(e)
+            return None
