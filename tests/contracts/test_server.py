@@ -635,6 +635,34 @@ def test_an_update_in_flight_shows_in_the_spans_and_the_kv_is_computed_again(pub
     run(body)
 
 
+def test_a_caller_that_leaves_while_prefixes_are_dropped_leaves_no_engine_asleep():
+    async def body():
+        engine = await engine_of(model(1))
+        asleep, woken = asyncio.Event(), asyncio.Event()
+        sleeps, wakes = engine.sleep, engine.wake
+
+        async def slept(level: int) -> int:
+            freed = await sleeps(level)
+            asleep.set()
+            await asyncio.sleep(0.2)
+            return freed
+
+        async def wake(tags: Any) -> None:
+            await wakes(tags)
+            woken.set()
+
+        engine.sleep, engine.wake = slept, wake
+        async with serving(engine, control=True) as (client, _):
+            left = asyncio.ensure_future(ok(client, "/reset_prefix_cache"))
+            await asleep.wait()
+            left.cancel()
+            async with asyncio.timeout(20):
+                await woken.wait()
+            assert len((await tokens(client, PROMPT, max_tokens=3))["choices"][0]["token_ids"]) == 3
+
+    run(body)
+
+
 def _some(info: Any) -> Any:
     return {"update_info": {**info["update_info"], "names": ["model.norm.weight"], "checksums": {}}}
 

@@ -148,6 +148,14 @@ def test_an_interpreter_that_is_none(tmp_path: Path) -> None:
         build(Options(), context(place=ServerPlace(model="/m", log=tmp_path / "l", python="x"), deterministic=True))
 
 
+def test_a_replica_that_is_started_again_asks_the_installation_nothing(tmp_path: Path) -> None:
+    """Whoever waits for that in the event loop holds up the requests of the other replicas."""
+    python = fake_python(tmp_path, f"echo asked >> {tmp_path}/asked; echo 0.32.0")
+    for _ in range(2):
+        require_vllm(python)
+    assert (tmp_path / "asked").read_text() == "asked\n"
+
+
 def test_versions_are_compared_as_numbers() -> None:
     assert version_of("0.32.0+cpu") == (0, 32, 0) and version_of("0.9") < (0, 32) and version_of("dev") == ()
 

@@ -400,6 +400,28 @@ def test_without_one_that_serves_the_run_hears_the_first_cause() -> None:
     run(test)
 
 
+def test_a_new_engine_that_cannot_be_made_costs_one_of_its_starts_and_is_told_of() -> None:
+    async def test() -> None:
+        world = World(2, restarts=3)
+        await world.begin()
+        (replica, _), makes = world.router.replicas, world.start(0)
+
+        def start(died: Callable[[BaseException], None]) -> Any:
+            if len(world.said) < 3:
+                raise ValueError("rollout.python=/env/bin/python: cannot be started")
+            return makes(died)
+
+        replica._start = start
+        world.made[0][0].die("killed")
+        await turns(100)
+        why = "replica 0 is lost: rollout.python=/env/bin/python: cannot be started; "
+        assert [why in said and said.endswith("it is started again") for said in world.said] == [False, True, True]
+        await world.publish(1)
+        assert world.router._serving == {0, 1} and len(world.made[0]) == 2
+
+    run(test)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_no_request_is_lost_or_doubled_whatever_dies(seed: int) -> None:
     async def test() -> None:

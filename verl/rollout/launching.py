@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from verl.rollout.base import ServerPlace
@@ -18,6 +19,7 @@ Launch = Callable[[str | None], tuple[ServerProcess, str]]
 """Starts the server, with the model of this folder (None: the one that it was made for): its process and its URL."""
 
 
+@cache  # a restart asks nobody: the event loop would wait for it
 def require(python: str, package: str, name: str, versions: tuple[Release, Release], install: str) -> None:
     """ValueError unless this interpreter has a server that its adapter was made for. name: in errors · versions: from,
     below · install: how it gets there."""

@@ -175,8 +175,8 @@ class Replica:
             if self.over:
                 return
             self._starts -= 1
-            self.engine = engine = self._new()
             try:
+                self.engine = engine = self._new()
                 async with asyncio.timeout(START_S):
                     await engine.capabilities()
                 self._why = None

@@ -196,11 +196,16 @@ async def abort_all(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """Putting the KV to sleep drops every prefix; running requests compute theirs again."""
+    """Putting the KV to sleep drops every prefix; running requests compute theirs again. A caller that leaves between
+    the two does not leave it asleep."""
     service = request.app[SERVICE]
-    await service.engine.sleep(1)
-    if "kv" not in service.asleep:
-        await service.engine.wake(("kv",))
+
+    async def drop() -> None:
+        await service.engine.sleep(1)
+        if "kv" not in service.asleep:
+            await service.engine.wake(("kv",))
+
+    await asyncio.shield(drop())
     return as_json({"success": True})
 
 
