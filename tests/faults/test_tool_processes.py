@@ -21,6 +21,10 @@ import os, re, signal, sys
 from verl.tools import ToolBroken, ToolResponse, function_tool
 
 
+class IndexGone(ToolBroken, TimeoutError):
+    pass
+
+
 @function_tool(processes=2, timeout_s=3)
 def act(what: str, n: int = 1) -> str:
     """
@@ -44,6 +48,16 @@ def act(what: str, n: int = 1) -> str:
         return str(len(bytearray(8 << 30)))
     if what == "broken":
         raise ToolBroken("the index is not there")
+    if what == "lines":
+        raise ToolBroken("the index is not there:\\n  no host\\n")
+    if what == "long":
+        raise ToolBroken("the index is not there: " + "x" * 10_000)
+    if what == "kind":
+        raise IndexGone("the index is not there")
+    if what == "note":
+        gone = ToolBroken("the index is not there")
+        gone.add_note("while it was read")
+        raise gone
     if what == "image":
         return ToolResponse(text="see", image=[1])
     if what == "reward":
@@ -110,8 +124,23 @@ def test_whatever_a_call_does_is_an_answer(tools):
     assert [a.error for a in failed] == ["exception"] * len(whats) and last.error == ""
     for answer, said in zip(failed, ("KeyError: 'gone'", "SystemExit: 3", "(crash)", "(memory)", "images or videos")):
         assert answer.text.startswith("Error: act failed: ") and said in answer.text, answer
-    with pytest.raises(ToolBroken, match="^the index is not there$"):
-        call(tools, {"what": "broken"})
+
+
+@pytest.mark.parametrize("what", ["broken", "lines", "long", "kind", "note"])
+def test_what_a_tool_needs_is_gone_however_it_says_so(tools, what):
+    with pytest.raises(ToolBroken, match="^the index is not there"):
+        call(tools, {"what": what})
+
+
+def test_the_start_of_a_worker_is_no_part_of_a_calls_time(tmp_path):
+    path = tmp_path / "slow.py"
+    one = TOOLS.replace("processes=2, timeout_s=3", "processes=1, timeout_s=1")
+    path.write_text(f"import time\ntime.sleep(1.6)\n{one}")
+    found = load_tools([str(path)])
+    with asyncio.Runner() as loop:
+        answers, _ = call(Acts(dict(found), loop), *({"what": what} for what in ("regex", "say", "say")))
+    close_tools(found)
+    assert [a.error for a in answers] == ["timeout", "", ""], answers
 
 
 def test_what_cannot_be_loaded_there_is_said_at_the_start(tmp_path):

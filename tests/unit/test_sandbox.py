@@ -366,7 +366,7 @@ def test_a_fault_of_ours_is_said_and_nobody_waits(tools: str, monkeypatch: pytes
             return failed, await pool.call({"word": "a"})
 
     failed, after = with_pool(spec_of(tools), use)
-    assert {g.reason for g in failed} == {"crash"} and all("KeyError('ours')" in g.detail for g in failed)
+    assert {g.reason for g in failed} == {"broken"} and all("KeyError('ours')" in g.detail for g in failed)
     assert after["word"] == "a", "the pool goes on"
 
 
@@ -384,7 +384,7 @@ def test_no_call_waits_for_a_worker_for_ever(tools: str, monkeypatch: pytest.Mon
         return got, await pool.call({"word": "c"})
 
     got, after = with_pool(spec_of(tools), use)
-    assert [g.reason for g in got] == ["timeout"] * 2 and "no free worker" in got[0].detail
+    assert [g.reason for g in got] == ["broken"] * 2 and "no free worker" in got[0].detail
     assert after["word"] == "c"
 
 
@@ -427,7 +427,7 @@ def test_a_worker_that_cannot_be_replaced_is_an_outcome(tools: str) -> None:
     os.link(tools, spare)
     slow, gone, back = with_pool(spec_of(tools), use, timeout_s=1)
     assert slow.reason == "timeout"
-    assert gone.reason == "crash" and "no such file" in gone.detail
+    assert gone.reason == "broken" and "no such file" in gone.detail
     assert back["word"] == "b"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -475,6 +476,45 @@ def test_a_toolbox_of_many_trajectories_keeps_the_places_of_a_tool():
         return await asyncio.gather(*(box.call(ToolCall("busy", {})) for box in boxes))
 
     assert {a.text for a in asyncio.run(main())} == {"ok"} and most[0] == 3
+
+
+def test_a_thread_that_hangs_keeps_its_place():
+    go_on, running, most = threading.Event(), [0], [0]
+
+    @function_tool(concurrency=2, timeout_s=0.05)
+    def work(hang: bool) -> str:
+        """
+        Work.
+
+        Args:
+            hang: For long.
+        """
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        if hang:
+            go_on.wait(60)
+        running[0] -= 1
+        return "ok"
+
+    tool = function_as_tool(work)
+
+    async def main():
+        box = Toolbox({"work": tool}, {}, 30.0)
+        late = await asyncio.gather(*(box.call(ToolCall("work", {"hang": True})) for _ in range(2)))
+        assert {a.error for a in late} == {"timeout"} and running[0] == 2
+        for _ in range(3):
+            with pytest.raises(ToolBroken, match="2 calls of work go on after their deadline"):
+                await box.call(ToolCall("work", {"hang": False}))
+        waits = asyncio.create_task(tool.places.take("work", 60))
+        await asyncio.sleep(0)
+        go_on.set()
+        await waits
+        tool.places.give_back()
+        while tool.places.overdue:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert most[0] == 2 and tool.places._value == 2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from verl.sandbox.messages import CallableSpec, Failure
 from verl.sandbox.pool import Pool
 from verl.tools.function_tool import ToolBroken
 
-BROKEN = f"{ToolBroken.__module__}.{ToolBroken.__name__}: "
 START_S, CLOSE_S = 300.0, 10.0
 
 
@@ -34,6 +33,7 @@ class InProcesses:
             parameters=tuple(parameters),
             convert=plain,
             returns=tuple[str, float | None],
+            gone=(ToolBroken,),
             section="agent.tools",
             called="tool",
         )
@@ -57,9 +57,9 @@ class InProcesses:
             return Answer(found[0], reward=found[1])
         if found.reason == "timeout":
             raise TimeoutError
+        if found.reason == "broken":
+            raise ToolBroken(found.detail)
         why = found.detail.rstrip().rpartition("\n")[2]
-        if found.reason == "exception" and why.startswith(BROKEN):
-            raise ToolBroken(why.removeprefix(BROKEN))
         said = why if found.reason in ("exception", "bad_result") else f"its process was ended ({found.reason}): {why}"
         return Answer(f"Error: {self._name} failed: {said}", error="exception")
 

@@ -76,6 +76,44 @@ class HeldTool:
         self.instance.end_run()
 
 
+class Places(asyncio.Semaphore):
+    """Of a tool's calls. A call that was given up while its thread goes on keeps its place until that ends."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__(total)
+        self.total, self.overdue = total, 0
+
+    async def take(self, tool: str, limit_s: float) -> None:
+        """ToolBroken where after a wait of `limit_s` every place is held by a call that was given up."""
+        if not self.locked():
+            await self.acquire()
+            return
+        mine = asyncio.ensure_future(self.acquire())
+        try:
+            while not (await asyncio.wait([mine], timeout=limit_s))[0]:
+                if self.overdue == self.total:
+                    fix = "end them in the function, or give the tool processes=N, which are ended with such a call"
+                    raise ToolBroken(
+                        f"{self.total} calls of {tool} go on after their deadline, and no more may run: {fix}"
+                    )
+        except BaseException:
+            if not mine.cancel():
+                self.release()
+            raise
+
+    def give_back(self, *threads: asyncio.Future[Ended]) -> None:
+        """threads: of the call, none or one."""
+        self.overdue += 1
+        for busy in threads:
+            busy.add_done_callback(self._ended)
+        if not threads:
+            self._ended()
+
+    def _ended(self, *_: asyncio.Future[Ended]) -> None:
+        self.overdue -= 1
+        self.release()
+
+
 Ended = tuple[BaseException | None, Any]  # what a call in a thread raised, what it returned
 
 
@@ -136,17 +174,19 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One tool of the run. schema: what templates show · `function` or `held`: what it is."""
+    """One tool of the run. schema: what templates show · `function` or `held`: what it is · keeps_time: it ends late
+    calls itself."""
 
     name: str
     schema: Mapping[str, Any]
     limits: ToolLimits
     function: Callable[..., Any] | None = None
     held: Held | None = None
-    places: asyncio.Semaphore = field(init=False, repr=False)
+    keeps_time: bool = False
+    places: Places = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "places", asyncio.Semaphore(self.limits.concurrency or THREADED_CALLS))
+        object.__setattr__(self, "places", Places(self.limits.concurrency or THREADED_CALLS))
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -184,18 +224,22 @@ class Toolbox:
     async def _once(self, tool: Tool, call: ToolCall) -> Answer:
         limit_s = tool.limits.timeout_s or self.timeout_s
         came_s = time.monotonic()
+        await tool.places.take(tool.name, limit_s)
+        queue_s, threads = time.monotonic() - came_s, list[asyncio.Future[Ended]]()
         try:
-            async with tool.places, asyncio.timeout(limit_s):
-                queue_s = time.monotonic() - came_s
-                return replace(answer_of(await self._run(tool, dict(call.arguments))), queue_s=queue_s)
-        except TimeoutError:
-            return _failed("timeout", f"{tool.name} gave no answer in {limit_s:g} s")
+            async with asyncio.timeout(None if tool.keeps_time else limit_s):
+                return replace(answer_of(await self._run(tool, dict(call.arguments), threads)), queue_s=queue_s)
         except (ToolBroken, asyncio.CancelledError):
             raise
+        except TimeoutError:
+            return _failed("timeout", f"{tool.name} gave no answer in {limit_s:g} s")
         except (Exception, SystemExit) as e:  # a tool is user code
             return _failed("exception", f"{tool.name} failed: {type(e).__name__}: {one_line(e)}")
+        finally:
+            tool.places.give_back(*threads)
 
-    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> Any:
+    async def _run(self, tool: Tool, arguments: dict[str, Any], threads: list[asyncio.Future[Ended]]) -> Any:
+        """threads: takes that of the call, if it has one."""
         more = self._given(tool.name, "execute_kwargs")
         if tool.held is not None:
             async with self._opening:  # calls of one turn run together
@@ -206,7 +250,8 @@ class Toolbox:
         called = functools.partial(tool.function, **arguments, **more)
         if inspect.iscoroutinefunction(tool.function):
             return await called()
-        return await in_thread(called, f"tool {tool.name}")
+        threads.append(started(called, f"tool {tool.name}"))
+        return value_of(await asyncio.shield(threads[0]))
 
     async def begin(self, row: Mapping[str, Any]) -> str:
         """Begins the environments with the row's columns -> what they say to the model before its first turn."""
@@ -381,7 +426,8 @@ def _of_function(path: str, name: str, tool: Tool, timeout_s: float) -> Tool:
     assert tool.function is not None
     named, limit_s = inspect.signature(tool.function).parameters, tool.limits.timeout_s or timeout_s
     held = InProcesses(path, name, named, timeout_s=limit_s, processes=processes)
-    return replace(tool, limits=replace(tool.limits, concurrency=processes), function=None, held=held)
+    limits = replace(tool.limits, concurrency=processes)
+    return replace(tool, limits=limits, function=None, held=held, keeps_time=True)
 
 
 def _of_environment(made_by: type, entry: str) -> list[Tool]:

@@ -27,8 +27,9 @@ class CallableSpec:
     `factory`, once, to the named function, which returns the callable. parameters: the names of the arguments that
     every call passes. plural: those of a callable that takes lists instead; its lists have one item. convert: an
     importable function that makes plain data of a returned value, in the worker. returns: the type of that data; an
-    answer of another shape is a crash. section, called, given: how error messages name its configuration, the callable
-    and its arguments."""
+    answer of another shape is a crash. gone: exceptions by which it says that
+    what it needs is gone. section, called, given: how error messages name its configuration, the callable and its
+    arguments."""
 
     path: str
     name: str
@@ -38,6 +39,7 @@ class CallableSpec:
     plural: tuple[str, ...] = ()
     convert: Callable[[Any], Any] | None = None
     returns: Any = Any
+    gone: tuple[type[Exception], ...] = ()
     section: str
     called: str = "function"
     given: str = "arguments"
@@ -47,9 +49,9 @@ class CallableSpec:
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Why a call has no value."""
+    """Why a call has no value. broken: no fault of the call: see `CallableSpec.gone`, or there is no worker for it."""
 
-    reason: Literal["timeout", "memory", "crash", "exception", "bad_result"]
+    reason: Literal["timeout", "memory", "crash", "exception", "bad_result", "broken"]
     detail: str
 
 

@@ -185,7 +185,7 @@ class Pool(Generic[T]):
         self._serving.discard(task)
         error = None if self._closed or task.cancelled() else task.exception()
         if error is not None:  # ours: say so, and let nobody wait
-            self._fail_all([slot], Failure("crash", f"the {self.spec.section} pool failed: {error!r}"))
+            self._fail_all([slot], Failure("broken", f"the {self.spec.section} pool failed: {error!r}"))
             self._employ(slot)
 
     def _wake(self) -> None:
@@ -211,7 +211,7 @@ class Pool(Generic[T]):
                 calls = self._next_calls(slot.worker)
             if slot.worker is None:
                 for call in calls:
-                    self._settle(call, Failure("crash", f"no worker could be started: {slot.error}"))
+                    self._settle(call, Failure("broken", f"no worker could be started: {slot.error}"))
             elif calls:
                 await self._run(slot, slot.worker, calls)
                 if not (slot.worker.healthy and slot.worker.alive) or self._spent(slot.worker):
@@ -286,7 +286,7 @@ class Pool(Generic[T]):
         self._watch = None
         still_s = time.monotonic() - self._moved_s
         if self._queue and still_s >= self._turn_s:
-            self._fail_all([], Failure("timeout", f"no free worker within {still_s:.0f} s"))
+            self._fail_all([], Failure("broken", f"no free worker within {still_s:.0f} s"))
         elif self._queue:
             self._watch = asyncio.get_running_loop().call_later(self._turn_s - still_s, self._look)
 
