@@ -373,6 +373,9 @@ def test_one_of_two_that_hangs_costs_its_own_rows(stand, tiny_model, tiny_teache
     def hang(learner) -> None:
         made.change = lambda ids, found: released.wait(600) and found
         engine = learner.models["teacher"]._members["b"]._group._workers[0].engine
+        assert learner.models["teacher"].places - learner.models["actor"].places == {"teacher_b"}, (
+            "on no device of ours"
+        )
         assert engine._options.budget_s < learner.models["teacher"]._timeout_s < config.run.wait_timeout_s
         engine._options = replace(engine._options, budget_s=0.5)
 

@@ -56,7 +56,8 @@ def workers_of(
     layout = None if spec.apart else context.cluster.layout
     size = layout.world_size if layout else 1
     group = context.cluster.start(spec.name, build_roles, (spec,), world_size=size, died=died)
-    return ModelWorkers(group, layout=layout, view=view)
+    place = spec.name if spec.apart else context.cluster.place(spec.name)  # a server is on no device of ours
+    return ModelWorkers(group, layout=layout, view=view, place=place)
 
 
 def workers_around(context: ModelContext, engine: ModelEngine, spec: RoleSpec) -> ModelWorkers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -150,33 +151,47 @@ def _without(failed: set[str], refs: Refs) -> Refs:
 async def _experience(
     learner: Learner, step: Step, algorithm: Algorithm, rows: Refs, updates: int
 ) -> tuple[list[str], set[str]]:
-    """The model outputs that the algorithm needs, one pass per role; the columns that were written, and the samples of
-    which a role that may fail has none."""
-    needs, failed, most = algorithm.needs(updates), set[str](), learner.config.pipeline.max_invalid_share
+    """The model outputs that the algorithm needs, one pass per role, those of one place one after the other; the
+    columns that were written, and the samples of which a role that may fail has none."""
+    needs, failed = algorithm.needs(updates), set[str]()
     may_fail = {need.role for need in needs if need.may_fail}
     by_role: dict[str, dict[str, str]] = {}
     for need in needs:
         by_role.setdefault(need.role, {})[need.output] = need.column
-    for role, outputs in by_role.items():
-        assert role in learner.models, f"{algorithm.name} needs {sorted(outputs.values())}: assembled with a {role}"
+    asked: dict[str, Future[frozenset[str]]] = {}
+
+    async def answered(role: str) -> None:
         with step.clock(_PHASES.get(role, role)):
-            broken = await learner.done(learner.models[role].infer(rows, outputs), f"{role}.infer")
-            if "old_logprobs" in outputs.values():
+            broken = await learner.done(asked.pop(role), f"{role}.infer")
+            if "old_logprobs" in by_role[role].values():
                 step.log(await _mismatch(learner, rows, "old_logprobs"))
         if role in may_fail:
-            failed |= broken
-            counted = await learner.done(learner.models[role].take_metrics(), f"{role}.take_metrics")
-            step.log({f"{role}/{name}": metric for name, metric in counted.items()})
-            if any(r.untaught for r in rows):
-                without = float(sum(r.untaught for r in rows))
-                step.log({f"{role}/untaught": Metric(without, float(len(rows)), "sequence")})
-            step.log({f"{role}/invalid": Metric(float(len(broken)), float(len(rows)), "sequence")})
-            if len(broken) > min(most * len(rows), len(rows) - 1):  # none left: a step would be of momentum alone
-                said = f"{role}: {len(broken)} of {len(rows)} samples have no finite number from it, e.g. {min(broken)}"
-                raise ValueError(
-                    f"{said}; pipeline.max_invalid_share={most:g} of a step may have none, never all of it"
-                )
+            failed.update(broken)
+            await _tell_failed(learner, step, role, rows, broken)
+
+    for role, outputs in by_role.items():
+        assert role in learner.models, f"{algorithm.name} needs {sorted(outputs.values())}: assembled with a {role}"
+        for other in [o for o in asked if learner.models[o].places & learner.models[role].places]:
+            await answered(other)
+        with step.clock(_PHASES.get(role, role)):
+            asked[role] = learner.models[role].infer(rows, outputs)
+    for role in [*asked]:
+        await answered(role)
     return [need.column for need in needs], failed
+
+
+async def _tell_failed(learner: Learner, step: Step, role: str, rows: Refs, broken: frozenset[str]) -> None:
+    """Log what a role that may fail counted, and of which samples it has nothing; ValueError for too many of them."""
+    counted = await learner.done(learner.models[role].take_metrics(), f"{role}.take_metrics")
+    step.log({f"{role}/{name}": metric for name, metric in counted.items()})
+    if any(r.untaught for r in rows):
+        without = float(sum(r.untaught for r in rows))
+        step.log({f"{role}/untaught": Metric(without, float(len(rows)), "sequence")})
+    step.log({f"{role}/invalid": Metric(float(len(broken)), float(len(rows)), "sequence")})
+    most = learner.config.pipeline.max_invalid_share
+    if len(broken) > min(most * len(rows), len(rows) - 1):  # none left: a step would be of momentum alone
+        said = f"{role}: {len(broken)} of {len(rows)} samples have no finite number from it, e.g. {min(broken)}"
+        raise ValueError(f"{said}; pipeline.max_invalid_share={most:g} of a step may have none, never all of it")
 
 
 async def _mismatch(learner: Learner, rows: Refs, column: str) -> Metrics:

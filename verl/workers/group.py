@@ -135,6 +135,10 @@ class Cluster(Protocol):
         replica."""
         ...
 
+    def place(self, name: str) -> str:
+        """Where the workers of a name are: those of one place take turns at its devices."""
+        ...
+
     def replica(
         self, number: int, build: Callable[..., RolloutEngine], args: tuple[Any, ...], died: Died | None = None
     ) -> RolloutEngine:

@@ -212,6 +212,9 @@ class InprocCluster:
         ranks = [VirtualRank(i, world_size) for i in range(world_size)]
         return InprocGroup(name, build(*args, ranks=ranks), ranks)
 
+    def place(self, name: str) -> str:
+        return "here"
+
     def replica(
         self, number: int, build: Callable[..., RolloutEngine], args: tuple[Any, ...], died: Died | None = None
     ) -> RolloutEngine:

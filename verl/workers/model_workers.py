@@ -32,7 +32,7 @@ START_TIMEOUT_S = 600.0  # to load a model and prove its forward pass
 class ModelWorkers:
     """The ranks of one model, as `layout` arranges them: each data rank has rows of its own, and of the ranks that
     compute the same rows one answers. `capabilities` are the engine's; None: they are asked for · view: how it reads
-    what it infers of."""
+    what it infers of · place: where they are (see `Cluster`)."""
 
     def __init__(
         self,
@@ -40,8 +40,9 @@ class ModelWorkers:
         capabilities: EngineCapabilities | None = None,
         layout: Layout | None = None,
         view: View = AS_SAMPLED,
+        place: str = "here",
     ) -> None:
-        self._group, self._view = group, view
+        self._group, self._view, self._place = group, view, place
         self._layout = layout or Layout(world_size=group.world_size)
         self._asked = None if capabilities else group.submit(Role.capabilities, Broadcast())
         self._can = capabilities
@@ -54,6 +55,11 @@ class ModelWorkers:
             late = f"{self._group.name}, whose model loads slowly or hangs, was not built"
             self._can = result_of(self._asked, late, START_TIMEOUT_S)[0]
         return self._can
+
+    @property
+    def places(self) -> frozenset[str]:
+        """Workers that share one take turns."""
+        return frozenset({self._place})
 
     @property
     def trains(self) -> bool:
@@ -80,7 +86,7 @@ class ModelWorkers:
 
     def with_view(self, view: View) -> ModelWorkers:
         """The same workers, seen as a frozen model that reads so."""
-        return ModelWorkers(self._group, replace(self.capabilities, trains=False), self._layout, view)
+        return ModelWorkers(self._group, replace(self.capabilities, trains=False), self._layout, view, self._place)
 
     def logprobs(self, refs: Refs) -> Future[list[np.ndarray]]:
         """Log-probs of the trainable tokens of each row, float32, for whoever has no column for them."""

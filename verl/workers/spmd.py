@@ -229,6 +229,9 @@ class SpmdCluster:
         (worker,) = build(*args, ranks=[self.drivers.ranks])
         return SpmdGroup(name, worker, self.drivers, world_size)
 
+    def place(self, name: str) -> str:
+        return "here"
+
     def replica(
         self, number: int, build: Callable[..., RolloutEngine], args: tuple[Any, ...], died: Died | None = None
     ) -> RolloutEngine:

@@ -42,6 +42,10 @@ class Teachers(ModelWorkers):
         first, *_ = [member.capabilities for member in self._members.values()]
         return first
 
+    @property
+    def places(self) -> frozenset[str]:
+        return frozenset[str]().union(*(member.places for member in self._members.values()))
+
     def infer(self, refs: Refs, outputs: Mapping[str, str]) -> Future[frozenset[str]]:
         """See `ModelWorkers.infer`. The samples of a dead teacher are among those without a finite output."""
         asked = {}

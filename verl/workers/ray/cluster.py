@@ -106,6 +106,9 @@ class RayCluster:
         ]
         return RayGroup(name, actors, built, self._live, died or self._died)
 
+    def place(self, name: str) -> str:
+        return self.roles.get(name, next(iter(self.pools)))
+
     def replica(
         self, number: int, build: Callable[..., RolloutEngine], args: tuple[Any, ...], died: Died | None = None
     ) -> RolloutEngine:
@@ -151,7 +154,7 @@ class RayCluster:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        name = self.roles.get(role, next(iter(self.pools)))
+        name = self.place(role)
         pool, here = self.pools[name], [of for of, at in self.roles.items() if at == name]
         most = -(-self.replicas // pool.ranks)  # replicas in one bundle
         sharing = max(1, sum(most if of == "rollout" else 1 for of in here))
