@@ -68,12 +68,23 @@ def config_of(name: str, model: Path, teacher: Path, ranks: int, budget: int) ->
 
 
 def gradients(
-    name: str, model: Path, teacher: Path, ranks: int, budget: int = 16384
+    name: str, model: Path, teacher: Path, ranks: int, budget: int = 16384, dtype: str = "float64"
 ) -> tuple[list[torch.Tensor], dict[str, float]]:
     """The gradient of every optimizer step of a turn, in order, and the metrics of the turn."""
     config = config_of(name, model, teacher, ranks, budget)
+    config.model.dtype = dtype
     found, metrics, _, _ = turn(config, samples(PRESETS[name].group.baselines))
     return [torch.cat([grad.flatten() for grad in grads.values()]) for grads in found], metrics
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_in_float32_the_gradient_of_the_first_step_is_that_of_one_rank_but_for_rounding(name, tiny_model, tiny_teacher):
+    first = []
+    for ranks, budget in ((1, 16384), (2, 40)):
+        torch.manual_seed(0)
+        first.append(gradients(name, tiny_model, tiny_teacher, ranks, budget, "float32")[0][0])
+    assert first[0].dtype == torch.float32
+    assert 0 < float((first[0] - first[1]).abs().max()) <= 1e-6 * float(first[0].abs().max())
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -47,7 +47,7 @@ def test_a_recipe_can_be_planned_and_says_what_it_holds(name: str, tmp_path: Pat
 def test_what_fits_where(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("verl.config.cluster.find_spec", lambda name: name)
     monkeypatch.setattr("verl.config.memory.on_cuda", lambda config: True)
-    for name, gigabytes in (("one_gpu_0.5b", 24), ("eight_gpus_7b_fsdp2", 80)):
+    for name, gigabytes in (("one_gpu_0.5b", 24), ("eight_gpus_7b_fsdp2", 80), ("two_nodes_32b_fsdp2_tp", 141)):
         model = write_model(tmp_path / name, **SHAPES[name][0])
         plan = make_plan(
             load_config(

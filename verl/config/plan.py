@@ -23,7 +23,9 @@ from verl.config.model_files import ModelFacts, describe_model, find_model_folde
 from verl.config.schema import Config
 from verl.config.spread import Spread, spread_of
 from verl.data.files import expand_files, format_of
+from verl.driver.dispatch import count_microbatches
 from verl.driver.scheduler import Scheduler
+from verl.types import Ref, Refs
 from verl.workers import host
 
 SAVE_EVERY_S, SAVE_SHARE = 1800.0, 0.05
@@ -216,17 +218,26 @@ def step_sizes(config: Config) -> StepSizes:
 
 
 def _microbatches(config: Config, longest: int) -> int:
-    """Micro-batches of one update if all rows are as long as they may be. A shared prompt is held once per group."""
-    n, budget, answer = config.step.samples_per_prompt, config.step.max_tokens_per_microbatch, longest
-    if options_of(config, "model").share_prefix:
-        answer = config.rollout.max_response_tokens
-    count, used = 1, 0
-    for row in range(config.step.prompts_per_step // config.step.updates_per_step * n):
-        cost = answer if row % n and used else longest
-        if used and used + cost > budget:  # as batch.make_microbatches: in order, a new one where it does not fit
-            count, used, cost = count + 1, 0, longest
-        used += cost
-    return count
+    """Micro-batches of one update if all rows are as long as they may be."""
+    prompt = longest - config.rollout.max_response_tokens
+    rows = Refs(
+        Ref(
+            sample_id="",
+            trajectory_id=f"{group}/{i}",
+            group_id=str(group),
+            purpose="train",
+            prompt_tokens=prompt,
+            total_tokens=longest,
+            loss_tokens=longest - prompt,
+            version_min=0,
+            version_max=0,
+            reward=0.0,
+        )
+        for group in range(config.step.prompts_per_step // config.step.updates_per_step)
+        for i in range(config.step.samples_per_prompt)
+    )
+    shares = options_of(config, "model").share_prefix
+    return count_microbatches(rows, config.step.max_tokens_per_microbatch, shares_prefix=shares)
 
 
 def _rollout_sizes(config: Config, model: ModelFacts) -> RolloutSizes:
