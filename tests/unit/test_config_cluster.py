@@ -72,11 +72,7 @@ FAULTS = [
     (("cluster.address=auto",), "cluster.address=auto with cluster.backend=inproc"),
     (("cluster.roles={ref: main}",), "cluster.roles={ref: main} with cluster.backend=inproc"),
     (("model.engine=sharded",), "model.engine=sharded", "model.engine=torch"),
-    (
-        ("cluster.virtual_ranks=3", "step.prompts_per_step=8"),
-        "=3 does not divide the 8 groups",
-        "use one of 1, 2, 4, 8",
-    ),
+    (("cluster.virtual_ranks=3", "step.prompts_per_step=8"), "=3 does not divide the 8 groups", "use 1, 2, 4, 8"),
     ((*RAY, "cluster.virtual_ranks=2"), "cluster.virtual_ranks=2", "cluster.ranks_per_node=2"),
     (("cluster.backend=rya",), "did you mean ray"),
     # pools and roles
