@@ -1,0 +1,84 @@
+"""Calls that may block, in threads of their own, and the places that they hold: no thread can be ended."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from verl.tools.function_tool import ToolBroken
+
+Ended = tuple[BaseException | None, Any]  # what a call in a thread raised, what it returned
+
+
+class Places(asyncio.Semaphore):
+    """Of a tool's calls. A call that was given up while its thread goes on keeps its place until that ends."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__(total)
+        self.total, self.overdue = total, 0
+
+    async def take(self, tool: str, limit_s: float) -> None:
+        """ToolBroken where after a wait of `limit_s` every place is held by a call that was given up."""
+        if not self.locked():
+            await self.acquire()
+            return
+        mine = asyncio.ensure_future(self.acquire())
+        try:
+            while not (await asyncio.wait([mine], timeout=limit_s))[0]:
+                if self.overdue == self.total:
+                    fix = "end them in the function, or give the tool processes=N, which are ended with such a call"
+                    raise ToolBroken(
+                        f"{self.total} calls of {tool} go on after their deadline, and no more may run: {fix}"
+                    )
+        except BaseException:
+            if not mine.cancel():
+                self.release()
+            raise
+
+    def give_back(self, *threads: asyncio.Future[Ended]) -> None:
+        """threads: of the call, none or one."""
+        self.overdue += 1
+        for busy in threads:
+            busy.add_done_callback(self._ended)
+        if not threads:
+            self._ended()
+
+    def _ended(self, *_: asyncio.Future[Ended]) -> None:
+        self.overdue -= 1
+        self.release()
+
+
+async def in_thread(function: Callable[[], Any], name: str) -> Any:
+    """The result of a call that may block."""
+    return value_of(await started(function, name))
+
+
+def value_of(ended: Ended) -> Any:
+    error, value = ended
+    if error is not None:
+        raise error
+    return value
+
+
+def started(function: Callable[[], Any], name: str) -> asyncio.Future[Ended]:
+    """How a call that may block ends. A thread of its own, which nobody waits for at the end: one that hangs takes
+    no place from other calls, and ends with the process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Ended] = loop.create_future()
+
+    def settle(ended: Ended) -> None:
+        if not done.done():
+            done.set_result(ended)
+
+    def run() -> None:
+        try:
+            ended: Ended = (None, function())
+        except BaseException as e:  # a tool is user code, and may call sys.exit
+            ended = (e, None)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, ended)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
