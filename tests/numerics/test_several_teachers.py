@@ -162,6 +162,7 @@ def test_the_samples_of_a_dead_teacher_are_invalid_and_the_others_learn(pick, na
     masks = queue.read(refs, ("loss_mask",))["loss_mask"]
     assert all(masks.row(i).any() != (r.sample_id in gone or r.outcome != "ok") for i, r in enumerate(refs))
     assert step.metrics["teacher/invalid"].value == len(gone) / len(refs)
+    assert {n: step.metrics[f"teacher/invalid/{n}"].value for n in "ab"} == {n: float(n == names[-1]) for n in "ab"}
     assert step.metrics["actor/grad_norm"].value > 0
 
 

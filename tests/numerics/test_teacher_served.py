@@ -4,6 +4,7 @@ is NaN, and a server that is no teacher is refused at the start."""
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -26,7 +27,7 @@ from verl.config.load import dump_config, load_config, validate
 from verl.driver.models import drawn_texts
 from verl.model_engine.base import EngineContext, ServedAt
 from verl.model_engine.hf_model import load_causal_lm
-from verl.model_engine.served import OUTPUTS, ServedModel, Unanswered, _bytes, build, read_answer
+from verl.model_engine.served import OUTPUTS, PROBE_EVERY, ServedModel, Unanswered, _bytes, build, read_answer
 
 K = 5
 VOCAB = 64
@@ -386,3 +387,26 @@ def test_one_of_two_that_hangs_costs_its_own_rows(stand, tiny_model, tiny_teache
     gone = {r.sample_id for r in refs if r.teacher == "b"}
     assert step.metrics["teacher/invalid"].value == len(gone) / len(refs) and step.metrics["actor/grad_norm"].value > 0
     assert {r.sample_id for r in step.trained if r.outcome == "invalid"} >= gone
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "model", "silent"])
+def test_another_model_behind_the_address_is_seen_and_its_rows_are_invalid(kind, stand, tiny_teacher, caplog):
+    """Every so many calls, by one text; until it is the old one again."""
+    made, url = stand
+    model, batch, calls = served(url, tiny_teacher), pack(samples(0)[:2]), len(made.asked)
+    for _ in range(PROBE_EVERY - 1):
+        assert not model.infer(batch, ("logprobs",))["logprobs"].isnan().any()
+    assert len(made.asked) - calls == 2 and "/tokenize" not in made.asked[calls:]
+    if kind == "tokenizer":
+        made.shift = 1
+    elif kind == "model":
+        made.change = behind
+    else:
+        made.paths.discard("/tokenize")  # whoever does not answer is not another one: what it says of rows counts
+    for _ in range(2):
+        assert bool(model.infer(batch, ("logprobs",))["logprobs"].isnan().all()) == (kind != "silent")
+    said = {"tokenizer": r"its tokenizer reads '.*' as \[", "model": r"of the same tokens differ by \d", "silent": "^$"}
+    assert re.search(said[kind], caplog.text) and (url in caplog.text) == (kind != "silent")
+    made.shift, made.change = 0, lambda ids, found: found
+    made.paths.add("/tokenize")
+    assert not model.infer(batch, ("logprobs",))["logprobs"].isnan().any()

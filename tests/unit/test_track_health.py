@@ -86,7 +86,12 @@ SINGLE = [
     ("kl_explosion", {"actor/kl_loss": 2.5}, "KL to the reference is 2.5"),
     ("teacher_coverage", {"actor/teacher_coverage": 0.8}, "hold 80% of its probability"),
     ("teacher_silent", {"teacher/untaught": 1.0}, "no attempt of this step came with feedback"),
-    ("teacher_invalid", {"teacher/invalid": 0.1}, "for 10.0% of the samples"),
+    ("teacher_invalid", {"teacher/invalid": 0.1}, "the teacher gave no finite number for 10.0% of its samples"),
+    (
+        "teacher_invalid",
+        {"teacher/invalid": 0.04, "teacher/invalid/a": 0.01, "teacher/invalid/b": 0.4},
+        "the teacher b gave no finite number for 40.0% of its samples",
+    ),
     ("tool_errors", {"agent/tool_error_share": 0.6}, "60% of the calls of tools fail"),
     ("malformed_calls", {"agent/malformed_share": 0.4}, "40% of the calls cannot be read"),
     ("no_progress", {"agent/no_progress_share": 0.5}, "50% of the trajectories end in the same calls"),

@@ -30,6 +30,7 @@ TOKENS_IN, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 AGAIN = 2  # times that a row is asked for
 AGAIN_S = 0.5  # between them
 TOLERANCE = 0.1  # nats, between two answers of one server about the same tokens
+PROBE_EVERY = 10  # calls, after which it is asked whether it is who it was
 logger = logging.getLogger(__name__)
 OUTPUTS = ("logprobs", "topk_ids", "topk_logprobs")
 
@@ -60,7 +61,7 @@ class ServedModel:
         )
         self._told, self._lock = threading.Event(), threading.Lock()
         self._kept, self._kept_bytes = OrderedDict[bytes, dict[str, Tensor]](), 0
-        self._rows, self._hits = 0, 0
+        self._rows, self._hits, self._calls = 0, 0, 0
 
     def awake(self, *parts: Part) -> AbstractContextManager[None]:
         """Nothing of it is on a device of ours."""
@@ -76,8 +77,9 @@ class ServedModel:
             raise ValueError(f"{self._url} scores at temperature 1: set teacher.temperature=1")
         rows = [flat.ids[a:b].numpy() for a, b in zip(flat.seg_start, flat.seg_start[1:])]
         until_s, pool = time.monotonic() + self._options.budget_s, ThreadPoolExecutor(self._options.parallel)
-        asked = {r: pool.submit(self._row, rows[r], until_s) for r, left in enumerate(untaught.tolist()) if not left}
-        ended = wait(asked.values(), self._options.budget_s).done
+        wanted = [r for r, left in enumerate(untaught.tolist()) if not left] if self._is_who_it_was(until_s) else []
+        asked = {r: pool.submit(self._row, rows[r], until_s) for r in wanted}
+        ended = wait(asked.values(), max(0.0, until_s - time.monotonic())).done
         pool.shutdown(wait=False, cancel_futures=True)  # who sends a byte now and then may be read to the end
         out = {"logprobs": torch.where(untaught[batch.row_of], -math.log(self._k + 1), torch.nan)}
         out["topk_ids"] = torch.arange(self._k).repeat(n, 1)  # which differ, also where nothing is known
@@ -100,11 +102,9 @@ class ServedModel:
                     f"{self._url} reads {room} tokens, rows have {self._options.longest} and one more: {fix}"
                 )
             for text, ours in self._options.texts:
-                asked = {"model": self._model, "prompt": text, "add_special_tokens": False}
-                if (theirs := self._ask("/tokenize", asked)["tokens"]) != list(ours):
-                    said = f"its tokenizer reads {text!r} as {theirs}, the policy's as {list(ours)}"
+                if said := self._reads_otherwise(text, ours):
                     raise ValueError(f"{self._url}: {said}; take a teacher with the policy's tokenizer")
-            ids = np.array([i for _, some in self._options.texts for i in some][:24], np.int64)
+            ids = self._probe_ids()
             try:
                 whole = self.score(ids)
             except Unanswered as e:
@@ -112,7 +112,7 @@ class ServedModel:
                     raise
                 self._path = COMPLETIONS
                 whole = self.score(ids)
-            part = self.score(ids[: len(ids) // 2])
+            part, self._first = self.score(ids[: len(ids) // 2]), whole["logprobs"]
         except (Unanswered, KeyError, IndexError, TypeError) as e:
             fix = "it must give prompt_logprobs and have /tokenize, as `verl serve` and vLLM do"
             more = f", and teacher.top_k={self._k} of them for gkd_topk (opd needs none)" if self._k else ""
@@ -121,6 +121,36 @@ class ServedModel:
         if not gap <= TOLERANCE:
             said = f"its log-probs of the same tokens differ by {gap:.3g} with what comes behind them"
             raise ValueError(f"{self._url}: {said}: they are of another context, or of no fixed model")
+
+    def _probe_ids(self) -> np.ndarray:
+        return np.array([i for _, some in self._options.texts for i in some][:24], np.int64)
+
+    def _reads_otherwise(self, text: str, ours: Sequence[int], until_s: float = math.inf) -> str:
+        """How its tokenizer cuts this text, where not as ours does."""
+        asked = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        theirs = self._ask("/tokenize", asked, until_s)["tokens"]
+        return "" if theirs == list(ours) else f"its tokenizer reads {text!r} as {theirs}, the policy's as {list(ours)}"
+
+    def _is_who_it_was(self, until_s: float) -> bool:
+        """Asked every so many calls, and again in the next one while another tokenizer or another model is behind the
+        address. One that does not answer may be who it was: its rows will show."""
+        self._calls += 1
+        if self._calls % PROBE_EVERY:
+            return True
+        try:
+            said = self._reads_otherwise(*self._options.texts[0], until_s)
+            now = self.score(self._probe_ids(), until_s)["logprobs"]
+        except (Unanswered, KeyError, TypeError):
+            return True
+        gap = float((now - self._first).abs().median())
+        if not said and gap <= TOLERANCE:
+            return True
+        said = said or f"its log-probs of the same tokens differ by {gap:.3g}"
+        logger.warning(
+            "teacher %s is another one than at the start: %s; no sample of this step is taught", self._url, said
+        )
+        self._calls -= 1
+        return False
 
     def score(self, ids: np.ndarray, until_s: float = math.inf) -> dict[str, Tensor]:
         """Of ids [t]: logprobs [t-1] of ids[1:], and what is likeliest there (see `ModelEngine.infer`). until_s: by the

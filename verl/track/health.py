@@ -151,6 +151,15 @@ def teacher_disagrees(s: Seen) -> Mapping[str, Any] | None:
     return {"gap": -fmean(recent), "steps": MIN_PAST} if len(recent) == MIN_PAST and max(recent) < 0 else None
 
 
+def teacher_fails(s: Seen) -> Mapping[str, Any] | None:
+    """Of several the one that fails most is named."""
+    shares = {n: v for n, v in s.history[-1].items() if n.split("/")[:2] == ["teacher", "invalid"] and v > 0.05}
+    if not shares:
+        return None
+    worst = max(shares, key=lambda n: (n != "teacher/invalid", shares[n]))
+    return {"metric": worst, "share": shares[worst], "who": "".join(f" {name}" for name in worst.split("/")[2:])}
+
+
 def mismatch_stops(s: Seen) -> bool:
     return s.value is not None and not s.value <= s.limits.mismatch_stop
 
@@ -182,7 +191,7 @@ TABLE = (
     Row("teacher_coverage", "actor/teacher_coverage", lambda s: s.now < 0.9),
     Row("teacher_disagrees", "teacher/likes_right", teacher_disagrees),
     Row("teacher_silent", "teacher/untaught", lambda s: s.now >= 1),
-    Row("teacher_invalid", "teacher/invalid", lambda s: s.now > 0.05),
+    Row("teacher_invalid", "teacher/invalid", teacher_fails),
     Row("tool_errors", "agent/tool_error_share", lambda s: s.now > 0.5),
     Row("malformed_calls", "agent/malformed_share", lambda s: s.now > 0.3),
     Row("no_progress", "agent/no_progress_share", lambda s: s.now > 0.3),
@@ -226,7 +235,8 @@ MESSAGES: Mapping[str, str] = {
     "nats per token over {steps} steps: on these tasks it is no better than the policy",
     "teacher_silent": "no attempt of this step came with feedback (or all was longer than data.max_prompt_tokens): the "
     "teacher of teacher.hint_key=attempt.feedback taught nothing",
-    "teacher_invalid": "the teacher gave no finite number for {now:.1%} of the samples (limit 5%): none is trained on",
+    "teacher_invalid": "the teacher{who} gave no finite number for {share:.1%} of its samples (limit 5%): none is "
+    "trained on",
     "tool_errors": "{now:.0%} of the calls of tools fail (limit 50%): wrong arguments, or a tool that is down? "
     "`verl show RUN trajectory=ID` has each",
     "malformed_calls": "{now:.0%} of the calls cannot be read (limit 30%): is agent.format what this model writes?",

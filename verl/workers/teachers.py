@@ -32,9 +32,10 @@ class Teachers(ModelWorkers):
     ) -> None:
         self._members, self._pick, self._timeout_s = dict(members), pick, timeout_s
         self._shares = tuple(shares[name] for name in members) if pick == "mix" else ()
+        self._counted: dict[str, Metric] = {}  # by the last call
         self._dead: dict[
             str, Exception
-        ] = {}  # also in the calls that they have no row in; one that hangs is not asked again
+        ] = {}  # also in the calls that they have no row in; who hangs is not asked again
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -57,11 +58,11 @@ class Teachers(ModelWorkers):
         return _beside(lambda: self._settle(refs, asked, outputs))
 
     def take_metrics(self) -> Future[Metrics]:
-        """Of those that live, by their names."""
+        """Of those that live, by their names, and the samples that each of them said nothing of in the last call."""
         asked = {name: member.take_metrics() for name, member in self._members.items() if name not in self._dead}
 
         def counted() -> Metrics:
-            out = dict[str, Metric]()
+            out, self._counted = self._counted, {}
             for name, answer in asked.items():
                 with contextlib.suppress(WorkerDied):  # the user was told when it died
                     out |= {f"{figure}/{name}": m for figure, m in self._said(answer, name).items()}
@@ -74,17 +75,18 @@ class Teachers(ModelWorkers):
             member.close(timeout_s)
 
     def _settle(self, refs: Refs, asked: Asked, outputs: Mapping[str, str]) -> frozenset[str]:
-        broken, dead, until_s = set[str](), dict[str, Exception](), time.monotonic() + self._timeout_s
+        failed, dead, until_s = dict[str, frozenset[str]](), dict[str, Exception](), time.monotonic() + self._timeout_s
         for name, (own, answer) in asked.items():
             try:
-                broken |= {*self._said(answer, name, max(0.0, until_s - time.monotonic()))}
+                failed[name] = self._said(answer, name, max(0.0, until_s - time.monotonic()))
             except (WorkerDied, DeadlineExpired) as e:  # the user was told when it died
-                dead[name] = e
-                broken |= {*own.ids}
+                dead[name], failed[name] = e, frozenset(own.ids)
                 if isinstance(e, DeadlineExpired) and name not in self._dead:
                     late = f"teacher {name} did not answer within {self._timeout_s:g} s"
                     logger.warning("%s; its samples are Invalid from now on, the other teachers go on", late)
         self._dead |= dead
+        counts = {name: (float(len(failed[name])), float(len(own))) for name, (own, _) in asked.items()}
+        self._counted = {f"invalid/{name}": Metric(*count, "sequence") for name, count in counts.items()}
         left = [member for name, member in self._members.items() if name not in self._dead]
         if not left:
             raise next(iter(dead.values()))
@@ -95,7 +97,7 @@ class Teachers(ModelWorkers):
             (column,) = outputs.values()
             columns = [f"{column}/{name}" for name in self._members]
             self._said(left[0].merge(refs, columns, self._shares, column))
-        return frozenset(broken)
+        return frozenset[str]().union(*failed.values())
 
     def _said(self, answer: Future[A], name: str = "of the others", timeout_s: float | None = None) -> A:
         return result_of(answer, f"teacher {name} did not answer", self._timeout_s if timeout_s is None else timeout_s)
