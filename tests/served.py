@@ -218,4 +218,5 @@ if __name__ == "__main__":
     if os.environ.get("SERVED_FAILS"):
         print("the model cannot be loaded: no such thing")
         sys.exit(3)
-    web.run_app(Served().app(), host="127.0.0.1", port=int(sys.argv[1]), print=None)
+    shared = bool(os.environ.get("SERVED_SHARES"))  # the port, with whoever does so too
+    web.run_app(Served().app(), host="127.0.0.1", port=int(sys.argv[1]), print=None, reuse_port=shared)

@@ -67,6 +67,9 @@ class Process:
     def tail(self, lines: int = 12) -> str:
         return ""
 
+    def listens(self, port: int) -> tuple[bool, bool]:
+        return True, False
+
 
 class Running:
     """A server, in a thread with an event loop of its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import served
+from aiohttp import web
 from test_rollout_client import PROMPT, context_of, greedy, reader, until
 
 from verl.rollout.api import Deadlines, Expected
@@ -263,6 +265,42 @@ def test_a_fenced_server_is_killed_and_started_anew(tmp_path: Path) -> None:
         await engine.close()
 
     asyncio.run(asyncio.wait_for(run(), 120))
+
+
+@pytest.mark.parametrize("then", ["loads", "ends", "shares"])
+def test_a_server_whose_port_was_taken_meanwhile_is_started_on_another(tmp_path: Path, then: str) -> None:
+    """And whoever took it gets no weights: while ours still loads, after it could not listen, or beside it."""
+
+    async def run() -> None:
+        foreign, ports = served.Served(), list[int]()
+        with socket.socket() as line:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, then == "shares")
+            line.bind(("127.0.0.1", 0))
+            runner = web.AppRunner(foreign.app())
+            await runner.setup()
+            await web.SockSite(runner, line).start()
+
+            def launch(folder: str | None) -> tuple[ServerProcess, str]:
+                ports.append(free_port() if ports else line.getsockname()[1])
+                loading = then == "loads" and len(ports) == 1
+                command = [sys.executable, "-c", "import time; time.sleep(600)"] if loading else DOUBLE
+                env = {**os.environ, "SERVED_SHARES": "1" * (then == "shares")}
+                process = ServerProcess("vLLM", [*command, str(ports[-1])], env=env, log=tmp_path / "rollout.log")
+                if then != "loads" and len(ports) == 1:
+                    wait_for(lambda: process.exit_code is not None or process.listens(ports[0])[0], "its port")
+                return process, f"http://127.0.0.1:{ports[-1]}"
+
+            able = Capabilities(logprobs="processed", max_context_tokens=64)
+            limits = Deadlines(start_s=60)
+            engine = ServedEngine(context_of(), Expected(name="vLLM"), VllmApi(), launch, able, limits)
+            assert await engine.load_weights(reader(3)) == 3
+            assert (await engine.generate("r", PROMPT, greedy(2))).spans == ((3, 0, 2),)
+            assert len(ports) == 2 and {path for path, _ in foreign.asked} <= {"/health"}
+            assert engine._server is not None and engine._server.listens(ports[1]) == (True, False)
+            await engine.close()
+            await runner.cleanup()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_an_engine_that_is_closed_while_it_restarts_starts_no_other_server(tmp_path: Path) -> None:

@@ -349,11 +349,7 @@ class ServedEngine(Server):
     async def _restart(self, folder: str | None = None) -> None:
         if self._launch is None:
             raise ServerGone(f"{self._http.url} must not speak: {self._fenced}; restart that server and this run")
-        if self._server is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._server.stop)
-        await self._http.close()
-        self._check_alive()  # nobody would end what is started after a close
-        self._http = self._launched(folder)
+        await self._launched_anew(folder)
         self._ready, self._waiting, self._asleep, self._fenced, self._version = False, False, set(), None, -1
         await self._up()
         if self._paused and "keep" in self._api.modes:

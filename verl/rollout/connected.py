@@ -23,6 +23,7 @@ from verl.rollout.wire import Drawn, raw
 from verl.types import Sampling
 
 DYING_S = 3.0  # from the end of an engine to that of the server before it
+PORTS = 3  # that are tried after one that was taken
 PROBE_S = 30.0  # for one token of a healthy server
 
 
@@ -73,11 +74,19 @@ class Server:
 
     def _launched(self, folder: str | None) -> Http:
         assert self._launch is not None
-        self._server, url = self._launch(folder)
+        self._folder, (self._server, url) = folder, self._launch(folder)
         return Http(url)
+
+    async def _launched_anew(self, folder: str | None) -> None:
+        if self._server is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._server.stop)
+        await self._http.close()
+        self._check_alive()  # nobody would end what is started after a close
+        self._http = self._launched(folder)
 
     async def _start(self) -> None:
         """Wait until it answers; then ValueError for a server that is not what was asked for."""
+        self._ports = PORTS
         try:
             async with self._deadline(self._limits.start_s, "it to start", tail=True):
                 while not await self._answers():  # noqa: ASYNC110 - it tells nobody
@@ -90,16 +99,27 @@ class Server:
         self._ready = True
 
     async def _answers(self) -> bool:
-        if self._server is not None and (code := self._server.exit_code) is not None:
-            last = f"the last lines of {self._server.log}:\n{self._server.tail()}"
-            raise RuntimeError(f"{self._expected.name} ended with exit code {code} as it started; {last}")
-        try:
-            await self._http.get("/health", timeout_s=5.0)
-        except (ServerGone, ServerLate, ServerRefused) as e:
-            if self._server is None and not isinstance(e, ServerLate):
-                raise ValueError(f"rollout.url={self._http.url}: no healthy server there ({e}); start it first") from e
-            return False
-        return True
+        """Whether it does, and nobody else in its place: its port was free when it was told of it, long before it had
+        loaded its model and listened there."""
+        server, at = self._server, self._http.url
+        if server is None or server.exit_code is None:
+            try:
+                await self._http.get("/health", timeout_s=5.0)
+            except (ServerGone, ServerLate, ServerRefused) as e:
+                if server is None and not isinstance(e, ServerLate):
+                    raise ValueError(f"rollout.url={at}: no healthy server there ({e}); start it first") from e
+                return False
+            if server is None:
+                return True
+        _, others = server.listens(int(at.rpartition(":")[2]))
+        if others and self._ports:
+            self._ports -= 1
+            await self._launched_anew(self._folder)
+        elif others or (code := server.exit_code) is not None:
+            how = "shares its port with another server" if others else f"ended with exit code {code} as it started"
+            last = f"the last lines of {server.log}:\n{server.tail()}"
+            raise RuntimeError(f"{self._expected.name} at {at} {how}; {last}")
+        return not others  # where the kernel tells of nobody, nobody else is there
 
     async def _known(self) -> None:
         """Version, model, context, control plane and the meaning of its log-probs."""

@@ -8,6 +8,7 @@ input is closed, or when its parent is another process than before.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -29,6 +30,7 @@ MAPS_S = 5.0  # between two looks at what of the shared memory the server holds
 DIES_S = 10.0  # for killed processes to be gone
 TAIL_BYTES = 16384
 PR_SET_PDEATHSIG = 1
+LISTENS = "0A"  # the state of a socket, in the kernel's table
 SHM = Path("/dev/shm")
 OURS = "verl-"  # what is named so is the trainer's: segments that a server only reads, its folder for files
 
@@ -65,6 +67,17 @@ class ServerProcess:
     def exit_code(self) -> int | None:
         """None: it runs. 128 and the signal's number, where one ended it."""
         return self._guardian.poll()
+
+    def listens(self, port: int) -> tuple[bool, bool]:
+        """Whether it listens on this port, and whether others do: both can be, where both let the port be shared."""
+        found, ours = set[str](), set[str]()
+        for table in Path("/proc/net").glob("tcp*"):
+            rows = [line.split() for line in table.read_text().splitlines()[1:]]
+            found |= {f"socket:[{row[9]}]" for row in rows if row[3] == LISTENS and row[1].endswith(f":{port:04X}")}
+        for pid in _session(self.pid) if self.pid else ():
+            with contextlib.suppress(OSError):  # it ends
+                ours |= {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+        return bool(found & ours), bool(found - ours)
 
     def tail(self, lines: int = 12) -> str:
         """The last lines of this server in its log."""
