@@ -10,12 +10,15 @@ collective and nixl the other process plays another host: what it fetches goes i
 All are shares of a warm copy of the same bytes by as many threads, made in the same round. Memory: the most that lay
 in shared memory, and the most that a process took for itself during its part, in models. delta: bfloat16, of which a
 share of the values has changed; over a link of 1 Gb/s the bytes are counted at 125 MB/s beside the time measured here.
+paused: whole publishes through shared memory into a native engine of this process, without a canary, and for how long
+of each its requests stood still.
 Writes its part of bench/RESULTS.md (bench/sections/weights.md).
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import multiprocessing
 import os
@@ -25,7 +28,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,13 +41,15 @@ from transformers import Qwen3Config
 from bench.report import assemble
 from bench.results import Spread, Table
 from verl.rollout.base import RolloutContext
+from verl.rollout.native import engine as native_engine
 from verl.rollout.native.architecture import shape_of
 from verl.rollout.native.options import Options
 from verl.rollout.native.runner import NativeRunner
 from verl.rollout.native.weights import Storage
 from verl.weight_sync import collective, nixl, shm, tcp
 from verl.weight_sync.base import checksum
-from verl.weight_sync.sender import entry_of
+from verl.weight_sync.local import LocalCheckpointEngine
+from verl.weight_sync.sender import WeightSender, entry_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DROPPED = 2  # rounds before the first that counts
@@ -51,6 +58,7 @@ SHARES = (0.01, 0.02, 0.03)  # of the values that change
 COPIED = 0.1e9  # bytes of what a warm copy goes into, again and again: more than caches hold
 NEEDS = {"memory": 8, "shared memory": 4}  # models, of the transport that needs the most
 MODULES = {"shm": shm, "tcp": tcp, "collective": collective, "nixl": nixl}
+PARTS = ("gather", "stage", "transfer", "load", "pause")
 Weights = dict[str, torch.Tensor]
 
 
@@ -279,6 +287,36 @@ def deltas(size_gb: float, rounds: int) -> list[tuple[str, ...]]:
     return rows
 
 
+async def paused(size_gb: float, rounds: int) -> list[tuple[str, ...]]:
+    """Rows of the last table."""
+    now, name = model(size_gb * 1e9), f"{shm.PREFIX}-{os.getpid()}-paused"
+    sender = WeightSender(shm.ShmOutlet(name), verify_first=0)
+    engine: Any = SimpleNamespace(weights=lambda: iter(now.items()), tied={}, masters={})
+
+    def done(call: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(call())
+        return future
+
+    trainer: Any = SimpleNamespace(
+        send_weights=lambda version, probes, *, copy: done(lambda: sender.send(engine, version, probes, copy=copy)),
+        release_weights=lambda version: done(lambda: sender.release(version)),
+    )
+    sync, found = LocalCheckpointEngine(probes=(), copies=True), []
+    context = RolloutContext(hf_config=config(layers_of(size_gb * 1e9)), max_context_tokens=256, dtype=torch.float32)
+    rollout = native_engine.build(Options(), context)
+    for version in range(DROPPED + rounds):
+        given = {"version": version, "exclusive": True, "on_inflight": ["keep"], "timeout_s": 600.0}
+        found.append(await sync.publish(trainer, [rollout], **given))
+    await rollout.close()
+    shm.remove(name)
+    kept = found[DROPPED:]
+    parts = [(part, [100 * one.seconds[part] / one.whole_s for one in kept]) for part in PARTS]
+    whole = Spread.of([one.whole_s for one in kept]).text(2)
+    label = {"pause": "rollout paused, of the whole sync (at most 50)"}
+    return [("whole, s", whole), *((label.get(part, part), Spread.of(of).text(0)) for part, of in parts)]
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sizes", default="0.1,1", help="GB")
@@ -307,6 +345,8 @@ def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(1)
     columns = ("MB sent", "s here, stage and read", "s over 1 Gb/s", "fewer bytes", "faster over the link")
     changed = Table(f"delta, {sizes[0]:g} GB of bfloat16", ("", *columns), tuple(deltas(sizes[0], given.rounds)))
+    stood = asyncio.run(paused(sizes[0], given.rounds))
+    still = Table(f"a publish of {sizes[0]:g} GB through shm, % of the whole", ("", "median [quartiles]"), tuple(stood))
     about = (
         f"Command: `python bench/weights.py --sizes {given.sizes} --rounds {given.rounds} --threads {given.threads}`, "
         f"after {DROPPED} rounds that are dropped; {os.cpu_count()} cores, 1-minute load {load:.1f} at the start and "
@@ -316,7 +356,7 @@ def main(argv: Sequence[str]) -> int:
         "copies, of which a half is the most; checksum: crc32 of all bytes, which both ends make for the first "
         "versions, and of a sixteenth after. Each is a share of the warm copy of its own round."
     )
-    texts = [table.markdown() for table in (speed, room, changed)]
+    texts = [table.markdown() for table in (speed, room, changed, still)]
     print(*texts, sep="\n\n")
     (ROOT / "bench" / "sections" / "weights.md").write_text("\n\n".join(["## Weights", about, *texts]) + "\n")
     assemble(ROOT / "bench")

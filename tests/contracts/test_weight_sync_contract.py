@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,7 +38,7 @@ from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Sampling, Segment
-from verl.weight_sync import collective, disk, shm, tcp
+from verl.weight_sync import base, collective, disk, shm, tcp
 from verl.weight_sync.base import CheckpointEngine, Outlet, Sent, SyncError, SyncReport, opened
 from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
 from verl.weight_sync.sender import WeightSender, entry_of, probed
@@ -77,6 +78,7 @@ BACKENDS: dict[str, tuple[Callable[..., CheckpointEngine], Callable[[], Outlet]]
 ROLLOUTS = {"native": partial(native.build, Options()), "hf": partial(hf.build, hf.Options())}
 PROBES = (np.array([1, 5, 6, 7, 8, 9, 2], np.int64), np.array([1, 11, 4, 12], np.int64))
 TOLERANCE = 1e-4
+PARTS = {"gather", "stage", "transfer", "load", "pause"}
 TERMS = (Term(name="nll", fn=nll, aggregate="token-mean"),)
 
 
@@ -223,7 +225,7 @@ def test_after_a_large_step_the_rollout_scores_as_the_trainer_does(backend, kind
         assert (report.version, report.changed, report.alarms, report.failed_replicas) == (1, True, (), {})
         assert first.num_tensors == report.num_tensors == len(names) == report.verified_tensors
         assert report.num_bytes == sum(t.nbytes for _, t in world.engine.weights())
-        assert report.canary_mean_abs < TOLERANCE and set(report.seconds) == {"gather", "load"}
+        assert report.canary_mean_abs < TOLERANCE and set(report.seconds) == PARTS
         await replica.close()
 
     run(test)
@@ -300,6 +302,50 @@ def test_a_rollout_in_flight_keeps_its_tokens_and_marks_the_version_of_each(back
         done = await asked
         assert [v for v, _, _ in done.spans] == [0, 1] and done.spans[-1][2] == len(done.ids) == 500
         await replica.close()
+
+    run(test)
+
+
+def test_each_part_of_a_publish_is_measured_where_it_happens(backend, monkeypatch):
+    """By a clock that is put forward in each part by other hours: a machine that is slow changes nothing."""
+    ahead, real = [0.0], time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + ahead[0])
+    hours = {"gather": 1e4, "stage": 2e4, "transfer": 4e4, "load": 8e4}
+
+    class Gathers(TorchEngine):
+        def weights(self, kind="full"):
+            ahead[0] += hours["gather"]
+            yield from super().weights(kind)
+
+    def transferring(source):
+        ahead[0] += hours["transfer"]
+        return opened(source)
+
+    async def test():
+        world = World(trainer(Gathers), backend)
+        stage, replica = world.outlet.stage, world.rollout()
+        load = replica._core.runner.load
+
+        def slow_stage(*given):
+            ahead[0] += hours["stage"]
+            return stage(*given)
+
+        def slow_load(source):
+            ahead[0] += hours["load"]
+            load(source)
+
+        await world.publish([replica], 0)  # its shapes are asked for once
+        world.outlet.stage, replica._core.runner.load = slow_stage, slow_load
+        monkeypatch.setattr(base, "opened", transferring)
+        report = await world.publish([replica], 1)
+        assert {part: round(report.seconds[part], -4) for part in hours} == hours
+        assert round(report.seconds["pause"], -4) == hours["transfer"] + hours["load"], "and nothing of the trainer's"
+        assert round(report.whole_s, -4) == sum(hours.values())
+        beside = world.rollout("hf")
+        both = await world.publish([replica, beside], 2)
+        assert both.seconds["load"] >= hours["load"], "of the one that took longest over it"
+        await replica.close()
+        await beside.close()
 
     run(test)
 

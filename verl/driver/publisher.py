@@ -109,5 +109,6 @@ class Publisher:
             "sync/version": Metric(report.version, 1, "step", "last"),
             "sync/canary_mean_abs": Metric(report.canary_mean_abs, 1, "step", "max"),
             "sync/bytes": Metric(report.num_bytes, 1, "step", "last"),
-            "sync/seconds": Metric(sum(report.seconds.values()), 1, "step", "sum"),
+            "sync/seconds": Metric(report.whole_s, 1, "step", "sum"),
         }
+        self._metrics |= {f"sync/{part}_s": Metric(s, 1, "step", "sum") for part, s in report.seconds.items()}

@@ -117,6 +117,14 @@ class WeightReader(Protocol):
     def tensors(self) -> Iterable[tuple[str, object]]: ...
 
 
+@runtime_checkable
+class Timed(Protocol):
+    """A `WeightReader` that wants to know where the time goes. transfer: until the tensors were here · load: into the
+    engine · pause: for which its requests stood still."""
+
+    seconds: dict[str, float]
+
+
 class Generates(Protocol):
     """The one verb that a trajectory needs."""
 

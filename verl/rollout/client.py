@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
@@ -215,7 +216,9 @@ class ServedEngine(Server):
         """One transaction: stand still, load all, compare what was loaded, drop the prefixes, go on. Whatever fails
         after the first tensor leaves a replica that is fenced; the next call restarts it, if it is ours."""
         self._check_alive()
+        began = time.perf_counter()
         reader, sent = await source_of(self._api, source)
+        transferred = time.perf_counter() - began
         if not self._api.updates and self._launch is None and self._version >= 0:
             fix = "use it for verl eval and verl generate, or train with rollout.engine=vllm, sglang or server"
             raise ValueError(f"{self._http.url} has weights of its own, and takes no others while it runs: {fix}")
@@ -233,17 +236,20 @@ class ServedEngine(Server):
                 await self._restart()
                 await self._stand_still(on_inflight, what)
             try:
+                still = time.perf_counter()
                 if self._api.updates:
                     await self._api.deliver(self._call, sent)
                 elif self._launch is not None:
                     await self._restart(sent.address)
+                loaded = time.perf_counter()
                 await self.wake(("kv",))  # not before: old weights, new ones and KV are never there together
                 if not self._paused:
                     await self._api.resume(self._call)
             except BaseException as e:
                 await self._fence(f"the update to version {sent.version} failed ({type(e).__name__}: {e})")
                 raise
-        reader.delivered |= set(sent.delivered)
+        parts = {"transfer": transferred, "load": loaded - still, "pause": time.perf_counter() - still}
+        reader.delivered, reader.seconds = reader.delivered | set(sent.delivered), parts
         self._version = sent.version
         return sent.version
 

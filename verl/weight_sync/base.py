@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,24 +59,30 @@ class WeightSource:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The sender's side of a publish. probed: the trainer's side of the canary, None without one."""
+    """The sender's side of a publish. probed: the trainer's side of the canary, None without one · seconds: gather (of
+    what the engine delivers), stage (what is done with it)."""
 
     source: WeightSource
     probed: Probed | None
     num_bytes: int
     changed: bool
     alarms: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
+    """seconds: of the trainer (gather, stage) and of the replica that took longest over it (transfer, load, pause), as
+    far as they tell · whole_s: from the call until all have it, the canary too."""
+
     version: int
     num_tensors: int
     num_bytes: int
     verified_tensors: int
     canary_mean_abs: float
     changed: bool
-    seconds: dict[str, float] = field(default_factory=dict)
+    whole_s: float
+    seconds: Mapping[str, float] = field(default_factory=dict)
     failed_replicas: dict[int, str] = field(default_factory=dict)
     alarms: tuple[str, ...] = ()
 
@@ -176,15 +183,16 @@ async def check_canary(
 
 
 class CheckedReader:
-    """What a replica reads: every tensor is compared with the manifest as it is handed over."""
+    """What a replica reads: every tensor is compared with the manifest as it is handed over. seconds: see `Timed`."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
         self.version = source.version
         self.delivered: set[str] = set()
+        self.seconds: dict[str, float] = {}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        at, expected = f"version {self.version}", self.source.delivered
+        at, expected, spent_s, began = f"version {self.version}", self.source.delivered, 0.0, time.perf_counter()
         stream = opened(self.source)
         if stream.version != self.version:
             raise SyncError(f"{at}: the sender holds version {stream.version} by now")
@@ -203,6 +211,9 @@ class CheckedReader:
                     "publish"
                 )
             self.delivered.add(name)
+            spent_s += time.perf_counter() - began
             yield name, tensor
+            began = time.perf_counter()
+        self.seconds["transfer"] = spent_s + time.perf_counter() - began
         if missing := sorted(set(expected) - self.delivered):
             raise SyncError(f"{at}: the sender did not deliver {len(missing)} tensors, e.g. {missing[:3]}")

@@ -97,9 +97,9 @@ class LocalCheckpointEngine:
         """See `CheckpointEngine`. `timeout_s` is for all of it; a replica that fails or is late does not hold the
         others."""
         assert replicas, "nobody to publish to"
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        deadline_s, began_s = asyncio.get_running_loop().time() + timeout_s, time.perf_counter()
         sent = trainer.send_weights(version, self._probes, copy=not exclusive and not self._copies)
-        return asyncio.ensure_future(self._deliver(trainer, sent, version, replicas, on_inflight, deadline_s))
+        return asyncio.ensure_future(self._deliver(trainer, sent, version, replicas, on_inflight, deadline_s, began_s))
 
     async def _deliver(
         self,
@@ -109,32 +109,34 @@ class LocalCheckpointEngine:
         replicas: Sequence[RolloutEngine],
         on_inflight: Sequence[PauseMode],
         deadline_s: float,
+        began_s: float,
     ) -> SyncReport:
-        started = time.perf_counter()
         late = f"version {version}: the trainer's weights were not ready"
         sent = await _by(deadline_s, asyncio.wrap_future(pending), late)
-        gathered = time.perf_counter()
         results = await asyncio.gather(
             *(self._to_replica(r, sent, m, deadline_s) for r, m in zip(replicas, on_inflight, strict=True)),
             return_exceptions=True,
         )
+        whole_s = time.perf_counter() - began_s
         alarms = sent.alarms + await self._released(trainer, version)
         errors = {i: e for i, e in enumerate(results) if isinstance(e, BaseException)}
         failed = {i: f"{type(e).__name__}: {e}" for i, e in errors.items()}
         if len(errors) == len(replicas):
             told = "; ".join(f"replica {i}: {text}" for i, text in failed.items())
             raise SyncError(f"version {version} is live nowhere: {told}") from errors[0]
-        entries = sent.source.delivered.values()
+        took = [one for one in results if not isinstance(one, BaseException)]
+        entries, parts = sent.source.delivered.values(), [seconds for _, seconds in took]
         return SyncReport(
             version=sent.source.version,
             num_tensors=len(entries),
             num_bytes=sent.num_bytes,
             verified_tensors=sum(e.checksum is not None for e in entries),
-            canary_mean_abs=max(c for c in results if not isinstance(c, BaseException)),
+            canary_mean_abs=max(canary for canary, _ in took),
             changed=sent.changed,
             failed_replicas=failed,
             alarms=alarms,
-            seconds={"gather": gathered - started, "load": time.perf_counter() - gathered},
+            whole_s=whole_s,
+            seconds={**sent.seconds, **{name: max(of.get(name, 0.0) for of in parts) for of in parts for name in of}},
         )
 
     async def _released(self, trainer: ModelWorkers, version: int) -> tuple[str, ...]:
@@ -146,9 +148,11 @@ class LocalCheckpointEngine:
         (error,) = await asyncio.gather(_by(by_s, said, "nobody answered"), return_exceptions=True)
         return () if error is None else (f"what was staged of version {version} was not released: {error}",)
 
-    async def _to_replica(self, replica: RolloutEngine, sent: Sent, mode: PauseMode, deadline_s: float) -> float:
-        """Deliver to one replica and verify it; the canary's mean |dlogp|. One that fails is given up at once, not
-        when the slowest has its weights: what it says until then would be trained on."""
+    async def _to_replica(
+        self, replica: RolloutEngine, sent: Sent, mode: PauseMode, deadline_s: float
+    ) -> tuple[float, dict[str, float]]:
+        """Deliver to one replica and verify it; the canary's mean |dlogp|, and where the time went. One that fails is
+        given up at once, not when the slowest has its weights: what it says until then would be trained on."""
         at = f"version {sent.source.version}"
         reader = CheckedReader(sent.source)
         try:
@@ -158,7 +162,8 @@ class LocalCheckpointEngine:
             if missing := sorted(set(sent.source.delivered) - reader.delivered):
                 raise SyncError(f"{at}: {len(missing)} tensors were never read, e.g. {missing[:3]}")
             late = f"{at} was loaded, but its canary was not scored"
-            return await _by(deadline_s, check_canary(at, replica, self._probes, sent.probed, self._tolerance), late)
+            canary = check_canary(at, replica, self._probes, sent.probed, self._tolerance)
+            return await _by(deadline_s, canary, late), reader.seconds
         except Exception as e:
             if isinstance(replica, Replaceable):
                 replica.lose(e)

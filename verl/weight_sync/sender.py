@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -43,7 +44,9 @@ class WeightSender:
         """
         shapes = self._shapes_of(engine)
         passing = _Passing(self._sent % CHECKED_SHARE if self._sent >= self._verify_first else None, copy)
+        began = time.perf_counter()
         address = self._outlet.stage(version, shapes, passing.tensors(engine))
+        seconds = {"gather": passing.gathered_s, "stage": time.perf_counter() - began - passing.gathered_s}
         manifest = passing.manifest
         assert {n: replace(e, checksum=None) for n, e in manifest.items()} == shapes, (
             "the engine delivers other tensors"
@@ -55,7 +58,7 @@ class WeightSender:
         changed, alarms = self._compare(version, passing, engine.masters)
         self._sent += 1
         self._source = source = WeightSource(version, self._outlet.transport, address, manifest)
-        return Sent(source, probe, passing.num_bytes, changed, alarms)
+        return Sent(source, probe, passing.num_bytes, changed, alarms, seconds)
 
     def release(self, version: int) -> None:
         """All replicas have this version, or were given up. Said here, where it was staged: who asks for it may not see
@@ -141,9 +144,12 @@ class _Passing:
         self.not_finite: list[str] = []
         self.largest = 0.0
         self.num_bytes = 0
+        self.gathered_s = 0.0
 
     def tensors(self, engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
+        began = time.perf_counter()
         for i, (name, tensor) in enumerate(engine.weights()):
+            self.gathered_s += time.perf_counter() - began
             kept = tensor.detach().clone() if self._copy else tensor.detach()
             check = self._checked is None or i % CHECKED_SHARE == self._checked
             self.manifest[name] = replace(entry_of(kept), checksum=checksum(kept) if check else None)
@@ -156,6 +162,8 @@ class _Passing:
                 if not (math.isfinite(low) and math.isfinite(high)):
                     self.not_finite.append(name)
             yield name, kept
+            began = time.perf_counter()
+        self.gathered_s += time.perf_counter() - began
 
 
 def entry_of(tensor: Tensor) -> Entry:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from verl.rollout.base import (
     PauseMode,
     ReplicaLost,
     RolloutContext,
+    Timed,
     WeightReader,
     check_inputs,
     checked_ids,
@@ -134,7 +136,12 @@ class EmbeddedEngine:
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         async def run(control: Control) -> int:
             await self._settle_inflight(on_inflight, control, "load_weights(on_inflight='wait')")
-            return await self._in_thread(partial(self._core.load, source))
+            began = time.perf_counter()
+            live = await self._in_thread(partial(self._core.load, source))
+            if isinstance(source, Timed):
+                paused = time.perf_counter() - began
+                source.seconds |= {"load": paused - source.seconds.get("transfer", 0.0), "pause": paused}
+            return live
 
         return await self._control(run)
 

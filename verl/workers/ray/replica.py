@@ -53,11 +53,11 @@ class Replica:
     async def watch(self) -> None:
         await asyncio.Event().wait()
 
-    async def _load_weights(self, source: Any, on_inflight: PauseMode) -> tuple[int, set[str]]:
+    async def _load_weights(self, source: Any, on_inflight: PauseMode) -> tuple[int, set[str], dict[str, float]]:
         from verl.weight_sync.base import CheckedReader
 
         reader = CheckedReader(source)
-        return await self._engine.load_weights(reader, on_inflight=on_inflight), reader.delivered
+        return await self._engine.load_weights(reader, on_inflight=on_inflight), reader.delivered, reader.seconds
 
 
 class RayReplica:
@@ -93,7 +93,7 @@ class RayReplica:
 
     async def load_weights(self, source: Any, *, on_inflight: PauseMode = "wait") -> int:
         """`source` is a CheckedReader: what it would read here is read and compared there."""
-        self.version, delivered = await self._ask("load_weights", source.source, on_inflight)
+        self.version, delivered, source.seconds = await self._ask("load_weights", source.source, on_inflight)
         source.delivered |= delivered
         return self.version
 
