@@ -32,7 +32,8 @@ class Sampling:
     """How tokens are drawn. Travels with the sample: the trainer applies the same temperature.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` are strings, `stop_token_ids` ids; both end the
-    response and are part of it. `seed` makes the draw a function of (seed, position) alone.
+    response and are part of it. `seed` makes the draw a function of (seed, position) alone. `position`: of the first
+    token drawn, where the prompt ends with what another engine has drawn of the same response.
     """
 
     max_tokens: int
@@ -44,6 +45,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
+    position: int = 0
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -70,6 +72,7 @@ class Sampling:
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             seed=seed,
+            position=self.position,
         )
 
 

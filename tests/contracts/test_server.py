@@ -180,6 +180,18 @@ def test_a_stream_comes_while_the_answer_is_made():
     run(body)
 
 
+def test_a_stream_may_come_in_large_pieces():
+    async def body():
+        async with serving(await engine_of(model())) as (client, _):
+            params = {"max_tokens": 60, "ignore_eos": True, "logprobs": 0}
+            asked = {"token_ids": PROMPT, "stream": True, "stream_interval_s": 3600.0, "sampling_params": params}
+            sent = [json.loads(x) for x in events(await ok(client, "/inference/v1/generate", asked))[:-1]]
+            assert [len(chunk["choices"][0]["token_ids"]) for chunk in sent] == [60]
+            assert len(sent[0]["choices"][0]["logprobs"]["content"]) == 60
+
+    run(body)
+
+
 # -- chat and tools ----------------------------------------------------------------------------------------------------
 
 CALL = 'sure <tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'

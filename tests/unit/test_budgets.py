@@ -33,6 +33,7 @@ NO_FORM_OF_ITS_OWN = {
     "CheckedOutput": "the segments of that output and why it ended: two of the trajectory's fields",
     "Request": "inside an engine: a completion that grows",
     "Drawn": "what a server has answered so far: a completion that grows",
+    "SoFar": "what a lost server has answered: the beginning of a completion",
 }
 
 

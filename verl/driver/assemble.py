@@ -173,7 +173,8 @@ async def _started(
         replicas: Sequence[RolloutEngine] = (rollout,)
     else:
         restarts, at_urls = config.cluster.max_restarts, bool(config.rollout.url)
-        rollout = Router(starts, restarts=restarts, at_urls=at_urls, note=progress.message)
+        mixes = config.pipeline.partial_rollout
+        rollout = Router(starts, restarts=restarts, at_urls=at_urls, mixes=mixes, note=progress.message)
         replicas = rollout.replicas
     asked = replicas[0].capabilities()
     able = await waits.wait(asked, who="driver", what="the rollout engines to start", timeout_s=START_TIMEOUT_S)

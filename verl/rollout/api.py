@@ -84,6 +84,10 @@ class Api:
     """Asleep at level 1, its weights lie in the host's memory, and are to be woken too."""
     plain = False
     """Its log-probs are those at temperature 1 of all tokens, and other draws are refused."""
+    follows = False
+    """Its answers come as streams where it is one of several, so that another one can go on with them."""
+    by_position = False
+    """What it draws is a function of the seed and the position in the answer (`Sampling.position`)."""
     transport: str
     """How the address of weights that it reads must begin, and the sync.engine that makes such."""
     sync: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +110,30 @@ def checked_ids(what: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
     return ids
 
 
+@dataclass(slots=True, kw_only=True)
+class SoFar:
+    """What engines that were lost have drawn of an answer, as in `Completion`; nothing of it ends the answer.
+
+    mixes: an answer may hold tokens of several versions."""
+
+    mixes: bool = False
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        if ids:
+            self.spans.append((version, len(self.ids), len(self.ids) + len(ids)))
+            self.ids += ids
+            self.logprobs += logprobs
+
+    def keep(self, least: int, most: int) -> None:
+        """Forget the tokens from the first one on that another version has drawn."""
+        ok = list(itertools.takewhile(lambda span: least <= span[0] <= most, self.spans))
+        end = ok[-1][2] if ok else 0
+        del self.spans[len(ok) :], self.ids[end:], self.logprobs[end:]
+
+
 class WeightReader(Protocol):
     """What a replica reads of a publish: its version and a stream of HF-named tensors."""
 
@@ -172,6 +197,27 @@ class Replaceable(Protocol):
 
     def lose(self, why: BaseException) -> None:
         """Give up the engine that was asked to load weights last."""
+        ...
+
+
+@runtime_checkable
+class Resuming(Protocol):
+    """An engine that goes on with an answer that another one has begun."""
+
+    goes_on: bool
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        *,
+        prefix_key: str | None = None,
+        adapter: str | None = None,
+        media: Sequence[str] = (),
+        so_far: SoFar | None = None,
+    ) -> Completion:
+        """The whole answer. When the call ends, in whatever way, `so_far` holds what is sure of it."""
         ...
 
 

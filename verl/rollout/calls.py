@@ -20,7 +20,7 @@ class Call:
     asked: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     cut: asyncio.Event = field(default_factory=asyncio.Event)
-    reading: asyncio.Task[tuple[int, str] | None] | None = None
+    reading: asyncio.Task[None] | None = None
 
 
 async def ended(calls: Sequence[Call], timeout_s: float | None) -> None:

@@ -23,6 +23,7 @@ from verl.rollout.base import (
     Completion,
     PauseMode,
     RolloutContext,
+    SoFar,
     WeightReader,
     check_inputs,
     checked_ids,
@@ -42,6 +43,8 @@ ASKED = 3  # times that a request is asked of a server that is well, and whose c
 
 class ServedEngine(Server):
     """See `RolloutEngine`. at: the URL of a server that runs, or what starts one, which then ends with this engine."""
+
+    goes_on = True
 
     def __init__(
         self,
@@ -76,9 +79,10 @@ class ServedEngine(Server):
         prefix_key: str | None = None,
         adapter: str | None = None,
         media: Sequence[str] = (),
+        so_far: SoFar | None = None,
     ) -> Completion:
-        """`prefix_key` is not needed here: a server finds equal prompts by their ids. A caller that gives up takes the
-        connection with it, on which the server gives the row back."""
+        """See `Resuming`. `prefix_key` is not needed: a server finds equal prompts by their ids. A caller that gives up
+        takes the connection with it, on which the server gives the row back."""
         self._check_alive()
         check_inputs(self._able, request_id, adapter, media)
         prompt = self._checked(request_id, prompt_ids, sampling)
@@ -87,7 +91,7 @@ class ServedEngine(Server):
         try:
             for left in reversed(range(ASKED)):
                 try:
-                    return await self._asked(request_id, call, prompt, sampling)
+                    return await self._asked(request_id, call, prompt, sampling, so_far)
                 except ServerGone as e:
                     if self._closed or not self._going() or self._ended or await self._life.failed() is not None:
                         raise await self._cause(e) from e.__cause__
@@ -118,56 +122,76 @@ class ServedEngine(Server):
         self._check_weights("score")
         return await self._api.score(self._call, self._model, ids, self._limits.request_s)
 
-    async def _asked(self, request_id: str, call: Call, prompt: np.ndarray, sampling: Sampling) -> Completion:
+    async def _asked(
+        self, request_id: str, call: Call, prompt: np.ndarray, sampling: Sampling, so_far: SoFar | None
+    ) -> Completion:
         call.server_id = f"{self._tag}-{next(self._number)}-{request_id}"
         while not (self._open.is_set() or call.cut.is_set()):
             await first(self._open.wait(), call.cut.wait())
         self._check_alive()
         self._check_weights("generate")
-        call.asked = True
-        return await self._generate(request_id, call, prompt, sampling)
+        call.asked, begun = True, 0
+        if so_far is not None and not so_far.mixes:
+            so_far.keep(self._version, self._version)
+            begun = len(so_far.ids)
+        answer = await self._generate(request_id, call, prompt, sampling, so_far)
+        if so_far is not None and begun and len(answer.spans) > 1:  # held there over an update: from the beginning
+            so_far.keep(0, -1)
+            return await self._asked(request_id, call, prompt, sampling, so_far)
+        return answer
 
-    async def _generate(self, request_id: str, call: Call, prompt: np.ndarray, sampling: Sampling) -> Completion:
-        eos, tokens = self._context.eos_token_ids, self._context.max_context_tokens - len(prompt)
-        reading = Reading(sampling=sampling, room=tokens, eos_token_ids=eos, decode=self._context.decode)
-        room = Room(tokens=tokens, vocab=self._vocab, ends=eos)
-        body = self._api.body(self._model, call.server_id, prompt.tolist(), sampling, room)
-        drawn, stopped, version = Drawn(), None, self._version
+    async def _generate(
+        self, request_id: str, call: Call, prompt: np.ndarray, sampling: Sampling, so_far: SoFar | None
+    ) -> Completion:
+        context, version, drawn, before = self._context, self._version, Drawn(), so_far or SoFar()
+        n, eos = len(before.ids), context.eos_token_ids
+        tokens = context.max_context_tokens - len(prompt)
+        reading = Reading(sampling=sampling, room=tokens, eos_token_ids=eos, decode=context.decode, before=before)
+        room, rest = Room(tokens=tokens - n, vocab=self._vocab, ends=eos), reading.rest(self._api.by_position)
+        body = self._api.body(self._model, call.server_id, prompt.tolist() + before.ids, rest, room)
+        try:
+            await self._ask(call, body, reading, drawn, follow=so_far is not None and self._api.follows)
+            if not self._api.updates and drawn.ids:  # it had these weights all the time
+                drawn.versions = [(str(version), 0, len(drawn.ids))]
+            self._life.heard += 1
+            return reading.completion(request_id, drawn)
+        finally:
+            reading.keep(drawn, version)
+
+    async def _ask(self, call: Call, body: Mapping[str, Any], reading: Reading, drawn: Drawn, *, follow: bool) -> None:
         if call.cut.is_set():  # before it was asked
             drawn.finish = "abort"
-        elif self._api.aborts and not sampling.stop:
+        elif self._api.aborts and not (reading.sampling.stop or follow):
             limit_s = self._limits.request_s
             self._api.read(drawn, await self._http.post(self._api.generate, body, timeout_s=limit_s, again=True))
         else:
             call.reading = asyncio.ensure_future(self._streamed(call, body, reading, drawn))
             try:
-                stopped = await call.reading
+                await call.reading
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if not call.cut.is_set() or (task is not None and task.cancelling()):
                     raise
                 drawn.finish = "abort"
-        if not self._api.updates and drawn.ids:  # it had these weights all the time
-            drawn.versions = [(str(version), 0, len(drawn.ids))]
-        self._life.heard += 1
-        return reading.completion(request_id, drawn, stopped)
 
-    async def _streamed(
-        self, call: Call, body: Mapping[str, Any], reading: Reading, drawn: Drawn
-    ) -> tuple[int, str] | None:
-        """The stop string that ended it. The last event says which weights drew what, so that it is waited for."""
-        stopped, asked = None, {**body, "stream": True}
+    async def _streamed(self, call: Call, body: Mapping[str, Any], reading: Reading, drawn: Drawn) -> None:
+        """The last event says which weights drew what, so that it is waited for."""
+        version, asked = self._version, {**body, "stream": True}
         events = self._http.stream(self._api.generate, asked, timeout_s=self._limits.request_s)
         async with aclosing(events):
             async for event in events:
                 seen = len(drawn.ids)
                 self._life.heard += 1
                 self._api.read(drawn, event)
-                if stopped is None and (stopped := reading.end_of(drawn, seen)) and drawn.finish is None:
+                if self._open.is_set() and self._version == version and self._fenced is None:
+                    drawn.sure = len(drawn.ids)
+                if drawn.stopped is None:
+                    drawn.stopped = reading.end_of(drawn, seen)
+                    if drawn.stopped is None or drawn.finish is not None:
+                        continue
                     if not self._api.aborts:
                         break  # which closes the connection
                     await self._abort_there([call])
-        return stopped
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Requests (None: all) return with their partial tokens -> how many did."""

@@ -6,11 +6,21 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
-from verl.rollout.base import Capabilities, Completion, PauseMode, ReplicaLost, RolloutEngine, WeightReader
+from verl.rollout.base import (
+    Capabilities,
+    Completion,
+    PauseMode,
+    ReplicaLost,
+    Resuming,
+    RolloutEngine,
+    SoFar,
+    WeightReader,
+)
 from verl.types import Sampling
 
 T = TypeVar("T")
@@ -66,12 +76,15 @@ class Replica:
         prefix_key: str | None = None,
         adapter: str | None = None,
         media: Sequence[str] = (),
+        so_far: SoFar | None = None,
     ) -> Completion:
+        """so_far: see `Resuming`; an engine that cannot go on with it begins anew."""
         engine = self._live()
+        ask = engine.generate
+        if so_far is not None and isinstance(engine, Resuming):
+            ask = partial(engine.generate, so_far=so_far)
         try:
-            found = await engine.generate(
-                request_id, prompt_ids, sampling, prefix_key=prefix_key, adapter=adapter, media=media
-            )
+            found = await ask(request_id, prompt_ids, sampling, prefix_key=prefix_key, adapter=adapter, media=media)
         except ReplicaLost as e:
             self._lose(engine, e)
             raise

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from verl.rollout.base import Capabilities, Completion, PauseMode, ReplicaLost, WeightReader
+from verl.rollout.base import Capabilities, Completion, PauseMode, ReplicaLost, SoFar, WeightReader
 from verl.rollout.replica import Replica, Start
 from verl.types import Sampling
 
@@ -21,15 +21,24 @@ MAX_LEAD = 8  # requests by which the replica of a prefix key may be ahead of th
 class Router:
     """`load_weights` is refused: the checkpoint engine delivers to each of `replicas`, as its own transaction. One that
     is lost, or that did not take the weights which the trainer published last, gets no requests; its own go on at the
-    others, from their beginning. Without one that serves the run cannot go on, and whoever watches hears why.
+    others, with what it has drawn where that is known (`Resuming`) and its weights were verified, else from their
+    beginning. Without one that serves the run cannot go on, and whoever watches hears why.
 
-    restarts: of each replica · at_urls: they are servers that others started · note: told what a person should know."""
+    restarts: of each replica · at_urls: they are servers that others started · mixes: an answer may hold tokens of
+    several versions · note: told what a person should know."""
 
     def __init__(
-        self, starts: Sequence[Start], *, restarts: int = 0, at_urls: bool = False, note: Callable[[str], None] = print
+        self,
+        starts: Sequence[Start],
+        *,
+        restarts: int = 0,
+        at_urls: bool = False,
+        mixes: bool = False,
+        note: Callable[[str], None] = print,
     ) -> None:
         assert starts, "a router needs a replica"
-        self._note = note
+        self._note, self._mixes = note, mixes
+        self._verified = -1  # the latest version that a publish has ended with
         self._on_failure: Callable[[BaseException], None] | None = None
         self._failure: BaseException | None = None
         self._load = [0] * len(starts)  # requests that run or wait
@@ -51,16 +60,18 @@ class Router:
     ) -> Completion:
         if request_id in self._running:
             raise ValueError(f"request_id={request_id!r} is already running: every call needs its own id")
+        so_far = SoFar(mixes=self._mixes) if len(self._serving) > 1 else None
         while True:
             chosen = self._choose(prefix_key)
             self._running[request_id] = chosen
             self._load[chosen] += 1
             try:
                 return await self.replicas[chosen].generate(
-                    request_id, prompt_ids, sampling, prefix_key=prefix_key, adapter=adapter, media=media
+                    request_id, prompt_ids, sampling, prefix_key=prefix_key, adapter=adapter, media=media, so_far=so_far
                 )
-            except ReplicaLost:
-                continue  # the same draws at another one: a seed belongs to the request
+            except ReplicaLost:  # the same draws at another one: a seed belongs to the request
+                if so_far is not None:
+                    so_far.keep(0, self._verified)
             except BaseException:  # also one that was given up: asked again, it goes elsewhere
                 others = self._serving - {chosen}
                 if prefix_key is not None and others and self._homes.get(prefix_key) == chosen:
@@ -74,7 +85,9 @@ class Router:
         """What came of a publish: who did not take it is given up, who took it serves from now on."""
         for i, why in failed.items():
             self.replicas[i].lose(ReplicaLost(why))
-        self._serve(frozenset(one.number for one in self.replicas if one.ready and one.number not in failed))
+        ready = [one for one in self.replicas if one.ready and one.number not in failed]
+        self._verified = max((one.version for one in ready), default=self._verified)
+        self._serve(frozenset(one.number for one in ready))
 
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:
         """Hear, once, that no replica is left."""

@@ -27,7 +27,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     from verl.rollout.api import Deadlines, Expected
     from verl.rollout.base import Capabilities
     from verl.rollout.client import ServedEngine
-    from verl.rollout.vllm_api import VllmApi
+    from verl.rollout.vllm_api import VerlApi
 
     assert context.place is not None and context.place.url is not None, "a server that runs has a URL"
     able = Capabilities(
@@ -37,4 +37,4 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     needs = dict.fromkeys((*paths, "/init_weight_transfer_engine", "/collective_rpc"), CONTROL)
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
     expected = Expected(name="the server", needs=needs)
-    return ServedEngine(context, expected, VllmApi(), context.place.url, able, deadlines)
+    return ServedEngine(context, expected, VerlApi(follows=True), context.place.url, able, deadlines)

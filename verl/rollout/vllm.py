@@ -51,6 +51,8 @@ class Options:
     start_timeout_s: Positive = 600.0
     request_timeout_s: Positive = 3600.0
     """For one answer, the time in the queue included."""
+    stream_answers: bool = False
+    """Of several replicas: what one of them had drawn is not drawn again when it is lost. Costs an event per token."""
     args: dict[str, Any] | None = None
     """More of `vllm serve`: {max-logprobs: 5} is --max-logprobs 5, {trust-remote-code: true} the flag alone."""
 
@@ -89,13 +91,12 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
         notes=() if on_cpu else ("rollout: vLLM on a GPU was never run by those who wrote this adapter",),
     )
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
+    api = VllmApi(follows=options.stream_answers)
     if place.url is not None:
-        return ServedEngine(context, expected(), VllmApi(), place.url, able, deadlines)
+        return ServedEngine(context, expected(), api, place.url, able, deadlines)
     python = place.python or sys.executable
     require_vllm(python)
-    return ServedEngine(
-        context, expected(), VllmApi(), lambda _: _launch(python, options, context, place), able, deadlines
-    )
+    return ServedEngine(context, expected(), api, lambda _: _launch(python, options, context, place), able, deadlines)
 
 
 def expected() -> Expected:

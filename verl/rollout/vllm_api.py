@@ -17,6 +17,7 @@ GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 REQUEST_PREFIX = "generate-tokens-"  # of the id that a server gives a request, and that an abort must name
 COUNTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")  # its metrics of work done
 WORDS = {"weights": "weights", "kv": "kv_cache"}  # of what sleeps
+FOLLOWED_S = 0.25  # of tokens that are lost with a server, at most
 ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_eos": True}
 
 
@@ -24,6 +25,9 @@ class VllmApi(Api):
     generate, transport, sync = GENERATE, "verl.weight_sync.shm:", "shm"
     modes: frozenset[PauseMode] = frozenset(("keep", "wait", "abort"))
     holds = aborts = updates = offloads = True
+
+    def __init__(self, *, follows: bool = False) -> None:
+        self.follows = follows
 
     def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
         params = room.asked(sampling) | {"logprobs": 0, "detokenize": False}
@@ -86,6 +90,17 @@ class VllmApi(Api):
 
     async def prepare(self, post: Post, model: str, vocab: int) -> None:
         await post("/init_weight_transfer_engine", {"init_info": {}})
+
+
+class VerlApi(VllmApi):
+    """That of `verl serve`, which goes on at a position, and tells of tokens as seldom as it is asked to."""
+
+    by_position = True
+
+    def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
+        body = super().body(model, name, prompt, sampling, room)
+        body["sampling_params"]["position"] = sampling.position
+        return body | {"stream_interval_s": 0.0 if sampling.stop else FOLLOWED_S}
 
 
 def compare(sent: WeightSource, told: Mapping[str, Any]) -> None:

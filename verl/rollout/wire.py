@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from verl.rollout.base import Completion, DecodeFn
+from verl.rollout.base import Completion, DecodeFn, SoFar
 from verl.rollout.embedded.requests import find_stop
-from verl.types import Sampling, StopReason
+from verl.types import Sampling, StopReason, derive_seed
 
 SAME = 0.02  # of a log-prob; less is rounding
 
@@ -24,13 +24,16 @@ class NotUnderstood(RuntimeError):
 @dataclass(slots=True)
 class Drawn:
     """What a server has drawn for one request so far; versions: [(version, start, end)], as it names them · finish: its
-    own reason."""
+    own reason · stopped: (tokens up to the end of a stop string, the string) · sure: so many tokens are of the version
+    that it had at the beginning."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[str, int, int]] = field(default_factory=list)
     finish: str | None = None
     cached_tokens: int = 0
+    stopped: tuple[int, str] | None = None
+    sure: int = 0
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """More tokens. ValueError for numbers that are none."""
@@ -43,34 +46,61 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How what a server drew becomes an answer. room: tokens that fit behind the prompt."""
+    """How what a server drew becomes an answer. room: tokens that fit behind the prompt · before: what others drew of
+    it; counts of tokens are of both."""
 
     sampling: Sampling
     room: int
     eos_token_ids: Sequence[int]
     decode: DecodeFn | None
+    before: SoFar
+
+    @property
+    def limit(self) -> int:
+        return min(self.sampling.max_tokens, self.room)
+
+    def rest(self, by_position: bool) -> Sampling:
+        """How the server draws what is left. by_position: as a function of the seed and the position; else of another
+        seed, as the same numbers behind a longer prompt would be those of the beginning."""
+        s, n = self.sampling, len(self.before.ids)
+        if n == 0:
+            return s
+        seed = s.seed if by_position else derive_seed(s.seed, "rest", n)
+        return replace(s, max_tokens=s.max_tokens - n, seed=seed, position=n if by_position else 0)
+
+    def keep(self, drawn: Drawn, version: int) -> None:
+        """Add to `before` what is sure, without what ends the answer: that is drawn again."""
+        end = min(self.limit, self.limit if drawn.stopped is None else drawn.stopped[0]) - 1 - len(self.before.ids)
+        ids, s = drawn.ids[: min(drawn.sure, end)], self.sampling
+        if ids and (ids[-1] in s.stop_token_ids or (ids[-1] in self.eos_token_ids and not s.ignore_eos)):
+            ids.pop()
+        self.before.add(ids, drawn.logprobs[: len(ids)], version)
 
     def end_of(self, drawn: Drawn, seen: int) -> tuple[int, str] | None:
-        """(tokens up to and with the one that completes a stop string, the string); `seen` were looked through."""
+        """(tokens up to and with the one that completes a stop string, the string); `seen` of the drawn ones were
+        looked through."""
         if not self.sampling.stop:
             return None
         assert self.decode is not None, "a request with stop strings was let through without a decode function"
-        ids = np.asarray(drawn.ids, np.int64)
-        for end in range(seen + 1, len(ids) + 1):
+        ids = np.asarray(self.before.ids + drawn.ids, np.int64)
+        for end in range(len(self.before.ids) + seen + 1, len(ids) + 1):
             if (stop := find_stop(ids[:end], self.sampling.stop, self.decode)) is not None:
                 return end, stop
         return None
 
-    def completion(self, request_id: str, drawn: Drawn, ended: tuple[int, str] | None) -> Completion:
-        """ended: by a stop string, which the server does not know."""
-        end = len(drawn.ids) if ended is None else ended[0]
-        ids, logprobs = np.asarray(drawn.ids[:end], np.int64), np.asarray(drawn.logprobs[:end], np.float32)
+    def completion(self, request_id: str, drawn: Drawn) -> Completion:
+        """The server does not know stop strings."""
+        before, n = self.before, len(self.before.ids)
+        end = n + len(drawn.ids) if drawn.stopped is None else drawn.stopped[0]
+        ids = np.asarray((before.ids + drawn.ids)[:end], np.int64)
+        logprobs = np.asarray((before.logprobs + drawn.logprobs)[:end], np.float32)
         if named := [v for v, _, _ in drawn.versions if not v.isdecimal()]:
             raise NotUnderstood(f"the server's weights have the version {named[0]!r}: nobody published it")
-        spans = tuple((int(v), a, min(b, end)) for v, a, b in drawn.versions if a < min(b, end))
+        told = [*before.spans, *((int(v), n + a, n + b) for v, a, b in drawn.versions)]
+        spans = joined((v, a, min(b, end)) for v, a, b in told if a < min(b, end))
         if [0, *(b for _, _, b in spans)] != [*(a for _, a, _ in spans), end]:
             raise NotUnderstood(f"the server's weight_versions {drawn.versions} do not cover {end} tokens")
-        stop = None if ended is None else ended[1]
+        stop = None if drawn.stopped is None else drawn.stopped[1]
         reason = self._reason(ids, drawn, stop)
         return Completion(
             request_id, ids, logprobs, spans, reason, stop if reason == "stop" else None, drawn.cached_tokens
@@ -84,9 +114,19 @@ class Reading:
             return "stop"
         if drawn.finish == "abort":
             return "abort"
-        if len(ids) == min(s.max_tokens, self.room):
+        if len(ids) == self.limit:
             return "length" if s.max_tokens <= self.room else "context_full"
         raise NotUnderstood(f"the server ended an answer of {len(ids)} tokens with {drawn.finish!r}, unasked")
+
+
+def joined(spans: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Neighbours of one version are one span."""
+    found = list[tuple[int, int, int]]()
+    for version, start, end in spans:
+        if found and found[-1][::2] == (version, start):
+            start = found.pop()[1]
+        found.append((version, start, end))
+    return tuple(found)
 
 
 def prompt_scores(rows: Any, ids: np.ndarray) -> np.ndarray:

@@ -103,7 +103,7 @@ class RunningRequests:
         prompt = len(request.prompt_ids)
         room = max_context_tokens - prompt
         limit, code = min(s.max_tokens, room), LENGTH if s.max_tokens <= room else CONTEXT_FULL
-        drawn = (s.top_k, stream_of(s.seed), s.temperature, s.top_p, s.min_p)
+        drawn = (s.top_k, stream_of(s.seed, s.position), s.temperature, s.top_p, s.min_p)
         self._rows[row] = (prompt, tokens, limit, 0, *drawn, code, s.ignore_eos)
         if (extra := len(s.stop_token_ids) - self._stop_ids.shape[1]) > 0:
             self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, extra)), constant_values=-1)

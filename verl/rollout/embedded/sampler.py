@@ -22,9 +22,9 @@ def _mixed(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def stream_of(seed: int) -> np.uint64:
-    """A request's stream: its seed, mixed, so that neighbouring seeds share nothing."""
-    return np.uint64(_mixed(np.array([seed & MASK], np.uint64))[0])
+def stream_of(seed: int, position: int = 0) -> np.uint64:
+    """A request's stream: its seed, mixed, so that neighbouring seeds share nothing. position: where it begins."""
+    return np.uint64((int(_mixed(np.array([seed & MASK], np.uint64))[0]) + position * GAMMA) & MASK)
 
 
 def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:

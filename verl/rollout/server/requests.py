@@ -105,11 +105,15 @@ class ChatBody(Prompted, kw_only=True):
 class TokenSampling(Drawn, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    position: Annotated[int, Meta(ge=0)] = 0  # see `Sampling`
 
 
 class TokenBody(msgspec.Struct, kw_only=True):
+    """stream_interval_s: tokens come together at this distance at least."""
+
     token_ids: list[Id]
     sampling_params: dict[str, Any] = {}
+    stream_interval_s: Annotated[float, Meta(ge=0)] = 0.0
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -136,6 +140,7 @@ class Call:
     with_ids: bool = False
     tokens_as_ids: bool = False
     include_stop: bool = False
+    interval_s: float = 0.0
 
     def samplings(self, max_context_tokens: int) -> list[tuple[np.ndarray, Sampling]]:
         """Prompt and sampling of every answer. The first answer to a prompt is drawn with the seed as it was given."""
@@ -212,6 +217,7 @@ def sampling_of(drawn: Drawn, *, max_tokens: int, vocab_size: int) -> Sampling:
         stop_token_ids=tuple(drawn.stop_token_ids),
         ignore_eos=drawn.ignore_eos,
         seed=secrets.randbits(63) if drawn.seed is None else drawn.seed,
+        position=drawn.position if isinstance(drawn, TokenSampling) else 0,
     )
 
 
@@ -244,6 +250,7 @@ def call_of(
         with_ids=body.return_token_ids,
         tokens_as_ids=body.return_tokens_as_token_ids,
         include_stop=drawn.include_stop_str_in_output,
+        interval_s=body.stream_interval_s if isinstance(body, TokenBody) else 0.0,
     )
 
 

@@ -121,7 +121,17 @@ class Service:
         answers, news = form.answers(), asyncio.Queue[tuple[int, np.ndarray, np.ndarray] | None]()
 
         def follow(i: int) -> OnTokens:
-            return lambda ids, logprobs: news.put_nowait((i, ids, logprobs))
+            held, told_s = list[tuple[np.ndarray, np.ndarray]](), time.monotonic()
+
+            def tell(ids: np.ndarray, logprobs: np.ndarray) -> None:
+                nonlocal told_s
+                held.append((ids, logprobs))  # those that are held at its end stand in the last chunk
+                if (now := time.monotonic()) - told_s >= form.call.interval_s:
+                    news.put_nowait((i, np.concatenate([a for a, _ in held]), np.concatenate([b for _, b in held])))
+                    told_s = now
+                    held.clear()
+
+            return tell
 
         async with self._deadline():
             run = asyncio.ensure_future(self.generate(form.call, names, [follow(i) for i in range(len(answers))]))

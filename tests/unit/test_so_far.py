@@ -1,0 +1,296 @@
+"""What a lost server had drawn of an answer is kept: another one goes on with it, and the answer is the undisturbed
+one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from aiohttp.test_utils import TestServer
+from each import each
+from served import NAMES, VOCAB, Served, crashing, hanging_up
+from serving import engine_of, model, serving, tokenizer
+
+from verl.rollout import server_url
+from verl.rollout.api import Deadlines, Expected
+from verl.rollout.base import Capabilities, Completion, RolloutContext, ServerPlace, SoFar
+from verl.rollout.client import ServedEngine
+from verl.rollout.router import Router
+from verl.rollout.vllm_api import VerlApi, VllmApi
+from verl.types import Sampling, derive_seed
+from verl.weight_sync.base import CheckedReader, Entry, WeightSource
+
+PROMPT = np.array([3, 4])  # answers 5, 6, 7, ...
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWX"
+GENERATE = "/inference/v1/generate"
+
+
+def same(found: Completion, wanted: Completion, at: Any) -> None:
+    assert found.ids.tolist() == wanted.ids.tolist(), at
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=2e-5, err_msg=str(at))
+    assert (found.spans, found.stop_reason, found.stop) == (wanted.spans, wanted.stop_reason, wanted.stop), at
+
+
+def part_of(whole: Completion, tokens: int, version: int = 0, *, mixes: bool = False) -> SoFar:
+    found = SoFar(mixes=mixes)
+    found.add(whole.ids[:tokens].tolist(), whole.logprobs[:tokens].tolist(), version)
+    return found
+
+
+# ---- our own engine --------------------------------------------------------------------------------------------------
+
+OURS = np.array([5, 9, 20, 33, 7])
+SEEDED = Sampling(max_tokens=15, temperature=1.0, seed=11, ignore_eos=True)
+
+
+@contextlib.asynccontextmanager
+async def ours() -> AsyncIterator[ServedEngine]:
+    """The client of a server of our own, in this process, with a model that says what it said before."""
+    of, module = tokenizer(), model()
+    async with serving(await engine_of(module), of, control=True, request_timeout_s=60.0) as (client, _):
+        place = ServerPlace(model="none", log=Path(os.devnull), url=str(client._base_url).rstrip("/"))
+        given = {"max_context_tokens": 21, "dtype": torch.float32, "eos_token_ids": (of.eos_token_id,)}
+        spelled = lambda ids: "".join(f"<{i}>" for i in ids)  # noqa: E731
+        context = RolloutContext(hf_config=module.config, place=place, decode=spelled, **given)
+        engine = server_url.build(server_url.Options(), context)
+        await engine.capabilities()
+        engine._version = 0  # the server was started with these weights
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+
+@each(
+    "sampling",
+    [
+        SEEDED,
+        Sampling(max_tokens=14, temperature=0.0, ignore_eos=True),
+        Sampling(max_tokens=200, temperature=1.3, top_p=0.9, top_k=50, seed=5),
+    ],
+)
+def test_an_answer_that_was_begun_elsewhere_ends_as_it_would_have(sampling: Sampling) -> None:
+    """Begun at every length: greedy and seeded draws, a full context, stop strings over the seam, stop ids."""
+
+    async def run() -> None:
+        async with ours() as engine:
+            plain = await engine.generate("plain", OURS, sampling)
+            assert len(plain.ids) > 12
+            seam = f"{plain.ids[7]}><{plain.ids[8]}"  # two tokens are pieces of one stop string
+            asked = [sampling]
+            for change in ({"stop": (seam,)}, {"stop_token_ids": (int(plain.ids[10]),)}):
+                asked.append(Sampling(**{n: getattr(sampling, n) for n in sampling.__dataclass_fields__} | change))
+            for of in asked:
+                whole = await engine.generate("whole", OURS, of)
+                assert (whole.stop_reason == "stop") == (of is not sampling)
+                names = {k: f"{k}" for k in range(len(whole.ids))}
+                found = await asyncio.gather(
+                    *(engine.generate(name, OURS, of, so_far=part_of(whole, k)) for k, name in names.items())
+                )
+                for k, one in enumerate(found):
+                    same(one, whole, (of, k))
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_what_is_kept_of_an_answer_holds_nothing_that_ends_it() -> None:
+    async def run() -> None:
+        async with ours() as engine:
+            whole = await engine.generate("whole", OURS, SEEDED)
+            kept = SoFar()
+            same(await engine.generate("told", OURS, SEEDED, so_far=kept), whole, "streamed")
+            assert kept.ids == whole.ids[:-1].tolist()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+# ---- servers that die ------------------------------------------------------------------------------------------------
+
+
+class Chained(Served):
+    """Token after token is the next one, also behind a longer prompt. dies_at: after so many, of one answer."""
+
+    def __init__(self, dies_at: int | None = None, **given: Any) -> None:
+        super().__init__(**given)
+        self.dies_at = dies_at
+
+    async def _tokens(self, name: str, prompt: list[int], params: Any) -> Any:
+        for i in range(params["max_tokens"]):
+            await asyncio.sleep(0)
+            while not self.going.is_set() and not self.running[name].is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            if self.running[name].is_set():
+                return
+            if i == self.dies_at and params["max_tokens"] > 8:  # no probe
+                await self.end(name)
+            token = (prompt[-1] + 1 + i) % VOCAB
+            yield token
+            if token in params.get("stop_token_ids", ()):
+                return
+        if self.dies_at == params["max_tokens"] > 8:
+            await self.end(name)
+
+    async def end(self, name: str) -> None:
+        """What was said still arrives; nothing else is said."""
+        self.faults |= {GENERATE: hanging_up, "/health": crashing(503)}
+        transport = self.open[name].transport
+        assert transport is not None
+        transport.close()
+        await asyncio.sleep(3600)
+
+
+def reader(version: int) -> CheckedReader:
+    manifest = {name: Entry((2,), "float32", checksum=7) for name in NAMES}
+    return CheckedReader(WeightSource(version, "verl.weight_sync.shm:open_weights", f"/dev/shm/x-{version}", manifest))
+
+
+def engine_at(url: str, api: VllmApi) -> ServedEngine:
+    text = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=512)
+    able = Capabilities(logprobs="processed", max_context_tokens=64, in_flight_update=True)
+    context = RolloutContext(
+        hf_config=SimpleNamespace(get_text_config=lambda: text),
+        max_context_tokens=64,
+        dtype=torch.float32,
+        decode=lambda ids: "".join(LETTERS[i] for i in ids),
+    )
+    return ServedEngine(context, Expected(name="vLLM"), api, url, able, Deadlines(start_s=5, request_s=20))
+
+
+async def publish(router: Router, version: int, only: set[int] | None = None) -> None:
+    for replica in router.replicas:
+        if only is None or replica.number in only:
+            await replica.load_weights(reader(version), on_inflight="keep")
+
+
+def with_two(
+    body: Callable[[Router, list[Chained]], Awaitable[None]],
+    *,
+    dies_at: int | None = None,
+    mixes: bool = False,
+    api: VllmApi | None = None,
+) -> None:
+    async def run() -> None:
+        doubles = [Chained(dies_at), Chained()]
+        servers = [TestServer(double.app()) for double in doubles]
+        for server in servers:
+            await server.start_server()
+        urls = [str(server.make_url("")) for server in servers]
+        starts = [lambda died, url=url: engine_at(url, api or VllmApi(follows=True)) for url in urls]
+        router = Router(starts, mixes=mixes, note=lambda text: None)
+        await publish(router, 0)
+        router.published({})
+        try:
+            await asyncio.wait_for(body(router, doubles), 30)
+        finally:
+            await router.close()
+            for server in servers:
+                await server.close()
+
+    asyncio.run(run())
+
+
+def asked_of(double: Chained) -> list[Any]:
+    """Of answers, not of probes."""
+    return [body for path, body in double.asked if path == GENERATE and body["token_ids"][:2] == PROMPT.tolist()]
+
+
+@pytest.mark.parametrize(
+    "dies_at, stop", [(0, ()), (1, ()), (7, ()), (11, ()), (12, ()), (1, ("kl",)), (6, ("kl",)), (7, ("kl",))]
+)
+def test_the_tokens_of_a_dead_server_are_not_drawn_again(dies_at: int, stop: tuple[str, ...]) -> None:
+    sampling = Sampling(max_tokens=12, temperature=0.0, seed=3, stop=stop)
+
+    async def body(router: Router, doubles: list[Chained]) -> None:
+        wanted = await router.replicas[1].engine.generate("wanted", PROMPT, sampling)
+        del doubles[1].asked[:]
+        found = await router.generate("r", PROMPT, sampling)
+        same(found, wanted, dies_at)
+        assert found.stop == (stop[0] if stop else None)
+        (rest,) = asked_of(doubles[1])
+        kept = min(dies_at, 6 if stop else 11)  # the one that ends it is drawn again
+        assert rest["token_ids"] == [3, 4, *range(5, 5 + kept)]
+        assert rest["sampling_params"]["max_tokens"] == 12 - kept
+        assert rest["sampling_params"]["seed"] == (derive_seed(3, "rest", kept) if kept else 3)
+
+    with_two(body, dies_at=dies_at)
+
+
+def test_a_server_that_draws_by_position_goes_on_with_the_same_seed() -> None:
+    async def body(router: Router, doubles: list[Chained]) -> None:
+        await router.generate("r", PROMPT, Sampling(max_tokens=12, seed=3))
+        params = asked_of(doubles[1])[0]["sampling_params"]
+        assert (params["seed"], params["position"], params["max_tokens"]) == (3, 5, 7)
+
+    with_two(body, dies_at=5, api=VerlApi(follows=True))
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_versions_mix_where_they_may_and_spans_say_so(mixes: bool) -> None:
+    """The other replica has the next version, which a publish that goes on has not ended with yet."""
+
+    async def body(router: Router, doubles: list[Chained]) -> None:
+        await publish(router, 1, {1})
+        found = await router.generate("r", PROMPT, Sampling(max_tokens=12, temperature=0.0))
+        assert found.ids.tolist() == list(range(5, 17))
+        assert found.spans == (((0, 0, 5), (1, 5, 12)) if mixes else ((1, 0, 12),))
+
+    with_two(body, dies_at=5, mixes=mixes)
+
+
+def test_tokens_under_weights_that_nobody_verified_are_drawn_again() -> None:
+    async def body(router: Router, doubles: list[Chained]) -> None:
+        await publish(router, 1)  # and the canary is still to come
+        found = await router.generate("r", PROMPT, Sampling(max_tokens=12, temperature=0.0))
+        assert found.spans == ((1, 0, 12),) and asked_of(doubles[1])[0]["token_ids"] == [3, 4]
+
+    with_two(body, dies_at=5, mixes=True)
+
+
+def test_tokens_around_an_update_are_sure_up_to_it() -> None:
+    """What arrives while weights change may be of either version: it is drawn again."""
+
+    async def body(router: Router, doubles: list[Chained]) -> None:
+        first = doubles[0]
+        first.going.clear()
+        task = asyncio.create_task(router.generate("r", PROMPT, Sampling(max_tokens=40, temperature=0.0)))
+        while not first.running:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await publish(router, 1)
+        router.published({})
+        found = await task
+        assert found.ids.tolist() == [i % VOCAB for i in range(5, 45)] and found.spans == ((1, 0, 40),)
+        assert asked_of(doubles[1])[0]["token_ids"] == [3, 4]
+
+    with_two(body, dies_at=9, mixes=True)
+
+
+def test_a_request_that_is_held_over_an_update_is_not_mixed() -> None:
+    """It went on with tokens of one version, and came to the server behind a pause for the next."""
+
+    async def body(router: Router, doubles: list[Chained]) -> None:
+        engine: Any = router.replicas[1].engine
+        begun = SoFar()
+        begun.add([5, 6], [-1.1, -1.12], 0)
+        doubles[1].weights = "1"
+        found = await engine.generate("r", PROMPT, Sampling(max_tokens=6, temperature=0.0), so_far=begun)
+        assert found.ids.tolist() == list(range(5, 11)) and found.spans == ((1, 0, 6),)
+        assert [len(body["token_ids"]) for body in asked_of(doubles[1])[-2:]] == [4, 2]
+
+    with_two(body)
+
+
+def test_an_engine_that_tells_nothing_begins_anew() -> None:
+    async def body(router: Router, doubles: list[Chained]) -> None:
+        found = await router.generate("r", PROMPT, Sampling(max_tokens=12, temperature=0.0))
+        assert found.ids.tolist() == list(range(5, 17)) and asked_of(doubles[1])[0]["token_ids"] == [3, 4]
+        assert not any(body.get("stream") for body in asked_of(doubles[0]))
+
+    with_two(body, dies_at=5, api=VllmApi())
