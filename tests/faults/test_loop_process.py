@@ -26,7 +26,9 @@ from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.data.formats import Players
 from verl.rollout.base import Completion, ReplicaLost
+from verl.sandbox import companion
 from verl.sandbox.companion import Channel
+from verl.sandbox.messages import LENGTH
 from verl.types import Sampling, Task
 
 PROMPT = np.arange(7, dtype=np.int64)
@@ -48,7 +50,7 @@ class Engine:
         if request_id == "refused":
             raise ValueError("a prompt of 9 tokens leaves no room")
         try:
-            await asyncio.sleep(60 if request_id == "long" else 0.02 if request_id == "slow" else 0)
+            await asyncio.sleep(60 if request_id == "long" else {"slow": 0.02, "a second": 1.0}.get(request_id, 0))
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -56,6 +58,10 @@ class Engine:
         ids, side = rng.integers(0, 99, 5), {"kept": rng.random((5, 2)).astype(np.float32)}
         logprobs = -rng.random(5).astype(np.float32)
         return Completion(request_id, ids, logprobs, ((3, 0, 2), (4, 2, 5)), "eos", None, 2, side)
+
+
+class Odd(BaseException):
+    """No Exception."""
 
 
 class Branches(AgentLoopBase):
@@ -97,22 +103,38 @@ class Does(AgentLoopBase):
         if what == "block":
             while True:
                 time.sleep(1)  # noqa: ASYNC251
-        if what == "raise":
-            raise RuntimeError("\udcff odd")
+        if what in ("raise", "odd"):
+            self.server_manager.counts["tool_errors"] += 1
+            self.server_manager.end(self.server_manager.begin("tool", name="look"), error="exception")
+            raise RuntimeError("\udcff odd") if what == "raise" else Odd("one of theirs")
         if what == "reason":
             self.server_manager.ended_by = "tired"  # type: ignore[assignment]
             return AgentLoopOutput(prompt, [1], [0])
         if what in ("forge", "ready"):
             gc.unfreeze()
             (channel,) = (found for found in gc.get_objects() if isinstance(found, Channel))
-            again = msgspec.msgpack.encode(Ready("single_turn", [], [], [], {}))
+            again = msgspec.msgpack.encode(Ready(os.getpid(), 0.0, "single_turn", [], [], [], {}))
             channel.send(b"no message" if what == "forge" else again)
+            await asyncio.sleep(60)
+        if what == "shout":
+            gc.unfreeze()
+            (channel,) = (found for found in gc.get_objects() if isinstance(found, Channel))
+            channel._transport.write(LENGTH.pack(1 << 31))
+            await asyncio.sleep(60)
+        if what == "eat":
+            kept = b"x" * (600 << 20)
+            await asyncio.sleep(60)
+            return kept
+        if what == "once" and not (there / "begun").exists():
+            (there / "begun").write_text(str(os.getpid()))
             await asyncio.sleep(60)
         if what == "wait":
             (there / "begun").write_text(str(os.getpid()))
             try:
                 await asyncio.sleep(60)
             finally:
+                self.server_manager.counts["looked"] += 1
+                await asyncio.sleep(0.2)  # as a tool's release
                 (there / "over").touch()
         if what == "print":
             print("{}" * 2000, flush=True)
@@ -123,8 +145,12 @@ class Does(AgentLoopBase):
         return None if what == "nothing" else AgentLoopOutput(prompt, out.token_ids, [1] * 5, extra_fields=fields)
 
 
-def loops_of(there: str) -> Loops:
+def loops_of(there: str, start: int) -> Loops:
     """Importable: the process makes them by this name."""
+    if Path(there).is_dir():
+        Path(there, f"start{start}").touch()
+    if Path(there, "mended").exists():
+        raise ValueError("tools.py: no such name")
     if there == "refused":
         raise ValueError("agent.loop=x.py:Y: no such file")
     if there == "broken":
@@ -133,14 +159,16 @@ def loops_of(there: str) -> Loops:
     def make(manager: ServerManager, task: Task) -> AgentLoopBase:
         return (Branches if task.agent == "branches" else Does)(None, manager, None)
 
-    def close() -> None:
-        Path(there, "closed").touch()
+    async def close() -> None:
+        found = " ".join(os.listdir(there))
+        Path(there, "closed").write_text(found)  # noqa: ASYNC240
 
-    return Loops(players=Players("does", ("does", "single_turn")), make=make, notes=("a note",), close=close)
+    players, longest_s = Players("does", ("does", "single_turn")), 60.0 if there.endswith("slow_tool") else 0.0
+    return Loops(players=players, make=make, notes=("a note",), close=close, longest_call_s=longest_s)
 
 
-def task_of(agent: str = "") -> Task:
-    return Task(task_id="t", index=0, messages=(), prompt_ids=PROMPT, agent=agent)
+def task_of(agent: str = "", name: str = "t") -> Task:
+    return Task(task_id=name, index=0, messages=(), prompt_ids=PROMPT, agent=agent)
 
 
 def manager_of(engine: Any) -> ServerManager:
@@ -153,19 +181,19 @@ async def played(loop: AgentLoopBase, **row: Any) -> Any:
     return await loop.run(params, **{"prompt_ids": PROMPT, "request_id": "r", **row})
 
 
-def run(there: Path, body: Any, *, silent_s: float = 60.0) -> None:
+def run(there: Path, body: Any, *, silent_s: float = 60.0, memory_mb: float = 1e6) -> None:
     async def whole() -> None:
-        runner = Runner(loops_of, str(there), silent_s=silent_s)
+        runner = Runner(loops_of, str(there), silent_s=silent_s, memory_mb=memory_mb)
         loops = await hosted_loops(runner, None, None)
         assert loops.players.default == "does" and loops.notes == ("a note",)
 
-        def loop(engine: Any, agent: str = "") -> AgentLoopBase:
-            return loops.make(manager_of(engine), task_of(agent))
+        def loop(engine: Any, agent: str = "", name: str = "t") -> AgentLoopBase:
+            return loops.make(manager_of(engine), task_of(agent, name))
 
         try:
             await asyncio.wait_for(body(loop), 240)
         finally:
-            loops.close()
+            await loops.close()
         assert (there / "closed").exists()
 
     asyncio.run(whole())
@@ -204,12 +232,19 @@ def test_what_a_loop_does_wrong_is_said_and_costs_its_attempt(tmp_path: Path) ->
         for what, said in (
             ("raise", r"^RuntimeError: \\udcff odd$"),
             ("leave", "^SystemExit: I go$"),
-            ("object", r"^ValueError: a object in reward_score or extra_fields cannot leave its process.*@driver"),
+            ("odd", "^Odd: one of theirs$"),
+            ("object", r"^ValueError: what the agent loop .*cannot leave its process.*@driver.*a object in it"),
             ("reason", r"^ValueError: what the agent loop .*cannot leave its process.*Invalid enum value 'tired'"),
             ("nothing", "^ValueError: the agent loop returned a NoneType"),
         ):
             with pytest.raises(LoopFailed, match=said):
-                await played(loop(engine), what=what)
+                await played(one := loop(engine), what=what)
+            told = one.server_manager
+            assert dict(told.counts) == ({"tool_errors": 1} if what in ("raise", "odd") else {})
+            assert [entry["kind"] for entry in told.timeline] == (
+                ["tool"] if told.counts else ["turn"] * len(told.record)
+            )
+            assert len(told.record) == (what in ("object", "nothing"))
         with pytest.raises(ReplicaLost, match="the machine is gone"):
             await played(loop(engine), what="lost")
         waiting = [
@@ -232,28 +267,113 @@ def test_what_a_loop_does_wrong_is_said_and_costs_its_attempt(tmp_path: Path) ->
     ("what", "said"),
     [
         ("exit", "exit code or signal 3"),
-        ("block", "did not turn for 3 s"),
+        ("block", "did not turn for 2 s"),
         ("forge", "what no process of ours says"),
         ("ready", "what no process of ours says"),
+        ("shout", "it said 2048 MB at once"),
+        ("eat", r"memory: it took \d+ MB, and 300 are for it"),
     ],
 )
-def test_the_death_of_the_process_costs_its_attempts_and_the_next_has_another(
-    tmp_path: Path, what: str, said: str
+def test_the_death_of_the_process_costs_the_attempt_that_was_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, said: str
 ) -> None:
     async def body(loop: Any) -> None:
         engine = Engine()
-        innocent = asyncio.create_task(played(loop(engine), what="wait", there=str(tmp_path)))
+        with pytest.raises(LoopFailed, match=f"^ToolBroken: .* is gone: .*{said}"):
+            await played(loop(engine), what=what)
+        again = await asyncio.gather(*(played(loop(engine), what="") for _ in range(3)))
+        assert [len(out.response_ids) for (out,) in again] == [5] * 3 and starts(tmp_path) == 2
+
+    monkeypatch.setattr(companion, "LEAST_SILENT_S", 2.0)
+    run(tmp_path, body, silent_s=2.0, memory_mb=300.0)
+
+
+def starts(there: Path) -> int:
+    return len(list(there.glob("start*")))
+
+
+def test_one_that_ends_the_process_is_found_among_many_and_costs_nobody_else(tmp_path: Path) -> None:
+    async def body(loop: Any) -> None:
+        engine, rows = Engine(), [""] * 8
+        rows[5] = "exit"
+        loops = [loop(engine, name=f"t{k}") for k in range(8)]
+        plays = (played(one, what=what, request_id="slow") for one, what in zip(loops, rows, strict=True))
+        found = await asyncio.gather(*plays, return_exceptions=True)
+        assert [k for k, one in enumerate(found) if isinstance(one, Exception)] == [5]
+        assert isinstance(found[5], LoopFailed) and starts(tmp_path) <= 5, "each death leaves half of them"
+        before = starts(tmp_path)
+        late = [played(loop(engine, name=f"t{k}"), what=rows[k], request_id="slow") for k in range(3, 8)]
+        found = await asyncio.gather(*late, return_exceptions=True)
+        assert [k for k, one in enumerate(found, 3) if isinstance(one, Exception)] == [5]
+        assert starts(tmp_path) <= before + 1, "its task is known, and is played alone"
+
+    run(tmp_path, body)
+
+
+def test_suspects_that_do_not_do_it_again_are_all_played(tmp_path: Path) -> None:
+    """A process that was killed from outside, with one that was given up and another that waits in line."""
+
+    async def body(loop: Any) -> None:
+        engine = Engine()
+        first = asyncio.create_task(played(loop(engine, name="a"), what="once", there=str(tmp_path)))
+        while not (tmp_path / "begun").exists() or not (pid := (tmp_path / "begun").read_text()):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        rest = [asyncio.create_task(played(loop(engine, name="b"), what="", request_id="slow")) for _ in range(6)]
+        left = asyncio.create_task(played(loop(engine), what="long"))
+        while len(engine.asked) < 7:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        os.kill(int(pid), signal.SIGKILL)
+        late = asyncio.create_task(played(loop(engine), what=""))
+        while starts(tmp_path) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        left.cancel()
+        found = await asyncio.gather(first, *rest, late)
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+        assert [len(out.response_ids) for (out,) in found] == [5] * 8 and starts(tmp_path) == 2
+
+    run(tmp_path, body)
+
+
+def test_a_start_that_fails_later_is_tried_once_for_all_who_wait(tmp_path: Path) -> None:
+    async def body(loop: Any) -> None:
+        (tmp_path / "mended").touch()
+        with pytest.raises(LoopFailed):
+            await played(loop(Engine()), what="exit")
+        many = [played(loop(Engine()), what="") for _ in range(8)]
+        for error in await asyncio.gather(*many, return_exceptions=True):
+            assert isinstance(error, LoopFailed) and "cannot be started again: tools.py: no such name" in str(error)
+        assert starts(tmp_path) == 2
+        (tmp_path / "mended").unlink()
+        await played(loop(Engine()), what="")
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(("floor_s", "folder"), [(companion.LEAST_SILENT_S, "quick_tools"), (0.0, "slow_tool")])
+def test_one_between_two_beats_and_one_whose_tools_take_long_are_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, floor_s: float, folder: str
+) -> None:
+    async def body(loop: Any) -> None:
+        (out,) = await played(loop(Engine()), request_id="a second", what="")
+        assert len(out.response_ids) == 5 and starts(tmp_path / folder) == 1
+
+    monkeypatch.setattr(companion, "LEAST_SILENT_S", floor_s)
+    (tmp_path / folder).mkdir()
+    run(tmp_path / folder, body, silent_s=0.1)
+
+
+def test_at_the_end_tools_are_released_before_they_are_closed(tmp_path: Path) -> None:
+    async def body(loop: Any) -> None:
+        one = loop(Engine())
+        waiting = asyncio.create_task(played(one, what="wait", there=str(tmp_path)))
         while not (tmp_path / "begun").exists():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        for one in (played(loop(engine), what=what), innocent):
-            with pytest.raises(LoopFailed, match=f"^ToolBroken: .* is gone: .*{said}"):
-                await one
-        with pytest.raises(ProcessLookupError):
-            os.kill(int((tmp_path / "begun").read_text()), 0)
-        again = await asyncio.gather(*(played(loop(engine), what="") for _ in range(3)))
-        assert [len(out.response_ids) for (out,) in again] == [5] * 3
+        waiting.cancel()
+        await asyncio.wait({waiting})
 
-    run(tmp_path, body, silent_s=3.0)
+    run(tmp_path, body)
+    assert "over" in (tmp_path / "closed").read_text().split()
 
 
 @pytest.mark.parametrize(

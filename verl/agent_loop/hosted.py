@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -20,12 +21,15 @@ from verl.sandbox.companion import Channel
 from verl.types import Sampling, Task, as_ids
 
 GC_THRESHOLD = 50_000
+RELEASE_S = 10.0  # for trajectories that are given up to release their tools
 IS_NOT_SENT = "cannot leave its process: give plain values, or play it in the driver (agent.loop=NAME@driver)"
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """See `Loops`."""
 
+    pid: int
+    longest_call_s: float
     default: str
     names: list[str]
     tools: list[dict[str, Any]]
@@ -79,8 +83,12 @@ class Played(msgspec.Struct, frozen=True, array_like=True, tag="played"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """told: as far as it can leave its process."""
+
     play: int
     text: str  # the error's name is in it
+    recorded: list[int]
+    told: Told | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +102,41 @@ class Part:
 
 
 @dataclass(eq=False, slots=True)
+class Ids:
+    """A history that mostly grows, with room behind it, which alone is written: what was taken stays as it is."""
+
+    held: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    used: int = 0
+
+    def then(self, keep: int, new: np.ndarray) -> np.ndarray:
+        """The first `keep` of it, and `new`: [t] int64, a view, and what it is from now on."""
+        end = keep + len(new)
+        if keep < self.used or end > len(self.held):
+            grown = np.empty(2 * end, np.int64)
+            grown[:keep] = self.held[:keep]
+            self.held = grown
+        self.held[keep:end] = new
+        self.used = end
+        return self.held[:end]
+
+    def agreeing(self, ids: np.ndarray) -> int:
+        """How many leading ids are the same."""
+        n = min(self.used, len(ids))
+        same = self.held[:n] == ids[:n]
+        return n if same.all() else int(same.argmin())
+
+
+@dataclass(eq=False, slots=True)
 class Asking:
-    """What a trajectory generates with: the driver's engine."""
+    """What a trajectory generates with: the driver's engine. manager: what it is played with."""
 
     play: int
     say: Callable[[msgspec.Struct], None]
     waiting: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)  # of an answer's `id`; the record holds them
-    known: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    known: Ids = field(default_factory=Ids)
     made: int = 0
+    manager: ServerManager | None = None
 
     async def generate(
         self,
@@ -116,8 +150,8 @@ class Asking:
     ) -> Completion:
         """See `RolloutEngine`; the driver knows the trajectory's key, adapter and media."""
         call, self.made = self.made, self.made + 1
-        keep = agreeing(self.known, prompt_ids)
-        self.known = prompt_ids.copy()  # the loop may write to its own
+        keep = self.known.agreeing(prompt_ids)
+        self.known.then(keep, prompt_ids[keep:])  # a copy: the loop may write to its own
         self.waiting[call] = asyncio.get_running_loop().create_future()
         self.say(Ask(self.play, call, str(request_id), keep, prompt_ids[keep:].tobytes(), sampling))
         try:
@@ -130,23 +164,43 @@ class Asking:
         self.calls[id(completion)] = call
         return completion
 
+    def failed(self, why: BaseException) -> None:
+        """Say so, with what it told its server manager until then."""
+        recorded: list[int] = []
+        told: Told | None = None
+        try:
+            if self.manager is not None:
+                recorded, told = self.recorded(), replace(self.manager.told(), ended_by=None)
+        except Exception:  # user code has it in its hands
+            recorded = []
+        if cannot_leave(told, Told | None):
+            recorded, told = [], None
+        self.say(Failed(self.play, _sendable(f"{type(why).__name__}: {why}"), recorded, told))
 
-def agreeing(known: np.ndarray, ids: np.ndarray) -> int:
-    """How many leading ids are the same."""
-    n = min(len(known), len(ids))
-    differs = np.flatnonzero(known[:n] != ids[:n])
-    return int(differs[0]) if len(differs) else n
+    def recorded(self) -> list[int]:
+        """The calls of the record, in their order."""
+        assert self.manager is not None
+        return [self.calls[id(call.completion)] for call in self.manager.record]
 
 
-async def host(given: tuple[Callable[[Any], Loops], Any], channel: Channel) -> None:
+def cannot_leave(said: Any, kind: Any) -> str:
+    """Why it cannot be sent, or not be read there."""
+    try:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(said, enc_hook=_plain), type=kind)
+    except (msgspec.DecodeError, TypeError, ValueError, OverflowError, RecursionError) as e:
+        return str(e)
+    return ""
+
+
+async def host(given: tuple[Callable[[Any, int], Loops], Any, int], channel: Channel) -> None:
     """Makes the loops with the function that it is given, and plays until it is told to close."""
 
     def say(message: msgspec.Struct) -> None:
         channel.send(msgspec.msgpack.encode(message, enc_hook=_plain))
 
-    build, config = given
+    build, config, start = given
     try:
-        loops = build(config)
+        loops = build(config, start)
     except ValueError as e:
         return await _refuse(channel, say, Refused(_sendable(str(e)), True))
     except Exception:  # user code, as it is imported
@@ -154,8 +208,8 @@ async def host(given: tuple[Callable[[Any], Loops], Any], channel: Channel) -> N
     gc.freeze()  # what lives as long as the run; and a burst of trajectories is no reason to look for cycles
     gc.set_threshold(GC_THRESHOLD)
     players = loops.players
-    tools = [dict(tool) for tool in players.tools]
-    say(Ready(players.default, list(players.names), tools, list(loops.notes), dict(loops.contents)))
+    named = players.default, list(players.names), [dict(tool) for tool in players.tools]
+    say(Ready(os.getpid(), loops.longest_call_s, *named, list(loops.notes), dict(loops.contents)))
     plays: dict[int, tuple[Asking, asyncio.Task[None]]] = {}
     async for frame in channel.frames():
         kind, play, *rest = pickle.loads(frame)
@@ -167,11 +221,16 @@ async def host(given: tuple[Callable[[Any], Loops], Any], channel: Channel) -> N
             plays[play][1].add_done_callback(lambda _, play=play: plays.pop(play))  # type: ignore[misc]
         elif play in plays:
             _pass_on(kind, rest, *plays[play])
-    loops.close()
+    if left := [task for _, task in plays.values()]:
+        for task in left:
+            task.cancelling() or task.cancel()  # no second time amid a release
+        await asyncio.wait(left, timeout=RELEASE_S)
+    await loops.close()
 
 
 def _pass_on(kind: str, rest: Sequence[Any], asking: Asking, task: asyncio.Task[None]) -> None:
     if kind == "cancel":
+        asking.failed(asyncio.CancelledError())  # what it tells, before its tools are released
         task.cancel()
     elif (waiting := asking.waiting.get(rest[0])) is not None and not waiting.done():
         if kind == "sampled":
@@ -187,12 +246,12 @@ async def _refuse(channel: Channel, say: Callable[[msgspec.Struct], None], why: 
 
 
 async def _play(loops: Loops, part: Part, asking: Asking) -> None:
-    manager = ServerManager(asking, **part.manager)
+    asking.manager = manager = ServerManager(asking, **part.manager)
     try:
         returned = await loops.make(manager, part.task).run(part.params, **part.row)
         asking.say(_played(returned, manager, asking))
-    except (Exception, SystemExit, asyncio.CancelledError) as e:  # a loop is user code, and what it returns
-        asking.say(Failed(asking.play, _sendable(f"{type(e).__name__}: {e}")))
+    except BaseException as e:  # a loop is user code, and so is what it returns, and what it raises
+        asking.failed(e)
 
 
 def _played(returned: LoopOutput, manager: ServerManager, asking: Asking) -> Played:
@@ -209,19 +268,17 @@ def _played(returned: LoopOutput, manager: ServerManager, asking: Asking) -> Pla
         )
         for one in outputs_of(returned)
     ]
-    recorded = [asking.calls[id(call.completion)] for call in manager.record]
-    message = Played(asking.play, outputs, recorded, manager.told())
-    try:
-        msgspec.msgpack.decode(msgspec.msgpack.encode(message, enc_hook=_plain), type=Played)
-    except (msgspec.DecodeError, TypeError, OverflowError, RecursionError) as e:
-        raise ValueError(f"what the agent loop returned, or told its server manager, {IS_NOT_SENT} ({e})") from None
+    message = Played(asking.play, outputs, asking.recorded(), manager.told())
+    bare = [msgspec.structs.replace(one, prompt_ids=b"", response_ids=b"", mask=b"") for one in outputs]
+    if why := cannot_leave(msgspec.structs.replace(message, outputs=bare), Played):
+        raise ValueError(f"what the agent loop returned, or told its server manager, {IS_NOT_SENT} ({why})")
     return message
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    raise ValueError(f"a {type(value).__name__} in reward_score or extra_fields {IS_NOT_SENT}")
+    raise ValueError(f"a {type(value).__name__} in it")
 
 
 def _sendable(text: str) -> str:

@@ -70,5 +70,9 @@ class InProcesses:
         """Nothing was kept."""
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._pool.close(), self._loop).result(CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        try:
+            asyncio.run_coroutine_threadsafe(self._pool.close(), self._loop).result(CLOSE_S)
+        except TimeoutError:
+            raise TimeoutError(f"the processes of the tool {self._name} did not end in {CLOSE_S:g} s") from None
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)

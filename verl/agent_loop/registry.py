@@ -3,8 +3,9 @@ read; what is wrong with it is the user's to mend, and said with the key."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,13 +29,14 @@ from verl.types import Task
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loops:
     """players: whom a row may name · make: the loop of one trajectory · notes: what a person should read at the
-    start · close: ends the servers, processes and threads that are behind tools."""
+    start · close: ends the servers, processes and threads that are behind tools · longest_call_s: of a tool."""
 
     players: Players
     make: AgentLoopFactory
     notes: tuple[str, ...] = ()
     contents: Mapping[str, str] = field(default_factory=dict)  # what of them defines the run, by key
-    close: Callable[[], None]
+    close: Callable[[], Awaitable[None]]
+    longest_call_s: float = 0.0
 
 
 def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
@@ -69,7 +71,14 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
     players = Players(default, names, tuple(dict(tool.schema) for tool in tools.values()))
     contents = {**contents_of(tools), **({"agent.tools": listed} if (listed := tools_hash(tools)) else {})}
     notes += (f"agent: the tools of MCP servers are those of now ({listed[:12]})",) if listed else ()
-    return Loops(players=players, make=make, notes=notes, contents=contents, close=partial(close_tools, tools))
+    return Loops(
+        players=players,
+        make=make,
+        notes=notes,
+        contents=contents,
+        close=partial(asyncio.to_thread, close_tools, tools),
+        longest_call_s=max((tool.limits.timeout_s or 0.0 for tool in tools.values()), default=0.0),
+    )
 
 
 def of_the_user(agent: AgentConfig) -> bool:

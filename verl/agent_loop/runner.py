@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -14,26 +15,30 @@ import msgspec
 import numpy as np
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, Call, LoopFailed, ServerManager
-from verl.agent_loop.hosted import Ask, Drop, Failed, Output, Part, Played, Ready, Refused, host
+from verl.agent_loop.hosted import RELEASE_S, Ask, Drop, Failed, Ids, Output, Part, Played, Ready, Refused, host
 from verl.agent_loop.registry import Loops
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.data.formats import SINGLE_TURN, Players
 from verl.rollout.base import ReplicaLost
-from verl.sandbox.companion import Companion
+from verl.sandbox.companion import CLOSE_S, Companion
 from verl.types import Task
 
 START_S = 600.0
+TOLD_S = 1.0  # for one that is given up to say what it counted
 SAID = msgspec.msgpack.Decoder(Ready | Refused | Ask | Drop | Played | Failed)
 BROKEN = "ToolBroken: the process of agent loops and tools"
 
 
 @dataclass(eq=False, slots=True)
 class Playing:
-    """A trajectory that is played there. record: by the number of the call."""
+    """A trajectory that is played there, or waits for it. number: of its latest play · record: by the number of the
+    call."""
 
     manager: ServerManager
+    part: Part
     ended: asyncio.Future[list[AgentLoopOutput]]
-    known: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    number: int = -1
+    known: Ids = field(default_factory=Ids)
     record: dict[int, Call] = field(default_factory=dict)
     asked: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
@@ -41,22 +46,44 @@ class Playing:
         if not self.ended.done():
             self.ended.set_exception(how) if isinstance(how, Exception) else self.ended.set_result(how)
 
+    def over(self) -> None:
+        """There, for now or for good."""
+        for task in list(self.asked.values()):
+            task.cancel()
+        self.known, self.record, self.asked = Ids(), {}, {}
+
 
 class Runner:
     """One process at a time; one that died is started again for the next trajectory. It belongs to one event loop.
-    build: an importable function, which makes the loops there · silent_s: how long its event loop may stand still."""
 
-    def __init__(self, build: Callable[[Any], Loops], given: object, *, silent_s: float) -> None:
-        self._build, self._given, self._silent_s = build, given, silent_s
+    A death fails nobody but a trajectory that was alone in the process. Where there were several, they are the
+    suspects: they are played again, the first half of them at a time, and all others wait. Halves that live are
+    cleared; of one that dies the half comes next, down to the one that was the cause, or to none. Other trajectories of
+    its task are played alone from then on. The time of an attempt goes on through all this.
+
+    build: an importable function, which makes the loops there, and is told how many starts there were before ·
+    silent_s: how long its event loop may stand still, if no call of a tool may take longer · memory_mb: how much it may
+    take beyond what the loops take."""
+
+    def __init__(
+        self, build: Callable[[Any, int], Loops], given: object, *, silent_s: float, memory_mb: float = math.inf
+    ) -> None:
+        self._build, self._given, self._silent_s, self._memory_mb = build, given, silent_s, memory_mb
         self._companion: Companion | None = None
-        self._starting = asyncio.Lock()
+        self._starts = 0
+        self._starting: asyncio.Task[None] | None = None
         self._listening: asyncio.Task[None] | None = None
         self._plays: dict[int, Playing] = {}
+        self._line: list[Playing] = []  # who waits, suspects among them
+        self._suspects: list[Playing] = []
+        self._left: set[int] = set()  # plays that were given up, and have not ended there
+        self._alone: set[str] = set()  # tasks
         self._numbers = itertools.count()
 
     async def start(self) -> Ready:
         """ValueError for what the user has to mend."""
-        companion = await Companion.start(host, (self._build, self._given))
+        companion = await Companion.start(host, (self._build, self._given, self._starts))
+        self._starts += 1
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[Ready] = loop.create_future()
         self._listening = loop.create_task(self._listen(companion, ready))
@@ -64,69 +91,132 @@ class Runner:
             async with asyncio.timeout(START_S):
                 found = await ready
         except BaseException as e:
-            await loop.run_in_executor(None, companion.kill, "it did not start")
+            await companion.kill("it did not start")
             if isinstance(e, TimeoutError):
                 raise LoopFailed(f"{BROKEN} did not start in {START_S:g} s") from None
             raise
-        companion.watch(self._silent_s)
+        companion.watch(max(self._silent_s, found.longest_call_s), found.pid, self._memory_mb)
         self._companion = companion
         return found
 
     async def play(self, manager: ServerManager, part: Part) -> list[AgentLoopOutput]:
-        """LoopFailed for what the loop raises, and where the process dies."""
-        async with self._starting:
-            if self._companion is None:
-                await self.start()
-        companion, play = self._companion, next(self._numbers)
-        assert companion is not None
-        playing = self._plays[play] = Playing(manager, asyncio.get_running_loop().create_future())
-        companion.send(("play", play, part))
+        """LoopFailed for what the loop raises, and where it ends the process."""
+        playing = Playing(manager, part, asyncio.get_running_loop().create_future())
+        playing.ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may ask
+        self._line.append(playing)
+        self._go_on()
         try:
-            return await playing.ended
-        except (asyncio.CancelledError, ReplicaLost):
-            companion.send(("cancel", play))
+            await asyncio.wait({playing.ended})
+            return playing.ended.result()
+        except (asyncio.CancelledError, ReplicaLost) as e:
+            if playing.number in self._plays and self._companion is not None:
+                self._left.add(playing.number)
+                self._companion.send(("cancel", playing.number))
+                if isinstance(e, asyncio.CancelledError):
+                    await asyncio.wait({playing.ended}, timeout=TOLD_S)  # for what it tells
             raise
         finally:
-            del self._plays[play]
-            for task in playing.asked.values():
-                task.cancel()
+            playing.over()
+            self._plays.pop(playing.number, None)
+            for those in (self._line, self._suspects):
+                if playing in those:
+                    those.remove(playing)
+            self._go_on()
 
-    def close(self) -> None:
-        """End it, after its tools have been closed."""
+    async def close(self) -> None:
+        """End it, after its trajectories have released their tools, and these have been closed."""
         companion, self._companion = self._companion, None
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
         if companion is not None:
-            companion.stop(("close", 0))
+            await companion.stop(("close", 0), RELEASE_S + CLOSE_S)
+        if self._listening is not None:
+            await asyncio.wait({self._listening})
+
+    def _go_on(self) -> None:
+        """Begin what may be played now."""
+        if self._companion is None:
+            if self._line and (self._starting is None or self._starting.done()):
+                self._starting = asyncio.create_task(self._start_again())
+            return
+        for playing in self._next():
+            self._line.remove(playing)
+            playing.number = next(self._numbers)
+            try:
+                self._companion.send(("play", playing.number, playing.part))
+            except ValueError as e:
+                playing.end(LoopFailed(f"ValueError: its row, with its prompt: {e}"))
+            else:
+                self._plays[playing.number] = playing
+
+    def _next(self) -> list[Playing]:
+        if self._suspects:
+            return [] if self._plays else self._suspects[: (len(self._suspects) + 1) // 2]
+        if self._alone and any(self._is_lone(one) for one in self._plays.values()):
+            return []
+        if lone := [one for one in self._line if self._is_lone(one)] if self._alone else []:
+            return [] if self._plays else lone[:1]
+        return self._line.copy()
+
+    def _is_lone(self, playing: Playing) -> bool:
+        return playing.part.task.task_id in self._alone
+
+    async def _start_again(self) -> None:
+        try:
+            await self.start()
+        except (ValueError, LoopFailed, OSError) as e:  # whoever waits hears it; whoever comes then tries once more
+            waiting, self._line, self._suspects = self._line, [], []
+            for playing in waiting:
+                playing.end(LoopFailed(f"{BROKEN} cannot be started again: {e}"))
+        else:
+            self._go_on()
 
     async def _listen(self, companion: Companion, ready: asyncio.Future[Ready]) -> None:
         async for frame in companion.frames():
             try:
                 self._hear(companion, SAID.decode(frame), ready)
             except (msgspec.DecodeError, asyncio.InvalidStateError, LookupError, ValueError):
-                companion.kill("it said what no process of ours says")
+                await companion.kill("it said what no process of ours says")
         died = LoopFailed(f"{BROKEN} is gone: {companion.ended}")
-        if self._companion is companion:
-            self._companion = None
-            for playing in self._plays.values():
-                playing.end(died)
         if not ready.done():
             ready.set_exception(died)
+        if self._companion is companion:
+            self._companion = None
+            self._died(died)
+
+    def _died(self, died: LoopFailed) -> None:
+        """See the class."""
+        there = [playing for playing in self._plays.values() if not playing.ended.done()]
+        known, self._left, self._plays = len(there) == 1 and not self._left, set(), {}
+        if known:
+            self._suspects = []
+            self._alone.add(there[0].part.task.task_id)
+            return there[0].end(died)
+        for playing in there:
+            playing.over()
+        self._line, self._suspects = there + self._line, there
+        self._go_on()
 
     def _hear(
         self, companion: Companion, said: Ready | Refused | Ask | Drop | Played | Failed, ready: asyncio.Future[Ready]
     ) -> None:
         if isinstance(said, Ready):
-            ready.set_result(said)
-        elif isinstance(said, Refused):
-            ready.set_exception(ValueError(said.text) if said.for_user else LoopFailed(said.text))
-        elif (playing := self._plays.get(said.play)) is None:
-            return  # it was given up
+            return ready.set_result(said)
+        if isinstance(said, Refused):
+            return ready.set_exception(ValueError(said.text) if said.for_user else LoopFailed(said.text))
+        if (playing := self._plays.get(said.play)) is None:  # it was given up
+            if isinstance(said, Played | Failed):
+                self._left.discard(said.play)
         elif isinstance(said, Ask):
-            ids = np.concatenate([playing.known[: said.keep], np.frombuffer(said.ids, np.int64)])
-            playing.known = ids
+            ids = playing.known.then(said.keep, np.frombuffer(said.ids, np.int64))
             playing.asked[said.call] = asyncio.create_task(self._answer(companion, playing, said, ids))
         elif isinstance(said, Drop):
-            playing.asked[said.call].cancel()
+            if said.call in playing.asked:
+                playing.asked[said.call].cancel()
         elif isinstance(said, Failed):
+            if said.told is not None:
+                playing.manager.take_over([playing.record[call] for call in said.recorded], said.told)
             playing.end(LoopFailed(said.text))
         else:
             playing.manager.take_over([playing.record[call] for call in said.recorded], said.told)
@@ -139,13 +229,15 @@ class Runner:
             completion = await manager.engine.generate(
                 said.request_id, ids, said.sampling, prefix_key=key, adapter=adapter, media=media
             )
+            playing.record[said.call] = Call(ids, completion, completion.ids.tolist())
+            companion.send(("sampled", said.play, said.call, completion))
         except ReplicaLost as e:
-            return playing.end(e)
+            playing.end(e)
         except Exception as e:  # the loop there may know what to do
             same = ValueError(str(e)) if isinstance(e, ValueError) else RuntimeError(f"{type(e).__name__}: {e}")
-            return companion.send(("failed", said.play, said.call, same))
-        playing.record[said.call] = Call(ids, completion, completion.ids.tolist())
-        companion.send(("sampled", said.play, said.call, completion))
+            companion.send(("failed", said.play, said.call, same))
+        finally:
+            playing.asked.pop(said.call, None)
 
 
 def _output(said: Output) -> AgentLoopOutput:

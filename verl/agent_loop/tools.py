@@ -286,8 +286,15 @@ def answer_of(value: Any) -> Answer:
 
 
 def close_tools(tools: Mapping[str, Tool]) -> None:
+    """All of them; the first that cannot be closed is said then."""
+    wrong: list[Exception] = []
     for held in {tool.held for tool in tools.values() if tool.held is not None}:
-        held.close()
+        try:
+            held.close()
+        except Exception as e:  # user code
+            wrong.append(e)
+    if wrong:
+        raise wrong[0]
 
 
 def contents_of(tools: Mapping[str, Tool]) -> dict[str, str]:

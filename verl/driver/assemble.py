@@ -85,8 +85,8 @@ async def assemble(
     tokenizer = load_tokenizer_of(config)
     require_an_end(config, tokenizer)
     loops = await loops_of(config, tokenizer)
-    with contextlib.ExitStack() as refused:  # whoever refused the start may be asked again in this process
-        refused.callback(loops.close)
+    async with contextlib.AsyncExitStack() as refused:  # whoever refused the start may be asked again in this process
+        refused.push_async_callback(loops.close)
         tasks, eval_tasks = tasks_of(config, tokenizer, loops.players)
         claimed = open_run_dir(resolved, command, loops.contents)
         refused.callback(claimed.lock.close)
@@ -103,7 +103,7 @@ async def _run_of(
     data: tuple[Any, Loops, TaskTable, list[Task]],
     progress: LiveProgress,
     on_step: OnStep | None,
-    refused: contextlib.ExitStack,
+    refused: contextlib.AsyncExitStack,
 ) -> Run:
     """What is left once the run directory is claimed. data: tokenizer, loops, training rows, evaluation tasks ·
     refused: what is to be closed if the start is."""

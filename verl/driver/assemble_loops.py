@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from verl.agent_loop.registry import Loops, load_loops, of_the_user
 from verl.agent_loop.runner import Runner, hosted_loops
 from verl.config.schema import Config
 from verl.driver.setup import eos_ids, load_tokenizer_of, set_up_process
+from verl.track.events import next_attempt
+from verl.types import derive_seed
+from verl.workers.host import free_bytes
 
 
 async def loops_of(config: Config, tokenizer: Any) -> Loops:
     """In a process of their own where code of the user's plays."""
-    if of_the_user(config.agent):
-        return await hosted_loops(Runner(loops_there, config, silent_s=config.agent.tool_timeout_s), config, tokenizer)
-    return load_loops(config, tokenizer, eos_ids(config, tokenizer))
+    if not of_the_user(config.agent):
+        return load_loops(config, tokenizer, eos_ids(config, tokenizer))
+    attempt = next_attempt(Path(config.run.root_dir) / config.run.name)
+    memory_mb = free_bytes() / 2 / 2**20
+    runner = Runner(loops_there, (config, attempt), silent_s=config.agent.tool_timeout_s, memory_mb=memory_mb)
+    return await hosted_loops(runner, config, tokenizer)
 
 
-def loops_there(config: Config) -> Loops:
-    """The same loops, made in that process."""
-    set_up_process(config)
+def loops_there(given: tuple[Config, int], start: int) -> Loops:
+    """The same loops, made in that process, whose random numbers no other start of the run has. given: the
+    configuration, and the attempt of the run."""
+    config, attempt = given
+    seed = derive_seed(config.run.seed, "loops", attempt, start)
+    set_up_process(replace(config, run=replace(config.run, seed=seed)))
     tokenizer = load_tokenizer_of(config)
     return load_loops(config, tokenizer, eos_ids(config, tokenizer))

@@ -48,7 +48,7 @@ class Run:
     stop: StopRequest
     lock: IO[str]
     close_reward: Callable[[], Awaitable[None]]
-    close_tools: Callable[[], None]
+    close_tools: Callable[[], Awaitable[None]]
     reward_metrics: Callable[[], Metrics]
     first_index: int = 0
     _step: Step | None = None
@@ -205,7 +205,7 @@ class Run:
             await self.publisher.close()
             await self.rollout.close()
             await self.close_reward()
-            await asyncio.to_thread(self.close_tools)
+            await self.close_tools()
             self.learner.close(0.0 if self.stop.abandoned else max(1.0, until_s - time.monotonic()))
         finally:
             self.reporter.close()

@@ -3,7 +3,8 @@
     this process == socket == attended.py -- fork --> companion (user code) --> whatever it starts
 
 Messages to it are pickles. What it says are bytes, which whoever listens decodes against a type: user code shares that
-process. An event loop of its own beats every BEAT_S; one that is silent for too long is ended, with all it started.
+process. An event loop of its own beats every BEAT_S; one that is silent for too long, or takes too much memory, is
+ended, with all it started.
 """
 
 from __future__ import annotations
@@ -18,43 +19,92 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import uvloop
 
-from verl.sandbox import attended
+from verl.sandbox import attended, guardian
 from verl.sandbox.messages import LENGTH
 
-BEAT_S, LOOKS = 0.5, 20
+BEAT_S, LOOK_S = 0.5, 0.25
+LEAST_SILENT_S = 5.0  # nobody is ended for less: a healthy one is silent between two beats
 REPORT_S = 1.0  # for its exit code, once its end of the channel is closed
 CLOSE_S = 10.0  # for one that was asked to end, and for one that was told to
+MAX_FRAME_BYTES, MAX_UNSENT_BYTES = 256 << 20, 1 << 30
 BEGIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verl.sandbox.companion import main; main()"
 
 
-class Channel:
-    """Either end: frames of bytes, each behind its length; an empty one is a beat."""
+class Channel(asyncio.Protocol):
+    """Either end: frames of bytes, each behind its length; an empty one is a beat. One that says too much, or does not
+    read what it is told, is cut off: wrong says why."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self) -> None:
         self.heard = 0  # frames, beats among them
+        self.wrong = ""
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
+        self._frames: deque[bytes] = deque()
+        self._more = asyncio.Event()
+        self._over = False
+
+    @staticmethod
+    async def over(ends: socket.socket) -> Channel:
+        _, channel = await asyncio.get_running_loop().create_unix_connection(Channel, sock=ends)
+        return channel
 
     def send(self, body: bytes) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(LENGTH.pack(len(body)) + body)
+        """ValueError for what is too long."""
+        if len(body) > MAX_FRAME_BYTES:
+            raise ValueError(f"{len(body) >> 20} MB at once; at most {MAX_FRAME_BYTES >> 20} leave or enter a process")
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(LENGTH.pack(len(body)) + body)
+            if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+                self._cut("it does not read what it is told")
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Until the other end is closed."""
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-                body = await self._reader.readexactly(size)
-                self.heard += 1
-                if body:
-                    yield body
+        while self._frames or not self._over:
+            while self._frames:
+                yield self._frames.popleft()
+            if not self._over:
+                self._more.clear()
+                await self._more.wait()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _cut(self, why: str) -> None:
+        assert self._transport is not None
+        self.wrong = self.wrong or why
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        start = 0
+        while len(self._received) >= start + LENGTH.size:
+            (size,) = LENGTH.unpack_from(self._received, start)
+            if size > MAX_FRAME_BYTES:
+                return self._cut(f"it said {size >> 20} MB at once")
+            end = start + LENGTH.size + size
+            if len(self._received) < end:
+                break
+            self.heard += 1
+            if size:
+                self._frames.append(bytes(memoryview(self._received)[start + LENGTH.size : end]))
+            start = end
+        del self._received[:start]
+        self._more.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._over = True
+        self._more.set()
 
 
 Target = Callable[[Any, Channel], Awaitable[None]]
@@ -62,7 +112,8 @@ Target = Callable[[Any, Channel], Awaitable[None]]
 
 
 class Companion:
-    """Build with `start`. Its `frames` have to be read to their end, which is its own; `ended` says why then."""
+    """Build with `start`. Its `frames` have to be read to their end, which is its own; `ended` says why then. It
+    belongs to one event loop."""
 
     def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
         self.ended = ""
@@ -80,54 +131,66 @@ class Companion:
             except BaseException:
                 ours.close()
                 raise
-        channel = Channel(*await asyncio.open_unix_connection(sock=ours))
+        channel = await Channel.over(ours)
         channel.send(order)
         return Companion(process, channel)
 
     def send(self, message: object) -> None:
+        """ValueError for what is too long."""
         self._channel.send(pickle.dumps(message))
 
-    def watch(self, silent_s: float) -> None:
-        """From now on it is ended if its event loop does not turn for so long."""
-        self._watch = asyncio.create_task(self._look(silent_s))
+    def watch(self, silent_s: float, pid: int, memory_mb: float) -> None:
+        """From now on it is ended if its event loop does not turn for so long, or if it takes so much more memory of
+        its own than now. pid: its own, which it says."""
+        self._watch = asyncio.create_task(self._look(max(silent_s, LEAST_SILENT_S), pid, memory_mb))
 
     async def frames(self) -> AsyncIterator[bytes]:
+        """Those before it was ended."""
         async for body in self._channel.frames():
-            yield body
-        await asyncio.get_running_loop().run_in_executor(None, self._reap)
-        code = self._process.returncode
-        self.ended = self.ended or f"it ended with exit code or signal {code}"
+            if not self.ended:
+                yield body
+        self.ended = self.ended or self._channel.wrong
+        await asyncio.to_thread(self._reap)
+        self.ended = self.ended or f"it ended with exit code or signal {self._process.returncode}"
+        if self._watch is not None:
+            self._watch.cancel()
 
-    async def _look(self, silent_s: float) -> None:
+    async def _look(self, silent_s: float, pid: int, memory_mb: float) -> None:
         """Looks are counted, not seconds: while this process is kept from looking, nobody else is late."""
-        heard, silent = -1, 0
-        while silent < LOOKS:
-            await asyncio.sleep(silent_s / LOOKS)
+        heard, silent, base_mb = -1, 0, guardian.anonymous_mb(pid)
+        while True:
+            await asyncio.sleep(LOOK_S)
             heard, silent = self._channel.heard, silent + 1 if heard == self._channel.heard else 0
-        why = f"its event loop did not turn for {silent_s:g} s: what runs there must await, or give the interpreter up"
-        await asyncio.get_running_loop().run_in_executor(None, self.kill, why)
+            if silent * LOOK_S >= silent_s:
+                why = f"its event loop did not turn for {silent_s:g} s: what runs there must await, or give the "
+                return await self.kill(f"{why}interpreter up")
+            if (more_mb := guardian.anonymous_mb(pid) - base_mb) > memory_mb:
+                return await self.kill(f"memory: it took {more_mb:.0f} MB, and {memory_mb:.0f} are for it")
 
     def _reap(self) -> None:
         """Its end is closed: it is ending, or made to."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(REPORT_S)
-        self.kill("")
+        self._end()
 
-    def kill(self, why: str) -> None:
-        """End it and all it started; returns once they are gone."""
-        self.ended = self.ended or why
+    def _end(self) -> None:
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(CLOSE_S)
 
-    def stop(self, farewell: object) -> None:
-        """The same, after it had CLOSE_S to end by itself."""
+    async def kill(self, why: str) -> None:
+        """End it and all it started; returns once they are gone."""
+        self.ended = self.ended or why
+        await asyncio.to_thread(self._end)
+
+    async def stop(self, farewell: object, within_s: float) -> None:
+        """The same, after it had so long to end by itself."""
         if self._watch is not None:
             self._watch.cancel()
         self.send(farewell)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(CLOSE_S)
-        self.kill("it was closed")
+            await asyncio.to_thread(self._process.wait, within_s)
+        await self.kill("it was closed")
         self._channel.close()
 
 
@@ -147,6 +210,8 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
     faulthandler.enable()
+    with contextlib.suppress(OSError):  # if the machine runs out of memory, the kernel takes this, not the run
+        Path("/proc/self/oom_score_adj").write_text("1000")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started this
     (size,) = LENGTH.unpack(channel.recv(LENGTH.size, socket.MSG_WAITALL))
     target, given = pickle.loads(channel.recv(size, socket.MSG_WAITALL))
@@ -154,7 +219,7 @@ def main() -> None:
 
 
 async def _serve(ends: socket.socket, target: Target, given: Any) -> None:
-    channel = Channel(*await asyncio.open_unix_connection(sock=ends))
+    channel = await Channel.over(ends)
     beating = asyncio.create_task(_beat(channel))
     try:
         await target(given, channel)

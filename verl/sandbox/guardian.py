@@ -220,6 +220,15 @@ def resident_mb(pid: int) -> float:
         return 0.0
 
 
+def anonymous_mb(pid: int) -> float:
+    """Of it alone, without files that it has mapped. 0 for one that is gone."""
+    try:
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+        return (resident - shared) * PAGE_BYTES / 2**20
+    except (OSError, ValueError):
+        return 0.0
+
+
 def proportional_mb(pid: int) -> float:
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
