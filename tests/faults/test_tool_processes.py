@@ -14,6 +14,7 @@ import pytest
 from verl.agent_loop.tools import Answer, Tool, Toolbox, close_tools, load_tools
 from verl.chat.parsing import ToolCall
 from verl.tools import ToolBroken
+from verl.tools.function_tool import ToolLimits
 
 TOOLS = '''
 import os, re, signal, sys
@@ -150,3 +151,17 @@ def test_what_cannot_be_loaded_there_is_said_at_the_start(tmp_path):
     path.write_text(TOOLS + more)
     with pytest.raises(ValueError, match="only once"):
         load_tools([str(path)])
+
+
+def test_one_that_cannot_be_closed_keeps_no_other_open():
+    closed = []
+
+    class Stays:
+        def close(self) -> None:
+            closed.append(self)
+            raise TimeoutError("its processes did not end")
+
+    tools = {name: Tool(name, {}, ToolLimits(), held=Stays()) for name in "abc"}
+    with pytest.raises(TimeoutError, match="did not end"):
+        close_tools(tools)
+    assert len(closed) == 3
