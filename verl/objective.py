@@ -16,10 +16,12 @@ from verl.types import Kind
 
 @dataclass(frozen=True, slots=True)
 class TermValue:
-    """values [L] (unit token) or [S] (unit sequence); metrics: name -> (values of the same unit, kind of reduction)."""
+    """values [L] (unit token) or [S] (unit sequence); metrics: name -> (values of the same unit, kind of reduction) ·
+    where: of those that are of some of them alone, which (bool)."""
 
     values: Tensor
     metrics: Mapping[str, tuple[Tensor, Kind]] = field(default_factory=dict)
+    where: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

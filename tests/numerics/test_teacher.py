@@ -266,6 +266,38 @@ def test_the_metrics_of_the_likeliest_tokens():
     found = losses.gkd_topk(c, beta=1.0).metrics
     torch.testing.assert_close(found["teacher_coverage"][0], f64(0.9, 0.95))
     torch.testing.assert_close(found["student_coverage"][0], f64(0.8, 0.9))
+    entropy = [-sum(p * math.log(p) for p in row) for row in ((0.5, 0.3, 0.2), (0.6, 0.3, 0.1))]
+    torch.testing.assert_close(found["student_entropy"][0], f64(*entropy))
+
+
+@pytest.mark.parametrize("name", ["gkd", "gkd_topk"])
+def test_the_divergence_is_told_by_quarter_of_the_answer_and_by_teacher(name, tiny_model, tiny_teacher):
+    """The same figures whatever is packed together, of the tokens of each part alone; and of all of them."""
+    from test_several_teachers import one_turn, rows, several
+
+    found = []
+    for budget in (64, 16384):
+        config = config_of(name, tiny_model, tiny_teacher, 1, budget)
+        if name == "gkd_topk":
+            config = several(name, tiny_model, {"a": tiny_teacher, "b": tiny_model})
+            config.step.max_tokens_per_microbatch = budget
+        step, _, _ = one_turn(config, rows())
+        found.append({n: m for n, m in step.metrics.items() if n.startswith("actor/teacher_divergence")})
+    assert {n: m.value for n, m in found[0].items()} == pytest.approx({n: m.value for n, m in found[1].items()})
+    whole = found[0].pop("actor/teacher_divergence")
+    of = lambda *names: [found[0][f"actor/teacher_divergence/{n}"] for n in names]  # noqa: E731
+    for parts in (of(*(f"quarter_{q}" for q in (1, 2, 3, 4))), of("a", "b")):
+        assert sum(m.count for m in parts) == whole.count and all(0 < m.count < whole.count for m in parts)
+        assert sum(m.total for m in parts) == pytest.approx(whole.total)
+    if name == "gkd_topk":  # the policy is the same as itself
+        assert of("b")[0].value == pytest.approx(0, abs=1e-6) and of("a")[0].value > 1e-4
+
+
+def test_a_quarter_is_of_the_trainable_tokens_of_a_sequence():
+    c = columns([1.0, 0.0], tokens=4)
+    assert losses._quarters(c).tolist() == [0, 1, 2, 3] * 2
+    c = replace(c, mask=torch.tensor([1, 0, 1, 0, 0, 0, 0, 1]).bool())
+    assert losses._quarters(c)[c.mask].tolist() == [0, 2, 0]
 
 
 @pytest.mark.parametrize("gamma, expected", [(0.0, [0.2, -0.4, 0.1, 0]), (0.5, [0.2 - 0.15, -0.3, 0.1, 0])])

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from verl.algorithms.losses import parts_of
 from verl.batch import Columns, segment_sum
 from verl.types import Metric
 
@@ -250,12 +251,7 @@ def opd(
 def _of_teachers(columns: Columns, likes: Tensor, usable: Tensor) -> dict[str, Tensor | Metric]:
     """The reverse KL per token from likes [L], log(teacher / student): of all, by quarter of the answer, by teacher.
     `teacher/likes_right`: by how much answers above the mean score are liked more, per token, than the others."""
-    grid, place = _Grid(columns), torch.zeros(len(likes), dtype=torch.float64)
-    place[grid.at] = grid.place.double()
-    quarter = (4 * place / columns.counts()[columns.sequence_of].clamp(min=1)).long()
-    parts = {"": usable, **{f"/quarter_{q + 1}": usable & (quarter == q) for q in range(4)}}
-    for name in (n for n in columns.sequence if n.startswith("teacher/")):
-        parts[f"/{name.removeprefix('teacher/')}"] = usable & columns.sequence[name][columns.sequence_of]
+    parts = {"": usable, **{name: usable & at for name, at in parts_of(columns).items()}}
     out: dict[str, Tensor | Metric] = {
         f"teacher/kl{name}": Metric(-float(likes[at].sum()), float(at.sum()), "token") for name, at in parts.items()
     }

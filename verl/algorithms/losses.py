@@ -219,6 +219,32 @@ def dro(columns: Columns, *, dro_beta: float = 0.1) -> TermValue:
     return TermValue(-(a * columns["logprobs"] - 0.5 * dro_beta * d * d), {"ppo_kl": (-d.detach(), "mean")})
 
 
+def _quarters(columns: Columns) -> Tensor:
+    """[L] int64, 0 to 3: in which part of its sequence a masked-in token stands."""
+    at = torch.nonzero(columns.mask)[:, 0]
+    at = at[torch.argsort(columns.sequence_of[at], stable=True)]
+    counts, sequence, out = columns.counts().long(), columns.sequence_of[at], torch.zeros_like(columns.sequence_of)
+    place = torch.arange(len(at), device=at.device) - (counts.cumsum(0) - counts)[sequence]
+    out[at] = 4 * place // counts[sequence]
+    return out
+
+
+def parts_of(columns: Columns) -> dict[str, Tensor]:
+    """Suffix of a figure -> [L] bool, the tokens that it is of: by quarter of the answer, by teacher where there are
+    several."""
+    quarter = _quarters(columns)
+    own = {n.removeprefix("teacher"): of for n, of in columns.sequence.items() if n.startswith("teacher/")}
+    by_teacher = {name: of[columns.sequence_of] for name, of in own.items()}
+    return {**{f"/quarter_{q + 1}": quarter == q for q in range(4)}, **by_teacher}
+
+
+def _taught(columns: Columns, value: Tensor, more: Metrics) -> TermValue:
+    """A divergence [L] with its figures: of all tokens, and by `parts_of`."""
+    name, parts = "teacher_divergence", parts_of(columns)
+    metrics: Metrics = {name + part: (value.detach(), "mean") for part in ("", *parts)}
+    return TermValue(value, {**metrics, **more}, {name + part: at for part, at in parts.items()})
+
+
 def divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     """[..., m] log-probs of the same m outcomes -> [...]: beta KL(T || M) + (1 - beta) KL(S || M) with the mixture
     M = beta T + (1 - beta) S; KL(T || S) at beta 0, KL(S || T) at 1 (2306.13649)."""
@@ -236,18 +262,17 @@ def gkd_topk(columns: Columns, *, beta: float = 0.5) -> TermValue:
     student = columns["logprobs_at"]
     teacher = columns["teacher_topk"].to(student.dtype)
     value = divergence(student, teacher, beta)
-    covered = {name: 1 - x[:, -1].detach().exp() for name, x in (("teacher", teacher), ("student", student))}
-    metrics: Metrics = {f"{name}_coverage": (share, "mean") for name, share in covered.items()}
+    sides = {"teacher": teacher, "student": student.detach()}
+    metrics: Metrics = {f"{name}_coverage": (1 - x[:, -1].exp(), "mean") for name, x in sides.items()}
     same = student[:, :-1].argmax(-1) == teacher[:, :-1].argmax(-1)
     metrics["teacher_agreement"] = (same.to(value.dtype), "mean")
-    metrics["teacher_entropy"] = (-(teacher.exp() * teacher).sum(-1), "mean")
-    return TermValue(value, {"teacher_divergence": (value.detach(), "mean"), **metrics})
+    metrics |= {f"{n}_entropy": (-(x.exp() * x).sum(-1).detach(), "mean") for n, x in sides.items()}
+    return _taught(columns, value, metrics)
 
 
 def gkd(columns: Columns) -> TermValue:
     """The divergence over the whole vocabulary, which the engine computes with the column `teacher_hidden`."""
-    value = columns["divergence"]
-    return TermValue(value, {"teacher_divergence": (value.detach(), "mean")})
+    return _taught(columns, columns["divergence"], {})
 
 
 def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], TermValue], delta: float) -> TermValue:
@@ -259,7 +284,7 @@ def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], Ter
     gap = columns.mean(columns["rollout_logprobs"].to(lp.dtype) - lp)
     dropped = ((a < 0) & (gap > delta))[columns.sequence_of]
     metrics: Metrics = {**value.metrics, "off_policy_fraction": (dropped.to(lp.dtype), "mean")}
-    return TermValue(torch.where(dropped, 0.0, value.values), metrics)
+    return TermValue(torch.where(dropped, 0.0, value.values), metrics, value.where)
 
 
 def bypass_reinforce(columns: Columns, *, correction: Correction) -> TermValue:

@@ -174,8 +174,8 @@ def teacher_share(config: Config) -> float | None:
     preset, t = settled(config.algorithm.name, config.algorithm.given()), config.teacher
     if "teacher" not in preset.roles() or (t.path is None and not t.paths):
         return None
-    policy, models = passed(describe_model(config.model.path)), list(teacher_models(config).values())
-    passes = [passed(describe_model(path)) for path in models] or ([] if t.roles() else [policy])
+    policy, models = passed(describe_model(config.model.path)), teacher_models(config)
+    passes = [passed(describe_model(path)) for path in models.values()] or ([] if t.roles() else [policy])
     update = (8 if config.model.gradient_checkpointing else 6) * config.step.epochs_per_step * policy
     return 2 * (max(passes, default=0) if t.pick == "task" else sum(passes)) / update
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ def evaluate_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Te
             weight, mask = _sequence_weight(batch, term.name, device)
         columns = Columns(
             token={**{n: c.to(device) for n, c in batch.columns.items()}, **outputs},
-            sequence={},
+            sequence=_teachers(batch, device),
             sequence_of=sequence_of,
             num_sequences=batch.num_sequences,
             mask=mask,
@@ -58,7 +57,7 @@ def evaluate_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Te
         total = total + loss
         if not term.silent:
             metrics[term.name] = Metric(float(loss.detach()), 1, "update", "sum")
-        metrics.update(_term_metrics(value.metrics, present, "sequence" if term.unit == "sequence" else "token"))
+        metrics.update(_term_metrics(value, present, "sequence" if term.unit == "sequence" else "token"))
     return total, metrics
 
 
@@ -85,6 +84,16 @@ def first_pass(
     return batch, [t for t in terms if not t.two_pass] + second, metrics if ranks.rank == 0 else {}
 
 
+def _teachers(batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    """[S] bool of each of several teachers: whose sequences they are."""
+    index, out = torch.from_numpy(batch.sequence).to(device), {}
+    for name, rows in batch.row_columns.items():
+        if name.startswith("teacher/"):
+            out[name] = torch.zeros(batch.num_sequences, dtype=torch.bool, device=device)
+            out[name][index] = rows.to(device)
+    return out
+
+
 def _sequence_weight(batch: Batch, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """(weight [S], mask [L]) of a sequence-unit term; the row column holds the weight at each trajectory's first
     row."""
@@ -97,11 +106,11 @@ def _sequence_weight(batch: Batch, name: str, device: torch.device) -> tuple[Ten
     return weight, mask
 
 
-def _term_metrics(found: Mapping[str, tuple[Tensor, Any]], mask: Tensor, unit: str) -> Metrics:
+def _term_metrics(found: TermValue, present: Tensor, unit: str) -> Metrics:
     out: Metrics = {}
-    count = float(mask.sum())
-    for name, (values, kind) in found.items():
-        inside = values.detach()[mask]
+    for name, (values, kind) in found.metrics.items():
+        mask = present & found.where[name] if name in found.where else present
+        inside, count = values.detach()[mask], float(mask.sum())
         if kind == "max":
             out[name] = Metric(float(inside.max()) if count else 0.0, count, unit, "max")  # type: ignore[arg-type]
         else:

@@ -395,6 +395,9 @@ class Role:
             token = {name: around(column, ~seen) for name, column in token.items()}
             token |= {f"w/{name}": around(found[weights[name]].values, seen) for name in watching}
         rows = {f"w/{t.name}": found[weights[t.name]].values for t in terms if t.unit == "sequence"}
+        if not any(t.two_pass for t in terms):  # the rows of all ranks are put together there, and have other teachers
+            for name in sorted({s.teacher for s in samples} - {""}):
+                rows[f"teacher/{name}"] = torch.tensor([s.teacher == name for s in samples])
         batch = batch.with_columns(token).with_row_columns(rows)
         return without_weight(batch) if step.idle else batch
 
