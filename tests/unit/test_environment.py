@@ -74,7 +74,7 @@ def test_an_episode_keeps_its_state_and_says_its_reward(tmp_path, template):
     tokenizer, manager, found, out = played(tools, CALL, CALL, "Done.", template=template, row={"start": 10})
     last = found.branches[-1] if found.branches else found.segments
     shown = "".join(tokenizer.decode(s.ids) for s in last if s.source != "sampled")
-    assert out[-1].reward_score == 14.0 and out[-1].extra_fields == {"rollout_reward_scores": {"IncrementEnv": 14.0}}
+    assert out[-1].reward_score == 14.0 and out[-1].extra_fields["rollout_reward_scores"] == {"IncrementEnv": 14.0}
     assert "\n12\n" in shown and "\n14\n" in shown
     prompt = tokenizer.decode(found.segments[0].ids)
     words = "12 x 34? The counter is 10."

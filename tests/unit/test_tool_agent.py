@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,13 +23,14 @@ from verl.agent_loop.base import ServerManager, check_output, sampling_params_of
 from verl.agent_loop.registry import load_loops
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
-from verl.agent_loop.tools import Tool, Toolbox, function_as_tool, load_tools
+from verl.agent_loop.tools import HeldTool, Tool, Toolbox, function_as_tool, load_tools
 from verl.chat.bridge import bridge_of, plain_text
 from verl.chat.parsing import FORMATS, ToolCall, TurnParser
 from verl.chat.template import Renderer, audit_template
 from verl.config.schema import Config
 from verl.rollout.base import Completion
-from verl.tools import BaseTool, ToolBroken, ToolResponse, function_tool
+from verl.tools import BaseTool, OpenAIFunctionToolSchema, ToolBroken, ToolResponse, function_tool
+from verl.tools.function_tool import ToolLimits
 from verl.types import Sampling
 
 USER = {"role": "user", "content": "12 x 34?"}
@@ -225,6 +227,33 @@ def test_long_results_lose_their_middle_and_say_so():
         assert len(env) < 130 and " tokens cut]\n" in text and "\nax" in text and "xz\n" in text
 
 
+def test_a_tool_may_have_a_length_of_its_own():
+    for most, said in ((16, " tokens cut]"), (None, "x" * 300)):
+        tokenizer, _, _, found, _ = played([returns("x" * 300, max_result_tokens=most)], LOOK, "Done.")
+        env = next(s for s in found.segments if s.source == "env").ids
+        assert said in tokenizer.decode(env) and (most is None or len(env) < 80)
+    with pytest.raises(ValueError, match="max_result_tokens=0 of a tool: give at least 1"):
+        returns("", max_result_tokens=0)
+
+
+def test_whole_results_are_gone_while_the_model_speaks(monkeypatch):
+    held = []
+    speak = Speaks.generate
+
+    async def generate(self, *args, **inputs):
+        held.append(tracemalloc.get_traced_memory()[0])
+        return await speak(self, *args, **inputs)
+
+    monkeypatch.setattr(Speaks, "generate", generate)
+    made = kit_of([returns(lambda: "y" * 10_000_000)])
+    tracemalloc.start()
+    try:
+        found = played([], *[LOOK] * 5, made=made)[3]
+    finally:
+        tracemalloc.stop()
+    assert found.stop_reason == "no_progress" and len(held) == 3 and max(held[1:]) - held[0] < 5_000_000
+
+
 ODD: list[tuple[Any, str]] = [
     (None, "<tool_response>\n\n</tool_response>"),
     ({"a": [1, None]}, '{"a": [1, null]}'),
@@ -304,9 +333,13 @@ def test_a_wrong_call_goes_back_with_the_reason_and_is_not_run(call, said):
         ran.append(a)
         return "408"
 
-    tokenizer, _, manager, found, _ = played([function_as_tool(multiply)], call, "Done.", budget=100_000)
+    tokenizer, _, manager, found, out = played([function_as_tool(multiply)], call, "Done.", budget=100_000)
     assert said in text_of(tokenizer, found.segments, "env")[0] and not ran
-    assert manager.counts["malformed_calls"] + manager.counts["tool_errors"] == 1
+    malformed = manager.counts["malformed_calls"]
+    assert malformed + manager.counts["tool_errors"] == 1 and out[-1].extra_fields["malformed_calls"] == malformed
+    if malformed:
+        (turn,) = (entry for entry in manager.timeline if "malformed" in entry)
+        assert said in turn["malformed"] and 0 <= turn["first"] < turn["end"] <= len(call)
 
 
 # -- verl's tools ------------------------------------------------------------------------------------------------------
@@ -358,9 +391,87 @@ def test_verls_tool_classes_and_their_yaml(tmp_path, monkeypatch):
     tokenizer, _, _, found, out = played([tool], said, said.replace("2", "1"), "Done.", extra_info=extra)
     first, second = text_of(tokenizer, found.segments, "env")
     assert "\n16\n" in first and "\n19\n" in second
-    assert out[-1].extra_fields == {"tool_rewards": [0.25, 0.25], "rollout_reward_scores": {"count": 19.0}}
+    said = {"tool_rewards": [0.25, 0.25], "rollout_reward_scores": {"count": 19.0}, "malformed_calls": 0}
+    assert out[-1].extra_fields == said
     assert out[-1].reward_score is None, "what tools say is told to the reward function, and is no reward by itself"
     assert tool.held.instance.log == [("create", 10), ("release", 19)] and tool.places._value == 32
+
+
+class Slow(Counts):
+    """Whose start takes longer than a call may."""
+
+    async def create(self, instance_id=None, start=0, **kwargs):
+        self.begun = asyncio.get_running_loop().create_future()
+        made = await super().create(instance_id, start)
+        await self.begun
+        return made
+
+
+def slow_tool() -> Tool:
+    schema = OpenAIFunctionToolSchema.model_validate({"function": {"name": "count"}})
+    instance = Slow({}, schema)
+    instance.log = []
+    number = {"function": {"parameters": {"properties": {"n": {"type": "integer"}}}}}
+    return Tool("count", number, ToolLimits(timeout_s=0.05), held=HeldTool(instance))
+
+
+def test_a_tool_that_starts_slowly_is_started_once_and_released_once():
+    tool, one = slow_tool(), ToolCall("count", {"n": 1})
+
+    async def main(ends: bool):
+        box = Toolbox({"count": tool}, {}, 0.1)
+        late = await asyncio.gather(box.call(one), box.call(one))
+        assert {a.error for a in late} == {"timeout"} and await box.scores() == {}
+        if ends:
+            tool.held.instance.begun.set_result(None)
+            assert (await box.call(one)).text == "1" and await box.scores() == {"count": 1.0}
+        wrong = await box.close()
+        assert [w.partition(" in ")[0] for w in wrong] == (
+            [] if ends else ["count: TimeoutError: count's start: no end"]
+        )
+
+    for ends in (True, False):
+        asyncio.run(main(ends))
+    assert tool.held.instance.log == [("create", 0), ("release", 1), ("create", 0), ("release", 0)]
+
+
+# verl's examples/sglang_multiturn/config/tool_config/gsm8k_tool_config.yaml
+GSM8K_YAML = """tools:
+  - class_name: "verl.tools.gsm8k_tool.Gsm8kTool"
+    config: 
+      type: native
+    tool_schema:
+      type: "function"
+      function:
+        name: "calc_gsm8k_reward"
+        description: "A tool for calculating the reward of gsm8k. (1.0 if parsed answer is correct, 0.0 if parsed answer is incorrect or not correctly parsed)"
+        parameters:
+          type: "object"
+          properties:
+            answer:
+              type: "string"
+              description: "The model's answer to the GSM8K math problem, must be a digits"
+          required: ["answer"]
+"""  # noqa: E501
+
+
+def test_verls_gsm8k_tool_as_its_example_names_it(tmp_path):
+    (tmp_path / "gsm8k_tool_config.yaml").write_text(GSM8K_YAML)
+    tools = list(load_tools([str(tmp_path / "gsm8k_tool_config.yaml")]).values())
+    calls = [
+        f'<tool_call>\n{{"name": "calc_gsm8k_reward", "arguments": {{"answer": "{answer}"}}}}\n</tool_call>'
+        for answer in ("71", "72", "#### 72")
+    ]
+    extra = {"tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}}}
+    tokenizer, _, manager, found, out = played(tools, *calls, "#### 72", extra_info=extra)
+    said = text_of(tokenizer, found.segments, "env")
+    parsed = [f"Current parsed answer='{a}' reward={r}" for a, r in (("71", 0.0), ("72", 1.0), ("#### 72", 1.0))]
+    assert all(one in text for one, text in zip(parsed, said, strict=True))
+    told = out[-1].extra_fields
+    assert told["tool_rewards"] == [-0.05, 0.0, -0.05] and told["rollout_reward_scores"] == {"calc_gsm8k_reward": 1.0}
+    assert not tools[0].held.instance._handed and manager.counts["release_errors"] == 0
+    with pytest.raises(ToolBroken, match="no create_kwargs"):
+        played(tools, *calls)
 
 
 # -- what is refused before anything runs ------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from verl.agent_loop.tools import Answer, Tool
+from verl.agent_loop.tools import LIMITS, Answer, Tool
 from verl.chat.template import one_line
 from verl.sandbox import attended
 from verl.tools.function_tool import ToolBroken, ToolLimits
@@ -32,7 +32,6 @@ START_S = 7.0  # for a server to be there and to tell its tools; one that says n
 RETRY_S = 5.0  # a call waits so long for a server that is down, and half of its tool's limit at most
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 4.0  # between two attempts to reach a server that is down; doubled each time
 CLOSE_S = 8.0  # for sessions to end: the package waits for the server, then kills it
-LIMITS = ("timeout_s", "concurrency", "retries", "stop")
 KEYS = ("command", "args", "env", "cwd", "url", "headers", "type", "stateful", "tools", *LIMITS)
 LOST = ("Connection closed", "Session terminated", "No valid session ID", "Server returned an error response")
 """What the package says where a server has ended, has begun anew, or is down behind a gateway."""

@@ -8,6 +8,7 @@ produces    one AgentLoopOutput: sampled ids as sampled, everything else with ma
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,7 @@ class Play:
     turns: int = 1
     calls: int = 0
     same: int = 0
-    last: Any = None  # calls and answers of the last turn
+    last: bytes = b""  # a hash of the calls and answers of the last turn
     generate_s: float = 0.0
     tool_s: float = 0.0
 
@@ -122,20 +123,8 @@ class ToolAgentLoop(AgentLoopBase):
             columns = {name: value for name, value in kwargs.items() if name not in NO_COLUMNS}
             if said := await box.begin({**columns, "prompt": [dict(m) for m in play.messages]}):
                 self._say(play, said)
-            while True:
-                out = await self._generate(play, kwargs["request_id"], sampling_params)
-                began = time.monotonic()
-                turn = self._parse(play, out)
-                if out.token_ids:
-                    self.server_manager.timeline[-1]["parse_s"] = time.monotonic() - began
-                if turn is None:
-                    break
-                answers = await self._act(play, turn)
-                if self._over(play, turn, answers):
-                    break
-                began = time.monotonic()
-                self._observe(play, turn, answers)
-                self.server_manager.timeline[-1]["render_s"] = time.monotonic() - began
+            while await self._turn(play, await self._generate(play, kwargs["request_id"], sampling_params)):
+                pass
             scores = await box.scores()
             reward = box.reward(scores)
         finally:
@@ -143,8 +132,26 @@ class ToolAgentLoop(AgentLoopBase):
                 self.server_manager.counts["release_errors"] += bool(wrong)
         self._count(play)
         fields = {"tool_rewards": box.rewards, "rollout_reward_scores": scores}
-        told = {k: v for k, v in fields.items() if v}
+        told = {k: v for k, v in fields.items() if v} | {
+            "malformed_calls": self.server_manager.counts["malformed_calls"]
+        }
         return [*play.ended, play.output(extra_fields=told, reward_score=reward)]
+
+    async def _turn(self, play: Play, out: TokenOutput) -> bool:
+        """What follows on what the model said; whether it is asked again. Whole results end with it."""
+        began = time.monotonic()
+        turn = self._parse(play, out)
+        if out.token_ids:
+            self.server_manager.timeline[-1]["parse_s"] = time.monotonic() - began
+        if turn is None:
+            return False
+        answers = await self._act(play, turn)
+        if self._over(play, turn, answers):
+            return False
+        began = time.monotonic()
+        self._observe(play, turn, answers)
+        self.server_manager.timeline[-1]["render_s"] = time.monotonic() - began
+        return True
 
     def _say(self, play: Play, said: str) -> None:
         """An environment's words at the end of the prompt. They are part of the budget, as results are."""
@@ -182,7 +189,7 @@ class ToolAgentLoop(AgentLoopBase):
             turn = kit.parser.parse(text, tools)
         if len(turn.calls) > 1 and kit.bridge is None and not kit.audit.supports_parallel_calls:
             why = f"{len(turn.calls)} calls in one turn, and none was run: this model's chat template shows one a turn"
-            turn = Turn(malformed=Malformed(why), text=text)
+            turn = Turn(malformed=Malformed(why, (0, len(text))), text=text)
         return turn if turn.calls or turn.malformed else None
 
     async def _act(self, play: Play, turn: Turn) -> list[Answer]:
@@ -190,6 +197,8 @@ class ToolAgentLoop(AgentLoopBase):
         counts, limits = self.server_manager.counts, self._kit.limits
         if isinstance(turn.malformed, Malformed):
             counts["malformed_calls"] += 1
+            first, end = turn.malformed.span
+            self.server_manager.timeline[-1].update(malformed=turn.malformed.reason, first=first, end=end)
             return [Answer(f"Error: {turn.malformed.reason}", error="malformed")]
         allowed = turn.calls[: limits.max_parallel_calls]
         if limits.max_tool_calls is not None:
@@ -215,8 +224,11 @@ class ToolAgentLoop(AgentLoopBase):
     def _over(self, play: Play, turn: Turn, answers: Sequence[Answer]) -> bool:
         """Whether the trajectory ends with this turn, and why: said to the server manager."""
         why: StopReason | None = None
-        now = ([(c.name, _canonical(c.arguments)) for c in turn.calls] or turn.text, [a.text for a in answers])
-        play.same, play.last = (play.same + 1 if now == play.last else 1), now
+        said = [part for c in turn.calls for part in (c.name, _canonical(c.arguments))] or [turn.text]
+        one = hashlib.sha256()
+        for part in (*said, *(a.text for a in answers)):
+            one.update(f"{len(part)} {part}".encode(errors="replace"))
+        play.same, play.last = (play.same + 1 if one.digest() == play.last else 1), one.digest()
         if any(call.name in play.box.tools and play.box.tools[call.name].limits.stop for call in turn.calls):
             why = "tool"
         elif (
@@ -233,8 +245,8 @@ class ToolAgentLoop(AgentLoopBase):
         """The answers as tool messages after the turn."""
         kit, names = self._kit, [c.name for c in turn.calls] or [""]
         new = [
-            {"role": "tool", "name": n, "tool_call_id": f"call{play.calls:03d}{k:02d}"[:9], "content": self._cut(t)}
-            for k, (n, t) in enumerate(zip(names, (a.text for a in answers), strict=True))
+            {"role": "tool", "name": n, "tool_call_id": f"call{play.calls:03d}{k:02d}"[:9], "content": t}
+            for k, (n, t) in enumerate(zip(names, (self._cut(a.text, n) for a, n in zip(answers, names)), strict=True))
         ]
         if not turn.calls and kit.bridge is None and not kit.audit.supports_uncalled_results:
             new = [{"role": "user", "content": m["content"]} for m in new]
@@ -256,9 +268,10 @@ class ToolAgentLoop(AgentLoopBase):
         play.held, play.mask = kit.plain.encode(shown.text(play.messages, prompt=True)), []
         play.used = len(play.held)
 
-    def _cut(self, text: str) -> str:
+    def _cut(self, text: str, name: str = "") -> str:
         """A result of at most so many tokens: head and tail, and between them how much is missing."""
-        most = self._kit.limits.max_tool_result_tokens
+        tool, most = self._kit.tools.get(name), self._kit.limits.max_tool_result_tokens
+        most = (tool and tool.limits.max_result_tokens) or most
         size = most * CHARACTERS_PER_TOKEN
         if len(text) > 2 * size:
             text = f"{text[:size]}\n[{len(text) - 2 * size} characters cut]\n{text[-size:]}"

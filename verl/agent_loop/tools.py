@@ -29,6 +29,7 @@ from verl.tools.function_tool import MARK, ToolBroken, ToolLimits
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 THREADED_CALLS, ASYNC_CALLS = 32, 1024  # of a tool at once, where it does not say how many
+LIMITS = ("timeout_s", "concurrency", "retries", "stop", "max_result_tokens")  # in files of tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,12 @@ class HeldTool:
     instance: BaseTool
 
     async def open(self, given: Mapping[str, Any]) -> str:
-        made: Any = await self.instance.create(uuid4().hex, **given)
+        name = uuid4().hex
+        try:
+            made: Any = await self.instance.create(name, **given)
+        except asyncio.CancelledError:  # begun, and never to be called
+            await self.instance.release(name)
+            raise
         return str(made[0] if isinstance(made, tuple) else made)
 
     async def call(self, state: str, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Any:
@@ -161,8 +167,9 @@ class Toolbox:
     kwargs: Mapping[str, Any]
     timeout_s: float
     rewards: list[float] = field(default_factory=list)  # of the calls that gave one
-    _open: dict[Held, tuple[str, Any]] = field(default_factory=dict)  # -> the tool that was called first, its state
-    _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _open: dict[Held, tuple[str, asyncio.Task[Any]]] = field(
+        default_factory=dict
+    )  # -> the tool called first, its state
 
     async def call(self, call: ToolCall) -> Answer:
         """Never raises for what a tool does, except ToolBroken."""
@@ -201,10 +208,10 @@ class Toolbox:
         """threads: takes that of the call, if it has one."""
         more = self._given(tool.name, "execute_kwargs")
         if tool.held is not None:
-            async with self._opening:  # calls of one turn run together
-                if tool.held not in self._open:
-                    self._open[tool.held] = tool.name, await tool.held.open(self._given(tool.name, "create_kwargs"))
-            return await tool.held.call(self._open[tool.held][1], tool.name, arguments, more)
+            if tool.held not in self._open:
+                self._begin(tool.held, tool.name, self._given(tool.name, "create_kwargs"))
+            state = await asyncio.shield(self._open[tool.held][1])  # a call that is late is not its end
+            return await tool.held.call(state, tool.name, arguments, more)
         assert tool.function is not None
         called = functools.partial(tool.function, **arguments, **more)
         if inspect.iscoroutinefunction(tool.function):
@@ -212,14 +219,29 @@ class Toolbox:
         threads.append(started(called, f"tool {tool.name}"))
         return value_of(await asyncio.shield(threads[0]))
 
+    def _begin(self, held: Held, name: str, given: Mapping[str, Any]) -> None:
+        """Opened once in a trajectory, if that does not fail."""
+
+        async def opened() -> Any:
+            try:
+                return await held.open(given)
+            except SystemExit as e:  # would end the event loop
+                raise RuntimeError(f"{name}: its start called sys.exit({e.code})") from e
+
+        def look(task: asyncio.Task[Any]) -> None:
+            if (task.cancelled() or task.exception() is not None) and self._open.get(held, (name, None))[1] is task:
+                del self._open[held]
+
+        self._open[held] = name, asyncio.create_task(opened())
+        self._open[held][1].add_done_callback(look)
+
     async def begin(self, row: Mapping[str, Any]) -> str:
         """Begins the environments with the row's columns -> what they say to the model before its first turn."""
         said = ""
         for held in dict.fromkeys(tool.held for tool in self.tools.values()):
             if isinstance(held, Environment):
-                state = await self._ended(held.open(row), f"{held.name}.reset")
-                self._open[held] = held.name, state
-                said += state.said
+                self._begin(held, held.name, row)
+                said += (await self._ended(self._open[held][1], f"{held.name}.reset")).said
         return said
 
     def reward(self, scores: Mapping[str, float]) -> float | None:
@@ -230,17 +252,22 @@ class Toolbox:
     async def scores(self) -> dict[str, float]:
         """What tools that were called, and environments, say of the trajectory at its end (verl's `calc_reward`)."""
         found: dict[str, float] = {}
-        for held, (name, state) in self._open.items():
-            score = await self._ended(held.score(state, self._given(name, "calc_reward_kwargs")), f"{name}'s reward")
+        for held, (name, opened) in list(self._open.items()):
+            if not opened.done():
+                continue
+            score = await self._ended(
+                held.score(opened.result(), self._given(name, "calc_reward_kwargs")), f"{name}'s reward"
+            )
             found |= {} if score is None else {name: float(score)}
         return found
 
     async def close(self) -> list[str]:
         """Every tool that was opened is released, whatever the others do -> what went wrong."""
         wrong = []
-        for held, (name, state) in list(self._open.items()):
-            del self._open[held]
+        for held, (name, opened) in list(self._open.items()):
+            self._open.pop(held, None)
             try:
+                state = await self._ended(opened, f"{name}'s start")
                 await self._ended(held.release(state, self._given(name, "release_kwargs")), f"{name}'s release")
             except (Exception, SystemExit) as e:  # user code; the trajectory is over
                 wrong.append(f"{name}: {type(e).__name__}: {one_line(e)}")
@@ -431,6 +458,6 @@ def _of_row(row: Mapping[str, Any], entry: str, timeout_s: float) -> Tool:
     made = found(
         {"timeout_s": timeout_s, **config}, OpenAIFunctionToolSchema.model_validate(schema) if schema else None
     )
-    limits = {key: config[key] for key in ("timeout_s", "concurrency", "retries", "stop") if key in config}
+    limits = {key: config[key] for key in LIMITS if key in config}
     plain = dict(schema) if schema else made.tool_schema.model_dump()
     return Tool(made.name, plain, ToolLimits(**limits), held=HeldTool(made))

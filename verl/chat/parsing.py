@@ -32,9 +32,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A call that cannot be read, with what is wrong, in words for the model."""
+    """A call that cannot be read, with what is wrong, in words for the model. span: [first, end) of its characters in
+    the turn, as far as that is known."""
 
     reason: str
+    span: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +304,7 @@ class TurnParser:
             message, left = parser.finalize()
             written = self._functions(message.get("tool_calls", ()))
         except (ValueError, KeyError, TypeError, RecursionError) as e:
-            return Turn(malformed=Malformed(_why(e)), text=text)
+            return Turn(malformed=Malformed(_why(e), self._span(text)), text=text)
         said = str(message.get("content", "")) + str(message.get("answer", ""))
         for mark in self.format.frame if self.format else ():
             said = said.replace(mark, "")
@@ -318,8 +320,13 @@ class TurnParser:
             else:
                 calls.append(ToolCall(name.strip(), arguments))
         if reason:
-            return Turn(malformed=Malformed(reason), text=text)
+            return Turn(malformed=Malformed(reason, self._span(text)), text=text)
         return Turn(tuple(calls), text=said, reasoning=str(message.get("reasoning_content", "")))
+
+    def _span(self, text: str) -> tuple[int, int]:
+        """From the first piece of a call to the end."""
+        found = self.format.strays(text) if self.format is not None and self.template is None else ""
+        return text.find(found), len(text)
 
     def _functions(self, found: Sequence[Any]) -> list[dict[str, Any]]:
         """{name, arguments} of each call, in order."""

@@ -47,12 +47,16 @@ class Package:
         try:
             found = self.renderer.parse_response(sampled.tolist(), tools=list(tools), prompt_ids=prompt.tolist())
         except (ValueError, TypeError, LookupError, RecursionError) as e:
-            return Turn(malformed=Malformed(f"the call cannot be read: {one_line(e)}"))
+            span = 0, len(self.plain.tokenizer.decode(sampled.tolist()))
+            return Turn(malformed=Malformed(f"the call cannot be read: {one_line(e)}", span))
         calls = []
         for call in found.tool_calls:
             if call.status not in ("ok", "unknown_tool") or not call.name or not isinstance(call.arguments, dict):
                 why = "no arguments" if call.status == "ok" else call.status.replace("_", " ")
-                return Turn(malformed=Malformed(f"the call cannot be read ({why}): {call.raw[:200]}"), text=call.raw)
+                first, end = call.token_span or (0, len(sampled))
+                place = [len(self.plain.tokenizer.decode(sampled[:n].tolist())) for n in (first, end)]
+                said = f"the call cannot be read ({why}): {call.raw[:200]}"
+                return Turn(malformed=Malformed(said, (place[0], place[1])), text=call.raw)
             calls.append(ToolCall(call.name, call.arguments))
         return Turn(tuple(calls), text=(found.content or "").strip(), reasoning=found.reasoning_content or "")
 

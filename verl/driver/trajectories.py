@@ -37,7 +37,7 @@ from verl.types import (
 )
 from verl.workers.waits import DeadlineExpired, Limit, Waits
 
-TOOL_FIELDS = ("tool_rewards", "rollout_reward_scores")
+TOOL_FIELDS = ("tool_rewards", "rollout_reward_scores", "malformed_calls")
 """Of a loop's `extra_fields`, what the reward function sees in `extra_info` (verl's names)."""
 
 
