@@ -40,6 +40,7 @@ class Served:
         self.faults: dict[str, Fault] = {}  # by path: answers in its place, or None and it goes on
         self.loaded = list(NAMES)
         self.missing: list[str] = []
+        self.model: dict[str, Any] = {"model": "/models/a", "vocab_size": VOCAB}
         self.reset = True  # what /reset_prefix_cache answers
         self.weights, self.updating = "default", False
         self.gone: list[str] = []  # requests whose caller hung up
@@ -118,6 +119,8 @@ class Served:
         return web.json_response({"message": "Weight update finished"})
 
     async def _rpc(self, request: web.Request) -> web.Response:
+        if (await request.json())["method"] == "served_model":
+            return web.json_response({"results": [self.model]})
         return web.json_response({"results": [{"loaded": self.loaded, "missing": self.missing}]})
 
     async def _reset(self, request: web.Request) -> web.Response:

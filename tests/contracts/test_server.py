@@ -603,6 +603,8 @@ def test_an_update_is_live_at_its_end_and_not_before(publisher):
         await reference.close()
         async with serving(await engine_of(a), control=True) as (client, _):
             old = (await tokens(client, PROMPT))["choices"][0]["token_ids"]
+            told = await ok(client, "/collective_rpc", {"method": "served_model"})
+            assert told["results"] == [{"model": "policy", "vocab_size": 320}]
             await ok(client, "/init_weight_transfer_engine", {"init_info": {}})
             await ok(client, "/start_weight_update")
             await ok(client, "/update_weights", publisher.info(b, 7))

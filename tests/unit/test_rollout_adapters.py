@@ -22,7 +22,7 @@ from small_runs import small_args
 from test_rollout_client import context_of
 from test_rollout_vllm import CONFIG
 
-from verl.config.backends import engine_of
+from verl.config.backends import ROLLOUT, engine_of
 from verl.config.load import load_config
 from verl.config.validate import validate
 from verl.rollout import openai, sglang, trtllm
@@ -32,7 +32,7 @@ from verl.rollout.client import ServedEngine
 from verl.rollout.http import ServerGone
 from verl.rollout.launching import flags
 from verl.rollout.openai_api import CompletionsApi, TrtllmApi
-from verl.rollout.sglang_api import SglangApi
+from verl.rollout.sglang_api import MASKS, SglangApi
 from verl.rollout.wire import Drawn, NotUnderstood
 from verl.types import Sampling
 from verl.weight_sync.base import CheckedReader, Entry, SyncError, WeightSource
@@ -329,6 +329,27 @@ def test_streams_of_sglang_whole_or_in_pieces(tmp_path: Path, incremental: bool)
     with_sglang(body)
 
 
+@each("vocab, said", [(49, r"it does not take id 49 \("), (51, "it takes id 50")])
+def test_an_sglang_of_another_vocabulary_is_refused(vocab: int, said: str) -> None:
+    async def body(engine: ServedEngine, double: SglangDouble) -> None:
+        with pytest.raises(
+            ValueError, match=rf"serves another model, 'policy': {said}.*; model.path=none has 50 ids: st"
+        ):
+            await engine.capabilities()
+
+    with_sglang(body, lambda double: setattr(double, "vocab", vocab))
+
+
+def test_what_sglang_can_do_is_told() -> None:
+    async def body(engine: ServedEngine, double: SglangDouble) -> None:
+        able = await engine.capabilities()
+        assert (able.seeds, able.stop_strings, able.spans, able.score_temperatures) == (False, True, True, (0.0, 1.0))
+        assert any("--enable-deterministic-inference" in note for note in able.notes)
+
+    with_sglang(body)
+    assert SglangApi.scores == (0.0, 1.0) and TrtllmApi().scores == () and ROLLOUT["sglang"].among == MASKS
+
+
 def test_another_sglang_is_refused() -> None:
     async def body(engine: ServedEngine, double: SglangDouble) -> None:
         with pytest.raises(ValueError, match=r"is SGLang 0\.4\.9: this adapter was made for SGLang >=0\.5\.23,<0\.6"):
@@ -343,8 +364,10 @@ def test_another_sglang_is_refused() -> None:
 class Completions:
     """A server that follows OpenAI's API as far as it is told to. asked: bodies."""
 
-    def __init__(self, *, ids: bool = True, stops: bool = True, scores: str = "prompt_logprobs") -> None:
-        self.ids, self.stops, self.scores = ids, stops, scores
+    def __init__(
+        self, *, ids: bool = True, stops: bool = True, scores: str = "prompt_logprobs", vocab: int = 64
+    ) -> None:
+        self.ids, self.stops, self.scores, self.vocab = ids, stops, scores, vocab
         self.asked: list[Any] = []
 
     def app(self) -> web.Application:
@@ -363,6 +386,8 @@ class Completions:
         body = await request.json()
         self.asked.append((request.headers.get("Authorization"), body))
         prompt, given = body["prompt"], []
+        if max(prompt) >= self.vocab:
+            return web.json_response({"error": {"message": "out of vocabulary"}}, status=400)
         for i in range(body["max_tokens"]):
             given.append((sum(prompt) + i) % 50)
             if self.stops and given[-1] in body.get("stop_token_ids", ()):
@@ -427,6 +452,10 @@ def test_a_server_with_weights_of_its_own(scores: str) -> None:
     [
         (Completions(ids=False), "ids come|does not give"),
         (Completions(stops=False), "does not give an end where stop_token_ids say"),
+        (
+            Completions(vocab=49),
+            r"serves another model, 'theirs': it does not take id 49 \(.*model.path=none has 50 ids",
+        ),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused_at_start(served: Completions, said: str) -> None:
@@ -455,6 +484,9 @@ URL = "rollout.url=http://127.0.0.1:1"
 FAR = "rollout.url=http://10.1.2.3:80"
 
 
+TRTLLM = ["rollout.engine=trtllm", "rollout.python=/bin/sh", "sync.canary=false"]
+
+
 def config_of(tmp_path: Path, tiny_model: Path, data: Any, *more: str) -> Any:
     return load_config(small_args(tmp_path, tiny_model, data, *more)).config
 
@@ -475,7 +507,17 @@ def test_what_each_reads_its_weights_from(tmp_path: Path, tiny_model: Path, arit
         (["rollout.engine=trtllm", "rollout.python=/bin/sh"], "set sync.canary=false"),
         (
             ["rollout.engine=trtllm", "rollout.python=/bin/sh", "sync.canary=false", "rollout.temperature=0.7"],
-            "rollout.temperature=0.7 top_p=1.0 top_k=0 with rollout.engine=trtllm",
+            "rollout.temperature=0.7 top_p=1 top_k=0 min_p=0 with rollout.engine=trtllm",
+        ),
+        (
+            [*TRTLLM, "eval.temperature=0.6"],
+            "eval.temperature=0.6 top_p=1 top_k=0 min_p=0 with rollout.engine=trtllm: its",
+        ),
+        ([*TRTLLM, "eval.temperature=1.0", "eval.top_p=0.9"], "set 1, 1, 0 and 0, or temperature 0"),
+        (
+            ["rollout.engine=sglang", URL, "eval.temperature=1", "eval.top_k=5000"],
+            "eval.temperature=1 top_p=1 top_k=5000 min_p=0 with rollout.engine=sglang: it tells the log-probs of "
+            "truncated draws for top_k from 1 to 4096 alone; set eval.top_k=1024, or leave top_p, top_k and min_p out",
         ),
         (["rollout.engine=openai"], "one that runs already: set rollout.url"),
         (["rollout.engine=openai", URL], "its weights are its own, and cannot be trained; use it with verl eval"),
@@ -492,8 +534,12 @@ def test_what_the_configuration_refuses(
 def test_what_the_configuration_takes(tmp_path: Path, tiny_model: Path, arithmetic_data: Any) -> None:
     shared = ["sync.engine=disk", f"sync.engine_options.folder={tmp_path}"]
     validate(config_of(tmp_path, tiny_model, arithmetic_data, "rollout.engine=sglang", FAR, *shared))
-    plain = ["rollout.python=/bin/sh", "sync.canary=false"]
-    validate(config_of(tmp_path, tiny_model, arithmetic_data, "rollout.engine=trtllm", *plain))
+    for more in ([], ["eval.temperature=1.0"], ["eval.top_p=0.5"]):  # greedy, whatever is cut off
+        validate(config_of(tmp_path, tiny_model, arithmetic_data, *TRTLLM, *more))
+    cut = ["rollout.engine=sglang", URL, "eval.temperature=1", "eval.top_p=0.9"]  # of a small vocabulary
+    validate(config_of(tmp_path, tiny_model, arithmetic_data, *cut))
+    off = ["run.eval_before=false", "run.eval_after=false", "eval.temperature=1", "eval.top_k=5000"]
+    validate(config_of(tmp_path, tiny_model, arithmetic_data, "rollout.engine=sglang", URL, *off))
     fixed = config_of(tmp_path, tiny_model, arithmetic_data, "rollout.engine=openai", FAR)
     validate(fixed, "eval")
     with pytest.raises(ValueError, match="nothing else shows that it serves"):

@@ -46,6 +46,7 @@ def letters(ids: Any) -> str:
 
 class Text:
     vocab_size = VOCAB
+    hidden_size = 4
     max_position_embeddings = 512
 
 
@@ -636,6 +637,34 @@ def test_an_update_is_one_transaction() -> None:
     with_server(body, loads=False)
 
 
+@each(
+    "model, said",
+    [
+        (
+            {"vocab_size": 51},
+            "serves another model, 'policy': /models/a has vocab_size=51 and not 50; the model of this run",
+        ),
+        (
+            {"hidden_size": 8},
+            r"/models/a has hidden_size=8 and not 4; .* has 50 ids: start it with that folder, or name",
+        ),
+        ({"splits": True}, "this vLLM splits prefills: .*; start it with --no-enable-chunked-prefill"),
+    ],
+)
+def test_a_server_of_another_model_is_refused_before_anything_is_sent(model: dict[str, Any], said: str) -> None:
+    served = Served()
+    served.model |= model
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        with pytest.raises(ValueError, match=said) as caught:
+            await engine.capabilities()
+        assert "\n" not in str(caught.value)
+        ids = [i for _, asked in served.asked for i in (asked or {}).get("token_ids", ())]
+        assert not ids and "/start_weight_update" not in served.paths, "an unknown id would end vLLM"
+
+    with_server(body, served, loads=False)
+
+
 def test_a_server_that_says_by_itself_what_it_loaded_is_not_asked() -> None:
     async def finish(request: web.Request) -> web.Response:
         return web.json_response({"loaded": NAMES})
@@ -643,7 +672,7 @@ def test_a_server_that_says_by_itself_what_it_loaded_is_not_asked() -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
         served.faults["/finish_weight_update"] = finish
         await engine.load_weights(reader(1))
-        assert served.paths.count("/collective_rpc") == 1, "the first time"
+        assert served.paths.count("/collective_rpc") == 2, "at the start, and the first time"
 
     with_server(body)
 

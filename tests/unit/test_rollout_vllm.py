@@ -82,6 +82,12 @@ def test_more_arguments_and_those_that_are_taken() -> None:
     assert (found["--max-num-seqs"], found["--block-size"], found["--load-format"]) == ("8", "16", "auto")
     with pytest.raises(ValueError, match=r"args\.--max_model_len=9: verl sets --max-model-len itself; leave it out"):
         flags(Options(args={"--max_model_len": 9}))
+    chunked = Options(args={"enable_chunked_prefill": True})
+    with pytest.raises(
+        ValueError, match="args.enable_chunked_prefill=True: on a CPU a seeded request whose prefill is"
+    ):
+        flags(chunked)
+    assert "--enable-chunked-prefill" in flags(chunked, device="cuda")
 
 
 def test_its_environment() -> None:

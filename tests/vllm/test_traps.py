@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import signal
 import time
@@ -16,8 +17,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from real_server import Running, own_server, staged
+from real_server import Running, context_of, own_server, staged
 
+from verl.rollout import vllm
+from verl.rollout.base import ServerPlace
 from verl.rollout.client import ServedEngine
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.process import MAPS_S, SHM, _shared
@@ -48,6 +51,24 @@ def test_scores_are_those_of_hf_and_at_temperature_1_only(contract: ModuleType) 
         assert (await engine.score(full)).shape == (510,)
         with pytest.raises(ValueError, match="scores at temperature 1 only"):
             await engine.score(ids, temperature=0.7)
+
+    contract.with_engine(contract.build("vllm"), body)
+
+
+def test_another_model_is_refused_and_the_server_goes_on(contract: ModuleType, running: Running) -> None:
+    """An id outside of its vocabulary ends it, so that its own sizes are asked for."""
+
+    async def body(engine: Any) -> None:
+        place = ServerPlace(model="/models/other", log=running.process.log, url=running.url)
+        context = context_of(contract, place)
+        config = copy.deepcopy(context.hf_config)
+        config.vocab_size, config.num_hidden_layers = 63, 2
+        other = vllm.build(vllm.Options(), replace(context, hf_config=config))
+        sizes = "vocab_size=61 and not 63, num_hidden_layers=8 and not 2"
+        with pytest.raises(ValueError, match=f"{running.model} has {sizes}; model.path=/models/other has 63 ids"):
+            await other.capabilities()
+        await other.close()
+        assert (await engine.score(contract.prompts((5,))[0])).shape == (4,)
 
     contract.with_engine(contract.build("vllm"), body)
 

@@ -31,7 +31,8 @@ class Backend:
     one_host: it serves the processes of one machine · hosts: it brings weights into the shared memory of each · apart:
     it is a server, whatever the cluster · package: that its Python environment must have · sync: what a server reads
     weights from · fixed: its weights are its own, whatever is published · plain: it scores no prompts, and tells
-    log-probs of draws at temperature 1 from all tokens alone."""
+    log-probs of draws at temperature 1 from all tokens alone · among: how many tokens a truncated draw may choose from
+    for it to tell its log-prob; 0: any."""
 
     build: str
     options: str = "verl.config.backends:NoOptions"
@@ -45,6 +46,7 @@ class Backend:
     sync: str = "shm"
     fixed: bool = False
     plain: bool = False
+    among: int = 0
 
 
 def _server(module: str, **more: Any) -> Backend:
@@ -68,7 +70,7 @@ ROLLOUT: Table = {
     "hf": Backend(build="verl.rollout.hf:build"),
     "vllm": _server("vllm", memory="verl.rollout.vllm:memory", package="vllm"),
     "server": _server("server_url"),
-    "sglang": _server("sglang", package="sglang", sync="disk"),
+    "sglang": _server("sglang", package="sglang", sync="disk", among=4096),
     "trtllm": _server("trtllm", package="tensorrt_llm", sync="disk", plain=True),
     "openai": _server("openai", fixed=True),
 }

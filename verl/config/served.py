@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from verl.config.backends import ROLLOUT, SYNC, Backend
+from verl.config.model_files import describe_model
 from verl.config.schema import Config
 
 FROM = {"shm": "the memory of one machine", "disk": "a folder"}
@@ -55,13 +56,14 @@ def server_faults(config: Config, command: str) -> Iterator[str]:
         why = f"it reads weights from {FROM[row.sync]}"
         yield f"sync.engine={config.sync.engine} with {engine}: {why}; set sync.engine={row.sync}, or leave it out"
     yield from _own_weights(config, row, engine, command)
+    yield from _draws(config, row, engine, command)
     if config.run.deterministic:
         why = "what a server gives a sequence may depend on what else is in its batch"
         yield f"run.deterministic=true with {engine}: {why}; set rollout.engine=native, or leave it out"
 
 
 def _own_weights(config: Config, row: Backend, engine: str, command: str) -> Iterator[str]:
-    """Of servers that take no weights as they run, or whose log-probs are not all that a run may want."""
+    """Of servers that take no weights as they run, or score no prompts."""
     r, canary = config.rollout, config.sync.canary
     if row.fixed and command == "train":
         fix = "use it with verl eval or verl generate, and train with vllm, sglang, server or native"
@@ -73,9 +75,34 @@ def _own_weights(config: Config, row: Backend, engine: str, command: str) -> Ite
     if row.plain and canary:
         why = "it scores no prompts, which is how served weights are verified"
         yield f"sync.canary=true with {engine}: {why}; set sync.canary=false"
-    if row.plain and (r.temperature, r.top_p, r.top_k) != (1.0, 1.0, 0):
-        draws = f"rollout.temperature={r.temperature} top_p={r.top_p} top_k={r.top_k}"
-        yield f"{draws} with {engine}: its log-probs are those at temperature 1 of all tokens; set 1, 1 and 0"
+
+
+def _draws(config: Config, row: Backend, engine: str, command: str) -> Iterator[str]:
+    """Of draws whose log-probs it does not tell: asked for, every answer of them would fail."""
+    r, e, run = config.rollout, config.eval, config.run
+    asked = {} if command == "eval" else {"rollout": (r.temperature, r.top_p, r.top_k, r.min_p)}
+    during = run.eval_before or run.eval_after or run.eval_every_steps > 0
+    if config.data.eval_files and (command == "eval" or (command == "train" and during)):
+        asked["eval"] = (e.temperature, e.top_p, e.top_k, 0.0)
+        if e.also_sampled:
+            asked.setdefault("rollout", (r.temperature, 1.0, 0, 0.0))
+    for of, (temperature, top_p, top_k, min_p) in asked.items():
+        cut = temperature > 0 and (top_p < 1 or top_k > 0 or min_p > 0)
+        said = f"{of}.temperature={temperature:g} top_p={top_p:g} top_k={top_k} min_p={min_p:g} with {engine}"
+        if row.plain and (temperature not in (0.0, 1.0) or cut):
+            greedy = ", or temperature 0" if of == "eval" else ""
+            yield f"{said}: its log-probs are those at temperature 1 of all tokens; set 1, 1, 0 and 0{greedy}"
+        elif row.among and cut and not 0 < (top_k or _vocab(config)) <= row.among:
+            why = f"it tells the log-probs of truncated draws for top_k from 1 to {row.among} alone"
+            yield f"{said}: {why}; set {of}.top_k={min(row.among, 1024)}, or leave top_p, top_k and min_p out"
+
+
+def _vocab(config: Config) -> int:
+    """Its size; 1: another line says what is wrong with the folder."""
+    try:
+        return describe_model(config.model.path).vocab
+    except ValueError:
+        return 1
 
 
 def _urls(urls: tuple[str, ...], given: str, replicas: int, sync: str, shared: bool) -> Iterator[str]:

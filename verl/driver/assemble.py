@@ -43,6 +43,7 @@ from verl.driver.run import Run
 from verl.driver.run_dir import RunDir, open_run_dir, write_config
 from verl.driver.scheduler import Scheduler
 from verl.driver.setup import (
+    check_able,
     decoder,
     device_of,
     eos_ids,
@@ -178,6 +179,7 @@ async def _started(
         replicas = rollout.replicas
     asked = replicas[0].capabilities()
     able = await waits.wait(asked, who="driver", what="the rollout engines to start", timeout_s=START_TIMEOUT_S)
+    check_able(able, config)
     for note in able.notes:
         progress.message(note)
     return rollout, replicas

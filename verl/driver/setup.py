@@ -22,6 +22,7 @@ from verl.config.model_files import describe_model
 from verl.config.schema import Config
 from verl.data.source import LoadReport
 from verl.driver.home import Home
+from verl.rollout.base import Capabilities
 
 
 def set_up_process(config: Config) -> None:
@@ -144,3 +145,17 @@ def require_an_end(config: Config, tokenizer: Any) -> None:
             "config.json: every answer would run to rollout.max_response_tokens. Set eos_token in tokenizer_config.json"
             ", or rollout.stop=[TEXT] or rollout.stop_token_ids=[ID]; rollout.ignore_eos=true if that is meant"
         )
+
+
+def check_able(able: Capabilities, config: Config) -> None:
+    """ValueError for a run that needs what its rollout engine cannot."""
+    r, at, in_flight = config.rollout, able.score_temperatures, config.pipeline.partial_rollout
+    lacks = {
+        "run.deterministic=true": (config.run.deterministic and not able.seeds, "it does not look at seeds"),
+        f"rollout.stop={r.stop}": (r.stop and not able.stop_strings, "its answers do not end at strings"),
+        "sync.canary=true": (config.sync.canary and at is not None and 1.0 not in at, "it scores no prompts"),
+        "pipeline.partial_rollout=true": (in_flight and not able.spans, "it does not say which weights drew a token"),
+    }
+    for key, (lacking, why) in lacks.items():
+        if lacking:
+            raise ValueError(f"{key} with rollout.engine={r.engine}: {why}; leave it out, or set rollout.engine=native")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl.rollout.base import PauseMode, RolloutContext, WeightReader
+from verl.rollout.http import ServerRefused
 from verl.rollout.wire import Drawn, version_of
 from verl.types import Sampling
 from verl.weight_sync.base import CheckedReader, SyncError, WeightSource, opened
@@ -88,6 +89,10 @@ class Api:
     """Its answers come as streams where it is one of several, so that another one can go on with them."""
     by_position = False
     """What it draws is a function of the seed and the position in the answer (`Sampling.position`)."""
+    exact = True
+    """It refuses the first id behind its vocabulary, and goes on."""
+    scores: tuple[float, ...] = (0.0, 1.0)
+    """Temperatures at which it tells log-probs of prompts (0: the greedy one's are those at 1)."""
     transport: str
     """How the address of weights that it reads must begin, and the sync.engine that makes such."""
     sync: str
@@ -138,6 +143,24 @@ class Api:
         first = (await get("/v1/models"))["data"][0]
         room = first.get("max_model_len")
         return str(first["id"]), None if room is None else int(room)
+
+    async def unlike(self, post: Post, model: str, config: Any) -> str:
+        """What shows that its model is not that of this config; nothing: "". Asked of servers that run already: by ids
+        at the edge of the vocabulary, which it refuses."""
+        vocab, one = int(config.vocab_size), Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
+        for token, known in ((vocab - 1, True), *([(vocab, False)] if self.exact else [])):
+            room = Room(tokens=1, vocab=token + 1, ends=())
+            try:
+                await post(self.generate, self.body(model, f"edge-{token}", [token], one, room))
+            except ServerRefused as e:
+                if e.status >= 500:
+                    raise
+                if known:
+                    return f"it does not take id {token} ({e})"
+            else:
+                if not known:
+                    return f"it takes id {token}"
+        return ""
 
     async def prepare(self, post: Post, model: str, vocab: int) -> None:
         """Once, when it is up: ValueError for a server that cannot do what it must, `ServerRefused` where it says so

@@ -44,7 +44,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an engine can do; asked at start."""
+    """What an engine can do; asked at start. stop_strings: an answer ends at them · seeds: one gives its tokens
+    whatever the batch · score_temperatures: at which it scores prompts; None: any · spans: every token says which
+    weights drew it, so that they may change while a request runs."""
 
     logprobs: Literal["processed", "raw"]  # processed: temperature and truncation applied
     max_context_tokens: int
@@ -53,6 +55,10 @@ class Capabilities:
     lora: bool = False
     media: bool = False
     sleep_levels: tuple[int, ...] = ()
+    stop_strings: bool = True
+    seeds: bool = True
+    score_temperatures: tuple[float, ...] | None = None
+    spans: bool = True
     notes: tuple[str, ...] = ()  # lines that the user is told at start
 
 

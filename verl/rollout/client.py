@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -354,7 +355,8 @@ class ServedEngine(Server):
     async def capabilities(self) -> Capabilities:
         """Waits until the server is up."""
         await self._up()
-        return self._able
+        stops = self._context.decode is not None  # which are looked for here
+        return replace(self._able, stop_strings=stops, score_temperatures=self._api.scores)
 
     async def close(self) -> None:
         if self._closed:

@@ -132,9 +132,18 @@ class Server:
             raise ValueError(f"{url} cannot be sent weights ({e}): {fix}") from e
         if self._server is None:
             await self._api.resume(self._call)  # whoever was here before may have left it standing
+            await self._refuse_another_model()
             if not self._api.plain:
                 await self._refuse_raw_logprobs()
         await self.probe()
+
+    async def _refuse_another_model(self) -> None:
+        """ValueError for a server of another one than this run's, as far as it is told before it has its weights."""
+        place, config = self._context.place, self._context.hf_config.get_text_config()
+        if said := await self._api.unlike(self._call, self._model, config):
+            ours = "the model of this run" if place is None else f"model.path={place.model}"
+            fix = f"{ours} has {self._vocab} ids: start it with that folder, or name its model in model.path"
+            raise ValueError(f"{self._http.url} serves another model, {self._model!r}: {said}; {fix}")
 
     async def _refuse_raw_logprobs(self) -> None:
         """ValueError for a server whose log-probs are not those of the distribution that it drew from."""

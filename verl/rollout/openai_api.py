@@ -19,10 +19,11 @@ class CompletionsApi(Api):
     """See `Api`. Its state is what was found out at start."""
 
     generate, transport, sync = "/v1/completions", "verl.weight_sync.", "shm"
+    exact = False  # some know ids up to a padded size
 
     def __init__(self) -> None:
         self.scoring: str | None = None  # the field that asks for log-probs of the prompt
-        self.plain = True  # without scores nobody can tell what its log-probs are of
+        self.plain, self.scores = True, ()  # without scores nobody can tell what its log-probs are of
 
     def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
         s = sampling
@@ -60,7 +61,7 @@ class CompletionsApi(Api):
         await self._require_ids(post, model, vocab)
         for field in ("prompt_logprobs", "echo"):
             if await self._scores_by(field, post, model):
-                self.scoring, self.plain = field, False
+                self.scoring, self.plain, self.scores = field, False, Api.scores
                 return
 
     async def _require_ids(self, post: Post, model: str, vocab: int) -> None:

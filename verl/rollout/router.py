@@ -142,11 +142,13 @@ class Router:
             raise ValueError(f"replicas return {' and '.join(sorted(kinds))} log-probs: one run needs one kind")
         able = {f.name: [getattr(one, f.name) for one in every] for f in fields(Capabilities) if f.name != "notes"}
         unlike = [f"{name} ({', '.join(map(str, of))})" for name, of in able.items() if any(x != of[0] for x in of)]
+        at = [set(of) for of in able.pop("score_temperatures") if of is not None]
         note = [f"rollout: replicas differ, what all of them can do is used: {'; '.join(unlike)}"] if unlike else []
         return Capabilities(
             logprobs=every[0].logprobs,
             max_context_tokens=min(able.pop("max_context_tokens")),
             sleep_levels=tuple(sorted(set.intersection(*map(set, able.pop("sleep_levels"))))),
+            score_temperatures=tuple(sorted(set.intersection(*at))) if at else None,
             notes=tuple(dict.fromkeys([*note, *(told for one in every for told in one.notes)])),
             **{name: all(values) for name, values in able.items() if name != "logprobs"},
         )

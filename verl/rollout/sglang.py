@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 AT_LEAST, BELOW = (0, 5, 23), (0, 6)
 INSTALL = "pip install sglang==0.5.23 in an environment of its own"
 NOTE = "rollout: this adapter was made from SGLang's documented API and tested against doubles of it, never against it"
-SEEDS = "rollout: SGLang looks at seeds with rollout.engine_options.deterministic_inference=true alone"
+SEEDS = (
+    "rollout: SGLang looks at seeds where it was started with --enable-deterministic-inference alone "
+    "(rollout.engine_options.deterministic_inference=true)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,8 @@ class Options:
     max_running_requests: PositiveInt | None = None
     """Requests that are decoded together. None: rollout.max_concurrent_sequences."""
     deterministic_inference: bool = False
-    """A seed gives its tokens whatever the batch. Without, SGLang does not look at seeds."""
+    """A seed gives its tokens whatever the batch. Without, SGLang does not look at seeds. Of a server at a URL: it was
+    started so."""
     start_timeout_s: Positive = 600.0
     request_timeout_s: Positive = 3600.0
     """For one answer, the time in the queue included."""
@@ -57,7 +61,8 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
         prefix_cache=True,
         in_flight_update=True,
         sleep_levels=() if str(context.device) == "cpu" or place.url is not None else (1, 2),
-        notes=(NOTE,) if options.deterministic_inference or place.url else (NOTE, SEEDS),
+        seeds=options.deterministic_inference,
+        notes=(NOTE,) if options.deterministic_inference else (NOTE, SEEDS),
     )
     expected = Expected(
         name="SGLang", versions=(AT_LEAST, BELOW), needs={"logprobs": "start it without SGLANG_RETURN_ORIGINAL_LOGPROB"}

@@ -153,6 +153,11 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
         "enforce-eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
     }
     if on_cpu:  # a prefill that is split over steps kills the engine where requests have seeds
+        if asked := [name for name in options.args or () if name.replace("_", "-").endswith("enable-chunked-prefill")]:
+            why = (
+                "on a CPU a seeded request whose prefill is split ends vLLM, and all requests have seeds; leave it out"
+            )
+            raise ValueError(f"rollout.engine_options.args.{asked[0]}={(options.args or {})[asked[0]]}: {why}")
         given |= {"no-enable-chunked-prefill": True, "max-num-batched-tokens": max(LEAST_BATCHED_TOKENS, length)}
         given["block-size"] = options.block_size or 32
     else:

@@ -88,6 +88,16 @@ class VllmApi(Api):
         told = (await get("/metrics", text=True)).splitlines()
         return [line for line in told if line.startswith(COUNTED)] or None
 
+    async def unlike(self, post: Post, model: str, config: Any) -> str:
+        """By the sizes that its workers tell: an id outside of its vocabulary would end vLLM."""
+        told = dict((await post("/collective_rpc", {"method": "served_model"}))["results"][0])
+        if told.pop("splits", False):
+            why = "a seeded request whose prefill is split would end it, as it runs on a CPU"
+            raise ValueError(f"this vLLM splits prefills: {why}; start it with --no-enable-chunked-prefill")
+        name, ours = told.pop("model"), {key: getattr(config, key, size) for key, size in told.items()}
+        differ = [f"{key}={size} and not {ours[key]}" for key, size in told.items() if size != ours[key]]
+        return f"{name} has {', '.join(differ)}" if differ else ""
+
     async def prepare(self, post: Post, model: str, vocab: int) -> None:
         await post("/init_weight_transfer_engine", {"init_info": {}})
 

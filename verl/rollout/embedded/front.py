@@ -59,6 +59,7 @@ class EmbeddedEngine:
             prefix_cache=prefix_cache,
             in_flight_update=True,
             sleep_levels=(1, 2),
+            stop_strings=self._decodes,
             notes=notes,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout", initializer=runner.enter_thread)

@@ -53,6 +53,10 @@ class InitBody(msgspec.Struct):
     init_info: dict[str, Any]
 
 
+class RpcBody(msgspec.Struct):
+    method: str
+
+
 class AbortBody(msgspec.Struct):
     request_ids: list[str] | None = None
 
@@ -169,6 +173,14 @@ async def init_weight_transfer(request: web.Request) -> web.Response:
     return as_json({"message": "Weight transfer initialized"})
 
 
+async def collective_rpc(request: web.Request) -> web.Response:
+    """vLLM asks its workers by name; here there is the one question that our own adapter has: which model this is."""
+    service, method = request.app[SERVICE], typed(decoded(await request.read()), RpcBody).method
+    if method != "served_model":
+        raise ApiError(400, f"method={method}: served_model is known", param="method", code="invalid_value")
+    return as_json({"results": [{"model": service.options.name, "vocab_size": service.vocab_size}]})
+
+
 async def pause(request: web.Request) -> web.Response:
     service, mode = request.app[SERVICE], request.query.get("mode", "abort")
     chosen = next((known for known in MODES if known == mode), None)
@@ -238,6 +250,7 @@ def routes() -> list[web.RouteDef]:
         "/resume": resume,
         "/abort_requests": abort_all,
         "/init_weight_transfer_engine": init_weight_transfer,
+        "/collective_rpc": collective_rpc,
         "/start_weight_update": plane.start,
         "/update_weights": plane.announce,
         "/finish_weight_update": plane.finish,

@@ -132,3 +132,12 @@ class Extension:
     def loaded_weights(self) -> dict[str, list[str]]:
         """Of the last update, for `/collective_rpc`."""
         return self.weight_transfer_engine.report()  # type: ignore[attr-defined]
+
+    def served_model(self) -> dict[str, Any]:
+        """Which model this is: its folder, and sizes by their names in config.json. splits: a seeded request whose
+        prefill is split over steps would end this server."""
+        whole = self.vllm_config  # type: ignore[attr-defined]
+        config, sizes = whole.model_config, ("vocab_size", "hidden_size", "num_hidden_layers")
+        splits = whole.device_config.device_type == "cpu" and whole.scheduler_config.enable_chunked_prefill
+        told = {key: getattr(config.hf_text_config, key) for key in sizes}
+        return {"model": config.model, "splits": splits, **told}
