@@ -7,12 +7,14 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from aiohttp import ClientSession
 from rollouts import context_of
 from started import Started
@@ -21,7 +23,7 @@ from tokens import bpe_tokenizer
 from verl.chat.template import audit_template
 from verl.driver.setup import decoder
 from verl.models import tiny
-from verl.rollout.base import Capabilities, Completion
+from verl.rollout.base import Capabilities, Completion, RolloutContext
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.rollout.server.app import make_app, run_app
@@ -117,6 +119,53 @@ async def serving(engine: Any, of: Any = None, *, max_context_tokens: int = 256,
             stopping.set()
             await running
             await engine.close()
+
+
+class Running:
+    """Our server with its control plane, over a native engine with the weights of `module`, in a thread with a
+    loop of its own."""
+
+    def __init__(self, module: Any, max_context_tokens: int = 512) -> None:
+        self.module, self._room = module, max_context_tokens
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+        assert self._up.wait(60)
+
+    async def _run(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        context = RolloutContext(hf_config=self.module.config, max_context_tokens=self._room, dtype=torch.float32)
+        self.engine = native.build(Options(), context, lanes=1)
+        await self.engine.load_weights(FolderWeights(self.module, 0))
+        options = ServeConfig(port=0, control=True, grace_s=0.0, max_sequences=10_000)
+        self.service = Service(
+            engine=self.engine,
+            texts=texts_of(tokenizer()),
+            options=options,
+            vocab_size=self.module.config.vocab_size,
+            max_context_tokens=self._room,
+        )
+        with bound(options) as sock:
+            self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            self._loop.call_later(0.1, self._up.set)
+            await run_app(make_app(self.service), sock, self._stopping)
+        await self.engine.close()
+
+    def renew(self) -> None:
+        """As when it was started, whatever was done to it."""
+
+        async def again() -> None:
+            await self.engine.load_weights(FolderWeights(self.module, 0), on_inflight="abort")
+            await self.engine.wake()
+            await self.engine.resume()
+            self.service.failed, self.service.paused = None, False
+            self.service.asleep.clear()
+
+        asyncio.run_coroutine_threadsafe(again(), self._loop).result(60)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(30)
 
 
 async def until(condition: Any, what: str, limit_s: float = 20.0) -> None:

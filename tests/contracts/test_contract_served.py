@@ -4,12 +4,10 @@ embedded engine (failures of its runner, its threads), or asks for what a server
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import importlib.util
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,17 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from serving import texts_of, tokenizer
+from serving import Running
 
 from verl.rollout import server_url
 from verl.rollout.base import RolloutContext, ServerPlace
 from verl.rollout.client import ServedEngine
-from verl.rollout.native import engine as native
-from verl.rollout.native.options import Options
-from verl.rollout.server.app import make_app, run_app
-from verl.rollout.server.options import ServeConfig
-from verl.rollout.server.service import Service
-from verl.serve import FolderWeights, bound
 from verl.weight_sync import shm
 from verl.weight_sync.base import CheckedReader, WeightSource, checksum
 from verl.weight_sync.sender import entry_of
@@ -47,39 +39,10 @@ PLAIN = (
 )
 
 
-class Running:
-    """The server, in a thread with an event loop of its own."""
+class Counted(Running):
+    """began: what was sampled before the weights that it has."""
 
-    def __init__(self, suite: ModuleType) -> None:
-        self.suite, self.began = suite, 0
-        self.up = threading.Event()
-        self.thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
-        self.thread.start()
-        assert self.up.wait(60)
-
-    async def _run(self) -> None:
-        self.loop, self.stopping = asyncio.get_running_loop(), asyncio.Event()
-        module = self.suite.reference()
-        context = RolloutContext(hf_config=module.config, max_context_tokens=512, dtype=torch.float32)
-        self.engine = native.build(Options(), context, lanes=1)
-        await self.engine.load_weights(FolderWeights(module, 0))
-        options = ServeConfig(port=0, control=True, grace_s=0.0, max_sequences=10_000)
-        service = Service(
-            engine=self.engine,
-            texts=texts_of(tokenizer()),
-            options=options,
-            vocab_size=module.config.vocab_size,
-            max_context_tokens=512,
-        )
-        with bound(options) as sock:
-            self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-            self.loop.call_later(0.1, self.up.set)
-            await run_app(make_app(service), sock, self.stopping)
-        await self.engine.close()
-
-    def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.stopping.set)
-        self.thread.join(30)
+    began = 0
 
     def stats_of(self, engine: Any) -> dict[str, int]:
         found = self.engine.stats()
@@ -93,7 +56,7 @@ def contract() -> Iterator[ModuleType]:
     suite = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = suite
     spec.loader.exec_module(suite)
-    running = Running(suite)
+    running = Counted(suite.reference())
     atexit.register(shm.remove, OUTLET)
 
     def build(kind: str, model: str = "qwen3", *, max_prefill_tokens: int = 0, **given: Any) -> ServedEngine:

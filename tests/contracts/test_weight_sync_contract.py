@@ -12,9 +12,10 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Sampling, Segment
-from verl.weight_sync import base, collective, disk, shm, tcp
+from verl.weight_sync import base, collective, disk, nixl, shm, tcp
 from verl.weight_sync.base import CheckpointEngine, Outlet, Sent, SyncError, SyncReport, opened
 from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
 from verl.weight_sync.sender import WeightSender, entry_of, probed
@@ -73,8 +74,10 @@ BACKENDS: dict[str, tuple[Callable[..., CheckpointEngine], Callable[[], Outlet]]
     "tcp": (partial(LocalCheckpointEngine, copies=True), tcp_outlet),
     "tcp, delta": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, delta=True)),
     "collective": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, collective.CollectiveOutlet)),
+    "nixl": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, nixl.NixlOutlet)),
     "disk": (partial(LocalCheckpointEngine, copies=True), disk_outlet),
 }
+MISSING = pytest.mark.skipif(find_spec("nixl") is None, reason="the package nixl is not installed (make nixl-package)")
 ROLLOUTS = {"native": partial(native.build, Options()), "hf": partial(hf.build, hf.Options())}
 PROBES = (np.array([1, 5, 6, 7, 8, 9, 2], np.int64), np.array([1, 11, 4, 12], np.int64))
 TOLERANCE = 1e-4
@@ -173,7 +176,12 @@ def distance(a, b) -> float:
     return max(float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True))
 
 
-@pytest.fixture(params=BACKENDS)
+def marked(backends: Iterable[str]) -> list[Any]:
+    """Those that are not here are skipped, by name."""
+    return [pytest.param(name, marks=MISSING) if name == "nixl" else name for name in backends]
+
+
+@pytest.fixture(params=marked(BACKENDS))
 def backend(request) -> str:
     return request.param
 

@@ -1,0 +1,121 @@
+"""The contract of a checkpoint engine where the replica is our own server: the client of `rollout.engine=server`, HTTP,
+`verl serve`'s application and control plane, the native engine. One server for each model, for all of these tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_weight_sync_contract as contract
+from serving import Running
+from test_weight_sync_contract import (
+    CHANGES,
+    NORM,
+    PARTS,
+    TOLERANCE,
+    World,
+    distance,
+    marked,
+    run,
+    scores,
+    tampered,
+    trainer,
+)
+
+from verl.rollout import server_url
+from verl.rollout.base import RolloutContext, ServerPlace
+from verl.rollout.client import ServedEngine
+from verl.weight_sync.base import SyncError, checksum
+from verl.weight_sync.sender import entry_of
+
+REACH = ("shm", "tcp", "tcp, delta", "collective", "nixl")  # a server reads weights by itself
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[None]:
+    started: dict[bool, Running] = {}
+
+    def rollout(context: RolloutContext) -> ServedEngine:
+        tied = context.hf_config.tie_word_embeddings
+        if tied not in started:
+            started[tied] = Running(trainer(tied=tied).model, 256)
+        started[tied].renew()
+        place = ServerPlace(model="none", log=Path(os.devnull), url=started[tied].url)
+        made = server_url.build(server_url.Options(), replace(context, place=place))
+        made._able = replace(made._able, sleep_levels=(1, 2))
+        return made
+
+    contract.ROLLOUTS["server"] = rollout  # type: ignore[assignment]
+    yield
+    del contract.ROLLOUTS["server"]
+    for running in started.values():
+        running.stop()
+
+
+def case(name: str, *given: Any) -> None:
+    """A test of the contract, of this row."""
+    vars(contract)[name].__wrapped__(*given)
+
+
+@pytest.mark.parametrize("backend", marked(REACH))
+def test_after_a_large_step_the_server_scores_as_the_trainer_does(backend: str) -> None:
+    """And tells each part of the time."""
+    case("test_after_a_large_step_the_rollout_scores_as_the_trainer_does", backend, "server", backend == "tcp", True)
+
+
+def test_a_prefix_computed_under_old_weights_is_never_used_after_a_publish() -> None:
+    case("test_a_prefix_computed_under_old_weights_is_never_used_after_a_publish", "shm", "server")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_that_does_not_match_its_manifest_raises(change: str) -> None:
+    case("test_a_tensor_that_does_not_match_its_manifest_raises", "shm", "server", change)
+
+
+def test_the_canary_trips_where_wrong_weights_are_delivered_without_a_fault() -> None:
+    def wrong(manifest: dict[str, Any], tensors: dict[str, Any]) -> None:
+        tensors[NORM] = tensors[NORM] + 0.5
+        manifest[NORM] = replace(entry_of(tensors[NORM]), checksum=checksum(tensors[NORM]))
+
+    async def test() -> None:
+        world = World(trainer(), "shm", sender=tampered(wrong))
+        replica = world.rollout("server")
+        with pytest.raises(SyncError, match=r"version 1: rollout and trainer log-probs of the canary differ by \d"):
+            await world.publish([replica], 1)
+        await replica.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_server_that_slept_has_the_new_weights_when_it_wakes(level: int) -> None:
+    async def test() -> None:
+        world = World(trainer(), "shm")
+        replica = world.rollout("server")
+        await world.publish([replica], 0)
+        for version in (1, 2):
+            assert await replica.sleep(level) > 0, "it says what it freed"
+            await world.update()
+            report = await world.publish([replica], version)
+            assert report.failed_replicas == {} and set(report.seconds) == PARTS
+            await replica.wake(("kv",))
+            assert distance(await scores(replica), world.logprobs()) < TOLERANCE
+        await replica.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("backend", ["local", "disk"])
+def test_weights_that_no_server_of_ours_reads_are_refused(backend: str) -> None:
+    async def test() -> None:
+        world = World(trainer(), backend)
+        replica = world.rollout("server")
+        with pytest.raises(SyncError, match=r"a server that reads weights by itself: set sync\.engine=shm"):
+            await world.publish([replica], 0)
+        await replica.close()
+
+    run(test)
