@@ -11,6 +11,7 @@ import contextlib
 import math
 import mmap
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -179,7 +180,8 @@ def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as e:
             path.unlink()
-            raise OSError(e.errno, f"{num_bytes / 1e6:.0f} MB of weights do not fit into {path.parent}") from e
+            free = f"{shutil.disk_usage(path.parent).free / 1e6:.0f} MB free"
+            raise OSError(e.errno, f"{num_bytes / 1e6:.0f} MB of weights do not fit into {path.parent} ({free})") from e
     return _there(path)
 
 
