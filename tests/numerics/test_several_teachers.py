@@ -429,3 +429,39 @@ def test_the_average_teaches_and_the_policy_moves_on(ranks, tiny_model, tmp_path
         for found, weights in ((first, seen[0]), (second, average)):
             model.load_state_dict(weights, strict=False)
             torch.testing.assert_close(found.row(i), dense(model, ids, len(context)), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_lagged_policy_teaches_what_it_said_so_many_publishes_ago(ranks, tiny_model, tmp_path):
+    """Of five turns of two optimizer steps, with a copy every second turn: what the teacher says is, bit for bit, what
+    the policy said of the same rows then; and in a run that was cut in the middle of two copies too."""
+    made, config = samples(0), config_of("opd", tiny_model, tiny_model, ranks, 64)
+    config.teacher.path, config.teacher.ema = POLICY, 2.0
+    config.step.updates_per_step, config.step.epochs_per_step = 2, 1
+
+    def turn(learner, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the policy says before the turn, what the teacher says in it."""
+        again = [
+            replace(s, sample_id=f"{number}/{s.sample_id}", trajectory_id=f"{number}/{s.trajectory_id}") for s in made
+        ]
+        refs = put(learner.queue, again)
+        learner.models["actor"].infer(refs, {"logprobs": "now"}).result(60)
+        asyncio.run(experience_and_update(learner, Step(number), refs))
+        found = learner.queue.read(refs, ("now", "teacher_logprobs"))
+        return found["now"].values, found["teacher_logprobs"].values
+
+    learner, other = (offline_learner(config, 5, Path("/nonexistent")) for _ in range(2))
+    try:
+        policy, teacher = zip(*(turn(learner, n) for n in range(3)), strict=True)
+        learner.models["actor"].save(tmp_path / "state").result(60)
+        straight = [turn(learner, n) for n in (3, 4)]
+        other.models["actor"].load(tmp_path / "state").result(60)
+        cut = [turn(other, n) for n in (3, 4)]
+    finally:
+        learner.close()
+        other.close()
+    policy, teacher = [*policy, *(p for p, _ in straight)], [*teacher, *(t for _, t in straight)]
+    for number, of in enumerate((0, 0, 2, 2, 4)):
+        assert torch.equal(teacher[number], policy[of]), (number, of)
+    assert all(not torch.equal(a, b) for a, b in zip(policy, policy[1:]))
+    assert all(torch.equal(a, b) for one, two in zip(straight, cut) for a, b in zip(one, two, strict=True))

@@ -89,7 +89,9 @@ REFUSED = [
         "teacher.pick=mix does nothing with one teacher",
     ),
     (["algorithm.name=opd", "teacher.path=@/same", "teacher.ema=0.9"], "set teacher.path=policy, or leave it out"),
-    (["algorithm.name=opd", "teacher.path=policy", "teacher.ema=1"], "must be >= 0 and < 1"),
+    (["algorithm.name=opd", "teacher.path=policy", "teacher.ema=-1"], "must be >= 0"),
+    (["algorithm.name=opd", "teacher.path=policy", "teacher.ema=1"], "teacher.ema=1: below 1 it is a decay, from 2 on"),
+    (["algorithm.name=opd", "teacher.path=policy", "teacher.ema=2.5"], "from 2 on a whole number of publishes"),
     (["algorithm.name=grpo", "teacher.hint_key=h"], "teacher.hint_key=h does nothing with algorithm.name=grpo"),
     (["algorithm.name=opd", "teacher.paths.a=@/smaller"], "teacher.paths=@/smaller: its head has 24 tokens"),
     (["algorithm.name=opd", "teacher.paths.a=/no/where"], "teacher.paths=/no/where: no such folder"),
@@ -191,6 +193,8 @@ def test_the_plan_says_what_a_teacher_takes_of_time_and_that_it_is_dearer_than_m
     assert f"its pass over a step takes {one.teacher_share:.2g} of the FLOPs" in render_plan(one)
     assert planned(gkd, f"teacher.path={folder}/same", "step.epochs_per_step=2").teacher_share == one.teacher_share / 2
     assert planned("algorithm.name=opd", "teacher.path=policy", "teacher.hint_key=x").teacher_share == 1 / 3
+    lagged = planned("algorithm.name=opd", "teacher.path=policy", "teacher.ema=2")
+    assert lagged.memory.items["teacher"] == lagged.checkpoint_parts["average"] == 4 * lagged.model.parameters
     two = f"teacher.paths={{a: {folder}/same, b: {folder}/same}}"
     assert planned("algorithm.name=opd", two, "teacher.pick=mix").teacher_share == pytest.approx(4 / 6, rel=0.05)
     assert planned("algorithm.name=opd", two).teacher_share == one.teacher_share

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
 
-from msgspec import Meta
-
 from verl.algorithms.presets import PREFERENCES
 from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, words
 
@@ -59,8 +57,9 @@ class TeacherConfig:
     hint_key: str | None = None
     """A column that the teacher reads and the policy does not: text goes behind the last user message, messages are the
     whole prompt. `attempt.feedback`: what the reward function or the environment said of the very attempt."""
-    ema: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    """Of path=policy: who teaches is the average of its weights, with this decay per optimizer step. 0: as they are."""
+    ema: NonNegative = 0.0
+    """Of path=policy: who teaches is the average of its weights, with this decay per optimizer step; from 2 on, a copy
+    which is taken anew after so many publishes. 0: the weights as they are."""
     temperature: Positive | None = None  # Of the teacher. Null: that of the sample, as the policy's.
     top_k: PositiveInt = 64  # gkd_topk: its likeliest tokens; all others are one more outcome.
 

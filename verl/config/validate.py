@@ -181,6 +181,9 @@ def _together(config: Config, columns: Collection[str]) -> Iterator[str]:
         yield f"teacher.{'paths' if t.paths else f'path={POLICY}'}: {name} {why}"
     if t.path == POLICY and "teacher_topk" in columns and t.top_k > (most := describe_model(config.model.path).vocab):
         yield f"teacher.top_k={t.top_k} is above the {most} tokens of {config.model.path}: lower it"
+    if t.ema >= 1 and (t.ema == 1 or t.ema % 1):
+        fix = "below 1 it is a decay, from 2 on a whole number of publishes after which the copy is taken anew"
+        yield f"teacher.ema={t.ema:g}: {fix}"
     if t.ema and t.path != POLICY:
         yield f"teacher.ema={t.ema:g} is of the policy's weights: set teacher.path={POLICY}, or leave it out"
     if t.pick != "task" and not t.paths:

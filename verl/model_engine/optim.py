@@ -15,7 +15,8 @@ SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimSpec:
-    """average: decay per optimizer step of a moving average of the weights, kept beside the moments; 0: none."""
+    """average: decay per optimizer step of a moving average of the weights, kept beside the moments; 0: none; above 1:
+    of no average but of a copy, which is taken anew after so many optimizer steps."""
 
     lr: float
     weight_decay: float = 0.01
@@ -67,14 +68,16 @@ AVERAGE = "average"
 
 
 @torch.no_grad()
-def step(optimizer: torch.optim.Optimizer, average: float) -> None:
-    """A step; then average <- decay x average + (1 - decay) x weights, which begins as the weights before the first."""
+def step(optimizer: torch.optim.Optimizer, average: float, number: int) -> None:
+    """A step, the first is 1; then average <- decay x average + (1 - decay) x weights, which begins as the weights
+    before the first (see `OptimSpec`)."""
+    decay = average if average < 1 else float(number % average > 0)
     every = [p for group in optimizer.param_groups for p in group["params"]]
     first = {p: p.clone() for p in every if AVERAGE not in optimizer.state.get(p, {})} if average else {}
     optimizer.step()
     for p in every if average else ():
         if state := optimizer.state.get(p, {}):  # one that has had no gradient yet is its own average
-            state.setdefault(AVERAGE, first.get(p)).lerp_(p, 1 - average)
+            state.setdefault(AVERAGE, first.get(p)).lerp_(p, 1 - decay)
 
 
 @contextmanager

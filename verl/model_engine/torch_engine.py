@@ -329,7 +329,7 @@ class TorchEngine:
                 torch.nn.utils.clip_grads_with_norm_(params, self.spec.clip_grad_norm, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            step(self.optimizer, self.spec.average)
+            step(self.optimizer, self.spec.average, self._optimizer_step + 1)
             self._optimizer_step += 1
             self._skipped = 0
         else:
