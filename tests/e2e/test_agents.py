@@ -233,3 +233,55 @@ def test_a_row_that_names_what_is_not_there_is_refused(tmp_path, taught):
     ):
         with pytest.raises(ValueError, match=said):
             run_rl(load_config(args(tmp_path, taught, *more)), quiet=True)
+
+
+BROKEN = """
+import os, time
+from pathlib import Path
+
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import ToolResponse
+
+
+class Multiply(BaseTool):
+    async def execute(self, instance_id, parameters, does="", **kwargs):
+        once = Path(__file__).with_name("once")
+        if does == "exit":
+            os._exit(9)
+        if does == "block" and not once.exists():
+            once.touch()
+            while True:
+                time.sleep(1)
+        return ToolResponse(text=str(parameters["a"] * parameters["b"])), 0.0, {}
+"""
+
+
+def test_of_a_row_that_ends_the_loop_process_and_one_that_blocks_it_once_only_the_first_is_lost(
+    tmp_path, taught, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "blocking_tool.py").write_text(BROKEN)
+    schema = dict(function_as_tool(multiply).schema)
+    listed = {"class_name": "blocking_tool.Multiply", "config": {"type": "native"}, "tool_schema": schema}
+    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [listed]}))
+    lines = map(json.loads, (taught[1] / "rows.jsonl").read_text().splitlines())
+    asked = {line["prompt"][0]["content"]: line for line in lines}
+    for name, does in (("5x5", "exit"), ("2x2", "block"), ("3x4", "")):
+        asked[name]["tools_kwargs"] = {"multiply": {"execute_kwargs": {"does": does}}}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(asked[n]) + "\n" for n in ("5x5", "2x2", "3x4")))
+    sizes = ("step.prompts_per_step=2", "step.samples_per_prompt=2", "run.total_steps=1", "pipeline.max_attempts=1")
+    given = (f"agent.tools=[{tmp_path / 'tools.yaml'}]", "agent.tool_timeout_s=1", "rollout.temperature=0.1")
+    rows = (f"data.train_files=[{tmp_path / 'rows.jsonl'}]", f"data.cache_dir={tmp_path / 'cache'}")
+    limits = ("agent.max_turns=2", "pipeline.max_invalid_share=0.6")
+    run_rl(load_config(args(tmp_path, taught, *given, *sizes, *limits, *rows)), quiet=True)
+    assert (tmp_path / "once").exists(), "it was blocked"
+    scored = [e.data for e in read_events(tmp_path / "r", {"scored"})]
+    wrong = [data for data in scored if set(data["outcomes"]) != {"ok"}]
+    assert len(scored) == 3 and len(wrong) == 1 and "failed" in wrong[0]["outcomes"]
+    assert all("is gone: it ended with exit code or signal 9" in error for error in wrong[0]["errors"])
+    metrics = metrics_of(tmp_path / "r")[1]
+    lost = wrong[0]["outcomes"].count("failed")
+    assert metrics["groups/failed"] == 1 and metrics["reward/invalid_share"] == pytest.approx(lost / 6)
+    prompts = {hermes_tokenizer().decode(row.prompt_ids) for row in read_samples(tmp_path / "r", 1)}
+    assert len(prompts) == 2 and not any("5x5" in text for text in prompts)

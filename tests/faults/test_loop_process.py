@@ -129,7 +129,8 @@ class Does(AgentLoopBase):
             (there / "begun").write_text(str(os.getpid()))
             await asyncio.sleep(60)
         if what == "wait":
-            (there / "begun").write_text(str(os.getpid()))
+            begun = [os.getpid(), *grandchild()] if kwargs.get("starts") else [os.getpid()]
+            (there / "begun").write_text(" ".join(map(str, begun)))
             try:
                 await asyncio.sleep(60)
             finally:
@@ -139,10 +140,18 @@ class Does(AgentLoopBase):
         if what == "print":
             print("{}" * 2000, flush=True)
             os.write(1, b"\0" * 100)
-        name = what if what in ("lost", "long") else "r"
+        name = what if what in ("lost", "long") else kwargs["request_id"]
         out = await self.server_manager.generate(name, prompt_ids=prompt, sampling_params=sampling_params)
         fields = {"object": object()} if what == "object" else {}
         return None if what == "nothing" else AgentLoopOutput(prompt, out.token_ids, [1] * 5, extra_fields=fields)
+
+
+def grandchild() -> list[int]:
+    """Pids of a process that a tool starts, in a session of its own, and of what that starts."""
+    command = "sleep 600 & echo $!; exec sleep 600"
+    started = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, start_new_session=True)
+    assert started.stdout is not None
+    return [started.pid, int(started.stdout.readline())]
 
 
 def loops_of(there: str, start: int) -> Loops:
@@ -407,7 +416,8 @@ def test_it_ends_with_a_driver_that_was_killed(tmp_path: Path) -> None:
         "from verl.agent_loop.runner import HostedLoop, Runner\n"
         "async def main():\n"
         f"    runner = Runner(loops_of, {str(tmp_path)!r}, silent_s=60)\n"
-        f"    await played(HostedLoop(manager_of(Engine()), task_of(), runner), what='wait', there={str(tmp_path)!r})\n"
+        "    loop = HostedLoop(manager_of(Engine()), task_of(), runner)\n"
+        f"    await played(loop, what='wait', starts=True, there={str(tmp_path)!r})\n"
         "asyncio.run(main())\n"
     )
     driver = subprocess.Popen([sys.executable, str(script)])
@@ -417,7 +427,8 @@ def test_it_ends_with_a_driver_that_was_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    hosted = int((tmp_path / "begun").read_text())
-    while Path(f"/proc/{hosted}").exists():
-        assert time.monotonic() < until_s, "it outlived its driver"
+    pids = (tmp_path / "begun").read_text().split()
+    assert len(pids) == 3
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < until_s, f"{left} outlived their driver"
         time.sleep(0.05)
