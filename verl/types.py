@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -17,10 +17,9 @@ Source = Literal["prompt", "sampled", "env", "stored"]
 LEARNED: frozenset[Source] = frozenset(("sampled", "stored"))
 """What is trained on: the policy drew it, or it is an answer of the data, which no policy drew."""
 Purpose = Literal["train", "baseline", "eval"]
-StopReason = Literal[
-    "eos", "stop", "length", "abort", "tool", "context_full", "max_turns", "max_tool_calls", "no_progress", "error"
-]
-CUT: frozenset[StopReason] = frozenset(("length", "context_full", "max_turns", "max_tool_calls"))
+Cut = Literal["length", "context_full", "max_turns", "max_tool_calls", "wall"]
+StopReason = Literal["eos", "stop", "abort", "tool", "no_progress", "error", Cut]
+CUT: frozenset[StopReason] = frozenset(get_args(Cut))
 """A budget ended it, not the model."""
 Outcome = Literal["ok", "invalid", "failed", "cancelled"]
 Unit = Literal["token", "turn", "sequence", "group", "step", "update"]

@@ -11,21 +11,25 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sandbox_escapes
 from each import each
 
 from verl.agent_loop.tools import Toolbox, close_tools, load_tools
 from verl.chat.parsing import ToolCall
+from verl.config.schema import Config
+from verl.driver.assemble_rewards import sandbox_of
 from verl.reward.code import code_score, program_of, same_text, same_value
 from verl.reward.compute import compute_score
 from verl.sandbox import code as sandboxes
 from verl.sandbox import guardian
 from verl.sandbox.code import CodeSandbox, Limits, Ran, SandboxGone, _Link
 from verl.tools.function_tool import ToolBroken
+from verl.types import Task
 
 NOBODY = 65534
 BWRAP = pytest.mark.skipif(
@@ -91,6 +95,14 @@ EXPRESSIONS = (
     + [f"__import__('{m}').__name__" for m in ("json", "re", "heapq", "decimal", "sqlite3", "zlib", "ctypes", "uuid")]
     + [f"[x ** {k} for x in range(5)]" for k in range(10)]
     + [f"__import__('math').comb({n}, {n // 2})" for n in range(10, 22)]
+    + [f"__import__('itertools').{f}" for f in ("chain([1], [2]).__next__()", "accumulate([3, 4]).__next__()")]
+    + [f"'{text}'.encode().hex()" for text in ("abc", "é", "\\n", "日")]
+    + [f"__import__('fractions').Fraction({a}, {b})" for a, b in ((1, 3), (-6, 4), (10, 5))]
+    + [
+        "{**{'a': 1}, 'b': [None, True]}",
+        "(lambda *a, **k: (a, k))(1, b=2)",
+        "__import__('datetime').date(2024, 2, 29)",
+    ]
     + ["__import__('re').findall(r'[0-9]+', 'a1b22c333')", "'%.3f' % 2.5", "hash(1)", "float('nan') != float('nan')"]
 )
 PROGRAMS = json.loads((Path(sandbox_escapes.__file__).parent / "data" / "sandbox_programs.json").read_text())
@@ -102,7 +114,7 @@ def test_programs_do_what_they_do_elsewhere(sandbox):
         text, times = p["repeat"] or (p["stdin"], 1)
         ran = sandbox.run(p["code"], text * times)
         assert (ran.status, ran.stdout) == (p["status"], p["stdout"]), (p["name"], ran)
-    assert len(PROGRAMS) + len(EXPRESSIONS) >= 100
+    assert len(PROGRAMS) + len(EXPRESSIONS) == 120
     # One process each, and one sandbox.
     ran = sandbox.run_all("import sys\nprint(eval(sys.stdin.read()))", [{"stdin": text} for text in EXPRESSIONS])
     assert [(one.status, one.stdout) for one in ran] == [("ok", f"{eval(text)}\n") for text in EXPRESSIONS]
@@ -454,6 +466,7 @@ def test_the_code_tool_keeps_a_session_per_trajectory(tmp_path):
         "  config: {type: native, tier: launcher, wall_s: 2}\n"
     )
     tools = load_tools([str(yaml)])
+    assert tools["code_interpreter"].held.instance.note() == "code sandbox of code_interpreter: launcher"
 
     def call(code):
         return ToolCall("code_interpreter", {"code": code})
@@ -476,6 +489,16 @@ def test_the_code_tool_keeps_a_session_per_trajectory(tmp_path):
     pid = tools["code_interpreter"].held.instance._sandbox._popen.pid
     close_tools(tools)
     assert not Path(f"/proc/{pid}").exists(), "the sandbox ends with the run"
+
+
+def test_the_start_of_a_run_says_what_keeps_programs_in():
+    task = Task(task_id="t", index=0, messages=(), prompt_ids=np.arange(3), data_source="taco")
+    config = Config()
+    config.reward.kwargs = {"tier": "launcher"}
+    assert sandbox_of(config, [task]) == ("code sandbox of rewards: launcher",)
+    assert sandbox_of(config, [replace(task, data_source="gsm8k")]) == ()
+    config.reward.path = "own.py"
+    assert sandbox_of(config, [task]) == ()
 
 
 def test_nothing_of_ours_stays_behind():

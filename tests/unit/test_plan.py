@@ -41,6 +41,47 @@ def config_of(folder: Path, *args: str, model: str = "qwen") -> Config:
     return load_config([f"model.path={folder}/{model}", *files, "model.dtype=bfloat16", *args]).config
 
 
+TEMPLATES = {
+    "chat_template.jinja": '<tool_call>{"name": .., "arguments": ..}',
+    "tokenizer_config.json": json.dumps(
+        {"chat_template": [{"name": "tool_use", "template": "<tool_call> <function= <parameter="}]}
+    ),
+}
+
+
+def test_how_calls_are_written_is_read_off_the_template(folder, tmp_path):
+    tools = "agent.tools=[tools.py]"
+
+    def said(*args: str) -> str:
+        text = render_plan(
+            make_plan(
+                config_of(
+                    tmp_path.parent,
+                    *args,
+                    f"data.train_files={folder}/train.jsonl",
+                    f"data.eval_files={folder}/test.jsonl",
+                    model=tmp_path.name,
+                )
+            )
+        )
+        return next((line for line in text.splitlines() if line.startswith("agent")), "")
+
+    write_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert said() == "" and "unknown: agent.format=auto" in said(tools) and "set agent.format" in said(tools)
+    for file, family in (("tokenizer_config.json", "qwen3_coder"), ("chat_template.jinja", "hermes")):
+        (tmp_path / file).write_text(TEMPLATES[file])
+        assert said(tools) == f"agent     calls of tools are written as {family}"
+    own = tmp_path / "own.jinja"
+    own.write_text("[TOOL_CALLS]")
+    assert said(tools, f"model.chat_template={own}").endswith(" mistral")
+    assert said(tools, "agent.format=glm").endswith(" glm") and said(tools, "agent.format=renderers:qwen3").endswith(
+        "qwen3"
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"response_template": {"fields": {}}}))
+    assert said(tools).endswith(" of the tokenizer")
+
+
 GOLDEN_RL = """\
 model     Qwen2ForCausalLM: 24 layers, hidden 896, 14 heads (2 kv), vocabulary 151,936; 494,032,768 parameters, tied embeddings; stored 942 MiB bfloat16
 step      64 prompts x 8 = 512 trajectories -> 4 updates of 128 -> about 36 micro-batches

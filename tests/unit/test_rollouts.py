@@ -66,10 +66,12 @@ def test_rows_of_a_group_are_in_order_and_carry_what_was_played(tmp_path):
 
 def test_what_a_loop_and_a_reward_are_given(tmp_path):
     seen: dict[str, Any] = {}
+    stage: Any = None
 
     class Looks(SingleTurnLoop):
         async def run(self, sampling_params, **kwargs):
             seen["row"], seen["params"] = kwargs, sampling_params
+            seen["wall_s"] = self.server_manager.wall_s / stage.trajectories.timeout_s
             return await super().run(sampling_params, **kwargs)
 
     def reward(request):
@@ -77,6 +79,7 @@ def test_what_a_loop_and_a_reward_are_given(tmp_path):
         return Score(1.0)
 
     async def test():
+        nonlocal stage
         stage = Stage(
             tmp_path,
             prompts=1,
@@ -92,6 +95,7 @@ def test_what_a_loop_and_a_reward_are_given(tmp_path):
     row, request = seen["row"], seen["request"]
     assert row["ability"] == "math" and row["raw_prompt"] == [{"role": "user", "content": "q0"}] and row["index"] == 0
     assert row["request_id"] == request.request_id and row["prompt_ids"].tolist() == [1, 2, 3]
+    assert seen["wall_s"] == 0.75, "a trajectory ends as cut before its attempt fails"
     assert seen["params"]["max_tokens"] == 8 and seen["params"]["temperature"] == 1.0
     said = {"num_turns": 2, "turn_texts": [request.solution_str]}
     assert request.ground_truth == "0" and request.extra_info == {"split": "train", **said}

@@ -31,7 +31,7 @@ from verl.config.schema import Config
 from verl.rollout.base import Completion
 from verl.tools import BaseTool, OpenAIFunctionToolSchema, ToolBroken, ToolResponse, function_tool
 from verl.tools.function_tool import ToolLimits
-from verl.types import Sampling
+from verl.types import CUT, Sampling, Task
 
 USER = {"role": "user", "content": "12 x 34?"}
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 12, "b": 34}}\n</tool_call>'
@@ -72,9 +72,12 @@ def kit_of(tools: Sequence[Tool], template: str = HERMES, **limits: Any) -> tupl
 def played(tools: Sequence[Tool], *texts: str, template: str = HERMES, budget: int = 2000, turns=None, **limits: Any):
     """(tokenizer, engine, manager, checked output, the loop's outputs) of one trajectory."""
     more = {key: limits.pop(key) for key in ("extra_info", "row_tools") if key in limits}
+    more["clock"] = {key: limits.pop(key) for key in ("wall_s",) if key in limits}
     tokenizer, kit = limits.pop("made", None) or kit_of(tools, template, **limits)
     engine, sampling = Speaks(tokenizer, *texts), Sampling(max_tokens=budget)
-    manager = ServerManager(engine, sampling, seed_parts=("s",), max_turns=turns, credits_turns=True)
+    manager = ServerManager(
+        engine, sampling, seed_parts=("s",), max_turns=turns, credits_turns=True, **more.get("clock", {})
+    )
     row = {"tools": more.get("row_tools", ()), "extra_info": more.get("extra_info", {}), "raw_prompt": [USER]}
     prompt = kit.renderer.ids([USER], prompt=True)
 
@@ -170,9 +173,11 @@ def test_what_ran_out_is_the_stop_reason():
         (played([MULTIPLY], *map(other, range(9)), max_tool_calls=2), "max_tool_calls", 3),
         (played([MULTIPLY], *map(other, range(9)), budget=160), ("context_full", "length"), None),
         (played([MULTIPLY], *[CALL] * 9), "no_progress", 3),
+        (played([MULTIPLY], *map(other, range(9)), wall_s=0.0), "wall", 1),
         (played([MULTIPLY], CALL, "ok"), "eos", 2),
     ]
     for (_, engine, _, found, _), reason, calls in cases:
+        assert (found.stop_reason in CUT) == (found.stop_reason not in ("no_progress", "eos"))
         assert found.stop_reason in reason and (calls is None or engine.calls == calls), (found.stop_reason, reason)
         assert any(s.source == "sampled" for s in found.segments)
 
@@ -220,7 +225,7 @@ def test_a_tool_cannot_forge_a_turn():
 
 
 def test_long_results_lose_their_middle_and_say_so():
-    for size in (3000, 40_000_000):
+    for size in (3000, 100_000_000):
         tokenizer, _, _, found, _ = played([returns("a" + "x" * size + "z")], LOOK, "Done.", max_tool_result_tokens=64)
         env = next(s for s in found.segments if s.source == "env").ids
         text = tokenizer.decode(env)
@@ -340,6 +345,16 @@ def test_a_wrong_call_goes_back_with_the_reason_and_is_not_run(call, said):
     if malformed:
         (turn,) = (entry for entry in manager.timeline if "malformed" in entry)
         assert said in turn["malformed"] and 0 <= turn["first"] < turn["end"] <= len(call)
+
+
+def test_arguments_of_ten_megabytes_are_read_or_go_back():
+    parser, deep = TurnParser(FORMATS["hermes"]), "[" * 5_000_000 + "]" * 5_000_000
+    found = parser.parse(CALL.replace("12", deep))
+    assert not found.calls and found.malformed.reason == "the arguments are nested too deeply"
+    assert found.malformed.span == (0, len(CALL) + 10_000_000 - 2)
+    (call,) = parser.parse(CALL.replace("12", "[" * 50 + '"' + "x" * 10_000_000 + '"' + "]" * 50)).calls
+    answer = asyncio.run(Toolbox({"multiply": MULTIPLY}, {}, 30.0).call(call))
+    assert answer.text == "Error: wrong arguments for multiply: a must be integer, not list"
 
 
 # -- verl's tools ------------------------------------------------------------------------------------------------------
@@ -505,6 +520,9 @@ def test_mistakes_with_tools_are_refused_at_the_start(tmp_path):
     (tmp_path / "loop.py").write_text("class Loop:\n    pass\n")
     (tmp_path / "bad.yaml").write_text("tools: 3\n")
     ok, tokenizer = str(tmp_path / "ok.py"), hermes_tokenizer()
+    picky = hermes_tokenizer(
+        "{% for t in tools or [] if t.function.name == 'add' %}{{ raise_exception('no adding') }}{% endfor %}" + HERMES
+    )
     plain = hermes_tokenizer(HERMES.replace("if tools", "if false"))
     mute = hermes_tokenizer(HERMES.replace("<tool_call>", "<call>").replace("</tool_call>", "</call>"))
     cases = [
@@ -517,6 +535,7 @@ def test_mistakes_with_tools_are_refused_at_the_start(tmp_path):
         ({"tools": [f"{ok}:sub"]}, tokenizer, "there are"),
         ({"tools": [str(tmp_path / "bad.yaml")]}, tokenizer, "a list of class_name"),
         ({"tools": [ok]}, plain, "does not render tools"),
+        ({"tools": [ok]}, picky, "chat template of .* cannot render the schema of add: .*no adding"),
         ({"tools": [ok]}, mute, "set agent.format"),
         ({"tools": [ok], "format": "morse"}, tokenizer, "agent.format=morse"),
         ({"loop": "nothing"}, tokenizer, "there are single_turn, tool_agent"),
@@ -527,6 +546,19 @@ def test_mistakes_with_tools_are_refused_at_the_start(tmp_path):
             load_loops(config_of(**agent), model, (model.eos_token_id,))
     loops = load_loops(config_of(tools=[ok], loop="tool_agent"), tokenizer, (tokenizer.eos_token_id,))
     assert loops.players.names == ("single_turn", "tool_agent") and "hermes" in loops.notes[0]
+
+
+def test_a_row_may_name_another_loop_of_the_same_file(tmp_path):
+    one = "class {}(AgentLoopBase):\n    async def run(self, sampling_params, **kwargs):\n        pass\n"
+    head = "from verl.agent_loop.base import AgentLoopBase\n"
+    (tmp_path / "loops.py").write_text(head + one.format("First") + one.format("Second"))
+    tokenizer, named = hermes_tokenizer(), f"{tmp_path / 'loops.py'}:First"
+    loops = load_loops(config_of(loop=named), tokenizer, (tokenizer.eos_token_id,))
+    assert loops.players.names == ("single_turn", named, "First", "Second")
+    manager = ServerManager(FakeEngine(), Sampling(max_tokens=8), seed_parts=("s",))
+    task = Task(task_id="t", index=0, messages=(USER,), prompt_ids=np.arange(3))
+    made = [type(loops.make(manager, replace(task, agent=name))).__name__ for name in ("", "First", "Second")]
+    assert made == ["First", "First", "Second"]
 
 
 # -- the whole, at random ----------------------------------------------------------------------------------------------

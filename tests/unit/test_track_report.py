@@ -82,6 +82,7 @@ def make_run(folder, steps=6, text="it is 4", **changes):
         write_samples(folder, step, [sample(step, g, 0, purpose="eval", text=text) for g in range(5)], "eval")
     (folder / "config.yaml").write_text(f"run:\n  name: {json.dumps(text)}\nalgorithm:\n  name: grpo\n")
     log = EventLog(folder, 0)
+    log.append("resumed", 1, {"told": ["code sandbox of rewards: bubblewrap"]})
     log.append("alarm", 2, {"level": "warn", "name": "canary", "message": text, "metric": ""})
     log.close()
     return folder
@@ -106,7 +107,8 @@ def test_the_report_is_one_file_that_asks_for_nothing(tmp_path):
 def test_the_report_holds_what_the_run_did(tmp_path):
     data = data_of(write_report(make_run(tmp_path)).read_text())
     assert data["run"]["name"] == "it is 4" and data["run"]["steps"] == 6
-    assert data["highlights"] == [{"label": "algorithm", "key": "algorithm.name", "value": "grpo"}]
+    sandbox = {"label": "code sandbox of rewards", "key": "at the start", "value": "bubblewrap"}
+    assert data["highlights"] == [{"label": "algorithm", "key": "algorithm.name", "value": "grpo"}, sandbox]
     accuracy = data["summary"][0]
     assert (accuracy["before"], accuracy["after"], accuracy["better"]) == (0.3, 0.6, "up")
     assert data["series"]["eval/acc/greedy"]["x"] == [0, 3, 6]

@@ -86,8 +86,9 @@ NEUTRAL: Mapping[str, float] = {"repetition_penalty": 1, "n": 1}  # these values
 class ServerManager:
     """What a loop generates with, one per trajectory. Keeps every completion. The `max_tokens` of the sampling are the
     budget of the whole trajectory, environment tokens included: a call without room samples nothing: `context_full`;
-    nor does one after `max_turns` of them. counts: what else the loop counts, for `agent/NAME` in the metrics.
-    credits_turns: the algorithm reads rewards of single turns (`credit`). timeline: what was done when."""
+    nor does one after `max_turns` of them, nor a further one after `wall_s` seconds. counts: what else the loop counts,
+    for `agent/NAME` in the metrics. credits_turns: the algorithm reads rewards of single turns (`credit`). timeline:
+    what was done when."""
 
     engine: Generates
     sampling: Sampling
@@ -97,6 +98,7 @@ class ServerManager:
     media: tuple[str, ...] = ()
     max_turns: int | None = None
     credits_turns: bool = False
+    wall_s: float = math.inf
 
     def __post_init__(self) -> None:
         self._credits: dict[int, float] = {}
@@ -188,7 +190,8 @@ class ServerManager:
         self._limit = self._limit or len(ids) + self.sampling.max_tokens - self.taken
         room = self._limit - len(ids)
         spent = self.max_turns is not None and len(self.record) >= self.max_turns
-        self.ended_by = "max_turns" if spent else "context_full" if room < 1 else None
+        late = bool(self.record) and time.monotonic() - self._born_s >= self.wall_s
+        self.ended_by = "max_turns" if spent else "context_full" if room < 1 else "wall" if late else None
         if self.ended_by is not None:
             if spent:
                 self.counts["turn_limit"] = 1

@@ -15,7 +15,7 @@ from verl.agent_loop.mcp import tools_hash
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
-from verl.agent_loop.tools import Tool, close_tools, contents_of, load_tools, load_user_module
+from verl.agent_loop.tools import HeldTool, Tool, close_tools, contents_of, load_tools, load_user_module
 from verl.chat.bridge import bridge_of, plain_text
 from verl.chat.parsing import FORMATS, TurnParser, format_of, opening_of
 from verl.chat.renderers import PREFIX, load_package
@@ -44,7 +44,7 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
     loaded, and for tools with a model whose template has no place for them."""
     agent: AgentConfig = config.agent
     default, _ = played_by(agent.loop)
-    own = None if default in (SINGLE, TOOL) else _own_loop(default)
+    own = {} if default in (SINGLE, TOOL) else _own_loops(default)
     if default == TOOL and not agent.tools:
         raise ValueError("agent.loop=tool_agent without a tool: agent.tools=[FILE.py] (functions under @function_tool)")
     tools = load_tools(agent.tools, agent.tool_timeout_s)
@@ -64,12 +64,12 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
         if name == TOOL:
             assert kit is not None, "rows that name tool_agent without tools are refused when they are read"
             return ToolAgentLoop(config, manager, tokenizer, kit=kit)
-        assert own is not None, name
-        return own(config, manager, tokenizer)
+        return own[name](config, manager, tokenizer)
 
-    names = (SINGLE, *((TOOL,) if tools else ()), *((default,) if own else ()))
+    names = (SINGLE, *((TOOL,) if tools else ()), *own)
     players = Players(default, names, tuple(dict(tool.schema) for tool in tools.values()))
     contents = {**contents_of(tools), **({"agent.tools": listed} if (listed := tools_hash(tools)) else {})}
+    notes += tuple(said for t in tools.values() if isinstance(t.held, HeldTool) and (said := t.held.instance.note()))
     notes += (f"agent: the tools of MCP servers are those of now ({listed[:12]})",) if listed else ()
     return Loops(
         players=players,
@@ -88,16 +88,27 @@ def of_the_user(agent: AgentConfig) -> bool:
     return not in_driver and (name not in (SINGLE, TOOL) or not servers)
 
 
-def _own_loop(text: str) -> type[AgentLoopBase]:
+def _own_loops(text: str) -> dict[str, type[AgentLoopBase]]:
+    """The one that is named, and those of its file by their names, for rows."""
     path, _, name = text.partition(":") if ":" in text else text.rpartition(".")
     if not path or not name:
         raise ValueError(
             f"agent.loop={text}: there are {SINGLE}, {TOOL}, and your own as FILE.py:Class or module:Class"
         )
-    found = vars(load_user_module(path, "agent.loop")).get(name)
+    module = load_user_module(path, "agent.loop")
+    found = vars(module).get(name)
     if not inspect.isclass(found) or not issubclass(found, AgentLoopBase):
         raise ValueError(f"agent.loop={text}: {name} is no subclass of verl.agent_loop.base.AgentLoopBase")
-    return found
+    there = {n: c for n, c in vars(module).items() if inspect.isclass(c) and c.__module__ == module.__name__}
+    return {text: found, **{n: c for n, c in there.items() if issubclass(c, AgentLoopBase)}}
+
+
+def _refused(tokenizer: Any, template_kwargs: Mapping[str, Any], tool: Tool) -> bool:
+    try:
+        Renderer(tokenizer, template_kwargs, [dict(tool.schema)]).text([USER], prompt=True)
+    except ValueError:
+        return True
+    return False
 
 
 def _kit(
@@ -116,6 +127,13 @@ def _kit(
         )
     plain, renderer = plain_text(tokenizer), Renderer(tokenizer, template_kwargs)
     shown = Renderer(tokenizer, template_kwargs, [dict(t.schema) for t in tools.values()])
+    try:
+        shown.text([USER], prompt=True)
+    except ValueError as e:
+        one = next((t.name for t in tools.values() if _refused(tokenizer, template_kwargs, t)), "")
+        what = f"the schema of {one}" if one else "the tools together"
+        whose = f"the chat template of {tokenizer.name_or_path or 'this model'}"
+        raise ValueError(f"agent.tools: {whose} cannot render {what}: {e}. Fix: plainer hints, or no such tool") from e
     package, parser, bridge, name = None, None, None, agent.format
     if name.startswith(PREFIX):
         package = load_package(name.removeprefix(PREFIX), plain, template_kwargs, shown)

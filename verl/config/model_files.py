@@ -128,7 +128,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
         expert_parameters=sum(t.numel for n, t in counted.items() if ".experts." in n),
         stored_dtype=DTYPE_NAMES.get(main_dtype, main_dtype.lower()),
         stored_bytes=sum(t.num_bytes for t in tensors.values()),
-        has_chat_template=_has_chat_template(Path(tokenizer_path).expanduser() if tokenizer_path else folder),
+        has_chat_template=bool(chat_template_of(Path(tokenizer_path).expanduser() if tokenizer_path else folder)),
     )
 
 
@@ -259,8 +259,12 @@ def _is_buffer(name: str, tensor: TensorHeader) -> bool:
     return bool(_BUFFERS.search(name)) or bool(_CAUSAL_MASK.search(name) and len(tensor.shape) == 4)
 
 
-def _has_chat_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
-        return True
-    file = folder / "tokenizer_config.json"
-    return file.is_file() and bool(json_object(file, file.read_bytes()).get("chat_template"))
+def chat_template_of(folder: Path) -> str:
+    """The text of the tokenizer's template, of several all; "": none."""
+    if (file := folder / "chat_template.jinja").is_file():
+        return file.read_text(encoding="utf-8", errors="replace")
+    for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
+        found = json_object(file, file.read_bytes()).get("chat_template") if file.is_file() else None
+        if found:
+            return found if isinstance(found, str) else "\n".join(str(one.get("template", "")) for one in found)
+    return ""

@@ -17,9 +17,10 @@ from pathlib import Path
 import msgspec
 
 from verl.algorithms.presets import find, settled
+from verl.chat import parsing
 from verl.config.backends import SYNC, options_of, rollout_caches
 from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, on_cuda, rollout_dtype, teacher_share
-from verl.config.model_files import ModelFacts, describe_model, find_model_folder
+from verl.config.model_files import ModelFacts, chat_template_of, describe_model, find_model_folder, json_object
 from verl.config.schema import Config
 from verl.config.spread import Spread, spread_of
 from verl.data.files import expand_files, format_of
@@ -94,6 +95,7 @@ class Plan:
     warnings: tuple[str, ...]
     cluster: Spread | None = None  # And `memory` is that of the fullest rank.
     teacher_share: float | None = None  # Of the FLOPs of the policy's update.
+    calls: str = ""  # How those of tools are written; "": there are none.
 
     def to_json(self) -> str:
         """`plan.json` of the run directory."""
@@ -124,7 +126,21 @@ def make_plan(config: Config) -> Plan:
         warnings=(*_warnings(config, model, length), *small),
         cluster=spread,
         teacher_share=teacher_share(config),
+        calls=written_calls(config, Path(config.model.tokenizer_path or model.folder).expanduser()),
     )
+
+
+def written_calls(config: Config, folder: Path) -> str:
+    """As the start of the run finds it, from the text of the template alone."""
+    agent, own, file = config.agent, config.model.chat_template, folder / "tokenizer_config.json"
+    if not agent.tools or agent.format.startswith("renderers:"):
+        return agent.format if agent.tools else ""
+    if file.is_file() and json_object(file, file.read_bytes()).get("response_template"):
+        return "of the tokenizer"
+    try:
+        return parsing.format_of(Path(own).expanduser().read_text() if own else chat_template_of(folder), agent.format)
+    except (ValueError, OSError) as e:
+        return f"unknown: {e}"
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -376,6 +392,8 @@ def render_plan(plan: Plan) -> str:
     if plan.teacher_share is not None:
         said = f"its pass over a step takes {plan.teacher_share:.2g} of the FLOPs of the policy's update"
         lines["teacher"] = said if plan.teacher_share else "computed elsewhere"
+    if plan.calls:
+        lines["agent"] = f"calls of tools are written as {plan.calls}"
     lines |= _cluster_lines(plan.cluster) if plan.cluster else {}
     text = [f"{name:<9} {said}" for name, said in lines.items()]
     if plan.cluster is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
 from verl.data.render import Feedback
 from verl.data.source import Cursor, TaskTable, load_tasks
 from verl.driver.assemble_loops import loops_of
-from verl.driver.assemble_rewards import reward_of
+from verl.driver.assemble_rewards import reward_of, sandbox_of
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.home import home_of, server_place
 from verl.driver.measure import pool_metrics
@@ -110,7 +111,8 @@ async def _run_of(
     refused: what is to be closed if the start is."""
     config, (tokenizer, loops, tasks, eval_tasks) = resolved.config, data
     warned = (f"warning: {said}" for said in algorithm_warnings(config))
-    progress.message("\n".join([f"data: {tasks.report.summary()}", *loops.notes, *warned]))
+    claimed = replace(claimed, told=(*loops.notes, *sandbox_of(config, [tasks[0], *eval_tasks[:1]])))
+    progress.message("\n".join([f"data: {tasks.report.summary()}", *claimed.told, *warned]))
     waits, cursor = Waits(claimed.path / "waits.json"), _cursor(config, algorithm, len(tasks))
     num_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
     updates = policy_updates(config, num_steps)

@@ -10,6 +10,8 @@ import numpy as np
 from verl.algorithms.filters import Truncation
 from verl.config.schema import Config
 from verl.reward.base import RewardFn
+from verl.reward.code import check_tier
+from verl.reward.compute import CODE
 from verl.reward.model import Later, ModelReward, ScoreRows
 from verl.reward.pool import RewardPool, grader_spec
 from verl.reward.shaping import Shaped
@@ -45,6 +47,13 @@ async def reward_of(
     if r.overlong_buffer_tokens > 0 or coef is not None:
         found = Shaped(found, buffer_tokens=r.overlong_buffer_tokens, penalty=r.overlong_penalty, stop_coef=coef)
     return found, pool
+
+
+def sandbox_of(config: Config, tasks: Sequence[Task]) -> tuple[str, ...]:
+    """What keeps the programs in that the built-in rewards run, in a line; none, where they run none."""
+    if config.reward.path or config.reward.model or not any(task.data_source in CODE for task in tasks):
+        return ()
+    return (f"code sandbox of rewards: {check_tier(str(config.reward.kwargs.get('tier', 'auto')))}",)
 
 
 def _score_rows(scorer: ModelWorkers, timeout_s: float) -> ScoreRows:

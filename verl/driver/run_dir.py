@@ -51,6 +51,8 @@ class RunDir:
     hide: Callable[[str], str] = str  # what may not be recorded
     records: Path | None = None  # where a driver beside the first writes what it says of the run
 
+    told: tuple[str, ...] = ()  # of who plays and scores, as `what: how`, for the report
+
     def begun(self, total_steps: int) -> dict[str, Any]:
         """The data of this attempt's first event."""
         return {
@@ -58,6 +60,7 @@ class RunDir:
             "parent": self.parent,
             "changed": dict(self.changed),
             "notes": list(self.notes),
+            "told": list(self.told),
             "total_steps": total_steps,
         }
 

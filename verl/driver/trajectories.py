@@ -37,6 +37,7 @@ from verl.types import (
 )
 from verl.workers.waits import DeadlineExpired, Limit, Waits
 
+WALL_SHARE = 0.75  # of the time of an attempt, after which it has no further turn and ends as cut
 TOOL_FIELDS = ("tool_rewards", "rollout_reward_scores", "malformed_calls")
 """Of a loop's `extra_fields`, what the reward function sees in `extra_info` (verl's names)."""
 
@@ -78,6 +79,7 @@ class TrajectoryRunner:
     def __post_init__(self) -> None:
         assert self.max_attempts >= 1, f"max_attempts={self.max_attempts}: a trajectory is tried at least once"
         self._budget: dict[str, Any] = {"max_turns": self.max_turns, "credits_turns": self.credits_turns}
+        self._budget["wall_s"] = WALL_SHARE * self.timeout_s
 
     @property
     def longest_s(self) -> float:

@@ -84,6 +84,8 @@ class RunReader:
             "wall_s": number(sum(seconds for seconds in times if math.isfinite(seconds))),
         }
         found = [(label, key, lookup(self._config, key)) for label, key in HIGHLIGHTS]
+        begun = [event.data.get("told", ()) for event in read_events(self.run_dir, {"resumed"})]
+        found += [(what, "at the start", how) for what, _, how in (s.partition(": ") for s in (begun or [()])[-1])]
         return {
             "run": run,
             "highlights": [{"label": label, "key": key, "value": str(v)} for label, key, v in found if v is not None],

@@ -70,9 +70,10 @@ def _sandbox(tier: str, limits: Limits) -> CodeSandbox:
     return CodeSandbox(tier, limits)
 
 
-def check_tier(tier: str) -> None:
-    """ValueError where programs cannot be scored, for want of a sandbox."""
-    CodeSandbox(tier).close()
+def check_tier(tier: str) -> str:
+    """The tier that keeps programs in; ValueError where they cannot be scored, for want of a sandbox."""
+    with CodeSandbox(tier) as sandbox:
+        return sandbox.tier
 
 
 def tests_of(ground_truth: Any) -> tuple[Sequence[Any], Sequence[Any], str]:

@@ -40,5 +40,9 @@ class BaseTool:
         """What its answers come from, in a word or a hash: a run is not resumed with another one."""
         return ""
 
+    def note(self) -> str:
+        """What a person should read of it at the start of a run, as `what: how`."""
+        return ""
+
     def end_run(self) -> None:
         """No trajectory will call it again: let go of threads and files."""

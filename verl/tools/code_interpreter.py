@@ -66,6 +66,9 @@ class CodeInterpreter(BaseTool):
     def content(self) -> str:
         return read_tree(self._sandbox.workspaces.root) if self._sandbox.workspaces else ""
 
+    def note(self) -> str:
+        return f"code sandbox of {self.name}: {self._sandbox.tier}"
+
     def end_run(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._sandbox.close()
