@@ -219,7 +219,7 @@ async def silent(request: web.Request) -> web.StreamResponse:
 
 if __name__ == "__main__":
     if os.environ.get("SERVED_FAILS"):
-        print("the model cannot be loaded: no such thing")
+        print("the model cannot be loaded: no such thing", os.environ["SERVED_FAILS"], sep="\n")
         sys.exit(3)
     shared = bool(os.environ.get("SERVED_SHARES"))  # the port, with whoever does so too
     web.run_app(Served().app(), host="127.0.0.1", port=int(sys.argv[1]), print=None, reuse_port=shared)

@@ -104,7 +104,9 @@ def test_an_update_that_changes_nothing_is_found_by_the_canary(
 
     with sglang_server(tiny_model) as (double, url):
         double.take = ignored  # type: ignore[method-assign]
-        with pytest.raises(SyncError, match="does not run the trainer's weights"):
+        with pytest.raises(
+            SyncError, match="trainer's weights: serve this model by another one .rollout.engine=native or hf"
+        ):
             small_run(tmp_path, tiny_model, arithmetic_data, "rollout.engine=sglang", f"rollout.url={url}")
 
 
@@ -122,6 +124,8 @@ def test_a_server_with_weights_of_its_own_is_evaluated(tmp_path: Path, tiny_mode
     assert scores and {name: found[name] for name in scores} == {name: expected[name] for name in scores}
     with (
         server_process(other, tmp_path / "other.log") as (_, url),
-        pytest.raises(SyncError, match="does not run the trainer's weights"),
+        pytest.raises(
+            SyncError, match="trainer's weights: serve this model by another one .rollout.engine=native or hf"
+        ),
     ):
         evaluated(tmp_path / "wrong", "rollout.engine=openai", f"rollout.url={url}")

@@ -191,6 +191,22 @@ def test_a_server_that_cannot_start_says_why_with_the_end_of_its_log(tmp_path: P
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_a_server_without_the_architecture_is_one_line_with_the_fix(tmp_path: Path) -> None:
+    """As vLLM 0.32 says it, with all that it has behind it."""
+    said = "  Value error, Model architectures ['FooForCausalLM'] are not supported for now."
+
+    async def run() -> None:
+        engine = engine_of(tmp_path, SERVED_FAILS=f"{said} Supported architectures: dict_keys(['A', 'B'])\nlast line")
+        with pytest.raises(
+            ValueError, match=r"vLLM does not know this model \(Model arch.*set rollout.engine=nat"
+        ) as caught:
+            await engine.capabilities()
+        assert "\n" not in str(caught.value) and "dict_keys" not in str(caught.value)
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_a_start_has_a_deadline_that_names_what_is_waited_for(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "print('loading shard 3', flush=True); import time; time.sleep(600)"]
 

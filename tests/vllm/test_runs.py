@@ -89,5 +89,6 @@ def test_a_mixture_of_experts_is_refused_by_the_canary(tmp_path: Path, arithmeti
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert done.returncode != 0
     said = done.stdout + done.stderr
-    assert "does not run the trainer's weights" in said, said[-3000:]
+    last = said.strip().splitlines()[-1]
+    assert "does not run the trainer's weights" in last and "rollout.engine=native" in last, said[-3000:]
     assert not trained(tmp_path / "r")

@@ -30,12 +30,13 @@ from verl.rollout.base import (
     checked_ids,
 )
 from verl.rollout.calls import Call, after, ended, first
-from verl.rollout.connected import PROBE_S, Server
+from verl.rollout.connected import OTHERS, PROBE_S, Server
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 from verl.rollout.launching import Launch
 from verl.rollout.life import Life
 from verl.rollout.wire import Drawn, Reading
 from verl.types import Sampling
+from verl.weight_sync.base import SyncError
 
 AGAIN_S = 0.05  # between two words to abort a request that may not have arrived yet
 SETTLE_S = 2.0  # for the answers of a server that has finished its requests to arrive
@@ -272,6 +273,9 @@ class ServedEngine(Server):
                     await self._api.resume(self._call)
             except BaseException as e:
                 await self._fence(f"the update to version {sent.version} failed ({type(e).__name__}: {e})")
+                if self._version < 0 and isinstance(e, SyncError | ServerRefused):
+                    why = f"{self._expected.name} has never taken weights of this model"
+                    raise SyncError(f"{e}; {why}: start it with the same one, or set {OTHERS}") from e
                 raise
         parts = {"transfer": transferred, "load": loaded - still, "pause": time.perf_counter() - still}
         reader.delivered, reader.seconds = reader.delivered | set(sent.delivered), parts

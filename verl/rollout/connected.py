@@ -27,6 +27,20 @@ PORTS = 3  # that are tried after one that was taken
 PROBE_S = 30.0  # for one token of a healthy server
 
 
+LOG_LINES = 1000  # of a log, that are looked through for why it ended
+LACKS = ("are not supported for now", "Unknown architecture", "does not recognize this architecture")
+"""What servers say of an architecture that they do not have: vLLM and SGLang, TensorRT-LLM, transformers in any."""
+OTHERS = "rollout.engine=native (or hf, for whatever transformers has)"
+
+
+def _lacking(log: str) -> str:
+    """What its log says of an architecture that it does not have, up to the list of those that it has."""
+    found = [line for line in log.splitlines() if any(text in line for text in LACKS)]
+    return (
+        found[-1].partition(" Supported architectures")[0].strip().removeprefix("Value error, ")[-300:] if found else ""
+    )
+
+
 class Server:
     """at: the URL of one that runs, or what starts one, which then ends with this."""
 
@@ -117,6 +131,8 @@ class Server:
             await self._launched_anew(self._folder)
         elif others or (code := server.exit_code) is not None:
             how = "shares its port with another server" if others else f"ended with exit code {code} as it started"
+            if lacks := _lacking(server.tail(LOG_LINES)):
+                raise ValueError(f"{self._expected.name} does not know this model ({lacks}): set {OTHERS}")
             last = f"the last lines of {server.log}:\n{server.tail()}"
             raise RuntimeError(f"{self._expected.name} at {at} {how}; {last}")
         return not others  # where the kernel tells of nobody, nobody else is there

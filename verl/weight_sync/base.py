@@ -178,7 +178,8 @@ async def check_canary(
         return 0.0
     got = np.concatenate(await asyncio.gather(*(replica.score(ids) for ids in probes)))  # one pass, where it batches
     if why := fault(probed, got, tolerance):
-        raise SyncError(f"{at}: {why}; the rollout engine does not run the trainer's weights")
+        fix = "serve this model by another one (rollout.engine=native or hf), or have the server load the same model"
+        raise SyncError(f"{at}: {why}; the rollout engine does not run the trainer's weights: {fix}")
     return difference(probed, got)
 
 
