@@ -60,6 +60,7 @@ class Served:
                 web.post("/inference/v1/abort_requests", self._abort),
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
+                web.get("/is_paused", self._is_paused),
                 web.post("/init_weight_transfer_engine", self._ok),
                 web.post("/start_weight_update", self._ok),
                 web.post("/update_weights", self._ok),
@@ -113,6 +114,9 @@ class Served:
     async def _resume(self, request: web.Request) -> web.Response:
         self.going.set()
         return web.json_response({"status": "resumed"})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": not self.going.is_set()})
 
     async def _finish(self, request: web.Request) -> web.Response:
         self.weights = (await request.json())["weight_version"]

@@ -779,6 +779,40 @@ def test_what_comes_after_an_update_is_drawn_after_it(mode: Any) -> None:
     with_server(body, Served(step_s=0.01))
 
 
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_server_that_a_dead_driver_left_standing_goes_on_with_whole_weights_alone(paused: bool) -> None:
+    """The driver may have died amid an update: vLLM's engine ends where it is resumed then."""
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        served.going.clear()
+        await engine.capabilities()
+        if paused:  # by its new driver
+            await engine.pause()
+            await engine.resume()
+            await engine.pause()
+        assert "/resume" not in served.paths
+        assert await engine.load_weights(reader(3), on_inflight="abort") == 3
+        if paused:
+            assert "/resume" not in served.paths
+            await engine.resume()
+        assert served.paths.index("/finish_weight_update") < served.paths.index("/resume")
+        assert (await engine.generate("r", PROMPT, greedy(3))).spans == ((3, 0, 3),)
+        assert await engine.load_weights(reader(4)) == 4 and served.paths.count("/resume") == 2
+
+    with_server(body, loads=False)
+
+
+def test_one_that_was_left_standing_is_refused_where_it_would_have_been_at_start() -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        served.going.clear()
+        with pytest.raises(ValueError, match="log-probs before temperature and truncation"):
+            await engine.load_weights(reader(3))
+        with pytest.raises(ServerGone, match="out of service"):
+            await engine.generate("r", PROMPT, greedy(3))
+
+    with_server(body, Served(raw=True), loads=False)
+
+
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_a_paused_server_stays_paused_over_an_update(mode: Any) -> None:
     async def body(engine: ServedEngine, served: Served) -> None:

@@ -130,6 +130,10 @@ class Api:
         """`weights` or `kv`, which is asleep. With the last one it goes on."""
         raise NotImplementedError
 
+    async def paused(self, get: Post) -> bool | None:
+        """Whether it stands still; None: it does not tell."""
+        return None
+
     async def progress(self, get: Post) -> Any:
         """What changes whenever it has drawn a token; None: it does not tell."""
         return None

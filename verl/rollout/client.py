@@ -234,9 +234,16 @@ class ServedEngine(Server):
         async with self._control:
             if self._fenced is not None:
                 raise RuntimeError(f"{self._expected.name} must not go on: {self._fenced}")
-            await self._api.resume(self._call)
+            if not self._left or self._version >= 0:
+                await self._resumed()
             self._paused = False
             self._open.set()
+
+    async def _resumed(self) -> None:
+        await self._api.resume(self._call)
+        if self._left:
+            await self._proved()
+            self._left = False
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         """One transaction: stand still, load all, compare what was loaded, drop the prefixes, go on. Whatever fails
@@ -270,7 +277,7 @@ class ServedEngine(Server):
                 loaded = time.perf_counter()
                 await self.wake(("kv",))  # not before: old weights, new ones and KV are never there together
                 if not self._paused:
-                    await self._api.resume(self._call)
+                    await self._resumed()
             except BaseException as e:
                 await self._fence(f"the update to version {sent.version} failed ({type(e).__name__}: {e})")
                 if self._version < 0 and isinstance(e, SyncError | ServerRefused):
@@ -293,6 +300,8 @@ class ServedEngine(Server):
         calls, modes, pausing = list(self._pending.values()), self._api.modes, None
         if mode == "keep" and mode not in modes:
             raise ValueError(f"{what}: {self._expected.name} cannot make running requests stand still; wait, or abort")
+        if self._left:
+            return
         try:
             if mode in modes:
                 limit_s = self._limits.request_s if mode == "wait" else self._limits.control_s

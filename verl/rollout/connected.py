@@ -64,6 +64,7 @@ class Server:
         self._tag, self._number = uuid.uuid4().hex[:8], itertools.count()
         self._starting: asyncio.Task[None] | None = None
         self._ready = self._closed = False
+        self._left = False  # it stood still when it was found: it goes on, and is looked at, with whole weights
         self._fenced: str | None = None  # why it must not speak
         self._model = "policy"
 
@@ -146,8 +147,16 @@ class Server:
         except ServerRefused as e:
             fix = self._expected.needs.get("transfer", "it must take weights from shared memory")
             raise ValueError(f"{url} cannot be sent weights ({e}): {fix}") from e
+        if self._server is None and (paused := await self._api.paused(get)) is not False:
+            # left so by a driver that died, perhaps amid an update: resumed with half of it, an engine of vLLM ends
+            self._left = bool(paused)
+            if not self._left:
+                await self._api.resume(self._call)
+        if not self._left:
+            await self._proved()
+
+    async def _proved(self) -> None:
         if self._server is None:
-            await self._api.resume(self._call)  # whoever was here before may have left it standing
             await self._refuse_another_model()
             if not self._api.plain:
                 await self._refuse_raw_logprobs()

@@ -9,6 +9,7 @@ import numpy as np
 
 from verl.rollout.api import Api, Post, Room
 from verl.rollout.base import PauseMode
+from verl.rollout.http import ServerRefused
 from verl.rollout.wire import Drawn, NotUnderstood, prompt_scores
 from verl.types import Sampling
 from verl.weight_sync.base import SyncError, WeightSource
@@ -83,6 +84,12 @@ class VllmApi(Api):
 
     async def wake(self, post: Post, part: str) -> None:
         await post(f"/wake_up?tags={WORDS[part]}")
+
+    async def paused(self, get: Post) -> bool | None:
+        try:
+            return bool((await get("/is_paused"))["is_paused"])
+        except ServerRefused:  # what it lacks is said where it is needed
+            return None
 
     async def progress(self, get: Post) -> Any:
         told = (await get("/metrics", text=True)).splitlines()
