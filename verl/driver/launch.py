@@ -34,7 +34,6 @@ from verl.track.files import write_atomic
 from verl.track.metrics import reduce
 from verl.workers.answers import FENCE_S
 from verl.workers.group import Cluster, WorkerDied, first_cause
-from verl.workers.pools import Shortage
 from verl.workers.torchrun import is_spare, launched, take_part
 
 GC_THRESHOLD = 50_000
@@ -72,20 +71,21 @@ def run_rl(
     text, died = plan.to_json(), list[str]()
     for number in range(resolved.config.cluster.max_restarts + 1):
         with _repaired(resolved, number, died, progress):
-            return uvloop.run(_train(resolved, title, on_step, text, progress))
+            return uvloop.run(_train(resolved, title, on_step, text, progress, died))
     raise AssertionError("the last attempt returns or raises")
 
 
 @contextmanager
 def _repaired(resolved: Resolved, number: int, died: list[str], progress: LiveProgress) -> Iterator[None]:
-    """Attempt `number` at a run. If it ends with the death of a process that is noted in `died`, and one may follow."""
+    """Attempt `number` at a run. If it ends with the death of a process that is noted in `died`, and one may follow.
+    What it is refused for before it has begun comes after the death."""
     most = resolved.config.cluster.max_restarts
     try:
         yield
-    except Shortage as short:
+    except ValueError as refused:
         if not died:
             raise
-        raise WorkerDied(f"{died[-1]}; the run cannot start again: {short}") from None
+        raise WorkerDied(f"{died[-1]}; the run cannot start again: {refused}") from None
     except Exception as error:
         if not isinstance(cause := first_cause(error), WorkerDied | ReplicaLost) or number == most:
             raise
@@ -116,10 +116,13 @@ def _go_on(resolved: Resolved) -> None:
         run.resume = "auto"
 
 
-async def _train(resolved: Resolved, title: str, on_step: OnStep | None, plan: str, progress: LiveProgress) -> Finished:
+async def _train(
+    resolved: Resolved, title: str, on_step: OnStep | None, plan: str, progress: LiveProgress, died: list[str]
+) -> Finished:
     started = time.monotonic()
     with _crash_recorded(resolved, refused=(ValueError,)):
         run = await assemble(resolved, progress=progress, on_step=on_step)
+    died.clear()
     with _crash_recorded(resolved):
         await _trained(run, title or run.config.run.name, plan)
         return _finished(run, started)
@@ -190,16 +193,22 @@ def run_supervised(
     died = list[str]()
     for number in range(resolved.config.cluster.max_restarts + 1):
         with nullcontext() if launched() else _repaired(resolved, number, died, shown):  # torchrun starts all again
-            return uvloop.run(_fit(resolved, command, title, on_step, shown))
+            return uvloop.run(_fit(resolved, command, title, on_step, shown, died))
     raise AssertionError("the last attempt returns or raises")
 
 
 async def _fit(
-    resolved: Resolved, command: Literal["sft", "rm", "dpo"], title: str, on_step: OnStep | None, progress: LiveProgress
+    resolved: Resolved,
+    command: Literal["sft", "rm", "dpo"],
+    title: str,
+    on_step: OnStep | None,
+    progress: LiveProgress,
+    died: list[str],
 ) -> Finished:
     started = time.monotonic()
     with _crash_recorded(resolved, refused=(ValueError,)):
         run = await assemble_supervised(resolved, command, progress=progress, on_step=on_step)
+    died.clear()
     with _crash_recorded(resolved):
         try:
             if run.first_index:
