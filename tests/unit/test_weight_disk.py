@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import socket
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from families import QWEN3_MOE
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from verl.models import tiny
@@ -41,6 +44,29 @@ def test_tensors_of_every_kind_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert stream.version == 7 and found.keys() == MIXED.keys()
     for name, tensor in MIXED.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_lie_there_as_transformers_saves_them_and_come_back_as_one_tensor(tmp_path: Path, dtype: Any) -> None:
+    """Servers read them one by one; a model in memory has them in one."""
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(QWEN3_MOE)).to(dtype)
+    folder, root = tmp_path / "model", tmp_path / "root"
+    model.save_pretrained(folder)
+    root.mkdir()
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    outlet = DiskOutlet(root, folder)
+    for version in (1, 2):
+        at = stage(outlet, version, state)
+    saved, written = (load_file(of / "model.safetensors") for of in (folder, at))
+    assert any(".experts.3.gate_proj.weight" in name for name in saved) and written.keys() == saved.keys()
+    stream = open_weights(str(at))
+    came = dict(stream.tensors())
+    assert stream.version == 2 and came.keys() == state.keys()
+    for of, expected in ((written, saved), (came, state)):
+        for name, tensor in expected.items():
+            assert of[name].dtype == dtype and torch.equal(of[name], tensor), name
+    loaded = AutoModelForCausalLM.from_pretrained(at, local_files_only=True, dtype=dtype).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 
 
 def test_a_version_is_a_model_folder_that_transformers_loads(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -53,7 +54,7 @@ class HfExport:
             raise ValueError(f"{directory} already holds weights ({stale[0]}, ...): export into a new folder")
         _copy_companions(self.source_dir, directory, self.tokenizer_dir, self.chat_template)
         _write_json(directory / "config.json", config)
-        model = _skeleton(directory)
+        model = skeleton(directory)
         tied = _ties_of(model, config)
         with ExitStack() as open_files:
             shards, bytes_of = _write_shards(directory, _checked(tensors, tied), open_files)
@@ -132,7 +133,7 @@ def _name_shards(directory: Path, shards: list[Shard]) -> None:
     _write_json(directory / "model.safetensors.index.json", index)
 
 
-def _skeleton(directory: Path) -> torch.nn.Module | None:
+def skeleton(directory: Path) -> torch.nn.Module | None:
     """The model of config.json without storage, or None if its class is not part of transformers (no foreign code is
     run for an export)."""
     import transformers
@@ -143,6 +144,22 @@ def _skeleton(directory: Path) -> torch.nn.Module | None:
             return transformers.AutoModelForCausalLM.from_config(config)
         kind = getattr(transformers, config.architectures[0], None)
         return kind._from_config(config) if kind is not None else None
+
+
+def saved_as(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...], int]]:
+    """What transformers makes of this tensor of the model when it saves it (experts one by one): (name in the folder,
+    shape, the row at which its own begin), in their order. A row: along the last dimension. ValueError for what is no
+    run of rows."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    rows = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], *([1] if shape else []))
+    found = []
+    for part, of in revert_weight_conversion(model, {name: rows}).items():  # type: ignore[arg-type]
+        first = int(of.reshape(-1)[0])
+        if of.shape[-1:] != rows.shape[-1:] or not torch.equal(of.reshape(-1), torch.arange(first, first + of.numel())):
+            raise ValueError(f"{name}: transformers saves it in an order that is none of its rows, as {part}")
+        found.append((part, (*of.shape[:-1], *shape[-1:]), first))
+    return sorted(found, key=lambda part: part[2])
 
 
 def _ties_of(model: torch.nn.Module | None, config: Mapping[str, Any]) -> Mapping[str, str]:

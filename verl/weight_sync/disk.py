@@ -1,7 +1,9 @@
 """Weights through a folder that both ends see: each version is a whole model folder, which anything that loads Hugging
 Face models can load. For servers that read their weights from a disk, here or on a machine that shares it.
 
-A folder is written beside its place and moved there when it is whole; it is never written again. The two latest stay.
+Its tensors have the names of a saved folder: experts that are one tensor in memory lie there one by one, as runs of its
+rows, and come to our own replicas as that one. A folder is written beside its place and moved there when it is whole;
+it is never written again. The two latest stay.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from verl.checkpoint.hf import saved_as, skeleton
 from verl.checkpoint.safetensors_file import DTYPES, host_bytes
 from verl.weight_sync.base import Entry, SyncContext, SyncError, TensorStream
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
@@ -29,8 +32,10 @@ from verl.weight_sync.options import Disk
 PREFIX = "verl-versions"
 WEIGHTS = "model.safetensors"
 KEPT = 2  # versions: a late reader may still be at the one before
-VERSION = "verl_version"  # in the file's own metadata
+VERSION, WHOLE = "verl_version", "verl_whole"  # in the file's own metadata; tensors that lie there in several parts
 NOT_LINKED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+Parts = dict[str, list[tuple[str, tuple[int, ...], int]]]  # see `saved_as`
 
 
 class DiskOutlet:
@@ -42,6 +47,7 @@ class DiskOutlet:
 
     def __init__(self, root: Path, model: Path | None = None) -> None:
         self._root, self._model = root, model
+        self._parts: Parts | None = None  # by the name that the engine delivers, found once
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         if not self._root.is_dir():
@@ -50,7 +56,9 @@ class DiskOutlet:
         folder, coming = self._root / f"version_{version}", self._root / f".coming-{uuid.uuid4().hex}"
         coming.mkdir()
         try:
-            _write(coming / WEIGHTS, version, shapes, tensors)
+            if self._parts is None:
+                self._parts = _parts_of(self._model, shapes)
+            _write(coming / WEIGHTS, version, shapes, tensors, self._parts)
             for path in self._model.iterdir() if self._model else ():
                 if path.is_file() and not path.name.endswith(NOT_LINKED):
                     (coming / path.name).symlink_to(path.resolve())
@@ -69,16 +77,34 @@ class DiskOutlet:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _write(path: Path, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def _parts_of(folder: Path | None, shapes: Mapping[str, Entry]) -> Parts:
+    """Of those tensors that have other names in a saved folder."""
+    if folder is None or (model := skeleton(folder)) is None:
+        return {}
+    found = {name: saved_as(model, name, entry.shape) for name, entry in shapes.items() if prod(entry.shape)}
+    return {name: parts for name, parts in found.items() if [part for part, _, _ in parts] != [name]}
+
+
+def _write(
+    path: Path, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]], in_parts: Parts
+) -> None:
     """One file, tensor by tensor. The widest come first in it: so each starts at a multiple of its item size."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt", VERSION: str(version)}}
+    about = {"format": "pt", VERSION: str(version)}
+    header: dict[str, object] = {"__metadata__": about}
+    whole: dict[str, tuple[str, tuple[int, ...], int]] = {}
     starts, end = {}, 0
     for name, entry in sorted(shapes.items(), key=lambda item: -vars(torch)[item[1].dtype].itemsize):
         dtype = vars(torch)[entry.dtype]
         starts[name], end = end, end + prod(entry.shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(entry.shape), "data_offsets": [starts[name], end]}
+        for part, shape, row in in_parts.get(name, [(name, entry.shape, 0)]):
+            at = starts[name] + row * prod(entry.shape[-1:]) * dtype.itemsize
+            offsets = [at, at + prod(shape) * dtype.itemsize]
+            header[part] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
+        if name in in_parts:
+            whole[name] = (entry.dtype, entry.shape, starts[name])
     if end > (free := shutil.disk_usage(path.parent).free):
         raise OSError(f"{end / 1e6:.0f} MB of weights do not fit into {path.parent.parent} ({free / 1e6:.0f} MB free)")
+    about[WHOLE] = json.dumps([whole, [part for parts in in_parts.values() for part, _, _ in parts]])
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     with path.open("wb") as file:
@@ -107,9 +133,16 @@ class DiskStream(TensorStream):
             return int(file.metadata()[VERSION])
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        with safe_open(self._path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
+        with safe_open(self._path, framework="pt") as file, self._path.open("rb") as raw:
+            whole, parts = json.loads(file.metadata()[WHOLE])
+            for name in sorted({*file.keys()} - {*parts}):
                 yield name, file.get_tensor(name)
+            first = 8 + int.from_bytes(raw.read(8), "little")
+            for name, (dtype, shape, start) in whole.items():
+                found = torch.empty(shape, dtype=vars(torch)[dtype])
+                raw.seek(first + start)
+                raw.readinto(found.view(-1).view(torch.uint8).numpy().data)
+                yield name, found
 
 
 def open_weights(address: str) -> DiskStream:
