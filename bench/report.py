@@ -41,6 +41,7 @@ SECTIONS = (
     "workers",
     "ray_runs",
     "weights",
+    "publish",
     "router",
     "distill",
     "distill_steps",

@@ -89,8 +89,11 @@ class Double:
 
 @dataclass(slots=True)
 class World:
+    """live: the version that every replica in service has."""
+
     router: Router
     version: int = 0
+    live: int = 0
 
     async def publish(self) -> None:
         """As the checkpoint engine and the publisher do."""
@@ -100,6 +103,7 @@ class World:
             return_exceptions=True,
         )
         self.router.published({i: str(e) for i, e in enumerate(found) if isinstance(e, BaseException)})
+        self.live = self.version
 
     @property
     def doubles(self) -> list[Double]:
@@ -163,12 +167,13 @@ async def deaths(replicas: int, limit_s: float) -> tuple[str, ...]:
         nonlocal asked, wrong
         while time.monotonic() < end_s:
             asked += 1
-            name, seed = f"r{asked}", asked
+            name, seed, live = f"r{asked}", asked, made.live
             done = await made.router.generate(
                 name, PROMPT, Sampling(max_tokens=2, seed=seed), prefix_key=str(seed // 8)
             )
             came[name] += 1
-            wrong += done.request_id != name or done.ids.tolist() != [seed, len(PROMPT)] or done.spans[0][0] < 0
+            stale = any(version < live for version, _, _ in done.spans)
+            wrong += done.request_id != name or done.ids.tolist() != [seed, len(PROMPT)] or stale
 
     async def killer() -> None:
         nonlocal killed

@@ -40,14 +40,14 @@ from transformers import Qwen3Config
 
 from bench.report import assemble
 from bench.results import Spread, Table
-from verl.rollout.base import RolloutContext
+from verl.rollout.base import RolloutContext, RolloutEngine
 from verl.rollout.native import engine as native_engine
 from verl.rollout.native.architecture import shape_of
 from verl.rollout.native.options import Options
 from verl.rollout.native.runner import NativeRunner
 from verl.rollout.native.weights import Storage
 from verl.weight_sync import collective, nixl, shm, tcp
-from verl.weight_sync.base import checksum
+from verl.weight_sync.base import SyncReport, checksum
 from verl.weight_sync.local import LocalCheckpointEngine
 from verl.weight_sync.sender import WeightSender, entry_of
 
@@ -287,9 +287,9 @@ def deltas(size_gb: float, rounds: int) -> list[tuple[str, ...]]:
     return rows
 
 
-async def paused(size_gb: float, rounds: int) -> list[tuple[str, ...]]:
-    """Rows of the last table."""
-    now, name = model(size_gb * 1e9), f"{shm.PREFIX}-{os.getpid()}-paused"
+async def publishes(now: Weights, rollout: RolloutEngine, rounds: int) -> list[SyncReport]:
+    """Of so many publishes through shared memory, without a canary, after those that are dropped."""
+    name = f"{shm.PREFIX}-{os.getpid()}-paused"
     sender = WeightSender(shm.ShmOutlet(name), verify_first=0)
     engine: Any = SimpleNamespace(weights=lambda: iter(now.items()), tied={}, masters={})
 
@@ -303,14 +303,18 @@ async def paused(size_gb: float, rounds: int) -> list[tuple[str, ...]]:
         release_weights=lambda version: done(lambda: sender.release(version)),
     )
     sync, found = LocalCheckpointEngine(probes=(), copies=True), []
-    context = RolloutContext(hf_config=config(layers_of(size_gb * 1e9)), max_context_tokens=256, dtype=torch.float32)
-    rollout = native_engine.build(Options(), context)
     for version in range(DROPPED + rounds):
         given = {"version": version, "exclusive": True, "on_inflight": ["keep"], "timeout_s": 600.0}
         found.append(await sync.publish(trainer, [rollout], **given))
     await rollout.close()
     shm.remove(name)
-    kept = found[DROPPED:]
+    return found[DROPPED:]
+
+
+async def paused(size_gb: float, rounds: int) -> list[tuple[str, ...]]:
+    """Rows of the last table."""
+    context = RolloutContext(hf_config=config(layers_of(size_gb * 1e9)), max_context_tokens=256, dtype=torch.float32)
+    kept = await publishes(model(size_gb * 1e9), native_engine.build(Options(), context), rounds)
     parts = [(part, [100 * one.seconds[part] / one.whole_s for one in kept]) for part in PARTS]
     whole = Spread.of([one.whole_s for one in kept]).text(2)
     label = {"pause": "rollout paused, of the whole sync (at most 50)"}

@@ -399,6 +399,15 @@ def test_the_router_bench_counts_what_is_lost_and_doubled(monkeypatch: pytest.Mo
     *_, exchanged = asyncio.run(router.deaths(3, 0.3))
     assert int(exchanged) > 0, "an answer to another request is seen"
 
+    async def says_so(self: Any, source: Any, *, on_inflight: str) -> Any:
+        self.version = 1
+        return source
+
+    monkeypatch.setattr(router.Double, "generate", generate)
+    monkeypatch.setattr(router.Double, "load_weights", says_so)
+    *_, stale = asyncio.run(router.deaths(3, 0.8))
+    assert int(stale) > 0, "an answer of weights that are not served any more is seen"
+
 
 # -- agents ------------------------------------------------------------------------------------------------------------
 
