@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -276,6 +277,19 @@ def test_a_class_that_transformers_does_not_have(tmp_path: Path) -> None:
 
 
 # ---- what would load as something else
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_experts_are_exported_one_by_one_as_transformers_saves_them(tmp_path: Path, kind: str) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 12, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 30, "num_experts": 3, "head_dim": 8}
+    tied = {"tie_word_embeddings": True, "num_local_experts": 3, "num_experts_per_tok": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **tied))
+    model.save_pretrained(tmp_path / "source")
+    HfExport(tmp_path / "source").write(tmp_path / "out", model.state_dict().items())
+    ours, theirs = (load_file(tmp_path / of / "model.safetensors") for of in ("out", "source"))
+    assert ours.keys() == theirs.keys() and any(".experts.2." in name for name in ours)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
 def test_missing_foreign_and_doubled_weights_are_refused(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class HfExport:
         model = skeleton(directory)
         tied = _ties_of(model, config)
         with ExitStack() as open_files:
-            shards, bytes_of = _write_shards(directory, _checked(tensors, tied), open_files)
+            shards, bytes_of = _write_shards(directory, _as_saved(model, _checked(tensors, tied)), open_files)
         _check_names({name for shard in shards for name in shard.names}, tied, model, self.source_dir)
         stored = max(bytes_of, key=bytes_of.__getitem__)
         _write_json(directory / "config.json", _with_dtype(config, str(stored).removeprefix("torch.")))
@@ -119,6 +119,20 @@ def _checked(
             )
 
 
+def _as_saved(
+    model: torch.nn.Module | None, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Under the names of a saved folder, experts one by one: what every serving engine reads."""
+    for name, tensor in tensors:
+        shape = tuple(tensor.shape)
+        parts = [(name, shape, 0)] if model is None else saved_as(model, name, shape)
+        if len(parts) == 1:
+            yield parts[0][0], tensor
+            continue
+        rows = tensor.reshape(-1, shape[-1])
+        yield from ((part, rows[row : row + math.prod(of[:-1])].view(of)) for part, of, row in parts)
+
+
 def _name_shards(directory: Path, shards: list[Shard]) -> None:
     """One file is model.safetensors; more are numbered, with an index."""
     if len(shards) == 1:
@@ -152,6 +166,8 @@ def saved_as(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> list[
     run of rows."""
     from transformers.core_model_loading import revert_weight_conversion
 
+    if not math.prod(shape):
+        return [(name, shape, 0)]
     rows = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], *([1] if shape else []))
     found = []
     for part, of in revert_weight_conversion(model, {name: rows}).items():  # type: ignore[arg-type]
@@ -177,12 +193,16 @@ def _check_names(names: set[str], tied: Mapping[str, str], model: torch.nn.Modul
     """Nothing missing, nothing foreign: from_pretrained would only warn, and start missing weights at random. A model
     has up to two naming schemes: that of its modules and, where it converts while loading, that of its files."""
     of_files = _weight_names(source_dir)
-    of_modules = set(model.state_dict()) if model is not None else of_files
+    state = {} if model is None else model.state_dict()
+    saved = {
+        n: {part for part, _, _ in saved_as(model, n, tuple(t.shape))} for n, t in state.items() if model is not None
+    }
+    of_modules = set[str]().union(*saved.values()) if model is not None else of_files
     if not of_modules:
         return
     if foreign := sorted(names - of_modules - of_files):
         raise ValueError(f"{len(foreign)} tensors are no weights of the model in {source_dir}, e.g. {foreign[:3]}")
-    covered = names | {alias for alias, owner in tied.items() if owner in names}
+    covered = names.union(*(saved.get(to, {to}) for to, owner in tied.items() if saved.get(owner, {owner}) <= names))
     missing = sorted(of_modules - covered)
     if missing and not (of_files and of_files <= covered):
         raise ValueError(f"{len(missing)} weights of the model are missing in the export, e.g. {missing[:3]}")

@@ -81,7 +81,7 @@ def _parts_of(folder: Path | None, shapes: Mapping[str, Entry]) -> Parts:
     """Of those tensors that have other names in a saved folder."""
     if folder is None or (model := skeleton(folder)) is None:
         return {}
-    found = {name: saved_as(model, name, entry.shape) for name, entry in shapes.items() if prod(entry.shape)}
+    found = {name: saved_as(model, name, entry.shape) for name, entry in shapes.items()}
     return {name: parts for name, parts in found.items() if [part for part, _, _ in parts] != [name]}
 
 
