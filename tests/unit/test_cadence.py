@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,10 @@ import pytest
 from verl.checkpoint.store import CheckpointStore, SaveFailed
 from verl.driver import checkpointer
 from verl.driver.checkpointer import Cadence, Checkpointer
+from verl.driver.roles import Learner
+from verl.workers.inproc import InprocGroup
+from verl.workers.model_workers import ModelWorkers
+from verl.workers.role import Role
 from verl.workers.waits import Waits
 
 
@@ -66,17 +71,45 @@ class Model:
         return future
 
 
+def checkpointer_of(tmp_path: Any, model: Any, told: list[str], needed_bytes: int, wait_timeout_s: float) -> Any:
+    run = SimpleNamespace(save_every_steps=1, grace_s=1.0, wait_timeout_s=wait_timeout_s)
+    config, cluster = SimpleNamespace(run=run), SimpleNamespace(apart=True, drivers=None)
+    learner: Any = SimpleNamespace(config=config, models={"actor": model}, waits=Waits(), cluster=cluster)
+    learner.done = partial(Learner.done, learner)
+    claimed: Any = SimpleNamespace(state=None, store=CheckpointStore(tmp_path), records="elsewhere")
+    reporter: Any = SimpleNamespace(progress=SimpleNamespace(message=told.append), events=SimpleNamespace(append=print))
+    return Checkpointer(claimed, learner, ("actor",), needed_bytes, reporter)
+
+
 def saved(tmp_path: Any, answers: BaseException | None, needed_bytes: int = 0) -> list[str]:
     """A save of a model of so many bytes under a limit of 0.05 s; the warnings that the run goes on with."""
     told: list[str] = []
-    run = SimpleNamespace(save_every_steps=1, grace_s=1.0, wait_timeout_s=0.05)
-    learner = SimpleNamespace(config=SimpleNamespace(run=run), models={"actor": Model(answers)}, waits=Waits())
-    claimed = SimpleNamespace(state=None, store=CheckpointStore(tmp_path), records="elsewhere")
-    reporter = SimpleNamespace(progress=SimpleNamespace(message=told.append), events=SimpleNamespace(append=print))
-    made = Checkpointer(claimed, learner, ("actor",), needed_bytes, reporter)  # type: ignore[arg-type]
+    made = checkpointer_of(tmp_path, Model(answers), told, needed_bytes, 0.05)
     state: Any = SimpleNamespace(step=1, version=1)
     asyncio.run(made._commit(made._write(state, None), state, 0.0, last=False))
     return told
+
+
+def test_a_snapshot_that_a_full_disk_refuses_is_not_kept(tmp_path):
+    """A rank would hold weights and moments in host memory until the next save, or to the end of the run. A later one,
+    for a step that may be stopped, stays."""
+    for later in (False, True):
+        engine: Any = SimpleNamespace(snapshot=lambda: "weights and moments")
+        told, role = list[str](), Role("actor", None, engine)  # type: ignore[arg-type]
+        workers = ModelWorkers(InprocGroup("actor", [role]), engine)
+        made = checkpointer_of(tmp_path, workers, told, 1 << 60, 60.0)
+        state: Any = SimpleNamespace(step=1, version=1)
+
+        async def save() -> bool:
+            await made._copy(1)
+            if later:
+                await made._copy(2)
+            await made._commit(made._write_beside(state, None), state, 0.0, last=False)
+            return role._snapshot is not None
+
+        assert asyncio.run(save()) is later
+        (line,) = told
+        assert "checkpoint of step 1 was not written" in line and "are free" in line
 
 
 def test_a_deadline_in_a_save_is_no_fault_of_the_disk(tmp_path, monkeypatch):

@@ -80,6 +80,7 @@ class Checkpointer:
         self.newest = claimed.state.step if claimed.state else 0  # the step after which the newest checkpoint was made
         self._written = self.newest  # the same of the one that is being written, if one is
         self._held: int | None = None  # the step after which the state was as the copy that is kept
+        self._copied = -1  # the same of the copy that was asked for last
         self._why_not = ""  # there is none
         self._updates_s: deque[float] = deque(maxlen=LOOK_BACK)
         self._copies_s: deque[float] = deque(maxlen=2)  # the first one also makes what they need
@@ -104,7 +105,7 @@ class Checkpointer:
         elif not self._learner.cluster.apart or last or too_small(await self._rooms()):
             await self._commit(self._write(state, best), state, began_s, last=last)
         else:
-            await self._each(ModelWorkers.snapshot)
+            await self._copy(state.step)
             write = self._write_beside(state, best)
             self._under_way = asyncio.ensure_future(self._commit(write, state, began_s, last=False))
 
@@ -128,7 +129,7 @@ class Checkpointer:
             self._why_not = f"a copy of the state before it takes {min(self._copies_s):.0f} s, too long for every step"
         else:
             began_s = time.monotonic()
-            await self._each(ModelWorkers.snapshot)
+            await self._copy(step)
             self._held = step
             self._copies_s.append(time.monotonic() - began_s)
         if (self._held is None) not in self._told:
@@ -149,6 +150,10 @@ class Checkpointer:
         if self._held is not None:
             self._held = None
             await self._each(ModelWorkers.forget)
+
+    async def _copy(self, step: int) -> None:
+        self._copied = step
+        await self._each(ModelWorkers.snapshot)
 
     async def _each(self, call: Callable[[ModelWorkers], Future[T]]) -> list[T]:
         """Of every role that is trained, all at once."""
@@ -185,6 +190,8 @@ class Checkpointer:
             self._reporter.progress.message(f"warning: checkpoint of step {state.step} was not written: {e}")
             events.append("save_failed", state.step, {"error": str(e)})
             self.cadence.saved(self.cadence.save_s)  # how long one takes is not known from this
+            if self._copied == state.step:  # those that were not asked to write it would keep it
+                await self._each(ModelWorkers.forget)
             if last:
                 raise
             return

@@ -145,8 +145,8 @@ class ModelWorkers:
         return _then(self._group.submit(Role.snapshot, Broadcast()), lambda _: None)
 
     def forget(self) -> Future[None]:
-        """The snapshot, which was not written."""
-        return _then(self._group.submit(Role.forget, Broadcast()), lambda _: None)
+        """The snapshot, which was not written; in the middle of a call too."""
+        return _then(self._group.beside(Role.forget), lambda _: None)
 
     def write(self, path: Path, hf_path: Path | None) -> Future[None]:
         """Begin to write the snapshot that is there, also in the middle of a call; no call is held up."""
