@@ -64,7 +64,7 @@ def build(*, ranks: Sequence[object]) -> list[Nothing]:
     return [Nothing() for _ in ranks]
 
 
-def no_set_up() -> None:
+def no_set_up(place: object) -> None:
     """Nothing to set up."""
 
 

@@ -68,7 +68,7 @@ def place(worker):
     return os.environ.get("VERL_POOL"), ray.get_runtime_context().get_assigned_resources()
 
 
-def nothing():
+def nothing(place):
     """Set nothing up."""
 
 
@@ -76,7 +76,7 @@ def refuses(what, *, ranks):
     raise ValueError(what)
 
 
-def only_one(mark):
+def only_one(mark, place):
     try:
         mark.open("x")
     except FileExistsError:

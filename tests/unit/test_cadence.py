@@ -90,26 +90,26 @@ def saved(tmp_path: Any, answers: BaseException | None, needed_bytes: int = 0) -
     return told
 
 
-def test_a_snapshot_that_a_full_disk_refuses_is_not_kept(tmp_path):
+@pytest.mark.parametrize("later", [False, True])
+def test_a_snapshot_that_a_full_disk_refuses_is_not_kept(later, tmp_path):
     """A rank would hold weights and moments in host memory until the next save, or to the end of the run. A later one,
     for a step that may be stopped, stays."""
-    for later in (False, True):
-        engine: Any = SimpleNamespace(snapshot=lambda: "weights and moments")
-        told, role = list[str](), Role("actor", None, engine)  # type: ignore[arg-type]
-        workers = ModelWorkers(InprocGroup("actor", [role]), engine)
-        made = checkpointer_of(tmp_path, workers, told, 1 << 60, 60.0)
-        state: Any = SimpleNamespace(step=1, version=1)
+    engine: Any = SimpleNamespace(snapshot=lambda: "weights and moments")
+    told, role = list[str](), Role("actor", None, engine)  # type: ignore[arg-type]
+    workers = ModelWorkers(InprocGroup("actor", [role]), engine)
+    made = checkpointer_of(tmp_path, workers, told, 1 << 60, 60.0)
+    state: Any = SimpleNamespace(step=1, version=1)
 
-        async def save() -> bool:
-            await made._copy(1)
-            if later:
-                await made._copy(2)
-            await made._commit(made._write_beside(state, None), state, 0.0, last=False)
-            return role._snapshot is not None
+    async def save() -> bool:
+        await made._copy(1)
+        if later:
+            await made._copy(2)
+        await made._commit(made._write_beside(state, None), state, 0.0, last=False)
+        return role._snapshot is not None
 
-        assert asyncio.run(save()) is later
-        (line,) = told
-        assert "checkpoint of step 1 was not written" in line and "are free" in line
+    assert asyncio.run(save()) is later
+    (line,) = told
+    assert "checkpoint of step 1 was not written" in line and "are free" in line
 
 
 def test_a_deadline_in_a_save_is_no_fault_of_the_disk(tmp_path, monkeypatch):

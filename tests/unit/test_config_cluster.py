@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,13 @@ from verl.config import cluster
 from verl.config.backends import backend_of, option_keys
 from verl.config.load import load_config, validate
 from verl.config.tree import leaves
+from verl.driver.assemble import context_of
+from verl.driver.models import role_spec
+from verl.driver.setup import device_of
+from verl.workers.group import Place
+from verl.workers.inproc import InprocCluster
 from verl.workers.pools import Pool, Shortage, fit, fit_together, pools_of
+from verl.workers.ray.cluster import RayCluster
 from verl.workers.sections import ClusterConfig
 
 RAY = ("cluster.backend=ray",)
@@ -167,6 +174,91 @@ def test_what_is_allowed(folder: Path) -> None:
     assert "64 data ranks" not in str(faults(folder, *RAY, "cluster.ranks_per_node=64", command="eval"))
 
 
+CPUS = "cluster.pools={cpus: {ranks_per_node: 2, gpus_per_rank: 0}}"
+
+
+def test_a_pool_that_no_model_could_compute_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device of a model is that of its pool: what a rank holds there says it, not the driver's own machine."""
+    monkeypatch.setattr(cluster, "find_spec", lambda name: name if name in ("ray", "torch_npu") else None)
+    two, cuda = (*RAY, "cluster.ranks_per_node=2"), ("model.device=cuda",)
+    kl, nccl = "algorithm.kl_loss_coef=0.1", ("sync.engine=collective", "sync.engine_options.backend=nccl")
+    home = "cluster.roles={ref: chips}"
+    for args in (
+        (*two, *cuda),  # on a machine without one: its nodes have them, or lack them
+        (*two, *cuda, kl, CPUS, "cluster.roles={ref: cpus}"),
+        (*two, *cuda, *nccl),
+        (*two, kl, "cluster.pools={chips: {ranks_per_node: 2, gpus_per_rank: 0.5}}", home),
+        (*two, kl, "cluster.pools={chips: {ranks_per_node: 2, resource: npu}}", home),
+        (*two, kl, "cluster.pools={chips: {ranks_per_node: 2, resource: rack7, gpus_per_rank: 1}}", home),
+        (*two, "model.device=auto", "cluster.resource=xpu"),
+        (*two, "model.device=auto", "cluster.gpus_per_rank=1"),
+        (*two, "cluster.pools={some: {resource: rack7}}", "cluster.roles={compute: some, recorder: some}"),
+    ):
+        assert faults(folder, *args) == [], args
+    wrong = []
+    for args, *words in (
+        ((*two, *cuda, "cluster.gpus_per_rank=0"), "cluster.gpus_per_rank=0: actor would compute on cpu", "=cuda"),
+        ((*two, "cluster.gpus_per_rank=0.5"), "cluster.gpus_per_rank=0.5: actor would", "model.device=cpu"),
+        ((*two, "cluster.resource=npu"), "cluster.resource=npu: actor would compute on npu, and model.device=cpu"),
+        (
+            (*two, kl, "cluster.pools={chips: {ranks_per_node: 2, resource: rack7}}", home),
+            "cluster.pools.chips.resource=rack7: ref computes there, and torch has no device of this name",
+            "xpu",
+        ),
+        (
+            (*two, *cuda, *nccl, CPUS, "cluster.roles={rollout: cpus}"),
+            "sync.engine_options.backend=nccl: rollout of this run are not on GPUs",
+        ),
+    ):
+        found = faults(folder, *args)
+        if len(found) != 1 or not all(word in found[0] for word in words):
+            wrong.append((args, words, found))
+    assert not wrong
+
+
+def test_every_model_is_told_the_device_and_the_neighbours_of_its_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a driver without a GPU. A rank has its share of the cores of its node, whatever others have."""
+    made: list[RayCluster] = []
+
+    def without_ray(*args: object, **given: object) -> None:
+        made.append(found := RayCluster.__new__(RayCluster))
+        found.pools, found.roles = args[:2]  # type: ignore[assignment]
+        found.devices = given["devices"]  # type: ignore[assignment]
+        found.set_up = given["set_up"]  # type: ignore[assignment]
+
+    monkeypatch.setattr("verl.workers.ray.cluster.RayCluster", without_ray)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    memory = SimpleNamespace(build="verl.transfer_queue.memory:build")
+    monkeypatch.setattr("verl.driver.assemble.backend_of", lambda config, section: memory)
+    given = ("algorithm.kl_loss_coef=0.1", "cluster.pools={cpus: {ranks_per_node: 4, nodes: 4, gpus_per_rank: 0}}")
+    args = (*AWAY, "cluster.nodes=2", "cluster.ranks_per_node=8", "rollout.replicas=3", "model.device=cuda", *given)
+    resolved = load_config([f"model.path={folder}/model", *args, "cluster.roles={ref: cpus}"])
+    config = resolved.config
+    context = context_of(config, ("actor", "ref", "compute"))
+    assert {role: context.devices[role] for role in ("actor", "ref", "rollout")} == {
+        "actor": "cuda",
+        "ref": "cpu",
+        "rollout": "cuda",
+    }
+    assert [role_spec(replace(context, cluster=InprocCluster()), r).context.device for r in ("actor", "ref")] == [
+        "cuda",
+        "cpu",
+    ]
+    places = {role: made[0]._place_of(role, 11) for role in ("actor", "ref", "compute")}
+    assert places == {"actor": Place("cuda", 3, 8), "ref": Place("cpu", 3, 4), "compute": Place("cpu", 3, 8)}
+    threads: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    made[0].set_up(places["ref"])
+    assert threads == [16]
+    with pytest.raises(ValueError, match="torch sees no cuda device on this node, which the cluster says it has"):
+        made[0].set_up(places["actor"])
+    config.cluster.backend, config.cluster.address = "inproc", None
+    with pytest.raises(ValueError, match="model.device=cuda, but torch sees no CUDA device"):
+        device_of(config)
+
+
 def test_ranks_beyond_the_rows_of_a_supervised_step(folder: Path) -> None:
     (line,) = faults(folder, *FOUR, "supervised.rows_per_step=3", command="sft")
     assert "4 data ranks" in line and "supervised.rows_per_step=3" in line
@@ -257,7 +349,8 @@ def test_the_cluster_says_so_before_it_places_a_pool(monkeypatch: pytest.MonkeyP
     node["Resources"] = {"CPU": 4.0, "GPU": 8.0}
     told: list[str] = []
     _await_nodes(pools, 0.0, told.append)
-    assert told == ["warning: the cluster has 8 GPUs and no pool asks for one: the models compute on CPUs"]
+    (line,) = told
+    assert line.startswith("warning: the cluster has 8 GPUs and no pool asks for one") and "model.device=cuda" in line
     for with_device in (Pool(gpus_per_rank=0.5), Pool(resource="npu")):
         node["Resources"]["npu"] = 1.0
         _await_nodes({"main": with_device}, 0.0, told.append)

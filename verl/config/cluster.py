@@ -12,7 +12,7 @@ from verl.algorithms.presets import settled
 from verl.algorithms.sections import TEACHER
 from verl.config.adapter import teacher_models
 from verl.config.backends import address_of, backend_of, engine_of, layout_of, options_of
-from verl.config.memory import compute_dtype, on_cuda
+from verl.config.memory import compute_dtype, default_device, on_cuda
 from verl.config.model_files import describe_model, read_model_config, text_config
 from verl.config.schema import Config
 from verl.config.tree import leaves, text_of, values_of
@@ -23,6 +23,8 @@ from verl.workers.pools import MAIN, Pool, pools_of
 NO_MODEL = ("rollout", "compute", "recorder")
 """Roles without ranks of a model."""
 PIP = "not installed: pip install 'verl[ray]'"
+DEVICES = ("xpu", "mtia")
+"""Of torch itself, beside cpu and cuda, that a pool may name as its resource."""
 ANYWHERE = ("cluster.backend", "cluster.virtual_ranks", "cluster.max_restarts", "cluster.start_timeout_s")
 
 
@@ -39,7 +41,7 @@ def roles_of(config: Config) -> tuple[str, ...]:
 def places_of(config: Config, command: str = "train") -> tuple[dict[str, Pool], dict[str, str]]:
     """Pools by their names, and the pool of each role; ValueError for what the section cannot mean."""
     roles = roles_of(config) if command in ("train", "eval") else ("trainer", "compute")
-    return pools_of(config.cluster, roles, device="cuda" if on_cuda(config) else "cpu")
+    return pools_of(config.cluster, roles, device=default_device(config))
 
 
 def dtype_of(config: Config, role: str) -> str:
@@ -56,12 +58,6 @@ def cluster_faults(config: Config, command: str) -> Iterator[str]:
         yield f"{needs_ray[0]}=ray: Ray is {PIP}"
     if config.sync.engine == "nixl" and find_spec("nixl") is None:
         yield "sync.engine=nixl: NIXL is missing: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
-    if (
-        config.sync.engine == "collective"
-        and config.sync.engine_options.get("backend") == "nccl"
-        and not on_cuda(config)
-    ):
-        yield "sync.engine_options.backend=nccl: the models of this run are on CPUs; leave it out (gloo)"
     if config.cluster.backend == "inproc":
         yield from _in_one_process(config)
         return
@@ -81,10 +77,13 @@ def cluster_faults(config: Config, command: str) -> Iterator[str]:
         yield from str(e).splitlines()
         return
     yield from _pools(config, layout, pools, roles)
+    yield from _devices(config, pools, roles)
     yield from _transports(config, pools, roles)
 
 
 def _in_one_process(config: Config) -> Iterator[str]:
+    if _nccl(config) and not on_cuda(config):
+        yield "sync.engine_options.backend=nccl: the models of this run are on CPUs; leave it out (gloo)"
     values, fix = values_of(config), "everything runs in this process: set cluster.backend=ray, or leave it out"
     for key, leaf in leaves().items():
         if key.startswith(("cluster.", "parallel.")) and key not in ANYWHERE and values[key] != leaf.default:
@@ -176,6 +175,27 @@ def _pools(config: Config, layout: Layout, pools: dict[str, Pool], roles: dict[s
     if replicas > (room := pools[at].ranks):
         fix = "lower it, or give rollout a pool of its own (cluster.roles)"
         yield f"rollout.replicas={replicas} is above the {room} ranks of the pool {at}: {fix}"
+
+
+def _devices(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> Iterator[str]:
+    """A pool that no model of it could compute on would be heard of from torch, when Ray has started."""
+    for name, pool in pools.items():
+        models = [role for role, at in roles.items() if at == name and role not in ("compute", "recorder")]
+        at, asked, device = "cluster" if name == MAIN else f"cluster.pools.{name}", config.model.device, pool.device
+        known = device in ("cpu", "cuda", *DEVICES) or (device.isidentifier() and find_spec(f"torch_{device}"))
+        if models and not known:
+            fix = f"give one that it has ({', '.join(DEVICES)}, or NAME with torch_NAME installed), or gpus_per_rank"
+            yield f"{at}.resource={device}: {models[0]} computes there, and torch has no device of this name; {fix}"
+        elif models and name == MAIN and asked != "auto" and asked != device:
+            held = f"resource={device}" if pool.resource else f"gpus_per_rank={pool.gpus_per_rank:g}"
+            yield f"{at}.{held}: {models[0]} would compute on {device}, and model.device={asked}; leave one of them out"
+    far = [role for role in ("actor", "rollout") if role in roles and pools[roles[role]].device != "cuda"]
+    if far and _nccl(config):
+        yield f"sync.engine_options.backend=nccl: {' and '.join(far)} of this run are not on GPUs; leave it out (gloo)"
+
+
+def _nccl(config: Config) -> bool:
+    return config.sync.engine == "collective" and config.sync.engine_options.get("backend") == "nccl"
 
 
 def _transports(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from verl.config.backends import backend_of, options_of, rollout_caches
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 from verl.model_engine.options import Options
+from verl.workers.pools import main_pool
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4})
 LOGPROB_CHUNK_BYTES = 16 << 20
@@ -43,8 +44,16 @@ def compute_dtype(config: Config) -> str:
     return "bfloat16" if on_cuda(config) or "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
 
 
+def default_device(config: Config) -> str:
+    """Of models in this process, and of pools that do not say what a rank holds; `auto` by the kernel's files."""
+    if config.model.device != "auto":
+        return config.model.device
+    return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
+
+
 def on_cuda(config: Config) -> bool:
-    return config.model.device != "cpu" and Path("/dev/nvidia0").exists()
+    """Of models that no other pool has."""
+    return main_pool(config.cluster, default_device(config)).device == "cuda"
 
 
 def rollout_dtype(config: Config) -> str:

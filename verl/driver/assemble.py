@@ -70,6 +70,7 @@ from verl.workers.compute import build_compute
 from verl.workers.group import ClusterContext, Drivers, WorkerGroup
 from verl.workers.model_workers import START_TIMEOUT_S, ComputeWorker, ModelWorkers
 from verl.workers.placement import Placement
+from verl.workers.pools import pools_of
 from verl.workers.waits import Waits
 
 
@@ -168,7 +169,7 @@ async def _started(
 ) -> tuple[RolloutEngine, Sequence[RolloutEngine]]:
     """The engine that all requests go to, and those that it goes to: itself, or a router's, which also stands before
     one that may be lost alone."""
-    cluster, parts, count = context.cluster, (config, tokenizer, context.device), config.rollout.replicas
+    cluster, parts, count = context.cluster, (config, tokenizer, context.devices["rollout"]), config.rollout.replicas
     starts = [partial(cluster.replica, number, rollout_engine, (*parts, number)) for number in range(count)]
     rollout: RolloutEngine
     if count == 1 and not ROLLOUT[config.rollout.engine].apart:
@@ -332,15 +333,15 @@ def context_of(
 ) -> ModelContext:
     """What the models of these roles have in common, and where they live."""
     device, layout = device_of(config), layout_of(config)
-    set_up: Callable[[], None] = partial(set_up_process, config)
+    pools, lives = pools_of(config.cluster, roles, device=device)
+    home = None
     if config.cluster.backend != "inproc" and drivers is None:
         home = home_of(crash_dir.parent if crash_dir else None)
-        set_up = partial(set_up_worker, config, max(layout.world_size, config.rollout.replicas), home)
     made = ClusterContext(
         layout=layout,
         roles=tuple(roles),
         replicas=config.rollout.replicas,
-        set_up=set_up,
+        set_up=partial(set_up_worker, config, home),
         device=device,
         wait_timeout_s=config.run.wait_timeout_s,
         say=say,
@@ -348,7 +349,8 @@ def context_of(
     )
     cluster = load(CLUSTER[config.cluster.backend].build)(config.cluster, made)
     queue = load(backend_of(config, "queue").build)(options_of(config, "queue"))
-    return ModelContext(config, queue, device, updates, crash_dir, cluster, say)
+    devices = {role: pools[at].device for role, at in lives.items()}
+    return ModelContext(config, queue, device, updates, crash_dir, cluster, say, devices)
 
 
 def checkpoint_engine(config: Config, probes: Sequence[np.ndarray] = ()) -> CheckpointEngine:

@@ -31,7 +31,7 @@ from verl.driver.supervised import TRAINER, SupervisedRun
 from verl.driver.together import open_together
 from verl.track.console import LiveProgress
 from verl.types import Sample
-from verl.workers.group import Drivers
+from verl.workers.group import Drivers, Place
 from verl.workers.torchrun import launched
 from verl.workers.waits import Waits
 
@@ -46,7 +46,7 @@ async def assemble_supervised(
     """Every part of an SFT, reward-model or preference run. The rows are read and checked before a model is loaded."""
     config = resolved.config
     launch = launched()
-    set_up_worker(config, launch.local_world_size if launch else 1)
+    set_up_worker(config, None, Place(neighbours=launch.local_world_size if launch else 1))
     tokenizer = load_tokenizer_of(config)
     if command == "rm":
         hf_export(config, head="score")  # refuses what could not be saved

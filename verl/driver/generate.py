@@ -42,7 +42,7 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
 async def _generate(config: Config, tokenizer: Any, ids: np.ndarray, n: int) -> list[Completion]:
     context, sync, timeout_s = context_of(config), checkpoint_engine(config), config.run.wait_timeout_s
     model = workers_of(context, replace(role_spec(context, "actor"), outlet=sync.outlet()))
-    rollout = rollout_engine(config, tokenizer, context.device)
+    rollout = rollout_engine(config, tokenizer, context.devices["rollout"])
     try:
         await sync.publish(model, [rollout], version=0, exclusive=True, on_inflight=["wait"], timeout_s=timeout_s)
         seeds = [derive_seed(config.run.seed, "generate", i) for i in range(n)]

@@ -4,7 +4,7 @@ configuration."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ class ModelContext:
     crash_dir: Path | None = None
     cluster: Cluster = field(default_factory=InprocCluster)
     say: Callable[[str], None] = print
+    devices: Mapping[str, str] = field(default_factory=dict)  # of roles
     actor: ModelWorkers | None = None  # the policy's workers, once they are there
 
 
@@ -249,7 +250,7 @@ def role_spec(
             head=head,
             optim=optim,
             dtype=dtype_of(config, name),
-            device=context.device,
+            device=context.devices.get(name, context.device),
             max_tokens_per_microbatch=config.step.max_tokens_per_microbatch,
             gradient_checkpointing=config.model.gradient_checkpointing,
             trust_remote_code=config.model.trust_remote_code,

@@ -23,6 +23,8 @@ from verl.config.schema import Config
 from verl.data.source import LoadReport
 from verl.driver.home import Home
 from verl.rollout.base import Capabilities
+from verl.workers.group import Place
+from verl.workers.pools import main_pool
 
 
 def set_up_process(config: Config) -> None:
@@ -30,7 +32,7 @@ def set_up_process(config: Config) -> None:
     torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
     transformers_logging.disable_progress_bar()
     if config.model.dtype == "auto":
-        config.model.dtype = native_dtype(device_of(config))
+        config.model.dtype = native_dtype(main_pool(config.cluster, device_of(config)).device)
     random.seed(config.run.seed)
     np.random.seed(config.run.seed % 2**32)
     torch.manual_seed(config.run.seed)
@@ -38,18 +40,27 @@ def set_up_process(config: Config) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def set_up_worker(config: Config, processes: int, home: Home | None = None) -> None:
-    """The same in a process beside `processes` - 1 others that work at the same time. ValueError on a node that cannot
-    work with the driver of `home`."""
+def set_up_worker(config: Config, home: Home | None, place: Place) -> None:
+    """The same in a process beside others that work at the same time. ValueError on a node that cannot work with the
+    driver of `home`, or has not the device."""
     if home is not None:
         home.enter()
-    threads = config.run.threads or max(1, (os.cpu_count() or 1) // processes)
+    if place.device != "cpu":
+        found = torch.get_device_module(place.device)
+        if not found.is_available():
+            fix = "install a torch for it there, or give this pool no gpus_per_rank and no resource"
+            raise ValueError(f"torch sees no {place.device} device on this node, which the cluster says it has; {fix}")
+        if place.device != "cuda":  # Ray shows a process its own GPUs; of other devices it only keeps count
+            found.set_device(place.number)
+    threads = config.run.threads or max(1, (os.cpu_count() or 1) // place.neighbours)
     set_up_process(replace(config, run=replace(config.run, threads=threads)))
 
 
 def device_of(config: Config) -> str:
+    """Of models in this process, and of pools that do not say what a rank holds: those may be on other machines."""
     if config.model.device != "auto":
-        if config.model.device == "cuda" and not torch.cuda.is_available():
+        here = config.cluster.backend != "ray"
+        if here and config.model.device == "cuda" and not torch.cuda.is_available():
             raise ValueError(
                 "model.device=cuda, but torch sees no CUDA device; use model.device=cpu or install a CUDA torch"
             )
@@ -59,8 +70,10 @@ def device_of(config: Config) -> str:
 
 def native_dtype(device: str) -> str:
     """bfloat16 where the device multiplies it in hardware, else float32."""
-    if device == "cuda":
+    if device == "cuda" and torch.cuda.is_available():
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    if device != "cpu":  # of another machine
+        return "bfloat16"
     found = torch.cpu.get_capabilities()
     return "bfloat16" if found.get("avx512_bf16") or found.get("amx_bf16") or found.get("bf16") else "float32"
 

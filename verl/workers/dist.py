@@ -85,11 +85,16 @@ def serve(host: str) -> tuple[dist.TCPStore, str]:
     return store, f"{host}:{store.port}"
 
 
-def join(address: str, layout: Layout, number: int, *, backend: str, timeout_s: float) -> ProcessRanks:
+def backend_of(device: str) -> str:
+    """What ranks with models there talk through: gloo on the host, and what torch has for the device."""
+    return "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+
+
+def join(address: str, layout: Layout, number: int, *, device: str, timeout_s: float) -> ProcessRanks:
     """Become rank `number` of those who find each other at `address`; TimeoutError where not all come."""
     host, _, port = address.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
-    become(store, layout, number, backend=backend, timeout_s=timeout_s)
+    become(store, layout, number, backend=backend_of(device), timeout_s=timeout_s)
     return ProcessRanks(dist.PrefixStore("calls", store), layout, number, timeout_s)
 
 

@@ -93,17 +93,27 @@ class Drivers(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of a process in its pool. device: of the model in it · number: of its device on the node · neighbours: ranks
+    there, this one too."""
+
+    device: str = "cpu"
+    number: int = 0
+    neighbours: int = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterContext:
     """What every cluster is made from, besides its section. layout: of the ranks of a model · roles: that will be
-    started · replicas: rollout engines · set_up: run once in every other process · device: of the models ·
-    wait_timeout_s: of one process for others; one that answers nothing for half of it is given up · say: tells the
-    user · drivers: those of a run without a controller."""
+    started · replicas: rollout engines · set_up: run once in every other process · device: of the models, where a pool
+    does not say · wait_timeout_s: of one process for others; one that answers nothing for half of it is given up ·
+    say: tells the user · drivers: those of a run without a controller."""
 
     layout: Layout
     roles: tuple[str, ...]
     replicas: int
-    set_up: Callable[[], None]
+    set_up: Callable[[Place], None]
     device: str
     wait_timeout_s: float = 600.0
     say: Callable[[str], None] = print

@@ -47,6 +47,11 @@ class Pool:
         return self.nodes * self.ranks_per_node
 
     @property
+    def device(self) -> str:
+        """What models compute on there, by torch's name: a GPU share says cuda, else a resource has its name."""
+        return "cuda" if self.gpus_per_rank > 0 else self.resource or "cpu"
+
+    @property
     def bundle(self) -> dict[str, float]:
         """What one rank holds, by Ray's names."""
         asked = {"CPU": self.cpus_per_rank, "GPU": self.gpus_per_rank}
@@ -123,20 +128,24 @@ def _ranks_on(pool: Pool, has: Mapping[str, float]) -> int:
     return min((int(has.get(what, 0.0) / amount + 1e-9) for what, amount in pool.bundle.items()), default=pool.ranks)
 
 
+def main_pool(section: ClusterConfig, device: str) -> Pool:
+    """device: of its models, where the section does not say what a rank holds."""
+    by_itself = 1.0 if device == "cuda" and not section.resource else 0.0
+    return Pool(
+        nodes=section.nodes,
+        ranks_per_node=section.ranks_per_node,
+        cpus_per_rank=section.cpus_per_rank,
+        gpus_per_rank=by_itself if section.gpus_per_rank is None else section.gpus_per_rank,
+        resource=section.resource,
+        env=section.env,
+    )
+
+
 def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tuple[dict[str, Pool], dict[str, str]]:
     """({name: pool}, {role: name}) as the section says, for these roles and `rollout`; ValueError with a line for each
     thing that it cannot mean."""
     default = 1.0 if device == "cuda" else 0.0
-    pools = {
-        MAIN: Pool(
-            nodes=section.nodes,
-            ranks_per_node=section.ranks_per_node,
-            cpus_per_rank=section.cpus_per_rank,
-            gpus_per_rank=default if section.gpus_per_rank is None else section.gpus_per_rank,
-            resource=section.resource,
-            env=section.env,
-        )
-    }
+    pools = {MAIN: main_pool(section, device)}
     faults = []
     keys = [field.name for field in fields(Pool)]
     for name, given in section.pools.items():

@@ -27,7 +27,7 @@ from verl.model_engine.base import OneRank
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
 from verl.workers.answers import FENCE_S, Told, first_cause, raised, told_of
-from verl.workers.dist import ProcessRanks, become
+from verl.workers.dist import ProcessRanks, backend_of, become
 from verl.workers.group import Arguments, Broadcast, Build, ClusterContext, Died, WorkerDied, WorkerGroup
 from verl.workers.inproc import InprocGroup
 from verl.workers.sections import ClusterConfig
@@ -188,7 +188,7 @@ def join(layout: Layout, device: str, timeout_s: float) -> Drivers:
     if dist.is_initialized():
         raise ValueError("a process that torchrun started makes one run; start torchrun again for the next one")
     store, number, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
-    become(store, layout, number, backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timeout_s=timeout_s)
+    become(store, layout, number, backend=backend_of(device), timeout_s=timeout_s)
     local = None if device == "cpu" else launch.local_rank
     if local is not None:
         torch.cuda.set_device(local)

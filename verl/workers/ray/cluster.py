@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -19,7 +19,7 @@ import psutil
 from verl.config.backends import address_of
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
-from verl.workers.group import Build, ClusterContext, Died
+from verl.workers.group import Build, ClusterContext, Died, Place
 from verl.workers.pools import Pool, Shortage, fit_together, pools_of
 from verl.workers.ray.group import RayGroup, Worker, pickled
 from verl.workers.ray.life import Life
@@ -44,9 +44,9 @@ HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 @dataclass(eq=False)
 class RayCluster:
-    """See `Cluster`. set_up: run in every worker before it is built · layout: of the models' ranks · wait_timeout_s:
-    for a rank to wait for others, and half of it for a process to answer before it is given up · say: told of nodes
-    that are waited for."""
+    """See `Cluster`. set_up: run in every worker before it is built · layout: of the models' ranks · devices: of the
+    models of roles, where not the CPU · wait_timeout_s: for a rank to wait for others, and half of it for a process to
+    answer before it is given up · say: told of nodes that are waited for."""
 
     apart = True
     drivers = None
@@ -54,9 +54,9 @@ class RayCluster:
     pools: Mapping[str, Pool]
     roles: Mapping[str, str]
     layout: Layout
-    set_up: Callable[[], None]
+    set_up: Callable[[Place], None]
     address: str | None = None
-    backend: str = "gloo"
+    devices: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = 60.0
     replicas: int = 1
     wait_timeout_s: float = 600.0
@@ -100,7 +100,7 @@ class RayCluster:
         address = actors[0].serve.remote() if world_size > 1 else ""
         built = [
             a.build.options(concurrency_group="calls").remote(
-                address, i, layout, self.backend, self.wait_timeout_s, made
+                address, i, layout, self._place_of(name, i), self.wait_timeout_s, made
             )
             for i, a in enumerate(actors)
         ]
@@ -113,7 +113,7 @@ class RayCluster:
         self, number: int, build: Callable[..., RolloutEngine], args: tuple[Any, ...], died: Died | None = None
     ) -> RolloutEngine:
         actor = self._actor(Replica, "rollout", number, {"max_concurrency": 100_000})
-        built = actor.build.remote(pickled(build, (self.set_up, args)))
+        built = actor.build.remote(self._place_of("rollout", number), pickled(build, (self.set_up, args)))
         return RayReplica(f"rollout replica {number}", actor, built, self._live, died or self._died)
 
     def _died(self, error: BaseException) -> None:
@@ -148,6 +148,11 @@ class RayCluster:
         if self._reaper is not None:
             self._reaper.close()
 
+    def _place_of(self, role: str, rank: int) -> Place:
+        pool = self.pools[self.place(role)]
+        number = int(rank % pool.ranks_per_node * pool.resource_per_rank)
+        return Place(self.devices.get(role, "cpu"), number, pool.ranks_per_node)
+
     def _actor(self, cls: type[Any], role: str, rank: int, kind: Mapping[str, Any]) -> Any:
         """A process of `role` in bundle `rank` of its pool; roles of one pool share its devices. Neighbours are on one
         node."""
@@ -179,7 +184,7 @@ def build(section: ClusterConfig, context: ClusterContext) -> RayCluster:
         layout=context.layout,
         set_up=context.set_up,
         address=address_of(section.address),
-        backend="gloo" if context.device == "cpu" else "cpu:gloo,cuda:nccl",
+        devices={role: pools[at].device for role, at in roles.items() if role not in ("compute", "recorder")},
         start_timeout_s=section.start_timeout_s,
         replicas=context.replicas,
         wait_timeout_s=context.wait_timeout_s,
@@ -234,7 +239,8 @@ def _await_nodes(pools: Mapping[str, Pool], until_s: float, say: Callable[[str],
         if (short := fit_together(pools, nodes)) is None:
             gpus = sum(found.get("GPU", 0) for found in nodes.values())
             if gpus and not any("GPU" in pool.bundle or pool.resource for pool in pools.values()):
-                say(f"warning: the cluster has {gpus:g} GPUs and no pool asks for one: the models compute on CPUs")
+                idle = f"warning: the cluster has {gpus:g} GPUs and no pool asks for one"
+                say(f"{idle}: the models compute on CPUs; model.device=cuda gives each rank one")
             return
         if (left_s := until_s - time.monotonic()) <= 0:
             raise Shortage(short)

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from verl.model_engine.layout import Layout
 from verl.workers.answers import FENCE_S, Told, first_cause, of_another, raised, told_of
-from verl.workers.group import Arguments, Broadcast, Died, WorkerDied
-from verl.workers.ray.life import Life, Place, here
+from verl.workers.group import Arguments, Broadcast, Died, Place, WorkerDied
+from verl.workers.ray.life import Life, Where, here
 
 T = TypeVar("T")
 Live = Callable[..., Life]
@@ -46,16 +46,16 @@ class Worker:
         return address
 
     def build(
-        self, address: str, number: int, layout: Layout, backend: str, wait_timeout_s: float, made: bytes
+        self, address: str, number: int, layout: Layout, place: Place, wait_timeout_s: float, made: bytes
     ) -> Told:
         """Nothing, or what fails here: the answer to every call. wait_timeout_s: of a rank for the others."""
         try:
             build, (set_up, args) = pickle.loads(made)
-            set_up()
+            set_up(place)
             if layout.world_size > 1:
                 from verl.workers.dist import join
 
-                self._ranks = join(address, layout, number, backend=backend, timeout_s=wait_timeout_s)
+                self._ranks = join(address, layout, number, device=place.device, timeout_s=wait_timeout_s)
                 (self._worker,) = build(*args, ranks=[self._ranks])
             else:
                 from verl.model_engine.base import OneRank
@@ -81,7 +81,7 @@ class Worker:
         except BaseException as e:
             return told_of(e)
 
-    def where(self) -> Place:
+    def where(self) -> Where:
         return here()
 
     def watch(self) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 from verl.workers.answers import Told
 
-Place = tuple[str, int]
+Where = tuple[str, int]
 """(node, process)"""
 
 
-def here() -> Place:
+def here() -> Where:
     import ray
 
     return ray.util.get_node_ip_address(), os.getpid()
@@ -36,7 +36,7 @@ class Life:
         started: Callable[[int], None],
     ) -> None:
         self._who, self._actor, self._tell, self._started = who, actor, died, started
-        self._place: Place | None = None
+        self._place: Where | None = None
         self._lock = threading.Lock()
         self._ready = self.over = False
         self._asked_s: float | None = None
@@ -70,7 +70,7 @@ class Life:
         self._asked_s = time.monotonic()
         self._actor.where.remote().future().add_done_callback(self._answered)
 
-    def _answered(self, found: Future[Place]) -> None:
+    def _answered(self, found: Future[Where]) -> None:
         if found.exception() is None:
             first, self._place, self._asked_s = self._place is None, found.result(), None
             if first:

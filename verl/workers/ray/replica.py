@@ -14,9 +14,9 @@ import numpy as np
 from verl.rollout.base import Capabilities, Completion, PauseMode, ReplicaLost
 from verl.types import Sampling
 from verl.workers.answers import Told, raised, told_of
-from verl.workers.group import Died
+from verl.workers.group import Died, Place
 from verl.workers.ray.group import Live
-from verl.workers.ray.life import Place, here
+from verl.workers.ray.life import Where, here
 
 
 class Replica:
@@ -28,16 +28,16 @@ class Replica:
         self._broken: Told | None = None
         self._built = asyncio.Event()
 
-    async def build(self, made: bytes) -> None:
+    async def build(self, place: Place, made: bytes) -> None:
         try:
             build, (set_up, args) = pickle.loads(made)
-            set_up()
+            set_up(place)
             self._engine = build(*args)
         except BaseException as e:
             self._broken = told_of(e)
         self._built.set()
 
-    async def where(self) -> Place:
+    async def where(self) -> Where:
         return here()
 
     async def ask(self, method: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> Told:
