@@ -4,15 +4,20 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
+from small_runs import small_args
 
 from verl.algorithms.resolve import resolve
 from verl.config.load import load_config
-from verl.driver.launch import run_supervised
+from verl.driver import assemble
+from verl.driver.launch import run_rl, run_supervised
 from verl.driver.models import ModelContext, critic
 from verl.models import tiny
 from verl.nn import attention
+from verl.rollout.embedded.front import EmbeddedEngine
 from verl.transfer_queue.memory import MemoryQueue
+from verl.workers.group import WorkerDied
 from verl.workers.inproc import InprocCluster
 
 real_plan = attention.make_plan
@@ -43,6 +48,29 @@ def test_sft_reward_models_and_preferences_refuse_a_packing_that_leaks(tmp_path,
         with pytest.raises(ValueError, match="packed log-probs differ"):
             run_supervised(load_config([*base, f"run.name={command}"]), command)
     assert len({id(cluster) for cluster in closed}) == 3, "what a refused start has started is ended"
+
+
+@pytest.mark.parametrize("broken", ["_publisher", "models_of"])
+def test_a_start_that_fails_leaves_no_graders_and_no_engine(broken, tmp_path, tiny_model, arithmetic_data, monkeypatch):
+    """As where a rank dies while it loads: the run starts again in this process, and every start has graders of its
+    own."""
+    before, closed, close = set(psutil.Process().children(recursive=True)), [], EmbeddedEngine.close
+
+    async def closing(engine):
+        closed.append(engine)
+        await close(engine)
+
+    def dies(*given, **named):
+        assert set(psutil.Process().children(recursive=True)) - before, "graders are there"
+        raise WorkerDied("rank 0 of actor died")
+
+    monkeypatch.setattr(EmbeddedEngine, "close", closing)
+    monkeypatch.setattr(assemble, broken, dies)
+    config = load_config(small_args(tmp_path, tiny_model, arithmetic_data[:1], "cluster.max_restarts=0"))
+    with pytest.raises(WorkerDied, match="rank 0 of actor died"):
+        run_rl(config, quiet=True)
+    left = [p for p in set(psutil.Process().children(recursive=True)) - before if p.status() != psutil.STATUS_ZOMBIE]
+    assert left == [] and len(closed) == (broken == "_publisher")
 
 
 def context(tiny_model, folder) -> ModelContext:

@@ -125,13 +125,14 @@ async def _run_of(
     refused.callback(context.cluster.close)
     scorer = reward_model(context)
     reward, pool = await reward_of(config, scorer, algorithm.truncation, tasks[0])
+    refused.push_async_callback(reward.close)
     prompts = (tasks[i].prompt_ids for i in range(min(64, len(tasks))))
     sync = checkpoint_engine(config, probes_of(prompts, longest_sequence(config)))
     policy = trained(context, "actor", updates=updates, hf_export=hf_export(config), outlet=sync.outlet())
     actor = workers_of(context, policy)
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
     learner = learner_of(context, algorithm, models, waits)
-    rollout, replicas = await _started(config, tokenizer, context, waits, progress)
+    rollout, replicas = await _started(config, tokenizer, context, waits, progress, refused)
     told = (context.queue, claimed.path, tokenizer, config.track.samples_per_step)
     recorder = context.cluster.start("recorder", build_recorder, told)
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
@@ -165,7 +166,12 @@ async def _run_of(
 
 
 async def _started(
-    config: Config, tokenizer: Any, context: ModelContext, waits: Waits, progress: LiveProgress
+    config: Config,
+    tokenizer: Any,
+    context: ModelContext,
+    waits: Waits,
+    progress: LiveProgress,
+    refused: contextlib.AsyncExitStack,
 ) -> tuple[RolloutEngine, Sequence[RolloutEngine]]:
     """The engine that all requests go to, and those that it goes to: itself, or a router's, which also stands before
     one that may be lost alone."""
@@ -180,6 +186,7 @@ async def _started(
         mixes = config.pipeline.partial_rollout
         rollout = Router(starts, restarts=restarts, at_urls=at_urls, mixes=mixes, note=progress.message)
         replicas = rollout.replicas
+    refused.push_async_callback(rollout.close)
     asked = replicas[0].capabilities()
     able = await waits.wait(asked, who="driver", what="the rollout engines to start", timeout_s=START_TIMEOUT_S)
     check_able(able, config)
@@ -334,9 +341,8 @@ def context_of(
     """What the models of these roles have in common, and where they live."""
     device, layout = device_of(config), layout_of(config)
     pools, lives = pools_of(config.cluster, roles, device=device)
-    home = None
-    if config.cluster.backend != "inproc" and drivers is None:
-        home = home_of(crash_dir.parent if crash_dir else None)
+    apart = config.cluster.backend != "inproc" and drivers is None
+    home = home_of(crash_dir.parent if crash_dir else None) if apart else None
     made = ClusterContext(
         layout=layout,
         roles=tuple(roles),
