@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import Future
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from verl.workers.answers import Told
 from verl.workers.ray import life
+from verl.workers.ray.group import RayGroup
 from verl.workers.ray.life import Life
+
+
+class Ray:
+    """Of whose calls one is answered at a look, in the order of `refs`."""
+
+    exceptions = SimpleNamespace(RayActorError=type("RayActorError", (Exception,), {}))
+
+    def __init__(self, answers: dict[str, Told]) -> None:
+        self.get = answers.__getitem__
+        self.order = [*answers]
+
+    def wait(self, refs: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        done = [self.order.pop(0)]
+        return done, [ref for ref in refs if ref not in done]
+
+
+class MeetingEnded(RuntimeError):
+    """By its name."""
+
+
+def test_the_first_cause_is_the_error_of_its_own_whoever_answers_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0, which waited for the one that failed, may be heard of first."""
+    group = RayGroup.__new__(RayGroup)
+    group.name, group._dead, group._fenced = "actor", None, Event()
+    call: Any = SimpleNamespace(name="Role.update")
+    late, own = Told(error=MeetingEnded("rank 1: a bad row")), Told(error=ValueError("a bad row"))
+    for answers in ({"rank 0": late, "rank 1": own}, {"rank 1": own, "rank 0": late}):
+        monkeypatch.setitem(sys.modules, "ray", Ray(answers))
+        with pytest.raises(ValueError, match="^a bad row"):
+            group._collected(call, ["rank 0", "rank 1"])
 
 
 class Process:

@@ -186,7 +186,8 @@ class RayGroup:
                     found[ref] = ray.get(ref)
                 except ray.exceptions.RayActorError:
                     self._fenced.wait(FENCE_S)  # the watch says who and why
-            if error is None and (error := first_cause([found[r] for r in refs if r in found])) is not None:
+            first, error = error, first_cause([found[r] for r in refs if r in found])  # a later one may be its own
+            if first is None and error is not None:
                 until_s = time.monotonic() + FENCE_S
         if self._dead is not None:  # what the others say of it, a connection that broke, came second
             raise self._dead
