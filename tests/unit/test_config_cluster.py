@@ -36,6 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(where / "rows.jsonl", 200)
     write_model(where / "model")  # 4 heads, 2 of keys and values, vocabulary 1000
     write_model(where / "moe", config={"model_type": "qwen3_moe"})
+    sixty = {"model_type": "qwen2_moe", "num_experts": 60, "shared_expert_intermediate_size": 90}
+    write_model(where / "sixty", config=sixty, kv_heads=4)
+    write_model(where / "eight", config={"model_type": "mixtral", "num_local_experts": 8})
     write_model(where / "olmoe", config={"model_type": "olmoe"})
     write_model(where / "odd", heads=4, kv_heads=4, vocab=1001)
     write_model(where / "own", config={"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}})
@@ -269,6 +272,13 @@ def test_architectures(folder: Path) -> None:
     assert "olmoe" in line and "parallel.tensor=1" in line
     (line,) = faults(folder, *FOUR, "parallel.tensor=2", model="odd")
     assert "vocabulary of 1001" in line
+    eight = (*RAY, "cluster.ranks_per_node=8")
+    (line,) = faults(folder, *eight, "parallel.expert=8", model="sixty")
+    assert line.startswith("parallel.expert=8: model.path=") and "has 60 experts, which its ranks" in line
+    assert line.endswith("; use 4") and faults(folder, *eight, "parallel.expert=4", model="sixty") == []
+    assert faults(folder, *eight, "parallel.expert=8", model="eight") == []
+    (line,) = faults(folder, *FOUR, "parallel.tensor=4", model="sixty")
+    assert line.startswith("parallel.tensor=4: model.path=") and "a shared expert of 90" in line
     for other in ("parallel.pipeline=2", "parallel.tensor=2"):
         assert faults(folder, *FOUR, other, "parallel.expert=2", model="moe") == []
     (line,) = faults(folder, *FOUR, "parallel.pipeline=2", model="olmoe")

@@ -150,11 +150,15 @@ def _shared(what: str, path: str, layout: Layout) -> list[str]:
     if layout.expert > 1 and not (planned or kind in EXPERT_PLANS):
         fix = f"use parallel.expert=1 (those of {', '.join(EXPERT_PLANS)} can be)"
         return [f"parallel.expert={layout.expert}: {what} is a {kind}, whose experts cannot be given to ranks; {fix}"]
+    if (experts := text.get("num_experts") or text.get("num_local_experts") or 0) % layout.expert:
+        fix = f"which its ranks cannot share equally; use {math.gcd(experts, layout.expert)}"
+        return [f"parallel.expert={layout.expert}: {what} has {experts} experts, {fix}"]
     for name, number in (("attention heads", facts.heads), ("key-value heads", facts.kv_heads)):
         if number % both:
             fix = f"use {math.gcd(number, both)} in all"
             return [f"{asked}: {what} has {number} {name}, which {both} ranks cannot share equally; {fix}"]
     cut = {"a vocabulary": facts.vocab, "an MLP": text.get("intermediate_size") or 0}
+    cut["a shared expert"] = text.get("shared_expert_intermediate_size") or 0
     odd = [f"{name} of {number}" for name, number in cut.items() if number % layout.tensor]
     fix = "which its ranks cannot share equally; use a divisor of it"
     return [f"parallel.tensor={layout.tensor}: {what} has {size}, {fix}" for size in odd]
