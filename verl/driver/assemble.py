@@ -49,6 +49,7 @@ from verl.driver.setup import (
     device_of,
     eos_ids,
     load_tokenizer_of,
+    max_context_tokens,
     refuse_unembedded,
     require_an_end,
     set_up_process,
@@ -452,18 +453,6 @@ def rollout_engine(config: Config, tokenizer: Any, device: str, replica: int = 0
         place=server_place(config, replica),
     )
     return load(ROLLOUT[r.engine].build)(options_of(config, "rollout"), context)
-
-
-def max_context_tokens(config: Config, hf_config: Any) -> int:
-    wanted = longest_sequence(config)
-    limit = hf_config.get_text_config().max_position_embeddings
-    if wanted > limit:
-        raise ValueError(
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {wanted} tokens, but the model was made for "
-            f"{limit} "
-            "(max_position_embeddings); lower one of them"
-        )
-    return wanted
 
 
 def sampling_of(config: Config) -> Sampling:

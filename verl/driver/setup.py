@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from verl.chat import load_tokenizer, require_chat_template
 from verl.checkpoint.loadable import check_loadable
+from verl.config.backends import longest_sequence
 from verl.config.model_files import describe_model
 from verl.config.schema import Config
 from verl.data.source import LoadReport
@@ -122,6 +123,18 @@ def refuse_unembedded(config: Config, tokenizer: Any, *reports: LoadReport) -> N
                 f"which the model has no embedding for ({vocab} rows): {'; '.join(places) or ', '.join(report.files)}. "
                 "Fix: take it out of the rows"
             )
+
+
+def max_context_tokens(config: Config, hf_config: Any) -> int:
+    wanted = longest_sequence(config)
+    limit = hf_config.get_text_config().max_position_embeddings
+    if wanted > limit:
+        raise ValueError(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {wanted} tokens, but the model was made for "
+            f"{limit} "
+            "(max_position_embeddings); lower one of them"
+        )
+    return wanted
 
 
 def decoder(tokenizer: Any, *, special_tokens: bool = False) -> Callable[[Sequence[int]], str]:
