@@ -2,45 +2,86 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from real_server import PYTHON
 from small_runs import metrics_of, small_args, small_run, summary, trained
 
+from verl.track.samples import read_samples
+
 SERVED = ("rollout.engine=vllm", f"rollout.python={PYTHON}", "rollout.dtype=float32", "model.dtype=float32")
 
 
+MADE = ("base", "data", "seed", "warmup")  # of a quickstart, before its RL
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the quickstarts, which begin from one warm-up."""
+    return tmp_path_factory.mktemp("quickstarts")
+
+
 @pytest.fixture(autouse=True)
-def nothing_left(tmp_path: Path) -> Any:
+def nothing_left(tmp_path: Path, root: Path) -> Any:
     """Of the servers of a run, whose models lie in its folder."""
     yield
     left = []
     for process in psutil.process_iter(["cmdline"]):
         line = " ".join(process.info["cmdline"] or ())
-        if str(tmp_path) in line and "vllm.entrypoints" in line and process.status() != psutil.STATUS_ZOMBIE:
+        if (
+            any(str(of) in line for of in (tmp_path, root))
+            and "vllm.entrypoints" in line
+            and process.status() != psutil.STATUS_ZOMBIE
+        ):
             left.append(process)
     assert not left
 
 
-def test_the_quickstart_learns(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "verl.quickstart", f"run.root_dir={tmp_path}", "run.threads=1", *SERVED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=850, cwd=tmp_path)
+@pytest.mark.parametrize(("processes", "num_steps"), [(1, 25), (2, 10)])
+def test_the_quickstart_learns(root: Path, processes: int, num_steps: int) -> None:
+    run = root / "quickstart"
+    for path in run.glob("*"):  # what the one before left of its RL
+        if path.name not in MADE:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    more = (f"run.total_steps={num_steps}", f"rollout.engine_options.tensor_parallel_size={processes}")
+    command = [sys.executable, "-m", "verl.quickstart", f"run.root_dir={root}", "run.threads=1", *SERVED, *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850, cwd=root)
     assert done.returncode == 0, done.stderr[-3000:]
-    run = tmp_path / "quickstart"
     found = summary(run)
     steps = metrics_of(run)
     canary = max(step["sync/canary_mean_abs"] for step in steps.values() if "sync/canary_mean_abs" in step)
     print(found, f"canary {canary:.2g}", {k: v for k, v in steps[max(steps)].items() if k.startswith(("time", "sync"))})
     assert found["greedy_before"] < 0.5 and found["greedy_after"] >= 0.85
-    assert 0 < canary <= 1e-4
+    assert 0 < canary <= 1e-4 and steps[num_steps]["sync/version"] == num_steps
     once = [name for names in trained(run).values() for name in names]
-    assert len(once) == len(set(once)) == 25 * 32 * 8, "no sample is lost or doubled"
+    assert len(once) == len(set(once)) == num_steps * 32 * 8, "no sample is lost or doubled"
     assert (run / "logs" / "rollout_0.log").stat().st_size > 0
+    assert versions_as_published(run, num_steps) == {1}, "every token is of the weights that the step began with"
+
+
+def versions_as_published(run: Path, num_steps: int) -> set[int]:
+    """How many publishes ago the tokens of a step were drawn. Those that are said to be of the latest weights have the
+    trainer's log-probs, which are of these; no version is above it, or goes back within an answer."""
+    ages = set[int]()
+    assert all(of["sync/version"] <= i for i, of in metrics_of(run).items() if i)
+    for step in range(1, num_steps + 1):
+        for row in read_samples(run, step):
+            assert row.token_versions is not None and row.rollout_logprobs is not None and row.old_logprobs is not None
+            drawn = row.response_mask == 1
+            versions, latest = row.token_versions[drawn], step - 1
+            assert (np.diff(versions) >= 0).all() and versions.max() <= latest
+            ages |= {step - int(version) for version in versions}
+            now = row.token_versions == latest
+            off = np.abs(row.rollout_logprobs - row.old_logprobs)[drawn & now]
+            assert not len(off) or off.mean() < 1e-4, (step, row.sample_id, off.max())
+    return ages
 
 
 def test_two_processes_and_updates_in_flight(tmp_path: Path, arithmetic_data: Any) -> None:
@@ -56,6 +97,7 @@ def test_two_processes_and_updates_in_flight(tmp_path: Path, arithmetic_data: An
     steps = metrics_of(tmp_path / "r")
     assert {1, 2, 3, 4} <= steps.keys()
     assert max(steps[i]["sync/canary_mean_abs"] for i in (1, 2, 3, 4)) <= 1e-4
+    assert versions_as_published(tmp_path / "r", 4) <= {1, 2}, "at most one publish behind"
 
 
 def test_a_mixture_of_experts_is_refused_by_the_canary(tmp_path: Path, arithmetic_data: Any) -> None:
