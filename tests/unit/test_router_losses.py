@@ -450,3 +450,67 @@ def test_no_request_is_lost_or_doubled_whatever_dies(seed: int) -> None:
         assert world.router._running == {} and world.router._load == [0] * 4
 
     run(test)
+
+
+def test_one_that_joins_is_asked_after_a_publish_and_one_that_leaves_is_asked_no_more() -> None:
+    async def test() -> None:
+        world = World(1)
+        await world.begin()
+        first, task = world.made[0][0], world.ask("a")
+        world.made.append([])
+        await world.router.join(world.start(1))
+        await turns()
+        early = world.ask("b")
+        await turns()
+        assert sorted(first.running) == ["a", "b"] and world.router.states() == ["serves", "waits for a publish"]
+        with pytest.raises(ValueError, match="replica 0 is the only one that serves"):
+            world.router.leave(0)
+        await world.publish(1)
+        assert world.router.states() == ["serves", "serves"]
+        world.router.leave(0)
+        await turns()
+        (second,) = world.made[1]
+        assert sorted(second.running) == ["a", "b"] and first.calls == ["close"] and len(world.made[0]) == 1
+        assert world.said == [
+            "rollout replica 0 left the run; its requests go on elsewhere, and it stays out of service"
+        ]
+        for name in ("a", "b"):
+            second.answer(name)
+        assert {(await one).spans for one in (task, early)} == {((1, 0, 2),)}
+        await world.publish(2)
+        assert world.router.states() == ["left", "serves"] and world.router.version == 2 and not world.failures
+        for number in (0, 2, -1):
+            with pytest.raises(ValueError, match=f"replica {number}: none has this number"):
+                world.router.leave(number)
+
+    run(test)
+
+
+def test_one_that_leaves_while_it_is_started_again_never_serves() -> None:
+    async def test() -> None:
+        world = World(2)
+        await world.begin()
+        world.made[0][0].die()
+        world.router.leave(0)
+        await turns(50)
+        await world.publish(1)
+        assert world.router.states() == ["left", "serves"]
+        assert [engine.calls for engine in world.made[0]] == [["close"]] * len(world.made[0])
+
+    run(test)
+
+
+def test_one_that_cannot_start_does_not_join() -> None:
+    async def test() -> None:
+        world = World(1)
+        await world.begin()
+        world.made.append([])
+        world.broken = 1
+        with pytest.raises(RuntimeError, match="does not start"):
+            await world.router.join(world.start(1))
+        assert world.router.states() == ["serves"] and world.made[1][0].calls == ["close"] and world.said == []
+        await world.router.join(world.start(1))
+        await world.publish(1)
+        assert world.router.states() == ["serves", "serves"]
+
+    run(test)

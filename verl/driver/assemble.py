@@ -29,6 +29,7 @@ from verl.data.cursor import Curriculum
 from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
 from verl.data.render import Feedback
 from verl.data.source import Cursor, TaskTable, load_tasks
+from verl.driver.assemble_fleet import fleet_of
 from verl.driver.assemble_loops import loops_of
 from verl.driver.assemble_rewards import reward_of, sandbox_of
 from verl.driver.checkpointer import Checkpointer
@@ -155,6 +156,7 @@ async def _run_of(
         rollout=rollout,
         placement=_placement(config, replicas, waits, progress.message),
         publisher=publisher,
+        fleet=fleet_of(config, tokenizer, context, rollout, publisher, groups, reporter, claimed.path),
         checkpointer=checkpointer,
         reporter=reporter,
         stop=checkpointer.stop,
@@ -183,9 +185,8 @@ async def _started(
         rollout = starts[0]()
         replicas: Sequence[RolloutEngine] = (rollout,)
     else:
-        restarts, at_urls = config.cluster.max_restarts, bool(config.rollout.url)
-        mixes = config.pipeline.partial_rollout
-        rollout = Router(starts, restarts=restarts, at_urls=at_urls, mixes=mixes, note=progress.message)
+        restarts, mixes, at_urls = config.cluster.max_restarts, config.pipeline.partial_rollout, config.rollout.url
+        rollout = Router(starts, restarts=restarts, at_urls=bool(at_urls), mixes=mixes, note=progress.message)
         replicas = rollout.replicas
     refused.push_async_callback(rollout.close)
     asked = replicas[0].capabilities()

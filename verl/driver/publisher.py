@@ -29,13 +29,14 @@ class Publisher:
     note: Callable[[str], None]
     published: Callable[[Mapping[int, str]], None] | None
     version: int = field(default=0, init=False)
-    _modes: tuple[PauseMode, ...] = field(default=(), init=False)
+    _asked: int = field(default=0, init=False)  # replicas, by the latest publish
+    _modes: list[PauseMode] = field(default_factory=list, init=False)  # of each replica that gets weights
     _under_way: asyncio.Task[None] | None = field(default=None, init=False)
     _metrics: Metrics = field(default_factory=dict, init=False)
 
     async def start(self, version: int) -> None:
         """Ask the replicas what they can do, and make the weights of `version` live on them."""
-        can, keep = list[Capabilities](), self.partial_rollout
+        can = list[Capabilities]()
 
         async def ask() -> None:
             for replica in self.replicas:
@@ -44,9 +45,14 @@ class Publisher:
         await self.waits.wait(
             ask(), who="driver", what=lambda: f"rollout replica {len(can)} to start", timeout_s=START_TIMEOUT_S
         )
-        self._modes = tuple("keep" if keep and c.in_flight_update else "wait" for c in can)
+        for able in can:
+            self.join(able)
         self.version = version
         self._report(await self._awaited(self._enqueue(version), version))
+
+    def join(self, able: Capabilities) -> None:
+        """The next of `replicas` gets every publish from now on."""
+        self._modes.append("keep" if self.partial_rollout and able.in_flight_update else "wait")
 
     def publish(self, committed: Callable[[SyncReport], None], failed: Callable[[BaseException], None]) -> None:
         """Read the weights as they are at this call as the next version, and deliver them in the background.
@@ -79,12 +85,13 @@ class Publisher:
         return found
 
     def _enqueue(self, version: int) -> asyncio.Future[SyncReport]:
+        self._asked = len(self._modes)
         return self.engine.publish(
             self.trainer,
-            self.replicas,
+            self.replicas[: self._asked],
             version=version,
             exclusive=self.exclusive,
-            on_inflight=self._modes,
+            on_inflight=tuple(self._modes),
             timeout_s=self.timeout_s,
         )
 
@@ -106,6 +113,7 @@ class Publisher:
         for text in report.alarms:
             self.note(f"warning: weight sync: {text}")
         self._metrics = {
+            "sync/replicas": Metric(self._asked - len(report.failed_replicas), 1, "step", "last"),
             "sync/version": Metric(report.version, 1, "step", "last"),
             "sync/canary_mean_abs": Metric(report.canary_mean_abs, 1, "step", "max"),
             "sync/bytes": Metric(report.num_bytes, 1, "step", "last"),

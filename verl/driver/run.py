@@ -13,6 +13,7 @@ from typing import IO, Any
 from verl.config.schema import Config
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.evaluate import evaluate
+from verl.driver.fleet import Fleet
 from verl.driver.measure import batch_metrics
 from verl.driver.publisher import Publisher
 from verl.driver.reporter import Reporter, due
@@ -43,6 +44,7 @@ class Run:
     rollout: RolloutEngine
     placement: Placement
     publisher: Publisher
+    fleet: Fleet
     checkpointer: Checkpointer
     reporter: Reporter
     stop: StopRequest
@@ -68,6 +70,7 @@ class Run:
             self.reporter.history = state.history
             restore_rng(state.rng)
         await self.publisher.start(state.version if state else 0)
+        self.fleet.open()
         if state is not None and state.scheduler is not None:
             await self.groups.restore(state.scheduler, state.groups)
             if state.version > self.groups.scheduler.version:  # published while the state's own step had begun
@@ -202,6 +205,7 @@ class Run:
         try:
             await self.checkpointer.close()
             await self.reporter.finish_recording()
+            await self.fleet.close()
             await self.publisher.close()
             await self.rollout.close()
             await self.close_reward()

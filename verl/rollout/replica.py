@@ -54,6 +54,7 @@ class Replica:
         self._deaths: deque[tuple[RolloutEngine, BaseException]] = deque()  # that were told of
         self._why: BaseException | None = None
         self._restart: asyncio.Task[None] | None = None
+        self.left = False
         self.engine = self._asked = self._new()  # asked: by the last publish
         self._loaded: RolloutEngine | None = None
 
@@ -61,6 +62,11 @@ class Replica:
     def ready(self) -> bool:
         """There is an engine, and it has taken weights."""
         return self._why is None and self._loaded is self.engine
+
+    @property
+    def lost(self) -> bool:
+        """There is none, and none follows."""
+        return self._why is not None and self.over
 
     @property
     def over(self) -> bool:
@@ -132,6 +138,15 @@ class Replica:
     @property
     def version(self) -> int:
         return self.engine.version
+
+    def leave(self) -> None:
+        """For good: its requests go on elsewhere, and no engine follows."""
+        self.left, self._starts = True, 0
+        if self._why is None:
+            return self._lose(self.engine, ReplicaLost("it left the run"))
+        if self._restart is not None:
+            self._restart.cancel()
+        self._restart = asyncio.create_task(self._again(self.engine), name=f"end replica {self.number}")
 
     def lose(self, why: BaseException) -> None:
         """Give up the engine that the last publish asked, unless a new one is there: its process ends, its requests go

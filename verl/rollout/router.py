@@ -45,8 +45,8 @@ class Router:
         self._homes: OrderedDict[str, int] = OrderedDict()  # the replica of a prefix key
         self._running: dict[str, int] = {}  # the replica of a request id
         self._serving = frozenset(range(len(starts)))
-        made = partial(Replica, lost=self._lost, starts=restarts, at_url=at_urls)
-        self.replicas = tuple(made(i, start) for i, start in enumerate(starts))
+        self._made = partial(Replica, starts=restarts, at_url=at_urls)
+        self.replicas = [self._made(i, start, lost=self._lost) for i, start in enumerate(starts)]
 
     async def generate(
         self,
@@ -89,6 +89,39 @@ class Router:
         self._verified = max((one.version for one in ready), default=self._verified)
         self._serve(frozenset(one.number for one in ready))
 
+    async def join(self, start: Start) -> Capabilities:
+        """One more at the end of `replicas`, once its engine is up; it gets requests after a publish that it took. What
+        keeps it from starting is raised, and it is none then. Not two at a time."""
+
+        def lost(number: int, why: BaseException) -> None:
+            if one in self.replicas:
+                self._lost(number, why)
+
+        one = self._made(len(self.replicas), start, lost=lost)
+        try:
+            able = await one.capabilities()
+        except BaseException:
+            await one.close()
+            raise
+        self._load.append(0)
+        self.replicas.append(one)
+        return able
+
+    def leave(self, number: int) -> None:
+        """It keeps its number, and nobody has it again."""
+        if not 0 <= number < len(self.replicas) or self.replicas[number].left:
+            raise ValueError(f"replica {number}: none has this number; `verl replicas RUN list` shows them")
+        if self._serving <= {number}:
+            raise ValueError(f"replica {number} is the only one that serves: add another, and wait for its publish")
+        self.replicas[number].leave()
+
+    def states(self) -> list[str]:
+        """Of each replica, in the order of their numbers."""
+        return [
+            "left" if one.left else "serves" if i in self._serving else "is lost" if one.lost else "waits for a publish"
+            for i, one in enumerate(self.replicas)
+        ]
+
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:
         """Hear, once, that no replica is left."""
         self._on_failure = on_failure
@@ -97,9 +130,11 @@ class Router:
 
     def _lost(self, number: int, why: BaseException) -> None:
         left = self._serving - {number}
-        then = "stays out of service" if self.replicas[number].over else "is started again"
+        one = self.replicas[number]
+        then = "stays out of service" if one.over else "is started again"
         after = f"its requests go on elsewhere, and it {then}" if left else "no other one serves"
-        self._note(f"warning: rollout replica {number} is lost: {why}; {after}")
+        what = "left the run" if one.left else f"is lost: {why}"
+        self._note(f"{'' if one.left else 'warning: '}rollout replica {number} {what}; {after}")
         self._serve(left, why)
 
     def _serve(self, replicas: frozenset[int], why: BaseException | None = None) -> None:

@@ -1,0 +1,48 @@
+"""What replicas that join a run are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from verl.config.schema import Config
+from verl.config.served import server_faults, urls_of
+from verl.driver.fleet import Fleet
+from verl.driver.models import ModelContext
+from verl.driver.publisher import Publisher
+from verl.driver.reporter import Reporter
+from verl.driver.rollouts import RolloutManager
+from verl.rollout.base import RolloutEngine
+from verl.rollout.replica import Start
+from verl.rollout.router import Router
+
+
+def fleet_of(
+    config: Config,
+    tokenizer: Any,
+    context: ModelContext,
+    rollout: RolloutEngine,
+    publisher: Publisher,
+    groups: RolloutManager,
+    reporter: Reporter,
+    run_dir: Path,
+) -> Fleet:
+    from verl.driver.assemble import rollout_engine
+
+    def start_of(url: str) -> Start:
+        """Connected to as those of the command line are, and refused for what they would be."""
+        asked = replace(config, rollout=replace(config.rollout, url=url, replicas=1))
+        for fault in server_faults(asked, "train"):
+            raise ValueError(fault)
+        if config.cluster.backend != "inproc":
+            raise ValueError(f"{url}: servers join a run whose engines are in its own process (cluster.backend=inproc)")
+        return partial(context.cluster.replica, 0, rollout_engine, (asked, tokenizer, context.device))
+
+    def tell(kind: str, data: Mapping[str, Any]) -> None:
+        reporter.events.append(kind, groups.scheduler.next_step + 1, data)
+
+    members = rollout if isinstance(rollout, Router) else None
+    return Fleet(run_dir, members, urls_of(config), publisher, start_of, tell)

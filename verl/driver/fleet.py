@@ -1,0 +1,108 @@
+"""Rollout replicas that come and go while a run goes on: asked for by its own program, or by `verl replicas` through
+files in the run's directory, which who may write there may write."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl.driver.publisher import Publisher
+from verl.replicas import FOLDER, LOOK_S
+from verl.rollout.base import Capabilities
+from verl.track.files import write_atomic
+from verl.workers.model_workers import START_TIMEOUT_S
+
+
+class Members(Protocol):
+    """A router; see there."""
+
+    async def join(self, start: Any) -> Capabilities: ...
+    def leave(self, number: int) -> None: ...
+    def states(self) -> list[str]: ...
+
+
+class Fleet:
+    """members: None where the run has one engine, in its process · urls: of its servers, by their numbers (none: they
+    are started here) · start_of: what connects to a server, or ValueError · tell: an event of the run."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        members: Members | None,
+        urls: Sequence[str],
+        publisher: Publisher,
+        start_of: Callable[[str], Any],
+        tell: Callable[[str, Mapping[str, Any]], None],
+    ) -> None:
+        self._folder, self._members, self._urls = run_dir / FOLDER, members, list(urls)
+        self._publisher, self._start_of, self._tell = publisher, start_of, tell
+        self._alone = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    async def add(self, url: str) -> int:
+        """A server of the run's own kind that runs already joins -> its number. It gets requests after the next
+        publish, which it has to take and verify like every other. ValueError: refused."""
+        url = url.strip().rstrip("/")
+        async with self._alone:
+            if self._members is None or not self._urls:
+                raise ValueError(f"{url}: the engines of this run are started by it, none joins; give it rollout.url=")
+            states = self._members.states()
+            if any(known == url and state != "left" for known, state in zip(self._urls, states, strict=True)):
+                raise ValueError(f"{url}: it is a replica of this run already")
+            joining, what = self._members.join(self._start_of(url)), f"the server {url} to join"
+            able = await self._publisher.waits.wait(joining, who="driver", what=what, timeout_s=START_TIMEOUT_S)
+            self._publisher.join(able)
+            self._urls.append(url)
+            self._tell("joined", {"replica": len(states), "url": url})
+            return len(states)
+
+    async def remove(self, number: int) -> None:
+        """It gets nothing more, and what it was asked goes on at the others; a server that others started goes on.
+        ValueError: there is no such one, or no other that serves."""
+        async with self._alone:
+            if self._members is None:
+                raise ValueError(f"replica {number} is the only one of this run")
+            self._members.leave(number)
+            self._tell("left", {"replica": number})
+
+    def lines(self) -> list[str]:
+        """A line for each replica."""
+        states = ["serves"] if self._members is None else self._members.states()
+        return [f"{i} {state}{f' {self._urls[i]}' if self._urls else ''}" for i, state in enumerate(states)]
+
+    def open(self) -> None:
+        """Hear `verl replicas` from now on."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._task = asyncio.create_task(self._listen(), name="replicas")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _listen(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):  # who asked waits for its deadline
+                for path in sorted(self._folder.glob("*.ask")):
+                    answer = await self._answer(path.read_text())
+                    write_atomic(path.with_suffix(".answer"), json.dumps(answer).encode())
+                    path.unlink()
+            await asyncio.sleep(LOOK_S)
+
+    async def _answer(self, text: str) -> dict[str, Any]:
+        try:
+            asked = json.loads(text)
+            if asked["verb"] == "add":
+                await self.add(str(asked["what"]))
+            elif asked["verb"] == "remove":
+                await self.remove(int(asked["what"]))
+            return {"lines": self.lines()}
+        except (ValueError, KeyError, TypeError, RuntimeError, TimeoutError) as e:  # the asker's, not the run's
+            return {"error": str(e) or type(e).__name__}

@@ -1,0 +1,47 @@
+"""`verl replicas`: has the driver of a run that goes on take a server, or give one up (driver/fleet.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import time
+import uuid
+from pathlib import Path
+
+from verl.track.files import write_atomic
+
+FOLDER = "replicas"  # of a run's directory, where questions and answers lie
+LOOK_S = 0.25  # between two looks of the driver
+ANSWER_S = 660.0  # a server may take ten minutes to start
+
+
+def ask(run_dir: Path, verb: str, what: str = "", timeout_s: float = ANSWER_S) -> list[str]:
+    """Have the driver of a run add the server of a URL, or remove the replica of a number -> a line for each replica.
+    ValueError: no driver runs there, or it refuses."""
+    _refuse_idle(run_dir)
+    path, until_s = run_dir / FOLDER / f"{uuid.uuid4().hex}.ask", time.monotonic() + timeout_s
+    write_atomic(path, json.dumps({"verb": verb, "what": what}).encode())
+    answer = path.with_suffix(".answer")
+    while not answer.exists():
+        if not path.exists() and not answer.exists():
+            raise ValueError(f"{run_dir}: its driver begins, or ends, and did not hear; ask again when it trains")
+        _refuse_idle(run_dir)
+        if time.monotonic() > until_s:
+            path.unlink(missing_ok=True)
+            raise ValueError(f"{run_dir}: its driver did not answer in {timeout_s:g} s; its own last lines say why")
+        time.sleep(LOOK_S / 2)
+    told = json.loads(answer.read_text())
+    answer.unlink()
+    if "error" in told:
+        raise ValueError(told["error"])
+    return list(told["lines"])
+
+
+def _refuse_idle(run_dir: Path) -> None:
+    """ValueError where nobody holds the lock of a run."""
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), open(run_dir / ".lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        raise ValueError(f"{run_dir}: no run goes on there; replicas come and go while one does")
+    if not (run_dir / ".lock").exists():
+        raise ValueError(f"{run_dir}: no run is there; name a run's directory, as runs/NAME")
