@@ -104,7 +104,8 @@ def _write(
             whole[name] = (entry.dtype, entry.shape, starts[name])
     if end > (free := shutil.disk_usage(path.parent).free):
         raise OSError(f"{end / 1e6:.0f} MB of weights do not fit into {path.parent.parent} ({free / 1e6:.0f} MB free)")
-    about[WHOLE] = json.dumps([whole, [part for parts in in_parts.values() for part, _, _ in parts]])
+    if whole:
+        about[WHOLE] = json.dumps([whole, [part for parts in in_parts.values() for part, _, _ in parts]])
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     with path.open("wb") as file:
@@ -134,7 +135,7 @@ class DiskStream(TensorStream):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         with safe_open(self._path, framework="pt") as file, self._path.open("rb") as raw:
-            whole, parts = json.loads(file.metadata()[WHOLE])
+            whole, parts = json.loads(file.metadata().get(WHOLE, "[{}, []]"))
             for name in sorted({*file.keys()} - {*parts}):
                 yield name, file.get_tensor(name)
             first = 8 + int.from_bytes(raw.read(8), "little")
