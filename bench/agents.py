@@ -1,14 +1,14 @@
 """What agents cost beside the model: runs in the sandbox, turns of the tool loop, slow tools, branches, search.
 
-    python bench/agents.py [--only sandbox|turns|waiting|tools|branches|search] [--runs N] [--passages N]
+    python bench/agents.py [--only sandbox|turns|waiting|tools|branches|search|recipe] [--runs N] [--passages N]
 
 sandbox: one-shot programs, one after the other and from 4 threads, and cells of one session, on each tier · turns: what
 the tool loop itself takes for a turn (parse, call, render) after histories of unlike length, with a model that answers
 at once · waiting: 2,000 trajectories that wait for tools · tools: 64 trajectories of 8 turns with a model and a slow
 tool, in verl and in TRL (bench/slow_tools.py) · branches: the update of a trajectory that was cut (bench/branches.py) ·
 search: queries of six words over made passages of forty, words drawn as often as in texts (the k-th of 200,000 with
-1/k), from an index on disk. Writes its part of bench/RESULTS.md (bench/sections/agents.md); with `--only` the other
-parts stay as they were measured.
+1/k), from an index on disk · recipe: `tool_arithmetic` from nothing to its end. Writes its part of bench/RESULTS.md
+(bench/sections/agents.md); with `--only` the other parts stay as they were measured.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import gc
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import threading
@@ -242,6 +243,18 @@ def search(passages: int, runs: int) -> Table:
     return Table("BM25 over made passages, the best three of a query", head, (row,))
 
 
+def recipe(*more: str) -> Table:
+    """more: settings of a shorter one."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "verl.quickstart", "task=tool_arithmetic", f"run.root_dir={folder}", *more]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        found = json.loads((Path(folder) / "tool_arithmetic" / "summary.json").read_text())
+    names = [f"{way}_{when}" for way in ("greedy", "sampled") for when in ("before", "after")]
+    head = ("all of it, s", *(name.replace("_", ", ") for name in names))
+    row = (f"{found['seconds']['total']:.0f}", *(f"{found[name]:.2f}" for name in names))
+    return Table("a model that learns to use a calculator, accuracy on held-out products", head, (row,))
+
+
 def main(argv: Sequence[str]) -> int:
     threads, folder = os.cpu_count() or 1, ROOT / "runs" / "bench"
     settings = Settings(rounds=1, steps=2, threads=threads, folder=folder, page=folder)
@@ -252,6 +265,7 @@ def main(argv: Sequence[str]) -> int:
         "tools": lambda given: slow_tools.tables(settings),
         "branches": lambda given: [branches.table(UPDATES)],
         "search": lambda given: [search(given.passages, given.runs)],
+        "recipe": lambda given: [recipe()],
     }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", choices=parts)
