@@ -52,8 +52,10 @@ TEACHER = Teacher(
 )
 CRITICS = [f"{name}:critic" for name, preset in PRESETS.items() if preset.critic]
 OBSERVING = [f"{name}:observing" for name in ("grpo", "gspo", "kl_cov", "gkd_topk")]
-EVERY = [*PRESETS, *CRITICS, *OBSERVING]
-"""NAME: the policy's terms · NAME:critic: the value model's · NAME:observing: with the loss on what tools wrote."""
+BESIDE = [f"{name}:beside" for name in ("grpo", "gspo", "kl_cov")]
+EVERY = [*PRESETS, *CRITICS, *OBSERVING, *BESIDE]
+"""NAME: the policy's terms · NAME:critic: the value model's · NAME:observing: with the loss on what tools wrote ·
+NAME:beside: with the divergence to a teacher beside the policy loss."""
 EXTRA = {
     "kl_loss_coef": 0.1,
     "entropy_coef": 0.01,
@@ -65,7 +67,7 @@ EXTRA = {
 
 def algorithm(name, **given):
     """The preset with every optional part switched on, so that all its terms are tested."""
-    more = {"observation_coef": 0.3} if name in OBSERVING else {}
+    more = {"observation_coef": 0.3} if name in OBSERVING else {"divergence_coef": 0.7} if name in BESIDE else {}
     return resolve(name.partition(":")[0], {**EXTRA, **more, **given})
 
 

@@ -293,6 +293,53 @@ def test_the_divergence_is_told_by_quarter_of_the_answer_and_by_teacher(name, ti
         assert of("b")[0].value == pytest.approx(0, abs=1e-6) and of("a")[0].value > 1e-4
 
 
+def test_a_divergence_beside_a_policy_loss_by_hand():
+    """GRPO's clipped loss as it is, and 0.5 x the mean of the divergence over the tokens of the step, each with its own
+    weights; at the step that halves its coefficient, a quarter."""
+    from verl.algorithms.resolve import resolve
+    from verl.algorithms.weights import term_weights
+
+    given = {"divergence_coef": 0.5, "divergence_beta": 0.0, "kl_loss_coef": 0.0, "aggregation": "token-mean"}
+    algorithm = resolve("grpo", {**given, "coef_schedule": {"divergence_coef": [[1, 1], [3, 0]]}})
+    assert [t.name for t in algorithm.terms] == ["pg_loss", "divergence_loss"] and algorithm.roles() == {"teacher"}
+    plain = resolve("grpo", {**given, "divergence_coef": 0.0})
+    assert [t.name for t in plain.terms] == ["pg_loss"] and not plain.roles()
+    student, teacher = f64(0.5, 0.3, 0.2, 0.6, 0.3, 0.1).view(2, 3), f64(0.7, 0.2, 0.1, 0.9, 0.05, 0.05).view(2, 3)
+    c = columns([1.0, 0.0], tokens=1).with_token({"logprobs_at": student.log(), "teacher_topk": teacher.log()})
+    c = c.with_token({"logprobs": f64(-1.0, -2.0).log_softmax(0), "advantages": f64(0.7, -0.7)})
+    kl = [sum(t * math.log(t / s) for t, s in zip(*pair)) for pair in zip(teacher.tolist(), student.tolist())]
+    for number, factor in ((1, 0.5), (2, 0.25), (3, 0.0)):
+        now, said = algorithm.at(number)
+        weights = term_weights(c, now.terms)
+        value = {t.name: float((weights[f"w/{t.name}"] * t.fn(c).values).sum()) for t in now.terms}
+        assert said == {"divergence_coef": factor} and value["divergence_loss"] == pytest.approx(factor * sum(kl) / 2)
+        own = term_weights(c, plain.terms)["w/pg_loss"]
+        assert value["pg_loss"] == float((own * plain.terms[0].fn(c).values).sum()) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_turn_of_grpo_with_a_teacher_beside_it_is_the_sum_of_both(tiny_model, tiny_teacher):
+    """The gradient of the whole step: that of GRPO alone, and the coefficient times that of the divergence alone."""
+    from test_virtual_ranks import turn
+
+    alone = {"kl_loss_coef": 0.0, "aggregation": "token-mean"}
+    found = {}
+    for name, options in (
+        ("grpo", alone),
+        ("gkd_topk", {"beta": 0.5, "aggregation": "token-mean"}),
+        ("both", {**alone, "divergence_coef": 0.3}),
+    ):
+        config = config_of("grpo" if name == "both" else name, tiny_model, tiny_teacher, 1, 64)
+        config.teacher.path, config.teacher.top_k = None if name == "grpo" else str(tiny_teacher), 5
+        config.algorithm.options = dict(options)
+        config.step.updates_per_step = config.step.epochs_per_step = 1
+        grads, metrics, _, _ = turn(config, samples(0))
+        found[name] = torch.cat([g.flatten() for g in grads[0].values()]), metrics
+    expected = found["grpo"][0] + 0.3 * found["gkd_topk"][0]
+    torch.testing.assert_close(found["both"][0], expected, rtol=1e-9, atol=1e-12)
+    both = found["both"][1]
+    assert both["actor/divergence_loss"] == pytest.approx(0.3 * both["actor/teacher_divergence"]) != 0
+
+
 def test_a_quarter_is_of_the_trainable_tokens_of_a_sequence():
     c = columns([1.0, 0.0], tokens=4)
     assert losses._quarters(c).tolist() == [0, 1, 2, 3] * 2

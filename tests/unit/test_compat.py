@@ -1083,6 +1083,7 @@ def test_distillation_is_opd_or_the_likeliest_tokens() -> None:
         "alone": distilled("k1", True, False, "topk=32"),
         "beside": distilled("k1", True, True, "distillation_loss_coef=0.5"),
         "topk": distilled("forward_kl_topk", False, False, "topk=32"),
+        "term": distilled("forward_kl_topk", False, True, "topk=32", "distillation_loss_coef=0.5"),
     }.items():
         config = load_config(args).config
         found[name] = (config.algorithm.name, config.algorithm.options, config.teacher.path, config.teacher.top_k)
@@ -1090,6 +1091,7 @@ def test_distillation_is_opd_or_the_likeliest_tokens() -> None:
         "alone": ("opd", {"teacher_coef": 1.0, "reward_coef": 0.0}, "T", 64),
         "beside": ("opd", {"teacher_coef": 0.5, "reward_coef": 1.0}, "T", 64),
         "topk": ("gkd_topk", {"beta": 0.0}, "T", 32),
+        "term": ("grpo", {"divergence_coef": 0.5, "divergence_beta": 0.0}, "T", 32),
     }
 
 
@@ -1105,7 +1107,7 @@ def test_a_distillation_that_is_not_here_is_refused_with_those_that_are() -> Non
         (["model.path=m", *TEACH], "give distillation.distillation_loss.loss_mode"),
         (distilled("k3", False, False), "forward_kl_topk with False (gkd_topk)"),
         (distilled("k1", False, False), "k1 with use_policy_gradient=True (algorithm.name=opd)"),
-        (distilled("forward_kl_topk", False, True), "which sums both advantages"),
+        ([*distilled("forward_kl_topk", False, True), "algorithm.adv_estimator=rloo"], "not mapped; set grpo"),
         (distilled("k1", True, False, "loss_max_clamp=10.0"), "nothing is clamped here; leave it out"),
         ([*distilled("k1", True, True), "algorithm.adv_estimator=rloo"], "its part is GRPO's here"),
         ([*distilled("k1", True, False), *SECOND[:1]], "named by letters, digits and _"),

@@ -1,5 +1,5 @@
 """Which answers and tokens of a step are trained, and with which weight: dynamic sampling, PF-PPO, what the budget cut,
-off-policy corrections. No torch, as specs.py."""
+off-policy corrections; and a term beside the loss. No torch, as specs.py."""
 
 from __future__ import annotations
 
@@ -181,3 +181,14 @@ class Correction(Spec):
         if self.bypass and self.batch_normalize:
             why = "the weights follow the current policy, their mean would not; leave it out"
             yield f"algorithm.options.correction_batch_normalize with algorithm.bypass: {why}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence(Spec):
+    """Of the policy and a teacher, over its likeliest tokens and the rest, as a term beside a policy loss. beta: as of
+    `GKDTopK`."""
+
+    prefix: ClassVar[str] = "divergence_"
+    switches = ("coef",)
+    coef: float = knob(0.0, option=True, least=0)
+    beta: float = knob(0.5, option=True, least=0, most=1)

@@ -14,7 +14,13 @@ from verl.algorithms.specs import Clipped, EstimatorSpec, KLLoss, PPOClip, Prefe
 
 T = TypeVar("T")
 SCHEDULED = (
-    *("kl_loss_coef", "entropy_coef", "positive_nll_coef", "observation_coef"),  # of terms of the loss
+    *(
+        "kl_loss_coef",
+        "divergence_coef",
+        "entropy_coef",
+        "positive_nll_coef",
+        "observation_coef",
+    ),  # of terms of the loss
     *("teacher_coef", "reward_coef"),  # of an advantage
 )
 """Coefficients that `coef_schedule` may multiply."""
@@ -30,6 +36,7 @@ class Preset:
     loss: specs.LossSpec
     group: specs.GroupSpec = field(default_factory=specs.GroupSpec)
     kl_loss: specs.KLLoss | None = None
+    divergence: filters.Divergence | None = None
     kl_reward: specs.KLReward | None = None
     group_filter: filters.GroupFilter = field(default_factory=filters.GroupFilter)
     sample_filter: filters.SampleFilter | None = None
@@ -53,6 +60,8 @@ class Preset:
         wanted = {*self.estimator.inputs, *self.loss.inputs}
         if self.kl_loss or self.kl_reward:
             wanted.add("ref_logprobs")
+        if self.divergence:
+            wanted |= {*specs.GKDTopK.inputs}
         if self.kl_reward or (self.correction.of_step if self.correction else updates > 1):
             wanted.add("old_logprobs")
         if self.critic:
@@ -104,6 +113,9 @@ class Preset:
         for what in (what for what, on in drawn.items() if on and self.stored_share()):
             said = f"algorithm.options.on_policy_share={1 - self.stored_share():g} with {what}"
             yield f"{said}, which is of answers that the policy drew: nobody drew a stored one; leave one of them out"
+        if self.divergence and isinstance(self.loss, specs.GKDTopK):
+            said = f"algorithm.options.divergence_coef={self.divergence.coef:g} with algorithm.name={self.name}"
+            yield f"{said}, whose loss is a divergence: it goes with a policy loss, as algorithm.name=grpo has"
         c, loss = self.correction, short(self.loss.fn)
         if c is None or not c.bypass:
             return
@@ -159,6 +171,7 @@ class Preset:
 
 SWITCHED: Mapping[str, Spec] = {
     "kl_loss": specs.KLLoss(),
+    "divergence": filters.Divergence(),
     "kl_reward": specs.KLReward(),
     "sample_filter": filters.SampleFilter(),
     "truncation": filters.Truncation(),

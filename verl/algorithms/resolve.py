@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms import losses
+from verl.algorithms import losses, specs
 from verl.algorithms.presets import Preset, settled
 from verl.algorithms.specs import did_you_mean, function, short
 from verl.batch import Columns
@@ -40,6 +40,7 @@ class Algorithm(Preset):
 
 COEFFICIENTS = {
     "kl_loss": "kl_loss_coef",
+    "divergence_loss": "divergence_coef",
     "entropy_loss": "entropy_coef",
     "positive_nll": "positive_nll_coef",
     "observation_loss": "observation_coef",
@@ -91,6 +92,9 @@ def _terms(preset: Preset) -> tuple[Term, ...]:
     if kl := preset.kl_loss:
         term = partial(losses.kl_loss, form=kl.form, ratio_corrected=kl.ratio_corrected)
         out.append(Term(name="kl_loss", fn=term, coef=kl.coef, inputs=("ref_logprobs",), **common))
+    if d := preset.divergence:
+        own = {"inputs": specs.GKDTopK.inputs, "outputs": specs.GKDTopK.outputs, **common}
+        out.append(Term(name="divergence_loss", fn=partial(losses.gkd_topk, beta=d.beta), coef=d.coef, **own))
     if spec.entropy_coef:
         entropy = {"coef": spec.entropy_coef, "outputs": ("entropy",), **common}
         out.append(Term(name="entropy_loss", fn=losses.entropy_bonus, **entropy))

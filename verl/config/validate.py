@@ -141,7 +141,7 @@ def _teacher(config: Config) -> Iterator[str]:
     if not columns:
         said = f"teacher.hint_key={t.hint_key}" if t.hint_key is not None else said
         if t.path is not None or t.paths or t.hint_key is not None:
-            fix = "set algorithm.name=opd, gkd or gkd_topk, or leave it out"
+            fix = "set algorithm.name=opd, gkd or gkd_topk (or algorithm.options.divergence_coef), or leave it out"
             yield f"{said} does nothing with algorithm.name={config.algorithm.name}: {fix}"
         return
     if t.path is None and not t.paths:

@@ -17,8 +17,9 @@ KEYS = (*_CLAMPS, *_PATHS, *_ROWS, *_SETTINGS, _COEF)
 
 
 def distilled(given: Given) -> Result:
-    """The policy gradient of k1 is opd, the forward KL over the teacher's likeliest tokens gkd_topk; nothing else of
-    verl's is here, and what its versions have different defaults for must be given."""
+    """The policy gradient of k1 is opd, the forward KL over the teacher's likeliest tokens gkd_topk, with rewards a
+    term beside GRPO's loss; nothing else of verl's is here, and what its versions have different defaults for must be
+    given."""
     mode, k, by_gradient, rewarded = (given.said(key) for key in _SETTINGS)
     for key in (_SETTINGS[0], *_SETTINGS[2:]):
         if given.said(key) is None:
@@ -39,12 +40,16 @@ def distilled(given: Given) -> Result:
         coefs = {"teacher_coef": given.said(_COEF, 1.0), "reward_coef": 1.0 if rewarded else 0.0}
         return out | {"algorithm.name": "opd", **{f"algorithm.options.{name}": value for name, value in coefs.items()}}
     if mode == "forward_kl_topk" and not by_gradient:
-        if rewarded:
-            fix = "set it to False, or loss_mode=k1 with use_policy_gradient=True, which sums both advantages"
-            raise ValueError(f"{_LOSS}use_task_rewards=True with loss_mode=forward_kl_topk: {fix}")
-        given.ignore("the divergence is the whole loss: its factor is the learning rate's", _COEF, _SETTINGS[3])
         given.remarks[_SETTINGS[0]] = "all other tokens are one more outcome here; verl leaves them out"
-        out |= {"algorithm.name": "gkd_topk", "algorithm.options.beta": 0.0}
+        if rewarded and estimator not in (None, "grpo"):
+            raise ValueError(f"algorithm.adv_estimator={estimator} with use_task_rewards: not mapped; set grpo")
+        if rewarded:
+            coef = given.said(_COEF, 1.0)
+            out |= {"algorithm.options.divergence_coef": coef, "algorithm.options.divergence_beta": 0.0}
+            out["algorithm.name"] = "grpo"
+        else:
+            given.ignore("the divergence is the whole loss: its factor is the learning rate's", _COEF, _SETTINGS[3])
+            out |= {"algorithm.name": "gkd_topk", "algorithm.options.beta": 0.0}
         return out if k is None else out | {"teacher.top_k": k}
     fix = "there are k1 with use_policy_gradient=True (algorithm.name=opd) and forward_kl_topk with False (gkd_topk)"
     raise ValueError(f"{_SETTINGS[0]}={mode} with use_policy_gradient={by_gradient}: {fix}")

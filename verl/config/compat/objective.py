@@ -22,8 +22,11 @@ _BY_SEQUENCE = ("gspo", "gspo_token", "geo_mean", "gmpo", "sapo")
 def objective(given: Given) -> Result:
     """adv_estimator and loss_mode are one choice here: the preset, or the preset with another loss."""
     if given.said("distillation.enabled"):
+        found = distilled(given)
+        if found["algorithm.name"] == "grpo" and (std := given.get("algorithm.norm_adv_by_std_in_grpo")) is not None:
+            return {**found, "algorithm.normalize_by_std": std}
         given.ignore("a teacher's presets normalise as the paper does", "algorithm.norm_adv_by_std_in_grpo")
-        return distilled(given)
+        return found
     given.ignore("only read with distillation.enabled", "distillation.enabled", *TEACHERS)
     loss_key, by_std_key = f"{ACTOR}policy_loss.loss_mode", "algorithm.norm_adv_by_std_in_grpo"
     preset, loss = given.get("algorithm.adv_estimator"), given.get(loss_key) or "vanilla"
