@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from cases import EXPERTS, SIZES, Case, differences, engine, on_rank, one_process, share, together
 from forked import run, tensor_bytes
 from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -17,6 +18,7 @@ from verl.checkpoint.shards import tensor_names
 from verl.model_engine.layout import Layout
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.sharded import ShardedEngine
+from verl.model_engine.snapshot import COUNTERS, Snapshot
 from verl.nn import precision
 from verl.weight_sync.sender import WeightSender
 
@@ -181,6 +183,26 @@ def test_a_snapshot_is_written_while_training_goes_on(name, tmp_path):
     again.load(tmp_path / "1")
     assert again.optimizer_step == 4 and not differences(weights(again), then, rtol=1e-12)
     assert not differences(weights(steps(case, None, 2, again)), now, rtol=1e-9 if given else 1e-3)
+
+
+def test_what_one_rank_cannot_write_fails_on_all_and_the_next_save_works(tmp_path):
+    """Else those that could write wait for it in their next exchange, and meet the next save there."""
+    (tmp_path / "file").touch()
+    (tmp_path / "counted" / COUNTERS).mkdir(parents=True)
+
+    def write(rank: int) -> list[str]:
+        host, said = dist.new_group([0, 1]), []
+        held = Snapshot({f"model.{rank}": torch.ones(3)}, [], lambda name, t: t, {"n": 1} if rank == 0 else None, host)
+        for path in (tmp_path / ("file" if rank == 1 else "good") / "x", tmp_path / "counted", tmp_path / "next"):
+            try:
+                held.save(path)
+                said.append("written")
+            except OSError as e:
+                said.append(type(e).__name__)
+        return said
+
+    assert run(2, write, timeout_s=60) == [["NotADirectoryError", "IsADirectoryError", "written"]] * 2
+    assert tensor_names(tmp_path / "next") == {"model.0", "model.1"}
 
 
 def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path):

@@ -1,6 +1,7 @@
 """When a checkpoint is made: by steps, or by time, so that little work is lost and little time goes into saving."""
 
 import asyncio
+import threading
 from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
@@ -110,6 +111,23 @@ def test_a_snapshot_that_a_full_disk_refuses_is_not_kept(later, tmp_path):
     assert asyncio.run(save()) is later
     (line,) = told
     assert "checkpoint of step 1 was not written" in line and "are free" in line
+
+
+def test_a_write_follows_the_one_that_has_not_ended_yet(tmp_path):
+    """Of a save that failed on another rank: the next one of the run may come before this rank has heard of it."""
+    free, order = threading.Event(), list[str]()
+
+    def snapshot() -> Any:
+        return SimpleNamespace(save=lambda path: (free.wait(60), order.append(path.name)))
+
+    role = Role("actor", None, SimpleNamespace(snapshot=snapshot))  # type: ignore[arg-type]
+    for name in ("first", "second"):
+        role.snapshot()
+        role.write(tmp_path / name, None)
+        assert not role.written()
+    free.set()
+    assert role._writing is not None and role._writing.result(60) is None
+    assert order == ["first", "second"]
 
 
 def test_a_deadline_in_a_save_is_no_fault_of_the_disk(tmp_path, monkeypatch):

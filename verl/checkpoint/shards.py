@@ -19,7 +19,8 @@ MAX_FILE_BYTES = 256 << 20  # a file is put together in memory before it is writ
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], group: Any = None) -> None:
     """Write `tensors` into the new folder `path`, in files of bounded size: where there are many ranks, each what it
     holds, and all of `group` (None: the default one) call this. OSError as of any write."""
-    path.mkdir(parents=True, exist_ok=True)
+    with agreed(group):
+        path.mkdir(parents=True, exist_ok=True)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     if not _alone():  # the first rank says what goes where, also of what others alone hold
         every: list[Any] = [None] * torch.distributed.get_world_size(group)
@@ -60,6 +61,22 @@ def load_tensors(path: Path, into: dict[str, Tensor]) -> None:
 
 def _alone() -> bool:
     return not (torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
+@contextmanager
+def agreed(group: Any) -> Iterator[None]:
+    """The OSError of any rank is that of all: else those that go on wait for it in their next exchange."""
+    error: OSError | None = None
+    try:
+        yield
+    except OSError as e:
+        error = e
+    found: list[OSError | None] = [error]
+    if not _alone():
+        found = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(found, error, group=group)
+    if (first := error or next((e for e in found if e is not None), None)) is not None:
+        raise first
 
 
 @contextmanager

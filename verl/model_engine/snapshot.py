@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from verl.checkpoint.shards import load_tensors, save_tensors, tensor_names
+from verl.checkpoint.shards import agreed, load_tensors, save_tensors, tensor_names
 
 COUNTERS = "engine.json"
 
@@ -56,8 +56,9 @@ class Snapshot:
         if not self.state and self.group is None:
             return
         save_tensors(path, {name: t.detach() for name, t in self.state.items()}, self.group)
-        if self.counters is not None:
-            (path / COUNTERS).write_text(json.dumps(self.counters))
+        with agreed(self.group):
+            if self.counters is not None:
+                (path / COUNTERS).write_text(json.dumps(self.counters))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """As the engine's, one whole tensor at a time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -324,11 +324,10 @@ class Role:
         """Begin to write the snapshot, beside the calls that run or come: the state to `path`, the weights to
         `hf_path`."""
         assert self._snapshot is not None, "nothing was kept to be written"
-        assert self._writing is None or self._writing.done(), "one snapshot is written at a time"
         snapshot, self._snapshot = self._snapshot, None
-        self._writing = Future()
-        thread = threading.Thread(target=self._write, args=(self._writing, snapshot, path, hf_path), daemon=True)
-        thread.start()
+        before, self._writing = self._writing, Future()
+        args = (before, self._writing, snapshot, path, hf_path)
+        threading.Thread(target=self._write, args=args, daemon=True).start()
 
     def written(self) -> bool:
         """Whether it is on disk; raises what kept it from being."""
@@ -337,8 +336,12 @@ class Role:
             self._writing.result()
         return self._writing.done()
 
-    def _write(self, done: Future[None], snapshot: Snapshot, path: Path, hf_path: Path | None) -> None:
+    def _write(
+        self, before: Future[None] | None, done: Future[None], snapshot: Snapshot, path: Path, hf_path: Path | None
+    ) -> None:
         try:
+            if before is not None:  # a save that has failed elsewhere may end here a moment later, at its own deadline
+                wait([before])
             snapshot.save(path)
             if hf_path is not None:
                 self._export(hf_path, snapshot.weights())
