@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, LoopFailed, ServerManager, check_output
-from verl.agent_loop.hosted import Ready
+from verl.agent_loop.hosted import Ids, Ready
 from verl.agent_loop.registry import Loops, of_the_user
 from verl.agent_loop.runner import HostedLoop, Runner, hosted_loops
 from verl.agent_loop.sections import AgentConfig
@@ -140,6 +140,8 @@ class Does(AgentLoopBase):
         if what == "print":
             print("{}" * 2000, flush=True)
             os.write(1, b"\0" * 100)
+        if what == "write":  # to what it was given
+            prompt[0] = 50
         name = what if what in ("lost", "long") else kwargs["request_id"]
         out = await self.server_manager.generate(name, prompt_ids=prompt, sampling_params=sampling_params)
         fields = {"object": object()} if what == "object" else {}
@@ -268,8 +270,28 @@ def test_what_a_loop_does_wrong_is_said_and_costs_its_attempt(tmp_path: Path) ->
             await asyncio.sleep(0.02)
         (out,) = await played(loop(engine), what="print")
         assert len(out.response_ids) == 5
+        (out,) = await played(loop(engine), what="write")
+        assert engine.asked[-1][0] == out.prompt_ids.tolist() == [50, *PROMPT[1:]]
 
     run(tmp_path, body)
+
+
+def test_a_history_is_kept_whatever_becomes_of_it_and_not_copied_as_it_grows() -> None:
+    rng, known, views, copies = np.random.default_rng(0), Ids.of(PROMPT), [], 0
+    for _ in range(2_000):
+        ids = known.held[: known.used]
+        if rng.random() < 0.02:  # rewritten
+            ids = ids[: rng.integers(0, len(ids) + 1)]
+            ids = np.concatenate([ids, rng.integers(0, 3, 2)])
+        ids = np.concatenate([ids, rng.integers(0, 3, rng.integers(0, 40))])
+        keep, before, size = known.agreeing(ids), known.held, known.used
+        assert keep == next((k for k in range(min(size, len(ids))) if before[k] != ids[k]), min(size, len(ids)))
+        view = known.then(keep, ids[keep:])
+        copies += keep == size and known.held is not before
+        views.append((view, ids.copy()))
+        np.testing.assert_array_equal(known.whole(3, ids[3:]), ids)
+    assert all(np.array_equal(view, ids) for view, ids in views) and PROMPT.tolist() == list(range(7))
+    assert copies < 300, "the room doubles"
 
 
 @pytest.mark.parametrize(

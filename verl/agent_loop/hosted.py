@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from verl.agent_loop.base import LoopOutput, ServerManager, Told, outputs_of
+from verl.agent_loop.base import AgentLoopOutput, LoopOutput, ServerManager, Told, outputs_of
 from verl.agent_loop.registry import Loops
 from verl.rollout.base import Completion
 from verl.sandbox.companion import Channel
@@ -61,10 +61,12 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
-    """An AgentLoopOutput. ids int64 · mask uint8."""
+    """An AgentLoopOutput. keep: leading ids of the trajectory's last call that stand in it, before `ids` (int64); the
+    first `prompt` of them all are its prompt · mask: uint8."""
 
-    prompt_ids: bytes
-    response_ids: bytes
+    prompt: int
+    keep: int
+    ids: bytes
     mask: bytes
     reward_score: Any
     num_turns: int
@@ -103,7 +105,8 @@ class Part:
 
 @dataclass(eq=False, slots=True)
 class Ids:
-    """A history that mostly grows, with room behind it, which alone is written: what was taken stays as it is."""
+    """A history that mostly grows, with room behind it, which alone is written: what was taken stays as it is. Both
+    ends have the same, from the prompt on, and say what comes after."""
 
     held: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     used: int = 0
@@ -115,9 +118,18 @@ class Ids:
             grown = np.empty(2 * end, np.int64)
             grown[:keep] = self.held[:keep]
             self.held = grown
-        self.held[keep:end] = new
+        if len(new):  # else it may be what is only read
+            self.held[keep:end] = new
         self.used = end
         return self.held[:end]
+
+    def whole(self, keep: int, new: np.ndarray) -> np.ndarray:
+        """The same, and it stays what it is."""
+        return np.concatenate([self.held[:keep], new])
+
+    @staticmethod
+    def of(prompt: np.ndarray) -> Ids:
+        return Ids(prompt, len(prompt))
 
     def agreeing(self, ids: np.ndarray) -> int:
         """How many leading ids are the same."""
@@ -132,9 +144,9 @@ class Asking:
 
     play: int
     say: Callable[[msgspec.Struct], None]
+    known: Ids
     waiting: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)  # of an answer's `id`; the record holds them
-    known: Ids = field(default_factory=Ids)
     made: int = 0
     manager: ServerManager | None = None
 
@@ -216,7 +228,7 @@ async def host(given: tuple[Callable[[Any, int], Loops], Any, int], channel: Cha
         if kind == "close":
             break
         if kind == "play":
-            asking = Asking(play, say)
+            asking = Asking(play, say, Ids.of(rest[0].task.prompt_ids.copy()))
             plays[play] = asking, asyncio.create_task(_play(loops, rest[0], asking))
             plays[play][1].add_done_callback(lambda _, play=play: plays.pop(play))  # type: ignore[misc]
         elif play in plays:
@@ -255,24 +267,29 @@ async def _play(loops: Loops, part: Part, asking: Asking) -> None:
 
 
 def _played(returned: LoopOutput, manager: ServerManager, asking: Asking) -> Played:
-    outputs = [
-        Output(
-            prompt_ids=as_ids(one.prompt_ids).tobytes(),
-            response_ids=as_ids(one.response_ids).tobytes(),
-            mask=np.asarray(one.response_mask, bool).tobytes(),
-            reward_score=one.reward_score,
-            num_turns=int(one.num_turns),
-            generate_s=float(one.metrics.generate_sequences),
-            tool_s=float(one.metrics.tool_calls),
-            extra_fields=one.extra_fields,
-        )
-        for one in outputs_of(returned)
-    ]
+    outputs = [_output(one, asking.known) for one in outputs_of(returned)]
     message = Played(asking.play, outputs, asking.recorded(), manager.told())
-    bare = [msgspec.structs.replace(one, prompt_ids=b"", response_ids=b"", mask=b"") for one in outputs]
+    bare = [msgspec.structs.replace(one, ids=b"", mask=b"") for one in outputs]
     if why := cannot_leave(msgspec.structs.replace(message, outputs=bare), Played):
         raise ValueError(f"what the agent loop returned, or told its server manager, {IS_NOT_SENT} ({why})")
     return message
+
+
+def _output(one: AgentLoopOutput, known: Ids) -> Output:
+    prompt, response = as_ids(one.prompt_ids), as_ids(one.response_ids)
+    whole = np.concatenate([prompt, response])
+    keep = known.agreeing(whole)
+    return Output(
+        prompt=len(prompt),
+        keep=keep,
+        ids=whole[keep:].tobytes(),
+        mask=np.asarray(one.response_mask, bool).tobytes(),
+        reward_score=one.reward_score,
+        num_turns=int(one.num_turns),
+        generate_s=float(one.metrics.generate_sequences),
+        tool_s=float(one.metrics.tool_calls),
+        extra_fields=one.extra_fields,
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -37,8 +37,8 @@ class Playing:
     manager: ServerManager
     part: Part
     ended: asyncio.Future[list[AgentLoopOutput]]
+    known: Ids
     number: int = -1
-    known: Ids = field(default_factory=Ids)
     record: dict[int, Call] = field(default_factory=dict)
     asked: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class Playing:
         """There, for now or for good."""
         for task in list(self.asked.values()):
             task.cancel()
-        self.known, self.record, self.asked = Ids(), {}, {}
+        self.known, self.record, self.asked = Ids.of(self.part.task.prompt_ids), {}, {}
 
 
 class Runner:
@@ -101,7 +101,8 @@ class Runner:
 
     async def play(self, manager: ServerManager, part: Part) -> list[AgentLoopOutput]:
         """LoopFailed for what the loop raises, and where it ends the process."""
-        playing = Playing(manager, part, asyncio.get_running_loop().create_future())
+        known = Ids.of(part.task.prompt_ids)
+        playing = Playing(manager, part, asyncio.get_running_loop().create_future(), known)
         playing.ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may ask
         self._line.append(playing)
         self._go_on()
@@ -220,7 +221,7 @@ class Runner:
             playing.end(LoopFailed(said.text))
         else:
             playing.manager.take_over([playing.record[call] for call in said.recorded], said.told)
-            playing.end([_output(one) for one in said.outputs])
+            playing.end([_output(one, playing.known) for one in said.outputs])
 
     async def _answer(self, companion: Companion, playing: Playing, said: Ask, ids: np.ndarray) -> None:
         manager = playing.manager
@@ -240,8 +241,9 @@ class Runner:
             playing.asked.pop(said.call, None)
 
 
-def _output(said: Output) -> AgentLoopOutput:
-    prompt, response = (np.frombuffer(ids, np.int64) for ids in (said.prompt_ids, said.response_ids))
+def _output(said: Output, known: Ids) -> AgentLoopOutput:
+    whole = known.whole(said.keep, np.frombuffer(said.ids, np.int64))
+    prompt, response = whole[: said.prompt], whole[said.prompt :]
     return AgentLoopOutput(
         *(prompt, response, np.frombuffer(said.mask, np.bool_)),  # type: ignore[arg-type]
         reward_score=said.reward_score,
