@@ -4,11 +4,12 @@
 
 sandbox: one-shot programs, one after the other and from 4 threads, and cells of one session, on each tier · turns: what
 the tool loop itself takes for a turn (parse, call, render) after histories of unlike length, with a model that answers
-at once · waiting: 2,000 trajectories that wait for tools · tools: 64 trajectories of 8 turns with a model and a slow
-tool, in verl and in TRL (bench/slow_tools.py) · branches: the update of a trajectory that was cut (bench/branches.py) ·
-search: queries of six words over made passages of forty, words drawn as often as in texts (the k-th of 200,000 with
-1/k), from an index on disk · recipe: `tool_arithmetic` from nothing to its end. Writes its part of bench/RESULTS.md
-(bench/sections/agents.md); with `--only` the other parts stay as they were measured.
+at once, in the driver's process and beside it · waiting: 2,000 trajectories that wait for tools, likewise · tools: 64
+trajectories of 8 turns with a model and a slow tool, in verl, beside the driver, and in TRL (bench/slow_tools.py) ·
+branches: the update of a trajectory that was cut (bench/branches.py) · search: queries of six words over made passages
+of forty, words drawn as often as in texts (the k-th of 200,000 with 1/k), from an index on disk · recipe:
+`tool_arithmetic` from nothing to its end. Writes its part of bench/RESULTS.md (bench/sections/agents.md); with `--only`
+the other parts stay as they were measured.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import asyncio
 import gc
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -33,32 +33,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import psutil
+import uvloop
 from tools import hermes_tokenizer
 
 from bench import branches, slow_tools
+from bench.agent_loops import BESIDE, HERE, LONG_S, TICK_S, Says, opened, play, prompt_of
 from bench.laptop import Settings
 from bench.report import assemble
 from bench.results import Spread, Table
-from verl.agent_loop.base import ServerManager, sampling_params_of
-from verl.agent_loop.sections import AgentConfig
-from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
-from verl.agent_loop.tools import Tool, function_as_tool
-from verl.chat.bridge import bridge_of, plain_text
-from verl.chat.parsing import FORMATS, TurnParser
-from verl.chat.template import Renderer, audit_template
 from verl.driver.launch import GC_THRESHOLD
-from verl.rollout.base import Completion
 from verl.sandbox.code import TIERS, CodeSandbox
 from verl.tools import bm25
-from verl.types import Sampling
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = 200_000
 THREADS, TURNS = 4, 8
-CROWD, BEGUN_S, WATCHED_S, LONG_S, TICK_S = 2_000, 5.0, 15.0, 20.0, 0.005
+CROWD, BEGUN_S, WATCHED_S = 2_000, 5.0, 15.0
 UPDATES = 7
 HISTORIES = (1_000, 4_000, 16_000, 64_000)
-ANSWER = '<tool_call>\n{{"name": "{name}", "arguments": {{"n": {n}}}}}\n</tool_call>'
 
 
 def sandbox(runs: int) -> Table:
@@ -104,123 +96,86 @@ def repeat(made: CodeSandbox, runs: int) -> None:
         assert made.run("print(1)").stdout == "1\n"
 
 
-class Says:
-    """A model that answers at once: a call of the tool each turn, then a word."""
-
-    def __init__(self, tokenizer: Any, tool: Tool, turns: int) -> None:
-        texts = [ANSWER.format(name=tool.name, n=n) for n in range(turns - 1)] + ["done"]
-        self._said = [tokenizer(t + "<|im_end|>", add_special_tokens=False)["input_ids"] for t in texts]
-
-    async def generate(self, request_id: str, prompt_ids: Any, sampling: Any, **inputs: Any) -> Completion:
-        ids = np.array(self._said.pop(0), np.int64)
-        return Completion(request_id, ids, np.zeros(len(ids), np.float32), ((0, 0, len(ids)),), "eos")
-
-
-def kit_of(tool: Tool) -> tuple[Any, ToolKit]:
-    tokenizer = hermes_tokenizer()
-    audit = audit_template(tokenizer)
-    return tokenizer, ToolKit(
-        tools={tool.name: tool},
-        parser=TurnParser(FORMATS["hermes"]),
-        renderer=Renderer(tokenizer, {}, [dict(tool.schema)]),
-        audit=audit,
-        plain=plain_text(tokenizer),
-        bridge=bridge_of(tokenizer, audit, {}),
-        ends=frozenset([tokenizer.eos_token_id]),
-        limits=AgentConfig(),
-    )
-
-
-async def play(tokenizer: Any, kit: ToolKit, prompt: np.ndarray, turns: int) -> ServerManager:
-    sampling = Sampling(max_tokens=100_000)
-    (tool,) = kit.tools.values()
-    manager = ServerManager(Says(tokenizer, tool, turns), sampling, seed_parts=("s",))  # type: ignore[arg-type]
-    row = {"tools": (), "extra_info": {}, "raw_prompt": [{"role": "user", "content": "?"}]}
-    loop = ToolAgentLoop(None, manager, tokenizer, kit=kit)
-    await loop.run(sampling_params_of(sampling), prompt_ids=prompt, request_id="r", **row)
-    return manager
-
-
 def turns(runs: int) -> Table:
-    async def look(n: int) -> str:
-        """
-        Look something up.
+    """Wall clock, and the time that both processes computed: they take turns, and what a process waits to be woken is
+    the machine's."""
 
-        Args:
-            n: Its number.
-        """
-        return str(n)
+    async def measure(where: str, tokens: int) -> tuple[list[float], float]:
+        prompt, tokenizer, took = prompt_of(tokens), hermes_tokenizer(), []
+        async with opened(where, "look", Path()) as loops:
+            await play(loops, Says(tokenizer, "look", TURNS + 1), prompt)
+            before = cpu_s()
+            for _ in range(runs // 10):
+                said, began = Says(tokenizer, "look", TURNS + 1), time.perf_counter()
+                await play(loops, said, prompt)
+                took.append(1e3 * (time.perf_counter() - began) / TURNS)
+            return took, 1e3 * (cpu_s() - before) / TURNS / len(took)
 
-    tokenizer, kit = kit_of(function_as_tool(look))
     rows = []
-    for tokens in HISTORIES:
-        prompt = np.resize(kit.renderer.ids([{"role": "user", "content": "?"}], prompt=True), tokens)
-        took = [timed(lambda: asyncio.run(play(tokenizer, kit, prompt, TURNS + 1))) / TURNS for _ in range(runs // 10)]  # noqa: B023
-        rows.append((f"{tokens:,}", Spread.of(took).text(2)))
-    return Table(
-        "a turn of the tool loop, without the model", ("tokens of history", "ms per turn (at most 1)"), tuple(rows)
+    for where in (HERE, BESIDE):
+        for tokens in HISTORIES:
+            took, computed = uvloop.run(measure(where, tokens))
+            rows.append((where, f"{tokens:,}", Spread.of(took).text(2), f"{computed:.2f}"))
+    head = ("played", "tokens of history", "ms per turn (at most 1)", "of it computed, the model's answers too, ms")
+    note = (
+        "Played in its own process, a turn is two messages between two processes: on a machine that is busy both wait."
     )
+    return Table("a turn of the tool loop, without the model", head, tuple(rows), (note,))
+
+
+def cpu_s() -> float:
+    """That this process and those below it have computed."""
+    mine = psutil.Process()
+    return sum(sum(one.cpu_times()[:2]) for one in (mine, *mine.children(recursive=True)))
 
 
 def waiting() -> Table:
     """Trajectories begin one after another and then wait for their tools, all of them at once."""
-    rng, memory = random.Random(0), psutil.Process().memory_info
+    prompt, tokenizer = prompt_of(HISTORIES[0]), hermes_tokenizer()
 
-    async def slow(n: int) -> str:
-        """
-        Think.
+    def held() -> int:
+        mine = psutil.Process()
+        return sum(one.memory_info().rss for one in (mine, *mine.children(recursive=True)))
 
-        Args:
-            n: A number.
-        """
-        await asyncio.sleep(rng.expovariate(1 / LONG_S))
-        return str(n)
+    async def every(where: str, told: Path) -> int:
+        async with opened(where, "slow", told) as loops:
+            await play(loops, Says(tokenizer, "slow", 1), prompt)  # what the first one of a process loads
+            gc.collect()
+            gc.freeze()  # as a run does
+            before, tasks = held(), []
+            for _ in range(CROWD):
+                tasks.append(asyncio.create_task(play(loops, Says(tokenizer, "slow", TURNS), prompt)))
+                await asyncio.sleep(BEGUN_S / CROWD)
+            most = held() - before
+            await asyncio.sleep(WATCHED_S - BEGUN_S)
+            waits = sum(not task.done() for task in tasks)
+            assert waits > CROWD * 0.9, f"{waits} of {CROWD} still wait"
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            return most
 
-    tokenizer, kit = kit_of(function_as_tool(slow))
-    object.__setattr__(kit.tools["slow"], "places", asyncio.Semaphore(CROWD))
-    prompt = np.resize(kit.renderer.ids([{"role": "user", "content": "?"}], prompt=True), HISTORIES[0])
-    lags_ms: list[float] = []
-
-    async def tick() -> None:
-        while True:
-            began = time.perf_counter()
-            await asyncio.sleep(TICK_S)
-            lags_ms.append(1e3 * (time.perf_counter() - began - TICK_S))
-
-    async def every() -> int:
-        before, ticking = memory().rss, asyncio.create_task(tick())
-        tasks = []
-        for _ in range(CROWD):
-            tasks.append(asyncio.create_task(play(tokenizer, kit, prompt, TURNS)))
-            await asyncio.sleep(BEGUN_S / CROWD)
-        held = memory().rss - before
-        await asyncio.sleep(WATCHED_S - BEGUN_S)
-        waits = sum(not task.done() for task in tasks)
-        assert waits > CROWD * 0.9, f"{waits} of {CROWD} still wait"
-        for task in (ticking, *tasks):
-            task.cancel()
-        await asyncio.gather(ticking, *tasks, return_exceptions=True)
-        return held
-
-    asyncio.run(play(tokenizer, kit, prompt, 1))  # what the first one of a process loads
-    gc.collect()
-    gc.freeze()  # as a run does
     gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])
-    held = asyncio.run(every())
-    p50, p99 = (float(np.quantile(lags_ms, q)) for q in (0.5, 0.99))
-    row = (f"{CROWD:,}", f"{p50:.1f}", f"{p99:.1f}", f"{max(lags_ms):.1f}", f"{held / CROWD / 1e3:.0f}")
+    rows = []
+    for where in (HERE, BESIDE):
+        with tempfile.TemporaryDirectory() as folder:
+            most = uvloop.run(every(where, Path(folder) / "lags.json"))
+            lags_ms = json.loads((Path(folder) / "lags.json").read_text())
+        lags = (f"{np.quantile(lags_ms, q):.1f}" for q in (0.5, 0.99, 1.0))
+        rows.append((where, f"{CROWD:,}", *lags, f"{most / CROWD / 1e3:.0f}"))
     head = (
+        "played",
         "trajectories",
-        "lag of the event loop, p50, ms",
+        "lag of the event loop that plays, p50, ms",
         "p99, ms (at most 20)",
         "most, ms",
         "KB each (at most 150)",
     )
     note = (
         f"Histories of {len(prompt):,} tokens; they begin within {BEGUN_S:g} s, a tool takes {LONG_S:g} s on average "
-        f"(exponential), the loop is asked every {1e3 * TICK_S:g} ms for {WATCHED_S:g} s."
+        f"(exponential), the loop is asked every {1e3 * TICK_S:g} ms for {WATCHED_S:g} s. KB: of both processes."
     )
-    return Table("many trajectories that wait for their tools", head, (row,), (note,))
+    return Table("many trajectories that wait for their tools", head, tuple(rows), (note,))
 
 
 def search(passages: int, runs: int) -> Table:
