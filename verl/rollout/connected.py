@@ -23,6 +23,7 @@ from verl.rollout.wire import Drawn, raw
 from verl.types import Sampling
 
 DYING_S = 3.0  # from the end of an engine to that of the server before it
+HEALTH_S = 5.0  # for what a server tells of itself
 PORTS = 3  # that are tried after one that was taken
 PROBE_S = 30.0  # for one token of a healthy server
 
@@ -119,7 +120,7 @@ class Server:
         server, at = self._server, self._http.url
         if server is None or server.exit_code is None:
             try:
-                await self._http.get("/health", timeout_s=5.0)
+                await self._http.get("/health", timeout_s=HEALTH_S)
             except (ServerGone, ServerLate, ServerRefused) as e:
                 if server is None and not isinstance(e, ServerLate):
                     raise ValueError(f"rollout.url={at}: no healthy server there ({e}); start it first") from e
@@ -204,7 +205,7 @@ class Server:
 
     async def _progress(self) -> Any:
         with contextlib.suppress(ServerGone, ServerLate, ServerRefused):
-            return await self._api.progress(partial(self._http.get, timeout_s=PROBE_S))
+            return await self._api.progress(partial(self._http.get, timeout_s=HEALTH_S))
         return None
 
     async def _cause(self, error: ServerGone) -> Exception:
