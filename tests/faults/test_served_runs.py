@@ -109,14 +109,8 @@ class Pair:
     @property
     def args(self) -> tuple[str, ...]:
         urls = ",".join(door.url for door in self.doors)
-        options = "rollout.engine_options={start_timeout_s: 5, request_timeout_s: 3600}"
-        return (
-            "rollout.engine=server",
-            "rollout.replicas=2",
-            f'rollout.url="{urls}"',
-            options,
-            f"run.total_steps={STEPS}",
-        )
+        two = "rollout.engine=server", "rollout.replicas=2", f'rollout.url="{urls}"', f"run.total_steps={STEPS}"
+        return *two, "rollout.engine_options={start_timeout_s: 5, request_timeout_s: 3600}"
 
 
 @pytest.fixture(scope="module")
