@@ -351,7 +351,7 @@ MUTANTS = (
     Mutant("model_engine/adapter.py", "            self.add(into)", "", ADAPTER),
     Mutant("model_engine/adapter.py", "if strange := sorted(parts.keys() - names):", "if False:", ADAPTER),
     Mutant("model_engine/lm_head.py", "if wanted.adapter is not None:", "if False:", ADAPTER),
-    Mutant("model_engine/optim.py", "lerp_(p, 1 - decay)", "lerp_(p, average)", SEVERAL),
+    Mutant("model_engine/optim.py", "lerp_(p, 1 - decay)", "lerp_(p, decay)", SEVERAL),
     Mutant("algorithms/estimators.py", "rewarded * likes > 0", "rewarded * likes < 0", SEVERAL),
     Mutant("model_engine/served.py", "values[at]", "values[at - 1]", SERVED),
     Mutant("model_engine/served.py", "if not gap <= TOLERANCE:", "if False:", SERVED),
