@@ -1,11 +1,13 @@
 """Stopped by a signal, the terminal gone, the pipe closed: what was done is saved, and the run is the one never cut."""
 
+import asyncio
 import json
 import os
 import pty
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from small_runs import launch, metrics_of, same_tensors, small_args, small_run, tensors_of, wait_for
 from started import Started
@@ -13,6 +15,7 @@ from test_resume import assert_equal_runs
 
 from tests.hanging import FOLDER, hangs
 from verl.cli import main
+from verl.rollout.embedded.front import EmbeddedEngine
 from verl.track.events import read_events
 
 TESTS = Path(__file__).parents[1]
@@ -33,6 +36,42 @@ def reward(tmp_path):
     path = tmp_path / "reward.py"
     path.write_text(f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n{HANGS}")
     return path
+
+
+def generates_for_long(args):
+    async def generate(*given, **named):
+        os.mknod("hangs")
+        await asyncio.sleep(600)
+
+    EmbeddedEngine.generate = generate
+    return main(args)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("verb", ["eval", "generate"])
+def test_a_stop_of_what_saves_nothing_is_one_line_and_leaves_no_child(
+    verb, tmp_path, tiny_model, arithmetic_data, reward
+):
+    (tmp_path / "hang").touch()
+    more = (f"reward.path={reward}", "reward.timeout_s=500", "run.total_steps=1")
+    args, log = small_args(tmp_path, tiny_model, arithmetic_data, *more), tmp_path / "log"
+    entry = main
+    if verb == "generate":
+        args, entry = [f"model.path={tiny_model}", "prompt=2+2=", "model.dtype=float32"], generates_for_long
+    process = Started([verb, *args], log, cwd=tmp_path, entry=entry)
+    wait_for((tmp_path / "hangs").exists, 120, "work that hangs")
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75, log.read_text()
+    said = log.read_text()
+    assert said.splitlines()[-1].endswith("SIGTERM: stopped before the end; nothing is saved, start it again"), said
+    assert "Traceback" not in said and bool(children) == (verb == "eval")
+    assert not psutil.wait_procs(children, 30)[1]
+
+
+def test_generate_refuses_what_it_would_not_do(tiny_model, capsys):
+    assert main(["generate", f"model.path={tiny_model}", "prompt=2+2=", "cluster.ranks_per_node=2"]) == 2
+    assert "cluster.ranks_per_node=2 with cluster.backend=inproc" in capsys.readouterr().err
 
 
 def steps_done(run_dir) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,12 @@ import uvloop
 
 from verl.chat import render_prompt
 from verl.config.schema import Config
+from verl.config.validate import validate
 from verl.data.lost import Coverage, lost_lines
 from verl.driver.assemble import checkpoint_engine, context_of, rollout_engine, sampling_of
 from verl.driver.models import role_spec, workers_of
 from verl.driver.setup import decoder, load_tokenizer_of, require_an_end, set_up_process
+from verl.driver.stopping import unless_stopped
 from verl.rollout.base import Completion
 from verl.types import derive_seed
 from verl.workers.waits import Waits
@@ -22,6 +25,7 @@ from verl.workers.waits import Waits
 
 def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, float]]:
     """[(text, stop reason, mean log-prob per token)] of n answers; greedy if rollout.temperature=0."""
+    validate(config, "generate")
     set_up_process(config)
     tokenizer = load_tokenizer_of(config)
     require_an_end(config, tokenizer)
@@ -35,20 +39,20 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
     decode = decoder(tokenizer)
     return [
         (decode(c.ids.tolist()), c.stop_reason, float(np.mean(c.logprobs)) if len(c.logprobs) else 0.0)
-        for c in uvloop.run(_generate(config, tokenizer, ids, n))
+        for c in uvloop.run(unless_stopped(_generate(config, tokenizer, ids, n)))
     ]
 
 
 async def _generate(config: Config, tokenizer: Any, ids: np.ndarray, n: int) -> list[Completion]:
     context, sync, timeout_s = context_of(config), checkpoint_engine(config), config.run.wait_timeout_s
-    model = workers_of(context, replace(role_spec(context, "actor"), outlet=sync.outlet()))
-    rollout = rollout_engine(config, tokenizer, context.devices["rollout"])
-    try:
+    async with contextlib.AsyncExitStack() as started:
+        started.callback(context.cluster.close)
+        model = workers_of(context, replace(role_spec(context, "actor"), outlet=sync.outlet()))
+        started.callback(model.close)
+        rollout = rollout_engine(config, tokenizer, context.devices["rollout"])
+        started.push_async_callback(rollout.close)
         await sync.publish(model, [rollout], version=0, exclusive=True, on_inflight=["wait"], timeout_s=timeout_s)
         seeds = [derive_seed(config.run.seed, "generate", i) for i in range(n)]
         samplings = [replace(sampling_of(config), seed=seed) for seed in seeds]
         asked = [rollout.generate(f"generate/{i}", ids, s, prefix_key="generate") for i, s in enumerate(samplings)]
         return await Waits().wait(asyncio.gather(*asked), who="generate", what="the answers", timeout_s=timeout_s)
-    finally:
-        await rollout.close()
-        model.close()

@@ -25,7 +25,7 @@ from verl.driver.loop import train
 from verl.driver.reporter import OnStep
 from verl.driver.run import Run
 from verl.driver.run_dir import is_mine
-from verl.driver.stopping import Stopped
+from verl.driver.stopping import Stopped, unless_stopped
 from verl.driver.supervised import fit
 from verl.rollout.base import ReplicaLost
 from verl.track.console import LiveProgress
@@ -235,7 +235,7 @@ def run_eval(resolved: Resolved, progress: LiveProgress | None = None) -> Finish
     config.data.train_files = list(config.data.eval_files)
     config.run.total_steps = 1
     config.step.prompts_per_step, config.step.updates_per_step = 1, 1
-    return uvloop.run(_eval(resolved, progress))
+    return uvloop.run(unless_stopped(_eval(resolved, progress)))
 
 
 async def _eval(resolved: Resolved, progress: LiveProgress | None) -> Finished:

@@ -16,10 +16,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.track.console import LiveProgress
 
+T = TypeVar("T")
 PREEMPTED, INTERRUPTED = 75, 130  # exit codes after SIGTERM (EX_TEMPFAIL) and after Ctrl-C
 RESERVE_S = 2.0  # of the grace, for what a save does not measure
 
@@ -124,6 +125,34 @@ class StopRequest:
             self._progress.message(f"{over}: the step is finished and saved first ({why})")
         else:
             self._works[-1][0].cancel()
+
+
+async def unless_stopped(work: Coroutine[Any, Any, T]) -> T:
+    """Of a verb that saves nothing: SIGTERM and Ctrl-C end the work, and are told once it has closed what it began."""
+    task, heard, loop = asyncio.ensure_future(work), list[signal.Signals](), asyncio.get_running_loop()
+
+    def hear(one: signal.Signals) -> None:
+        if heard and one == signal.SIGINT:
+            os._exit(INTERRUPTED)
+        if not heard:
+            heard.append(one)
+            task.cancel()
+
+    listening = threading.current_thread() is threading.main_thread()
+    signals = [s for s in (signal.SIGTERM, signal.SIGINT) if listening and signal.getsignal(s) is not signal.SIG_IGN]
+    for one in signals:
+        loop.add_signal_handler(one, hear, one)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not heard:
+            raise
+        error = Stopped(f"{heard[0].name}: stopped before the end; nothing is saved, start it again")
+        error.code = INTERRUPTED if heard[0] == signal.SIGINT else PREEMPTED
+        raise error from None
+    finally:
+        for one in signals:
+            loop.remove_signal_handler(one)
 
 
 def _leave(code: int) -> None:
