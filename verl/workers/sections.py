@@ -19,8 +19,8 @@ class ClusterConfig:
     nodes: PositiveInt = 1
     ranks_per_node: PositiveInt = 1  # Of every model; `nodes` x this many train together.
     cpus_per_rank: NonNegative = 1.0
-    gpus_per_rank: NonNegative | None = None  # Null: 1 where the model's device is cuda.
-    resource: str = ""  # Another accelerator by the name that Ray knows it under, one for each rank.
+    gpus_per_rank: NonNegative | None = None  # Null: 1 where model.device is cuda; models compute on it if above 0.
+    resource: str = ""  # Another accelerator by the name that torch and this Ray know it under, one for each rank.
     env: dict[str, str | int | float] = field(default_factory=dict)  # Variables of the workers' processes.
     pools: dict[str, Any] = field(default_factory=dict)
     """More pools: {NAME: {nodes, ranks_per_node, cpus_per_rank, gpus_per_rank, resource, env, dtype}}; the keys above
