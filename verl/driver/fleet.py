@@ -82,9 +82,10 @@ class Fleet:
         self._task = asyncio.create_task(self._listen(), name="replicas")
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        listening, self._task = self._task, None  # which would keep this alive, and the publisher
+        if listening is not None:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _listen(self) -> None:
