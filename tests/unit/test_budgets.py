@@ -17,10 +17,12 @@ def test_the_lines_of_the_house():
     write. Then teachers, of whom whole distributions are read, several of them, and hints. Then more kinds of server
     (SGLang, TensorRT-LLM, any completions API), and weights in folders for them. Then files that the sandbox's sessions
     start from, and keep. Then what goes wrong in long runs: deaths behind other errors, deadlines in saves and starts,
-    replicas that fail for good, tools that hold the interpreter, loops and tools beside the driver. The plan was 35,000
-    with adapters, vision and Megatron as well: what those bring has to be taken out elsewhere."""
+    replicas that fail for good, tools that hold the interpreter, loops and tools beside the driver. Then servers that
+    hang, whose ports are taken, whose requests go on elsewhere with their tokens, that come and go while a run goes on;
+    a device for each pool; teachers that lag, hang or stand beside another loss. The plan was 35,000 with adapters,
+    vision and Megatron as well: what those bring has to be taken out elsewhere."""
     lines = sum(bool(line.strip()) for path in FILES for line in path.read_text().splitlines())
-    assert lines <= 39_020, lines
+    assert lines <= 40_750, lines
 
 
 FORMS = {"Completion", "Trajectory", "Sample", "Batch", "SampleRow"}
