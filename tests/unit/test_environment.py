@@ -173,8 +173,8 @@ def test_a_call_that_goes_on_after_its_deadline_keeps_the_object(tmp_path):
     assert manager.counts["tool_errors"] == 2, "the second call waits for the first, and is not begun after its own end"
     assert out[-1].reward_score == 3.0 and took_s < 4
     hung = tools_of(tmp_path, INCREMENT.replace("self.counter += step", "import time; time.sleep(60)"))
-    with pytest.raises(TimeoutError, match="IncrementEnv's reward: no end in 0.2 s"):
-        played(hung, CALL, "Done.", tool_timeout_s=0.2)
+    with pytest.raises(TimeoutError, match="IncrementEnv's reward: no end in 0.8 s"):
+        played(hung, CALL, "Done.", tool_timeout_s=0.8)
 
 
 def test_calls_of_a_turn_come_one_after_another(tmp_path):

@@ -281,8 +281,8 @@ class ServedEngine(Server):
             except BaseException as e:
                 await self._fence(f"the update to version {sent.version} failed ({type(e).__name__}: {e})")
                 if self._version < 0 and isinstance(e, SyncError | ServerRefused):
-                    why = f"{self._expected.name} has never taken weights of this model"
-                    raise SyncError(f"{e}; {why}: start it with the same one, or set {OTHERS}") from e
+                    why = f"{self._expected.name} has taken no weights yet; if it has another model"
+                    raise SyncError(f"{e}; {why}: start it with this one, or set {OTHERS}") from e
                 raise
         parts = {"transfer": transferred, "load": loaded - still, "pause": time.perf_counter() - still}
         reader.delivered, reader.seconds = reader.delivered | set(sent.delivered), parts
