@@ -640,7 +640,9 @@ def test_an_update_is_one_transaction() -> None:
 def test_weights_that_a_server_never_took_name_the_fix() -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
         served.faults["/update_weights"] = crashing(500, "no parameter model.layers.7.mlp.w3.weight")
-        said = "w3.weight.*; vLLM has taken no weights yet; if it has another model: start it with this one, or set roll"
+        said = (
+            "w3.weight.*; vLLM has taken no weights yet; if it has another model: start it with this one, or set roll"
+        )
         with pytest.raises(SyncError, match=said) as caught:
             await engine.load_weights(reader())
         assert "\n" not in str(caught.value)
