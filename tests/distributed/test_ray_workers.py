@@ -170,7 +170,7 @@ def alive(process: int) -> bool:
 def test_models_of_a_pool_compute_in_its_dtype(ray_session, tmp_path, tiny_model, arithmetic_data):
     """At the first step the reference is the policy: what is between them is what bfloat16 rounds."""
     more = ("run.total_steps=1", "algorithm.kl_loss_coef=0.01")
-    apart = ("cluster.backend=ray", "cluster.pools={frozen: {resource: chip, dtype: bfloat16}}")
+    apart = ("cluster.backend=ray", "cluster.pools={frozen: {resource: chip, device: cpu, dtype: bfloat16}}")
     small_run(tmp_path / "float32", tiny_model, arithmetic_data[:1], *more)
     small_run(tmp_path / "bfloat16", tiny_model, arithmetic_data[:1], *more, *apart, "cluster.roles={ref: frozen}")
     exact, rounded = (metrics_of(tmp_path / dtype / "r")[1]["actor/kl_loss"] for dtype in ("float32", "bfloat16"))

@@ -68,11 +68,11 @@ def config_of(name: str, model: Path, teacher: Path, ranks: int, budget: int) ->
 
 
 def gradients(
-    name: str, model: Path, teacher: Path, ranks: int, budget: int = 16384, dtype: str = "float64"
+    name: str, model: Path, teacher: Path, ranks: int, budget: int = 16384, dtype: str | None = None
 ) -> tuple[list[torch.Tensor], dict[str, float]]:
     """The gradient of every optimizer step of a turn, in order, and the metrics of the turn."""
     config = config_of(name, model, teacher, ranks, budget)
-    config.model.dtype = dtype
+    config.model.dtype = dtype or config.model.dtype
     found, metrics, _, _ = turn(config, samples(PRESETS[name].group.baselines))
     return [torch.cat([grad.flatten() for grad in grads.values()]) for grads in found], metrics
 

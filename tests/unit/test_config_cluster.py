@@ -193,6 +193,8 @@ def test_a_pool_that_no_model_could_compute_on(folder: Path, monkeypatch: pytest
         (*two, kl, "cluster.pools={chips: {ranks_per_node: 2, gpus_per_rank: 0.5}}", home),
         (*two, kl, "cluster.pools={chips: {ranks_per_node: 2, resource: npu}}", home),
         (*two, kl, "cluster.pools={chips: {ranks_per_node: 2, resource: rack7, gpus_per_rank: 1}}", home),
+        (*two, kl, "cluster.pools={chips: {ranks_per_node: 2, resource: rack7, device: cpu}}", home),
+        (*two, *cuda, kl, "cluster.pools={chips: {ranks_per_node: 2, device: cpu}}", home),
         (*two, "model.device=auto", "cluster.resource=xpu"),
         (*two, "model.device=auto", "cluster.gpus_per_rank=1"),
         (*two, "cluster.pools={some: {resource: rack7}}", "cluster.roles={compute: some, recorder: some}"),
@@ -207,6 +209,11 @@ def test_a_pool_that_no_model_could_compute_on(folder: Path, monkeypatch: pytest
             (*two, kl, "cluster.pools={chips: {ranks_per_node: 2, resource: rack7}}", home),
             "cluster.pools.chips.resource=rack7: ref computes there, and torch has no device of this name",
             "xpu",
+        ),
+        (
+            (*two, kl, "cluster.pools={chips: {ranks_per_node: 2, device: cuda}}", home),
+            "chips.device=cuda",
+            "gpus_per_rank=1",
         ),
         (
             (*two, *cuda, *nccl, CPUS, "cluster.roles={rollout: cpus}"),

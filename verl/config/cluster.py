@@ -185,15 +185,22 @@ def _devices(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> I
     """A pool that no model of it could compute on would be heard of from torch, when Ray has started."""
     for name, pool in pools.items():
         models = [role for role, at in roles.items() if at == name and role not in ("compute", "recorder")]
-        at, asked, device = "cluster" if name == MAIN else f"cluster.pools.{name}", config.model.device, pool.device
+        at, asked, device = (
+            "cluster" if name == MAIN else f"cluster.pools.{name}",
+            config.model.device,
+            pool.computes_on,
+        )
         known = device in ("cpu", "cuda", *DEVICES) or (device.isidentifier() and find_spec(f"torch_{device}"))
         if models and not known:
-            fix = f"give one that it has ({', '.join(DEVICES)}, or NAME with torch_NAME installed), or gpus_per_rank"
-            yield f"{at}.resource={device}: {models[0]} computes there, and torch has no device of this name; {fix}"
+            key = "device" if pool.device else "resource"
+            fix = f"give one that it has ({', '.join(DEVICES)}, or NAME with torch_NAME installed), or device=cpu"
+            yield f"{at}.{key}={device}: {models[0]} computes there, and torch has no device of this name; {fix}"
+        elif models and device == "cuda" and not pool.gpus_per_rank:
+            yield f"{at}.device=cuda: a rank holds no GPU there; give gpus_per_rank=1, or another device"
         elif models and name == MAIN and asked != "auto" and asked != device:
             held = f"resource={device}" if pool.resource else f"gpus_per_rank={pool.gpus_per_rank:g}"
             yield f"{at}.{held}: {models[0]} would compute on {device}, and model.device={asked}; leave one of them out"
-    far = [role for role in ("actor", "rollout") if role in roles and pools[roles[role]].device != "cuda"]
+    far = [role for role in ("actor", "rollout") if role in roles and pools[roles[role]].computes_on != "cuda"]
     if far and _nccl(config):
         yield f"sync.engine_options.backend=nccl: {' and '.join(far)} of this run are not on GPUs; leave it out (gloo)"
 

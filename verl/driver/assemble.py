@@ -357,7 +357,7 @@ def context_of(
     )
     cluster = load(CLUSTER[config.cluster.backend].build)(config.cluster, made)
     queue = load(backend_of(config, "queue").build)(options_of(config, "queue"))
-    devices = {role: pools[at].device for role, at in lives.items()}
+    devices = {role: pools[at].computes_on for role, at in lives.items()}
     return ModelContext(config, queue, device, updates, crash_dir, cluster, say, devices)
 
 

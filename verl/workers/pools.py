@@ -30,8 +30,9 @@ class Shortage(ValueError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """Processes that share nothing but their devices. resource: the name of an accelerator that is not a GPU, as the
-    cluster knows it (`ray start --resources='{"NAME": 8}'`) · env: variables of its processes · dtype: what the models
-    that `cluster.roles` sends there compute in; empty: model.dtype."""
+    cluster knows it (`ray start --resources='{"NAME": 8}'`) · device: what models compute on there, by torch's name;
+    empty: what a rank holds says it · env: variables of its processes · dtype: what the models that `cluster.roles`
+    sends there compute in; empty: model.dtype."""
 
     nodes: PositiveInt = 1
     ranks_per_node: PositiveInt = 1
@@ -39,6 +40,7 @@ class Pool:
     gpus_per_rank: NonNegative = 0.0
     resource: str = ""
     resource_per_rank: NonNegative = 1.0
+    device: str = ""
     env: dict[str, str | int | float] = field(default_factory=dict)
     dtype: Literal["", "bfloat16", "float32"] = ""
 
@@ -47,9 +49,9 @@ class Pool:
         return self.nodes * self.ranks_per_node
 
     @property
-    def device(self) -> str:
-        """What models compute on there, by torch's name: a GPU share says cuda, else a resource has its name."""
-        return "cuda" if self.gpus_per_rank > 0 else self.resource or "cpu"
+    def computes_on(self) -> str:
+        """torch's name of it: a GPU share says cuda, else a resource has its name."""
+        return self.device or ("cuda" if self.gpus_per_rank > 0 else self.resource or "cpu")
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -153,7 +155,7 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
         unknown = [key for key in given if key not in keys] if isinstance(given, Mapping) else []
         faults += [f"{at}.{key}: unknown; {did_you_mean(key, keys)}There are: {', '.join(keys)}" for key in unknown]
         try:
-            own = isinstance(given, Mapping) and not given.get("resource")  # another accelerator is instead of a GPU
+            own = isinstance(given, Mapping) and not (given.get("resource") or given.get("device"))  # no GPU by itself
             pools[name] = msgspec.convert({"gpus_per_rank": default, **given} if own else given, Pool)
         except msgspec.ValidationError as e:
             faults.append(f"{at}={given}: {e}")

@@ -184,7 +184,7 @@ def build(section: ClusterConfig, context: ClusterContext) -> RayCluster:
         layout=context.layout,
         set_up=context.set_up,
         address=address_of(section.address),
-        devices={role: pools[at].device for role, at in roles.items() if role not in ("compute", "recorder")},
+        devices={role: pools[at].computes_on for role, at in roles.items() if role not in ("compute", "recorder")},
         start_timeout_s=section.start_timeout_s,
         replicas=context.replicas,
         wait_timeout_s=context.wait_timeout_s,
