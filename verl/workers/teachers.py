@@ -33,9 +33,8 @@ class Teachers(ModelWorkers):
         self._members, self._pick, self._timeout_s = dict(members), pick, timeout_s
         self._shares = tuple(shares[name] for name in members) if pick == "mix" else ()
         self._counted: dict[str, Metric] = {}  # by the last call
-        self._dead: dict[
-            str, Exception
-        ] = {}  # also in the calls that they have no row in; who hangs is not asked again
+        # also in the calls that they have no row in; who hangs is not asked again
+        self._dead: dict[str, Exception] = {}
 
     @property
     def capabilities(self) -> EngineCapabilities:
