@@ -194,6 +194,16 @@ def test_the_panel_says_score_where_rewards_are_graded():
         assert f"held-out {word}  0.750" in text[text.rindex("╭") :], (rest, text)
 
 
+def test_what_was_lost_first_is_noted_once():
+    """A terminal that goes away refuses a write and hangs up, in either order, and a step may end between the two."""
+    progress, out, _ = plain_progress()
+    assert progress.newly_lost() == ""
+    progress.let_go("Input/output error", hung_up=True)
+    assert progress.newly_lost() == "Input/output error"
+    progress.let_go("the terminal is gone", hung_up=True)
+    assert (progress.newly_lost(), progress.lost) == ("", "Input/output error")
+
+
 def test_resumed_runs_estimate_only_what_is_left():
     progress, _, clock = plain_progress()
     progress.start(100, "r")

@@ -118,9 +118,8 @@ class Reporter:
             answers = step.metrics.get("response_length/mean")
             values |= verl_names(values, answers.total if answers is not None else 0.0)
         self.sinks.log(step.number, values, units_of(step.metrics))
-        if self.progress.lost:
-            self.events.append("console_lost", step.number, {"why": self.progress.lost})
-            self.progress.lost = ""
+        if why := self.progress.newly_lost():
+            self.events.append("console_lost", step.number, {"why": why})
         self.history.append(values)
         self.last_eval.update({k: v for k, v in values.items() if k.startswith("eval/")})
         if self.report_due(step.number):

@@ -116,7 +116,8 @@ class LiveProgress:
         file = io.StringIO() if silent else cast(IO[str], _Output(self.let_go))
         self._console, self._clock = console or Console(file=file, quiet=silent), clock
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
-        self.lost = ""  # why nobody sees it any more, until somebody has noted it
+        self.lost = ""  # why nobody sees it any more
+        self._told_lost = False
         self._live: Live | None = None
         self._title, self._total, self._step = "", 0, 0
         self._started = self._last_update = clock()
@@ -164,6 +165,11 @@ class LiveProgress:
         for number in self._terminals if hung_up else {1, *self._terminals}:
             os.dup2(nowhere, number)
         os.close(nowhere)
+
+    def newly_lost(self) -> str:
+        """Why nobody sees it any more, once: a terminal that is gone refuses a write and hangs up, in either order."""
+        why, self._told_lost = "" if self._told_lost else self.lost, self._told_lost or bool(self.lost)
+        return why
 
     def close(self) -> None:
         """Leave the last state on the screen. May be called again."""
