@@ -2,8 +2,10 @@
 
 import fcntl
 import json
+import shutil
 
 from verl.cli import main
+from verl.sandbox.code import describe
 from verl.track.events import FINISHED, EventLog
 from verl.track.metrics import MetricsLog
 
@@ -44,6 +46,14 @@ def test_alive_dead_finished_and_dead_again(tmp_path, capsys):
 def test_what_is_no_run_is_refused_in_words(tmp_path, capsys):
     assert main(["doctor", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == f"error: {tmp_path / 'none'} is not a folder\n"
+
+
+def test_the_tiers_of_the_code_sandbox_in_their_order(monkeypatch):
+    """The first is taken where it works, else the next, and it is said why."""
+    without = "launcher (bubblewrap: bwrap is not installed)"
+    assert describe() == f"code sandbox: {'bubblewrap' if shutil.which('bwrap') else without}"
+    monkeypatch.setattr(shutil, "which", lambda name, *a, **k: None)
+    assert describe() == f"code sandbox: {without}"
 
 
 def test_a_run_that_died_before_its_first_step(tmp_path, capsys):

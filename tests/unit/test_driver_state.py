@@ -1,6 +1,8 @@
 """What the driver saves: typed, exact, without pickle; what it cannot read is told in one line."""
 
 import random
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -66,8 +68,11 @@ def state(groups=()) -> DriverState:
 
 def test_a_group_in_flight_comes_back_with_all_that_it_holds(tmp_path: Path) -> None:
     """Side channels, media and the version of every span: what a checkpoint loses, a resumed step trains without."""
+    whole = trajectory(0, Score(0.5, {"acc": 1.0}))
+    places = {"turn": np.array([1, 1]), "turn_state": np.array([7, 7]), "turn_reward": np.array([0.0, 0.25], np.float32)}
+    other_branch = (whole.segments[0], replace(whole.segments[1], side=places), Segment(ids=np.array([4]), source="env"))
     made = (
-        trajectory(0, Score(0.5, {"acc": 1.0})),
+        replace(whole, branches=(other_branch,), agent={"tool_calls": 2.0}, timeline=({"kind": "turn", "s": 0.5},)),
         trajectory(1, Invalid("timeout", "late"), outcome="invalid", error="timeout: late"),
         trajectory(2, None, outcome="failed"),
     )
@@ -85,7 +90,8 @@ def test_a_group_in_flight_comes_back_with_all_that_it_holds(tmp_path: Path) -> 
             b.error,
             b.sampling,
         )
-        for s, t in zip(a.segments, b.segments, strict=True):
+        assert (a.agent, a.timeline, len(a.branches)) == (b.agent, b.timeline, len(b.branches))
+        for s, t in zip(chain(a.segments, *a.branches), chain(b.segments, *b.branches), strict=True):
             assert (s.source, s.version, s.media) == (t.source, t.version, t.media) and np.array_equal(s.ids, t.ids)
             assert s.side.keys() == t.side.keys()
             assert all(np.array_equal(s.side[n], t.side[n]) and s.side[n].dtype == t.side[n].dtype for n in s.side)

@@ -105,6 +105,7 @@ def test_a_call_its_result_and_the_answer_are_one_row_as_sampled():
     assert not found.branches and found.stop_reason == "eos" and found.discarded == 0
     assert text_of(tokenizer, found.segments, "sampled") == [f"Let me see. {CALL}<|im_end|>", "It is 408.<|im_end|>"]
     (env,) = text_of(tokenizer, found.segments, "env")
+    assert manager.counts["env_tokens"] == sum(len(s.ids) for s in found.segments if s.source == "env")
     assert env == "\n<|im_start|>user\n<tool_response>\n408\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert out[-1].num_turns == 4 and manager.counts["tool_calls"] == 1 and manager.counts["tool_errors"] == 0
     whole = np.concatenate([s.ids for s in found.segments]).tolist()
@@ -117,8 +118,9 @@ def test_a_call_its_result_and_the_answer_are_one_row_as_sampled():
 
 
 def test_a_template_that_rewrites_history_gives_a_branch_per_turn():
-    tokenizer, engine, _, found, out = played([MULTIPLY], f"see {CALL}", "It is 408.", template=REWRITING)
+    tokenizer, engine, manager, found, out = played([MULTIPLY], f"see {CALL}", "It is 408.", template=REWRITING)
     assert len(out) == 2 and len(found.branches) == 1
+    assert manager.counts["env_tokens"] == len(tokenizer("408")["input_ids"]), "it stands in the next branch's prompt"
     rows = (found.segments, *found.branches)
     assert [text_of(tokenizer, row, "sampled") for row in rows] == [[f"see {CALL}<|im_end|>"], ["It is 408.<|im_end|>"]]
     assert "SEE" in tokenizer.decode(rows[1][0].ids) and engine.requests[1][1] == rows[1][0].ids.tolist()
@@ -489,6 +491,91 @@ def test_verls_gsm8k_tool_as_its_example_names_it(tmp_path):
         played(tools, *calls)
 
 
+THEIR_TOOL = '''
+from typing import Any, Optional
+from uuid import uuid4
+
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.reward_score import gsm8k
+from verl.utils.rollout_trace import rollout_trace_op
+
+
+class TheirTool(BaseTool):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self._instance_dict = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        return self.tool_schema
+
+    async def create(self, instance_id: Optional[str] = None, ground_truth: Optional[str] = None, **kwargs):
+        instance_id = instance_id or str(uuid4())
+        ground_truth = ground_truth or kwargs.get("create_kwargs", {}).get("ground_truth", None)
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs) -> tuple[ToolResponse, float, dict]:
+        self._instance_dict[instance_id]["response"] = "#### " + str(parameters.get("answer", ""))
+        reward = await self.calc_reward(instance_id)
+        self._instance_dict[instance_id]["reward"] = reward
+        return ToolResponse(text=f"worth {reward}"), -0.05, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs) -> float:
+        of = self._instance_dict[instance_id]
+        args = {"method": "flexible", "format_score": 0.0, "score": 1.0}
+        return gsm8k.compute_score(of["response"], of["ground_truth"], **args)
+
+    async def release(self, instance_id: str, **kwargs) -> None:
+        del self._instance_dict[instance_id]
+'''
+
+
+def test_a_tool_class_that_was_written_for_verl(tmp_path, monkeypatch):
+    """With what such classes import, and the hooks that they have, named by their module in the same YAML."""
+    (tmp_path / "their_tool.py").write_text(THEIR_TOOL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert GSM8K_YAML.count("verl.tools.gsm8k_tool.Gsm8kTool") == 1
+    text = GSM8K_YAML.replace("verl.tools.gsm8k_tool.Gsm8kTool", "their_tool.TheirTool")
+    (tmp_path / "tools.yaml").write_text(text)
+    tools = list(load_tools([str(tmp_path / "tools.yaml")]).values())
+    calls = [
+        f'<tool_call>\n{{"name": "calc_gsm8k_reward", "arguments": {{"answer": "{answer}"}}}}\n</tool_call>'
+        for answer in ("71", "72")
+    ]
+    extra = {"tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}}}
+    tokenizer, _, manager, found, out = played(tools, *calls, "#### 72", extra_info=extra)
+    said = text_of(tokenizer, found.segments, "env")
+    assert "worth 0.0" in said[0] and "worth 1.0" in said[1]
+    told = out[-1].extra_fields
+    assert told["tool_rewards"] == [-0.05, -0.05] and told["rollout_reward_scores"] == {"calc_gsm8k_reward": 1.0}
+    assert not tools[0].held.instance._instance_dict and manager.counts["release_errors"] == 0
+
+
+def test_a_row_may_have_some_of_the_tools():
+    ran: list[int] = []
+
+    @function_tool
+    def look(k: int) -> str:
+        """
+        Look.
+
+        Args:
+            k: Where.
+        """
+        ran.append(k)
+        return "seen"
+
+    said = '<tool_call>\n{"name": "look", "arguments": {"k": 1}}\n</tool_call>'
+    for row_tools, answer, runs in (
+        ((dict(MULTIPLY.schema),), "there is no tool 'look'; there are multiply", 0),
+        ((), "seen", 1),
+    ):
+        tokenizer, _, _, found, _ = played([MULTIPLY, function_as_tool(look)], said, "Done.", row_tools=row_tools)
+        assert answer in text_of(tokenizer, found.segments, "env")[0] and len(ran) == runs
+
+
 # -- what is refused before anything runs ------------------------------------------------------------------------------
 
 
@@ -546,6 +633,10 @@ def test_mistakes_with_tools_are_refused_at_the_start(tmp_path):
             load_loops(config_of(**agent), model, (model.eos_token_id,))
     loops = load_loops(config_of(tools=[ok], loop="tool_agent"), tokenizer, (tokenizer.eos_token_id,))
     assert loops.players.names == ("single_turn", "tool_agent") and "hermes" in loops.notes[0]
+    for template, times in ((HERMES, 0), (REWRITING, 1)):
+        model = hermes_tokenizer(template)
+        notes = load_loops(config_of(tools=[ok], loop="tool_agent"), model, (model.eos_token_id,)).notes
+        assert sum("every turn is a branch" in note for note in notes) == times
 
 
 def test_a_row_may_name_another_loop_of_the_same_file(tmp_path):

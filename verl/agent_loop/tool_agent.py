@@ -61,6 +61,7 @@ class Play:
     ended: list[AgentLoopOutput] = field(default_factory=list)  # branches
     turns: int = 1
     calls: int = 0
+    env_tokens: int = 0
     same: int = 0
     last: bytes = b""  # a hash of the calls and answers of the last turn
     generate_s: float = 0.0
@@ -89,6 +90,7 @@ class Play:
         self.held[self.used : end] = as_ids(ids)
         self.used = end
         self.mask.append((len(ids), sampled))
+        self.env_tokens += 0 if sampled else len(ids)
 
     def output(self, **fields: Any) -> AgentLoopOutput:
         counts, flags = np.array(self.mask, np.int64).reshape(-1, 2).T
@@ -259,6 +261,7 @@ class ToolAgentLoop(AgentLoopBase):
         if added is not None:
             return play.append(added, 0)
         play.ended.append(play.output())
+        play.env_tokens += sum(len(kit.plain.encode(kit.plain.marked(m["content"]))) for m in new)
         self._render(play)
 
     def _render(self, play: Play) -> None:
@@ -285,9 +288,7 @@ class ToolAgentLoop(AgentLoopBase):
     def _count(self, play: Play) -> None:
         counts = self.server_manager.counts
         if play.calls or counts:
-            masks = [np.asarray(one.response_mask) for one in (*play.ended, play.output())]
-            counts["env_tokens"] = sum(int((mask == 0).sum()) for mask in masks)
-            counts.update({"tool_s": play.tool_s})
+            counts.update({"env_tokens": play.env_tokens, "tool_s": play.tool_s})
 
 
 def _assistant(turn: Turn) -> dict[str, Any]:

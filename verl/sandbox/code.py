@@ -152,15 +152,15 @@ class CodeSandbox:
         self._channel: socket.socket | None = None
         self._spare: _Link | None = None  # it starts while the one before works
         self.workspaces = Workspaces(workspace) if workspace else None
-        refused = []
+        self.refused: list[str] = []  # tiers that were tried first, and why they do not work here
         for name in TIERS if tier == "auto" else (tier,):
             self.tier = name
             if (why := self._why_not()) is None:
                 return
-            refused.append(f"{name}: {why}")
+            self.refused.append(f"{name}: {why}")
         self.close()
         fix = "apt-get install bubblewrap, or allow unprivileged user namespaces (sysctl user.max_user_namespaces)"
-        raise ValueError(f"no sandbox for code works here ({'; '.join(refused)}). Fix: {fix}")
+        raise ValueError(f"no sandbox for code works here ({'; '.join(self.refused)}). Fix: {fix}")
 
     def _why_not(self) -> str | None:
         """Why the tier does not work here, found by running something in it."""
@@ -394,10 +394,11 @@ def ran_of(answer: dict[str, Any]) -> Ran:
 
 
 def describe() -> str:
-    """One line for `verl doctor`: the tier that "auto" takes on this machine, or why there is none."""
+    """One line for `verl doctor`: the tier that "auto" takes on this machine, and why not those before it."""
     try:
         with CodeSandbox() as sandbox:
-            return f"code sandbox: {sandbox.tier}"
+            before = f" ({'; '.join(sandbox.refused)})" if sandbox.refused else ""
+            return f"code sandbox: {sandbox.tier}{before}"
     except ValueError as e:
         return f"code sandbox: none: {e}"
 
