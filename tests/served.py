@@ -226,4 +226,5 @@ if __name__ == "__main__":
         print("the model cannot be loaded: no such thing", os.environ["SERVED_FAILS"], sep="\n")
         sys.exit(3)
     shared = bool(os.environ.get("SERVED_SHARES"))  # the port, with whoever does so too
-    web.run_app(Served().app(), host="127.0.0.1", port=int(sys.argv[1]), print=None, reuse_port=shared)
+    served = Served(step_s=float(os.environ.get("SERVED_STEP_S", "0.0005")))
+    web.run_app(served.app(), host="127.0.0.1", port=int(sys.argv[1]), print=None, reuse_port=shared)

@@ -492,6 +492,7 @@ def test_pause(kind: str, mode: str) -> None:
 
 
 @every_engine
+@meets
 def test_update_in_flight_has_exact_spans(kind: str) -> None:
     """Tokens up to the switch are the old policy's; those after are the new one's, over the KV of the old."""
     prompt = prompts((9,))[0]
@@ -501,7 +502,10 @@ def test_update_in_flight_has_exact_spans(kind: str) -> None:
         task = asyncio.create_task(engine.generate("r", prompt, greedy(60)))
         await until_sampled(engine, 5)
         assert await load(engine, Source(new, 1), on_inflight="keep") == engine.version == 1
-        return await task
+        c = await task
+        if len(c.spans) == 1:
+            still(task)
+        return c
 
     c = with_engine(build(kind), body, weights=Source(old, 0))
     (_, start, switch), (_, resumed, end) = c.spans
@@ -665,18 +669,22 @@ def test_cancelled_callers_free_their_rows(kind: str) -> None:
 
 
 @every_engine
+@meets
 def test_an_answer_does_not_wait_for_the_longer_ones(kind: str) -> None:
     """Nobody calls the engine meanwhile: it has to hand over what has ended by itself, and goes on."""
     a, b = prompts((5, 6))
+    expected = hf_greedy(b, 6)
 
     async def body(engine: Any) -> None:
         long = asyncio.create_task(engine.generate("long", a, greedy(450)))
         short = asyncio.create_task(engine.generate("short", b, greedy(6)))
-        assert (await short).ids.tolist() == hf_greedy(b, 6)
-        assert not long.done()
+        found = await short
+        ahead, resident = not long.done(), stats_of(engine)["resident"]
+        assert found.ids.tolist() == expected and len((await long).ids) == 450
         # with two replicas it runs on the other one, which may not have begun
-        assert kind == "router" or stats_of(engine)["resident"] == 1
-        assert len((await long).ids) == 450
+        if not (ahead and (kind == "router" or resident == 1)):
+            still(long)
+        assert ahead and (kind == "router" or resident == 1)
 
     with_engine(build(kind), body)
 

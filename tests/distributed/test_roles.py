@@ -197,7 +197,7 @@ def test_a_rank_that_stops_is_waited_for_with_a_deadline_and_named(stops, monkey
         time.sleep(60)
 
     def work(rank: int) -> BaseException | None:
-        group = ranks_of(Layout(world_size=2), rank, timeout_s=1.0)
+        group = ranks_of(Layout(world_size=2), rank, timeout_s=5.0)
         group.begin(1)
         try:
             if rank == 1:
@@ -218,7 +218,7 @@ def test_a_rank_that_stops_is_waited_for_with_a_deadline_and_named(stops, monkey
             forked.run(2, work)
         error = pickle.loads((Path(folder) / "said").read_bytes())
     told = (
-        "rank 0 waited 1 s for 1 of 2 ranks" if stops == "before" else "waited 1 s for another rank, which is slow or"
+        "rank 0 waited 5 s for 1 of 2 ranks" if stops == "before" else "waited 5 s for another rank, which is slow or"
     )
     assert type(error) is RankLate and told in str(error) and of_another(Told(error=error))
     assert first_cause([Told(error=error), own := Told(error=ValueError("mine"))]) is own

@@ -69,7 +69,7 @@ def test_a_start_that_fails_leaves_no_graders_and_no_engine(broken, tmp_path, ti
     config = load_config(small_args(tmp_path, tiny_model, arithmetic_data[:1], "cluster.max_restarts=0"))
     with pytest.raises(WorkerDied, match="rank 0 of actor died"):
         run_rl(config, quiet=True)
-    left = [p for p in set(psutil.Process().children(recursive=True)) - before if p.status() != psutil.STATUS_ZOMBIE]
+    _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, 30)
     assert left == [] and len(closed) == (broken == "_publisher")
 
 

@@ -1,6 +1,7 @@
 """Stopped by a signal, the terminal gone, the pipe closed: what was done is saved, and the run is the one never cut."""
 
 import asyncio
+import contextlib
 import json
 import os
 import pty
@@ -137,29 +138,38 @@ def test_ctrl_c_saves_and_a_second_one_is_out_now(tmp_path, tiny_model, arithmet
     assert len(saved(run_dir)) == 1
 
 
+def read_all(screen: int) -> bool:
+    """A terminal holds 20 kB, and who writes more waits for a reader."""
+    with contextlib.suppress(BlockingIOError, OSError):
+        while os.read(screen, 1 << 16):
+            pass
+    return True
+
+
 @pytest.mark.timeout(200)
 def test_a_lost_terminal_and_a_closed_pipe_end_nothing(tmp_path, tiny_model, arithmetic_data):
     """The one as an ssh connection that drops, the other as `| head`: the run ends as if somebody had watched."""
     ended = {}
     for name in ("terminal", "pipe"):
-        args = small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=12", f"run.name={name}")
+        args = small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=40", f"run.name={name}")
         if name == "terminal":
             ours, theirs = pty.openpty()
+            os.set_blocking(ours, False)
             process = Started(["train", *args], Path(os.ttyname(theirs)))
         else:
             os.mkfifo(tmp_path / "fifo")
             ours = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
             process = Started(["train", *args], tmp_path / "fifo", errors=tmp_path / "log")
-        wait_for(lambda name=name: steps_done(tmp_path / name) >= 2, 120, "two steps")
+        wait_for(lambda name=name, ours=ours: read_all(ours) and steps_done(tmp_path / name) >= 2, 120, "two steps")
         os.close(ours)
         if name == "terminal":
             os.close(theirs)
             process.send_signal(signal.SIGHUP)
         ended[name] = process.wait(120)
-        assert steps_done(tmp_path / name) == 12, name
+        assert steps_done(tmp_path / name) == 40, name
         assert [e.kind for e in read_events(tmp_path / name, {"console_lost"})] == ["console_lost"], name
     assert ended == {"terminal": 0, "pipe": 0}
-    same_tensors(tensors_of(tmp_path / "terminal", 12), tensors_of(tmp_path / "pipe", 12))
+    same_tensors(tensors_of(tmp_path / "terminal", 40), tensors_of(tmp_path / "pipe", 40))
 
 
 RL = ("step.updates_per_step=2", "run.seed=3", "track.sinks=[jsonl]")

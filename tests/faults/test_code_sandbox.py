@@ -278,7 +278,7 @@ def test_the_memory_of_all_its_processes_is_limited(sandbox):
 
 
 def test_a_session_is_held_to_its_memory_between_its_cells_too(sandbox):
-    code = "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        time.sleep(0.3)\n"
+    code = "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        time.sleep(3)\n"
     code += "        x = os.urandom(90 << 20)\n        time.sleep(60)\n        os._exit(0)"
     with CodeSandbox(sandbox.tier, Limits(memory_mb=128)) as small:
         session = small.session()

@@ -231,7 +231,8 @@ def test_a_server_that_is_down_is_no_answer_within_a_short_limit_either(tmp_path
     server_of(tools).close()
 
 
-def test_a_session_that_begins_slower_than_a_call_may_wait_is_the_next_ones(tmp_path):
+def test_a_session_that_begins_slower_than_a_call_may_wait_is_the_next_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(mcp, "START_S", 60.0)
     command = ["-c", f'echo >>{tmp_path}/begun; sleep 4; exec "$@"', "-", sys.executable, str(tmp_path / "server.py")]
     tools = load_tools(given(tmp_path, s={"command": "bash", "args": command, "stateful": True}), 3.0)
 

@@ -345,7 +345,7 @@ def test_a_server_that_accepts_and_hangs_costs_the_rows_that_it_did_not_answer(s
     made, url = stand
     released, rows = threading.Event(), samples(0)
     model = served(url, tiny_teacher)
-    model._options = replace(model._options, timeout_s=900.0, budget_s=1.0, parallel=2)
+    model._options = replace(model._options, timeout_s=900.0, budget_s=5.0, parallel=2)
     whole = [np.concatenate([s.ids for s in row.segments]).tolist() for row in rows]
     hangs = [ids != whole[0] for ids in whole]
     made.change = lambda ids, found: found if ids == whole[0] else released.wait(600) and found

@@ -470,8 +470,8 @@ def test_a_server_that_fails_requests_is_gone_where_it_draws_no_token_either(
         with pytest.raises(error):
             await engine.generate("r", PROMPT, greedy(3))
 
-    monkeypatch.setattr(client, "PROBE_S", 0.2)
-    with_server(body, request_s=0.3)
+    monkeypatch.setattr(client, "PROBE_S", 0.7)
+    with_server(body, request_s=1.0)
 
 
 def test_a_long_queue_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,11 +489,11 @@ def test_a_long_queue_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ServerLate):
             await late
 
-    monkeypatch.setattr(client, "PROBE_S", 1.0)
-    with_server(body, request_s=0.5)
+    monkeypatch.setattr(client, "PROBE_S", 4.0)
+    with_server(body, request_s=2.0)
 
 
-def quiet(monkeypatch: pytest.MonkeyPatch, quiet_s: float = 0.05, probe_s: float = 0.2) -> None:
+def quiet(monkeypatch: pytest.MonkeyPatch, quiet_s: float = 0.05, probe_s: float = 1.0) -> None:
     monkeypatch.setattr(life, "QUIET_S", quiet_s)
     monkeypatch.setattr(client, "PROBE_S", probe_s)
 
@@ -839,7 +839,7 @@ def test_answers_may_take_as_long_as_they_may_while_an_update_waits_for_them() -
         assert await engine.load_weights(reader(1), on_inflight="wait") == 1
         assert (await task).spans == ((0, 0, 60),)
 
-    with_server(body, Served(step_s=0.01), control_s=0.2)
+    with_server(body, Served(step_s=0.05), control_s=1.0)
 
 
 def test_a_wait_that_is_given_up_is_undone() -> None:

@@ -249,11 +249,11 @@ def test_a_server_that_was_killed_is_told_of_and_comes_back_with_all_weights(tmp
 def test_the_first_to_hear_of_a_death_hears_how_it_ended_and_a_run_begins_again_for_it(tmp_path: Path) -> None:
     async def run() -> None:
         failed: list[BaseException] = []
-        router = Router([lambda died: engine_of(tmp_path)], note=lambda said: None)
+        router = Router([lambda died: engine_of(tmp_path, SERVED_STEP_S="0.2")], note=lambda said: None)
         router.watch(failed.append)
         (replica,) = router.replicas
         await replica.load_weights(reader())
-        task = asyncio.create_task(router.generate("r", PROMPT, greedy(60)))
+        task = asyncio.create_task(router.generate("r", PROMPT, greedy(60)))  # of 12 s
         await until(lambda: bool(router._running))
         os.kill(replica.engine._server.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         with pytest.raises(ReplicaLost) as caught:

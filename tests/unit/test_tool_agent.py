@@ -429,14 +429,14 @@ def slow_tool() -> Tool:
     instance = Slow({}, schema)
     instance.log = []
     number = {"function": {"parameters": {"properties": {"n": {"type": "integer"}}}}}
-    return Tool("count", number, ToolLimits(timeout_s=0.05), held=HeldTool(instance))
+    return Tool("count", number, ToolLimits(timeout_s=0.5), held=HeldTool(instance))
 
 
 def test_a_tool_that_starts_slowly_is_started_once_and_released_once():
     tool, one = slow_tool(), ToolCall("count", {"n": 1})
 
     async def main(ends: bool):
-        box = Toolbox({"count": tool}, {}, 0.1)
+        box = Toolbox({"count": tool}, {}, 1.0)
         late = await asyncio.gather(box.call(one), box.call(one))
         assert {a.error for a in late} == {"timeout"} and await box.scores() == {}
         if ends:
@@ -491,7 +491,7 @@ def test_verls_gsm8k_tool_as_its_example_names_it(tmp_path):
         played(tools, *calls)
 
 
-THEIR_TOOL = '''
+THEIR_TOOL = """
 from typing import Any, Optional
 from uuid import uuid4
 
@@ -529,7 +529,7 @@ class TheirTool(BaseTool):
 
     async def release(self, instance_id: str, **kwargs) -> None:
         del self._instance_dict[instance_id]
-'''
+"""
 
 
 def test_a_tool_class_that_was_written_for_verl(tmp_path, monkeypatch):

@@ -168,7 +168,8 @@ class LiveProgress:
 
     def newly_lost(self) -> str:
         """Why nobody sees it any more, once: a terminal that is gone refuses a write and hangs up, in either order."""
-        why, self._told_lost = "" if self._told_lost else self.lost, self._told_lost or bool(self.lost)
+        why = "" if self._told_lost else self.lost  # asked once: the thread that draws may lose it between two looks
+        self._told_lost = self._told_lost or bool(why)
         return why
 
     def close(self) -> None:
