@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from verl.cli import guarded
+from verl.model_engine.layout import Layout
 from verl.rollout.base import ReplicaLost
 from verl.rollout.http import ServerGone
-from verl.workers import model_workers
+from verl.workers import dist, model_workers
 from verl.workers.answers import RankLate
 from verl.workers.model_workers import ModelWorkers
 from verl.workers.teachers import Teachers
@@ -63,3 +64,12 @@ def test_an_error_without_words_has_its_name(capsys: pytest.CaptureFixture[str])
         raise TimeoutError
 
     assert last_line(capsys, late) == "error: TimeoutError: "
+
+
+def test_ranks_that_do_not_come_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """How long one waits for them is the start's deadline, not that of a collective, which may be much shorter."""
+    store, _ = dist.serve("127.0.0.1")
+    store.set("come/2", b"")
+    layout = Layout(world_size=4)
+    said = last_line(capsys, lambda: dist.become(store, layout, 0, backend="gloo", timeout_s=0.001, start_s=0.5))
+    assert said == "error: rank 0 waited 0.5 s for ranks [1, 3] of 4 to come"

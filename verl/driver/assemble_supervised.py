@@ -125,7 +125,8 @@ def _drivers(config: Config, stages: tuple[Stage, Stage | None, str]) -> Drivers
     """The processes that torchrun started, once it is clear that all have read the same rows."""
     from verl.workers.spmd import join  # torch.distributed is nothing that one process needs
 
-    drivers = join(layout_of(config), device_of(config), config.run.wait_timeout_s)
+    wait_s = config.run.wait_timeout_s
+    drivers = join(layout_of(config), device_of(config), wait_s, max(wait_s, config.cluster.start_timeout_s))
     keys = drivers.gather([stage.table.key for stage in stages[:2] if stage]).result()
     for number, key in enumerate(keys):
         if key != keys[0]:

@@ -94,13 +94,20 @@ def join(address: str, layout: Layout, number: int, *, device: str, timeout_s: f
     """Become rank `number` of those who find each other at `address`; TimeoutError where not all come."""
     host, _, port = address.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
-    become(store, layout, number, backend=backend_of(device), timeout_s=timeout_s)
+    become(store, layout, number, backend=backend_of(device), timeout_s=timeout_s, start_s=timeout_s)
     return ProcessRanks(dist.PrefixStore("calls", store), layout, number, timeout_s)
 
 
-def become(store: dist.Store, layout: Layout, number: int, *, backend: str, timeout_s: float) -> None:
-    """Rank `number` of this process's default group."""
-    wait = timedelta(seconds=timeout_s)
+def become(store: dist.Store, layout: Layout, number: int, *, backend: str, timeout_s: float, start_s: float) -> None:
+    """Rank `number` of this process's default group. start_s: for all to come, who may have begun late; what follows
+    begins when they are there · timeout_s: of each collective. TimeoutError where not all come."""
+    wait, come = timedelta(seconds=timeout_s), [f"come/{n}" for n in range(layout.world_size)]
+    store.set(come[number], b"")
+    try:
+        store.wait(come, timedelta(seconds=start_s))
+    except dist.DistStoreError:
+        late = [n for n, key in enumerate(come) if not store.check([key])]
+        raise RankLate(f"rank {number} waited {start_s:g} s for ranks {late} of {layout.world_size} to come") from None
     dist.init_process_group(
         backend, store=dist.PrefixStore("group", store), rank=number, world_size=layout.world_size, timeout=wait
     )

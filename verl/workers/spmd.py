@@ -181,14 +181,14 @@ def _exit_soon() -> None:
     faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 - until the end
 
 
-def join(layout: Layout, device: str, timeout_s: float) -> Drivers:
-    """Find the processes that torchrun started beside this one."""
+def join(layout: Layout, device: str, timeout_s: float, start_s: float) -> Drivers:
+    """Find the processes that torchrun started beside this one. See `become`."""
     launch = launched()
     assert launch is not None and launch.world_size == layout.world_size
     if dist.is_initialized():
         raise ValueError("a process that torchrun started makes one run; start torchrun again for the next one")
-    store, number, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
-    become(store, layout, number, backend=backend_of(device), timeout_s=timeout_s)
+    store, number, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=start_s))))
+    become(store, layout, number, backend=backend_of(device), timeout_s=timeout_s, start_s=start_s)
     local = None if device == "cpu" else launch.local_rank
     if local is not None:
         torch.cuda.set_device(local)
