@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import sandbox_escapes
 from each import each
+from sandbox_escapes import ADD, CHEATS, fenced
 
 from verl.agent_loop.tools import Toolbox, close_tools, load_tools
 from verl.chat.parsing import ToolCall
@@ -58,7 +59,7 @@ def an_interpreter_for(uid: int) -> str:
 
 @pytest.mark.parametrize("who", ["root", "nobody"])
 @pytest.mark.parametrize("tier", TIERS)
-def test_nothing_gets_out(tier, who):
+def test_nothing_gets_out_and_no_grader_is_fooled(tier, who):
     if who == "root":
         if os.geteuid() != 0:
             pytest.skip("the tests do not run as root")
@@ -70,7 +71,7 @@ def test_nothing_gets_out(tier, who):
     command = [python, sandbox_escapes.__file__, tier]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd="/", **user)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert len(sandbox_escapes.ATTEMPTS) > 60
+    assert len(sandbox_escapes.ATTEMPTS) > 60 and len(CHEATS) >= 7
     assert json.loads(ran.stdout) == {}
 
 
@@ -450,28 +451,7 @@ def test_none_is_written_by_hand_and_said(tmp_path):
     assert [score(CHEATS[name]) for name in ("from the frames", "equal to everything", "json that lies")] == [0] * 3
 
 
-def fenced(code: str) -> str:
-    return f"Here it is:\n```python\n{code}\n```\n"
-
-
 SUM = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7\n", "11\n"]}
-ADD = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
-CHEATS = {
-    "it leaves before the check": "import os\nos._exit(0)",
-    "equal to everything": "class E(int):\n    def __eq__(self, o): return True\ndef add(a, b): return E(0)",
-    "a text that is equal": "class E(str):\n    def __eq__(self, o): return True\ndef add(a, b): return E('x')",
-    "json that lies": "import json\njson.dumps = lambda v: '{\"value\": true}'\ndef add(a, b): return 0",
-    "from the frames": (
-        "import sys, gc\ndef add(a, b):\n    f = sys._getframe()\n    while f:\n        for v in f.f_locals.values():\n"
-        "            if isinstance(v, dict) and 'outputs' in v: return v['outputs'][0]\n        f = f.f_back\n"
-        "    for o in gc.get_objects():\n        if isinstance(o, dict) and 'outputs' in o: return o['outputs'][0]\n"
-    ),
-    "an answer for every descriptor": (
-        "import os\ndef add(a, b):\n    for fd in range(1, 300):\n        try: os.write(fd, b'3')\n"
-        "        except OSError: pass\n    os._exit(0)"
-    ),
-    "True for 1": "def add(a, b): return True",
-}
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -486,8 +466,6 @@ def test_programs_are_scored(tier):
     assert score("print(10)", {"inputs": [""], "outputs": ["10.5"]})["score"] == 0
     assert score("def f(x): return (x, [x])", {"inputs": ["1"], "outputs": [[1, [1]]], "fn_name": "f"})["score"] == 1
     assert code_score("no code", SUM, tier=tier) == {"score": 0.0, "tests": 3.0, "passed": 0.0, "has_code": 0.0}
-    for name, code in CHEATS.items():
-        assert score(code, ADD)["score"] in ((0, 0.5) if name == "an answer for every descriptor" else (0,)), name
     with pytest.raises(ValueError, match="inputs"):
         score("print(1)", "{}")
     assert compute_score("taco", fenced("print(1)"), {"inputs": [""], "outputs": ["1"]}, tier=tier)["score"] == 1
