@@ -4,12 +4,12 @@
 
 sandbox: one-shot programs, one after the other and from 4 threads, and cells of one session, on each tier · turns: what
 the tool loop itself takes for a turn (parse, call, render) after histories of unlike length, with a model that answers
-at once, in the driver's process and beside it · waiting: 2,000 trajectories that wait for tools, likewise · tools: 64
-trajectories of 8 turns with a model and a slow tool, in verl, beside the driver, and in TRL (bench/slow_tools.py) ·
-branches: the update of a trajectory that was cut (bench/branches.py) · search: queries of six words over made passages
-of forty, words drawn as often as in texts (the k-th of 200,000 with 1/k), from an index on disk · recipe:
-`tool_arithmetic` from nothing to its end. Writes its part of bench/RESULTS.md (bench/sections/agents.md); with `--only`
-the other parts stay as they were measured.
+at once, in the driver's process and beside it, and what of it each further turn takes · waiting: 2,000 trajectories
+that wait for tools, likewise · tools: 64 trajectories of 8 turns with a model and a slow tool, in verl, beside the
+driver, and in TRL (bench/slow_tools.py) · branches: the update of a trajectory that was cut (bench/branches.py) ·
+search: queries of six words over made passages of forty, words drawn as often as in texts (the k-th of 200,000 with
+1/k), from an index on disk · recipe: `tool_arithmetic` from nothing to its end. Writes its part of bench/RESULTS.md
+(bench/sections/agents.md); with `--only` the other parts stay as they were measured.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -98,27 +99,44 @@ def repeat(made: CodeSandbox, runs: int) -> None:
 
 def turns(runs: int) -> Table:
     """Wall clock, and the time that both processes computed: they take turns, and what a process waits to be woken is
-    the machine's."""
+    the machine's. Trajectories of 8 turns and of 16 take turns: what differs is what 8 turns cost, without what a
+    trajectory costs once, whose prompt goes to where it is played, and whose outputs come back."""
 
-    async def measure(where: str, tokens: int) -> tuple[list[float], float]:
-        prompt, tokenizer, took = prompt_of(tokens), hermes_tokenizer(), []
+    async def measure(where: str, tokens: int) -> tuple[list[float], list[float], float]:
+        prompt, tokenizer = prompt_of(tokens), hermes_tokenizer()
         async with opened(where, "look", Path()) as loops:
-            await play(loops, Says(tokenizer, "look", TURNS + 1), prompt)
-            before = cpu_s()
-            for _ in range(runs // 10):
-                said, began = Says(tokenizer, "look", TURNS + 1), time.perf_counter()
+
+            async def took_ms(turns: int) -> float:
+                said, began = Says(tokenizer, "look", turns + 1), time.perf_counter()
                 await play(loops, said, prompt)
-                took.append(1e3 * (time.perf_counter() - began) / TURNS)
-            return took, 1e3 * (cpu_s() - before) / TURNS / len(took)
+                return 1e3 * (time.perf_counter() - began)
+
+            short, long, computed = [], [], 0.0
+            await took_ms(TURNS)
+            for _ in range(runs // 10):
+                before = cpu_s()
+                short.append(await took_ms(TURNS))
+                computed += 1e3 * (cpu_s() - before) / TURNS / (runs // 10)
+                long.append(await took_ms(2 * TURNS))
+            return short, long, computed
 
     rows = []
     for where in (HERE, BESIDE):
         for tokens in HISTORIES:
-            took, computed = uvloop.run(measure(where, tokens))
-            rows.append((where, f"{tokens:,}", Spread.of(took).text(2), f"{computed:.2f}"))
-    head = ("played", "tokens of history", "ms per turn (at most 1)", "of it computed, the model's answers too, ms")
+            short, long, computed = uvloop.run(measure(where, tokens))
+            further = Spread.of([(b - a) / TURNS for a, b in zip(short, long)])
+            per_turn = Spread.of([a / TURNS for a in short])
+            once = Spread.of([2 * a - b for a, b in zip(short, long)])
+            texts = per_turn.text(2), f"{computed:.2f}", further.text(2), once.text(2)
+            rows.append((where, f"{tokens:,}", *texts))
+    head = (
+        *("played", "tokens of history", f"ms per turn of {TURNS} (at most 1)"),
+        *("of it computed, the model's answers too, ms", "ms of a further turn (at most 1)", "ms once per trajectory"),
+    )
     note = (
-        "Played in its own process, a turn is two messages between two processes: on a machine that is busy both wait."
+        "Played in its own process, a turn is two messages between two processes: on a machine that is busy both wait. "
+        f"A further turn: trajectories of {2 * TURNS} turns less those of {TURNS}, by {TURNS}; once: the rest of the "
+        f"{TURNS}, the prompt's way there and the outputs' way back."
     )
     return Table("a turn of the tool loop, without the model", head, tuple(rows), (note,))
 
@@ -205,7 +223,8 @@ def recipe(*more: str) -> Table:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found = json.loads((Path(folder) / "tool_arithmetic" / "summary.json").read_text())
     names = [f"{way}_{when}" for way in ("greedy", "sampled") for when in ("before", "after")]
-    head = ("all of it, s", *(name.replace("_", ", ") for name in names))
+    wanted = {"greedy_before": " (at most 0.30)", "greedy_after": " (at least 0.90)"}
+    head = ("all of it, s (at most 480)", *(name.replace("_", ", ") + wanted.get(name, "") for name in names))
     row = (f"{found['seconds']['total']:.0f}", *(f"{found[name]:.2f}" for name in names))
     return Table("a model that learns to use a calculator, accuracy on held-out products", head, (row,))
 
@@ -227,23 +246,27 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--passages", type=int, default=1_000_000)
     given = parser.parse_args(argv)
-    page = folder / "agents.json"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    kept: dict[str, str] = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    section = ROOT / "bench" / "sections" / "agents.md"
     for name in [given.only] if given.only else parts:
         load = os.getloadavg()[0]
         texts = [made.markdown() for made in parts[name](given)]
-        kept = json.loads(page.read_text()) if page.exists() else {}
-        kept[name] = "\n\n".join([*texts, f"1-minute load {load:.1f} at the start of this part."])
-        print(kept[name], flush=True)
-        page.write_text(json.dumps(kept))  # what is measured is kept, whatever happens later
-    about = f"Command: `python bench/agents.py`, its parts one by one (`--only`). {given.runs} runs; {threads} cores."
-    section = ROOT / "bench" / "sections" / "agents.md"
-    section.write_text(
-        "\n\n".join(["## Agents beside the model", about, *(kept[n] for n in parts if n in kept)]) + "\n"
-    )
+        found = "\n\n".join([*texts, f"1-minute load {load:.1f} at the start of this part."])
+        print(found, flush=True)
+        kept = parts_of(section.read_text()) | {name: found}  # what is measured is kept, whatever happens later
+        about = (
+            f"Command: `python bench/agents.py`, its parts one by one (`--only`). {given.runs} runs; {threads} cores."
+        )
+        told = [f"<!-- {n} -->\n\n{kept[n]}" for n in parts if n in kept]
+        section.write_text("\n\n".join(["## Agents beside the model", about, *told]) + "\n")
     assemble(ROOT / "bench")
     return 0
+
+
+def parts_of(section: str) -> dict[str, str]:
+    """What was measured before, by part."""
+    _, *found = re.split(r"^<!-- (\w+) -->$", section, flags=re.MULTILINE)
+    return {name: text.strip() for name, text in zip(found[::2], found[1::2])}
 
 
 if __name__ == "__main__":

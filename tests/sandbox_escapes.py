@@ -1,5 +1,6 @@
-"""Attempts to get out of the code sandbox. As a script, `sandbox_escapes.py TIER`: all of them, on one tier, as whoever
-runs it -> one JSON line {attempt: what got out}. Standard library only: nobody's interpreter may have nothing else.
+"""Attempts to get out of the code sandbox, and to fool the grader of programs. As a script, `sandbox_escapes.py TIER`:
+all of them, on one tier, as whoever runs it -> one JSON line {attempt: what got out, or the score}. Standard library
+only: nobody's interpreter may have nothing else.
 
 Each attempt prints BREACH if it got what it wanted. Those in NAKED do so outside of a sandbox (the tests check it), so
 that an attempt that fails for a reason of its own is noticed.
@@ -78,6 +79,24 @@ OVER_FILES = (
 )
 """What files laid over a folder may make another matter."""
 
+ADD = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
+CHEATS = {
+    "it leaves before the check": "import os\nos._exit(0)",
+    "equal to everything": "class E(int):\n    def __eq__(self, o): return True\ndef add(a, b): return E(0)",
+    "a text that is equal": "class E(str):\n    def __eq__(self, o): return True\ndef add(a, b): return E('x')",
+    "json that lies": "import json\njson.dumps = lambda v: '{\"value\": true}'\ndef add(a, b): return 0",
+    "from the frames": (
+        "import sys, gc\ndef add(a, b):\n    f = sys._getframe()\n    while f:\n        for v in f.f_locals.values():\n"
+        "            if isinstance(v, dict) and 'outputs' in v: return v['outputs'][0]\n        f = f.f_back\n"
+        "    for o in gc.get_objects():\n        if isinstance(o, dict) and 'outputs' in o: return o['outputs'][0]\n"
+    ),
+    "an answer for every descriptor": (
+        "import os\ndef add(a, b):\n    for fd in range(1, 300):\n        try: os.write(fd, b'3')\n"
+        "        except OSError: pass\n    os._exit(0)"
+    ),
+    "True for 1": "def add(a, b): return True",
+}
+
 
 class Host:
     """What there is to reach outside: a secret, sockets, a segment of memory, a process."""
@@ -122,6 +141,22 @@ class Host:
         self.victim.wait()
         for one in (self.tcp, self.named, self.abstract):
             one.close()
+
+
+def fenced(code: str) -> str:
+    return f"Here it is:\n```python\n{code}\n```\n"
+
+
+def fooled(tier: str) -> dict[str, str]:
+    """By cheat, the score that it should not have; and an honest program that has not its own."""
+    from verl.reward.code import code_score
+
+    found = {}
+    for name, code in {**CHEATS, "honest": "def add(a, b): return a + b"}.items():
+        score = code_score(fenced(code), ADD, tier=tier)["score"]
+        if score not in {"honest": (1,), "an answer for every descriptor": (0, 0.5)}.get(name, (0,)):
+            found[f"cheat: {name}"] = str(score)
+    return found
 
 
 def named_processes(name: str) -> list[str]:
@@ -184,6 +219,6 @@ if __name__ == "__main__":
         os.chmod(folder, 0o755)
         host = Host(Path(folder))
         try:
-            print(json.dumps(breaches(sys.argv[1], host)))
+            print(json.dumps(breaches(sys.argv[1], host) | fooled(sys.argv[1])))
         finally:
             host.close()

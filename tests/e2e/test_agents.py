@@ -4,17 +4,16 @@ branches, and a run that was cut between steps."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
+from serving import server_process
 from shared import made_once
 from small_runs import metrics_of, same_tensors, small_args, tensors_of, trained
+from taught import TOOLS, args, teach
 from tools import hermes_tokenizer, multiply
 
 from verl.agent_loop.tools import function_as_tool
-from verl.chat.conversation import render_conversation
-from verl.chat.template import audit_template
 from verl.config.load import load_config
 from verl.driver.launch import run_rl
 from verl.driver.replay import replay
@@ -22,11 +21,6 @@ from verl.show import show
 from verl.track.events import read_events
 from verl.track.samples import read_samples
 
-TESTS = Path(__file__).parents[1]
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": float(solution_str.rstrip().endswith(ground_truth)), "turns": float(extra_info["num_turns"])}
-"""
 LOOP = """
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
 
@@ -50,53 +44,9 @@ class Rewrites(AgentLoopBase):
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
-    """(model folder, folder of rows, reward and loop): a tiny model that mostly calls `multiply` and reads its
-    result."""
+    """(model folder, folder of rows and reward): a tiny model that mostly calls `multiply` and reads its result."""
     folder = made_once(tmp_path_factory, "taught", teach)
     return folder / "model", folder
-
-
-def teach(folder):
-    import torch
-
-    from verl.models import tiny
-
-    tokenizer = hermes_tokenizer()
-    schemas, audit = [dict(function_as_tool(multiply).schema)], audit_template(tokenizer)
-    pairs = [(a, b) for a in range(2, 6) for b in range(2, 6)]
-    rows, lines = [], []
-    for a, b in pairs:
-        asked = {"role": "user", "content": f"{a}x{b}"}
-        call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
-        said = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": str(a * b)}]
-        whole = [asked, *said, {"role": "assistant", "content": str(a * b)}]
-        rows += render_conversation(tokenizer, whole, audit, {}, tools=schemas)
-        lines.append({"prompt": [asked], "ground_truth": str(a * b), "agent_name": "tool_agent"})
-    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "loop.py").write_text(LOOP)
-    model = tiny.qwen3(tokenizer, hidden=64, layers=2, heads=2, kv_heads=1, ffn=128, max_positions=1024)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
-    width = max(len(r.ids) for r in rows)
-    ids = torch.tensor(np.array([np.pad(r.ids, (0, width - len(r.ids))) for r in rows]))
-    mask = torch.tensor(np.array([np.pad(r.mask, (0, width - len(r.mask))) for r in rows]))
-    for _ in range(70):
-        logits = model(input_ids=ids[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits[mask[:, 1:]], ids[:, 1:][mask[:, 1:]])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    tiny.save(model, tokenizer, folder / "model")
-
-
-def args(root: Path, taught, *more: str) -> list[str]:
-    model, folder = taught
-    sizes = ("data.max_prompt_tokens=400", "rollout.max_response_tokens=250", "step.max_tokens_per_microbatch=4096")
-    given = (f"reward.path={folder / 'reward.py'}", "run.save_every_steps=1", "optim.lr=1e-4", *sizes, *more)
-    return small_args(root, model, (folder / "rows.jsonl",), *given)
-
-
-TOOLS = (f"agent.tools=[{TESTS / 'tools.py'}]", "agent.max_turns=4")
 
 
 def test_a_run_with_a_tool_trains_what_was_sampled_between_its_results(tmp_path, taught, capsys):
@@ -150,8 +100,28 @@ def test_a_cut_run_with_turns_equals_a_straight_one_bitwise(tmp_path, taught):
         assert one.response_ids.tolist() == other.response_ids.tolist()
 
 
-def test_a_loop_of_the_user_s_with_branches_is_trained(tmp_path, tiny_model, arithmetic_data, taught):
-    loop = f"agent.loop={taught[1] / 'loop.py'}:Rewrites"
+def test_a_run_with_a_tool_over_http_is_the_run_in_process(tmp_path, taught):
+    """Ids go to a server and come back as they are: no turn of it is another one."""
+    more = (*TOOLS, "run.total_steps=2")
+    run_rl(load_config(args(tmp_path / "here", taught, *more)), quiet=True)
+    with server_process(taught[0], tmp_path / "serve.log", "serve.control=true") as (_, url):
+        served = ("rollout.engine=server", f"rollout.url={url}")
+        run_rl(load_config(args(tmp_path / "there", taught, *more, *served)), quiet=True)
+    here, there = tmp_path / "here" / "r", tmp_path / "there" / "r"
+    metrics, calls = metrics_of(there), [metrics_of(run)[2]["agent/tool_calls"] for run in (here, there)]
+    assert trained(here) == trained(there) and calls[0] == calls[1] > 0
+    assert all(m["mismatch/k3"] < 1e-6 for m in metrics.values())
+    for step in (1, 2):
+        for one, other in zip(read_samples(here, step), read_samples(there, step), strict=True):
+            assert (one.sample_id, one.stop_reason) == (other.sample_id, other.stop_reason)
+            assert one.response_ids.tolist() == other.response_ids.tolist()
+            assert one.response_mask.tolist() == other.response_mask.tolist()
+    same_tensors(tensors_of(here, 2), tensors_of(there, 2))
+
+
+def test_a_loop_of_the_user_s_with_branches_is_trained(tmp_path, tiny_model, arithmetic_data):
+    (tmp_path / "loop.py").write_text(LOOP)
+    loop = f"agent.loop={tmp_path / 'loop.py'}:Rewrites"
     run_rl(load_config(small_args(tmp_path, tiny_model, arithmetic_data[:1], loop)), quiet=True)
     rows, metrics = read_samples(tmp_path / "r", 2), metrics_of(tmp_path / "r")
     by: dict[str, list] = {}

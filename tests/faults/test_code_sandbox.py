@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import sandbox_escapes
 from each import each
+from sandbox_escapes import ADD, CHEATS, fenced
 
 from verl.agent_loop.tools import Toolbox, close_tools, load_tools
 from verl.chat.parsing import ToolCall
@@ -58,7 +59,7 @@ def an_interpreter_for(uid: int) -> str:
 
 @pytest.mark.parametrize("who", ["root", "nobody"])
 @pytest.mark.parametrize("tier", TIERS)
-def test_nothing_gets_out(tier, who):
+def test_nothing_gets_out_and_no_grader_is_fooled(tier, who):
     if who == "root":
         if os.geteuid() != 0:
             pytest.skip("the tests do not run as root")
@@ -70,7 +71,7 @@ def test_nothing_gets_out(tier, who):
     command = [python, sandbox_escapes.__file__, tier]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd="/", **user)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert len(sandbox_escapes.ATTEMPTS) > 60
+    assert len(sandbox_escapes.ATTEMPTS) > 60 and len(CHEATS) >= 7
     assert json.loads(ran.stdout) == {}
 
 
@@ -194,8 +195,8 @@ def test_a_dead_launcher_is_replaced_and_a_dead_sandbox_is_no_result():
         session.close()
         sandbox.run("1")
         assert sandbox.run("print(3)").stdout == "3\n"
-    with pytest.raises(ValueError, match="tier='none'"):
-        CodeSandbox("none")
+    with pytest.raises(ValueError, match="tier='docker': .* none runs code that a model wrote with all rights"):
+        CodeSandbox("docker")
 
 
 def test_a_program_whose_launcher_dies_is_no_result_and_ends_with_it():
@@ -223,12 +224,12 @@ def test_a_program_whose_launcher_dies_is_no_result_and_ends_with_it():
         assert not until_gone(below)
 
 
-def until_gone(pids):
-    """Those that still run after some seconds."""
+def until_gone(pids, there=lambda pid: not ended(pid)):
+    """Those that are still there, processes that run, after some seconds."""
     until_s = time.monotonic() + 10
     left = pids
     while left and time.monotonic() < until_s:
-        left = [pid for pid in pids if not ended(pid)]
+        left = [pid for pid in pids if there(pid)]
         time.sleep(0.02)
     return left
 
@@ -266,8 +267,11 @@ def test_sandboxes_that_nobody_wants_any_more_end_whatever_they_were_at(sandbox)
             link.close()
 
 
+ALL_OF_MEMORY = "import os, time\nfor _ in range(4):\n    if os.fork() == 0: break\nx = b'x' * (100 << 20)"
+
+
 def test_the_memory_of_all_its_processes_is_limited(sandbox):
-    code = "import os, time\nfor _ in range(4):\n    if os.fork() == 0: break\nx = b'x' * (100 << 20)\ntime.sleep(15)"
+    code = f"{ALL_OF_MEMORY}\ntime.sleep(15)"
     with CodeSandbox(sandbox.tier, Limits(wall_s=20, memory_mb=256)) as small:
         ran = small.run(code)
         assert ran.status == "memory" and "of 256" in ran.why
@@ -357,36 +361,97 @@ def test_a_sandbox_speaks_for_itself_alone_and_only_when_it_is_asked(monkeypatch
 
 def test_no_tier_no_run(monkeypatch):
     monkeypatch.setattr(sandboxes.shutil, "which", lambda _: None)
-    monkeypatch.setattr(CodeSandbox, "run_all", lambda *_, base: (_ for _ in ()).throw(SandboxGone("no namespaces")))
+
+    def run_all(sandbox, *_, base):
+        if sandbox.tier == "none":
+            return [Ran("ok", "42\n")]
+        raise SandboxGone("no namespaces")
+
+    monkeypatch.setattr(CodeSandbox, "run_all", run_all)
     with pytest.raises(ValueError, match=r"bubblewrap: bwrap is not installed; launcher: no namespaces.*Fix"):
         CodeSandbox()
     assert "none" in sandboxes.describe()
     with pytest.raises(ValueError, match="no sandbox"):
         compute_score("taco", "```python\nprint(1)\n```", '{"inputs": [""], "outputs": ["1"]}')
+    assert CodeSandbox("none").tier == "none", "it works here, and only who writes it has it"
 
 
-def fenced(code: str) -> str:
-    return f"Here it is:\n```python\n{code}\n```\n"
+DAEMONS = """
+import os, time
+for k in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        if (pid := os.fork()) == 0:
+            time.sleep(600)
+        print(pid, flush=True)
+        os._exit(0)
+for k in range(3):
+    os.wait()
+"""
+
+
+def test_none_keeps_nothing_in_but_has_its_limits_and_leaves_nothing(tmp_path):
+    (tmp_path / "secret").write_text("ours")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "a").write_text("1")
+    with CodeSandbox("none", Limits(wall_s=20, memory_mb=256), workspace=tmp_path / "files") as naked:
+        assert naked.run(f"print(open('{tmp_path}/secret').read())").stdout == "ours\n"
+        where, again = naked.run("import os, tempfile; print(os.getcwd(), tempfile.gettempdir())").stdout.split()
+        assert "verl-none-" in where and where == again
+        ran = naked.run(DAEMONS)
+        pids = [int(line) for line in ran.stdout.split()]
+        assert ran.status == "ok" and len(pids) == 3 and not until_gone(pids)
+        noted = f"open('{tmp_path}/where', 'w').write(__import__('os').getcwd())\n"
+        assert naked.run(f"{noted}{ALL_OF_MEMORY}\ntime.sleep(15)").status == "memory"
+        session = naked.session()
+        assert session.run("x = open('a').read()\nopen('a', 'w').write('2')").stdout == "1\n"
+        kept = session.snapshot()
+        session.restore(kept)
+        assert session.run("open('a').read()").stdout == "'2'\n" and session.run("x").status == "error"
+        pids = [int(line) for line in session.run(DAEMONS).stdout.split()]
+        below = guardian.descendants(naked._popen.pid)
+        naked._popen.kill()  # and with it all that it began, but for sessions
+        assert session.run("1").stdout == "1\n" and not any(map(ended, pids))
+        session.close()
+        assert set(pids) <= set(below) and not until_gone(below)
+    assert (tmp_path / "files" / "a").read_text() == "1"
+    assert not until_gone([where, (tmp_path / "where").read_text()], os.path.exists)
+    with CodeSandbox("none", Limits(wall_s=1)) as short:
+        assert short.run("while True: pass").status == "timeout"
+        code, link = f"{DAEMONS}open('{tmp_path}/up', 'w').close()\ntime.sleep(600)", short._next("")
+        request = {
+            "kind": "run",
+            "code": code,
+            "stdin": "",
+            "call": "",
+            "nonce": "",
+            "limits": asdict(Limits(wall_s=600)),
+        }
+        link.cell.sendall(json.dumps(request).encode() + b"\n")
+        assert not until_gone([tmp_path / "up"], lambda path: not path.exists()), "it runs"
+        below = guardian.descendants(short._popen.pid)
+        short._popen.kill()
+        assert len(below) >= 5 and not until_gone(below), "process 1 ends what it began, whoever ended the launcher"
+        link.close()
+
+
+def test_none_is_written_by_hand_and_said(tmp_path):
+    said = "none. Warning: code that a model wrote may do all that this run may"
+    task = Task(task_id="t", index=0, messages=(), prompt_ids=np.arange(3), data_source="taco")
+    config = Config()
+    config.reward.kwargs = {"tier": "none"}
+    assert sandbox_of(config, [task]) == (f"code sandbox of rewards: {said}",)
+    yaml = tmp_path / "tools.yaml"
+    yaml.write_text("tools:\n- class_name: verl.tools.code_interpreter.CodeInterpreter\n  config: {tier: none}\n")
+    tools = load_tools([str(yaml)])
+    assert tools["code_interpreter"].held.instance.note() == f"code sandbox of code_interpreter: {said}"
+    close_tools(tools)
+    score = lambda code: code_score(fenced(code), ADD, tier="none")["score"]  # noqa: E731
+    assert score("def add(a, b): return a + b") == 1
+    assert [score(CHEATS[name]) for name in ("from the frames", "equal to everything", "json that lies")] == [0] * 3
 
 
 SUM = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7\n", "11\n"]}
-ADD = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
-CHEATS = {
-    "it leaves before the check": "import os\nos._exit(0)",
-    "equal to everything": "class E(int):\n    def __eq__(self, o): return True\ndef add(a, b): return E(0)",
-    "a text that is equal": "class E(str):\n    def __eq__(self, o): return True\ndef add(a, b): return E('x')",
-    "json that lies": "import json\njson.dumps = lambda v: '{\"value\": true}'\ndef add(a, b): return 0",
-    "from the frames": (
-        "import sys, gc\ndef add(a, b):\n    f = sys._getframe()\n    while f:\n        for v in f.f_locals.values():\n"
-        "            if isinstance(v, dict) and 'outputs' in v: return v['outputs'][0]\n        f = f.f_back\n"
-        "    for o in gc.get_objects():\n        if isinstance(o, dict) and 'outputs' in o: return o['outputs'][0]\n"
-    ),
-    "an answer for every descriptor": (
-        "import os\ndef add(a, b):\n    for fd in range(1, 300):\n        try: os.write(fd, b'3')\n"
-        "        except OSError: pass\n    os._exit(0)"
-    ),
-    "True for 1": "def add(a, b): return True",
-}
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -401,8 +466,6 @@ def test_programs_are_scored(tier):
     assert score("print(10)", {"inputs": [""], "outputs": ["10.5"]})["score"] == 0
     assert score("def f(x): return (x, [x])", {"inputs": ["1"], "outputs": [[1, [1]]], "fn_name": "f"})["score"] == 1
     assert code_score("no code", SUM, tier=tier) == {"score": 0.0, "tests": 3.0, "passed": 0.0, "has_code": 0.0}
-    for name, code in CHEATS.items():
-        assert score(code, ADD)["score"] in ((0, 0.5) if name == "an answer for every descriptor" else (0,)), name
     with pytest.raises(ValueError, match="inputs"):
         score("print(1)", "{}")
     assert compute_score("taco", fenced("print(1)"), {"inputs": [""], "outputs": ["1"]}, tier=tier)["score"] == 1

@@ -17,13 +17,12 @@ from typing import Any
 import psutil
 import pytest
 
-from verl.agent_loop import mcp
-from verl.agent_loop.mcp import McpServer, tools_hash
 from verl.agent_loop.tools import Tool, Toolbox, load_tools
 from verl.chat.parsing import ToolCall
 from verl.rollout.process import free_port
 from verl.sandbox import attended
-from verl.tools import ToolBroken
+from verl.tools import ToolBroken, mcp
+from verl.tools.mcp import McpServer, tools_hash
 
 pytest.importorskip("mcp", reason="the package mcp is not installed (the extra mcp)")
 pytestmark = pytest.mark.timeout(120)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rich.console import Console
 
-from bench import branches, breakdown, environments, gpu, limits, ragged, report, results, slow_tools
+from bench import agents, branches, breakdown, environments, gpu, limits, ragged, report, results, slow_tools
 from bench.peers import countdown
 from verl.models import tiny
 
@@ -442,3 +442,18 @@ def test_waits_begin_with_the_second_step_and_are_the_same_in_every_arm(monkeypa
     assert [one.waits_s for one in second] == [countdown.waits_s(k) for k in range(countdown.TRAJECTORIES)]
     every = [wait for one in second for wait in one.waits_s]
     assert 0.4 < sum(every) / len(every) < 0.6
+
+
+def test_a_part_of_what_agents_cost_is_measured_anew_and_the_others_stay(tmp_path, monkeypatch, capsys):
+    section = tmp_path / "bench" / "sections" / "agents.md"
+    section.parent.mkdir(parents=True)
+    before = (Path(agents.__file__).parent / "sections" / "agents.md").read_text()
+    section.write_text(before)
+    monkeypatch.setattr(agents, "ROOT", tmp_path)
+    for seconds in ("412", "405"):
+        monkeypatch.setattr(agents, "recipe", lambda s=seconds: results.Table("recipe", ("all of it, s",), ((s,),)))
+        assert agents.main(["--only", "recipe"]) == 0
+    kept, old = agents.parts_of(section.read_text()), agents.parts_of(before)
+    assert {**kept, "recipe": ""} == {**old, "recipe": ""} and len(old) >= 6
+    assert "| 405 |" in kept["recipe"] and "412" not in section.read_text()
+    assert "| 405 |" in (tmp_path / "bench" / "RESULTS.md").read_text()

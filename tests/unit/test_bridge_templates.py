@@ -1,8 +1,9 @@
-"""10,000 random conversations with every template that can be had: ours, which imitate published ones, and the files
-of trl (tests/data/trl_templates). What the loop plays is owned token for token, whatever the template does; those of
-the package renderers are played in test_renderers.py.
+"""Random conversations with every template that can be had: ours, which imitate published ones, the files of trl
+(tests/data/trl_templates) and, in test_renderers.py, what the package renderers writes. What the loop plays is owned
+token for token, whatever the template does.
 
-The quick suite plays the first hundred with each template; FULL_GRID=1 plays them all (a minute of processor)."""
+The quick suite plays the first hundred with each template (25 of the package's, which renders slowly), FULL_GRID=1 the
+first thousand, ten minutes of processor; CONVERSATIONS=10000 says how many else, and takes two hours."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import FULL_GRID
 from fakes import FakeEngine
 from test_chat import TEMPLATES
 from tools import HERMES, REWRITING, hermes_tokenizer
@@ -46,6 +48,7 @@ ENDS = (
     "<｜end▁of▁sentence｜>",
     "<|end|>",
 )
+PACKAGE = "renderers: "
 SOURCES = {name: path.read_text() for name, path in FILES.items()}
 SOURCES |= {f"ours: {name}": template for name, (template, _, _) in TEMPLATES.items()}
 SOURCES |= {"ours: hermes": HERMES, "ours: rewriting": REWRITING}
@@ -64,7 +67,6 @@ async def multiply(a: int, b: int) -> str:
 
 
 TOOL = function_as_tool(multiply)
-CONVERSATIONS = 10_000
 
 
 @cache
@@ -75,6 +77,10 @@ def tokenizer_for(name: str) -> Any:
 
     if name in ("ours: hermes", "ours: rewriting"):
         return hermes_tokenizer(SOURCES[name])
+    if name.startswith(PACKAGE):
+        from test_renderers import family
+
+        return family(name.removeprefix(PACKAGE)).tokenizer
     template, eos, marks = TEMPLATES.get(name.removeprefix("ours: "), (SOURCES[name], "", ()))
     if name in FILES:
         marks = tuple(dict.fromkeys(["<bos>", "</s>", *MARKS.findall(template)]))
@@ -207,7 +213,7 @@ async def play(name: str, rng: random.Random) -> None:
         assert any(row[: len(before) + len(ids)] == before + ids for row in whole), "after what it was sampled after"
     if kit.bridge is None:
         assert len(rows) == turns + 1, "a branch per turn"
-        if name in ONE_CALL:
+        if not audit.supports_parallel_calls:
             shown = [tokenizer.decode(before) for before, _, _ in engine.said[1:]]
             many = [len(calls) == 2 for _, _, calls in engine.said[:-1]]
             assert [text.count("2 calls in one turn") for text in shown] == list(itertools.accumulate(many))
@@ -245,13 +251,17 @@ def compare(name: str, before: list[dict[str, Any]], new: list[dict[str, Any]], 
         assert full[len(head) :].tolist() == env, "all that came after the turn"
 
 
-CASES = -(-CONVERSATIONS // len(WITH_TOOLS)) if os.environ.get("FULL_GRID") else 100
+CASES = int(os.environ.get("CONVERSATIONS", 1000 if FULL_GRID else 0))  # 0: of the quick suite
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_conversations_are_owned_token_for_token(name):
+    play_cases(name, CASES or 100)
+
+
+def play_cases(name: str, cases: int) -> None:
     async def all_of_them() -> None:
-        for seed in range(CASES):
+        for seed in range(cases):
             try:
                 await play(name, random.Random(f"{name} {seed}"))
             except Exception as e:

@@ -25,6 +25,14 @@ def test_the_lines_of_the_house():
     assert lines <= 40_800, lines
 
 
+def test_the_room_of_agent_loops():
+    """2,000 lines hold turns, tools, branches and loops beside the driver; what one tool does is in tools/."""
+    lines = sum(
+        bool(line.strip()) for path in (ROOT / "agent_loop").glob("*.py") for line in path.read_text().splitlines()
+    )
+    assert lines <= 2_000, lines
+
+
 FORMS = {"Completion", "Trajectory", "Sample", "Batch", "SampleRow"}
 """An answer: as sampled, as played, as a row of columns (`Sample` is that row with names), packed, recorded."""
 NO_FORM_OF_ITS_OWN = {

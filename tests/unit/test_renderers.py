@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bridge import CALL as CALLED
 from test_bridge import TEXT
+from test_bridge_templates import CASES, PACKAGE, kit_for, play_cases
 from test_chat import QWEN3
 from test_parsing import PARSERS, TOOLS, WRITERS, random_calls
 from test_tool_agent import CALL, MULTIPLY, USER, kit_of, played, text_of
@@ -107,7 +108,7 @@ def test_which_of_its_renderers_have_a_bridge_of_ours():
     assert {*NAMES, "default", "gpt-oss"} == renderers.base.RENDERER_REGISTRY.keys()
 
 
-@settings(max_examples=1500 if FULL_GRID else 400, deadline=None)
+@settings(max_examples=10_000 if FULL_GRID else 400, deadline=None)
 @given(
     name=st.sampled_from(NAMES),
     turns=st.lists(st.tuples(TEXT, TEXT, st.booleans()), min_size=1, max_size=3),
@@ -142,6 +143,12 @@ def test_bridges_are_what_is_written_where_nothing_is_rewritten(name, turns, res
         assert full[len(head) :].tolist() == theirs.tolist()
     if theirs is not None and found.bridge is not None:
         assert theirs.tolist() == ours.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_conversations_are_owned_token_for_token_as_the_package_writes_them(name):
+    assert (kit_for(PACKAGE + name).bridge is not None) == (name in OURS)
+    play_cases(PACKAGE + name, CASES or 25)
 
 
 PEERS = {"hermes": "qwen3", "qwen3_coder": "qwen3.5", "glm": "glm-4.5", "kimi": "kimi-k2", "deepseek": "deepseek-v3"}

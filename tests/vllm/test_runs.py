@@ -13,7 +13,10 @@ import psutil
 import pytest
 from real_server import PYTHON
 from small_runs import metrics_of, small_args, small_run, summary, trained
+from taught import TOOLS, args, teach
 
+from verl.config.load import load_config
+from verl.driver.launch import run_rl
 from verl.track.samples import read_samples
 
 SERVED = ("rollout.engine=vllm", f"rollout.python={PYTHON}", "rollout.dtype=float32", "model.dtype=float32")
@@ -98,6 +101,23 @@ def test_two_processes_and_updates_in_flight(tmp_path: Path, arithmetic_data: An
     assert {1, 2, 3, 4} <= steps.keys()
     assert max(steps[i]["sync/canary_mean_abs"] for i in (1, 2, 3, 4)) <= 1e-4
     assert versions_as_published(tmp_path / "r", 4) <= {1, 2}, "at most one publish behind"
+
+
+def test_turns_with_a_tool(tmp_path: Path) -> None:
+    """Its calls are played here between its answers, and every trained token is one that it drew in that place."""
+    teach(tmp_path)
+    more = (*TOOLS, *SERVED, "run.total_steps=2", "run.wait_timeout_s=600")
+    run_rl(load_config(args(tmp_path, (tmp_path / "model", tmp_path), *more)), quiet=True)
+    metrics, called = metrics_of(tmp_path / "r"), 0
+    assert sum(m["agent/tool_calls"] for m in metrics.values()) > 4 and metrics[1]["num_turns/max"] >= 4
+    assert max(metrics[i]["sync/canary_mean_abs"] for i in (1, 2)) <= 1e-4
+    for step in (1, 2):
+        for row in read_samples(tmp_path / "r", step):
+            drawn = row.response_mask == 1
+            assert np.isfinite(row.rollout_logprobs[drawn]).all() and np.isnan(row.rollout_logprobs[~drawn]).all()
+            called += int((~drawn).any() and drawn[int(np.flatnonzero(~drawn)[-1]) :].any())
+    assert called > 4, "answers after a tool's result are trained"
+    assert versions_as_published(tmp_path / "r", 2) == {1}, "each has the trainer's log-prob after what precedes it"
 
 
 def test_a_mixture_of_experts_is_refused_by_the_canary(tmp_path: Path, arithmetic_data: Any) -> None:

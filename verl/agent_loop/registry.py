@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
-from verl.agent_loop.mcp import tools_hash
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
@@ -23,6 +22,7 @@ from verl.chat.template import USER, Renderer, audit_template, shared
 from verl.data.formats import SINGLE_TURN as SINGLE
 from verl.data.formats import TOOL_AGENT as TOOL
 from verl.data.formats import Players, played_by
+from verl.tools.mcp import tools_hash
 from verl.types import Task
 
 

@@ -347,7 +347,7 @@ def load_tools(entries: Sequence[str], timeout_s: float = AgentConfig.tool_timeo
 
 def _of_entry(entry: str, timeout_s: float) -> list[Tool]:
     if entry.endswith(".json"):
-        from verl.agent_loop.mcp import tools_of_servers
+        from verl.tools.mcp import tools_of_servers
 
         return tools_of_servers(entry, timeout_s)
     return _of_yaml(entry, timeout_s) if entry.endswith((".yaml", ".yml")) else _of_module(entry, timeout_s)

@@ -71,9 +71,9 @@ def _sandbox(tier: str, limits: Limits) -> CodeSandbox:
 
 
 def check_tier(tier: str) -> str:
-    """The tier that keeps programs in; ValueError where they cannot be scored, for want of a sandbox."""
+    """What keeps programs in, in words; ValueError where they cannot be scored, for want of a sandbox."""
     with CodeSandbox(tier) as sandbox:
-        return sandbox.tier
+        return sandbox.told()
 
 
 def tests_of(ground_truth: Any) -> tuple[Sequence[Any], Sequence[Any], str]:

@@ -131,19 +131,34 @@ class _Child:
             self.stdin = -1
 
     def end(self) -> int:
-        """Everything in the sandbox but this process is killed and reaped -> the child's exit code, or minus the
-        signal that ended it."""
-        found = 0
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, 0)
-                found = os.waitstatus_to_exitcode(status) if pid == self.pid else found
+        found = end_all(self.pid)
         self.end_input()
         for fd in (self.stdout, self.stderr, self.sent, self.told, self.pid_fd):
             os.close(fd)
         return found
+
+
+def end_all(of: int = 0) -> int:
+    """Everything in the sandbox but this process is killed and reaped -> the exit code of the child `of`, or minus the
+    signal that ended it."""
+    found = 0
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            _kill_all()
+            pid, status = os.waitpid(-1, 0)
+            found = os.waitstatus_to_exitcode(status) if pid == of else found
+    return found
+
+
+def _kill_all() -> None:
+    if os.getpid() == 1:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        return
+    from verl.sandbox import guardian  # tier "none": all below this process, which orphans come to
+
+    for pid in guardian.descendants(os.getpid()):
+        guardian.shoot(os.kill, pid)
 
 
 def _read(fd: int) -> bytes | None:
@@ -207,12 +222,12 @@ class _Files:
         self._first = {path: _stamp(about) for path, about in _below(request["most"])}
         if request["kept"]:
             kept = json.loads(request["kept"])
-            for path in (f"/tmp/{path}" for path in kept["gone"]):
+            for path in (f"./{path}" for path in kept["gone"]):
                 if os.path.lexists(path):
                     shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
             with tarfile.open(fileobj=io.BytesIO(binascii.a2b_base64(kept["files"])), mode="r:gz") as archive:
                 archive.extraction_filter = lambda member, path: member  # it may do what its code might
-                archive.extractall("/tmp")
+                archive.extractall(".")
         return ""
 
     def _keep(self, limits: Json) -> str:
@@ -227,12 +242,12 @@ class _Files:
                     del gone[path]
                 if first == now or not any(kind(about.st_mode) for kind in (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)):
                     continue  # pipes and sockets are nobody's at the end
-                info = archive.gettarinfo(f"/tmp/{path}", path)
+                info = archive.gettarinfo(f"./{path}", path)
                 most, room = most - 1, room - (info.size if info.isreg() else 0)
                 if most < 0 or room < 0:
                     raise ValueError(f"more than tmp_mb={limits['tmp_mb']} MB, or {64 * limits['tmp_mb']} files")
                 if info.isreg():  # or a pipe by now: no wait
-                    with open(os.open(f"/tmp/{path}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                    with open(os.open(f"./{path}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
                         archive.addfile(info, file)
                 else:
                     archive.addfile(info)
@@ -256,7 +271,7 @@ def _below(most: int) -> Iterator[tuple[str, os.stat_result]]:
     todo = [""]
     while todo:
         folder = todo.pop()
-        with os.scandir(f"/tmp/{folder}") as entries:
+        with os.scandir(f"./{folder}") as entries:
             for entry in entries:
                 about = entry.stat(follow_symlinks=False)
                 most -= 1
@@ -287,7 +302,7 @@ def _become_child(theirs: list[int], limits: Json, work: Callable[[], int]) -> N
             os.dup2(fd, i, inheritable=i < 3)
         os.closerange(5, 1 << 20)
         _limit(limits)
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -301,7 +316,6 @@ def _become_child(theirs: list[int], limits: Json, work: Callable[[], int]) -> N
             del sys.modules[name]
         vars(builtins).update(exit=sys.exit, quit=sys.exit)  # what `site` adds, which is not loaded
         gc.enable()
-        os.chdir("/tmp")
         code = work()
     except BaseException:  # a limit of ours that the kernel does not take: never run without it
         SHOW(*sys.exc_info())
@@ -320,12 +334,13 @@ def _limit(limits: Json) -> None:
         (resource.RLIMIT_AS, int(limits["memory_mb"]) * megabyte),
         (resource.RLIMIT_FSIZE, int(limits["tmp_mb"]) * megabyte),
         (resource.RLIMIT_NOFILE, 256),
-        (resource.RLIMIT_NPROC, int(limits["processes"])),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_SIGPENDING, 256),
     ):
         resource.setrlimit(which, (value, value))
+    if os.getppid() == 1:  # elsewhere all that the user runs would count
+        resource.setrlimit(resource.RLIMIT_NPROC, (int(limits["processes"]),) * 2)
     cpu_s = max(1, int(limits["cpu_s"]))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # SIGXCPU says why, before SIGKILL
 

@@ -2,7 +2,8 @@
 
 A tier is what keeps it in: `bubblewrap` (Debian's package) or `launcher` (namespaces of our own, from a warm
 interpreter). "auto" takes the first that works on this machine; where none does, there is no sandbox: ValueError. Every
-call is synchronous, bounded in time, and may come from any thread.
+call is synchronous, bounded in time, and may come from any thread. `none`, which only a person can ask for, keeps
+nothing in: its code may do what this process may. Time and memory are limited, and what it started ends with it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from verl.sandbox import launcher
 from verl.sandbox.workspace import MAX_FILES, Base, Workspaces
 
 TIERS = ("bubblewrap", "launcher")
+NONE = "none"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 MAX_LINE_BYTES = 64 << 20
 Status = Literal["ok", "error", "timeout", "memory", "output", "killed"]
@@ -144,8 +146,9 @@ class CodeSandbox:
         packages: Sequence[str] = (),
         workspace: str | os.PathLike[str] = "",
     ) -> None:
-        if tier not in ("auto", *TIERS):
-            raise ValueError(f"tier={tier!r}: a sandbox is one of auto, {', '.join(TIERS)}; there is no run without")
+        if tier not in ("auto", *TIERS, NONE):
+            naked = f"{NONE} runs code that a model wrote with all rights of this run"
+            raise ValueError(f"tier={tier!r}: a sandbox is one of auto, {', '.join(TIERS)}; {naked}")
         self.limits, self._packages = limits, [os.path.abspath(path) for path in packages]
         self._lock = threading.Lock()
         self._popen: subprocess.Popen[bytes] | None = None
@@ -174,6 +177,12 @@ class CodeSandbox:
         except SandboxGone as e:
             return str(e)
         return None if ran.stdout == "42\n" else f"it ran, and gave {ran}"
+
+    def told(self) -> str:
+        """The tier, and what it does not do, for people."""
+        return (
+            f"{NONE}. Warning: code that a model wrote may do all that this run may" if self.tier == NONE else self.tier
+        )
 
     def run(self, code: str, stdin: str = "") -> Ran:
         """A Python program in a sandbox of its own."""

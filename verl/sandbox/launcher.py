@@ -58,8 +58,8 @@ def main() -> None:
 class _Box:
     """One sandbox. guard: at its end it ends · pid: on which all of it hangs; 0: it has ended."""
 
-    def __init__(self, guard: socket.socket, memory_mb: float) -> None:
-        self.guard, self.memory_mb, self.pid, self.watched = guard, memory_mb, 0, False
+    def __init__(self, guard: socket.socket, memory_mb: float, how: signal.Signals) -> None:
+        self.guard, self.memory_mb, self.how, self.pid, self.watched = guard, memory_mb, how, 0, False
 
     def look(self) -> None:
         pids = [self.pid, *guardian.descendants(self.pid)] if self.pid else []
@@ -73,7 +73,7 @@ class _Box:
 
     def end(self) -> None:
         if self.pid:
-            os.kill(self.pid, signal.SIGKILL)  # nobody waited for it yet: it is no one else
+            os.kill(self.pid, self.how)  # nobody waited for it yet: it is no one else
 
 
 class _Sandboxes:
@@ -134,7 +134,8 @@ class _Sandboxes:
         theirs.close()
 
     def start(self, job: dict[str, Any], guard: socket.socket, theirs: socket.socket) -> None:
-        box = _Box(guard, float(job["memory_mb"]))
+        how = signal.SIGTERM if job["tier"] == "none" else signal.SIGKILL  # no kernel ends what is below process 1
+        box = _Box(guard, float(job["memory_mb"]), how)
         self._boxes.append(box)
         self._hear(guard.fileno(), lambda: self._listen(box))
         try:
@@ -196,9 +197,33 @@ def _forked(wanted: int, theirs: socket.socket, begin: Callable[[], None]) -> in
 
 
 def _start_cell(job: dict[str, Any], theirs: socket.socket) -> int:
+    naked, files = job["tier"] == "none", job["base"] and f"{job['base']}/files"
+
     def begin() -> None:
+        if not naked:
+            namespaces.enter(job["read_only"], job["tmp_mb"], files)
+            return serve()
+        folder = f"{tempfile.gettempdir()}/verl-none-{os.urandom(8).hex()}"
+
+        def leave(*told: object) -> None:  # at its end, or when it is told to, be it in the middle of this
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            cell.end_all()
+            shutil.rmtree(folder, ignore_errors=True)
+            if told:
+                os._exit(0)
+
+        signal.signal(signal.SIGTERM, leave)
+        try:
+            os.mkdir(folder, 0o700)
+            if files:
+                shutil.copytree(files, folder, symlinks=True, dirs_exist_ok=True)
+            namespaces.stay_outside(folder)
+            serve()
+        finally:
+            leave()
+
+    def serve() -> None:
         keep = theirs.fileno()
-        namespaces.enter(job["read_only"], job["tmp_mb"], job["base"] and f"{job['base']}/files")
         os.closerange(0, keep)
         os.closerange(keep + 1, 1 << 20)
         for fd in range(3):
@@ -206,7 +231,7 @@ def _start_cell(job: dict[str, Any], theirs: socket.socket) -> int:
         sys.path[:] = [*sys.path[1:], *job["packages"]]  # what may be written there is nothing to import from
         cell.serve(theirs)
 
-    return _forked(namespaces.NEW_NAMESPACES, theirs, begin)
+    return _forked(0 if naked else namespaces.NEW_NAMESPACES, theirs, begin)
 
 
 def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket) -> int:

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import struct
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -93,6 +94,16 @@ def enter(read_only: Sequence[str], tmp_mb: int, base: str) -> None:
     words = ctypes.create_string_buffer(program, len(program))
     filter_ = struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(words))
     _call("seccomp", _libc.prctl(PR_SET_SECCOMP, 2, filter_, 0, 0))
+
+
+def stay_outside(folder: str) -> None:
+    """In a child of tier "none": what it starts stays below it and gains no privilege. Nothing else is kept from it."""
+    adopt_orphans()
+    _call("no new privileges", _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _call("dumpable", _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    os.chdir(folder)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
 def keep_mounts() -> None:

@@ -28,9 +28,9 @@ SCHEMA = {
 
 
 class CodeInterpreter(BaseTool):
-    """config: tier (auto, bubblewrap, launcher), stateful (true), packages (folders), workspace (a folder of files that
-    sessions find at first; a row's `create_kwargs: {workspace}` names one in it), and the limits of a call by the names
-    of verl.sandbox.code.Limits."""
+    """config: tier (auto, bubblewrap, launcher; none keeps nothing in), stateful (true), packages (folders), workspace
+    (a folder of files that sessions find at first; a row's `create_kwargs: {workspace}` names one in it), and the
+    limits of a call by the names of verl.sandbox.code.Limits."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA))
@@ -67,7 +67,7 @@ class CodeInterpreter(BaseTool):
         return read_tree(self._sandbox.workspaces.root) if self._sandbox.workspaces else ""
 
     def note(self) -> str:
-        return f"code sandbox of {self.name}: {self._sandbox.tier}"
+        return f"code sandbox of {self.name}: {self._sandbox.told()}"
 
     def end_run(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
