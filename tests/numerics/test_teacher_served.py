@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -45,6 +47,8 @@ class Stand:
         self.change: Change = lambda ids, found: found
         self.room, self.shift, self.asked = 256, 0, list[str]()
         self.key = ""  # that it wants
+        self.cut = ""  # its errors' bodies: reset, or stalled until `released`
+        self.released = threading.Event()
         self.lock = threading.Lock()
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
@@ -96,7 +100,15 @@ def stand(tiny_teacher) -> Iterator[tuple[Stand, str]]:
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            if status == 200 or not made.cut:
+                self.wfile.write(data)
+            elif made.cut == "stalled":
+                self.wfile.flush()
+                made.released.wait(600)
+            else:  # closed with a reset
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.wfile.flush()
+                self.connection.close()
 
         def log_message(self, *args: Any) -> None: ...
 
@@ -166,6 +178,23 @@ def test_a_row_that_it_fails_on_has_no_number_and_the_others_do(kind, stand, tin
     per_row = [bool(finite[a:b].all()) for a, b in zip(batch.row_start, batch.row_start[1:])]
     assert per_row == [i != 5 for i in range(len(rows))]
     assert ("Invalid while it lasts" in caplog.text) == (kind not in ("nan", "-inf"))
+
+
+@pytest.mark.parametrize("cut", ["stalled", "reset"])
+def test_an_error_whose_reason_never_comes_costs_its_row(cut, stand, tiny_teacher, caplog):
+    made, url = stand
+    model, rows = served(url, tiny_teacher), samples(0)[:3]
+    bad = np.concatenate([s.ids for s in rows[1].segments]).tolist()
+    model.infer(pack([rows[0], rows[2]]), ("logprobs",))  # known from here on, however busy this machine is
+    model._options = replace(model._options, timeout_s=2.0 if cut == "stalled" else 30.0)
+    made.cut, made.change = cut, lambda ids, found: 1 / 0 if ids == bad else found
+    batch = pack(rows)
+    try:
+        found = model.infer(batch, ("logprobs",))["logprobs"]
+    finally:
+        made.released.set()
+    per_row = [bool(found[a:b].isfinite().all()) for a, b in zip(batch.row_start, batch.row_start[1:])]
+    assert per_row == [True, False, True] and "Invalid while it lasts" in caplog.text
 
 
 def test_a_server_that_is_gone_says_nothing(stand, tiny_teacher):

@@ -220,10 +220,17 @@ class ServedModel:
             with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as e:
-            why = " ".join(e.read(400).decode(errors="replace").split())
-            raise Unanswered(f"{path}: HTTP {e.code}: {why}", e.code) from e
+            raise Unanswered(f"{path}: HTTP {e.code}: {_why(e)}", e.code) from e
         except (OSError, http.client.HTTPException, ValueError) as e:
             raise Unanswered(f"{path}: {type(e).__name__}: {e}") from e
+
+
+def _why(error: urllib.error.HTTPError) -> str:
+    """What stands in the body, which may stall or be cut off as any other."""
+    try:
+        return " ".join(error.read(400).decode(errors="replace").split())
+    except (OSError, http.client.HTTPException) as e:
+        return f"no reason ({type(e).__name__})"
 
 
 def _bytes(found: Mapping[str, Tensor]) -> int:
