@@ -7,12 +7,15 @@ import json
 import re
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -391,6 +394,54 @@ def test_a_server_that_accepts_and_hangs_costs_the_rows_that_it_did_not_answer(s
     assert not model.infer(pack(rows[-1:]), ("logprobs",))["logprobs"].isnan().any()
 
 
+DRIPS = """
+import sys
+import numpy as np
+from verl.batch import pack
+from verl.model_engine.base import ServedAt
+from verl.model_engine.served import ServedModel
+from verl.types import Sample, Segment
+drawn = Segment(ids=np.array([5, 6]), source="sampled", logprobs=np.zeros(2, np.float32), version=0)
+row = (Segment(ids=np.array([1, 4]), source="prompt"), drawn)
+sample = Sample(sample_id="s", trajectory_id="t", group_id="g", purpose="train", segments=row, reward=1.0)
+model = ServedModel(ServedAt(url=sys.argv[1], longest=9, vocab=9, texts=(), budget_s=1.0), 0, 64)
+print(model.infer(pack([sample]), ("logprobs",))["logprobs"].isnan().all())
+"""
+
+
+def test_a_server_that_drips_holds_no_process_at_its_end():
+    """A byte now and then, in the head of an answer where no limit of ours is looked at: for as long as it lives."""
+    ended = threading.Event()
+
+    class Drip(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Drip: ")
+            while not ended.wait(0.2):
+                self.wfile.write(b".")
+
+        def log_message(self, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Drip)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    command = [sys.executable, "-c", DRIPS, f"http://127.0.0.1:{server.server_port}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    finally:
+        ended.set()
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 0 and done.stdout.split() == ["tensor(True)"], done.stderr
+
+
+def test_a_body_that_drips_ends_with_the_time_of_its_answer(stand, tiny_teacher, monkeypatch):
+    made, url = stand
+    model, clock = served(url, tiny_teacher), iter(range(0, 10**6, 40))
+    monkeypatch.setattr("verl.model_engine.served.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    with pytest.raises(Unanswered, match="TimeoutError: the answer did not end in time"):
+        model.score(np.array([1, 5, 6]))
+
+
 def test_one_of_two_that_hangs_costs_its_own_rows(stand, tiny_model, tiny_teacher):
     """And what it may take for a step is less than the driver waits for it."""
     from test_several_teachers import one_turn, rows, several
@@ -439,3 +490,32 @@ def test_another_model_behind_the_address_is_seen_and_its_rows_are_invalid(kind,
     made.shift, made.change = 0, lambda ids, found: found
     made.paths.add("/tokenize")
     assert not model.infer(batch, ("logprobs",))["logprobs"].isnan().any()
+
+
+def test_what_another_model_said_before_it_was_seen_is_forgotten(stand, tiny_teacher, caplog):
+    """And what is vouched for is kept; who still reads an answer of that time adds nothing to it."""
+    made, url = stand
+    model, rows = served(url, tiny_teacher), samples(0)
+    batches = [pack(rows[i : i + 1]) for i in range(4)]
+    true = [served(url, tiny_teacher).infer(batch, ("logprobs",))["logprobs"] for batch in batches]
+
+    def said(i: int) -> torch.Tensor:
+        return model.infer(batches[i], ("logprobs",))["logprobs"]
+
+    for _ in range(PROBE_EVERY):
+        assert torch.equal(said(0), true[0])
+    made.change = behind
+    for call in range(1, PROBE_EVERY):
+        i = 1 + call % 3
+        assert not torch.equal(said(i), true[i])
+    era = model._era
+    for calls in (PROBE_EVERY, 0):
+        caplog.clear()
+        assert said(1).isnan().all()
+        assert (f"in {calls} calls before this one" in caplog.text) == (calls > 0)
+    made.change = lambda ids, found: found
+    model._row(np.concatenate([s.ids for s in rows[1].segments]), np.inf, era)
+    asked = len(made.asked)
+    for i, wanted in enumerate(true):
+        assert torch.equal(said(i), wanted)
+    assert made.asked[asked:].count("/tokenize") == 1 and len(made.asked) - asked == 2 + 3, "the first row was known"

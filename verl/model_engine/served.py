@@ -12,11 +12,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ TOLERANCE = 0.1  # nats, between two answers of one server about the same tokens
 PROBE_EVERY = 10  # calls, after which it is asked whether it is who it was
 logger = logging.getLogger(__name__)
 OUTPUTS = ("logprobs", "topk_ids", "topk_logprobs")
+A = TypeVar("A")
 
 
 class Unanswered(RuntimeError):
@@ -46,8 +48,35 @@ class Unanswered(RuntimeError):
 def build(options: ServedAt, context: EngineContext) -> ServedModel:
     """ValueError for a server that cannot be this teacher, before anything is sampled."""
     made = ServedModel(options, context.top_k, context.max_tokens_per_microbatch)
-    made.probe()
+    (probed,) = beside([made.probe], 1, time.monotonic() + options.budget_s)
+    if not probed.done():
+        raise ValueError(f"{options.url} cannot be a teacher: its first answers took more than {options.budget_s:g} s")
+    probed.result()
     return made
+
+
+def beside(jobs: Sequence[Callable[[], A]], threads: int, until_s: float) -> list[Future[A]]:
+    """What they return or raise, where it is there by then (monotonic clock). Who is sent a byte now and then may be
+    held for ever: nobody waits for these threads, not even the end of the process."""
+    found = [Future[A]() for _ in jobs]
+    left = deque(zip(found, jobs, strict=True))
+
+    def work() -> None:
+        while True:
+            try:
+                future, job = left.popleft()
+            except IndexError:
+                return
+            try:
+                future.set_result(job())
+            except BaseException as e:
+                future.set_exception(e)
+
+    for _ in range(min(threads, len(jobs))):
+        threading.Thread(target=work, name="teacher", daemon=True).start()
+    wait(found, max(0.0, until_s - time.monotonic()))
+    left.clear()
+    return found
 
 
 class ServedModel:
@@ -61,7 +90,9 @@ class ServedModel:
         )
         self._told, self._lock = threading.Event(), threading.Lock()
         self._kept, self._kept_bytes = OrderedDict[bytes, dict[str, Tensor]](), 0
-        self._rows, self._hits, self._calls = 0, 0, 0
+        self._rows, self._hits = 0, 0
+        self._calls, self._known_at = 0, 1  # calls, and the first that nobody has vouched for yet
+        self._unsure, self._era = set[bytes](), 0  # what was kept since it was known, and a number of that time
 
     def awake(self, *parts: Part) -> AbstractContextManager[None]:
         """Nothing of it is on a device of ours."""
@@ -76,15 +107,14 @@ class ServedModel:
         if not bool((batch.row_columns["temperature"] == 1).all()):
             raise ValueError(f"{self._url} scores at temperature 1: set teacher.temperature=1")
         rows = [flat.ids[a:b].numpy() for a, b in zip(flat.seg_start, flat.seg_start[1:])]
-        until_s, pool = time.monotonic() + self._options.budget_s, ThreadPoolExecutor(self._options.parallel)
+        until_s = time.monotonic() + self._options.budget_s
         wanted = [r for r, left in enumerate(untaught.tolist()) if not left] if self._is_who_it_was(until_s) else []
-        asked = {r: pool.submit(self._row, rows[r], until_s) for r in wanted}
-        ended = wait(asked.values(), max(0.0, until_s - time.monotonic())).done
-        pool.shutdown(wait=False, cancel_futures=True)  # who sends a byte now and then may be read to the end
+        jobs = [partial(self._row, rows[r], until_s, self._era) for r in wanted]
+        asked = dict(zip(wanted, beside(jobs, self._options.parallel, until_s), strict=True))
         out = {"logprobs": torch.where(untaught[batch.row_of], -math.log(self._k + 1), torch.nan)}
         out["topk_ids"] = torch.arange(self._k).repeat(n, 1)  # which differ, also where nothing is known
         out["topk_logprobs"] = out["logprobs"][:, None].repeat(1, self._k + 1)
-        for r, answer in ((r, found.result()) for r, found in asked.items() if found in ended):
+        for r, answer in ((r, found.result()) for r, found in asked.items() if found.done()):
             span = slice(int(flat.row_start[r]), int(flat.row_start[r + 1]))
             at = flat.target_from[span] - int(flat.seg_start[r])  # what predicts a token stands before it
             for name, values in answer.items():
@@ -133,24 +163,37 @@ class ServedModel:
 
     def _is_who_it_was(self, until_s: float) -> bool:
         """Asked every so many calls, and again in the next one while another tokenizer or another model is behind the
-        address. One that does not answer may be who it was: its rows will show."""
+        address. One that does not answer may be who it was: its rows will show. What another one may have said of rows
+        is forgotten."""
         self._calls += 1
         if self._calls % PROBE_EVERY:
             return True
+        (asked,) = beside([partial(self._differs, until_s)], 1, until_s)
+        said = asked.result() if asked.done() else None
+        if said is None:
+            return True
+        with self._lock:
+            self._era += 1  # who is still reading adds nothing
+            for key in self._unsure & self._kept.keys() if said else ():
+                self._kept_bytes -= _bytes(self._kept.pop(key))
+            self._unsure.clear()
+        calls, self._known_at = self._calls - self._known_at, self._calls
+        if said:
+            fear = f"; in {calls} calls before this one it may have been so: that was trained on, and is kept no longer"
+            more = "no sample of this step is taught" + (fear if calls else "")
+            logger.warning("teacher %s is another one than at the start: %s; %s", self._url, said, more)
+            self._calls -= 1
+        return not said
+
+    def _differs(self, until_s: float) -> str | None:
+        """From the one at the start; None: it does not say."""
         try:
             said = self._reads_otherwise(*self._options.texts[0], until_s)
             now = self.score(self._probe_ids(), until_s)["logprobs"]
         except (Unanswered, KeyError, TypeError):
-            return True
+            return None
         gap = float((now - self._first).abs().median())
-        if not said and gap <= TOLERANCE:
-            return True
-        said = said or f"its log-probs of the same tokens differ by {gap:.3g}"
-        logger.warning(
-            "teacher %s is another one than at the start: %s; no sample of this step is taught", self._url, said
-        )
-        self._calls -= 1
-        return False
+        return said or ("" if gap <= TOLERANCE else f"its log-probs of the same tokens differ by {gap:.3g}")
 
     def score(self, ids: np.ndarray, until_s: float = math.inf) -> dict[str, Tensor]:
         """Of ids [t]: logprobs [t-1] of ids[1:], and what is likeliest there (see `ModelEngine.infer`). until_s: by the
@@ -174,9 +217,9 @@ class ServedModel:
         self._rows = self._hits = 0
         return found if found["cache_hits"].count else {}
 
-    def _row(self, ids: np.ndarray, until_s: float) -> dict[str, Tensor]:
+    def _row(self, ids: np.ndarray, until_s: float, era: int) -> dict[str, Tensor]:
         """What is known of a row, else what the server says. Nothing where it fails: that row stays NaN. The first
-        failure is told."""
+        failure is told. era: in which it was asked for."""
         key, said = hashlib.blake2b(ids.tobytes(), digest_size=16).digest(), ""
         with self._lock:
             known = self._kept.get(key)
@@ -192,16 +235,19 @@ class ServedModel:
                 time.sleep(AGAIN_S if left else 0)
             else:
                 if all(bool(values.isfinite().all()) for values in found.values()):  # else it is asked again
-                    self._keep(key, found)
+                    self._keep(key, found, era)
                 return found
         if not self._told.is_set():
             self._told.set()
             logger.warning("teacher %s: %s; its samples are Invalid while it lasts", self._url, said)
         return {}
 
-    def _keep(self, key: bytes, found: dict[str, Tensor]) -> None:
+    def _keep(self, key: bytes, found: dict[str, Tensor], era: int) -> None:
         """The model is frozen: the same ids have the same answer. What was read longest ago makes room."""
         with self._lock:
+            if era != self._era:
+                return
+            self._unsure.add(key)
             self._kept_bytes += 0 if key in self._kept else _bytes(found)
             self._kept[key] = found
             while self._kept_bytes > self._options.cache_mb * 2**20:
@@ -218,11 +264,21 @@ class ServedModel:
         asked = urllib.request.Request(self._url + path, data, head)
         try:
             with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
-                return json.loads(answer.read())
+                return json.loads(_read(answer, time.monotonic() + timeout_s))
         except urllib.error.HTTPError as e:
             raise Unanswered(f"{path}: HTTP {e.code}: {_why(e)}", e.code) from e
         except (OSError, http.client.HTTPException, ValueError) as e:
             raise Unanswered(f"{path}: {type(e).__name__}: {e}") from e
+
+
+def _read(answer: http.client.HTTPResponse, until_s: float) -> bytes:
+    """The body, however it is dealt out: the socket's own limit is of every piece."""
+    parts = []
+    while part := answer.read1(2**20):
+        parts.append(part)
+        if time.monotonic() > until_s:
+            raise TimeoutError("the answer did not end in time")
+    return b"".join(parts)
 
 
 def _why(error: urllib.error.HTTPError) -> str:
