@@ -50,6 +50,8 @@ class Stand:
         self.change: Change = lambda ids, found: found
         self.room, self.shift, self.asked = 256, 0, list[str]()
         self.key = ""  # that it wants
+        self.echoes = False  # in place of prompt_logprobs, which it does not know
+        self.before = 0  # tokens that it puts before a prompt
         self.cut = ""  # its errors' bodies: reset, or stalled until `released`
         self.released = threading.Event()
         self.lock = threading.Lock()
@@ -64,10 +66,25 @@ class Stand:
         ids = body["token_ids"] if tokens_in else body["prompt"]
         wanted = body["sampling_params"] if tokens_in else body
         assert wanted["max_tokens"] == 1 and wanted["temperature"] == 0
+        if self.echoes:
+            return self.echo(ids, wanted)
         found = {"prompt_logprobs": self.change(ids, self.said(ids, wanted["prompt_logprobs"]))}
         if found["prompt_logprobs"] is OTHER:
             return ["no completion"]
         return found if tokens_in else {"choices": [found]}
+
+    def echo(self, ids: list[int], wanted: dict[str, Any]) -> Any:
+        """As OpenAI's completions were: the prompt's log-probs and that of the token drawn behind it."""
+        assert wanted.get("logprobs", 0) == 0
+        whole, there = [1] * self.before + ids, wanted.get("echo", False)
+        said = self.change(whole, self.said(whole, 0))
+        told = [row and row[str(i)]["logprob"] for i, row in zip(whole, said)] * there + [-0.5]
+        texts = [self.tokenizer.decode([i]) for i in whole] * there + ["?"]
+        named = {"tokens": texts, "token_logprobs": told, "top_logprobs": None, "text_offset": []}
+        return {
+            "choices": [{"text": "".join(texts), "logprobs": named if "logprobs" in wanted else None}],
+            "usage": {"prompt_tokens": len(whole), "completion_tokens": 1},
+        }
 
     def said(self, ids: list[int], k: int) -> list[Any]:
         with torch.no_grad(), self.lock:
@@ -143,6 +160,23 @@ def test_it_says_what_the_model_says(path, stand, tiny_teacher):
     assert model.infer(batch, ("logprobs",)).keys() == {"logprobs"}
     assert made.asked.count("/tokenize") == 20 and path in made.asked
     assert not model.capabilities.trains
+
+
+def test_a_server_that_echoes_says_what_the_model_says(stand, tiny_teacher):
+    """It has no prompt_logprobs; whom it finds likeliest stands there by text, which is no id."""
+    made, url = stand
+    made.paths.discard("/inference/v1/generate")
+    made.echoes, batch = True, pack(samples(0))
+    model = served(url, tiny_teacher, top=False)
+    found, expected = (m.infer(batch, ("logprobs",))["logprobs"] for m in (model, engine(tiny_teacher)))
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="names the likeliest tokens by their text.*set algorithm.name=opd"):
+        served(url, tiny_teacher)
+    made.before = 1
+    with pytest.raises(ValueError, match="no prompt_logprobs of 24 tokens"):
+        served(url, tiny_teacher, top=False)
+    with pytest.raises(Unanswered, match="a prompt of 4 tokens, where 3 were sent"):
+        model.score(np.array([1, 5, 6]))
 
 
 def broken(kind: str, row: dict[str, Any], ids: list[int]) -> Any:

@@ -1,5 +1,5 @@
 """A frozen model behind a server, which says how likely the tokens of a row are: `verl serve`, vLLM, and what speaks
-OpenAI's completions with prompt_logprobs. It is asked for whole rows, by their ids; a row that it fails on is NaN."""
+OpenAI's completions with prompt_logprobs or echo. It is asked for whole rows, by their ids; a row that it fails on is NaN."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ from verl.model_engine.base import EngineCapabilities, EngineContext, Part, Serv
 from verl.types import Metric, Metrics
 
 TOKENS_IN, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+WAYS = ((TOKENS_IN, False), (COMPLETIONS, False), (COMPLETIONS, True))
+"""To ask for the log-probs of a prompt: the path, and whether by `echo` with `logprobs`, as OpenAI's completions do."""
+OTHERWISE = (200, 400, 404, 405, 422)  # of an answer: it may be asked for in another way
 AGAIN = 2  # times that a row is asked for
 AGAIN_S = 0.5  # between them
 TOLERANCE = 0.1  # nats, between two answers of one server about the same tokens
@@ -38,7 +41,7 @@ A = TypeVar("A")
 
 
 class Unanswered(RuntimeError):
-    """No answer, or not the one that was asked for. status: of HTTP; 0 without one."""
+    """No answer, or not the one that was asked for. status: of HTTP; 200: nothing of what was asked for; 0: none."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -84,7 +87,7 @@ class ServedModel:
 
     def __init__(self, options: ServedAt, k: int, max_tokens: int) -> None:
         self._url, self._options, self._k = options.url.rstrip("/"), options, k if options.top else 0
-        self._path, self._model = TOKENS_IN, ""
+        (self._path, self._echo), self._model = WAYS[0], ""
         self.capabilities = EngineCapabilities(
             shares_prefix=True, max_tokens_per_microbatch=max_tokens, outputs=OUTPUTS, trains=False, one_pass=True
         )
@@ -135,13 +138,7 @@ class ServedModel:
                 if said := self._reads_otherwise(text, ours):
                     raise ValueError(f"{self._url}: {said}; take a teacher with the policy's tokenizer")
             ids = self._probe_ids()
-            try:
-                whole = self.score(ids)
-            except Unanswered as e:
-                if e.status not in (404, 405):
-                    raise
-                self._path = COMPLETIONS
-                whole = self.score(ids)
+            whole = self._asked_somehow(ids)
             part, self._first = self.score(ids[: len(ids) // 2]), whole["logprobs"]
         except (Unanswered, KeyError, IndexError, TypeError) as e:
             fix = "it must give prompt_logprobs and have /tokenize, as `verl serve` and vLLM do"
@@ -151,6 +148,26 @@ class ServedModel:
         if not gap <= TOLERANCE:
             said = f"its log-probs of the same tokens differ by {gap:.3g} with what comes behind them"
             raise ValueError(f"{self._url}: {said}: they are of another context, or of no fixed model")
+
+    def _asked_somehow(self, ids: np.ndarray) -> dict[str, Tensor]:
+        """What it says of them in the first way that it understands, which it is asked in from now on."""
+        first: Unanswered | None = None
+        for self._path, self._echo in WAYS:
+            try:
+                found = self.score(ids)
+            except Unanswered as e:
+                first = e if first is None or first.status in (404, 405) else first
+                if e.status not in OTHERWISE:
+                    break
+            else:
+                if self._echo and self._k:
+                    why = "its echo names the likeliest tokens by their text, which several ids may have"
+                    raise ValueError(
+                        f"{self._url}: {why}: set algorithm.name=opd, or serve it with vLLM or `verl serve`"
+                    )
+                return found
+        assert first is not None
+        raise first
 
     def _probe_ids(self) -> np.ndarray:
         return np.array([i for _, some in self._options.texts for i in some][:24], np.int64)
@@ -198,7 +215,8 @@ class ServedModel:
     def score(self, ids: np.ndarray, until_s: float = math.inf) -> dict[str, Tensor]:
         """Of ids [t]: logprobs [t-1] of ids[1:], and what is likeliest there (see `ModelEngine.infer`). until_s: by the
         monotonic clock, when nobody waits for it any more."""
-        wanted = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": self._k}
+        how = {"echo": True, "logprobs": 0} if self._echo else {"prompt_logprobs": self._k}
+        wanted = {"max_tokens": 1, "temperature": 0.0, **how}
         if self._path == TOKENS_IN:
             params = {**wanted, "detokenize": False, "ignore_eos": True}
             body = {"model": self._model, "token_ids": ids.tolist(), "sampling_params": params}
@@ -207,9 +225,10 @@ class ServedModel:
         answer = self._ask(self._path, body, until_s)
         try:
             found = (answer if self._path == TOKENS_IN else answer["choices"][0]).get("prompt_logprobs")
+            found = echoed(answer, ids) if self._echo else found
         except (LookupError, TypeError, AttributeError) as e:  # of who stands before the server
             raise Unanswered(f"{self._path}: no completion: {json.dumps(answer)[:200]}") from e
-        return read_answer(found, ids, self._k, self._options.vocab)
+        return read_answer(found, ids, 0 if self._echo else self._k, self._options.vocab)
 
     def take_metrics(self) -> Metrics:
         """The share of rows that were known, since it was asked last."""
@@ -293,11 +312,23 @@ def _bytes(found: Mapping[str, Tensor]) -> int:
     return sum(x.nbytes for x in found.values())
 
 
+def echoed(answer: Any, ids: np.ndarray) -> list[Any]:
+    """The prompt of an echo as vLLM's prompt_logprobs. It stands before the one token that was to be drawn, and is as
+    long as we have it: nothing was put before it."""
+    told = list((answer["choices"][0].get("logprobs") or {}).get("token_logprobs") or ())
+    read = (answer.get("usage") or {}).get("prompt_tokens", len(ids))
+    if read != len(ids) or len(told) not in (len(ids), len(ids) + 1):
+        raise Unanswered(
+            f"an echo of {len(told)} log-probs and a prompt of {read} tokens, where {len(ids)} were sent", 200
+        )
+    return [None, *({str(i): {"logprob": of}} for i, of in zip(ids[1:].tolist(), told[1:]))]
+
+
 def read_answer(found: Any, ids: np.ndarray, k: int, vocab: int) -> dict[str, Tensor]:
     """vLLM's prompt_logprobs: nothing for the first token, then {id: {logprob}} with the token that stands there and
     the k likeliest, all below `vocab`. The probability of all others is what is left of 1."""
     if not isinstance(found, list) or len(found) != len(ids) or found[0] is not None:
-        raise Unanswered(f"no prompt_logprobs of {len(ids)} tokens, of which the first has none")
+        raise Unanswered(f"no prompt_logprobs of {len(ids)} tokens, of which the first has none", 200)
     own, named, logs = [], [], []
     try:
         for token, row in zip(ids[1:].tolist(), found[1:]):
