@@ -1,5 +1,6 @@
 """A frozen model behind a server, which says how likely the tokens of a row are: `verl serve`, vLLM, and what speaks
-OpenAI's completions with prompt_logprobs or echo. It is asked for whole rows, by their ids; a row that it fails on is NaN."""
+OpenAI's completions with prompt_logprobs or echo. It is asked for whole rows, by their ids; a row that it fails on is
+NaN."""
 
 from __future__ import annotations
 
