@@ -316,7 +316,9 @@ MUTANTS = (
     Mutant("workers/role.py", "if s.context is None and not s.untaught]", "if s.context is s]", SEVERAL),
     Mutant("workers/teachers.py", "e, frozenset(own.ids)", "e, frozenset()", SEVERAL),
     Mutant("workers/teachers.py", "(WorkerDied, DeadlineExpired)", "WorkerDied", SEVERAL),
-    Mutant("model_engine/served.py", "until_s = time.monotonic() + self._options", "until_s = 1e9 + self._options", SERVED),
+    Mutant(
+        "model_engine/served.py", "until_s = time.monotonic() + self._options", "until_s = 1e9 + self._options", SERVED
+    ),
     Mutant("types.py", "if np.array_equal(first, task.prompt_ids):", "if True:", SEVERAL),
     Mutant("config/adapter.py", "next(given, self.lora_alpha)", "self.lora_alpha", ADAPTER),
     Mutant("config/adapter.py", "rank**0.5 if self.use_rslora else rank", "rank", ADAPTER),
