@@ -293,7 +293,10 @@ MUTANTS = (
         OPTIM,
     ),
     # -- teachers
-    Mutant("model_engine/served.py", "self._kept_bytes -= _bytes(self._kept", "(self._kept", SERVED),
+    Mutant("model_engine/served.py", "self._kept_bytes -= _bytes(self._kept.popitem", "(self._kept.popitem", SERVED),
+    Mutant("model_engine/served.py", "self._unsure & self._kept.keys() if said", "() if said", SERVED),
+    Mutant("model_engine/served.py", "if era != self._era:", "if False:", SERVED),
+    Mutant("model_engine/torch_engine.py", " and version > self._copied", "", SEVERAL),
     Mutant("model_engine/served.py", "self._kept.move_to_end(key)", "pass", SERVED),
     Mutant("model_engine/served.py", 'f"Bearer {self._options.key}"', '"Bearer "', SERVED),
     Mutant("algorithms/weights.py", "mask=seen.mask & taught", "mask=seen.mask", FEEDBACK),
@@ -313,7 +316,9 @@ MUTANTS = (
     Mutant("workers/role.py", "if s.context is None and not s.untaught]", "if s.context is s]", SEVERAL),
     Mutant("workers/teachers.py", "e, frozenset(own.ids)", "e, frozenset()", SEVERAL),
     Mutant("workers/teachers.py", "(WorkerDied, DeadlineExpired)", "WorkerDied", SEVERAL),
-    Mutant("model_engine/served.py", "self._options.budget_s, Thread", "1e9, Thread", SERVED),
+    Mutant(
+        "model_engine/served.py", "until_s = time.monotonic() + self._options", "until_s = 1e9 + self._options", SERVED
+    ),
     Mutant("types.py", "if np.array_equal(first, task.prompt_ids):", "if True:", SEVERAL),
     Mutant("config/adapter.py", "next(given, self.lora_alpha)", "self.lora_alpha", ADAPTER),
     Mutant("config/adapter.py", "rank**0.5 if self.use_rslora else rank", "rank", ADAPTER),

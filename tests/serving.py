@@ -63,15 +63,17 @@ def texts_of(of: Any) -> Texts:
     return Texts(tokenizer=of, decode=decoder(of), spell=spell, audit=audit_template(of))
 
 
-async def engine_of(module: Any, version: int = 0, *, rows: int = 64, max_context_tokens: int = 256) -> Any:
-    """A native engine with the weights of `module`."""
+async def engine_of(
+    module: Any, version: int = 0, *, rows: int = 64, max_context_tokens: int = 256, made: Any = native
+) -> Any:
+    """A native engine, or one of another module of verl.rollout, with the weights of `module`."""
     of = tokenizer()
     context = context_of(
         module.config, rows, max_context_tokens=max_context_tokens, eos_token_ids=(of.eos_token_id,), decode=decoder(of)
     )
-    made = native.build(Options(), context, lanes=1)
-    await made.load_weights(FolderWeights(module, version))
-    return made
+    engine = made.build(Options(), context, lanes=1) if made is native else made.build(made.Options(), context)
+    await engine.load_weights(FolderWeights(module, version))
+    return engine
 
 
 class Scripted:

@@ -13,8 +13,11 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+import torch
 from serving import TOOL, Scripted, engine_of, events, model, serving, tokenizer, until
 
+from verl.rollout import hf
+from verl.rollout.native import engine as native
 from verl.rollout.server.requests import NEUTRAL
 from verl.rollout.server.texts import Piecewise
 from verl.types import Sampling
@@ -77,6 +80,33 @@ def test_tokens_and_logprobs_are_those_of_the_engine_in_process(sampling):
             assert plain["token_ids"] == wanted.ids.tolist() and plain["prompt_token_ids"] == PROMPT
             np.testing.assert_allclose(plain["logprobs"]["token_logprobs"], wanted.logprobs, atol=1e-6)
             assert plain["text"] == tokenizer().decode(wanted.ids.tolist(), skip_special_tokens=True)
+
+    run(body)
+
+
+def test_the_likeliest_tokens_of_a_prompt_are_those_of_the_model():
+    """By both endpoints, in vLLM's shape: the k likeliest with their ranks, and the token that stands there."""
+
+    async def body():
+        module = model()
+        logp = module(torch.tensor([PROMPT])).logits[0].float().log_softmax(-1).detach()
+        for made in (native, hf):
+            engine = await engine_of(module, made=made)
+            async with serving(engine) as (client, _):
+                for k in (1, 5, logp.shape[1]):
+                    found = await tokens(client, PROMPT, max_tokens=1, prompt_logprobs=k)
+                    plain = await ok(
+                        client, "/v1/completions", {"prompt": PROMPT, "prompt_logprobs": k, "max_tokens": 1}
+                    )
+                    for said in (found["prompt_logprobs"], plain["choices"][0]["prompt_logprobs"]):
+                        assert said[0] is None and len(said) == len(PROMPT)
+                        for row, token, by_id in zip(logp, PROMPT[1:], said[1:]):
+                            best = row.topk(k)
+                            ranked = sorted((of["rank"], int(i)) for i, of in by_id.items() if of["rank"] is not None)
+                            assert ranked == list(zip(range(1, k + 1), best.indices.tolist()))
+                            assert {int(i) for i in by_id} == {*best.indices.tolist(), token}
+                            for i, of in by_id.items():
+                                assert of["logprob"] == pytest.approx(float(row[int(i)]), abs=2e-5)
 
     run(body)
 
@@ -306,6 +336,8 @@ BAD: list[tuple[str, Any, int, str]] = [
     (C, {"prompt": "x", "stop": [""]}, 400, "stop"),
     (C, {"prompt": "x", "stop_token_ids": [320]}, 400, "stop_token_ids"),
     (C, {"prompt": "x", "logprobs": 3}, 400, "logprobs=3"),
+    (C, {"prompt": "x", "prompt_logprobs": 321}, 400, "the vocabulary has 320"),
+    (C, {"prompt": "x", "prompt_logprobs": -1}, 400, "prompt_logprobs"),
     (C, {"prompt": "x", "echo": True}, 400, "echo=True"),
     (C, {"prompt": "x", "best_of": 3}, 400, "best_of"),
     (C, {"prompt": "x", "presence_penalty": 0.5}, 400, "presence_penalty"),

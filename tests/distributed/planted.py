@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import resource
 import signal
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from verl.driver import assemble, record
-from verl.model_engine import sharded
+from verl.model_engine import sharded, torch_engine
 from verl.model_engine.snapshot import Snapshot
 
 VARIABLE = "PLANTED"  # "KIND PHASE RUN_DIR", in the workers' environment
@@ -78,6 +79,21 @@ def model(options: Any, context: Any) -> Any:
     engine.weights, Snapshot.save = in_the_middle, written
     (layer,) = (m for name, m in engine._trained().named_modules() if name.endswith("layers.0"))
     layer.register_full_backward_pre_hook(lambda *_: strike("update"))
+    return engine
+
+
+def one_rank(options: Any, context: Any) -> Any:
+    """The engine of a model on one rank; a teacher's second pass is the phase `teach`."""
+    engine, calls = torch_engine.build(options, context), itertools.count(1)
+    infer = engine.infer
+
+    def said(*args: Any, **named: Any) -> Any:
+        if next(calls) == 2:
+            strike("teach", at=".")  # whatever is saved by then
+        return infer(*args, **named)
+
+    if context.optim is None and context.top_k:
+        engine.infer = said  # type: ignore[method-assign]
     return engine
 
 

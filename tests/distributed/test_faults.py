@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_runs import metrics_of, small_args
+from small_runs import metrics_of, same_tensors, small_args, small_run, tensors_of
 
 from tests.distributed import planted
 from tests.distributed.planted import KINDS, PHASES, VARIABLE
@@ -70,6 +70,28 @@ def test_a_fault(ray_session, tmp_path, tiny_model, arithmetic_data, monkeypatch
     if kind not in ("raises", "memory"):
         who = "rollout replica 0" if phase in OF_THE_ENGINE else f"rank {int(phase != 'first-save')} of actor"
         assert last[0].startswith(f"error: {who} (process {struck} on "), last
+
+
+@pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="a minute: make test-all; test_ray_run kills a worker")
+def test_a_teacher_of_its_own_pool_is_killed_and_what_is_learned_is_the_same(
+    ray_session, tmp_path, tiny_model, tiny_teacher, arithmetic_data, monkeypatch, capsys
+):
+    """In its pass over the second step: bitwise the run in this process, to which nothing happened."""
+    more = ("algorithm.name=gkd_topk", "teacher.top_k=4", f"teacher.path={tiny_teacher}", "run.deterministic=true")
+    more += ("run.save_every_steps=1", "track.sinks=[jsonl]", "run.total_steps=2")
+    small_run(tmp_path / "here", tiny_model, arithmetic_data[:1], *more)
+    monkeypatch.setitem(
+        backends.MODEL, "torch", replace(backends.MODEL["torch"], build="tests.distributed.planted:one_rank")
+    )
+    there, others = tmp_path / "ray", set(psutil.Process().children(recursive=True))
+    school = f"cluster.pools={{school: {{ranks_per_node: 1, env: {{{VARIABLE}: 'killed teach {there}/r'}}}}}}"
+    apart = (school, "cluster.roles={teacher: school}", "cluster.max_restarts=1", "cluster.backend=ray")
+    args = small_args(there, tiny_model, arithmetic_data[:1], *more, *apart)
+    assert main(["train", *args]) == 0
+    said, struck = " ".join(capsys.readouterr().out.split()), (there / "r" / "struck").read_text()
+    assert f"rank 0 of teacher (process {struck} on " in said and "from the last checkpoint (1 of 1 times)" in said
+    assert not left_of(others), "processes of the run live"
+    same_tensors(tensors_of(tmp_path / "here" / "r", 2), tensors_of(there / "r", 2))
 
 
 def left_of(others: set[psutil.Process], within_s: float = 30.0) -> list[list[str]]:

@@ -188,18 +188,41 @@ def test_a_run_that_was_cut_is_the_run_that_was_not_and_can_be_replayed(more, wo
         assert replay([f"run.root_dir={tmp_path / folder}", "run.name=r"], step) == 0, capsys.readouterr().out
 
 
+def said_of_rows(world, tmp_path, *more: str) -> dict[str, torch.Tensor]:
+    """The columns of gkd_topk for three answers, and a turn of it."""
+    given = [f"model.path={world / 'reader'}", "algorithm.name=gkd_topk", "teacher.top_k=8", *SMALL, *more]
+    learner = offline_learner(load_config([*given, "step.samples_per_prompt=3"]).config, 1, tmp_path)
+    try:
+        made = []
+        for i, ids in enumerate(([5, 6], [7, 8, 9, 2], [11])):
+            drawn = Segment(ids=np.array(ids), source="sampled", logprobs=np.zeros(len(ids), np.float32), version=0)
+            row = (Segment(ids=np.array([1, 4 + i, 3]), source="prompt"), drawn)
+            ids_of = {"sample_id": f"s{i}", "trajectory_id": f"t{i}", "group_id": "g"}
+            made.append(Sample(**ids_of, purpose="train", segments=row, reward=float(i)))
+        refs, step = put(learner.queue, made), Step(0)
+        asyncio.run(experience_and_update(learner, step, refs))
+        assert step.metrics["actor/grad_norm"].value > 0 and step.metrics["teacher/invalid"].value == 0
+        names = ("teacher_ids", "teacher_topk")
+        found = learner.queue.read(refs, names)
+        return {name: found[name].values for name in names}
+    finally:
+        learner.close()
+
+
 def test_a_teacher_that_verl_serves(world, tmp_path):
     """As the folder itself; one that dies trains nobody."""
     given = ("algorithm.name=opd", "teacher.hint_key=hint", "run.total_steps=2")
     run(world, tmp_path, "folder", *given, f"teacher.path={world / 'low'}")
     with server_process(world / "low", tmp_path / "log") as (process, url):
         run(world, tmp_path, "served", *given, f"teacher.path={url}")
-        with pytest.raises(ValueError, match=r"cannot be a teacher.*top_k"):
-            run(world, tmp_path, "likeliest", "run.total_steps=1", f"teacher.path={url}")
+        likeliest = [said_of_rows(world, tmp_path, f"teacher.path={path}") for path in (url, world / "low")]
         there, here = (metrics_of(tmp_path / name / "r") for name in ("served", "folder"))
         for figure in ("teacher/kl", "actor/pg_loss", "actor/grad_norm"):
             found, wanted = ([m[s][figure] for s in (1, 2)] for m in (there, here))
             assert found == pytest.approx(wanted, rel=1e-2, abs=1e-4), figure
+        for name, by_server in likeliest[0].items():
+            here_of_it = likeliest[1][name]
+            torch.testing.assert_close(by_server.to(here_of_it.dtype), here_of_it, rtol=0, atol=1e-5)
         own = (f"model.path={world / 'low'}", f"teacher.path={url}", "pipeline.max_invalid_share=1")
         config = load_config([*own, "algorithm.name=opd", *SMALL]).config
         learner = offline_learner(config, 1, tmp_path)

@@ -153,7 +153,7 @@ def test_float32_matches_transformers(compiled: bool, short: int, monkeypatch: p
         core = engine(CONFIGS[name], module, compiled=compiled)
         for i, c in sampled(core, 0.7).items():
             np.testing.assert_allclose(c.logprobs, logprobs_of(module, PROMPTS[int(i)], c.ids, 0.7), atol=1e-5)
-        scored = core.runner.score(PROMPTS[1], 0.7)
+        scored = core.runner.score(PROMPTS[1], 0.7).logprobs
         np.testing.assert_allclose(scored, logprobs_of(module, PROMPTS[1][:1], PROMPTS[1][1:], 0.7), atol=1e-5)
 
     check_each(CONFIGS, check)

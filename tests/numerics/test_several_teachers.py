@@ -18,6 +18,7 @@ from verl.algorithms import estimators as adv
 from verl.algorithms.sections import POLICY
 from verl.batch import pack
 from verl.driver.assemble import offline_learner
+from verl.driver.roles import Learner
 from verl.driver.step import Step, experience_and_update
 from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.torch_engine import TorchEngine
@@ -25,6 +26,8 @@ from verl.models import tiny
 from verl.recipes import arithmetic
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Metric, Refs, Segment, Task, ref_of, taught
+from verl.weight_sync.local import LocalOutlet
+from verl.weight_sync.sender import WeightSender
 from verl.workers.compute import columns_of
 from verl.workers.group import WorkerDied
 from verl.workers.role import Role, informed
@@ -431,10 +434,11 @@ def test_the_average_teaches_and_the_policy_moves_on(ranks, tiny_model, tmp_path
             torch.testing.assert_close(found.row(i), dense(model, ids, len(context)), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_lagged_policy_teaches_what_it_said_so_many_publishes_ago(ranks, tiny_model, tmp_path):
+@pytest.mark.parametrize("ranks, broken", [(1, False), (1, True), (2, True)])
+def test_a_lagged_policy_teaches_what_it_said_so_many_publishes_ago(ranks, broken, tiny_model, tmp_path):
     """Of five turns of two optimizer steps, with a copy every second turn: what the teacher says is, bit for bit, what
-    the policy said of the same rows then; and in a run that was cut in the middle of two copies too."""
+    the policy said of the same rows then; and in a run that was cut in the middle of two copies, or at one, too.
+    broken: the first gradient is not finite, and its optimizer step is none."""
     made, config = samples(0), config_of("opd", tiny_model, tiny_model, ranks, 64)
     config.teacher.path, config.teacher.ema = POLICY, 2.0
     config.step.updates_per_step, config.step.epochs_per_step = 2, 1
@@ -446,22 +450,49 @@ def test_a_lagged_policy_teaches_what_it_said_so_many_publishes_ago(ranks, tiny_
         ]
         refs = put(learner.queue, again)
         learner.models["actor"].infer(refs, {"logprobs": "now"}).result(60)
-        asyncio.run(experience_and_update(learner, Step(number), refs))
+        step = Step(number)
+        asyncio.run(experience_and_update(learner, step, refs))
+        assert step.metrics["actor/skipped_updates"].value == (broken and number == 0)
+        publish(learner, number + 1)
         found = learner.queue.read(refs, ("now", "teacher_logprobs"))
         return found["now"].values, found["teacher_logprobs"].values
 
-    learner, other = (offline_learner(config, 5, Path("/nonexistent")) for _ in range(2))
+    def publish(learner, version: int) -> None:
+        learner.models["actor"].send_weights(version, (), copy=False).result(60)
+        learner.models["actor"].release_weights(version).result(60)
+
+    class First(TorchEngine):
+        def _grad_norm(self, params):
+            norm = super()._grad_norm(params)
+            return norm * float("nan") if broken and self.optimizer_step + self._skipped == 0 else norm
+
+    def started() -> Learner:
+        learner, sender = offline_learner(config, 5, tmp_path / "crash"), WeightSender(LocalOutlet(), dtype="float32")
+        for role in learner.models["actor"]._group._workers:
+            role.sender = sender
+        return learner
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl.model_engine.torch_engine.TorchEngine", First)
+        learner, *others = (started() for _ in range(3))
     try:
-        policy, teacher = zip(*(turn(learner, n) for n in range(3)), strict=True)
-        learner.models["actor"].save(tmp_path / "state").result(60)
-        straight = [turn(learner, n) for n in (3, 4)]
-        other.models["actor"].load(tmp_path / "state").result(60)
-        cut = [turn(other, n) for n in (3, 4)]
+        publish(learner, 0)
+        policy, teacher = [], []
+        for number in range(5):
+            found = turn(learner, number)
+            policy.append(found[0])
+            teacher.append(found[1])
+            learner.models["actor"].save(tmp_path / str(number + 1)).result(60)
+        straight, cut = list(zip(policy, teacher)), []
+        for at, other in zip((2, 3), others):
+            other.models["actor"].load(tmp_path / str(at)).result(60)
+            publish(other, 2)  # again, as a run does that goes on, also from between two publishes
+            cut.append([turn(other, n) for n in range(at, 5)])
     finally:
-        learner.close()
-        other.close()
-    policy, teacher = [*policy, *(p for p, _ in straight)], [*teacher, *(t for _, t in straight)]
+        for each in (learner, *others):
+            each.close()
     for number, of in enumerate((0, 0, 2, 2, 4)):
         assert torch.equal(teacher[number], policy[of]), (number, of)
     assert all(not torch.equal(a, b) for a, b in zip(policy, policy[1:]))
-    assert all(torch.equal(a, b) for one, two in zip(straight, cut) for a, b in zip(one, two, strict=True))
+    for again in cut:
+        assert all(torch.equal(a, b) for x, y in zip(straight[::-1], again[::-1]) for a, b in zip(x, y, strict=True))

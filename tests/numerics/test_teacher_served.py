@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,6 +50,10 @@ class Stand:
         self.change: Change = lambda ids, found: found
         self.room, self.shift, self.asked = 256, 0, list[str]()
         self.key = ""  # that it wants
+        self.echoes = False  # in place of prompt_logprobs, which it does not know
+        self.before = 0  # tokens that it puts before a prompt
+        self.cut = ""  # its errors' bodies: reset, or stalled until `released`
+        self.released = threading.Event()
         self.lock = threading.Lock()
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
@@ -57,10 +66,25 @@ class Stand:
         ids = body["token_ids"] if tokens_in else body["prompt"]
         wanted = body["sampling_params"] if tokens_in else body
         assert wanted["max_tokens"] == 1 and wanted["temperature"] == 0
+        if self.echoes:
+            return self.echo(ids, wanted)
         found = {"prompt_logprobs": self.change(ids, self.said(ids, wanted["prompt_logprobs"]))}
         if found["prompt_logprobs"] is OTHER:
             return ["no completion"]
         return found if tokens_in else {"choices": [found]}
+
+    def echo(self, ids: list[int], wanted: dict[str, Any]) -> Any:
+        """As OpenAI's completions were: the prompt's log-probs and that of the token drawn behind it."""
+        assert wanted.get("logprobs", 0) == 0
+        whole, there = [1] * self.before + ids, wanted.get("echo", False)
+        said = self.change(whole, self.said(whole, 0))
+        told = [row and row[str(i)]["logprob"] for i, row in zip(whole, said)] * there + [-0.5]
+        texts = [self.tokenizer.decode([i]) for i in whole] * there + ["?"]
+        named = {"tokens": texts, "token_logprobs": told, "top_logprobs": None, "text_offset": []}
+        return {
+            "choices": [{"text": "".join(texts), "logprobs": named if "logprobs" in wanted else None}],
+            "usage": {"prompt_tokens": len(whole), "completion_tokens": 1},
+        }
 
     def said(self, ids: list[int], k: int) -> list[Any]:
         with torch.no_grad(), self.lock:
@@ -96,7 +120,15 @@ def stand(tiny_teacher) -> Iterator[tuple[Stand, str]]:
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            if status == 200 or not made.cut:
+                self.wfile.write(data)
+            elif made.cut == "stalled":
+                self.wfile.flush()
+                made.released.wait(600)
+            else:  # closed with a reset
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.wfile.flush()
+                self.connection.close()
 
         def log_message(self, *args: Any) -> None: ...
 
@@ -128,6 +160,23 @@ def test_it_says_what_the_model_says(path, stand, tiny_teacher):
     assert model.infer(batch, ("logprobs",)).keys() == {"logprobs"}
     assert made.asked.count("/tokenize") == 20 and path in made.asked
     assert not model.capabilities.trains
+
+
+def test_a_server_that_echoes_says_what_the_model_says(stand, tiny_teacher):
+    """It has no prompt_logprobs; whom it finds likeliest stands there by text, which is no id."""
+    made, url = stand
+    made.paths.discard("/inference/v1/generate")
+    made.echoes, batch = True, pack(samples(0))
+    model = served(url, tiny_teacher, top=False)
+    found, expected = (m.infer(batch, ("logprobs",))["logprobs"] for m in (model, engine(tiny_teacher)))
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="names the likeliest tokens by their text.*set algorithm.name=opd"):
+        served(url, tiny_teacher)
+    made.before = 1
+    with pytest.raises(ValueError, match="no prompt_logprobs of 24 tokens"):
+        served(url, tiny_teacher, top=False)
+    with pytest.raises(Unanswered, match="a prompt of 4 tokens, where 3 were sent"):
+        model.score(np.array([1, 5, 6]))
 
 
 def broken(kind: str, row: dict[str, Any], ids: list[int]) -> Any:
@@ -166,6 +215,23 @@ def test_a_row_that_it_fails_on_has_no_number_and_the_others_do(kind, stand, tin
     per_row = [bool(finite[a:b].all()) for a, b in zip(batch.row_start, batch.row_start[1:])]
     assert per_row == [i != 5 for i in range(len(rows))]
     assert ("Invalid while it lasts" in caplog.text) == (kind not in ("nan", "-inf"))
+
+
+@pytest.mark.parametrize("cut", ["stalled", "reset"])
+def test_an_error_whose_reason_never_comes_costs_its_row(cut, stand, tiny_teacher, caplog):
+    made, url = stand
+    model, rows = served(url, tiny_teacher), samples(0)[:3]
+    bad = np.concatenate([s.ids for s in rows[1].segments]).tolist()
+    model.infer(pack([rows[0], rows[2]]), ("logprobs",))  # known from here on, however busy this machine is
+    model._options = replace(model._options, timeout_s=2.0 if cut == "stalled" else 30.0)
+    made.cut, made.change = cut, lambda ids, found: 1 / 0 if ids == bad else found
+    batch = pack(rows)
+    try:
+        found = model.infer(batch, ("logprobs",))["logprobs"]
+    finally:
+        made.released.set()
+    per_row = [bool(found[a:b].isfinite().all()) for a, b in zip(batch.row_start, batch.row_start[1:])]
+    assert per_row == [True, False, True] and "Invalid while it lasts" in caplog.text
 
 
 def test_a_server_that_is_gone_says_nothing(stand, tiny_teacher):
@@ -362,6 +428,54 @@ def test_a_server_that_accepts_and_hangs_costs_the_rows_that_it_did_not_answer(s
     assert not model.infer(pack(rows[-1:]), ("logprobs",))["logprobs"].isnan().any()
 
 
+DRIPS = """
+import sys
+import numpy as np
+from verl.batch import pack
+from verl.model_engine.base import ServedAt
+from verl.model_engine.served import ServedModel
+from verl.types import Sample, Segment
+drawn = Segment(ids=np.array([5, 6]), source="sampled", logprobs=np.zeros(2, np.float32), version=0)
+row = (Segment(ids=np.array([1, 4]), source="prompt"), drawn)
+sample = Sample(sample_id="s", trajectory_id="t", group_id="g", purpose="train", segments=row, reward=1.0)
+model = ServedModel(ServedAt(url=sys.argv[1], longest=9, vocab=9, texts=(), budget_s=1.0), 0, 64)
+print(model.infer(pack([sample]), ("logprobs",))["logprobs"].isnan().all())
+"""
+
+
+def test_a_server_that_drips_holds_no_process_at_its_end():
+    """A byte now and then, in the head of an answer where no limit of ours is looked at: for as long as it lives."""
+    ended = threading.Event()
+
+    class Drip(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Drip: ")
+            while not ended.wait(0.2):
+                self.wfile.write(b".")
+
+        def log_message(self, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Drip)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    command = [sys.executable, "-c", DRIPS, f"http://127.0.0.1:{server.server_port}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    finally:
+        ended.set()
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 0 and done.stdout.split() == ["tensor(True)"], done.stderr
+
+
+def test_a_body_that_drips_ends_with_the_time_of_its_answer(stand, tiny_teacher, monkeypatch):
+    made, url = stand
+    model, clock = served(url, tiny_teacher), iter(range(0, 10**6, 40))
+    monkeypatch.setattr("verl.model_engine.served.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    with pytest.raises(Unanswered, match="TimeoutError: the answer did not end in time"):
+        model.score(np.array([1, 5, 6]))
+
+
 def test_one_of_two_that_hangs_costs_its_own_rows(stand, tiny_model, tiny_teacher):
     """And what it may take for a step is less than the driver waits for it."""
     from test_several_teachers import one_turn, rows, several
@@ -410,3 +524,32 @@ def test_another_model_behind_the_address_is_seen_and_its_rows_are_invalid(kind,
     made.shift, made.change = 0, lambda ids, found: found
     made.paths.add("/tokenize")
     assert not model.infer(batch, ("logprobs",))["logprobs"].isnan().any()
+
+
+def test_what_another_model_said_before_it_was_seen_is_forgotten(stand, tiny_teacher, caplog):
+    """And what is vouched for is kept; who still reads an answer of that time adds nothing to it."""
+    made, url = stand
+    model, rows = served(url, tiny_teacher), samples(0)
+    batches = [pack(rows[i : i + 1]) for i in range(4)]
+    true = [served(url, tiny_teacher).infer(batch, ("logprobs",))["logprobs"] for batch in batches]
+
+    def said(i: int) -> torch.Tensor:
+        return model.infer(batches[i], ("logprobs",))["logprobs"]
+
+    for _ in range(PROBE_EVERY):
+        assert torch.equal(said(0), true[0])
+    made.change = behind
+    for call in range(1, PROBE_EVERY):
+        i = 1 + call % 3
+        assert not torch.equal(said(i), true[i])
+    era = model._era
+    for calls in (PROBE_EVERY, 0):
+        caplog.clear()
+        assert said(1).isnan().all()
+        assert (f"in {calls} calls before this one" in caplog.text) == (calls > 0)
+    made.change = lambda ids, found: found
+    model._row(np.concatenate([s.ids for s in rows[1].segments]), np.inf, era)
+    asked = len(made.asked)
+    for i, wanted in enumerate(true):
+        assert torch.equal(said(i), wanted)
+    assert made.asked[asked:].count("/tokenize") == 1 and len(made.asked) - asked == 2 + 3, "the first row was known"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -378,6 +381,44 @@ def test_a_peak_above_the_memory_is_said(folder: Path, monkeypatch) -> None:
     (said,) = make_plan(config_of(folder, "model.device=cpu")).warnings
     peak = re.escape(render_plan(plan).split("peak ")[1].split(" in ")[0])
     assert re.match(rf"{plan.memory.peak_phase} wants {peak} of memory, and there are .*: lower step.max_tokens", said)
+
+
+def test_a_peak_above_the_memory_of_the_device_is_said_where_the_run_starts(folder: Path, monkeypatch) -> None:
+    import torch
+
+    from verl.driver import launch
+
+    async def nothing(*_: object) -> None: ...
+
+    monkeypatch.setattr(launch, "_train", nothing)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    files = [f"data.train_files={folder}/train.jsonl", f"data.eval_files={folder}/test.jsonl"]
+    resolved = load_config([f"model.path={folder}/qwen", *files, "model.dtype=bfloat16", "model.device=cuda"])
+    plan, said = make_plan(resolved.config), list[str]()
+    progress: Any = SimpleNamespace(message=said.append)
+    for less, device, count in ((1, "cuda", 1), (0, "cuda", 0), (1, "cpu", 0)):
+        said.clear()
+        free = plan.memory.peak_bytes - less
+        monkeypatch.setattr(torch.cuda, "mem_get_info", partial(tuple, (free, 2**60)))
+        resolved.config.model.device = device
+        launch.run_rl(resolved, quiet=True, progress=progress)
+        assert [f"warning: {plan.memory.peak_phase} wants" in line for line in said] == [True] * count, said
+
+
+def test_what_a_gpu_computes_in_is_asked_of_the_gpu(folder: Path, monkeypatch) -> None:
+    import torch
+
+    from verl.config.memory import compute_dtype, on_cuda
+    from verl.driver.setup import set_up_process
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for native, dtype in ((True, "bfloat16"), (False, "float32")):
+        config = config_of(folder, "model.dtype=auto", "model.device=cuda", f"run.threads={torch.get_num_threads()}")
+        assert on_cuda(config) and compute_dtype(config) == "bfloat16", "the plan looks at no device"
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, native=native: native)
+        set_up_process(config)
+        assert config.model.dtype == dtype
+    assert not on_cuda(config_of(folder, "model.device=cpu"))
 
 
 def test_warnings_about_the_model(folder: Path, tmp_path: Path) -> None:

@@ -173,3 +173,18 @@ def test_a_pool_holds_what_lives_in_it(folder: Path) -> None:
     assert "rollout weights" not in main.items and spread.fullest == max(judge, gen, main, key=lambda m: m.peak_bytes)
     crowded = spread_of(folder, "cluster.ranks_per_node=2", "rollout.replicas=2").pools["main"].memory
     assert crowded.items["rollout weights"] == gen.items["rollout weights"], "one replica a rank"
+
+
+def test_all_processes_of_one_machine_are_held_against_its_memory(folder: Path, monkeypatch) -> None:
+    """A teacher in a pool of its own on CPUs; on a cluster that runs already, or on GPUs, nobody knows from here."""
+    base = ("model.device=cpu", "algorithm.name=opd", f"teacher.path={folder}/qwen", "cluster.roles={teacher: wide}")
+    args = (*base, "cluster.pools={wide: {cpus_per_rank: 1}}", "cluster.ranks_per_node=2")
+    spread = spread_of(folder, *args)
+    main, wide = spread.pools["main"], spread.pools["wide"]
+    wanted = 2 * main.memory.peak_bytes + wide.memory.peak_bytes + spread.shared_bytes
+    for has, count in ((wanted, 0), (wanted - 1, 1)):
+        monkeypatch.setattr("verl.workers.host.total_bytes", lambda has=has: has)
+        found = plan_of(folder, *args).warnings
+        assert ["every process at its peak wants" in w and "without the teacher" in w for w in found] == [True] * count
+    assert not plan_of(folder, *args, "cluster.address=10.0.0.1:6379").warnings
+    assert not plan_of(folder, *args, "model.device=cuda").warnings

@@ -238,9 +238,13 @@ def parts_of(columns: Columns) -> dict[str, Tensor]:
     return {**{f"/quarter_{q + 1}": quarter == q for q in range(4)}, **by_teacher}
 
 
-def _taught(columns: Columns, value: Tensor, more: Metrics) -> TermValue:
-    """A divergence [L] with its figures: of all tokens, and by `parts_of`."""
+def _taught(columns: Columns, value: Tensor, more: Metrics, mixed: bool) -> TermValue:
+    """A divergence [L] with its figures: of all tokens, by `parts_of`, and of stored answers, which no weights drew,
+    apart from the policy's."""
     name, parts = "teacher_divergence", parts_of(columns)
+    if mixed:
+        drawn = columns["versions"] >= 0
+        parts |= {"/drawn": drawn, "/stored": ~drawn}
     metrics: Metrics = {name + part: (value.detach(), "mean") for part in ("", *parts)}
     return TermValue(value, {**metrics, **more}, {name + part: at for part, at in parts.items()})
 
@@ -257,8 +261,9 @@ def divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return beta * kl[0] + (1 - beta) * kl[1]
 
 
-def gkd_topk(columns: Columns, *, beta: float = 0.5) -> TermValue:
-    """The divergence over the teacher's k likeliest ids and one bucket for all others, [L, k + 1] of both."""
+def gkd_topk(columns: Columns, *, beta: float = 0.5, mixed: bool = False) -> TermValue:
+    """The divergence over the teacher's k likeliest ids and one bucket for all others, [L, k + 1] of both. mixed:
+    stored answers are among those of the policy."""
     student = columns["logprobs_at"]
     teacher = columns["teacher_topk"].to(student.dtype)
     value = divergence(student, teacher, beta)
@@ -267,12 +272,12 @@ def gkd_topk(columns: Columns, *, beta: float = 0.5) -> TermValue:
     same = student[:, :-1].argmax(-1) == teacher[:, :-1].argmax(-1)
     metrics["teacher_agreement"] = (same.to(value.dtype), "mean")
     metrics |= {f"{n}_entropy": (-(x.exp() * x).sum(-1).detach(), "mean") for n, x in sides.items()}
-    return _taught(columns, value, metrics)
+    return _taught(columns, value, metrics, mixed)
 
 
-def gkd(columns: Columns) -> TermValue:
+def gkd(columns: Columns, *, mixed: bool = False) -> TermValue:
     """The divergence over the whole vocabulary, which the engine computes with the column `teacher_hidden`."""
-    return _taught(columns, columns["divergence"], {})
+    return _taught(columns, columns["divergence"], {}, mixed)
 
 
 def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], TermValue], delta: float) -> TermValue:

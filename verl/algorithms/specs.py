@@ -410,7 +410,7 @@ class GKDTopK(LossSpec):
     stored_key: str | None = knob(None, option=True)
 
     def arguments(self) -> dict[str, Any]:
-        return {"beta": self.beta}
+        return {"beta": self.beta, "mixed": self.on_policy_share < 1}
 
     def faults(self) -> Iterator[str]:
         yield from LossSpec.faults(self)
@@ -432,7 +432,7 @@ class GKD(GKDTopK):
     outputs: tuple[str, ...] = ("divergence",)
 
     def arguments(self) -> dict[str, Any]:
-        return {}
+        return {"mixed": self.on_policy_share < 1}
 
 
 @dataclass(frozen=True, kw_only=True)

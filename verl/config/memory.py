@@ -53,7 +53,7 @@ def default_device(config: Config) -> str:
 
 def on_cuda(config: Config) -> bool:
     """Of models that no other pool has."""
-    return main_pool(config.cluster, default_device(config)).device == "cuda"
+    return main_pool(config.cluster, default_device(config)).computes_on == "cuda"
 
 
 def rollout_dtype(config: Config) -> str:

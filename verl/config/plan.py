@@ -22,7 +22,7 @@ from verl.config.backends import SYNC, options_of, rollout_caches
 from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, on_cuda, rollout_dtype, teacher_share
 from verl.config.model_files import ModelFacts, chat_template_of, describe_model, find_model_folder, json_object
 from verl.config.schema import Config
-from verl.config.spread import Spread, spread_of
+from verl.config.spread import Spread, on_this_machine, spread_of
 from verl.data.files import expand_files, format_of
 from verl.driver.dispatch import count_microbatches
 from verl.driver.scheduler import Scheduler
@@ -110,7 +110,8 @@ def make_plan(config: Config) -> Plan:
     one, kept = checkpoint_bytes(config), checkpoints_kept(config, length.steps)
     spread = spread_of(config, update_tokens)
     memory = spread.fullest if spread else estimate_memory(config, model, needs_reference(config), update_tokens)
-    small = (*small_disk(config, one * kept), *(() if spread or on_cuda(config) else small_memory(memory)))
+    here = on_this_machine(spread) if spread else None if on_cuda(config) else memory
+    small = (*small_disk(config, one * kept), *(small_memory(here, host.total_bytes()) if here else ()))
     return Plan(
         run_dir=f"{config.run.root_dir}/{config.run.name}",
         algorithm=config.algorithm.name,
@@ -200,9 +201,9 @@ def small_disk(config: Config, needed_bytes: int) -> Iterator[str]:
         )
 
 
-def small_memory(memory: Memory) -> Iterator[str]:
-    """A line where the peak is above what this machine, or the container, has."""
-    has, phase = host.total_bytes(), memory.phases[memory.peak_phase]
+def small_memory(memory: Memory, has: int) -> Iterator[str]:
+    """A line where the peak is above what this machine, the container or a device has."""
+    phase = memory.phases[memory.peak_phase]
     if memory.peak_bytes > has:
         teacher = sum(memory.items[item] for item in phase if item.startswith("teacher"))
         fix = "lower step.max_tokens_per_microbatch or rollout.max_concurrent_sequences, or take a smaller model"

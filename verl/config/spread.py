@@ -36,13 +36,15 @@ UPDATE = ("gradients", "gathered gradients", "compute copy of weights", "activat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPlan:
-    """each: what one rank of it holds, by Ray's names · replicas: rollout engines · memory: of its fullest rank."""
+    """each: what one rank of it holds, by Ray's names · replicas: rollout engines · memory: of its fullest rank, on
+    `device`."""
 
     nodes: int
     ranks_per_node: int
     each: dict[str, float]
     roles: tuple[str, ...]
     replicas: int
+    device: str
     memory: Memory
 
 
@@ -80,6 +82,7 @@ def spread_of(config: Config, update_tokens: int) -> Spread | None:
             each=pool.bundle,
             roles=roles,
             replicas=replicas,
+            device=pool.computes_on,
             memory=_memory(config, layout, roles, -(-replicas // pool.ranks), update_tokens),
         )
     return Spread(
@@ -91,6 +94,18 @@ def spread_of(config: Config, update_tokens: int) -> Spread | None:
         shared_bytes=2 * 4 * describe_model(config.model.path).parameters,
         pools=planned,
     )
+
+
+def on_this_machine(spread: Spread) -> Memory | None:
+    """What the processes of a Ray that is started here take of host memory together; None: it is another's, or none."""
+    pools = {name: pool for name, pool in spread.pools.items() if pool.device == "cpu"}
+    if spread.backend != "ray" or spread.address is not None or not pools:
+        return None
+    items = {"two versions of the weights": spread.shared_bytes}
+    for name, pool in pools.items():
+        of, ranks = pool.memory, pool.nodes * pool.ranks_per_node
+        items |= {f"{item} of {name}": ranks * of.items[item] for item in of.phases[of.peak_phase]}
+    return summed(items, {"every process at its peak": [*items]})
 
 
 def words_of(layout: Layout) -> str:

@@ -16,7 +16,7 @@ from typing import Literal
 import uvloop
 
 from verl.config.load import Resolved, validate
-from verl.config.plan import checkpoint_bytes, checkpoints_kept, make_plan, render_plan, small_disk
+from verl.config.plan import checkpoint_bytes, checkpoints_kept, make_plan, render_plan, small_disk, small_memory
 from verl.config.schema import Config
 from verl.driver.assemble import assemble, from_threads
 from verl.driver.assemble_supervised import assemble_supervised
@@ -25,6 +25,7 @@ from verl.driver.loop import train
 from verl.driver.reporter import OnStep
 from verl.driver.run import Run
 from verl.driver.run_dir import is_mine
+from verl.driver.setup import free_of_device
 from verl.driver.stopping import Stopped, unless_stopped
 from verl.driver.supervised import fit
 from verl.rollout.base import ReplicaLost
@@ -68,6 +69,9 @@ def run_rl(
     progress = progress or LiveProgress()
     if not quiet:
         progress.message(render_plan(plan))
+    if plan.cluster is None and (free := free_of_device(resolved.config)) is not None:
+        for said in small_memory(plan.memory, free):
+            progress.message(f"warning: {said}")
     text, died = plan.to_json(), list[str]()
     for number in range(resolved.config.cluster.max_restarts + 1):
         with _repaired(resolved, number, died, progress):

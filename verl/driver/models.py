@@ -94,9 +94,7 @@ def trained(
     spec = role_spec(context, name, optim=optim, head=head)
     if name == "actor":
         t, own = context.config.teacher, teacher_head(context.config)
-        s, every = context.config.step, context.config.pipeline.sync_every
-        average = t.ema * (s.updates_per_step * s.epochs_per_step * every if t.ema > 1 else 1)
-        student = replace(spec.context, teacher=own, top_k=t.top_k, optim=replace(optim, average=average))
+        student = replace(spec.context, teacher=own, top_k=t.top_k, optim=replace(optim, average=t.ema))
         spec = replace(spec, context=student)
     return replace(spec, proven=True, share_prefix=share_prefix, hf_export=hf_export, outlet=outlet)
 

@@ -6,6 +6,7 @@ samples; the step's own log-probs, advantages and gradient norm are compared wit
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,6 +94,7 @@ async def _replay(run_dir: Path, number: int) -> list[str]:
             learner.controllers = read_state(checkpoint).controllers or learner.controllers
             for role in trained_roles(learner):
                 await load_role(learner, role, checkpoint)
+        published = {event.step: event.data["version"] for event in read_events(run_dir, {"published"})}
         for n in range(base + 1, number + 1):
             rows, step = read_samples(run_dir, n), Step(n - 1)
             reads = config.teacher.hint_key == FEEDBACK
@@ -101,6 +103,8 @@ async def _replay(run_dir: Path, number: int) -> list[str]:
             if n == number:
                 break
             learner.queue.drop(refs)
+            if n in published:
+                await asyncio.wrap_future(learner.models["actor"].published(published[n]))
         return _differences(rows, refs, learner.queue) + _metric_differences(run_dir, number, reduce(step.metrics))
     finally:
         learner.close()

@@ -33,7 +33,7 @@ def set_up_process(config: Config) -> None:
     torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
     transformers_logging.disable_progress_bar()
     if config.model.dtype == "auto":
-        config.model.dtype = native_dtype(main_pool(config.cluster, device_of(config)).device)
+        config.model.dtype = native_dtype(main_pool(config.cluster, device_of(config)).computes_on)
     random.seed(config.run.seed)
     np.random.seed(config.run.seed % 2**32)
     torch.manual_seed(config.run.seed)
@@ -67,6 +67,12 @@ def device_of(config: Config) -> str:
             )
         return config.model.device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def free_of_device(config: Config) -> int | None:
+    """Bytes of the CUDA device that this process's models would be on; None: they are on none."""
+    on = main_pool(config.cluster, device_of(config)).computes_on == "cuda" and torch.cuda.is_available()
+    return torch.cuda.mem_get_info()[0] if on else None
 
 
 def native_dtype(device: str) -> str:

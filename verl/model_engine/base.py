@@ -159,6 +159,11 @@ class ModelEngine(Protocol):
         """Clip and step; a non-finite gradient never reaches the weights."""
         ...
 
+    def published(self, version: int) -> None:
+        """The weights as they are now become this version: a copy of them that lags (`OptimSpec`) is taken anew where
+        it is due, once, though a run that goes on publishes its version again."""
+        ...
+
     def weights(self, kind: Literal["full", "adapter", "merged"] = "full") -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor) with bounded memory; tied tensors once."""
         ...

@@ -15,8 +15,8 @@ SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimSpec:
-    """average: decay per optimizer step of a moving average of the weights, kept beside the moments; 0: none; above 1:
-    of no average but of a copy, which is taken anew after so many optimizer steps."""
+    """average: decay per optimizer step of a moving average of the weights, kept beside the moments; 0: none; from 2
+    on: of no average but of a copy, which is taken anew at every so-many-th publish."""
 
     lr: float
     weight_decay: float = 0.01
@@ -68,16 +68,24 @@ AVERAGE = "average"
 
 
 @torch.no_grad()
-def step(optimizer: torch.optim.Optimizer, average: float, number: int) -> None:
-    """A step, the first is 1; then average <- decay x average + (1 - decay) x weights, which begins as the weights
-    before the first (see `OptimSpec`)."""
-    decay = average if average < 1 else float(number % average > 0)
+def step(optimizer: torch.optim.Optimizer, average: float) -> None:
+    """A step; then average <- decay x average + (1 - decay) x weights, which begins as the weights before the first
+    (see `OptimSpec`); a copy stays as it is."""
+    decay = min(average, 1.0)
     every = [p for group in optimizer.param_groups for p in group["params"]]
     first = {p: p.clone() for p in every if AVERAGE not in optimizer.state.get(p, {})} if average else {}
     optimizer.step()
     for p in every if average else ():
         if state := optimizer.state.get(p, {}):  # one that has had no gradient yet is its own average
             state.setdefault(AVERAGE, first.get(p)).lerp_(p, 1 - decay)
+
+
+@torch.no_grad()
+def copy_anew(optimizer: torch.optim.Optimizer | None) -> None:
+    """The weights as they are now take the place of their average."""
+    for p, state in optimizer.state.items() if optimizer else ():
+        if AVERAGE in state:
+            state[AVERAGE].copy_(p)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from verl.model_engine.hf_model import refuse_altered_logits, switch_dropout_off
 from verl.model_engine.lm_head import LM_OUTPUTS, Teacher, keep, lm_outputs, read_teacher, room_for
 from verl.model_engine.objective import evaluate_terms
 from verl.model_engine.offload import Offload, needs, own_storage
-from verl.model_engine.optim import OptimSpec, averaged, grad_norm, learning_rate, make_adamw, step
+from verl.model_engine.optim import OptimSpec, averaged, copy_anew, grad_norm, learning_rate, make_adamw, step
 from verl.model_engine.options import Options
 from verl.model_engine.snapshot import Snapshot, load_state
 from verl.nn import attention
@@ -85,13 +85,11 @@ class TorchEngine:
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"model.dtype={dtype!r}: one of {', '.join(DTYPES)}")
-        self.device = torch.device(device)
-        self.dtype = DTYPES[dtype]
-        self.head: Head = head
-        self.max_tokens_per_microbatch = max_tokens_per_microbatch
+        self.device, self.dtype = torch.device(device), DTYPES[dtype]
+        self.head, self.max_tokens_per_microbatch = head, max_tokens_per_microbatch
         self._packed = attention_mode != "padded"
         self._shares_prefix = share_prefix and self._packed
-        self._dump_dir = dump_dir
+        self._dump_dir, self._top_k = dump_dir, top_k
         self.master = torch.float64 if self.dtype == torch.float64 else torch.float32
         emulate = not native_bf16(self.device) if emulate_bf16 is None else emulate_bf16
         self._rounded = self.dtype == torch.bfloat16 and emulate
@@ -111,15 +109,12 @@ class TorchEngine:
         self._offload = Offload(self.device, offload, self._held)
         self._place()
         self._own_forward()
-        self.spec = optim
-        self.optimizer = make_adamw(self._trained(), optim) if optim else None
+        self.spec, self.optimizer = optim, make_adamw(self._trained(), optim) if optim else None
         self.model.train(optim is not None)
         switch_dropout_off(self.model)
-        self._optimizer_step = 0
-        self._skipped = 0
+        self._optimizer_step = self._skipped = self._copied = 0  # _copied: the version that a lagging copy is of
         self._last: tuple[Batch, tuple[str, ...]] | None = None
         self._teacher = teacher and teacher.beside(self.device, self._compute, rounds=self._rounded)
-        self._top_k = top_k
 
     def _place(self) -> None:
         """Bring the model, which was loaded on the host, to where it computes."""
@@ -320,8 +315,7 @@ class TorchEngine:
     @needs("weights", "optimizer")
     def optim_step(self) -> Metrics:
         assert self.optimizer is not None and self.spec is not None
-        params = self._params()
-        norm = self._grad_norm(params)
+        norm = self._grad_norm(params := self._params())
         lr = learning_rate(self.spec, self._optimizer_step)
         finite = bool(torch.isfinite(norm))
         if finite:
@@ -329,7 +323,7 @@ class TorchEngine:
                 torch.nn.utils.clip_grads_with_norm_(params, self.spec.clip_grad_norm, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            step(self.optimizer, self.spec.average, self._optimizer_step + 1)
+            step(self.optimizer, self.spec.average)
             self._optimizer_step += 1
             self._skipped = 0
         else:
@@ -340,6 +334,12 @@ class TorchEngine:
             "lr": Metric(lr, 1, "update", "last"),
             "skipped_updates": Metric(0.0 if finite else 1.0, 1, "update", "sum"),
         }
+
+    def published(self, version: int) -> None:
+        if self.spec and (lag := self.spec.average) > 1 and version % lag == 0 and version > self._copied:
+            with self.awake("weights", "optimizer"):
+                copy_anew(self.optimizer)
+            self._copied = version
 
     def _params(self) -> list[nn.Parameter]:
         """The trained tensors, or what this process holds of them, with their gradients."""
@@ -419,7 +419,7 @@ class TorchEngine:
         for name, p in params.items():
             for key, value in (self.optimizer.state.get(p, {}) if self.optimizer else {}).items():
                 state[f"optimizer.{key}.{name}"] = value
-        counters = {"optimizer_step": self._optimizer_step, "skipped": self._skipped}
+        counters = {"optimizer_step": self._optimizer_step, "skipped": self._skipped, "copied": self._copied}
         return Snapshot(state, tuple(self._named_weights()), self._delivered, counters)
 
     def snapshot(self) -> Snapshot:
@@ -439,9 +439,9 @@ class TorchEngine:
 
     @needs("weights", "optimizer")
     def load(self, path: Path) -> None:
-        params = dict(self._trained().named_parameters())
-        counters = load_state(path, self._trained_names(), params, self.optimizer)
-        self._optimizer_step, self._skipped = int(counters["optimizer_step"]), int(counters["skipped"])
+        counters = load_state(path, self._trained_names(), dict(self._trained().named_parameters()), self.optimizer)
+        counted = (int(counters.get(name, 0)) for name in ("optimizer_step", "skipped", "copied"))
+        self._optimizer_step, self._skipped, self._copied = counted
 
     def awake(self, *parts: Part) -> AbstractContextManager[None]:
         return self._offload.awake(*parts)

@@ -156,6 +156,16 @@ class Timed(Protocol):
     seconds: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of ids [t]: logprobs [t-1] float32 of ids[1:], and the k likeliest ids there [t-1, k] int64, the likeliest first,
+    with their log-probs."""
+
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
 class Generates(Protocol):
     """The one verb that a trajectory needs."""
 
@@ -245,3 +255,10 @@ class Streaming(Protocol):
         """As `generate`. on_tokens is called in the event loop with the tokens since its last call; those after its
         last call stand in the completion alone."""
         ...
+
+
+@runtime_checkable
+class Ranking(Protocol):
+    """An engine that knows which tokens are likeliest."""
+
+    async def score_top(self, ids: np.ndarray, top: int) -> Scores: ...

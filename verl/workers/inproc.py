@@ -91,6 +91,9 @@ class SharedEngine:
     def optim_step(self) -> Metrics:
         return self._first(self._engine.optim_step)
 
+    def published(self, version: int) -> None:
+        self._first(lambda: self._engine.published(version))
+
     def save(self, path: Path) -> None:
         self._first(lambda: self._engine.save(path))
 

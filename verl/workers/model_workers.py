@@ -129,6 +129,10 @@ class ModelWorkers:
         found = self._group.submit(Role.send_weights, Broadcast((version, probes, copy)))
         return _then(found, lambda sent: next(s for s in sent if s is not None))
 
+    def published(self, version: int) -> Future[None]:
+        """The weights as they are now were this version, where a run is computed again: `send_weights` says it too."""
+        return _then(self._group.submit(Role.published, Broadcast((version,))), lambda _: None)
+
     def release_weights(self, version: int) -> Future[None]:
         """All replicas have this version; said at once, in the middle of a call too."""
         return _then(self._group.beside(Role.release_weights, (version,)), lambda _: None)

@@ -295,10 +295,14 @@ class Role:
         """The weights as of now, for the checkpoint engine; the first rank answers."""
         assert self.sender is not None, f"{self.name} publishes nothing"
         with self.engine.awake("weights"):
+            self.engine.published(version)
             if self._first:
                 return self.sender.send(self.engine, version, probes, copy=copy)
             self.sender.attend(self.engine, version, probes)
             return None
+
+    def published(self, version: int) -> None:
+        self.engine.published(version)
 
     def release_weights(self, version: int) -> None:
         """All replicas have what was sent, or were given up."""

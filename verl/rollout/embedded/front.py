@@ -27,6 +27,7 @@ from verl.rollout.base import (
     PauseMode,
     ReplicaLost,
     RolloutContext,
+    Scores,
     Timed,
     WeightReader,
     check_inputs,
@@ -120,17 +121,25 @@ class EmbeddedEngine:
         self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:
         check_inputs(self._capabilities, "score", adapter, media)
+        return (await self._scored(ids, temperature, 0)).logprobs
+
+    async def score_top(self, ids: np.ndarray, top: int) -> Scores:
+        return await self._scored(ids, 1.0, top)
+
+    async def _scored(self, ids: np.ndarray, temperature: float, top: int) -> Scores:
         ids = self._checked_ids("score", ids)
         if len(ids) > self._runner.max_context_tokens:
             raise ValueError(f"score: {len(ids)} tokens exceed max_context_tokens={self._runner.max_context_tokens}")
         if temperature < 0:
             raise ValueError(f"temperature={temperature}: must be >= 0 (0 is greedy, scored at temperature 1)")
+        if not 0 <= top <= self._runner.vocab_size:
+            raise ValueError(f"{top} likeliest tokens: the vocabulary has {self._runner.vocab_size}")
         if len(ids) < 2:
-            return np.zeros(0, np.float32)
+            return Scores(np.zeros(0, np.float32), np.zeros((0, top), np.int64), np.zeros((0, top), np.float32))
 
-        async def run(control: Control) -> np.ndarray:
+        async def run(control: Control) -> Scores:
             self._check_weights("score")
-            return await self._in_thread(partial(self._runner.score, ids, temperature or 1.0))
+            return await self._in_thread(partial(self._runner.score, ids, temperature or 1.0, top))
 
         return await self._control(run)
 

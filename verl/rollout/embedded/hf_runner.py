@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from verl.rollout.base import RolloutContext, WeightReader, check_positive
+from verl.rollout.base import RolloutContext, Scores, WeightReader, check_positive
 from verl.rollout.embedded.core import Admission, Sampled, check_context
 from verl.rollout.embedded.receive import Destination, receive
 from verl.rollout.embedded.requests import Request
-from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, to_host
+from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, scores_of, to_host
 
 
 class HfRunner:
@@ -108,11 +108,11 @@ class HfRunner:
         self._mask = self._mask[index]
 
     @torch.inference_mode()
-    def score(self, ids: np.ndarray, temperature: float) -> np.ndarray:
+    def score(self, ids: np.ndarray, temperature: float, top: int = 0) -> Scores:
         assert self._module is not None
         given = torch.from_numpy(ids).to(self._device)
         logits = self._module(input_ids=given[None, :-1], use_cache=False).logits[0]
-        return score_logits(logits, given[1:], temperature).cpu().numpy()
+        return scores_of([score_logits(logits, given[1:], temperature, top)])
 
     def drop_kv(self) -> int:
         layers = self._cache.layers if self._cache is not None else ()

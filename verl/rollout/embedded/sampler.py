@@ -5,11 +5,14 @@ A draw is a pure function of (request seed, token position, logits): no batch, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from verl.rollout.base import Scores
 
 MASK = 2**64 - 1
 GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64
@@ -81,9 +84,16 @@ def sample_captured(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tup
     return ids, probs.gather(1, ids[:, None]).squeeze(1).log_()
 
 
-def score_logits(logits: Tensor, given: Tensor, temperature: float) -> Tensor:
-    """logits [t, V], given [t] -> float32 [t] log-prob of each given id."""
-    return torch.log_softmax(logits.float() / temperature, dim=-1).gather(1, given[:, None]).squeeze(1)
+def score_logits(logits: Tensor, given: Tensor, temperature: float, top: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [t, V], given [t] -> float32 [t] log-prob of each given id; the likeliest ids [t, top] and theirs."""
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    best = logprobs.topk(top)
+    return logprobs.gather(1, given[:, None]).squeeze(1), best.indices, best.values
+
+
+def scores_of(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Scores:
+    """Of consecutive tokens."""
+    return Scores(*(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)))
 
 
 def to_host(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:

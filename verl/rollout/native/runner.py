@@ -14,11 +14,11 @@ from verl.accel.cpu.kernels import Kernels, load_kernels
 from verl.accel.cpu.lanes import Lanes, wide_pays
 from verl.accel.cpu.linear import Layout, best_layout
 from verl.nn.precision import native_bf16
-from verl.rollout.base import RolloutContext, WeightReader
+from verl.rollout.base import RolloutContext, Scores, WeightReader
 from verl.rollout.embedded.core import Admission, Sampled
 from verl.rollout.embedded.receive import receive
 from verl.rollout.embedded.requests import Request
-from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, to_host
+from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, scores_of, to_host
 from verl.rollout.native.kv import Prefix, SlotCache, round_up
 from verl.rollout.native.model import Model
 from verl.rollout.native.options import Options
@@ -252,14 +252,14 @@ class NativeRunner:
             self._cache.reserve(rows, self._longest, live, self._ahead)
 
     @torch.inference_mode()
-    def score(self, ids: np.ndarray, temperature: float) -> np.ndarray:
-        given, logprobs, at = self._on_device(ids), [], 0
+    def score(self, ids: np.ndarray, temperature: float, top: int = 0) -> Scores:
+        given, parts, at = self._on_device(ids), [], 0
         for hidden in self._prompts.hidden_states(given[:-1]):
             for block in hidden.split(SCORE_BLOCK):
                 at += len(block)
                 logits = self.model.live.logits(block)  # [t, V]
-                logprobs.append(score_logits(logits, given[at - len(block) + 1 : at + 1], temperature))
-        return torch.cat(logprobs).cpu().numpy()
+                parts.append(score_logits(logits, given[at - len(block) + 1 : at + 1], temperature, top))
+        return scores_of(parts)
 
     def _on_device(self, column: np.ndarray) -> Tensor:
         return torch.from_numpy(column).to(self._device)

@@ -201,7 +201,6 @@ def token_form(service: Service, fields: Mapping[str, Any]) -> Form:
 
 def _refuse_other_logprobs(drawn: CompletionBody | TokenSampling) -> None:
     refuse_top_logprobs(drawn.logprobs, "logprobs", "logprobs=0 gives that")
-    refuse_top_logprobs(drawn.prompt_logprobs, "prompt_logprobs", "prompt_logprobs=0 gives that")
 
 
 def _check_model(service: Service, name: str | None) -> None:

@@ -126,6 +126,7 @@ class TokenBody(msgspec.Struct, kw_only=True):
 class Call:
     """What one HTTP request asks of the engine: `n` answers to each prompt [P] int64.
 
+    prompt_logprobs: of the prompts' own tokens and of so many that are likeliest; None: not asked for ·
     room: answers may be as long as the context has room for, as no limit was given."""
 
     prompts: tuple[np.ndarray, ...]
@@ -136,7 +137,7 @@ class Call:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
-    prompt_logprobs: bool = False
+    prompt_logprobs: int | None = None
     with_ids: bool = False
     tokens_as_ids: bool = False
     include_stop: bool = False
@@ -230,12 +231,15 @@ def call_of(
     max_tokens: int | None,
 ) -> Call:
     """max_tokens: None: as long as there is room."""
-    scored = not isinstance(drawn, ChatBody) and drawn.prompt_logprobs is not None
+    scored = None if isinstance(drawn, ChatBody) else drawn.prompt_logprobs
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
         said = "stream_options.continuous_usage_stats: usage comes once, at the end (include_usage)"
         raise ApiError(400, said, param="stream_options", code="unsupported_parameter")
+    if (scored or 0) > vocab_size:
+        said = f"prompt_logprobs={scored}: the vocabulary has {vocab_size} tokens"
+        raise ApiError(400, said, param="prompt_logprobs", code="invalid_value")
     sampling = sampling_of(drawn, max_tokens=max_tokens or 1, vocab_size=vocab_size)
-    if body.stream and scored:
+    if body.stream and scored is not None:
         raise ApiError(400, "prompt_logprobs are not streamed; set stream=false", param="stream")
     return Call(
         prompts=tuple(prompts),

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from verl.rollout.base import Completion
+from verl.rollout.base import Completion, Scores
 from verl.rollout.server.requests import Call
 from verl.rollout.server.texts import Piecewise, Texts
 
@@ -40,8 +40,8 @@ class Form:
     kinds: ClassVar[tuple[str, str]] = ("", "")  # whole, chunk
     prefix: ClassVar[str] = ""
 
-    def whole(self, completions: Sequence[Completion], scores: Sequence[np.ndarray | None] = ()) -> dict[str, Any]:
-        """scores: log-probs [P - 1] of each prompt, where they were asked for."""
+    def whole(self, completions: Sequence[Completion], scores: Sequence[Scores] = ()) -> dict[str, Any]:
+        """scores: of each prompt, where they were asked for."""
         prompts = self._prompts()
         choices = [self.choice(i, prompt, c) for i, (prompt, c) in enumerate(zip(prompts, completions, strict=True))]
         return {**self.envelope(0), "choices": choices, "usage": self.usage(completions)}
@@ -117,7 +117,7 @@ class CompletionForm(Form):
     kinds = ("text_completion", "text_completion")
     prefix = "cmpl-"
 
-    def whole(self, completions: Sequence[Completion], scores: Sequence[np.ndarray | None] = ()) -> dict[str, Any]:
+    def whole(self, completions: Sequence[Completion], scores: Sequence[Scores] = ()) -> dict[str, Any]:
         found = Form.whole(self, completions, scores)
         for i, choice in enumerate(found["choices"] if scores else ()):
             of = i // self.call.n
@@ -155,7 +155,7 @@ class ChatForm(Form):
     kinds = ("chat.completion", "chat.completion.chunk")
     prefix = "chatcmpl-"
 
-    def whole(self, completions: Sequence[Completion], scores: Sequence[np.ndarray | None] = ()) -> dict[str, Any]:
+    def whole(self, completions: Sequence[Completion], scores: Sequence[Scores] = ()) -> dict[str, Any]:
         found = Form.whole(self, completions, scores)
         return {**found, "prompt_token_ids": self.call.prompts[0].tolist()} if self.call.with_ids else found
 
@@ -204,10 +204,18 @@ class _Token(msgspec.Struct):
     top_logprobs: tuple[()] = ()
 
 
+class _Known(msgspec.Struct):
+    """A token of a prompt, or one that is likely there, in vLLM's shape."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: None = None
+
+
 class TokenForm(Form):
     """vLLM's /inference/v1/generate: ids in, ids out."""
 
-    def whole(self, completions: Sequence[Completion], scores: Sequence[np.ndarray | None] = ()) -> dict[str, Any]:
+    def whole(self, completions: Sequence[Completion], scores: Sequence[Scores] = ()) -> dict[str, Any]:
         score = scores[0] if scores else None
         return {**Form.whole(self, completions), "prompt_logprobs": prompt_logprobs(self.call.prompts[0], score)}
 
@@ -238,9 +246,15 @@ class TokenForm(Form):
         return {"content": [_Token(f"token_id:{i}", i, x) for i, x in told]}
 
 
-def prompt_logprobs(prompt: np.ndarray, score: np.ndarray | None) -> list[Any] | None:
-    """As vLLM has them: nothing for the first token, then {id: {logprob, rank, decoded_token}}; at temperature 1."""
-    if score is None:
+def prompt_logprobs(prompt: np.ndarray, scores: Scores | None) -> list[Any] | None:
+    """As vLLM has them: nothing for the first token, then {id: {logprob, rank, decoded_token}} of the likeliest ones
+    and of the token itself, whose rank is known where it is among them; at temperature 1."""
+    if scores is None:
         return None
-    found = zip(prompt[1:].tolist(), score.tolist(), strict=True)
-    return [None, *({str(i): {"logprob": x, "rank": None, "decoded_token": None}} for i, x in found)]
+    rows: list[Any] = [None]
+    columns = (x.tolist() for x in (prompt[1:], scores.logprobs, scores.top_ids, scores.top_logprobs))
+    for token, logprob, ids, best in zip(*columns, strict=True):
+        known = {str(i): _Known(x, rank) for rank, (i, x) in enumerate(zip(ids, best, strict=True), 1)}
+        known.setdefault(str(token), _Known(logprob))
+        rows.append(known)
+    return rows

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from verl.rollout.base import Completion, OnTokens, RolloutEngine, Streaming
+from verl.rollout.base import Completion, OnTokens, Ranking, RolloutEngine, Scores, Streaming
 from verl.rollout.server.metrics import Metrics
 from verl.rollout.server.options import ServeConfig
-from verl.rollout.server.requests import ApiError, Call, check_ids
+from verl.rollout.server.requests import ApiError, Call, check_ids, refuse_top_logprobs
 from verl.rollout.server.responses import Form
 from verl.rollout.server.texts import Texts
 from verl.types import Sampling
@@ -113,8 +113,16 @@ class Service:
 
     async def whole(self, form: Form, names: tuple[str, ...]) -> dict[str, Any]:
         async with self._deadline():
-            scores = [await self.engine.score(ids) for ids in form.call.prompts] if form.call.prompt_logprobs else []
+            top = form.call.prompt_logprobs
+            scores = [] if top is None else [await self._scores(ids, top) for ids in form.call.prompts]
             return form.whole(await self.generate(form.call, names), scores)
+
+    async def _scores(self, ids: np.ndarray, top: int) -> Scores:
+        if isinstance(self.engine, Ranking):
+            return await self.engine.score_top(ids, top)
+        refuse_top_logprobs(top, "prompt_logprobs", "prompt_logprobs=0 gives that")
+        nothing = np.zeros((max(0, len(ids) - 1), 0))
+        return Scores(await self.engine.score(ids), nothing, nothing)
 
     async def chunks(self, form: Form, names: tuple[str, ...]) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a streamed answer."""
