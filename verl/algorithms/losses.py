@@ -272,7 +272,9 @@ def gkd_topk(columns: Columns, *, beta: float = 0.5) -> TermValue:
 
 def gkd(columns: Columns) -> TermValue:
     """The divergence over the whole vocabulary, which the engine computes with the column `teacher_hidden`."""
-    return _taught(columns, columns["divergence"], {})
+    return _taught(
+        columns, columns["divergence"], {n: (columns[n], "mean") for n in ("teacher_agreement", "teacher_entropy")}
+    )
 
 
 def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], TermValue], delta: float) -> TermValue:

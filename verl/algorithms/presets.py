@@ -376,6 +376,9 @@ def settled(name: str, given: Mapping[str, Any] | None = None, *, longest: int |
     found += [line for spec in parts.values() for line in spec.faults()]
     used: dict[str, Any] = {n: None if n in SWITCHED and not s.is_on() else s for n, s in parts.items()}
     preset = replace(preset, **used)
+    if "teacher_topk" in {need.column for need in preset.needs(1)}:  # the same walk reads the drawn token, for figures
+        inputs = dict.fromkeys((*preset.estimator.inputs, *specs.OPD.inputs))
+        preset = replace(preset, estimator=replace(preset.estimator, inputs=tuple(inputs)))
     found += preset.faults() if longest is None else preset.faults(longest)
     if found:
         raise ValueError("\n".join(found))

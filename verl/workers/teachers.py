@@ -93,9 +93,7 @@ class Teachers(ModelWorkers):
             gone = Refs(r for r in refs if r.teacher in dead) if self._pick == "task" else refs
             self._said(left[0].blank(gone, outputs))
         elif self._pick != "task":
-            (column,) = outputs.values()
-            columns = [f"{column}/{name}" for name in self._members]
-            self._said(left[0].merge(refs, columns, self._shares, column))
+            self._said(left[0].merge(refs, outputs, tuple(self._members), self._shares))
         return frozenset[str]().union(*failed.values())
 
     def _said(self, answer: Future[A], name: str = "of the others", timeout_s: float | None = None) -> A:
