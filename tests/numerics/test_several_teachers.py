@@ -27,6 +27,7 @@ from verl.recipes import arithmetic
 from verl.track.health import Limits, check_health
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Metric, Refs, Segment, Task, ref_of, taught
+from verl.workers.ahead import Ahead
 from verl.workers.compute import columns_of
 from verl.workers.group import WorkerDied
 from verl.workers.role import Role, informed
@@ -207,6 +208,41 @@ def test_the_samples_of_a_dead_teacher_are_invalid_and_the_others_learn(pick, na
     assert step.metrics["teacher/invalid"].value == len(gone) / len(refs)
     assert {n: step.metrics[f"teacher/invalid/{n}"].value for n in "ab"} == {n: float(n == names[-1]) for n in "ab"}
     assert step.metrics["actor/grad_norm"].value > 0
+
+
+class Early(Ahead):
+    """Of a step half was asked for before."""
+
+    def infer(self, refs, outputs):
+        self.begin(Refs(r for r in refs if r.group_id in ("g0", "g1")))
+        return super().infer(refs, outputs)
+
+
+@pytest.mark.parametrize("name, pick, gone", [("opd", "task", ""), ("opd", "task", "b"), ("gkd_topk", "best", "")])
+def test_what_is_asked_ahead_is_what_is_asked_in_the_step(name, pick, gone, tiny_model, tiny_teacher, other):
+    """Columns, figures and who is Invalid: also where a teacher dies in the call before the step."""
+    columns = ("teacher_logprobs", *(("teacher_ids", "teacher_topk") if name == "gkd_topk" else ()), "loss_mask")
+    found = []
+    for ahead in (False, True):
+        config = several(name, tiny_model, {"a": tiny_teacher, "b": other}, pick=pick)
+        config.pipeline.max_invalid_share = 0.6
+
+        def patch(learner, ahead=ahead, algorithm=name):
+            if gone:
+                dead(learner.models["teacher"]._members, gone, WorkerDied("rank 0 of teacher was killed"))
+            if ahead:
+                learner.models["teacher"] = Early(
+                    learner.models["teacher"], learner.algorithm.asked(1)["teacher"], 10, 60.0
+                )
+
+        step, refs, queue = one_turn(config, rows(), patch)
+        figures = {n: m.value for n, m in step.metrics.items() if not n.startswith(("timing", "perf"))}
+        found.append((queue.read(refs, columns), figures, [r.outcome for r in step.trained]))
+    (plain, figures, outcomes), (early, theirs, also) = found
+    assert theirs.pop("teacher/ahead") == 0.5 and outcomes == also and ("invalid" in outcomes[4:8]) == (gone == "b")
+    assert theirs == pytest.approx(figures, rel=1e-6, nan_ok=True)
+    for column in columns:
+        torch.testing.assert_close(early[column].values, plain[column].values, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def test_a_teacher_that_died_before_is_not_asked_to_speak_for_one_that_dies_now():

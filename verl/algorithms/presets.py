@@ -68,6 +68,11 @@ class Preset:
             wanted.add("old_values")
         return tuple(need for need in specs.NEEDS if need.column in wanted)
 
+    def asked(self, updates: int) -> dict[str, dict[str, str]]:
+        """The same by role, in order: {output: column}."""
+        needs = self.needs(updates)
+        return {n.role: {m.output: m.column for m in needs if m.role == n.role} for n in needs}
+
     def roles(self) -> frozenset[str]:
         """The models beside the policy that this algorithm infers with: ref, critic, ..."""
         return frozenset(need.role for need in self.needs(1)) - {"actor"}

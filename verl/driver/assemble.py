@@ -35,7 +35,7 @@ from verl.driver.assemble_rewards import reward_of, sandbox_of
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.home import home_of, server_place
 from verl.driver.measure import pool_metrics
-from verl.driver.models import ModelContext, hf_export, models_of, reward_model, trained, workers_of
+from verl.driver.models import ModelContext, asked_ahead, hf_export, models_of, reward_model, trained, workers_of
 from verl.driver.publisher import Publisher
 from verl.driver.record import build_recorder
 from verl.driver.reporter import OnStep, Reporter
@@ -68,6 +68,7 @@ from verl.track.sinks import open_sinks
 from verl.types import Sampling, Task
 from verl.weight_sync.base import CheckpointEngine, SyncContext
 from verl.weight_sync.canary import probes_of
+from verl.workers.ahead import Ahead
 from verl.workers.compute import build_compute
 from verl.workers.group import ClusterContext, Drivers, WorkerGroup
 from verl.workers.model_workers import START_TIMEOUT_S, ComputeWorker, ModelWorkers
@@ -135,6 +136,7 @@ async def _run_of(
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
     learner = learner_of(context, algorithm, models, waits)
     rollout, replicas = await _started(config, tokenizer, context, waits, progress, refused)
+    learner.models |= asked_ahead(config, algorithm, models)
     told = (context.queue, claimed.path, tokenizer, config.track.samples_per_step)
     recorder = context.cluster.start("recorder", build_recorder, told)
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
@@ -304,6 +306,7 @@ def _groups(
         eager=not _in_step(config),
         max_invalid_share=config.pipeline.max_invalid_share,
         inform=inform if config.teacher.hint_key == FEEDBACK else None,
+        ahead=tuple(workers for workers in learner.models.values() if isinstance(workers, Ahead)),
     )
 
 

@@ -157,11 +157,8 @@ async def _experience(
 ) -> tuple[list[str], set[str]]:
     """The model outputs that the algorithm needs, one pass per role, those of one place one after the other; the
     columns that were written, and the samples of which a role that may fail has none."""
-    needs, failed = algorithm.needs(updates), set[str]()
+    needs, by_role, failed = algorithm.needs(updates), algorithm.asked(updates), set[str]()
     may_fail = {need.role for need in needs if need.may_fail}
-    by_role: dict[str, dict[str, str]] = {}
-    for need in needs:
-        by_role.setdefault(need.role, {})[need.output] = need.column
     asked: dict[str, Future[frozenset[str]]] = {}
 
     async def answered(role: str) -> None:
