@@ -74,7 +74,7 @@ def test_a_teacher_in_a_pool_of_its_own_teaches_what_one_here_does(tmp_path, tin
         assert metrics_of(tmp_path / where / "r")[1]["actor/teacher_divergence"] > 0
 
 
-@pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="minutes: make test-all; e2e/test_ahead has one process")
+@pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="minutes: make test-all; e2e/test_asked_ahead is quick")
 def test_a_teacher_in_a_pool_of_its_own_is_asked_ahead(tmp_path, tiny_model, tiny_teacher, arithmetic_data):
     more = ("run.total_steps=4", "pipeline.staleness=1", f"teacher.path={tiny_teacher}", "algorithm.name=gkd")
     apart = ("cluster.pools={school: {ranks_per_node: 1}}", "cluster.roles={teacher: school}")

@@ -68,7 +68,6 @@ from verl.track.sinks import open_sinks
 from verl.types import Sampling, Task
 from verl.weight_sync.base import CheckpointEngine, SyncContext
 from verl.weight_sync.canary import probes_of
-from verl.workers.ahead import Ahead
 from verl.workers.compute import build_compute
 from verl.workers.group import ClusterContext, Drivers, WorkerGroup
 from verl.workers.model_workers import START_TIMEOUT_S, ComputeWorker, ModelWorkers
@@ -136,7 +135,6 @@ async def _run_of(
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
     learner = learner_of(context, algorithm, models, waits)
     rollout, replicas = await _started(config, tokenizer, context, waits, progress, refused)
-    learner.models |= asked_ahead(config, algorithm, models)
     told = (context.queue, claimed.path, tokenizer, config.track.samples_per_step)
     recorder = context.cluster.start("recorder", build_recorder, told)
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
@@ -290,6 +288,8 @@ def _groups(
     tokenizer: Any,
 ) -> RolloutManager:
     assert learner.algorithm is not None
+    ahead = asked_ahead(config, learner.algorithm, learner.models)
+    learner.models |= ahead
     inform = Feedback(plain_text(tokenizer), config.model.template_kwargs, config.data.max_prompt_tokens)
     return RolloutManager(
         scheduler=_scheduler(config, learner.algorithm, total_steps),
@@ -306,7 +306,7 @@ def _groups(
         eager=not _in_step(config),
         max_invalid_share=config.pipeline.max_invalid_share,
         inform=inform if config.teacher.hint_key == FEEDBACK else None,
-        ahead=tuple(workers for workers in learner.models.values() if isinstance(workers, Ahead)),
+        ahead=tuple(ahead.values()),
     )
 
 

@@ -232,10 +232,10 @@ def asks_ahead(config: Config) -> bool:
     return config.pipeline.staleness > 0 and not config.run.deterministic
 
 
-def asked_ahead(config: Config, algorithm: Algorithm, models: Mapping[str, ModelWorkers]) -> dict[str, ModelWorkers]:
+def asked_ahead(config: Config, algorithm: Algorithm, models: Mapping[str, ModelWorkers]) -> dict[str, Ahead]:
     """Of the models that a step asks the frozen ones that share their place with no other, asked for a group's rows
     once it has ended."""
-    made: dict[str, ModelWorkers] = {}
+    made: dict[str, Ahead] = {}
     asked = algorithm.asked(config.step.updates_per_step * config.step.epochs_per_step) if asks_ahead(config) else {}
     for role, outputs in asked.items():
         others = frozenset[str]().union(*(m.places for name, m in models.items() if name != role))
