@@ -63,6 +63,7 @@ TERMS = "tests/numerics/test_preference_terms.py"
 IDENTITY = "tests/unit/test_identity.py tests/e2e/test_run_identity.py"
 CANARY = "tests/contracts/test_canary.py"
 TEACHER = "tests/numerics/test_teacher.py"
+AHEAD = "tests/unit/test_ahead.py"
 SEVERAL = "tests/numerics/test_several_teachers.py"
 SERVED = "tests/numerics/test_teacher_served.py"
 DISTILLED = "tests/e2e/test_distillation.py::test_coefficients_follow_their_schedule_through_a_resume"
@@ -300,7 +301,7 @@ MUTANTS = (
     Mutant("model_engine/served.py", "self._kept.move_to_end(key)", "pass", SERVED),
     Mutant("model_engine/served.py", 'f"Bearer {self._options.key}"', '"Bearer "', SERVED),
     Mutant("algorithms/weights.py", "mask=seen.mask & taught", "mask=seen.mask", FEEDBACK),
-    Mutant("algorithms/estimators.py", "likes = taught * (", "likes = (", FEEDBACK),
+    Mutant("algorithms/estimators.py", "taught * (clean", "(clean", FEEDBACK),
     Mutant("workers/role.py", "if s.context is None and not s.untaught]", "if s.context is None]", FEEDBACK),
     Mutant("data/render.py", "if len(ids) > self.longest else", "if False else", FEEDBACK),
     Mutant("driver/trajectories.py", "math.floor(draw * share + start)", "math.floor(draw * share)", STORED),
@@ -309,7 +310,12 @@ MUTANTS = (
     Mutant("driver/step.py", "if drawn := refs.sampled():", "if drawn := refs:", STORED),
     Mutant("transfer_queue/rows.py", 'if code == _CODE["sampled"]:', "if True:", STORED),
     Mutant("workers/compute.py", "(r.stored or r.reward == r.reward)", "r.reward == r.reward", STORED),
-    Mutant("workers/role.py", "values + logs[:, None]", "values", SEVERAL),
+    Mutant("workers/role.py", "drawn + logs[:, None]", "drawn", SEVERAL),
+    Mutant("workers/role.py", "known.setdefault(r.trajectory_id,", "known.setdefault(r.sample_id,", SEVERAL),
+    Mutant("workers/ahead.py", "self._now is None and not self._held", "not self._held", AHEAD),
+    Mutant("workers/ahead.py", "self._wait(now[1])", "pass", AHEAD),
+    Mutant("workers/ahead.py", "now.done() or known !=", "now.done() and known !=", AHEAD),
+    Mutant("nn/linear_teacher.py", "-x.sum(-1, keepdim=True)", "x.sum(-1, keepdim=True)", TEACHER),
     Mutant("workers/role.py", "sums.argmax(0)", "sums.argmin(0)", SEVERAL),
     Mutant("workers/role.py", "ids=first.ids[left:]", "ids=first.ids", SEVERAL),
     Mutant("workers/role.py", "samples = [informed(s) for s in samples]", "pass", SEVERAL),

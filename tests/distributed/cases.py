@@ -57,7 +57,7 @@ MODELS[EXPERTS] = lambda: Qwen3MoeForCausalLM(
 HEADS = {"actor": "lm", "reference": "lm", "critic": "value", "reward_model": "score"}
 OUTPUTS = {"reference": ("logprobs", "entropy", "sum_pi_squared"), "reward_model": ("scores",)}
 TAUGHT = ("gkd", "gkd_topk")
-OUTPUTS["teacher"] = ("hidden", "topk_ids", "topk_logprobs")
+OUTPUTS["teacher"] = ("hidden", "topk_ids", "topk_logprobs", "logprobs")
 BUDGET = 60  # tokens of a pass: several passes on every rank
 
 

@@ -74,6 +74,16 @@ def test_a_teacher_in_a_pool_of_its_own_teaches_what_one_here_does(tmp_path, tin
         assert metrics_of(tmp_path / where / "r")[1]["actor/teacher_divergence"] > 0
 
 
+@pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="minutes: make test-all; e2e/test_asked_ahead is quick")
+def test_a_teacher_in_a_pool_of_its_own_is_asked_ahead(tmp_path, tiny_model, tiny_teacher, arithmetic_data):
+    more = ("run.total_steps=4", "pipeline.staleness=1", f"teacher.path={tiny_teacher}", "algorithm.name=gkd")
+    apart = ("cluster.pools={school: {ranks_per_node: 1}}", "cluster.roles={teacher: school}")
+    small_run(tmp_path, tiny_model, arithmetic_data[:1], *more, *RAY, *apart)
+    found = [m for step, m in metrics_of(tmp_path / "r").items() if step]
+    assert len(found) == 4 and any(m["teacher/ahead"] > 0 for m in found)
+    assert all(m["teacher/invalid"] == 0 and m["actor/teacher_divergence"] > 0 for m in found)
+
+
 OFFLOAD = tuple(f"model.engine_options.offload_{part}=true" for part in ("weights", "optimizer", "frozen"))
 STAGES = {
     "data": (),

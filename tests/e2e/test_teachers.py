@@ -172,7 +172,7 @@ FEEDBACK = (
         ("teacher.path=policy",),
         ("several",),
         FEEDBACK,
-        *([("teacher.path=policy", "teacher.ema=3")] if FULL_GRID else []),
+        *([("teacher.path=policy", "teacher.ema=3"), ("several", "teacher.pick=best")] if FULL_GRID else []),
     ],
 )
 def test_a_run_that_was_cut_is_the_run_that_was_not_and_can_be_replayed(more, world, tmp_path, capsys):

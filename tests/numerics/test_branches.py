@@ -71,7 +71,7 @@ def stored(row: Sample, n: int) -> dict[str, torch.Tensor]:
     """What models said of the n trained tokens of a trajectory."""
     g = torch.Generator().manual_seed(sum(row.trajectory_id.encode()))
     x, hidden = torch.rand(n, len(STORED), generator=g), torch.randn(n, HIDDEN, generator=g)
-    ids, topk = top_k(hidden, HEAD.head, torch.ones(n), TOP_K)
+    ids, topk, _ = top_k(hidden, HEAD.head, torch.ones(n), TOP_K)
     found = {name: x[:, k] if k < 2 else -3 * x[:, k] - 0.1 for k, name in enumerate(STORED)}
     return {**found, "teacher_hidden": hidden, "teacher_ids": ids, "teacher_topk": topk}
 

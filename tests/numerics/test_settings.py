@@ -135,6 +135,7 @@ def step_columns(seed: int = 0) -> Columns:
     place = torch.cat([torch.arange(k) for k in lengths.tolist()])
     token |= {"side/turn": place // 2, "side/turn_reward": (place % 2) * normal(1), "side/turn_state": place // 2 % 2}
     token |= {"teacher_logprobs": lp + normal(0.5), "divergence": normal(1).abs()}
+    token |= {"teacher_agreement": normal(1), "teacher_entropy": normal(1)}
     token |= {name: torch.randn(n, 5, generator=rng, dtype=F64).log_softmax(-1) for name in AT}
     return Columns(
         token=token, sequence=sequence, sequence_of=of, num_sequences=16, mask=torch.ones(n, dtype=torch.bool)

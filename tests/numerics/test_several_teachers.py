@@ -2,6 +2,7 @@
 probabilities, a dead one is Invalid and never zero, and another prompt moves no token of the answer."""
 
 import asyncio
+import math
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from test_virtual_ranks import config_of, samples
 
 from verl.algorithms import estimators as adv
 from verl.algorithms.sections import POLICY
-from verl.batch import pack
+from verl.batch import Ragged, pack
 from verl.driver.assemble import offline_learner
 from verl.driver.roles import Learner
 from verl.driver.step import Step, experience_and_update
@@ -24,10 +25,12 @@ from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models import tiny
 from verl.recipes import arithmetic
+from verl.track.health import Limits, check_health
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Metric, Refs, Segment, Task, ref_of, taught
 from verl.weight_sync.local import LocalOutlet
 from verl.weight_sync.sender import WeightSender
+from verl.workers.ahead import Ahead
 from verl.workers.compute import columns_of
 from verl.workers.group import WorkerDied
 from verl.workers.role import Role, informed
@@ -138,6 +141,47 @@ def test_the_best_teacher_of_an_answer_is_the_one_that_finds_it_likeliest(tiny_m
     assert taken == {0, 1}, "a test of one teacher proves nothing"
 
 
+@pytest.mark.parametrize("ranks, budget", [(1, 16384), (2, 64)])
+def test_of_the_best_teacher_all_is_taken_that_it_says(ranks, budget, tiny_model, tiny_teacher, other):
+    """Its ids with their log-probs, and not those of the other; the same however the rows are shared out."""
+    made, folders, names = rows(), {"a": tiny_teacher, "b": other}, ("teacher_logprobs", "teacher_ids", "teacher_topk")
+    alone = [one_turn(config_of("gkd_topk", tiny_model, folder, 1, 16384), made) for folder in folders.values()]
+    both = [queue.read(refs, names) for _, refs, queue in alone]
+    config = several("gkd_topk", tiny_model, folders, pick="best")
+    config.cluster.virtual_ranks, config.step.max_tokens_per_microbatch = ranks, budget
+    _, refs, queue = one_turn(config, made)
+    found, taken = queue.read(refs, names), set()
+    for i in range(len(refs)):
+        best = int(both[1]["teacher_logprobs"].row(i).sum() > both[0]["teacher_logprobs"].row(i).sum())
+        taken.add(best)
+        for name in names:
+            torch.testing.assert_close(found[name].row(i), both[best][name].row(i), rtol=1e-12, atol=1e-13)
+        assert not torch.equal(found["teacher_ids"].row(i), both[1 - best]["teacher_ids"].row(i))
+    assert taken == {0, 1}
+
+
+def test_an_answer_of_two_rows_has_one_best_teacher():
+    """By hand: each row alone would take another one than both together."""
+    two = samples(0)[:2]
+    two = [
+        replace(s, sample_id=f"t#{i}", trajectory_id="t", segments=(s.segments[0], drawn(2))) for i, s in enumerate(two)
+    ]
+    queue, each = MemoryQueue(), np.array([0, 2, 4])
+    refs = put(queue, two)
+    said = {"a": [-1.0, -1.0, -5.0, -1.0], "b": [-2.0, -1.0, -1.0, -1.0]}
+    for n, (name, logs) in enumerate(said.items()):
+        queue.write(refs, {f"lp/{name}": Ragged(torch.tensor(logs), each)})
+        queue.write(refs, {f"ids/{name}": Ragged(torch.arange(8).view(4, 2) + 10 * n, each)})
+    role = Role("teacher", queue, None)
+    role.merge(refs, {"logprobs": "lp", "topk_ids": "ids"}, ("a", "b"), ())
+    found = queue.read(refs, ("lp", "ids"))
+    assert found["lp"].values.tolist() == said["b"] and found["ids"].values[:, 0].tolist() == [10, 12, 14, 16]
+
+
+def drawn(n: int) -> Segment:
+    return Segment(ids=np.arange(4, 4 + n), source="sampled", logprobs=np.zeros(n, np.float32), version=0)
+
+
 def dead(members, name: str, error: BaseException):
     def infer(refs, outputs):
         found: Future = Future()
@@ -167,6 +211,41 @@ def test_the_samples_of_a_dead_teacher_are_invalid_and_the_others_learn(pick, na
     assert step.metrics["teacher/invalid"].value == len(gone) / len(refs)
     assert {n: step.metrics[f"teacher/invalid/{n}"].value for n in "ab"} == {n: float(n == names[-1]) for n in "ab"}
     assert step.metrics["actor/grad_norm"].value > 0
+
+
+class Early(Ahead):
+    """Of a step half was asked for before."""
+
+    def infer(self, refs, outputs):
+        self.begin(Refs(r for r in refs if r.group_id in ("g0", "g1")))
+        return super().infer(refs, outputs)
+
+
+@pytest.mark.parametrize("name, pick, gone", [("opd", "task", ""), ("opd", "task", "b"), ("gkd_topk", "best", "")])
+def test_what_is_asked_ahead_is_what_is_asked_in_the_step(name, pick, gone, tiny_model, tiny_teacher, other):
+    """Columns, figures and who is Invalid: also where a teacher dies in the call before the step."""
+    columns = ("teacher_logprobs", *(("teacher_ids", "teacher_topk") if name == "gkd_topk" else ()), "loss_mask")
+    found = []
+    for ahead in (False, True):
+        config = several(name, tiny_model, {"a": tiny_teacher, "b": other}, pick=pick)
+        config.pipeline.max_invalid_share = 0.6
+
+        def patch(learner, ahead=ahead, algorithm=name):
+            if gone:
+                dead(learner.models["teacher"]._members, gone, WorkerDied("rank 0 of teacher was killed"))
+            if ahead:
+                learner.models["teacher"] = Early(
+                    learner.models["teacher"], learner.algorithm.asked(1)["teacher"], 10, 60.0
+                )
+
+        step, refs, queue = one_turn(config, rows(), patch)
+        figures = {n: m.value for n, m in step.metrics.items() if not n.startswith(("timing", "perf"))}
+        found.append((queue.read(refs, columns), figures, [r.outcome for r in step.trained]))
+    (plain, figures, outcomes), (early, theirs, also) = found
+    assert theirs.pop("teacher/ahead") == 0.5 and outcomes == also and ("invalid" in outcomes[4:8]) == (gone == "b")
+    assert theirs == pytest.approx(figures, rel=1e-6, nan_ok=True)
+    for column in columns:
+        torch.testing.assert_close(early[column].values, plain[column].values, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def test_a_teacher_that_died_before_is_not_asked_to_speak_for_one_that_dies_now():
@@ -356,6 +435,49 @@ def test_a_teacher_that_likes_wrong_answers_shows():
     assert metrics["teacher/kl/quarter_1"].value == pytest.approx(3.5 / 2)
     assert metrics["teacher/kl/quarter_3"].value == pytest.approx(1.1 / 2)
     assert metrics["teacher/kl/quarter_2"].count == 0
+    assert metrics["teacher/overlap"].value == pytest.approx(sum(math.exp(x) for x in (-3, -1, -0.5, -0.1)) / 4)
+    over = columns.with_token({"teacher_logprobs": torch.tensor([1.0, 2.0, -1.0, 0.0])})
+    assert adv.of_teacher(over)["teacher/overlap"].value == pytest.approx((3 + math.exp(-1)) / 4), "1 is the most"
+
+
+BESIDE = {"divergence_coef": 0.1, "kl_loss_coef": 0.0}
+
+
+@pytest.mark.parametrize("name", ["gkd", "gkd_topk", "grpo"])
+def test_every_objective_sees_a_teacher_that_is_worse(name, tiny_model, tiny_teacher):
+    """The same figures as on-policy distillation has, of the same rows. Answers that the teacher likes less have the
+    higher score, which is an alarm after five steps; there is none with the scores the other way round."""
+
+    def turn(name: str, made, ranks: int = 1, budget: int = 16384):
+        config = config_of(name, tiny_model, tiny_teacher, ranks, budget)
+        if name == "grpo":
+            config.teacher.path, config.teacher.top_k, config.algorithm.options = str(tiny_teacher), 5, {**BESIDE}
+        step, refs, queue = one_turn(config, made)
+        return {n: m.value for n, m in step.metrics.items()}, refs, queue
+
+    made = [s for s in rows() if s.outcome == "ok"]
+    _, refs, queue = turn("opd", made)
+    found = queue.read(refs, ("teacher_logprobs", "rollout_logprobs"))
+    likes = [
+        float((found["teacher_logprobs"].row(i) - found["rollout_logprobs"].row(i)).mean()) for i in range(len(made))
+    ]
+    for sign in (-1.0, 1.0):
+        scored = [replace(s, reward=sign * x) for s, x in zip(made, likes, strict=True)]
+        wanted = {
+            n: v for n, v in turn("opd", scored)[0].items() if n.startswith("teacher/") and n != "teacher/invalid"
+        }
+        assert {*wanted} >= {
+            "teacher/likes_right",
+            "teacher/kl",
+            "teacher/kl/quarter_4",
+            "teacher/kl/a",
+            "teacher/overlap",
+        }
+        for ranks, budget in ((1, 16384), (2, 64)):
+            said, _, _ = turn(name, scored, ranks, budget)
+            assert {n: said[n] for n in wanted} == pytest.approx(wanted, rel=1e-9)
+        alarms = [a.name for a in check_health([said] * 5, Limits())]
+        assert ("teacher_disagrees" in alarms) == (sign < 0) and said["teacher/likes_right"] * sign > 0
 
 
 def test_the_reward_counts_where_the_teacher_agrees():

@@ -121,7 +121,7 @@ def drawn(rows: list[Sample], seed: int) -> dict[str, torch.Tensor]:
         parts.append(torch.rand(row.loss_tokens, len(names), generator=g, dtype=F64))
         teachers.append(torch.randn(row.loss_tokens, HIDDEN, generator=g, dtype=F64))
     x, hidden = torch.cat(parts), torch.cat(teachers)
-    ids, topk = top_k(hidden, TEACHER.head, torch.ones(len(x), dtype=F64), TOP_K)
+    ids, topk, _ = top_k(hidden, TEACHER.head, torch.ones(len(x), dtype=F64), TOP_K)
     found = {n: x[:, k] if k < 2 else -3 * x[:, k] - 0.1 for k, n in enumerate(names)}
     return {**found, "teacher_hidden": hidden, "teacher_ids": ids, "teacher_topk": topk}
 
@@ -192,7 +192,8 @@ def fake_outputs(batch: Batch, seed: int) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     scale = {"logprobs": -3, "entropy": 1, "values": 3}
     found = {n: k * torch.rand(batch.num_loss_tokens, generator=g, dtype=F64) for n, k in scale.items()}
-    found["divergence"] = torch.rand(batch.num_loss_tokens, generator=g, dtype=F64)
+    whole = ("divergence", "teacher_agreement", "teacher_entropy")
+    found |= {n: torch.rand(batch.num_loss_tokens, generator=g, dtype=F64) for n in whole}
     logits = torch.randn(batch.num_loss_tokens, TOP_K + 1, generator=g, dtype=F64)
     return found | {"logprobs_at": logits.log_softmax(-1)}
 

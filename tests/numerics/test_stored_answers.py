@@ -52,7 +52,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_definition(name, tiny_model,
     made = rows()
     found, metrics, _, _ = turn_of(name, made, tiny_model, tiny_teacher)
     student, teacher = (load_causal_lm(folder).double() for folder in (tiny_model, tiny_teacher))
-    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    total, tokens, entropy, same = torch.zeros((), dtype=torch.float64), 0, [], []
     of_source: dict[str, list[torch.Tensor]] = {"sampled": [], "stored": []}
     for s in made:
         if s.outcome != "ok":
@@ -61,11 +61,16 @@ def test_the_loss_and_its_gradient_are_those_of_the_definition(name, tiny_model,
         pair = dense_pair(student, teacher, s, top=5 if name == "gkd_topk" else None)
         of_source[s.segments[1].source].append(plain(*pair, BETA).detach())
         total, tokens = total + times * plain(*pair, BETA).sum(), tokens + times * len(s.segments[1].ids)
+        entropy.append(-(pair[1].exp() * pair[1]).sum(-1))
+        one, other = (x[:, :-1] if name == "gkd_topk" else x for x in pair)
+        same.append((one.argmax(-1) == other.argmax(-1)).double())
     (total / tokens).backward()
     assert metrics["actor/pg_loss"] == pytest.approx(float(total.detach()) / tokens, rel=1e-6)
     for said, source in (("drawn", "sampled"), ("stored", "stored")):
         wanted = float(torch.cat(of_source[source]).mean())
         assert metrics[f"actor/teacher_divergence/{said}"] == pytest.approx(wanted, rel=1e-5)
+    assert metrics["actor/teacher_entropy"] == pytest.approx(float(torch.cat(entropy).mean()), rel=1e-6)
+    assert metrics["actor/teacher_agreement"] == pytest.approx(float(torch.cat(same).mean()))
     grads = {n: p.grad for n, p in student.named_parameters() if p.grad is not None}
     assert grads.keys() == found[0].keys()
     for n, g in found[0].items():

@@ -31,11 +31,16 @@ from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn import linear_logprob as chunking
 from verl.nn.linear_logprob import NONE, linear_logprob
-from verl.nn.linear_teacher import HeadWeights, divergence, logprobs_at, top_k
+from verl.nn.linear_teacher import HeadWeights, logprobs_at, top_k
+from verl.nn.linear_teacher import divergence as with_figures
 from verl.objective import Term, TermValue
 
 N, V = 21, 13
 BETAS = (0.0, 0.3, 0.5, 1.0)
+
+
+def divergence(hidden, *sides):
+    return with_figures(hidden, *sides, torch.zeros(len(hidden), dtype=torch.int64))[0]
 
 
 def kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -104,6 +109,12 @@ def test_the_whole_vocabulary_in_chunks_is_the_definition(sides, beta):
     expected = plain(dense(h, head, t), dense(teacher, teachers, u), beta)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
     assert (got >= 0).all()
+    s, theirs, drawn = dense(h, head, t), dense(teacher, teachers, u), torch.arange(N) % V
+    _, figures = with_figures(h, head, t, teacher, teachers, u, beta, drawn)
+    same = (s.argmax(-1) == theirs.argmax(-1)).to(F64)
+    wanted = [theirs.gather(-1, drawn[:, None])[:, 0], same, -(theirs.exp() * theirs).sum(-1)]
+    torch.testing.assert_close(figures, torch.stack(wanted, -1), rtol=1e-10, atol=1e-12)
+    assert not figures.requires_grad and 0 < same.mean() < 1
     same_gradients(got, expected, (h, head.weight, head.bias), (N,))
     small = [x[:3].detach().requires_grad_() for x in (h,)]
     assert torch.autograd.gradcheck(
@@ -115,10 +126,13 @@ def test_the_whole_vocabulary_in_chunks_is_the_definition(sides, beta):
 @each("k", [1, 4, V - 1, V])
 def test_ids_and_the_rest_are_a_distribution(sides, k):
     (h, head, t), (teacher, teachers, u) = sides
-    ids, topk = top_k(teacher, teachers, u, k)
+    ids, topk, _ = top_k(teacher, teachers, u, k)
     theirs = dense(teacher, teachers, u)
     torch.testing.assert_close(topk[:, :k], theirs.topk(k).values)
     torch.testing.assert_close(topk[:, :k], theirs.gather(-1, ids))
+    drawn = ids[:, -1].roll(1)  # of some rows among those that are taken out of the rest, of some not
+    own = top_k(teacher, teachers, u, k, drawn)[2]
+    torch.testing.assert_close(own, theirs.gather(-1, drawn[:, None])[:, 0], rtol=1e-10, atol=1e-12)
     got, s = logprobs_at(h, head, ids, t), dense(h, head, t)
     torch.testing.assert_close(got[:, :k], s.gather(-1, ids))
     torch.testing.assert_close(got.exp().sum(-1), torch.ones(N, dtype=F64))
@@ -136,13 +150,13 @@ def test_ids_and_the_rest_are_a_distribution(sides, k):
 @each("beta", BETAS)
 def test_all_ids_are_the_whole_vocabulary(sides, beta):
     (h, head, t), (teacher, teachers, u) = sides
-    ids, topk = top_k(teacher, teachers, u, V)
+    ids, topk, _ = top_k(teacher, teachers, u, V)
     few = losses.divergence(logprobs_at(h, head, ids, t), topk, beta)
     whole = divergence(h, head, t, teacher, teachers, u, beta)
     torch.testing.assert_close(few, whole, rtol=1e-10, atol=1e-12)
     same_gradients(few, whole, (h, head.weight, head.bias), (N,))
     for k in (1, 4):  # fewer outcomes never differ more
-        ids, topk = top_k(teacher, teachers, u, k)
+        ids, topk, _ = top_k(teacher, teachers, u, k)
         assert (losses.divergence(logprobs_at(h, head, ids, t), topk, beta) <= whole + 1e-12).all()
 
 
@@ -234,7 +248,8 @@ def test_memory_does_not_depend_on_the_vocabulary(monkeypatch):
         with LargestTensor(ignored=vocab * width) as mode:
             states = torch.randn(n, width)
             value = divergence(hidden, head, ones, states, HeadWeights(weight.detach()), ones, 0.5)
-            ids, _ = top_k(hidden.detach(), HeadWeights(weight.detach()), ones, 4)
+            drawn = torch.randint(0, vocab, (n,))
+            ids, *_ = top_k(hidden.detach(), HeadWeights(weight.detach()), ones, 4, drawn)
             (value.sum() + logprobs_at(hidden, head, ids, ones).sum()).backward()
         largest[vocab] = mode.largest
         assert mode.largest <= max(64 << 10, 8 * n * width), largest
@@ -399,7 +414,8 @@ def test_student_and_teacher_engines_give_what_two_models_do(tiny_model, tiny_te
     u = batch.row_columns["temperature"][batch.row_of].double() if temperature is None else None
     u = torch.full((batch.num_loss_tokens,), temperature, dtype=F64) if u is None else u
     teacher_batch = batch.with_row_columns({"temperature": u[torch.from_numpy(batch.row_start[:-1])]})
-    found = theirs.infer(teacher_batch, ("hidden", "topk_ids", "topk_logprobs"))
+    found = theirs.infer(teacher_batch, ("hidden", "topk_ids", "topk_logprobs", "logprobs"))
+    torch.testing.assert_close(found["logprobs"], theirs.infer(teacher_batch, ("logprobs",))["logprobs"])
     assert found["topk_ids"].dtype == torch.int64 and found["topk_logprobs"].shape == (batch.num_loss_tokens, k + 1)
     weight = torch.rand(batch.num_loss_tokens, dtype=F64)
     batch = batch.with_columns({"teacher_hidden": found["hidden"], "teacher_ids": found["topk_ids"]})

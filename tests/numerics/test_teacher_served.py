@@ -29,6 +29,7 @@ from verl.algorithms.sections import split_key
 from verl.batch import pack
 from verl.chat import load_tokenizer
 from verl.config.load import dump_config, load_config, validate
+from verl.driver.assemble import offline_learner
 from verl.driver.models import drawn_texts
 from verl.model_engine.base import EngineContext, ServedAt
 from verl.model_engine.hf_model import load_causal_lm
@@ -304,6 +305,19 @@ def test_a_turn_with_it_is_a_turn_with_the_folder(name, stand, tiny_model, tiny_
         step, _, _ = one_turn(config, samples(0))
         said.append({n: m.value for n, m in step.metrics.items() if n.startswith(("actor/", "teacher/"))})
     assert said[1].pop("teacher/cache_hits") == 0 and said[1] == pytest.approx(said[0], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("given, share", [((1, False), 3), ((1, True), 2), ((0, False), 2)])
+def test_a_step_that_waits_for_two_calls_hears_of_both_in_time(given, share, stand, tiny_model):
+    config = config_of("opd", tiny_model, tiny_model, 1, 64)
+    stand[0].room, config.teacher.path = 4096, stand[1]
+    config.pipeline.staleness, config.run.deterministic = given
+    learner = offline_learner(config, 1, tiny_model)
+    try:
+        (role,) = learner.models["teacher"]._group._workers
+        assert role.engine._options.budget_s == config.run.wait_timeout_s / share
+    finally:
+        learner.close()
 
 
 def test_what_a_server_cannot_be(tiny_model, arithmetic_data):

@@ -114,6 +114,7 @@ def solve(name: str) -> Solved:
     now = torch.tensor([0.7, 0.5, 0.3], dtype=f64).log()
     at = torch.stack([now.exp(), 1 - now.exp()], -1).log()  # a vocabulary of two
     apart = {"logprobs_at": at, "divergence": divergence(at, columns["teacher_topk"], 0.5)}
+    apart |= dict.fromkeys(("teacher_agreement", "teacher_entropy"), TEACHER)  # figures, which are on no page
     columns = columns.with_token({"logprobs": now, "values": columns["old_values"], **apart})
     losses = {t.name: torch.where(weights[t.name] != 0, t.fn(columns).values, 0.0) for t in terms}
     total = float(sum((weights[t.name] * losses[t.name]).sum() for t in algo.terms))

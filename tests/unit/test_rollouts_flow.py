@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from verl.algorithms.specs import GroupSpec
 from verl.driver.rollouts import InvalidShare, RunEnded
 from verl.track.events import read_events
 from verl.transfer_queue.rows import read_samples
-from verl.types import Invalid, Score, Trajectory, derive_seed
+from verl.types import Invalid, Refs, Score, Trajectory, derive_seed
 
 # -- groups that do not train ------------------------------------------------------------------------------------------
 
@@ -481,5 +482,61 @@ def test_dynamic_sampling_looks_at_the_score_before_its_shaping(tmp_path):
         async with stage.groups:
             refs = await stage.step()
         assert group_id(0) not in {r.group_id for r in refs} and len(refs) == 8
+
+    play(test)
+
+
+class Ahead:
+    """Who is asked for groups that are complete; rows are there for as long as it holds them."""
+
+    def __init__(self, queue) -> None:
+        self.queue, self.begun, self.left = queue, list[Refs](), list[Refs]()
+
+    def begin(self, refs: Refs) -> None:
+        self.begun.append(refs)
+
+    def leave(self, refs: Refs) -> Future[None]:
+        assert self.queue.having(refs, "segments") == refs, "let go of before they are dropped"
+        self.left.append(refs)
+        found: Future[None] = Future()
+        found.set_result(None)
+        return found
+
+
+def test_complete_groups_are_asked_for_ahead_and_let_go_of_where_they_are_dropped(tmp_path):
+    async def test():
+        stage = Stage(tmp_path, engine=FakeEngine(), prompts=4, oversample=0.5, algorithm=greedy_baseline())
+        ahead = Ahead(stage.queue)
+        stage.groups.ahead = (ahead,)
+        async with stage.groups:
+            taken = [r.group_id for _ in range(4) for r in (await stage.step()).of("train")]
+        begun = [r.group_id for refs in ahead.begun for r in refs]
+        left = {r.group_id for refs in ahead.left for r in refs}
+        assert {r.purpose for refs in ahead.begun for r in refs} == {"train"}
+        assert all(begun.count(g) >= 4 for g in taken), "all its rows at once"
+        assert left and left <= {*begun} and all(begun.count(g) == 8 for g in left & {*taken}), (
+            "drawn again, asked again"
+        )
+        assert {*begun} == {*taken} | left and stage.released()["dropped"] > 0
+
+    play(test)
+
+
+def test_groups_that_were_complete_at_a_checkpoint_are_asked_for_again(tmp_path):
+    async def test():
+        first = Stage(tmp_path / "a", prompts=2, staleness=1)
+        async with first.groups:
+            refs = await first.groups.take(0)
+            await asyncio.sleep(100)  # of virtual time: what was admitted has ended
+            first.groups.on_trained(0, refs)
+            scheduler, saved, cursor = first.scheduler.state(), first.groups.save(), first.cursor.state()
+        complete = {g.group_id for g in saved if g.complete}
+        again = Stage(tmp_path / "b", prompts=2, staleness=1)
+        ahead = Ahead(again.queue)
+        again.groups.ahead = (ahead,)
+        again.cursor.load_state(cursor)
+        async with again.groups:
+            await again.groups.restore(scheduler, saved)
+            assert complete and {r.group_id for refs in ahead.begun for r in refs} == complete
 
     play(test)

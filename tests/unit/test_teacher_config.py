@@ -102,8 +102,12 @@ REFUSED = [
         "teacher.weights={b: 1.0}: give a number above 0 for each of a",
     ),
     (
-        ["algorithm.name=gkd_topk", "teacher.paths.a=@/same", "teacher.top_k=8", "teacher.pick=best"],
-        "teacher.pick=best: gkd_topk reads other tokens of each teacher",
+        ["algorithm.name=gkd_topk", "teacher.paths.a=@/same", "teacher.top_k=8", "teacher.pick=mix"],
+        "teacher.pick=mix: gkd_topk reads their likeliest tokens: each names other tokens, and of what it does",
+    ),
+    (
+        ["algorithm.name=gkd", "teacher.paths.a=@/same", "teacher.pick=best"],
+        "teacher.paths: gkd compares with the head",
     ),
     (
         [*GKD, "algorithm.options.on_policy_share=0.5"],
@@ -146,6 +150,7 @@ def test_what_can_be_is_not(base):
     assert not faults(base, *GKD, *STORED, "step.updates_per_step=2", "algorithm.entropy_coef=0.01")
     both = ("teacher.paths={a: @/same, b: @/policy}", one)
     assert not faults(base, "algorithm.name=gkd_topk", "teacher.top_k=8", *both)
+    assert not faults(base, "algorithm.name=gkd_topk", "teacher.top_k=8", "teacher.pick=best", *both)
     assert not faults(base, "algorithm.name=opd", "teacher.pick=mix", "teacher.weights={a: 3, b: 1}", *both)
     assert not faults(base, "algorithm.name=opd", "teacher.path=policy", "teacher.hint_key=hint", one)
 

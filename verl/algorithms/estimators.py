@@ -4,8 +4,9 @@ the token column `rewards` [L] (see `token_rewards`), the sequence columns `grou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -234,9 +235,7 @@ def opd(
     """teacher_coef x the discounted sum of log(teacher / student) over this token and those after it, which the student
     drew: at gamma 0 the policy gradient of the reverse KL token by token, at 1 that of whole answers (2306.08543). Plus
     reward_coef x GRPO's advantage; agree_only: of tokens alone that the teacher moves in the same direction."""
-    clean, usable = columns.cleaned(), _usable_tokens(columns)
-    taught = columns.sequence.get("taught", columns.sequence["valid"])[columns.sequence_of]
-    likes = taught * (clean["teacher_logprobs"].double() - clean["rollout_logprobs"].double())
+    (likes, taught), usable = _likes(columns, "teacher_logprobs"), _usable_tokens(columns)
     total = teacher_coef * to_go(columns.with_token({"rewards": likes}), gamma)
     made: dict[str, Tensor | Metric] = {}
     if reward_coef:
@@ -244,17 +243,32 @@ def opd(
         agree, judged = rewarded * likes > 0, usable & taught & (rewarded != 0)
         total = total + reward_coef * (torch.where(agree | ~taught, rewarded, 0.0) if agree_only else rewarded)
         made["teacher/agrees"] = Metric(float((agree & judged).sum()), float(judged.sum()), "token")
-    heard = replace(columns, mask=columns.mask & taught)
-    return {"advantages": torch.where(usable, total, 0.0), **_of_teachers(heard, likes, usable & taught), **made}
+    return {"advantages": torch.where(usable, total, 0.0), **of_teacher(columns), **made}
 
 
-def _of_teachers(columns: Columns, likes: Tensor, usable: Tensor) -> dict[str, Tensor | Metric]:
-    """The reverse KL per token from likes [L], log(teacher / student): of all, by quarter of the answer, by teacher.
+def with_teacher(columns: Columns, *, inner: Callable[[Columns], Any]) -> Any:
+    """What another estimator makes, with the figures of a teacher."""
+    found = inner(columns)
+    return {**found, **of_teacher(columns)} if isinstance(found, Mapping) else found
+
+
+def _likes(columns: Columns, name: str) -> tuple[Tensor, Tensor]:
+    """[L] log(teacher / sampler) of what was drawn, the teacher's in the column `name`; [L] bool, whether it taught: it
+    is 0 elsewhere."""
+    clean = columns.cleaned()
+    taught = columns.sequence.get("taught", columns.sequence["valid"])[columns.sequence_of]
+    return taught * (clean[name].double() - clean["rollout_logprobs"].double()), taught
+
+
+def of_teacher(columns: Columns, *, name: str = "teacher_logprobs") -> dict[str, Metric]:
+    """Of the teacher's log-probs of what was drawn: the reverse KL per token, by quarter of the answer and by teacher.
+    `teacher/overlap`: the mean of min(1, teacher / sampler), which is the probability that both have in common.
     `teacher/likes_right`: by how much answers above the mean score are liked more, per token, than the others."""
-    parts = {"": usable, **{name: usable & at for name, at in parts_of(columns).items()}}
-    out: dict[str, Tensor | Metric] = {
-        f"teacher/kl{name}": Metric(-float(likes[at].sum()), float(at.sum()), "token") for name, at in parts.items()
-    }
+    likes, taught = _likes(columns, name)
+    usable, columns = _usable_tokens(columns) & taught, replace(columns, mask=columns.mask & taught)
+    parts = {"": usable, **{part: usable & at for part, at in parts_of(columns).items()}}
+    out = {f"teacher/kl{part}": Metric(-float(likes[at].sum()), float(at.sum()), "token") for part, at in parts.items()}
+    out["teacher/overlap"] = Metric(float(likes[usable].clamp(max=0).exp().sum()), float(usable.sum()), "token")
     score, there = columns.sequence["score"].double(), columns.sequence["valid"] & (columns.counts() > 0)
     right = there & (score > score[there].mean()) if there.any() else there
     if right.any() and (there & ~right).any():

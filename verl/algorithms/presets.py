@@ -68,6 +68,11 @@ class Preset:
             wanted.add("old_values")
         return tuple(need for need in specs.NEEDS if need.column in wanted)
 
+    def asked(self, updates: int) -> dict[str, dict[str, str]]:
+        """The same by role, in order: {output: column}."""
+        needs = self.needs(updates)
+        return {n.role: {m.output: m.column for m in needs if m.role == n.role} for n in needs}
+
     def roles(self) -> frozenset[str]:
         """The models beside the policy that this algorithm infers with: ref, critic, ..."""
         return frozenset(need.role for need in self.needs(1)) - {"actor"}
@@ -376,6 +381,9 @@ def settled(name: str, given: Mapping[str, Any] | None = None, *, longest: int |
     found += [line for spec in parts.values() for line in spec.faults()]
     used: dict[str, Any] = {n: None if n in SWITCHED and not s.is_on() else s for n, s in parts.items()}
     preset = replace(preset, **used)
+    if "teacher_topk" in {need.column for need in preset.needs(1)}:  # the same walk reads the drawn token, for figures
+        inputs = dict.fromkeys((*preset.estimator.inputs, *specs.OPD.inputs))
+        preset = replace(preset, estimator=replace(preset.estimator, inputs=tuple(inputs)))
     found += preset.faults() if longest is None else preset.faults(longest)
     if found:
         raise ValueError("\n".join(found))

@@ -11,18 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms import losses, specs
+from verl.algorithms import estimators, losses, specs
 from verl.algorithms.presets import Preset, settled
 from verl.algorithms.specs import did_you_mean, function, short
 from verl.batch import Columns
 from verl.objective import Term, TermValue
+from verl.types import Metric
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(Preset):
-    """A settled preset with its functions. `value_terms`: the critic's."""
+    """A settled preset with its functions. `figures`: of what the loss had recorded · `value_terms`: the critic's."""
 
     advantage: Callable[[Columns], Mapping[str, Tensor]]
+    figures: Callable[[Columns], Mapping[str, Metric]] | None
     terms: tuple[Term, ...]
     value_terms: tuple[Term, ...]
 
@@ -56,9 +58,15 @@ def resolve(name: str, given: Mapping[str, Any] | None = None) -> Algorithm:
     preset = settled(name, settings)
     estimate = _importable(preset.estimator.fn, "algorithm.advantage")
     parts, arguments = {f.name: getattr(preset, f.name) for f in fields(Preset)}, preset.estimator.settings()
+    advantage = partial(estimate, **arguments) if arguments else estimate
+    judged = "teacher_logprobs" in preset.estimator.inputs
+    if judged and not isinstance(preset.estimator, specs.OPD):
+        advantage = partial(estimators.with_teacher, inner=advantage)
+    told = [partial(estimators.of_teacher, name=f"train_{name}") for name in preset.loss.recorded if not judged]
     return Algorithm(
         **parts,
-        advantage=partial(estimate, **arguments) if arguments else estimate,
+        advantage=advantage,
+        figures=told[0] if told else None,
         terms=_terms(preset),
         value_terms=_value_terms(preset),
     )

@@ -36,7 +36,6 @@ class Need(NamedTuple):
 
 _TEACHER = "verl.driver.models:teacher"
 
-
 NEEDS = (
     Need("ref_logprobs", "ref", "logprobs", "verl.driver.models:reference"),
     Need("teacher_logprobs", "teacher", "logprobs", _TEACHER, may_fail=True),
@@ -284,14 +283,15 @@ class GDPO(EstimatorSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec(Spec):
-    """The policy loss `fn`, how its values are aggregated, and the small terms beside it. `inputs`: columns it reads,
-    `outputs`: of the model. `two_pass`: it has statistics over the whole optimizer step. `corrected`: how importance
-    weights enter it. `coef_schedule`: coefficient -> [[step, factor], ...] (see `factors`). The settings that a
-    subclass adds are keyword arguments of `fn`."""
+    """The policy loss `fn`, its aggregation, and the small terms beside it. `inputs`: columns it reads, `outputs`: of
+    the model; `recorded`: more of its first pass, for figures (columns train_NAME). `two_pass`: it has statistics over
+    the whole step. `corrected`: how importance weights enter it. `coef_schedule`: coefficient -> [[step, factor],
+    ...] (see `factors`). The settings that a subclass adds are keyword arguments of `fn`."""
 
     fn: str = field(kw_only=False)
     inputs: tuple[str, ...] = ("advantages",)
     outputs: tuple[str, ...] = ("logprobs",)
+    recorded: tuple[str, ...] = ()
     two_pass: bool = False
     corrected: Literal["token", "geometric"] = "token"
     aggregation: str = knob("token-mean", choices=AGGREGATIONS)
@@ -398,9 +398,8 @@ class ClipCov(Clipped):
 
 @dataclass(frozen=True, kw_only=True)
 class GKDTopK(LossSpec):
-    """beta: 0 is the forward KL, 1 the reverse, between them is the generalised Jensen-Shannon divergence ·
-    on_policy_share: GKD's lambda, of prompts that the policy answers; the others have their stored answer, in the
-    column stored_key."""
+    """beta: 0 is forward KL, 1 reverse, generalised JSD between them · on_policy_share: GKD's lambda, of prompts that
+    the policy answers; the others have their stored answer, in the column stored_key."""
 
     fn: str = "verl.algorithms.losses:gkd_topk"
     inputs: tuple[str, ...] = ("teacher_ids", "teacher_topk")
@@ -429,7 +428,8 @@ class GKD(GKDTopK):
 
     fn: str = "verl.algorithms.losses:gkd"
     inputs: tuple[str, ...] = ("teacher_hidden",)
-    outputs: tuple[str, ...] = ("divergence",)
+    outputs: tuple[str, ...] = ("divergence", "teacher_agreement", "teacher_entropy")
+    recorded: tuple[str, ...] = ("drawn_by_teacher",)
 
     def arguments(self) -> dict[str, Any]:
         return {"mixed": self.on_policy_share < 1}

@@ -188,8 +188,9 @@ def _together(config: Config, columns: Collection[str]) -> Iterator[str]:
         yield f"teacher.ema={t.ema:g} is of the policy's weights: set teacher.path={POLICY}, or leave it out"
     if t.pick != "task" and not t.paths:
         yield f"teacher.pick={t.pick} does nothing with one teacher: give teacher.paths, or leave it out"
-    if t.pick != "task" and columns != {"teacher_logprobs"}:
-        yield f"teacher.pick={t.pick}: {name} reads other tokens of each teacher; set algorithm.name=opd, or pick=task"
+    if t.pick == "mix" and "teacher_topk" in columns:
+        why = "each names other tokens, and of what it does not name there is no share to mix"
+        yield f"teacher.pick=mix: {name} reads their likeliest tokens: {why}; set pick=task or best, or opd"
     if t.weights and t.pick != "mix":
         yield f"teacher.weights={text_of(t.weights)} does nothing with teacher.pick={t.pick}: set pick=mix"
     elif t.weights and ({*t.weights} != {*t.paths} or not all(0 < w < math.inf for w in t.weights.values())):

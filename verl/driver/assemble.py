@@ -35,7 +35,7 @@ from verl.driver.assemble_rewards import reward_of, sandbox_of
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.home import home_of, server_place
 from verl.driver.measure import pool_metrics
-from verl.driver.models import ModelContext, hf_export, models_of, reward_model, trained, workers_of
+from verl.driver.models import ModelContext, asked_ahead, hf_export, models_of, reward_model, trained, workers_of
 from verl.driver.publisher import Publisher
 from verl.driver.record import build_recorder
 from verl.driver.reporter import OnStep, Reporter
@@ -288,6 +288,8 @@ def _groups(
     tokenizer: Any,
 ) -> RolloutManager:
     assert learner.algorithm is not None
+    ahead = asked_ahead(config, learner.algorithm, learner.models)
+    learner.models |= ahead
     inform = Feedback(plain_text(tokenizer), config.model.template_kwargs, config.data.max_prompt_tokens)
     return RolloutManager(
         scheduler=_scheduler(config, learner.algorithm, total_steps),
@@ -304,6 +306,7 @@ def _groups(
         eager=not _in_step(config),
         max_invalid_share=config.pipeline.max_invalid_share,
         inform=inform if config.teacher.hint_key == FEEDBACK else None,
+        ahead=tuple(ahead.values()),
     )
 
 

@@ -28,6 +28,7 @@ from verl.model_engine.optim import OptimSpec
 from verl.nn.heads import Head
 from verl.transfer_queue.base import TransferQueue
 from verl.weight_sync.base import Outlet
+from verl.workers.ahead import Ahead
 from verl.workers.group import Cluster, Died
 from verl.workers.inproc import InprocCluster
 from verl.workers.model_workers import ModelWorkers
@@ -155,7 +156,8 @@ def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: 
         top = any(need.output == "topk_ids" for need in algorithm.needs(1))
         url, secret = split_key(path)
         longest, vocab = longest_sequence(config), describe_model(config.model.path).vocab
-        budget_s = config.run.wait_timeout_s / 2  # one that hangs must have said nothing before the driver gives up
+        # one that hangs must have said nothing before the driver gives up; a step may wait for two of its calls
+        budget_s = config.run.wait_timeout_s / (3 if asks_ahead(config) else 2)
         served = ServedAt(url=url, key=secret, longest=longest, vocab=vocab, texts=texts, top=top, budget_s=budget_s)
         return replace(spec, engine="verl.model_engine.served:build", options=served, apart=True)
     if adapter is not None:
@@ -220,6 +222,24 @@ def models_of(context: ModelContext, algorithm: Algorithm, actor: ModelWorkers) 
     """The actor, and whatever else the algorithm has a column computed by."""
     builds, context = {n.role: n.build for n in algorithm.needs(1) if n.build}, replace(context, actor=actor)
     return {"actor": actor, **{role: load(builds[role])(context, algorithm) for role in sorted(builds)}}
+
+
+def asks_ahead(config: Config) -> bool:
+    """Whether frozen models may be asked before the step. Which rows are packed together depends then on what ends
+    when."""
+    return config.pipeline.staleness > 0 and not config.run.deterministic
+
+
+def asked_ahead(config: Config, algorithm: Algorithm, models: Mapping[str, ModelWorkers]) -> dict[str, Ahead]:
+    """Of the models that a step asks the frozen ones that share their place with no other, asked for a group's rows
+    once it has ended."""
+    made: dict[str, Ahead] = {}
+    asked = algorithm.asked(config.step.updates_per_step * config.step.epochs_per_step) if asks_ahead(config) else {}
+    for role, outputs in asked.items():
+        others = frozenset[str]().union(*(m.places for name, m in models.items() if name != role))
+        if models[role].places.isdisjoint(others) and not models[role].trains:
+            made[role] = Ahead(models[role], outputs, config.step.prompts_per_step, config.run.wait_timeout_s)
+    return made
 
 
 def hf_export(config: Config, *, head: Head = "lm", pad_token_id: int | None = None) -> HfExport:

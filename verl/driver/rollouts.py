@@ -25,6 +25,7 @@ from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec
 from verl.track.events import EventLog
 from verl.transfer_queue.base import TransferQueue
 from verl.types import Group, Purpose, Refs, Sampling, Score, Task, Trajectory, samples_of, taught
+from verl.workers.ahead import Ahead
 from verl.workers.waits import Waits
 
 
@@ -100,7 +101,7 @@ class RolloutManager:
 
     timeout_s: for a wait that no trajectory is the cause of; those have deadlines of their own, which come first ·
     eager: admit as soon as a slot is free; else only when a batch is asked for (staleness 0) · inform: the task with
-    what its teacher reads of an attempt."""
+    what its teacher reads of an attempt · ahead: who is asked for a group's rows once it is complete."""
 
     scheduler: Scheduler
     cursor: Draws
@@ -116,6 +117,7 @@ class RolloutManager:
     eager: bool
     max_invalid_share: float
     inform: Callable[[Task, Trajectory], Task] | None = None
+    ahead: Sequence[Ahead] = ()
 
     def __post_init__(self) -> None:
         self._wait_s = self.timeout_s + self.trajectories.longest_s
@@ -204,6 +206,7 @@ class RolloutManager:
             self.groups[group_id], self._draws[group_id] = group, draw
             if group_id in found.complete:
                 await self._store(group)
+                self._ask_ahead(group_id)
             else:
                 self._start(group)
         for group_id in found.dropped:
@@ -358,6 +361,7 @@ class RolloutManager:
         await self._store(group)
         if self.scheduler.holds(group.group_id):
             self.scheduler.complete(group.group_id)
+            self._ask_ahead(group.group_id)
         else:  # dropped while its rows were stored
             self.queue.drop(self._refs.pop(group.group_id))
 
@@ -366,6 +370,10 @@ class RolloutManager:
         tasks = [group.task if self.inform is None else self.inform(group.task, t) for t in ended]
         samples = [taught(s, task) for t, task in zip(ended, tasks) for s in samples_of(t) if s.loss_tokens > 0]
         self._refs[group.group_id] = await self.queue.put(samples)
+
+    def _ask_ahead(self, group_id: str) -> None:
+        for workers in self.ahead:
+            workers.begin(self._refs[group_id].of("train"))
 
     def _release(self, group_id: str, reason: Any) -> None:
         self.scheduler.release(group_id, reason)
@@ -383,6 +391,10 @@ class RolloutManager:
         dropped at every step.
         """
         await self._cancel(group_ids)
+        rows = Refs(r for g in group_ids for r in self._refs.get(g, ()))
+        for workers in self.ahead if rows else ():
+            left, what = asyncio.wrap_future(workers.leave(rows)), "a model to let go of rows that are dropped"
+            await self.waits.wait(left, who="driver", what=what, timeout_s=self.timeout_s)
         for group_id in reversed(group_ids):
             self.cursor.give_back(self._draws[group_id])
             self.stats.released["dropped"] += 1

@@ -82,8 +82,12 @@ async def experience_and_update(learner: Learner, step: Step, refs: Refs) -> Non
         inputs = inputs_of(algorithm.terms, optional)
         with step.clock("update"):
             await learner.done(learner.compute.weigh(steps, algorithm.terms, inputs), "compute.weigh")
-            update = learner.models["actor"].update(steps, algorithm.terms, inputs, RECORDED)
+            recorded = (*RECORDED, *algorithm.loss.recorded)
+            update = learner.models["actor"].update(steps, algorithm.terms, inputs, recorded)
             step.log(await learner.done(update, "actor.update"))
+            if algorithm.figures is not None and (drawn := rows.sampled()):
+                read = (*(f"train_{name}" for name in algorithm.loss.recorded), "rollout_logprobs")
+                step.log(await learner.done(learner.compute.compute(drawn, algorithm.figures, read, ()), "figures"))
             if "old_logprobs" not in inferred:  # the first pass is the trainer's view of the tokens before any update
                 step.log(await _mismatch(learner, rows, "train_logprobs"))
                 if algorithm.correction is not None:
@@ -153,11 +157,8 @@ async def _experience(
 ) -> tuple[list[str], set[str]]:
     """The model outputs that the algorithm needs, one pass per role, those of one place one after the other; the
     columns that were written, and the samples of which a role that may fail has none."""
-    needs, failed = algorithm.needs(updates), set[str]()
+    needs, by_role, failed = algorithm.needs(updates), algorithm.asked(updates), set[str]()
     may_fail = {need.role for need in needs if need.may_fail}
-    by_role: dict[str, dict[str, str]] = {}
-    for need in needs:
-        by_role.setdefault(need.role, {})[need.output] = need.column
     asked: dict[str, Future[frozenset[str]]] = {}
 
     async def answered(role: str) -> None:

@@ -151,8 +151,8 @@ class ModelEngine(Protocol):
 
     def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
         """logprobs, entropy, values, sum_pi_squared [L], or scores [R]: only what is asked. Of a teacher hidden [L, H],
-        topk_ids [L, k], topk_logprobs [L, k + 1]; of a student logprobs_at [L, k + 1], divergence [L]. average: of the
-        weights' moving average, where the optimizer keeps one."""
+        topk_ids [L, k], topk_logprobs [L, k + 1]; of a student logprobs_at [L, k + 1], divergence [L] and its figures
+        (nn/linear_teacher.py). average: of the weights' moving average, where the optimizer keeps one."""
         ...
 
     def optim_step(self) -> Metrics:

@@ -18,12 +18,12 @@ from verl.config.adapter import WEIGHTS, read_adapter
 from verl.model_engine.adapter import Adapter
 from verl.model_engine.base import TeacherHead
 from verl.nn.linear_logprob import Vocabulary, linear_logprob
-from verl.nn.linear_teacher import HeadWeights, divergence, top_k
+from verl.nn.linear_teacher import FIGURES, HeadWeights, divergence, top_k
 
 LM_OUTPUTS = (
     *("logprobs", "entropy", "sum_pi_squared"),
     *("hidden", "topk_ids", "topk_logprobs"),  # of a teacher
-    *("logprobs_at", "divergence"),  # of a student, which read the columns `teacher_ids` and `teacher_hidden`
+    *("logprobs_at", "divergence", *FIGURES),  # of a student, which read the columns `teacher_ids`, `teacher_hidden`
 )
 SLICES = "the configuration refuses slices of a head here"
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
@@ -106,12 +106,14 @@ def lm_outputs(
     vocabulary: the head is a slice · teacher: whom `divergence` compares with · k: how many ids are `topk_ids`."""
     device = hidden.device
     temperature = batch.row_columns["temperature"][batch.row_of][which].to(device)
+    targets = batch.targets[which].to(device)
     out: dict[str, Tensor] = {}
-    if {"logprobs", "entropy", "sum_pi_squared", "logprobs_at"} & {*wanted}:
+    apart = {"logprobs"} if "topk_ids" in wanted else set[str]()  # read in the walk that finds the likeliest
+    if {"logprobs", "entropy", "sum_pi_squared", "logprobs_at"} & {*wanted} - apart:
         logprobs, entropy, sum_pi2, at = linear_logprob(
             hidden,
             head.weight,
-            batch.targets[which].to(device),
+            targets,
             temperature,
             bias=head.bias,
             cap=head.cap,
@@ -126,10 +128,13 @@ def lm_outputs(
         out["hidden"] = hidden
     assert vocabulary is None or out.keys() >= {*wanted}, SLICES
     if "topk_ids" in wanted:
-        out["topk_ids"], out["topk_logprobs"] = top_k(hidden, head, temperature, k)
+        ids, named, own = top_k(hidden, head, temperature, k, targets if "logprobs" in wanted else None)
+        out |= {"topk_ids": ids, "topk_logprobs": named} | ({} if own is None else {"logprobs": own})
     if "divergence" in wanted:
         assert teacher is not None, "an engine that is built with a teacher's head"
         states = batch.columns["teacher_hidden"][which].to(device, hidden.dtype)
         theirs = temperature if teacher.temperature is None else torch.full_like(temperature, teacher.temperature)
-        out["divergence"] = divergence(hidden, head, temperature, states, teacher.head, theirs, teacher.beta)
+        given = hidden, head, temperature, states, teacher.head, theirs, teacher.beta, targets
+        out["divergence"], figures = divergence(*given)
+        out |= {name: figure for name, figure in zip(FIGURES, figures.unbind(-1), strict=True) if name in wanted}
     return out

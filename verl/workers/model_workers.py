@@ -72,9 +72,11 @@ class ModelWorkers:
         args = [(_rank_step(share), outputs, self._view) for share in self._share(refs)]
         return _then(self._submit(Role.infer, args), lambda found: frozenset[str]().union(*found))
 
-    def merge(self, refs: Refs, columns: Sequence[str], shares: Sequence[float], target: str) -> Future[None]:
-        """Of what several teachers say of each row, one column."""
-        return _then(self._group.submit(Role.merge, Broadcast((refs, columns, shares, target))), lambda _: None)
+    def merge(
+        self, refs: Refs, outputs: Mapping[str, str], names: Sequence[str], shares: Sequence[float]
+    ) -> Future[None]:
+        """Of what several teachers say of each row, one column per output."""
+        return _then(self._group.submit(Role.merge, Broadcast((refs, outputs, names, shares))), lambda _: None)
 
     def take_metrics(self) -> Future[Metrics]:
         """What the workers counted since they were asked last."""

@@ -182,22 +182,26 @@ class Role:
                 empty = torch.arange(like.shape[1], dtype=like.dtype).repeat(tokens, 1)
             self.queue.write(refs, {column: Ragged(empty, at)})
 
-    def merge(self, refs: Refs, columns: Sequence[str], shares: Sequence[float], target: str) -> None:
-        """Write the log-probs that several teachers together give the tokens of each row, of their columns [L]. shares:
-        of a mixture; none: those of the one that finds the row likeliest."""
+    def merge(self, refs: Refs, outputs: Mapping[str, str], names: Sequence[str], shares: Sequence[float]) -> None:
+        """Write what several teachers together say, of the columns COLUMN/NAME [L, ...] that each has written. shares:
+        of a mixture of their log-probs; none: of each trajectory all that the one says that finds it likeliest."""
         if not self._first:
             return
-        found = self.queue.read(refs, columns)
-        values = torch.stack([found[name].values for name in columns])
-        offsets = found[columns[0]].offsets
+        found = self.queue.read(refs, [f"{column}/{name}" for column in outputs.values() for name in names])
+        said = {c: torch.stack([found[f"{c}/{name}"].values for name in names]) for c in outputs.values()}
+        drawn, offsets = said[outputs["logprobs"]], found[f"{outputs['logprobs']}/{names[0]}"].offsets
         if shares:
-            logs = torch.tensor(shares, dtype=values.dtype).log()
-            merged = torch.logsumexp(values + logs[:, None], 0)
+            assert len(said) == 1, "the configuration refuses mixtures of the likeliest tokens"
+            logs = torch.tensor(shares, dtype=drawn.dtype).log()
+            merged = {outputs["logprobs"]: torch.logsumexp(drawn + logs[:, None], 0)}
         else:
-            row_of = torch.from_numpy(np.repeat(np.arange(len(refs)), np.diff(offsets)))
-            sums = torch.zeros(len(columns), len(refs), dtype=torch.float64).index_add_(1, row_of, values.double())
-            merged = values.gather(0, sums.argmax(0)[row_of][None])[0]
-        self.queue.write(refs, {target: Ragged(merged, offsets)})
+            known: dict[str, int] = {}
+            numbers = [known.setdefault(r.trajectory_id, len(known)) for r in refs]
+            of = torch.from_numpy(np.repeat(np.array(numbers, np.int64), np.diff(offsets)))
+            sums = torch.zeros(len(names), len(known), dtype=torch.float64).index_add_(1, of, drawn.double())
+            best, at = sums.argmax(0)[of], torch.arange(len(of))
+            merged = {column: values[best, at] for column, values in said.items()}
+        self.queue.write(refs, {column: Ragged(values, offsets) for column, values in merged.items()})
 
     def logprobs(self, step: RankStep) -> list[np.ndarray]:
         """Log-probs of the trainable tokens of each row, float32."""

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ from verl.model_engine.base import EngineCapabilities
 from verl.types import Metric, Metrics, Refs
 from verl.workers.group import WorkerDied
 from verl.workers.model_workers import ModelWorkers
-from verl.workers.waits import DeadlineExpired, result_of
+from verl.workers.waits import DeadlineExpired, from_thread, result_of
 
 logger = logging.getLogger(__name__)
 A = TypeVar("A")
@@ -54,7 +53,7 @@ class Teachers(ModelWorkers):
             to = outputs if self._pick == "task" else {o: f"{column}/{name}" for o, column in outputs.items()}
             if own:
                 asked[name] = own, _failed(self._dead[name]) if name in self._dead else member.infer(own, to)
-        return _beside(lambda: self._settle(refs, asked, outputs))
+        return from_thread(lambda: self._settle(refs, asked, outputs))
 
     def take_metrics(self) -> Future[Metrics]:
         """Of those that live, by their names, and the samples that each of them said nothing of in the last call."""
@@ -67,7 +66,7 @@ class Teachers(ModelWorkers):
                     out |= {f"{figure}/{name}": m for figure, m in self._said(answer, name).items()}
             return out
 
-        return _beside(counted)
+        return from_thread(counted)
 
     def close(self, timeout_s: float = 10.0) -> None:
         for member in self._members.values():
@@ -93,9 +92,7 @@ class Teachers(ModelWorkers):
             gone = Refs(r for r in refs if r.teacher in dead) if self._pick == "task" else refs
             self._said(left[0].blank(gone, outputs))
         elif self._pick != "task":
-            (column,) = outputs.values()
-            columns = [f"{column}/{name}" for name in self._members]
-            self._said(left[0].merge(refs, columns, self._shares, column))
+            self._said(left[0].merge(refs, outputs, tuple(self._members), self._shares))
         return frozenset[str]().union(*failed.values())
 
     def _said(self, answer: Future[A], name: str = "of the others", timeout_s: float | None = None) -> A:
@@ -105,19 +102,4 @@ class Teachers(ModelWorkers):
 def _failed(error: Exception) -> Future[Any]:
     found = Future[Any]()
     found.set_exception(error)
-    return found
-
-
-def _beside(wait: Callable[[], A]) -> Future[A]:
-    """What it returns or raises, from a thread of its own: whoever asks is not held up."""
-    found = Future[A]()
-    found.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            found.set_result(wait())
-        except BaseException as e:
-            found.set_exception(e)
-
-    threading.Thread(target=run, daemon=True).start()
     return found

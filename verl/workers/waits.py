@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, wait
@@ -29,6 +30,21 @@ def result_of(future: Future[T], what: str, timeout_s: float) -> T:
     if wait([future], timeout_s).not_done:
         raise DeadlineExpired(f"{what} within {timeout_s:g} s")
     return future.result()
+
+
+def from_thread(work: Callable[[], T]) -> Future[T]:
+    """What it returns or raises, from a thread of its own: whoever asks is not held up."""
+    found = Future[T]()
+    found.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as e:
+            found.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found
 
 
 class Abandoned(RuntimeError):
