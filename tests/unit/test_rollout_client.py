@@ -723,7 +723,7 @@ async def not_reset(request: web.Request) -> web.StreamResponse:
     [
         *((path, crashing(500, "Attempted to load weight [3] into [4]"), "Attempted to load") for path in UPDATE),
         ("/update_weights", hanging_up, "update_weights"),
-        ("/update_weights", silent, "no answer in 0.3 s"),
+        ("/update_weights", silent, "no answer in 3 s"),
         ("/collective_rpc", lost, r"version 1: the server did not load 1 of 2 tensors, e.g. \['b.weight'\]"),
         ("/collective_rpc", extra, "loaded 1 tensors that nobody sent"),
         ("/collective_rpc", unfilled, r"1 parts of the server's model got no weights, e.g. \['model.norm.weight'\]"),
@@ -756,7 +756,38 @@ def test_a_failed_update_leaves_a_server_that_is_never_asked_again(path: str, fa
             await engine.load_weights(reader(2))
         assert len(served.asked) == asked and engine.version == 0
 
-    with_server(body, Served(step_s=0.01), control_s=0.3)
+    with_server(body, Served(step_s=0.01), control_s=3 if fault is silent else 10)
+
+
+@pytest.mark.parametrize("path", UPDATE[:3])
+def test_the_double_ends_where_it_is_updated_while_a_step_runs_as_vllm_does(path: str) -> None:
+    """So that all tests here fail with a client that does not make it stand still first."""
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        running = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
+        await until(lambda: bool(served.running))
+        with pytest.raises(ServerRefused, match="EngineDeadError: updated while a step runs"):
+            await engine._http.post(path, {"weight_version": "1"}, timeout_s=5)
+        with pytest.raises((ServerGone, ServerRefused)):
+            await running
+        with pytest.raises(ServerRefused, match="EngineDeadError"):
+            await engine.probe(5)
+
+    with_server(body, Served(step_s=0.01))
+
+
+def test_the_double_ends_where_it_is_resumed_after_a_load_that_failed_as_vllm_does() -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        for path in ("/pause?mode=keep", "/start_weight_update"):
+            await engine._http.post(path, timeout_s=5)
+        served.faults["/update_weights"] = crashing(500, "Attempted to load weight [3] into [4]")
+        with pytest.raises(ServerRefused, match="Attempted to load"):
+            await engine._http.post("/update_weights", {}, timeout_s=5)
+        with pytest.raises(ServerRefused, match="EngineDeadError: resumed amid an update"):
+            await engine._http.post("/resume", timeout_s=5)
+        assert served.dead is not None and not served.going.is_set()
+
+    with_server(body)
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
