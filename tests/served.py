@@ -1,6 +1,6 @@
 """A server that answers as vLLM 0.32 was seen to, without a model: token i behind a prompt is (sum of the prompt + i)
-modulo the vocabulary. It can be told to fail, and its engine ends where vLLM's does: updated while a step runs, or resumed
-amid an update, as one that failed leaves it. `python served.py PORT` is a child like `vllm serve`."""
+modulo the vocabulary. It can be told to fail, and its engine ends where vLLM's does: updated while a step runs, or
+resumed amid an update, as one that failed leaves it. `python served.py PORT` is a child like `vllm serve`."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from small_runs import small_args
 from test_rollout_client import context_of
 from transformers import Qwen3Config
 
+from bench import environments
 from verl.config.backends import engine_of
 from verl.config.load import load_config
 from verl.config.validate import validate
@@ -114,6 +116,25 @@ def test_its_memory() -> None:
     assert of(Options(kv_cache_gib=7)) == 7
 
 
+def test_the_lines_of_the_page_for_a_cpu_make_an_environment_that_is_taken(tmp_path: Path) -> None:
+    """Those between pip's, in an environment where pip has put the wheel, as `make vllm-env` names it."""
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    pinned, torch_pin = environments.VLLM, f"torch=={torch.__version__.partition('+')[0]}"
+    assert f"bin/pip install --no-deps {pinned}\n" in page and f'"{torch_pin}"' in page
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True, timeout=120)
+    packages = next((tmp_path / "lib").glob("python3*/site-packages"))
+    named, _, version = pinned.partition("==")
+    (wheel := packages / f"{named.replace('-', '_')}-{version}.dist-info").mkdir()
+    asked = [*environments.NOT_WITH_VLLM, "numpy", "torch-like>=2", "ray>=2; extra == 'ray'"]
+    about = "".join(f"Requires-Dist: {one}\n" for one in asked)
+    (wheel / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {named}\nVersion: {version}\n{about}")
+    program = page.partition("<<'END'\n")[2].partition("END\n")[0]
+    python = str(tmp_path / "bin" / "python")
+    subprocess.run([python, "-"], input=program, text=True, cwd=tmp_path, check=True, timeout=120)
+    assert (tmp_path / "needs.txt").read_text().splitlines() == ["numpy", "torch-like>=2", torch_pin]
+    require_vllm(python)
+
+
 def fake_python(folder: Path, body: str) -> str:
     path = folder / "python"
     path.write_text(f"#!/bin/sh\n{body}\n")
@@ -128,7 +149,7 @@ def fake_python(folder: Path, body: str) -> str:
         ("echo 0.33.0", "vLLM 0.33.0 is there"),
         (
             "echo PackageNotFoundError: vllm; exit 1",
-            r"no vLLM there \(PackageNotFoundError: vllm\): pip install.*make vllm-env",
+            r"no vLLM there \(PackageNotFoundError: vllm\): pip install.*docs/engines.md.*make vllm-env",
         ),
         ("echo 0.32.1", ""),
         ("echo 0.32.0+cpu", ""),
