@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from test_weight_sync_contract import (
     CHANGES,
     NORM,
     PARTS,
+    PROBES,
     TOLERANCE,
     World,
     distance,
@@ -29,6 +32,7 @@ from test_weight_sync_contract import (
 from verl.rollout import server_url
 from verl.rollout.base import RolloutContext, ServerPlace
 from verl.rollout.client import ServedEngine
+from verl.types import Sampling
 from verl.weight_sync.base import SyncError, checksum
 from verl.weight_sync.sender import entry_of
 
@@ -36,7 +40,8 @@ REACH = ("shm", "tcp", "tcp, delta", "collective", "nixl")  # a server reads wei
 
 
 @pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
+def server() -> Iterator[dict[bool, Running]]:
+    """By whether the model's head is tied."""
     started: dict[bool, Running] = {}
 
     def rollout(context: RolloutContext) -> ServedEngine:
@@ -50,7 +55,7 @@ def server() -> Iterator[None]:
         return made
 
     contract.ROLLOUTS["server"] = rollout  # type: ignore[assignment]
-    yield
+    yield started
     del contract.ROLLOUTS["server"]
     for running in started.values():
         running.stop()
@@ -86,6 +91,41 @@ def test_the_canary_trips_where_wrong_weights_are_delivered_without_a_fault() ->
         replica = world.rollout("server")
         with pytest.raises(SyncError, match=r"version 1: rollout and trainer log-probs of the canary differ by \d"):
             await world.publish([replica], 1)
+        await replica.close()
+
+    run(test)
+
+
+def test_requests_go_on_while_the_server_reads_new_weights(server: dict[bool, Running]) -> None:
+    """And stand still for the switch alone."""
+    reading, go = threading.Event(), threading.Event()
+
+    async def test() -> None:
+        world = World(trainer(), "shm")
+        replica = world.rollout("server")
+        await world.publish([replica], 0)
+        await world.update()
+        runner = server[True].engine._runner
+        prepare = runner.prepare
+
+        def held(source: Any) -> Any:
+            reading.set()
+            assert go.wait(60), "nobody let it go on"
+            return prepare(source)
+
+        runner.prepare = held
+        try:
+            publish = asyncio.ensure_future(world.publish([replica], 1, on_inflight="keep"))
+            assert await asyncio.to_thread(reading.wait, 60)
+            c = await replica.generate("old", PROBES[0], Sampling(max_tokens=9, seed=3))
+            assert c.spans == ((0, 0, 9),) and not publish.done()
+            go.set()
+            await publish
+        finally:
+            go.set()
+            runner.prepare = prepare
+        c = await replica.generate("new", PROBES[0], Sampling(max_tokens=9, seed=3))
+        assert c.spans == ((1, 0, 9),) and distance(await scores(replica), world.logprobs()) < TOLERANCE
         await replica.close()
 
     run(test)

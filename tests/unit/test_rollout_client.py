@@ -28,7 +28,7 @@ from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutCont
 from verl.rollout.client import ServedEngine
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.router import Router
-from verl.rollout.vllm_api import REQUEST_PREFIX, VllmApi
+from verl.rollout.vllm_api import REQUEST_PREFIX, VerlApi, VllmApi
 from verl.rollout.wire import NotUnderstood
 from verl.types import Sampling
 from verl.weight_sync import shm, tcp
@@ -686,6 +686,28 @@ def test_a_server_that_says_by_itself_what_it_loaded_is_not_asked() -> None:
         served.faults["/finish_weight_update"] = finish
         await engine.load_weights(reader(1))
         assert served.paths.count("/collective_rpc") == 2, "at the start, and the first time"
+
+    with_server(body)
+
+
+def test_a_server_that_reads_ahead_stands_still_for_the_rest_alone() -> None:
+    """Where requests are to go on; and what fails before that fences it, too."""
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        engine._api = VerlApi()
+        for version, mode, paths in ((1, "keep", [*UPDATE[:2], "/pause?mode=keep", *UPDATE[2:]]), (2, "wait", None)):
+            served.asked.clear()
+            assert await engine.load_weights(reader(version), on_inflight=mode) == version  # type: ignore[arg-type]
+            assert served.paths == [*(paths or ["/pause?mode=wait", *UPDATE]), "/resume"]
+            sent = next(body for path, body in served.asked if path == "/update_weights")
+            assert sent["update_info"]["whole"] is True
+        served.asked.clear()
+        served.faults["/update_weights"] = crashing(500, "other bytes")
+        with pytest.raises(ServerRefused, match="other bytes"):
+            await engine.load_weights(reader(3), on_inflight="keep")
+        assert not {"/pause?mode=keep", "/resume"} & {*served.paths}
+        with pytest.raises(ServerGone, match="out of service: the update to version 3 failed"):
+            await engine.generate("r", PROMPT, greedy(2))
 
     with_server(body)
 

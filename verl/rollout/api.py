@@ -81,6 +81,8 @@ class Api:
     """It can be told to end a request. Without, the connection is closed, and what came by then is the answer."""
     updates = False
     """It takes new weights as it runs. Without, it is started anew with them, or keeps its own."""
+    ahead = False
+    """It reads new weights while it draws by the old ones, before it is made to stand still for the rest."""
     offloads = False
     """Asleep at level 1, its weights lie in the host's memory, and are to be woken too."""
     plain = False
@@ -118,8 +120,11 @@ class Api:
     async def resume(self, post: Post) -> None:
         """Nothing, where it cannot stand still."""
 
+    async def announce(self, post: Post, sent: WeightSource) -> None:
+        """What comes before new weights are live, and need not wait until the server stands still if it is `ahead`."""
+
     async def deliver(self, post: Post, sent: WeightSource) -> None:
-        """New weights into a server that stands still, and no prefix of older ones after."""
+        """New weights, which were announced, into a server that stands still, and no prefix of older ones after."""
         raise NotImplementedError
 
     async def sleep(self, post: Post, level: int) -> int:

@@ -62,11 +62,13 @@ class VllmApi(Api):
     async def resume(self, post: Post) -> None:
         await post("/resume")
 
-    async def deliver(self, post: Post, sent: WeightSource) -> None:
+    async def announce(self, post: Post, sent: WeightSource) -> None:
         checksums = {name: e.checksum for name, e in sent.delivered.items() if e.checksum is not None}
         info = {"path": sent.address, "version": sent.version, "names": None, "checksums": checksums}
         await post("/start_weight_update")
-        await post("/update_weights", {"update_info": info})
+        await post("/update_weights", {"update_info": info | ({"whole": True} if self.ahead else {})})
+
+    async def deliver(self, post: Post, sent: WeightSource) -> None:
         told = await post("/finish_weight_update", {"weight_version": str(sent.version)})
         if not isinstance(told, dict) or "loaded" not in told:
             workers = (await post("/collective_rpc", {"method": "loaded_weights"}))["results"]
@@ -112,7 +114,7 @@ class VllmApi(Api):
 class VerlApi(VllmApi):
     """That of `verl serve`, which goes on at a position, and tells of tokens as seldom as it is asked to."""
 
-    by_position = True
+    by_position = ahead = True
 
     def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
         body = super().body(model, name, prompt, sampling, room)
