@@ -81,11 +81,11 @@ class Double:
 
     async def take(self, folder: str, version: int) -> None:
         """The weights of a model folder."""
-        self.state |= load_file(Path(folder) / "model.safetensors")
-        state = dict(self.state)
+        state = self.state | load_file(Path(folder) / "model.safetensors")
         await self.engine.load_weights(
             SimpleNamespace(version=version, tensors=lambda: state.items()), on_inflight="keep"
         )
+        self.state = state
 
 
 class SglangDouble(Double):
