@@ -768,7 +768,7 @@ def test_exclusive_nothing_is_copied_and_a_step_that_overtakes_is_caught():
 def test_a_prefix_computed_under_old_weights_is_never_used_after_a_publish(backend, kind):
     async def test():
         world = World(trainer(), backend)
-        replica, prompt = world.rollout(kind), np.arange(4, 24)
+        replica, prompt = world.rollout(kind), np.tile(np.arange(4, 24), 2)  # more than a block of vLLM's
         asked = [Sampling(max_tokens=12, seed=s, temperature=t) for s, t in ((1, 1.0), (2, 0.0))]
 
         async def answers(engine, tag):
