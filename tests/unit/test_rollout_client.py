@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import resource
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +22,10 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from each import each
+from families import QWEN3_MOE
 from served import NAMES, VOCAB, Fault, Served, crashing, hanging_up, logprob, silent
 
+from verl.checkpoint.hf import skeleton_of
 from verl.rollout import client, http, life, wire
 from verl.rollout.api import Deadlines, Expected
 from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutContext
@@ -32,7 +36,7 @@ from verl.rollout.vllm_api import REQUEST_PREFIX, VerlApi, VllmApi
 from verl.rollout.wire import NotUnderstood
 from verl.types import Sampling
 from verl.weight_sync import shm, tcp
-from verl.weight_sync.base import CheckedReader, Entry, SyncError, WeightSource
+from verl.weight_sync.base import CheckedReader, Entry, SyncError, WeightSource, parts_of
 from verl.weight_sync.sender import entry_of
 
 PROMPT = np.array([3, 4])  # answers 7, 8, 9, ...
@@ -50,7 +54,7 @@ class Text:
     max_position_embeddings = 512
 
 
-HF_CONFIG = SimpleNamespace(get_text_config=Text)
+HF_CONFIG = SimpleNamespace(get_text_config=Text, architectures=["Doubled"])
 
 
 def context_of(**given: Any) -> RolloutContext:
@@ -710,6 +714,28 @@ def test_a_server_that_reads_ahead_stands_still_for_the_rest_alone() -> None:
             await engine.generate("r", PROMPT, greedy(2))
 
     with_server(body)
+
+
+def test_experts_that_are_one_tensor_in_memory_are_read_as_a_saved_folder_has_them() -> None:
+    """One by one, of the same bytes; of each of them the server has to tell."""
+    model = skeleton_of(copy.deepcopy(QWEN3_MOE))
+    assert model is not None
+    fused = {name: Entry(tuple(t.shape), "float32") for name, t in model.state_dict().items()}
+    source = WeightSource(1, "verl.weight_sync.shm:open_weights", "/dev/shm/x-1", fused)
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        saved = [part for name in fused for part, _, _ in parts_of(model, fused).get(name, [(name, (), 0)])]
+        served.loaded = saved
+        assert await engine.load_weights(CheckedReader(source)) == 1
+        sent = next(body for path, body in served.asked if path == "/update_weights")["update_info"]["parts"]
+        up = "model.layers.0.mlp.experts.gate_up_proj"
+        assert sent.keys() == {name for name in fused if "mlp.experts" in name} and len(sent[up]) == 8
+        assert sent[up][1] == ["model.layers.0.mlp.experts.0.up_proj.weight", [24, QWEN3_MOE.hidden_size], 24]
+        served.loaded = [name for name in saved if ".experts.3.down" not in name]
+        with pytest.raises(SyncError, match=r"did not load 2 of .* tensors, e.g. \['model.layers.0.mlp.experts.3.down"):
+            await engine.load_weights(CheckedReader(replace(source, version=2)))
+
+    with_server(body, loads=False, hf_config=QWEN3_MOE)
 
 
 def test_tokens_around_an_update_say_which_weights_drew_them() -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from each import each
+from families import QWEN3_MOE
+from safetensors.torch import load_file
 from small_runs import small_args
 from test_rollout_client import context_of
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench import environments
 from verl.config.backends import engine_of
@@ -23,6 +27,9 @@ from verl.config.validate import validate
 from verl.rollout.base import RolloutContext, ServerPlace
 from verl.rollout.vllm import PLUGIN, Options, build, environment, memory, require_vllm, serve_command
 from verl.rollout.wire import version_of
+from verl.weight_sync import shm
+from verl.weight_sync.base import checksum, parts_of
+from verl.weight_sync.sender import entry_of
 
 CONFIG = Qwen3Config(
     hidden_size=64,
@@ -133,6 +140,41 @@ def test_the_lines_of_the_page_for_a_cpu_make_an_environment_that_is_taken(tmp_p
     subprocess.run([python, "-"], input=program, text=True, cwd=tmp_path, check=True, timeout=120)
     assert (tmp_path / "needs.txt").read_text().splitlines() == ["numpy", "torch-like>=2", torch_pin]
     require_vllm(python)
+
+
+class Vllm(ModuleType):
+    """Whatever is imported of it is a class that does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__class_getitem__": lambda cls, of: object, "register_engine": lambda *given: None})
+
+
+def test_the_plugin_reads_experts_one_by_one_from_the_tensor_that_they_are_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the names of a folder that transformers has saved, bit for bit, and of the same memory."""
+    layers, loader = "vllm.model_executor.layers.vocab_parallel_embedding", "vllm.model_executor.model_loader.reload"
+    for name in ("base", "factory"):
+        of = f"vllm.distributed.weight_transfer.{name}"
+        monkeypatch.setitem(sys.modules, of, Vllm(of))
+    for of in (layers, loader):
+        monkeypatch.setitem(sys.modules, of, Vllm(of))
+    plugin: dict[str, Any] = {"__name__": "verl_weights_here"}
+    exec(compile((PLUGIN / "verl_weights.py").read_text(), "verl_weights", "exec", dont_inherit=True), plugin)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(QWEN3_MOE))
+    model.save_pretrained(tmp_path / "model")
+    held = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    shapes = {name: entry_of(tensor) for name, tensor in held.items()}
+    monkeypatch.setattr(shm, "SHM", tmp_path)
+    path = shm.ShmOutlet("verl-weights-1-plugin").stage(3, shapes, held.items())
+    sums = {name: checksum(tensor) for name, tensor in held.items()}
+    update = plugin["Update"](path, 3, None, sums, json.loads(json.dumps(parts_of(model, shapes))))
+    segment = plugin["Segment"](path)
+    found, saved = dict(segment.tensors(update)), load_file(tmp_path / "model" / "model.safetensors")
+    assert found.keys() == saved.keys() and any(".experts.3.up_proj" in name for name in found)
+    assert all(torch.equal(found[name], saved[name]) and found[name].is_contiguous() for name in saved)
 
 
 def fake_python(folder: Path, body: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -95,6 +95,8 @@ class Api:
     """It refuses the first id behind its vocabulary, and goes on."""
     scores: tuple[float, ...] = (0.0, 1.0)
     """Temperatures at which it tells log-probs of prompts (0: the greedy one's are those at 1)."""
+    names: Literal["model", "saved"] = "model"
+    """Of tensors, that it knows: those of the model in memory, or those of a saved folder (experts one by one)."""
     transport: str
     """How the address of weights that it reads must begin, and the sync.engine that makes such."""
     sync: str

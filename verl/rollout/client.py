@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -18,6 +19,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from verl.checkpoint.hf import skeleton_of
 from verl.rollout.api import Api, Deadlines, Expected, Room, source_of
 from verl.rollout.base import (
     Capabilities,
@@ -36,7 +38,7 @@ from verl.rollout.launching import Launch
 from verl.rollout.life import Life
 from verl.rollout.wire import Drawn, Reading
 from verl.types import Sampling
-from verl.weight_sync.base import SyncError, WeightSource
+from verl.weight_sync.base import Parts, SyncError, WeightSource, parts_of
 
 AGAIN_S = 0.05  # between two words to abort a request that may not have arrived yet
 SETTLE_S = 2.0  # for the answers of a server that has finished its requests to arrive
@@ -68,6 +70,7 @@ class ServedEngine(Server):
         self._open.set()
         self._behind: set[asyncio.Task[None]] = set()
         self._version = -1
+        self._parts: Parts | None = None
         self._life = Life(self._pending, self._shown, self._progress, self._going, self._gone)
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -251,6 +254,7 @@ class ServedEngine(Server):
         self._check_alive()
         began = time.perf_counter()
         reader, sent = await source_of(self._api, source)
+        sent = await self._as_read(sent)
         transferred = time.perf_counter() - began
         if not self._api.updates and self._launch is None and self._version >= 0:
             fix = "use it for verl eval and verl generate, or train with rollout.engine=vllm, sglang or server"
@@ -290,6 +294,15 @@ class ServedEngine(Server):
         reader.delivered, reader.seconds = reader.delivered | set(sent.delivered), parts
         self._version = sent.version
         return sent.version
+
+    async def _as_read(self, sent: WeightSource) -> WeightSource:
+        """By the names that the server knows."""
+        if self._api.names == "model":
+            return sent
+        if self._parts is None:  # the same for all versions
+            config = copy.deepcopy(self._context.hf_config)
+            self._parts = await asyncio.to_thread(lambda: parts_of(skeleton_of(config), sent.delivered))
+        return replace(sent, names=self._api.names, parts=self._parts)
 
     async def _announced(self, sent: WeightSource, mode: PauseMode) -> bool:
         """Whether it has read the new weights while it draws by those that it has."""
