@@ -10,8 +10,8 @@ collective and nixl the other process plays another host: what it fetches goes i
 All are shares of a warm copy of the same bytes by as many threads, made in the same round. Memory: the most that lay
 in shared memory, and the most that a process took for itself during its part, in models. delta: bfloat16, of which a
 share of the values has changed; over a link of 1 Gb/s the bytes are counted at 125 MB/s beside the time measured here.
-paused: whole publishes through shared memory into a native engine of this process, without a canary, and for how long
-of each its requests stood still.
+paused: whole publishes through shared memory into a native engine of this process, whose requests go on under the new
+weights, without a canary; and for how long of each they stood still.
 Writes its part of bench/RESULTS.md (bench/sections/weights.md).
 """
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -35,6 +36,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import torch
 from transformers import Qwen3Config
 
@@ -46,6 +48,7 @@ from verl.rollout.native.architecture import shape_of
 from verl.rollout.native.options import Options
 from verl.rollout.native.runner import NativeRunner
 from verl.rollout.native.weights import Storage
+from verl.types import Sampling
 from verl.weight_sync import collective, nixl, shm, tcp
 from verl.weight_sync.base import SyncReport, checksum
 from verl.weight_sync.local import LocalCheckpointEngine
@@ -55,6 +58,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DROPPED = 2  # rounds before the first that counts
 LINK = 125e6  # bytes per second: 1 Gb/s
 SHARES = (0.01, 0.02, 0.03)  # of the values that change
+REQUESTS = 4  # that run during publishes
 COPIED = 0.1e9  # bytes of what a warm copy goes into, again and again: more than caches hold
 NEEDS = {"memory": 8, "shared memory": 4}  # models, of the transport that needs the most
 MODULES = {"shm": shm, "tcp": tcp, "collective": collective, "nixl": nixl}
@@ -148,7 +152,7 @@ def reader(line: Any, threads: int, layers: int | None) -> None:
     def read(transport: str, address: str) -> None:
         stream = MODULES[transport].open_weights(address)
         if runner is not None:
-            return runner.load(stream)
+            return runner.prepare(stream)()
         for name, tensor in stream.tensors():
             mine = into.get(name)
             if mine is None or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
@@ -288,7 +292,7 @@ def deltas(size_gb: float, rounds: int) -> list[tuple[str, ...]]:
 
 
 async def publishes(now: Weights, rollout: RolloutEngine, rounds: int) -> list[SyncReport]:
-    """Of so many publishes through shared memory, without a canary, after those that are dropped."""
+    """Of so many publishes through shared memory while requests run, without a canary, after those that are dropped."""
     name = f"{shm.PREFIX}-{os.getpid()}-paused"
     sender = WeightSender(shm.ShmOutlet(name), verify_first=0)
     engine: Any = SimpleNamespace(weights=lambda: iter(now.items()), tied={}, masters={})
@@ -302,10 +306,21 @@ async def publishes(now: Weights, rollout: RolloutEngine, rounds: int) -> list[S
         send_weights=lambda version, probes, *, copy: done(lambda: sender.send(engine, version, probes, copy=copy)),
         release_weights=lambda version: done(lambda: sender.release(version)),
     )
+
+    async def asked(number: int) -> None:
+        for i in itertools.count():
+            sampling = Sampling(max_tokens=200, seed=i, ignore_eos=True)
+            await rollout.generate(f"{number}-{i}", np.arange(1, 9) + number, sampling)
+
     sync, found = LocalCheckpointEngine(probes=(), copies=True), []
+    running: list[asyncio.Task[None]] = []
     for version in range(DROPPED + rounds):
         given = {"version": version, "exclusive": True, "on_inflight": ["keep"], "timeout_s": 600.0}
         found.append(await sync.publish(trainer, [rollout], **given))
+        running = running or [asyncio.create_task(asked(number)) for number in range(REQUESTS)]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
     await rollout.close()
     shm.remove(name)
     return found[DROPPED:]
@@ -317,7 +332,7 @@ async def paused(size_gb: float, rounds: int) -> list[tuple[str, ...]]:
     kept = await publishes(model(size_gb * 1e9), native_engine.build(Options(), context), rounds)
     parts = [(part, [100 * one.seconds[part] / one.whole_s for one in kept]) for part in PARTS]
     whole = Spread.of([one.whole_s for one in kept]).text(2)
-    label = {"pause": "rollout paused, of the whole sync (at most 50)"}
+    label = {"pause": "rollout paused, of the whole sync (at most 50, aim 10)"}
     return [("whole, s", whole), *((label.get(part, part), Spread.of(of).text(0)) for part, of in parts)]
 
 

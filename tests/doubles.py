@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,22 @@ def checked(body: Any, struct: str, *, strict: bool) -> dict[str, Any]:
         if plain and value is not None and (not isinstance(value, plain) or (plain is int and value is True)):
             raise BadRequest(f"{name}: {value!r} is no {known[name]}")
     return dict(body)
+
+
+class Process:
+    """Stands for a child: what a restart ends, and what the next launch begins."""
+
+    exit_code = None
+    log = Path(os.devnull)
+
+    def stop(self) -> None:
+        pass
+
+    def tail(self, lines: int = 12) -> str:
+        return ""
+
+    def listens(self, port: int) -> tuple[bool, bool]:
+        return True, False
 
 
 class Double:
@@ -81,11 +98,11 @@ class Double:
 
     async def take(self, folder: str, version: int) -> None:
         """The weights of a model folder."""
-        self.state |= load_file(Path(folder) / "model.safetensors")
-        state = dict(self.state)
+        state = self.state | load_file(Path(folder) / "model.safetensors")
         await self.engine.load_weights(
             SimpleNamespace(version=version, tensors=lambda: state.items()), on_inflight="keep"
         )
+        self.state = state
 
 
 class SglangDouble(Double):

@@ -1,5 +1,6 @@
 """A server that answers as vLLM 0.32 was seen to, without a model: token i behind a prompt is (sum of the prompt + i)
-modulo the vocabulary. It can be told to fail. `python served.py PORT` is a child like `vllm serve`."""
+modulo the vocabulary. It can be told to fail, and its engine ends where vLLM's does: updated while a step runs, or
+resumed amid an update, as one that failed leaves it. `python served.py PORT` is a child like `vllm serve`."""
 
 from __future__ import annotations
 
@@ -43,6 +44,7 @@ class Served:
         self.model: dict[str, Any] = {"model": "/models/a", "vocab_size": VOCAB}
         self.reset = True  # what /reset_prefix_cache answers
         self.weights, self.updating = "default", False
+        self.dead: str | None = None  # of what its engine ended
         self.gone: list[str] = []  # requests whose caller hung up
         self.going = asyncio.Event()
         self.going.set()
@@ -62,8 +64,8 @@ class Served:
                 web.post("/resume", self._resume),
                 web.get("/is_paused", self._is_paused),
                 web.post("/init_weight_transfer_engine", self._ok),
-                web.post("/start_weight_update", self._ok),
-                web.post("/update_weights", self._ok),
+                web.post("/start_weight_update", self._start),
+                web.post("/update_weights", self._update),
                 web.post("/finish_weight_update", self._finish),
                 web.post("/collective_rpc", self._rpc),
                 web.post("/reset_prefix_cache", self._reset),
@@ -88,9 +90,13 @@ class Served:
     async def _faulty(self, request: web.Request, handler: Any) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else None
         self.asked.append((request.path_qs, body))
+        if self.dead is not None:
+            return web.json_response({"error": {"message": f"EngineDeadError: {self.dead}"}}, status=500)
         fault = self.faults.get(request.path)
         answer = None if fault is None else await fault(request)
-        return await handler(request) if answer is None else answer
+        answer = await handler(request) if answer is None else answer
+        self.updating &= request.path != "/finish_weight_update" or answer.status != 200
+        return answer
 
     async def _ok(self, request: web.Request) -> web.Response:
         return web.json_response({})
@@ -112,13 +118,34 @@ class Served:
         return web.json_response({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
+        if self.updating:
+            return self._ends("resumed amid an update")
         self.going.set()
         return web.json_response({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
         return web.json_response({"is_paused": not self.going.is_set()})
 
+    def _ends(self, why: str) -> web.Response:
+        """What runs there is cut off, and everybody hears of it (from vLLM, up to a minute later)."""
+        self.dead = why
+        for request in self.open.values():
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({"error": {"message": f"EngineDeadError: {why}"}}, status=500)
+
+    async def _update(self, request: web.Request) -> web.Response:
+        if self.going.is_set() and self.running:
+            return self._ends("updated while a step runs")
+        return web.json_response({})
+
+    async def _start(self, request: web.Request) -> web.Response:
+        self.updating = True
+        return await self._update(request)
+
     async def _finish(self, request: web.Request) -> web.Response:
+        if (answer := await self._update(request)).status != 200:
+            return answer
         self.weights = (await request.json())["weight_version"]
         return web.json_response({"message": "Weight update finished"})
 

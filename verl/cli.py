@@ -26,7 +26,7 @@ USAGE = """usage: verl VERB [key=value ...]
   generate  model.path=DIR prompt=TEXT [n=1]   answers to one prompt
   serve     model.path=DIR [serve.port=8000]   the model behind OpenAI's and vLLM's HTTP
   plan      (as train)                         every derived size and the memory, without loading anything
-  replicas  RUN list | add URL | remove N      servers that join and leave a run while it goes on
+  replicas  RUN list | add [URL] | remove N    servers that join and leave a run while it goes on
   show      RUN | --live RUN | algorithms | algorithm=NAME | keys | recipes | config [SECTION|KEY ...] [key=value ...]
   export    RUN_OR_CHECKPOINT OUT_DIR          the Hugging Face folder of a checkpoint
   doctor    [RUN]                              this machine, what is installed, what a run waits for
@@ -255,8 +255,8 @@ def show(args: list[str]) -> int:
 def replicas(args: list[str]) -> int:
     from verl.replicas import ask
 
-    if (len(args), args[1:2]) not in ((2, ["list"]), (3, ["add"]), (3, ["remove"])):
-        raise ValueError("verl replicas RUN list | add URL | remove NUMBER")
+    if (len(args), args[1:2]) not in ((2, ["list"]), (2, ["add"]), (3, ["add"]), (3, ["remove"])):
+        raise ValueError("verl replicas RUN list | add [URL] | remove NUMBER")
     print("\n".join(ask(Path(args[0]), args[1], "".join(args[2:]))))
     return 0
 

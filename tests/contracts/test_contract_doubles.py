@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import SglangDouble, TrtllmDouble
+from doubles import Process, SglangDouble, TrtllmDouble
 from serving import texts_of, tokenizer
 
 from verl.rollout import openai, sglang, trtllm
@@ -53,22 +53,6 @@ CASES = [
     *(("trtllm", name) for name in (*ANSWERS, *UPDATES)),
     *(("openai", name) for name in (*ANSWERS, *DRAWS)),
 ]
-
-
-class Process:
-    """Stands for a child: what a restart ends, and what the next launch begins."""
-
-    exit_code = None
-    log = Path(os.devnull)
-
-    def stop(self) -> None:
-        pass
-
-    def tail(self, lines: int = 12) -> str:
-        return ""
-
-    def listens(self, port: int) -> tuple[bool, bool]:
-        return True, False
 
 
 class Running:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -499,7 +500,7 @@ def test_update_in_flight_has_exact_spans(kind: str) -> None:
     old, new = reference(), reference(seed=1)
 
     async def body(engine: Any) -> Completion:
-        task = asyncio.create_task(engine.generate("r", prompt, greedy(60)))
+        task = asyncio.create_task(engine.generate("r", prompt, greedy(480)))
         await until_sampled(engine, 5)
         assert await load(engine, Source(new, 1), on_inflight="keep") == engine.version == 1
         c = await task
@@ -509,14 +510,65 @@ def test_update_in_flight_has_exact_spans(kind: str) -> None:
 
     c = with_engine(build(kind), body, weights=Source(old, 0))
     (_, start, switch), (_, resumed, end) = c.spans
-    assert [v for v, _, _ in c.spans] == [0, 1] and (start, end) == (0, 60) and resumed == switch
-    assert c.ids[:switch].tolist() == hf_greedy(prompt, 60)[:switch]
+    assert [v for v, _, _ in c.spans] == [0, 1] and (start, end) == (0, 480) and resumed == switch
+    assert c.ids[:switch].tolist() == hf_greedy(prompt, 480)[:switch]
     np.testing.assert_allclose(c.logprobs[:switch], hf_logprobs(prompt, c.ids, 1.0)[:switch], atol=1e-5)
     cache = DynamicCache()
     old(torch.from_numpy(np.concatenate([prompt, c.ids[: switch - 1]]))[None], past_key_values=cache)
-    for i in range(switch, 60):
+    for i in range(switch, min(480, switch + 60)):
         logits = new(torch.tensor([[c.ids[i - 1]]]), past_key_values=cache).logits[0, -1]
         assert c.ids[i] == logits.argmax() and abs(c.logprobs[i] - torch.log_softmax(logits, -1).max()) < 1e-5
+
+
+class Held(Source):
+    """Read to its end when it may go on. whole: all tensors come."""
+
+    def __init__(self, version: int, *, whole: bool = True) -> None:
+        super().__init__(reference(seed=1), version)
+        self.whole, self.reading, self.go = whole, threading.Event(), threading.Event()
+
+    def tensors(self) -> Iterator[tuple[str, object]]:
+        self.reading.set()
+        assert self.go.wait(60), "nobody let it go on"
+        yield from list(super().tensors())[: None if self.whole else -2]
+
+
+@pytest.mark.parametrize("kind", ["native", "native-torch", "hf"])
+def test_tokens_are_drawn_while_new_weights_are_read(kind: str) -> None:
+    """By the old weights, which stay where the reading fails, or its caller gives up."""
+    prompt = prompts((9,))[0]
+    sources = broken, left, taken, late = Held(1, whole=False), Held(2), Held(3), Held(4)
+
+    async def reads(engine: Any, source: Held) -> asyncio.Task[int]:
+        task = asyncio.create_task(engine.load_weights(source, on_inflight="keep"))
+        assert await asyncio.to_thread(source.reading.wait, 60)
+        return task
+
+    async def body(engine: Any) -> None:
+        for source in (broken, left, taken):
+            task = await reads(engine, source)
+            c = await engine.generate("r", prompt, greedy(9))
+            assert c.ids.tolist() == hf_greedy(prompt, 9) and c.spans == ((0, 0, 9),) and not task.done()
+            if source is left:
+                task.cancel()
+            source.go.set()
+            await asyncio.wait({task})
+            if source is broken:
+                with pytest.raises(ValueError, match="the old ones stay live"):
+                    task.result()
+        assert task.result() == 3
+        c = await engine.generate("r", prompt, greedy(9))
+        assert c.ids.tolist() == hf_greedy(prompt, 9, seed=1) and c.spans == ((3, 0, 9),)
+        task = await reads(engine, late)
+        await engine.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await task
+
+    try:
+        with_engine(build(kind), body)
+    finally:
+        for source in sources:
+            source.go.set()
 
 
 @every_engine

@@ -625,7 +625,10 @@ async def update(client: Any, info: Any, version: int) -> tuple[int, Any]:
     return await post(client, "/finish_weight_update", {"weight_version": str(version)})
 
 
-def test_an_update_is_live_at_its_end_and_not_before(publisher):
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_update_is_live_at_its_end_and_not_before(whole, publisher):
+    """Also where it was read by then."""
+
     async def body():
         a, b = model(1), model(2)
         reference = await engine_of(b)
@@ -639,7 +642,9 @@ def test_an_update_is_live_at_its_end_and_not_before(publisher):
             assert told["results"] == [{"model": "policy", "vocab_size": 320}]
             await ok(client, "/init_weight_transfer_engine", {"init_info": {}})
             await ok(client, "/start_weight_update")
-            await ok(client, "/update_weights", publisher.info(b, 7))
+            await ok(client, "/update_weights", publisher.info(b, 7, whole=whole))
+            if whole:  # it is not looked at again
+                remove(publisher.outlet.name)
             assert (await tokens(client, PROMPT))["choices"][0]["token_ids"] == old, "announced, not live"
             found = await ok(client, "/finish_weight_update", {"weight_version": "7"})
             assert set(found["loaded"]) == set(dict(b.named_parameters())) and found["weight_version"] == "7"
@@ -729,12 +734,13 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_failed_update_silences_the_server_until_one_has_succeeded(how, publisher):
+def test_a_failed_update_silences_the_server_until_one_has_succeeded(how, whole, publisher):
     async def body():
         b = model(2)
         async with serving(await engine_of(model(1)), control=True) as (client, _):
-            info = publisher.info(b, 5)
+            info = publisher.info(b, 5, whole=whole)
             status, error = await update(client, BROKEN[how](info), 5)
             assert (status, error["error"]["code"]) == (500, "weight_update_failed")
             for path, sent in ((G, LONG), (C, {"prompt": "x"})):
@@ -772,7 +778,8 @@ def test_what_an_update_refuses_without_harm(publisher):
     run(body)
 
 
-def test_parts_of_an_update_make_one(publisher):
+@pytest.mark.parametrize("whole", [False, True])
+def test_parts_of_an_update_make_one(whole, publisher):
     async def body():
         b = model(2)
         async with serving(await engine_of(model(1)), control=True) as (client, _):
@@ -781,11 +788,8 @@ def test_parts_of_an_update_make_one(publisher):
             await ok(client, "/start_weight_update")
             for part in (names[:3], names[3:]):
                 sums = {name: info["update_info"]["checksums"][name] for name in part}
-                await ok(
-                    client,
-                    "/update_weights",
-                    {"update_info": {**info["update_info"], "names": part, "checksums": sums}},
-                )
+                more = {"names": part, "checksums": sums, "whole": whole and part != names[:3]}
+                await ok(client, "/update_weights", {"update_info": {**info["update_info"], **more}})
             assert (await ok(client, "/finish_weight_update", {}))["loaded"] == names
             assert (await tokens(client, PROMPT))["choices"][0]["weight_versions"][0]["version"] == "6"
 

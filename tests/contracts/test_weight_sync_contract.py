@@ -332,25 +332,27 @@ def test_each_part_of_a_publish_is_measured_where_it_happens(backend, monkeypatc
     async def test():
         world = World(trainer(Gathers), backend)
         stage, replica = world.outlet.stage, world.rollout()
-        load = replica._core.runner.load
+        prepare = replica._core.runner.prepare
 
         def slow_stage(*given):
             ahead[0] += hours["stage"]
             return stage(*given)
 
-        def slow_load(source):
+        def slow_prepare(source):
             ahead[0] += hours["load"]
-            load(source)
+            return prepare(source)
 
         await world.publish([replica], 0)  # its shapes are asked for once
-        world.outlet.stage, replica._core.runner.load = slow_stage, slow_load
+        world.outlet.stage, replica._core.runner.prepare = slow_stage, slow_prepare
         monkeypatch.setattr(base, "opened", transferring)
         report = await world.publish([replica], 1)
         assert {part: round(report.seconds[part], -4) for part in hours} == hours
         assert round(report.seconds["pause"], -4) == hours["transfer"] + hours["load"], "and nothing of the trainer's"
         assert round(report.whole_s, -4) == sum(hours.values())
+        kept = await world.publish([replica], 2, on_inflight="keep")
+        assert round(kept.seconds["load"], -4) == hours["load"] and round(kept.seconds["pause"], -4) == 0
         beside = world.rollout("hf")
-        both = await world.publish([replica, beside], 2)
+        both = await world.publish([replica, beside], 3)
         assert both.seconds["load"] >= hours["load"], "of the one that took longest over it"
         await replica.close()
         await beside.close()
@@ -766,7 +768,7 @@ def test_exclusive_nothing_is_copied_and_a_step_that_overtakes_is_caught():
 def test_a_prefix_computed_under_old_weights_is_never_used_after_a_publish(backend, kind):
     async def test():
         world = World(trainer(), backend)
-        replica, prompt = world.rollout(kind), np.arange(4, 24)
+        replica, prompt = world.rollout(kind), np.tile(np.arange(4, 24), 2)  # more than a block of vLLM's
         asked = [Sampling(max_tokens=12, seed=s, temperature=t) for s, t in ((1, 1.0), (2, 0.0))]
 
         async def answers(engine, tag):

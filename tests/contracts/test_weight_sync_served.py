@@ -1,21 +1,27 @@
-"""The contract of a checkpoint engine where the replica is our own server: the client of `rollout.engine=server`, HTTP,
-`verl serve`'s application and control plane, the native engine. One server for each model, for all of these tests."""
+"""The contract of a checkpoint engine where the replica is a server: our own (the client of `rollout.engine=server`,
+HTTP, `verl serve`'s application and control plane, the native engine), and the double of SGLang, by folders. One server
+for each model, for all of these tests."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_contract_doubles
 import test_weight_sync_contract as contract
 from serving import Running
 from test_weight_sync_contract import (
     CHANGES,
     NORM,
     PARTS,
+    PROBES,
     TOLERANCE,
     World,
     distance,
@@ -26,17 +32,20 @@ from test_weight_sync_contract import (
     trainer,
 )
 
-from verl.rollout import server_url
+from verl.rollout import server_url, sglang
 from verl.rollout.base import RolloutContext, ServerPlace
 from verl.rollout.client import ServedEngine
+from verl.types import Sampling
 from verl.weight_sync.base import SyncError, checksum
 from verl.weight_sync.sender import entry_of
 
 REACH = ("shm", "tcp", "tcp, delta", "collective", "nixl")  # a server reads weights by itself
+FIRST = (("server", "shm"), ("sglang", "disk"))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
+def server() -> Iterator[dict[bool, Running]]:
+    """By whether the model's head is tied."""
     started: dict[bool, Running] = {}
 
     def rollout(context: RolloutContext) -> ServedEngine:
@@ -49,10 +58,19 @@ def server() -> Iterator[None]:
         made._able = replace(made._able, sleep_levels=(1, 2))
         return made
 
-    contract.ROLLOUTS["server"] = rollout  # type: ignore[assignment]
-    yield
-    del contract.ROLLOUTS["server"]
-    for running in started.values():
+    def double(context: RolloutContext) -> ServedEngine:
+        tied = context.hf_config.tie_word_embeddings
+        if tied not in doubles:
+            suite: Any = SimpleNamespace(reference=lambda: trainer(tied=tied).model)
+            doubles[tied] = test_contract_doubles.Running("sglang", suite)
+        place = ServerPlace(model="none", log=Path(os.devnull), url=doubles[tied].url)
+        return sglang.build(sglang.Options(), replace(context, place=place))
+
+    doubles = dict[bool, test_contract_doubles.Running]()
+    contract.ROLLOUTS |= {"server": rollout, "sglang": double}  # type: ignore[dict-item]
+    yield started
+    del contract.ROLLOUTS["server"], contract.ROLLOUTS["sglang"]
+    for running in (*started.values(), *doubles.values()):
         running.stop()
 
 
@@ -61,31 +79,88 @@ def case(name: str, *given: Any) -> None:
     vars(contract)[name].__wrapped__(*given)
 
 
-@pytest.mark.parametrize("backend", marked(REACH))
+@pytest.mark.parametrize("backend", [*marked(REACH), "disk"])
 def test_after_a_large_step_the_server_scores_as_the_trainer_does(backend: str) -> None:
     """And tells each part of the time."""
-    case("test_after_a_large_step_the_rollout_scores_as_the_trainer_does", backend, "server", backend == "tcp", True)
+    kind = "sglang" if backend == "disk" else "server"
+    case("test_after_a_large_step_the_rollout_scores_as_the_trainer_does", backend, kind, backend == "tcp", True)
 
 
-def test_a_prefix_computed_under_old_weights_is_never_used_after_a_publish() -> None:
-    case("test_a_prefix_computed_under_old_weights_is_never_used_after_a_publish", "shm", "server")
+@pytest.mark.parametrize(("kind", "backend"), FIRST)
+def test_a_prefix_computed_under_old_weights_is_never_used_after_a_publish(kind: str, backend: str) -> None:
+    case("test_a_prefix_computed_under_old_weights_is_never_used_after_a_publish", backend, kind)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_tensor_that_does_not_match_its_manifest_raises(change: str) -> None:
-    case("test_a_tensor_that_does_not_match_its_manifest_raises", "shm", "server", change)
+@pytest.mark.parametrize(("kind", "backend"), FIRST)
+@pytest.mark.parametrize("change", [name for name in CHANGES if not name.startswith("neither")])
+def test_a_tensor_that_does_not_match_its_manifest_raises(change: str, kind: str, backend: str) -> None:
+    case("test_a_tensor_that_does_not_match_its_manifest_raises", backend, kind, change)
 
 
-def test_the_canary_trips_where_wrong_weights_are_delivered_without_a_fault() -> None:
+@pytest.mark.parametrize(("kind", "backend"), FIRST)
+def test_a_tensor_that_nobody_tells_of_raises(kind: str, backend: str) -> None:
+    """SGLang keeps the old values, without a word: what it computes tells."""
+    said = r"input_layernorm" if kind == "server" else "log-probs of the canary differ"
+
+    async def test() -> None:
+        before = World(trainer(), backend)
+        replica = before.rollout(kind)
+        await before.publish([replica], 2)
+        world = World(trainer(), backend, sender=tampered(CHANGES["neither sent nor in the manifest"]))
+        await world.update()
+        with pytest.raises(SyncError, match=rf"version 3.*{said}"):
+            await world.publish([replica], 3)
+        await replica.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize(("kind", "backend"), FIRST)
+def test_the_canary_trips_where_wrong_weights_are_delivered_without_a_fault(kind: str, backend: str) -> None:
     def wrong(manifest: dict[str, Any], tensors: dict[str, Any]) -> None:
         tensors[NORM] = tensors[NORM] + 0.5
         manifest[NORM] = replace(entry_of(tensors[NORM]), checksum=checksum(tensors[NORM]))
 
     async def test() -> None:
-        world = World(trainer(), "shm", sender=tampered(wrong))
-        replica = world.rollout("server")
+        world = World(trainer(), backend, sender=tampered(wrong))
+        replica = world.rollout(kind)
         with pytest.raises(SyncError, match=r"version 1: rollout and trainer log-probs of the canary differ by \d"):
             await world.publish([replica], 1)
+        await replica.close()
+
+    run(test)
+
+
+def test_requests_go_on_while_the_server_reads_new_weights(server: dict[bool, Running]) -> None:
+    """And stand still for the switch alone."""
+    reading, go = threading.Event(), threading.Event()
+
+    async def test() -> None:
+        world = World(trainer(), "shm")
+        replica = world.rollout("server")
+        await world.publish([replica], 0)
+        await world.update()
+        runner = server[True].engine._runner
+        prepare = runner.prepare
+
+        def held(source: Any) -> Any:
+            reading.set()
+            assert go.wait(60), "nobody let it go on"
+            return prepare(source)
+
+        runner.prepare = held
+        try:
+            publish = asyncio.ensure_future(world.publish([replica], 1, on_inflight="keep"))
+            assert await asyncio.to_thread(reading.wait, 60)
+            c = await replica.generate("old", PROBES[0], Sampling(max_tokens=9, seed=3))
+            assert c.spans == ((0, 0, 9),) and not publish.done()
+            go.set()
+            await publish
+        finally:
+            go.set()
+            runner.prepare = prepare
+        c = await replica.generate("new", PROBES[0], Sampling(max_tokens=9, seed=3))
+        assert c.spans == ((1, 0, 9),) and distance(await scores(replica), world.logprobs()) < TOLERANCE
         await replica.close()
 
     run(test)

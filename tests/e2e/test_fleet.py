@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -13,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from doubles import Process
 from serving import texts_of, tokenizer
 from small_runs import metrics_of, same_tensors, small_run, tensors_of, trained
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.cli import main
 from verl.driver import run as runs
+from verl.rollout import vllm
+from verl.rollout.api import Expected
 from verl.rollout.base import RolloutContext
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
@@ -80,7 +84,7 @@ def test_servers_join_and_leave_a_run(
             assert await asyncio.to_thread(command, "add", urls[2]) == 0
             assert self.fleet.lines()[2] == f"2 waits for a publish {urls[2]}"
             at_join[0] = drawn_at(urls[2])
-            for wrong in (("add", urls[2]), ("add", "http://127.0.0.1:9"), ("add", "x"), ("remove", "7")):
+            for wrong in (("add", urls[2]), ("add", "http://127.0.0.1:9"), ("add", "x"), ("add",), ("remove", "7")):
                 assert await asyncio.to_thread(command, *wrong) == 2
         if step.number == 4:  # while the next one is rolled out
             leaving.append(asyncio.create_task(asyncio.to_thread(command, "remove", "0")))
@@ -96,6 +100,7 @@ def test_servers_join_and_leave_a_run(
         assert drawn_at(c) > at_join[0], "it was asked"
     said = capfd.readouterr().err
     assert "it is a replica of this run already" in said and "no healthy server there" in said
+    assert "its servers are started by others: give the URL of one" in said
     assert "expected http://HOST:PORT" in said and "replica 7: none has this number" in said
     assert command("list") == 2 and "no run goes on there" in capfd.readouterr().err
     here = tmp_path / "here" / "r"
@@ -108,6 +113,46 @@ def test_servers_join_and_leave_a_run(
     assert not (there / "replicas").exists() and os.access(there, os.R_OK)
 
 
+def test_a_server_that_the_run_starts_joins_it(
+    tmp_path: Path, tiny_model: Path, arithmetic_data: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """As those that it started at its beginning: by rollout.python, with a log of its own."""
+    there, finish, logs = tmp_path / "there" / "r", runs.Run.finish, list[str]()
+
+    async def finished(self: Any, step: Any, refs: Any) -> None:
+        await finish(self, step, refs)
+        if step.number == 1:
+            assert await asyncio.to_thread(main, ["replicas", str(there), "add"]) == 0
+            assert self.fleet.lines() == ["0 serves", "1 waits for a publish"]
+            assert await asyncio.to_thread(main, ["replicas", str(there), "add", "http://127.0.0.1:9"]) == 2
+        elif step.number == 2:
+            await self.fleet.remove(0)
+
+    small_run(tmp_path / "here", tiny_model, arithmetic_data, "run.total_steps=4")
+    with served(tiny_model) as a, served(tiny_model) as b:
+
+        def launch(python: str, options: Any, context: Any, place: Any) -> tuple[Any, str]:
+            logs.append(place.log.name)
+            return Process(), (a, b)[len(logs) - 1]
+
+        monkeypatch.setattr(vllm, "_launch", launch)
+        monkeypatch.setattr(vllm, "require_vllm", lambda python: None)
+        monkeypatch.setattr(vllm, "expected", lambda: Expected(name="vLLM"))
+        monkeypatch.setattr(runs.Run, "finish", finished)
+        args = ("rollout.engine=vllm", f"rollout.python={sys.executable}", "run.total_steps=4")
+        small_run(tmp_path / "there", tiny_model, arithmetic_data, *args)
+        assert drawn_at(b) > 0, "it was asked"
+    assert logs == ["rollout_0.log", "rollout_1.log"]
+    assert "replicas add http://127.0.0.1:9: its servers are started by this run: leave the URL out" in (
+        capfd.readouterr().err
+    )
+    here = tmp_path / "here" / "r"
+    assert trained(here) == trained(there)
+    same_tensors(tensors_of(here, 4), tensors_of(there, 4))
+    events = [(e.kind, e.data["replica"]) for e in read_events(there, ("joined", "left"))]
+    assert events == [("joined", 1), ("left", 0)]
+
+
 def test_a_run_without_servers_says_that_none_joins(
     tmp_path: Path, tiny_model: Path, arithmetic_data: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,8 +161,9 @@ def test_a_run_without_servers_says_that_none_joins(
     async def finished(self: Any, step: Any, refs: Any) -> None:
         await finish(self, step, refs)
         assert self.fleet.lines() == ["0 serves"]
-        with pytest.raises(ValueError, match="the engines of this run are started by it"):
-            await self.fleet.add("http://127.0.0.1:8000")
+        for url in ("http://127.0.0.1:8000", ""):
+            with pytest.raises(ValueError, match="the engine of this run is in its own process, and none joins"):
+                await self.fleet.add(url)
         with pytest.raises(ValueError, match="replica 0 is the only one"):
             await self.fleet.remove(0)
 

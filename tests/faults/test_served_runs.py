@@ -10,6 +10,7 @@ import signal
 import socket
 import struct
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,12 @@ STEPS = 3
 
 
 class Door:
-    """Before a server: what comes goes there, but for what a fault does to the requests of answers from the third on,
-    which are numbered. Health and probes are not among them."""
+    """Before a server: what comes goes there, but for what a fault does to requests, which are numbered by their paths.
+    Of those for answers health and probes are not among them."""
 
     def __init__(self) -> None:
-        self.to, self.url, self.asked = "", "", 0
-        self.fault: Callable[[int, web.Request], Awaitable[web.StreamResponse | None]] | None = None
+        self.to, self.url, self.asked = "", "", Counter[str]()
+        self.fault: Callable[[str, int], Awaitable[web.StreamResponse | None]] | None = None
         self.slow_s = self.cut = 0.0  # for each part of an answer · after so many parts the connection is reset
         self._up = threading.Event()
         threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True).start()
@@ -52,11 +53,12 @@ class Door:
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         body, number = await request.read(), 0
-        if request.path == GENERATE and b'"max_tokens":12' in body.replace(b" ", b""):
-            self.asked += 1
-            number = self.asked
-            if self.fault is not None and (answer := await self.fault(number, request)) is not None:
-                return answer
+        if request.path != GENERATE or b'"max_tokens":12' in body.replace(b" ", b""):
+            self.asked[request.path] += 1
+            number = self.asked[request.path] * (request.path == GENERATE)
+            found = None if self.fault is None else await self.fault(request.path, self.asked[request.path])
+            if found is not None:
+                return found
         limit = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(timeout=limit) as session:
             try:
@@ -100,7 +102,7 @@ class Pair:
 
     def well(self) -> None:
         for number, (door, process) in enumerate(zip(self.doors, self.processes, strict=True)):
-            door.fault, door.asked, door.slow_s, door.cut = None, 0, 0.0, 0
+            door.fault, door.asked, door.slow_s, door.cut = None, Counter(), 0.0, 0
             if process.poll() is not None:
                 self.start(number)
             else:
@@ -126,10 +128,13 @@ def straight(pair: Pair, tiny_model: Path, arithmetic_data: Any, tmp_path_factor
     return folder / "r"
 
 
-FAULTS = ["reset", "stopped", "killed", "killed in an evaluation", "slow", "errors"]
+UPDATE = ("/start_weight_update", "/update_weights", "/finish_weight_update")
+OFTEN = ["stopped", "reset", "errors", "killed at /update_weights"]
+FAULTS = [*OFTEN, "killed", "killed in an evaluation", "slow", "killed at /start_weight_update"]
+FAULTS += ["killed at /finish_weight_update", *(f"stopped at {path}" for path in UPDATE)]
 
 
-@pytest.mark.parametrize("how", FAULTS if FULL_GRID else FAULTS[1:2])
+@pytest.mark.parametrize("how", FAULTS if FULL_GRID else OFTEN)
 def test_one_of_two_servers_fails_and_the_run_is_the_undisturbed_one(
     how: str,
     pair: Pair,
@@ -140,25 +145,30 @@ def test_one_of_two_servers_fails_and_the_run_is_the_undisturbed_one(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """At a path: inside the update after the first step."""
     pair.well()
     door, process = pair.doors[1], pair.processes[1]
     evaluated = 4  # requests of the first evaluation, at least so many, at this door
-    at = 2 if how == "killed in an evaluation" else evaluated + 8
+    what, _, path = how.partition(" at ")
+    path, at = path or GENERATE, 2 if how == "killed in an evaluation" or path else evaluated + 8
 
-    async def fault(number: int, request: web.Request) -> web.StreamResponse | None:
-        if how in ("killed", "killed in an evaluation") and number == at:
+    async def fault(asked: str, number: int) -> web.StreamResponse | None:
+        if asked != path:
+            return None
+        if what in ("killed", "killed in an evaluation") and number == at:
             process.kill()
-        elif how == "stopped" and number == at:
+        elif what == "stopped" and number == at:
             os.kill(process.pid, signal.SIGSTOP)
-        elif how == "errors" and at <= number < at + 3:
+        elif what == "errors" and at <= number < at + 3:
             return web.json_response({"error": {"message": "out of memory"}}, status=500)
         return None
 
     door.fault, door.slow_s, door.cut = fault, 0.05 * (how == "slow"), at * (how == "reset")
     monkeypatch.setattr(life, "QUIET_S", 0.3)
     monkeypatch.setattr(client, "PROBE_S", 1.0)
-    small_run(tmp_path, tiny_model, arithmetic_data, *pair.args)
-    assert door.asked >= at, "the fault was met"
+    late = ("run.wait_timeout_s=30",) if how.startswith("stopped at") else ()  # a publish waits so long for one
+    small_run(tmp_path, tiny_model, arithmetic_data, *pair.args, *late)
+    assert door.asked[path] >= at, "the fault was met"
     run = tmp_path / "r"
     ids = [name for names in trained(run).values() for name in names]
     assert len(ids) == len(set(ids)) == 16 * STEPS
@@ -170,5 +180,5 @@ def test_one_of_two_servers_fails_and_the_run_is_the_undisturbed_one(
         for name in ("critic/score/mean", "response_length/mean"):
             assert [m.get(name) for m in steps.values()] == [m.get(name) for m in metrics_of(straight).values()], name
     lost = "rollout replica 1 is lost" in capsys.readouterr().out
-    assert lost == (how in ("stopped", "killed", "killed in an evaluation"))
+    assert lost == (what in ("stopped", "killed", "killed in an evaluation"))
     pair.well()

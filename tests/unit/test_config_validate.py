@@ -45,6 +45,16 @@ FAULTS = [
     (["pipeline.sync_every=0"], "must be >= 1"),
     (["pipeline.staleness=-1"], "must be >= 0"),
     (["pipeline.staleness=0.001"], "less than one group ahead"),
+    (["pipeline.placement=colocated", "pipeline.staleness=1"], "would sleep with requests in flight"),
+    (
+        [
+            "rollout.engine=server",
+            "rollout.url=http://127.0.0.1:1",
+            "pipeline.placement=colocated",
+            "pipeline.staleness=2",
+        ],
+        "set pipeline.placement=split, or staleness=0",
+    ),
     (["pipeline.max_invalid_share=1.5"], "must be >= 0 and <= 1"),
     (["rollout.top_p=0.9"], "set rollout.top_p=1"),
     (["rollout.top_k=50"], "set rollout.top_k=0"),

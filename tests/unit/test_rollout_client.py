@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import resource
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,19 +22,21 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from each import each
+from families import QWEN3_MOE
 from served import NAMES, VOCAB, Fault, Served, crashing, hanging_up, logprob, silent
 
+from verl.checkpoint.hf import skeleton_of
 from verl.rollout import client, http, life, wire
 from verl.rollout.api import Deadlines, Expected
 from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutContext
 from verl.rollout.client import ServedEngine
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.router import Router
-from verl.rollout.vllm_api import REQUEST_PREFIX, VllmApi
+from verl.rollout.vllm_api import REQUEST_PREFIX, VerlApi, VllmApi
 from verl.rollout.wire import NotUnderstood
 from verl.types import Sampling
 from verl.weight_sync import shm, tcp
-from verl.weight_sync.base import CheckedReader, Entry, SyncError, WeightSource
+from verl.weight_sync.base import CheckedReader, Entry, SyncError, WeightSource, parts_of
 from verl.weight_sync.sender import entry_of
 
 PROMPT = np.array([3, 4])  # answers 7, 8, 9, ...
@@ -50,7 +54,7 @@ class Text:
     max_position_embeddings = 512
 
 
-HF_CONFIG = SimpleNamespace(get_text_config=Text)
+HF_CONFIG = SimpleNamespace(get_text_config=Text, architectures=["Doubled"])
 
 
 def context_of(**given: Any) -> RolloutContext:
@@ -690,6 +694,50 @@ def test_a_server_that_says_by_itself_what_it_loaded_is_not_asked() -> None:
     with_server(body)
 
 
+def test_a_server_that_reads_ahead_stands_still_for_the_rest_alone() -> None:
+    """Where requests are to go on; and what fails before that fences it, too."""
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        engine._api = VerlApi()
+        for version, mode, paths in ((1, "keep", [*UPDATE[:2], "/pause?mode=keep", *UPDATE[2:]]), (2, "wait", None)):
+            served.asked.clear()
+            assert await engine.load_weights(reader(version), on_inflight=mode) == version  # type: ignore[arg-type]
+            assert served.paths == [*(paths or ["/pause?mode=wait", *UPDATE]), "/resume"]
+            sent = next(body for path, body in served.asked if path == "/update_weights")
+            assert sent["update_info"]["whole"] is True
+        served.asked.clear()
+        served.faults["/update_weights"] = crashing(500, "other bytes")
+        with pytest.raises(ServerRefused, match="other bytes"):
+            await engine.load_weights(reader(3), on_inflight="keep")
+        assert not {"/pause?mode=keep", "/resume"} & {*served.paths}
+        with pytest.raises(ServerGone, match="out of service: the update to version 3 failed"):
+            await engine.generate("r", PROMPT, greedy(2))
+
+    with_server(body)
+
+
+def test_experts_that_are_one_tensor_in_memory_are_read_as_a_saved_folder_has_them() -> None:
+    """One by one, of the same bytes; of each of them the server has to tell."""
+    model = skeleton_of(copy.deepcopy(QWEN3_MOE))
+    assert model is not None
+    fused = {name: Entry(tuple(t.shape), "float32") for name, t in model.state_dict().items()}
+    source = WeightSource(1, "verl.weight_sync.shm:open_weights", "/dev/shm/x-1", fused)
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        saved = [part for name in fused for part, _, _ in parts_of(model, fused).get(name, [(name, (), 0)])]
+        served.loaded = saved
+        assert await engine.load_weights(CheckedReader(source)) == 1
+        sent = next(body for path, body in served.asked if path == "/update_weights")["update_info"]["parts"]
+        up = "model.layers.0.mlp.experts.gate_up_proj"
+        assert sent.keys() == {name for name in fused if "mlp.experts" in name} and len(sent[up]) == 8
+        assert sent[up][1] == ["model.layers.0.mlp.experts.0.up_proj.weight", [24, QWEN3_MOE.hidden_size], 24]
+        served.loaded = [name for name in saved if ".experts.3.down" not in name]
+        with pytest.raises(SyncError, match=r"did not load 2 of .* tensors, e.g. \['model.layers.0.mlp.experts.3.down"):
+            await engine.load_weights(CheckedReader(replace(source, version=2)))
+
+    with_server(body, loads=False, hf_config=QWEN3_MOE)
+
+
 def test_tokens_around_an_update_say_which_weights_drew_them() -> None:
     async def body(engine: ServedEngine, served: Served) -> Completion:
         task = asyncio.create_task(engine.generate("r", PROMPT, greedy(40)))
@@ -723,7 +771,7 @@ async def not_reset(request: web.Request) -> web.StreamResponse:
     [
         *((path, crashing(500, "Attempted to load weight [3] into [4]"), "Attempted to load") for path in UPDATE),
         ("/update_weights", hanging_up, "update_weights"),
-        ("/update_weights", silent, "no answer in 0.3 s"),
+        ("/update_weights", silent, "no answer in 3 s"),
         ("/collective_rpc", lost, r"version 1: the server did not load 1 of 2 tensors, e.g. \['b.weight'\]"),
         ("/collective_rpc", extra, "loaded 1 tensors that nobody sent"),
         ("/collective_rpc", unfilled, r"1 parts of the server's model got no weights, e.g. \['model.norm.weight'\]"),
@@ -756,7 +804,38 @@ def test_a_failed_update_leaves_a_server_that_is_never_asked_again(path: str, fa
             await engine.load_weights(reader(2))
         assert len(served.asked) == asked and engine.version == 0
 
-    with_server(body, Served(step_s=0.01), control_s=0.3)
+    with_server(body, Served(step_s=0.01), control_s=3 if fault is silent else 10)
+
+
+@pytest.mark.parametrize("path", UPDATE[:3])
+def test_the_double_ends_where_it_is_updated_while_a_step_runs_as_vllm_does(path: str) -> None:
+    """So that all tests here fail with a client that does not make it stand still first."""
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        running = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
+        await until(lambda: bool(served.running))
+        with pytest.raises(ServerRefused, match="EngineDeadError: updated while a step runs"):
+            await engine._http.post(path, {"weight_version": "1"}, timeout_s=5)
+        with pytest.raises((ServerGone, ServerRefused)):
+            await running
+        with pytest.raises(ServerRefused, match="EngineDeadError"):
+            await engine.probe(5)
+
+    with_server(body, Served(step_s=0.01))
+
+
+def test_the_double_ends_where_it_is_resumed_after_a_load_that_failed_as_vllm_does() -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        for path in ("/pause?mode=keep", "/start_weight_update"):
+            await engine._http.post(path, timeout_s=5)
+        served.faults["/update_weights"] = crashing(500, "Attempted to load weight [3] into [4]")
+        with pytest.raises(ServerRefused, match="Attempted to load"):
+            await engine._http.post("/update_weights", {}, timeout_s=5)
+        with pytest.raises(ServerRefused, match="EngineDeadError: resumed amid an update"):
+            await engine._http.post("/resume", timeout_s=5)
+        assert served.dead is not None and not served.going.is_set()
+
+    with_server(body)
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import stat
+import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from each import each
+from families import QWEN3_MOE
+from safetensors.torch import load_file
 from small_runs import small_args
 from test_rollout_client import context_of
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
+from bench import environments
 from verl.config.backends import engine_of
 from verl.config.load import load_config
 from verl.config.validate import validate
 from verl.rollout.base import RolloutContext, ServerPlace
 from verl.rollout.vllm import PLUGIN, Options, build, environment, memory, require_vllm, serve_command
 from verl.rollout.wire import version_of
+from verl.weight_sync import shm
+from verl.weight_sync.base import checksum, parts_of
+from verl.weight_sync.sender import entry_of
 
 CONFIG = Qwen3Config(
     hidden_size=64,
@@ -114,6 +123,60 @@ def test_its_memory() -> None:
     assert of(Options(kv_cache_gib=7)) == 7
 
 
+def test_the_lines_of_the_page_for_a_cpu_make_an_environment_that_is_taken(tmp_path: Path) -> None:
+    """Those between pip's, in an environment where pip has put the wheel, as `make vllm-env` names it."""
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    pinned, torch_pin = environments.VLLM, f"torch=={torch.__version__.partition('+')[0]}"
+    assert f"bin/pip install --no-deps {pinned}\n" in page and f'"{torch_pin}"' in page
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True, timeout=120)
+    packages = next((tmp_path / "lib").glob("python3*/site-packages"))
+    named, _, version = pinned.partition("==")
+    (wheel := packages / f"{named.replace('-', '_')}-{version}.dist-info").mkdir()
+    asked = [*environments.NOT_WITH_VLLM, "numpy", "torch-like>=2", "ray>=2; extra == 'ray'"]
+    about = "".join(f"Requires-Dist: {one}\n" for one in asked)
+    (wheel / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {named}\nVersion: {version}\n{about}")
+    program = page.partition("<<'END'\n")[2].partition("END\n")[0]
+    python = str(tmp_path / "bin" / "python")
+    subprocess.run([python, "-"], input=program, text=True, cwd=tmp_path, check=True, timeout=120)
+    assert (tmp_path / "needs.txt").read_text().splitlines() == ["numpy", "torch-like>=2", torch_pin]
+    require_vllm(python)
+
+
+class Vllm(ModuleType):
+    """Whatever is imported of it is a class that does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__class_getitem__": lambda cls, of: object, "register_engine": lambda *given: None})
+
+
+def test_the_plugin_reads_experts_one_by_one_from_the_tensor_that_they_are_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the names of a folder that transformers has saved, bit for bit, and of the same memory."""
+    layers, loader = "vllm.model_executor.layers.vocab_parallel_embedding", "vllm.model_executor.model_loader.reload"
+    for name in ("base", "factory"):
+        of = f"vllm.distributed.weight_transfer.{name}"
+        monkeypatch.setitem(sys.modules, of, Vllm(of))
+    for of in (layers, loader):
+        monkeypatch.setitem(sys.modules, of, Vllm(of))
+    plugin: dict[str, Any] = {"__name__": "verl_weights_here"}
+    exec(compile((PLUGIN / "verl_weights.py").read_text(), "verl_weights", "exec", dont_inherit=True), plugin)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(QWEN3_MOE))
+    model.save_pretrained(tmp_path / "model")
+    held = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    shapes = {name: entry_of(tensor) for name, tensor in held.items()}
+    monkeypatch.setattr(shm, "SHM", tmp_path)
+    path = shm.ShmOutlet("verl-weights-1-plugin").stage(3, shapes, held.items())
+    sums = {name: checksum(tensor) for name, tensor in held.items()}
+    update = plugin["Update"](path, 3, None, sums, json.loads(json.dumps(parts_of(model, shapes))))
+    segment = plugin["Segment"](path)
+    found, saved = dict(segment.tensors(update)), load_file(tmp_path / "model" / "model.safetensors")
+    assert found.keys() == saved.keys() and any(".experts.3.up_proj" in name for name in found)
+    assert all(torch.equal(found[name], saved[name]) and found[name].is_contiguous() for name in saved)
+
+
 def fake_python(folder: Path, body: str) -> str:
     path = folder / "python"
     path.write_text(f"#!/bin/sh\n{body}\n")
@@ -128,7 +191,7 @@ def fake_python(folder: Path, body: str) -> str:
         ("echo 0.33.0", "vLLM 0.33.0 is there"),
         (
             "echo PackageNotFoundError: vllm; exit 1",
-            r"no vLLM there \(PackageNotFoundError: vllm\): pip install.*make vllm-env",
+            r"no vLLM there \(PackageNotFoundError: vllm\): pip install.*docs/engines.md.*make vllm-env",
         ),
         ("echo 0.32.1", ""),
         ("echo 0.32.0+cpu", ""),

@@ -18,6 +18,7 @@ from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.objective import Term
+from verl.rollout.base import Capabilities
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Metric, Sample, Segment
 from verl.workers.compute import Compute, OptimizerStep
@@ -97,6 +98,41 @@ def test_one_of_several_replicas_that_fails_to_sleep_or_wake_is_lost_and_the_oth
     assert note.startswith(
         "rollout: asleep, replica 0, 2 told of no" if at == "sleep" else "rollout: asleep, replica 0, 1"
     )
+
+
+@each(
+    "level, told, freed, why",
+    [
+        (1, 900e6, 900e6, None),
+        (1, 900e6, 100e6, "it told of 900 MB, and of its device 100 MB came free: at least 450 MB"),
+        (1, 0, 3e9, None),  # it does not say
+        (1, 0, 0, "it told of 0 MB, and of its device 0 MB came free: at least 67 MB"),
+        (1, 900e6, -1e6, "and of its device -1 MB came free"),  # somebody else took more
+        (2, 0, 0, None),  # it cannot, and nobody believed that it had
+    ],
+)
+def test_a_replica_whose_sleep_frees_too_little_of_the_device_is_given_up(level, told, freed, why):
+    free = [10_000_000_000]
+
+    class Server(Unwilling):
+        fails_at = "nowhere"
+
+        async def capabilities(self):
+            return Capabilities(logprobs="processed", max_context_tokens=8, sleep_levels=(1,))
+
+        async def sleep(self, level=1):
+            await super().sleep(level)
+            free[0] += int(freed)
+            return int(told)
+
+    replicas = [Server(), FakeEngine()]
+
+    async def main():
+        async with Placement(replicas, True, level == 2, free_bytes=lambda: free[0]).training():
+            assert replicas[1].asleep, "the next one is asked all the same"
+
+    asyncio.run(main())
+    assert (replicas[0].why is None) == (why is None) and (why or "") in str(replicas[0].why)
 
 
 # -- roles -------------------------------------------------------------------------------------------------------------

@@ -22,17 +22,22 @@ from verl.weight_sync.base import CheckedReader, Entry, WeightSource, checksum, 
 from verl.weight_sync.shm import ShmOutlet
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
-SUITE = Path(__file__).parents[1] / "contracts" / "test_rollout_contract.py"
 OUTLET = f"verl-weights-{os.getpid()}-tests"
 
 
-def contract_of_servers() -> ModuleType:
-    """The contract of rollout engines, over models whose heads vLLM's CPU kernels can compute."""
-    spec = importlib.util.spec_from_file_location("contract_of_servers", SUITE)
+def module_at(file: str, name: str) -> ModuleType:
+    """A contract of its own, to be changed, of that file."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "contracts" / file)
     assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = found
     spec.loader.exec_module(found)
+    return found
+
+
+def contract_of_servers() -> ModuleType:
+    """The contract of rollout engines, over models whose heads vLLM's CPU kernels can compute."""
+    found = module_at("test_rollout_contract.py", "contract_of_servers")
     # eight layers: a request of some hundred tokens still runs when something is done to it
     sizes = {**found.SIZES, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     sizes["num_hidden_layers"] = 8

@@ -152,7 +152,12 @@ def skeleton(directory: Path) -> torch.nn.Module | None:
     run for an export)."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    return skeleton_of(transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False))
+
+
+def skeleton_of(config: Any) -> torch.nn.Module | None:
+    import transformers
+
     with torch.device("meta"):
         if not config.architectures:
             return transformers.AutoModelForCausalLM.from_config(config)

@@ -49,6 +49,7 @@ from verl.driver.setup import (
     decoder,
     device_of,
     eos_ids,
+    free_bytes_of,
     load_tokenizer_of,
     max_context_tokens,
     refuse_unembedded,
@@ -235,7 +236,8 @@ def _placement(
 ) -> Placement:
     asked = config.pipeline.placement
     colocated = asked == "colocated" or (asked == "auto" and _in_step(config))
-    return Placement(replicas, colocated, drops_rollout_weights(config), waits, config.run.wait_timeout_s, note)
+    drops, free = drops_rollout_weights(config), free_bytes_of(config)
+    return Placement(replicas, colocated, drops, waits, config.run.wait_timeout_s, note, free)
 
 
 def _in_step(config: Config) -> bool:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verl.config.backends import ROLLOUT
 from verl.config.schema import Config
 from verl.config.served import server_faults, urls_of
 from verl.driver.fleet import Fleet
@@ -32,14 +33,20 @@ def fleet_of(
 ) -> Fleet:
     from verl.driver.assemble import rollout_engine
 
-    def start_of(url: str) -> Start:
-        """Connected to as those of the command line are, and refused for what they would be."""
-        asked = replace(config, rollout=replace(config.rollout, url=url, replicas=1))
+    def start_of(url: str, number: int) -> Start:
+        """Connected to, or started, as those of the command line are, and refused for what they would be."""
+        asked = replace(config, rollout=replace(config.rollout, url=url, replicas=1)) if url else config
         for fault in server_faults(asked, "train"):
             raise ValueError(fault)
+        if not ROLLOUT[config.rollout.engine].apart:
+            raise ValueError(f"rollout.engine={config.rollout.engine}: its replicas are in this process; none joins")
         if config.cluster.backend != "inproc":
-            raise ValueError(f"{url}: servers join a run whose engines are in its own process (cluster.backend=inproc)")
-        return partial(context.cluster.replica, 0, rollout_engine, (asked, tokenizer, context.device))
+            what = url or "another server"
+            raise ValueError(
+                f"{what}: servers join a run whose engines are in its own process (cluster.backend=inproc)"
+            )
+        given = (asked, tokenizer, context.devices["rollout"], 0 if url else number)
+        return partial(context.cluster.replica, given[-1], rollout_engine, given)
 
     def tell(kind: str, data: Mapping[str, Any]) -> None:
         reporter.events.append(kind, groups.scheduler.next_step + 1, data)

@@ -28,7 +28,8 @@ class Members(Protocol):
 
 class Fleet:
     """members: None where the run has one engine, in its process · urls: of its servers, by their numbers (none: they
-    are started here) · start_of: what connects to a server, or ValueError · tell: an event of the run."""
+    are started here) · start_of: what connects to a server, or, without a URL, starts the one of a number; or
+    ValueError · tell: an event of the run."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class Fleet:
         members: Members | None,
         urls: Sequence[str],
         publisher: Publisher,
-        start_of: Callable[[str], Any],
+        start_of: Callable[[str, int], Any],
         tell: Callable[[str, Mapping[str, Any]], None],
     ) -> None:
         self._folder, self._members, self._urls = run_dir / FOLDER, members, list(urls)
@@ -44,22 +45,27 @@ class Fleet:
         self._alone = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
-    async def add(self, url: str) -> int:
-        """A server of the run's own kind that runs already joins -> its number. It gets requests after the next
-        publish, which it has to take and verify like every other. ValueError: refused."""
+    async def add(self, url: str = "") -> int:
+        """A server of the run's own kind that runs already joins, or, without a URL, one that is started -> its number.
+        It gets requests after the next publish, which it has to take and verify like every other. ValueError: refused.
+        """
         url = url.strip().rstrip("/")
         async with self._alone:
-            if self._members is None or not self._urls:
-                raise ValueError(f"{url}: the engines of this run are started by it, none joins; give it rollout.url=")
+            if self._members is None:
+                raise ValueError(f"replicas add {url}: the engine of this run is in its own process, and none joins")
+            if bool(url) != bool(self._urls):
+                given = "by others: give the URL of one" if self._urls else "by this run: leave the URL out"
+                raise ValueError(f"replicas add {url}: its servers are started {given}")
             states = self._members.states()
-            if any(known == url and state != "left" for known, state in zip(self._urls, states, strict=True)):
+            if url and any(known == url and state != "left" for known, state in zip(self._urls, states, strict=True)):
                 raise ValueError(f"{url}: it is a replica of this run already")
-            joining, what = self._members.join(self._start_of(url)), f"the server {url} to join"
+            number, what = len(states), f"the server {url or 'that is started'} to join"
+            joining = self._members.join(self._start_of(url, number))
             able = await self._publisher.waits.wait(joining, who="driver", what=what, timeout_s=START_TIMEOUT_S)
             self._publisher.join(able)
-            self._urls.append(url)
-            self._tell("joined", {"replica": len(states), "url": url})
-            return len(states)
+            self._urls += [url] if url else []
+            self._tell("joined", {"replica": number, "url": url or None})
+            return number
 
     async def remove(self, number: int) -> None:
         """It gets nothing more, and what it was asked goes on at the others; a server that others started goes on.

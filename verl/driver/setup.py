@@ -75,6 +75,14 @@ def free_of_device(config: Config) -> int | None:
     return torch.cuda.mem_get_info()[0] if on else None
 
 
+def free_bytes_of(config: Config) -> Callable[[], int] | None:
+    """How much is free of the device of this process, that rollout servers started by it share: also what torch keeps
+    for itself. None without one, or where it is another process's."""
+    if config.cluster.backend != "inproc" or device_of(config) != "cuda":
+        return None
+    return lambda: torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
 def native_dtype(device: str) -> str:
     """bfloat16 where the device multiplies it in hardware, else float32."""
     if device == "cuda" and torch.cuda.is_available():

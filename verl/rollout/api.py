@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -81,6 +81,8 @@ class Api:
     """It can be told to end a request. Without, the connection is closed, and what came by then is the answer."""
     updates = False
     """It takes new weights as it runs. Without, it is started anew with them, or keeps its own."""
+    ahead = False
+    """It reads new weights while it draws by the old ones, before it is made to stand still for the rest."""
     offloads = False
     """Asleep at level 1, its weights lie in the host's memory, and are to be woken too."""
     plain = False
@@ -93,6 +95,8 @@ class Api:
     """It refuses the first id behind its vocabulary, and goes on."""
     scores: tuple[float, ...] = (0.0, 1.0)
     """Temperatures at which it tells log-probs of prompts (0: the greedy one's are those at 1)."""
+    names: Literal["model", "saved"] = "model"
+    """Of tensors, that it knows: those of the model in memory, or those of a saved folder (experts one by one)."""
     transport: str
     """How the address of weights that it reads must begin, and the sync.engine that makes such."""
     sync: str
@@ -118,8 +122,11 @@ class Api:
     async def resume(self, post: Post) -> None:
         """Nothing, where it cannot stand still."""
 
+    async def announce(self, post: Post, sent: WeightSource) -> None:
+        """What comes before new weights are live, and need not wait until the server stands still if it is `ahead`."""
+
     async def deliver(self, post: Post, sent: WeightSource) -> None:
-        """New weights into a server that stands still, and no prefix of older ones after."""
+        """New weights, which were announced, into a server that stands still, and no prefix of older ones after."""
         raise NotImplementedError
 
     async def sleep(self, post: Post, level: int) -> int:

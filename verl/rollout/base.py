@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -234,6 +234,15 @@ class Resuming(Protocol):
         so_far: SoFar | None = None,
     ) -> Completion:
         """The whole answer. When the call ends, in whatever way, `so_far` holds what is sure of it."""
+        ...
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """An engine that reads new weights while it draws with those that it has."""
+
+    async def prepare_weights(self, source: WeightReader) -> Callable[[PauseMode], Awaitable[int]]:
+        """Nothing of `source` is live before what is returned is called, which does the rest of `load_weights`."""
         ...
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from verl.checkpoint.hf import skeleton_of
 from verl.rollout.api import Api, Deadlines, Expected, Room, source_of
 from verl.rollout.base import (
     Capabilities,
@@ -36,7 +38,7 @@ from verl.rollout.launching import Launch
 from verl.rollout.life import Life
 from verl.rollout.wire import Drawn, Reading
 from verl.types import Sampling
-from verl.weight_sync.base import SyncError
+from verl.weight_sync.base import Parts, SyncError, WeightSource, parts_of
 
 AGAIN_S = 0.05  # between two words to abort a request that may not have arrived yet
 SETTLE_S = 2.0  # for the answers of a server that has finished its requests to arrive
@@ -68,6 +70,7 @@ class ServedEngine(Server):
         self._open.set()
         self._behind: set[asyncio.Task[None]] = set()
         self._version = -1
+        self._parts: Parts | None = None
         self._life = Life(self._pending, self._shown, self._progress, self._going, self._gone)
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -251,12 +254,13 @@ class ServedEngine(Server):
         self._check_alive()
         began = time.perf_counter()
         reader, sent = await source_of(self._api, source)
+        sent = await self._as_read(sent)
         transferred = time.perf_counter() - began
         if not self._api.updates and self._launch is None and self._version >= 0:
             fix = "use it for verl eval and verl generate, or train with rollout.engine=vllm, sglang or server"
             raise ValueError(f"{self._http.url} has weights of its own, and takes no others while it runs: {fix}")
         await self._up()
-        async with self._alone():
+        async with self._alone(partial(self._announced, sent, on_inflight)) as announced:
             if self._api.updates and (self._fenced is not None or self._ended):
                 await self._restart()
             what = "load_weights(on_inflight='wait')"
@@ -271,6 +275,8 @@ class ServedEngine(Server):
             try:
                 still = time.perf_counter()
                 if self._api.updates:
+                    if not announced:
+                        await self._api.announce(self._call, sent)
                     await self._api.deliver(self._call, sent)
                 elif self._launch is not None:
                     await self._restart(sent.address)
@@ -279,7 +285,7 @@ class ServedEngine(Server):
                 if not self._paused:
                     await self._resumed()
             except BaseException as e:
-                await self._fence(f"the update to version {sent.version} failed ({type(e).__name__}: {e})")
+                await self._fence(_failed(sent, e))
                 if self._version < 0 and isinstance(e, SyncError | ServerRefused):
                     why = f"{self._expected.name} has taken no weights yet; if it has another model"
                     raise SyncError(f"{e}; {why}: start it with this one, or set {OTHERS}") from e
@@ -288,6 +294,27 @@ class ServedEngine(Server):
         reader.delivered, reader.seconds = reader.delivered | set(sent.delivered), parts
         self._version = sent.version
         return sent.version
+
+    async def _as_read(self, sent: WeightSource) -> WeightSource:
+        """By the names that the server knows."""
+        if self._api.names == "model":
+            return sent
+        if self._parts is None:  # the same for all versions
+            config = copy.deepcopy(self._context.hf_config)
+            self._parts = await asyncio.to_thread(lambda: parts_of(skeleton_of(config), sent.delivered))
+        return replace(sent, names=self._api.names, parts=self._parts)
+
+    async def _announced(self, sent: WeightSource, mode: PauseMode) -> bool:
+        """Whether it has read the new weights while it draws by those that it has."""
+        draws = self._going() and not (self._ended or self._left) and self._version >= 0
+        if not draws or mode != "keep" or not self._api.ahead:
+            return False
+        try:
+            await self._api.announce(self._call, sent)
+        except BaseException as e:
+            await self._fence(_failed(sent, e))
+            raise
+        return True
 
     async def _stand_still(self, mode: PauseMode, what: str) -> None:
         """Given up by its caller, it is undone: after its own end, as a server hears of no caller that left."""
@@ -325,13 +352,15 @@ class ServedEngine(Server):
             raise
 
     @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
+    async def _alone(self, first: Callable[[], Awaitable[bool]] | None = None) -> AsyncIterator[bool]:
+        """first: what needs no stand-still."""
         async with self._control:
             if self._behind:  # what an earlier caller left is undone first
                 await asyncio.wait(self._behind)
+            done = first is not None and await first()
             self._open.clear()
             try:
-                yield
+                yield done
             finally:
                 self._life.heard += 1
                 if not self._paused or self._api.holds:
@@ -433,3 +462,7 @@ class ServedEngine(Server):
         if sampling.stop and self._context.decode is None:
             raise ValueError(f"stop={sampling.stop} needs text: give the engine decode=, or use stop_token_ids")
         return ids
+
+
+def _failed(sent: WeightSource, e: BaseException) -> str:
+    return f"the update to version {sent.version} failed ({type(e).__name__}: {e})"

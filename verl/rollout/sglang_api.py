@@ -88,8 +88,10 @@ class SglangApi(Api):
     async def resume(self, post: Post) -> None:
         await post("/continue_generation", {"torch_empty_cache": False})
 
-    async def deliver(self, post: Post, sent: WeightSource) -> None:
+    async def announce(self, post: Post, sent: WeightSource) -> None:
         await asyncio.to_thread(lambda: [None for _ in CheckedReader(sent).tensors()])
+
+    async def deliver(self, post: Post, sent: WeightSource) -> None:
         body = {"model_path": sent.address, "load_format": "auto", "weight_version": str(sent.version)}
         try:
             told = await post("/update_weights_from_disk", body | {"flush_cache": True})

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 AT_LEAST, BELOW = (0, 32), (0, 33)
 PLUGIN = Path(__file__).parent / "vllm_plugin"
 TRANSFER = '--weight-transfer-config \'{"backend":"verl"}\' --worker-extension-cls verl_weights.Extension'
-INSTALL = "pip install vllm==0.32.0 in an environment of its own; without a GPU, what `make vllm-env` does"
+INSTALL = (
+    "pip install vllm==0.32.0 in an environment of its own; without a GPU, the lines under vLLM in docs/engines.md "
+    "(in a checkout: make vllm-env)"
+)
 LEAST_BATCHED_TOKENS = 4096
 MAX_KV_GIB = 4  # of a CPU's memory, unless kv_cache_gib says otherwise
 

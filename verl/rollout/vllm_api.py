@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,6 +26,7 @@ class VllmApi(Api):
     generate, transport, sync = GENERATE, "verl.weight_sync.shm:", "shm"
     modes: frozenset[PauseMode] = frozenset(("keep", "wait", "abort"))
     holds = aborts = updates = offloads = True
+    names: Literal["model", "saved"] = "saved"  # its loaders read folders
 
     def __init__(self, *, follows: bool = False) -> None:
         self.follows = follows
@@ -62,11 +63,14 @@ class VllmApi(Api):
     async def resume(self, post: Post) -> None:
         await post("/resume")
 
-    async def deliver(self, post: Post, sent: WeightSource) -> None:
+    async def announce(self, post: Post, sent: WeightSource) -> None:
         checksums = {name: e.checksum for name, e in sent.delivered.items() if e.checksum is not None}
         info = {"path": sent.address, "version": sent.version, "names": None, "checksums": checksums}
         await post("/start_weight_update")
+        info |= ({"whole": True} if self.ahead else {}) | ({"parts": sent.parts} if sent.parts else {})
         await post("/update_weights", {"update_info": info})
+
+    async def deliver(self, post: Post, sent: WeightSource) -> None:
         told = await post("/finish_weight_update", {"weight_version": str(sent.version)})
         if not isinstance(told, dict) or "loaded" not in told:
             workers = (await post("/collective_rpc", {"method": "loaded_weights"}))["results"]
@@ -112,7 +116,8 @@ class VllmApi(Api):
 class VerlApi(VllmApi):
     """That of `verl serve`, which goes on at a position, and tells of tokens as seldom as it is asked to."""
 
-    by_position = True
+    by_position = ahead = True
+    names = "model"
 
     def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
         body = super().body(model, name, prompt, sampling, room)
@@ -123,10 +128,10 @@ class VerlApi(VllmApi):
 def compare(sent: WeightSource, told: Mapping[str, Any]) -> None:
     """SyncError where a worker of the server did not load what was sent. told: `loaded`: the tensors that it read, by
     the names that they were sent under · `missing`: parts of its model that got nothing."""
-    wanted, loaded, at = set(sent.delivered), set(told["loaded"]), f"version {sent.version}"
+    wanted, loaded, at = sent.read_as, set(told["loaded"]), f"version {sent.version}"
     if absent := sorted(wanted - loaded):
         raise SyncError(f"{at}: the server did not load {len(absent)} of {len(wanted)} tensors, e.g. {absent[:3]}")
-    if more := sorted(loaded - set(sent.manifest)):
+    if more := sorted(loaded - wanted - set(sent.manifest)):
         raise SyncError(f"{at}: the server loaded {len(more)} tensors that nobody sent, e.g. {more[:3]}")
     if left := sorted(told.get("missing", ())):
         raise SyncError(f"{at}: {len(left)} parts of the server's model got no weights, e.g. {left[:3]}")

@@ -12,10 +12,11 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from torch import Tensor, uint8
+from torch.nn import Module
 
 from verl.rollout.base import PauseMode, RolloutEngine
 from verl.weight_sync.canary import Probed, difference, fault
@@ -39,22 +40,35 @@ class Entry:
     checksum: int | None = None
 
 
+Parts = Mapping[str, Sequence[tuple[str, tuple[int, ...], int]]]
+"""By the name of a tensor of the model what it is in a saved folder; see `saved_as`."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSource:
     """The weights of one version: which they are and where to get them. Holds no tensor; can be sent anywhere.
 
-    transport: "module:function" that opens the address, address -> object with `tensors()` · manifest: by HF name.
+    transport: "module:function" that opens the address, address -> object with `tensors()` · manifest: by HF name, as
+    the model in memory has them · names: those that its reader knows · parts: where these are of a saved folder, the
+    tensors that are several there, whose bytes are runs of rows of the one that is delivered.
     """
 
     version: int
     transport: str
     address: str
     manifest: Mapping[str, Entry]
+    names: Literal["model", "saved"] = "model"
+    parts: Parts = field(default_factory=dict)
 
     @property
     def delivered(self) -> dict[str, Entry]:
         """Entries that are delivered under their own name."""
         return {name: entry for name, entry in self.manifest.items() if entry.tied_to is None}
+
+    @property
+    def read_as(self) -> set[str]:
+        """Their names, as its reader tells of them."""
+        return {part for name in self.delivered for part, _, _ in self.parts.get(name, [(name, (), 0)])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +165,16 @@ class TensorStream(Protocol):
     def release(self, version: int) -> None:
         """All replicas have this version. What is in files stays: they are used again, or make room for later ones."""
         return
+
+
+def parts_of(model: Module | None, shapes: Mapping[str, Entry]) -> Parts:
+    """Of those tensors that have other names in a saved folder. model: without storage; None: of no known class."""
+    from verl.checkpoint.hf import saved_as
+
+    if model is None:
+        return {}
+    found = {name: saved_as(model, name, entry.shape) for name, entry in shapes.items()}
+    return {name: parts for name, parts in found.items() if [part for part, _, _ in parts] != [name]}
 
 
 def opened(source: WeightSource) -> TensorStream:

@@ -23,9 +23,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from verl.checkpoint.hf import saved_as, skeleton
+from verl.checkpoint.hf import skeleton
 from verl.checkpoint.safetensors_file import DTYPES, host_bytes
-from verl.weight_sync.base import Entry, SyncContext, SyncError, TensorStream
+from verl.weight_sync.base import Entry, Parts, SyncContext, SyncError, TensorStream, parts_of
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Disk
 
@@ -34,8 +34,6 @@ WEIGHTS = "model.safetensors"
 KEPT = 2  # versions: a late reader may still be at the one before
 VERSION, WHOLE = "verl_version", "verl_whole"  # in the file's own metadata; tensors that lie there in several parts
 NOT_LINKED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-
-Parts = dict[str, list[tuple[str, tuple[int, ...], int]]]  # see `saved_as`
 
 
 class DiskOutlet:
@@ -57,7 +55,7 @@ class DiskOutlet:
         coming.mkdir()
         try:
             if self._parts is None:
-                self._parts = _parts_of(self._model, shapes)
+                self._parts = parts_of(skeleton(self._model) if self._model else None, shapes)
             _write(coming / WEIGHTS, version, shapes, tensors, self._parts)
             for path in self._model.iterdir() if self._model else ():
                 if path.is_file() and not path.name.endswith(NOT_LINKED):
@@ -75,14 +73,6 @@ class DiskOutlet:
         others = [path for path in whole if path != latest]
         for path in (*self._root.glob(".gone-*"), *others[: len(others) - (KEPT - 1)]):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _parts_of(folder: Path | None, shapes: Mapping[str, Entry]) -> Parts:
-    """Of those tensors that have other names in a saved folder."""
-    if folder is None or (model := skeleton(folder)) is None:
-        return {}
-    found = {name: saved_as(model, name, entry.shape) for name, entry in shapes.items()}
-    return {name: parts for name, parts in found.items() if [part for part, _, _ in parts] != [name]}
 
 
 def _write(

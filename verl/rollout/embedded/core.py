@@ -28,12 +28,13 @@ class Admission:
 
 
 class Runner(Protocol):
-    """Row i of the runner is row i of the core. All methods run on the engine's one thread.
+    """Row i of the runner is row i of the core. All methods but `prepare` run on the engine's one thread.
 
-    ready: weights are loaded · load: replace the weights, or raise and leave the old ones live; drops prefixes, keeps
-    the KV of live rows · admit: make some requests from the front of `waiting` resident in rows `resident`.., None if
-    none is ready · decode: feed one token to each of n rows and draw the next ones · move: rows `sources` become rows
-    `holes`, then rows from `kept` on are free.
+    ready: weights are loaded · prepare: read new weights into memory of their own, beside the live ones and in any
+    thread -> what makes them live; that drops prefixes, and keeps the KV of live rows · admit: make some requests
+    from the front of `waiting` resident in rows `resident`.., None if none is ready · decode: feed one token to
+    each of n rows and draw the next ones · move: rows `sources` become rows `holes`, then rows from `kept` on are
+    free.
     """
 
     max_rows: int
@@ -43,7 +44,7 @@ class Runner(Protocol):
     @property
     def ready(self) -> bool: ...
     def enter_thread(self) -> None: ...
-    def load(self, source: WeightReader) -> None: ...
+    def prepare(self, source: WeightReader) -> Callable[[], None]: ...
     def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None: ...
     def decode(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled: ...
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None: ...
@@ -114,14 +115,23 @@ class EngineCore:
         self._remove(np.asarray(rows, np.int64))
         return done
 
-    def load(self, source: WeightReader) -> int:
-        """Tokens sampled after this carry the new version; live rows keep their KV (stale by design)."""
+    def prepare(self, source: WeightReader) -> Callable[[], int]:
+        """Read new weights, in any thread, while steps go on -> what makes them live: tokens sampled after that carry
+        the new version; live rows keep their KV (stale by design)."""
         version = source.version
-        self.runner.load(source)
-        self.version = version
-        for row, request in enumerate(self.running.requests):
-            request.start_span(version, int(self.running.count[row]))
-        return version
+        switch = self.runner.prepare(source)
+
+        def live() -> int:
+            switch()
+            self.version = version
+            for row, request in enumerate(self.running.requests):
+                request.start_span(version, int(self.running.count[row]))
+            return version
+
+        return live
+
+    def load(self, source: WeightReader) -> int:
+        return self.prepare(source)()
 
     def sleep(self, level: int) -> int:
         """Free KV (level 1) and weights (level 2). Live requests go back to waiting with the tokens they have."""

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -64,6 +64,8 @@ class EmbeddedEngine:
             notes=notes,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout", initializer=runner.enter_thread)
+        self._second = ThreadPoolExecutor(1, thread_name_prefix="rollout-load", initializer=runner.enter_thread)
+        self._beside = set[asyncio.Future[Any]]()  # for those who wait for what runs there
         self._driver: asyncio.Task[None] | None = None
         self._inbox: deque[Request | Control] = deque()  # in the order of the calls
         self._held: list[Request] = []  # submitted while paused
@@ -144,13 +146,27 @@ class EmbeddedEngine:
         return await self._control(run)
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
+        """See `RolloutEngine`. keep: requests stand still for the switch alone; what is read lies beside the weights
+        that they go on with, as it does in the other modes, where they have ended."""
+        if on_inflight == "keep" and self._runner.ready and not self._asleep:
+            return await (await self.prepare_weights(source))("keep")
+        return await self._made_live(source, partial(self._core.load, source), 0.0, on_inflight)
+
+    async def prepare_weights(self, source: WeightReader) -> Callable[[PauseMode], Awaitable[int]]:
+        """See `Preparing`."""
+        self._check_alive()
+        began = time.perf_counter()
+        switch = await self._beside_steps(partial(self._core.prepare, source))
+        return partial(self._made_live, source, switch, time.perf_counter() - began)
+
+    async def _made_live(self, source: WeightReader, load: Callable[[], int], read_s: float, mode: PauseMode) -> int:
         async def run(control: Control) -> int:
-            await self._settle_inflight(on_inflight, control, "load_weights(on_inflight='wait')")
+            await self._settle_inflight(mode, control, "load_weights(on_inflight='wait')")
             began = time.perf_counter()
-            live = await self._in_thread(partial(self._core.load, source))
+            live = await self._in_thread(load)
             if isinstance(source, Timed):
                 paused = time.perf_counter() - began
-                source.seconds |= {"load": paused - source.seconds.get("transfer", 0.0), "pause": paused}
+                source.seconds |= {"load": read_s + paused - source.seconds.get("transfer", 0.0), "pause": paused}
             return live
 
         return await self._control(run)
@@ -217,6 +233,7 @@ class EmbeddedEngine:
         self._abandon(RuntimeError("the rollout engine was closed"))
         self._thread.submit(self._runner.close)
         self._thread.shutdown(wait=False)
+        self._second.shutdown(wait=False)
 
     @property
     def version(self) -> int:
@@ -273,6 +290,18 @@ class EmbeddedEngine:
         self._inbox.append(control)
         self._wake_driver()
         return await control.done
+
+    async def _beside_steps(self, run: Callable[[], T]) -> T:
+        """In a thread of its own. The caller hears at once of an engine that fails or is closed meanwhile."""
+        loop = asyncio.get_running_loop()
+        job, stopped = loop.run_in_executor(self._second, run), loop.create_future()
+        self._beside.add(stopped)
+        try:
+            await asyncio.wait({job, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            return await (stopped if stopped.done() else job)
+        finally:
+            self._beside.discard(stopped)
+            job.cancel()  # nothing if it has ended; else nobody wants to know
 
     async def _in_thread(self, run: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
@@ -430,7 +459,7 @@ class EmbeddedEngine:
         controls = [item for item in (self._serving, *self._inbox) if isinstance(item, Control)]
         waiting: list[asyncio.Future[Any]] = [future for _, future in self._pending.values()]
         waiting += [control.done for control in controls]
-        waiting += [future for _, future in self._aborts if future is not None]
+        waiting += [*(future for _, future in self._aborts if future is not None), *self._beside]
         self._pending, self._held, self._inbox, self._aborts = {}, [], deque(), []
         self._serving, self._orphans = None, True
         for future in waiting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -42,7 +42,7 @@ class HfRunner:
 
     def close(self) -> None: ...
 
-    def load(self, source: WeightReader) -> None:
+    def prepare(self, source: WeightReader) -> Callable[[], None]:
         module = self._module
         if module is None:
             module = AutoModelForCausalLM.from_config(copy.deepcopy(self._config), dtype=self._dtype)
@@ -54,10 +54,14 @@ class HfRunner:
             into = torch.empty(live.shape, dtype=dtype, device=self._device)
             fresh.setdefault(id(live), Destination(into.shape, into, into.shape, dtype))
         receive(source.tensors(), {name: fresh[id(live)] for name, live in state.items()})
-        for live in state.values():
-            live.data = fresh[id(live)].into
-        self._module, self._loaded = module, True
-        self._arguments = frozenset(inspect.signature(module.forward).parameters)
+
+        def switch() -> None:
+            for live in state.values():
+                live.data = fresh[id(live)].into
+            self._module, self._loaded = module, True
+            self._arguments = frozenset(inspect.signature(module.forward).parameters)
+
+        return switch
 
     @torch.inference_mode()
     def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby, islice
 
@@ -24,7 +24,7 @@ from verl.rollout.native.model import Model
 from verl.rollout.native.options import Options
 from verl.rollout.native.paged import PageCache, PagedDecode, whole_pages
 from verl.rollout.native.prefill import Prefiller
-from verl.rollout.native.weights import Storage, weights_of
+from verl.rollout.native.weights import Storage, Weights, weights_of
 
 FIXED_ROWS = 32  # rows of one decode call when deterministic and a product's bits depend on its number of rows
 MAX_LOGITS = 2**25  # that exist at once in a lane when sampling; fewer rows would read the head's weights more often
@@ -95,10 +95,12 @@ class NativeRunner:
     def close(self) -> None:
         self._lanes.close()
 
-    def load(self, source: WeightReader) -> None:
+    def prepare(self, source: WeightReader) -> Callable[[], None]:
         storage = Storage(self.model.shape, self._dtype, self.compute_dtype, self._device)
         receive(source.tensors(), storage.destinations)
-        fresh = weights_of(storage, self._layout, self._kernels)
+        return partial(self._switch, weights_of(storage, self._layout, self._kernels))
+
+    def _switch(self, fresh: Weights) -> None:
         if self._paged is not None and self.ready and self.model.live.tensors:
             self.model.live.overwrite(fresh)  # graphs read the memory that they were captured with
         else:

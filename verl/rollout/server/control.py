@@ -3,15 +3,16 @@
     start_weight_update -> update_weights (once or more) -> finish_weight_update
 
 Until finish nothing of the new weights is live; finish makes them live at once, or the server says nothing any more
-until a whole update has succeeded: what it holds is not what its trainer believes.
+until a whole update has succeeded: what it holds is not what its trainer believes. With a segment that says that it is
+the last one (`whole`) all are read when it comes, beside the weights that are live, by which requests go on meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from verl.rollout.base import PauseMode
+from verl.rollout.base import PauseMode, Preparing
 from verl.rollout.server.app import SERVICE, Handler, as_json
 from verl.rollout.server.requests import ApiError, decoded, typed
 from verl.rollout.server.service import Service
@@ -33,12 +34,14 @@ TAGS = {"weights": "weights", "kv_cache": "kv", "kv": "kv"}  # vLLM's names
 
 
 class UpdateInfo(msgspec.Struct, kw_only=True):
-    """A segment of shared memory. names: those to take (null: all that it holds) · checksums: crc32 of the bytes."""
+    """A segment of shared memory. names: those to take (null: all that it holds) · checksums: crc32 of the bytes ·
+    whole: nothing follows it."""
 
     path: str
     version: Annotated[int, Meta(ge=0)]
     names: list[str] | None = None
     checksums: dict[str, int] = {}
+    whole: bool = False
 
 
 class UpdateBody(msgspec.Struct):
@@ -63,11 +66,13 @@ class AbortBody(msgspec.Struct):
 
 @dataclass(slots=True)
 class Update:
-    """What an update has announced so far; a `WeightReader` once it is whole. loaded: what the engine has read."""
+    """What an update has announced so far; a `WeightReader` once it is whole. loaded: what the engine has read ·
+    live: makes live what was read already."""
 
     parts: list[UpdateInfo] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     version: int = -1
+    live: Callable[[PauseMode], Awaitable[int]] | None = None
 
     def tensors(self) -> Iterator[tuple[str, object]]:
         for part in self.parts:
@@ -116,14 +121,18 @@ class ControlPlane:
             said = f"path={info.path}: a file of sync.engine=shm is wanted ({SEGMENT}...)"
             raise ApiError(400, said, param="path", code="invalid_value")
         try:
-            if update.parts and update.version != info.version:
+            if update.parts and (update.live is not None or update.version != info.version):
                 raise SyncError(f"version {update.version} is being updated, and {info.path} is of {info.version}")
-            if info.checksums:  # read here, beside the engine's work, and not once more
+            if info.whole and isinstance(service.engine, Preparing):
+                whole = replace(update, parts=[*update.parts, info], version=info.version)
+                async with asyncio.timeout(service.options.request_timeout_s):
+                    update.live = await service.engine.prepare_weights(whole)
+            elif info.checksums:  # read here, beside the engine's work, and not once more
                 await asyncio.to_thread(deque, _read(info), 0)  # to its end
                 info.checksums = {}
             else:
                 _opened(info)
-        except UNREADABLE as e:
+        except (*UNREADABLE, TimeoutError) as e:
             raise self._failed(service, e) from None
         update.parts.append(info)
         update.version = info.version
@@ -140,7 +149,10 @@ class ControlPlane:
             # requests that a pause made stand still go on under the new weights
             mode: PauseMode = "keep" if service.paused or service.asleep else "wait"
             async with asyncio.timeout(service.options.request_timeout_s):
-                live = await service.engine.load_weights(update, on_inflight=mode)
+                made = (
+                    service.engine.load_weights(update, on_inflight=mode) if update.live is None else update.live(mode)
+                )
+                live = await made
         except (*UNREADABLE, TimeoutError) as e:
             raise self._failed(service, e) from None
         self.update, service.failed = None, None

@@ -4,6 +4,7 @@ has no verl: it is imported in every worker as `--worker-extension-cls verl_weig
 A segment (verl/weight_sync/shm.py): version and length of the index as 8 bytes each, the index in msgpack, the tensors.
 """
 
+import math
 import mmap
 import zlib
 from collections.abc import Iterator
@@ -29,12 +30,13 @@ class Init(WeightTransferInitInfo):
 @dataclass
 class Update(WeightTransferUpdateInfo):
     """path: of the segment · version: that it must hold · names: of its tensors (None: all) · checksums: crc32 by name,
-    of those that are compared."""
+    of those that are compared · parts: what one of them is in a saved folder, by name: (name, shape, first row)."""
 
     path: str
     version: int
     names: list[str] | None = None
     checksums: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, list[tuple[str, list[int], int]]] = field(default_factory=dict)
 
 
 class Segment:
@@ -72,7 +74,12 @@ class Segment:
             expected = update.checksums.get(name)
             if expected is not None and zlib.crc32(raw.numpy().data) != expected:
                 raise RuntimeError(f"version {update.version}: {name} is not what the trainer sent (checksum)")
-            yield name, tensor
+            if name not in update.parts:
+                yield name, tensor
+                continue
+            rows = tensor.view(-1, tensor.shape[-1])
+            for part, of, row in update.parts[name]:  # the same bytes
+                yield part, rows[row : row + math.prod(of[:-1])].view(of)
 
     def require(self, version: int) -> None:
         if self.version != version:
