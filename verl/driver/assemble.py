@@ -46,6 +46,7 @@ from verl.driver.run_dir import RunDir, open_run_dir, write_config
 from verl.driver.scheduler import Scheduler
 from verl.driver.setup import (
     check_able,
+    data_seed,
     decoder,
     device_of,
     eos_ids,
@@ -496,7 +497,3 @@ def _scheduler(config: Config, algorithm: Algorithm, total_steps: int) -> Schedu
         max_draws_per_group=algorithm.group_filter.max_draws_per_group,
         on_exhausted=algorithm.group_filter.on_exhausted,
     )
-
-
-def data_seed(config: Config) -> int:
-    return config.run.seed if config.data.seed is None else config.data.seed

@@ -19,13 +19,13 @@ from verl.config.plan import checkpoint_bytes
 from verl.config.schema import Config
 from verl.data.preference import load_pairs
 from verl.data.source import Cursor, load_conversations
-from verl.driver.assemble import context_of, data_seed, learner_of, reporter_of, total_steps_of, trained_roles
+from verl.driver.assemble import context_of, learner_of, reporter_of, total_steps_of, trained_roles
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.models import hf_export, trained, workers_of
 from verl.driver.reporter import OnStep
 from verl.driver.roles import Learner
 from verl.driver.run_dir import RunDir, open_run_dir
-from verl.driver.setup import device_of, load_tokenizer_of, pad_id, refuse_unembedded, set_up_worker
+from verl.driver.setup import data_seed, device_of, load_tokenizer_of, pad_id, refuse_unembedded, set_up_worker
 from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, reference_logprobs
 from verl.driver.supervised import TRAINER, SupervisedRun
 from verl.driver.together import open_together

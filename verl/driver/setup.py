@@ -69,6 +69,10 @@ def device_of(config: Config) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def data_seed(config: Config) -> int:
+    return config.run.seed if config.data.seed is None else config.data.seed
+
+
 def free_of_device(config: Config) -> int | None:
     """Bytes of the CUDA device that this process's models would be on; None: they are on none."""
     on = main_pool(config.cluster, device_of(config)).computes_on == "cuda" and torch.cuda.is_available()
