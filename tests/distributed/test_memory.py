@@ -34,7 +34,8 @@ LAYOUTS = {
 EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
 
 
-PRODUCTS = ("FSDP x TP", "FSDP x PP", "TP x EP")  # of roles beside the actor, unless FULL_GRID=1
+PRODUCTS = ("FSDP x TP", "FSDP x PP", "TP x EP")  # of roles beside the actor, unless FULL_GRID=1; of the actor these:
+QUICK = (*PRODUCTS, "HSDP", "PP")
 FROZEN = ("ref", "reward_model")
 ENGINES = {"ref": "reference"}
 
@@ -56,7 +57,7 @@ def test_a_rank_holds_what_the_plan_says(role, tmp_path, monkeypatch):
         monkeypatch.setitem(MODELS, kind, make)
         model(kind).save_pretrained(tmp_path / kind)
     wrong = {}
-    for name in LAYOUTS if FULL or role == "actor" else PRODUCTS:
+    for name in LAYOUTS if FULL else QUICK if role == "actor" else PRODUCTS:
         layout = LAYOUTS[name]
         kind = "wide, experts" if layout.expert > 1 else "wide"
         config = Config()

@@ -69,8 +69,16 @@ def state(groups=()) -> DriverState:
 def test_a_group_in_flight_comes_back_with_all_that_it_holds(tmp_path: Path) -> None:
     """Side channels, media and the version of every span: what a checkpoint loses, a resumed step trains without."""
     whole = trajectory(0, Score(0.5, {"acc": 1.0}))
-    places = {"turn": np.array([1, 1]), "turn_state": np.array([7, 7]), "turn_reward": np.array([0.0, 0.25], np.float32)}
-    other_branch = (whole.segments[0], replace(whole.segments[1], side=places), Segment(ids=np.array([4]), source="env"))
+    places = {
+        "turn": np.array([1, 1]),
+        "turn_state": np.array([7, 7]),
+        "turn_reward": np.array([0.0, 0.25], np.float32),
+    }
+    other_branch = (
+        whole.segments[0],
+        replace(whole.segments[1], side=places),
+        Segment(ids=np.array([4]), source="env"),
+    )
     made = (
         replace(whole, branches=(other_branch,), agent={"tool_calls": 2.0}, timeline=({"kind": "turn", "s": 0.5},)),
         trajectory(1, Invalid("timeout", "late"), outcome="invalid", error="timeout: late"),

@@ -491,7 +491,7 @@ def test_verls_gsm8k_tool_as_its_example_names_it(tmp_path):
         played(tools, *calls)
 
 
-THEIR_TOOL = '''
+THEIR_TOOL = """
 from typing import Any, Optional
 from uuid import uuid4
 
@@ -529,7 +529,7 @@ class TheirTool(BaseTool):
 
     async def release(self, instance_id: str, **kwargs) -> None:
         del self._instance_dict[instance_id]
-'''
+"""
 
 
 def test_a_tool_class_that_was_written_for_verl(tmp_path, monkeypatch):
