@@ -226,7 +226,7 @@ def test_a_pool_that_no_model_could_compute_on(folder: Path, monkeypatch: pytest
     assert not wrong
 
 
-def test_every_model_is_told_the_device_and_the_neighbours_of_its_place(
+def test_every_model_is_told_the_device_the_precision_and_the_neighbours_of_its_place(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a driver without a GPU. A rank has its share of the cores of its node, whatever others have."""
@@ -242,8 +242,9 @@ def test_every_model_is_told_the_device_and_the_neighbours_of_its_place(
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     memory = SimpleNamespace(build="verl.transfer_queue.memory:build")
     monkeypatch.setattr("verl.driver.assemble.backend_of", lambda config, section: memory)
-    given = ("algorithm.kl_loss_coef=0.1", "cluster.pools={cpus: {ranks_per_node: 4, nodes: 4, gpus_per_rank: 0}}")
-    args = (*AWAY, "cluster.nodes=2", "cluster.ranks_per_node=8", "rollout.replicas=3", "model.device=cuda", *given)
+    cpus = "cluster.pools={cpus: {ranks_per_node: 4, nodes: 4, gpus_per_rank: 0, dtype: bfloat16}}"
+    given = ("algorithm.kl_loss_coef=0.1", "model.dtype=float32", "model.device=cuda", cpus)
+    args = (*AWAY, "cluster.nodes=2", "cluster.ranks_per_node=8", "rollout.replicas=3", *given)
     resolved = load_config([f"model.path={folder}/model", *args, "cluster.roles={ref: cpus}"])
     config = resolved.config
     context = context_of(config, ("actor", "ref", "compute"))
@@ -252,10 +253,8 @@ def test_every_model_is_told_the_device_and_the_neighbours_of_its_place(
         "ref": "cpu",
         "rollout": "cuda",
     }
-    assert [role_spec(replace(context, cluster=InprocCluster()), r).context.device for r in ("actor", "ref")] == [
-        "cuda",
-        "cpu",
-    ]
+    specs = [role_spec(replace(context, cluster=InprocCluster()), role).context for role in ("actor", "ref")]
+    assert [(spec.device, spec.dtype) for spec in specs] == [("cuda", "float32"), ("cpu", "bfloat16")]
     places = {role: made[0]._place_of(role, 11) for role in ("actor", "ref", "compute")}
     assert places == {"actor": Place("cuda", 3, 8), "ref": Place("cpu", 3, 4), "compute": Place("cpu", 3, 8)}
     threads: list[int] = []
