@@ -20,7 +20,7 @@ from verl.driver.models import role_spec
 from verl.driver.setup import device_of
 from verl.workers.group import Place
 from verl.workers.inproc import InprocCluster
-from verl.workers.pools import Pool, Shortage, fit, fit_together, pools_of
+from verl.workers.pools import Pool, Shortage, fit, fit_together, pools_of, seen
 from verl.workers.ray.cluster import RayCluster
 from verl.workers.sections import ClusterConfig
 
@@ -364,7 +364,9 @@ def test_the_cluster_says_so_before_it_places_a_pool(monkeypatch: pytest.MonkeyP
         _await_nodes(pools, 0.0, print)
     node["Resources"] = {"CPU": 4.0, "GPU": 8.0}
     told: list[str] = []
-    _await_nodes(pools, 0.0, told.append)
+    found = _await_nodes(pools, 0.0, told.append)
+    held = "cluster: 1 nodes (here/abcdef has 8 GPU, 4 CPU) hold pools main (1 x 2 ranks), gen (1 x 2 ranks)"
+    assert seen(pools, found) == held
     (line,) = told
     assert line.startswith("warning: the cluster has 8 GPUs and no pool asks for one") and "model.device=cuda" in line
     for with_device in (Pool(gpus_per_rank=0.5), Pool(resource="npu")):
