@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -16,14 +17,25 @@ OVER = ("cluster.backend=ray", "cluster.ranks_per_node=2", "rollout.replicas=2",
 WAIT_S = 3600.0  # for a machine that has much else to do
 
 
-def start(root: Path, log: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "verl.quickstart", *OVER, f"run.root_dir={root}"]
-    with (root / log).open("w") as out:
-        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, cwd=root)
+@pytest.fixture
+def start() -> Iterator[Callable[[Path, str], subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(root: Path, log: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "verl.quickstart", *OVER, f"run.root_dir={root}"]
+        with (root / log).open("w") as out:
+            started.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, cwd=root))
+        return started[-1]
+
+    yield begin
+    for process in started:  # what a test that failed leaves behind
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="a quarter of an hour: make test-all")
-def test_the_quickstart_over_processes_learns_and_goes_on_after_a_kill(tmp_path):
+@pytest.mark.timeout(2 * WAIT_S + 300)
+def test_the_quickstart_over_processes_learns_and_goes_on_after_a_kill(start, tmp_path):
     """From the checkpoint of its second step: the third is made anew."""
     home = tmp_path / "quickstart"
     first = start(tmp_path, "first")
