@@ -8,7 +8,7 @@ TASK ?= arithmetic
 # On two, processors waited a quarter of the time for one test each.
 TEST_WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
-.PHONY: setup browser bubblewrap test test-distributed test-ranks test-clusters test-runs queue-package test-all test-mutants vllm-env test-vllm quickstart bench lint clean
+.PHONY: setup browser bubblewrap test test-distributed test-ranks test-clusters test-runs queue-package nixl-package mooncake-package test-all test-mutants vllm-env test-vllm quickstart bench lint clean
 
 setup: $(VENV)/.stamp
 
@@ -36,7 +36,7 @@ test: setup browser bubblewrap lint
 
 # Many ranks, Ray, kills: ten minutes on two cores. What starts processes waits for them half of its time, so three parts
 # run beside each other.
-test-distributed: queue-package
+test-distributed: queue-package nixl-package
 	$(MAKE) --no-print-directory -j 3 --output-sync=target test-ranks test-clusters test-runs
 
 test-ranks test-clusters test-runs: export GLOO_SOCKET_IFNAME := lo
@@ -49,7 +49,7 @@ test-clusters: queue-package
 test-runs: queue-package
 	$(BIN)/python -m pytest -q -m runs tests/distributed
 
-test-all: test  # and every combination of layout, packing and role, recipes that have to learn, more conversations
+test-all: test mooncake-package  # and every combination of layout, packing and role, recipes that have to learn, more conversations
 	FULL_GRID=1 $(MAKE) test-distributed
 	FULL_GRID=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal \
 		$$(grep -lrw FULL_GRID --include 'test_*.py' tests/unit tests/contracts tests/numerics tests/faults tests/e2e)
@@ -64,6 +64,13 @@ queue-package: setup
 nixl-package: setup
 	@$(BIN)/python -c "import nixl" 2>/dev/null || \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+
+# Mooncake, a store of the TransferQueue package: its wheel without CUDA, and what Debian has of InfiniBand.
+mooncake-package: setup
+	@$(BIN)/python -c "import mooncake.store" 2>/dev/null || \
+	{ { apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 libnl-3-200 libnl-route-3-200; } \
+	>/dev/null 2>&1; $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	mooncake-transfer-engine-non-cuda==0.3.13.post1; } || echo "no Mooncake here: it is not tested"
 
 test-mutants: setup  # does the suite notice a wrong line? Half an hour on two cores
 	$(BIN)/python tests/mutants.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from verl.rollout.base import Completion, RolloutContext
 from verl.rollout.embedded.core import EngineCore
 from verl.rollout.embedded.requests import Request
+from verl.rollout.native.engine import build
 from verl.rollout.native.options import Options
 from verl.rollout.native.runner import NativeRunner
 
@@ -55,3 +57,29 @@ def finish(core: EngineCore, requests: Iterable[Request] = ()) -> dict[str, Comp
     while core.busy:
         done |= {c.request_id: c for _, c in core.step()}
     return done
+
+
+class Interrupted:
+    """An engine that stops in the middle of a request when it is asked to, wherever it lives."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def begin(self, ids: Any, sampling: Any) -> int:
+        """A request that has some of its tokens, and no more until `resume`."""
+        before = self._inner.stats()["sampled_tokens"]
+        self._asked = asyncio.ensure_future(self._inner.generate("interrupted", ids, sampling))
+        while self._inner.stats()["sampled_tokens"] == before:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0)
+        await self._inner.pause("keep")
+        return self._inner.stats()["sampled_tokens"] - before
+
+    async def end(self) -> Completion:
+        return await self._asked
+
+
+def interrupted(context: RolloutContext) -> Interrupted:
+    return Interrupted(build(Options(), context))

@@ -38,9 +38,10 @@ MAKER = f"""
 import pickle, sys
 from verl.transfer_queue import shared
 from verl.transfer_queue.options import Shared
+held = []
 for line in sys.stdin:
-    queue = shared.build(Shared(max_bytes={SMALL}, timeout_s=20))
-    print(pickle.dumps(queue).hex(), flush=True)
+    held = [*held[-1:], shared.build(Shared(max_bytes={SMALL}, timeout_s=20))]
+    print(pickle.dumps(held[-1]).hex(), flush=True)
 """
 
 
@@ -60,10 +61,15 @@ def of_another_process() -> Iterator[Callable[[], TransferQueue]]:
 
 
 @pytest.fixture(params=[*BACKENDS, OTHER_PROCESS])
-def queue(request) -> TransferQueue:
+def make(request) -> Callable[[], TransferQueue]:
     if request.param == OTHER_PROCESS:
-        return request.getfixturevalue("of_another_process")()
-    return BACKENDS[request.param]()
+        return request.getfixturevalue("of_another_process")
+    return BACKENDS[request.param]
+
+
+@pytest.fixture
+def queue(make) -> TransferQueue:
+    return make()
 
 
 def sample(name: str, tokens: int = 3) -> Sample:
@@ -302,6 +308,17 @@ def test_threads_put_write_read_and_drop_at_the_same_time(queue):
         t.join(60)
     assert not failures and not any(t.is_alive() for t in threads)
     assert len(queue) == 8
+
+
+def test_each_queue_is_a_partition_of_its_own(queue, make):
+    """The same ids in two of them, as two runs of one cluster may have them."""
+    other = make()
+    refs, theirs = put(queue, samples(3)), put(other, [replace(s, reward=0.5) for s in samples(3)])
+    assert refs.ids == theirs.ids
+    other.write(theirs, {"x": ragged([torch.ones(n) for n in (1, 2, 3)])})
+    assert not queue.having(refs, "x") and other.having(theirs, "x") == theirs
+    other.drop(theirs)
+    assert (len(queue), len(other)) == (3, 0) and {s.reward for s in read_samples(queue, refs)} == {0.25}
 
 
 def test_one_of_many_threads_wins_an_id(queue):

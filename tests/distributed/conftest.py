@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 CLUSTERS = ("test_three_nodes", "test_queue_package", "test_torchrun")
-RUNS = ("test_ray_run", "test_faults", "test_cluster_page")
+RUNS = ("test_ray_run", "test_faults", "test_quickstart_ray")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:

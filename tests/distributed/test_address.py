@@ -52,6 +52,22 @@ def test_a_port_that_somebody_else_has(monkeypatch, says):
         other.join()
 
 
+def test_what_ray_says_of_another_version(monkeypatch):
+    said = "Version mismatch: The cluster was started with:\n    Ray: 2.60.0\nThis process with:\n    Ray: 9.9.9"
+
+    def init(**given: object) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(
+        ValueError, match=rf"^cluster.address=auto: {' '.join(said.split())}; is `ray start --head` running"
+    ):
+        _connect("auto", {})
+
+
+@pytest.mark.skipif(
+    not os.environ.get("FULL_GRID"), reason="make test-all; another process, and a version that is not here"
+)
 def test_a_ray_of_another_version(ray_session):
     address = ray_session.get_runtime_context().gcs_address
     command = [sys.executable, "-c", OTHER, address]

@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,18 +15,39 @@ from contracts.test_queue_contract import *  # noqa: F403 - its tests, with the 
 from contracts.test_queue_contract import pick, put, ragged, samples
 
 from verl.transfer_queue.base import TransferQueue
+from verl.transfer_queue.index import Drop
 from verl.transfer_queue.options import Remote
 from verl.transfer_queue.packing import parcel_of_samples
 from verl.transfer_queue.rows import read_samples
 from verl.types import Refs
 from verl.workers.group import WorkerDied
 
+ray = pytest.importorskip("ray", reason="pip install 'verl[ray]'")
 
-@pytest.fixture
-def queue(ray_session) -> TransferQueue:
+
+@pytest.fixture(scope="module")
+def make(ray_session) -> Callable[[], TransferQueue]:
     from verl.transfer_queue.ray import build
 
-    return build(Remote(timeout_s=60))
+    return lambda: build(Remote(timeout_s=60))
+
+
+@pytest.fixture(scope="module")
+def kept(make) -> TransferQueue:
+    return make()
+
+
+@pytest.fixture
+def queue(kept) -> Iterator[TransferQueue]:
+    yield kept
+    empty(kept)
+
+
+def empty(queue: TransferQueue) -> None:
+    """For the next case: the process that holds a queue takes a second to start."""
+    asked = queue._actor.__ray_call__.remote(lambda keeper: list(keeper._index._numbers))
+    if ids := ray.get(asked, timeout=60):
+        queue._ask(Drop(ids))
 
 
 class Worker:
@@ -53,8 +75,7 @@ class Worker:
         return self.queue.read(refs, ("x",))["x"].values.tolist()
 
 
-def test_workers_share_rows_and_what_one_wrote_goes_with_it(ray_session, queue):
-    ray = ray_session
+def test_workers_share_rows_and_what_one_wrote_goes_with_it(queue):
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.cloudpickle.register_pickle_by_value(contract)
     worker, reader = (ray.remote(num_cpus=0)(Worker).remote(queue) for _ in range(2))
@@ -73,8 +94,7 @@ def test_workers_share_rows_and_what_one_wrote_goes_with_it(ray_session, queue):
     assert len(queue) == 3
 
 
-def test_dropped_rows_leave_no_object(ray_session, queue):
-    ray = ray_session
+def test_dropped_rows_leave_no_object(queue):
     refs = put(queue, samples(3))
     queue.write(refs, {"x": ragged([torch.ones(n) for n in (1, 2, 3)])})
     held = ray.get(queue._actor.__ray_call__.remote(lambda self: len(self._held)), timeout=60)
@@ -86,8 +106,8 @@ def test_dropped_rows_leave_no_object(ray_session, queue):
     assert not ray.get(queue._actor.__ray_call__.remote(lambda self: len(self._held)), timeout=60)
 
 
-def test_a_keeper_that_is_gone_is_one_line(ray_session, queue):
-    ray = ray_session
+def test_a_keeper_that_is_gone_is_one_line(make):
+    queue = make()
     refs = put(queue, samples(2))
     ray.kill(queue._actor)
     with contextlib.suppress(ray.exceptions.RayActorError):  # it may still answer a while

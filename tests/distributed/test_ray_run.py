@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_runs import dispatched, metrics_of, same_tensors, small_args, small_run, tensors_of, trained
+from test_house_ray import House
 
 from verl.checkpoint.store import CheckpointStore
 from verl.cli import main
@@ -31,10 +34,10 @@ def exported(root: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(root / "r" / "checkpoints" / f"step_{step}" / "hf" / "model.safetensors")
 
 
-def start(args: list[str], door: str = "verl.cli") -> subprocess.Popen[str]:
+def start(args: list[str], door: str = "verl.cli", cwd: Path = TESTS.parent) -> subprocess.Popen[str]:
     """The run in a process of its own, as the command line starts it."""
     command = [sys.executable, "-m", door, "train", *args]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=TESTS.parent)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd)
 
 
 def until_step(root: Path, number: int, run: subprocess.Popen[str]) -> None:
@@ -50,10 +53,13 @@ def below(run: subprocess.Popen[str], name: str) -> list[psutil.Process]:
     return [p for p in psutil.Process(run.pid).children(recursive=True) if name in " ".join(p.cmdline())]
 
 
-def test_one_worker_on_ray_trains_bitwise_what_this_process_trains(tmp_path, tiny_model, arithmetic_data):
+def test_one_worker_on_ray_trains_bitwise_what_this_process_trains(tmp_path, tiny_model, arithmetic_data, monkeypatch):
+    """And its driver holds and reads no column (see `test_house_ray`)."""
     more = ("run.total_steps=2", "run.deterministic=true", "algorithm.name=ppo")
     small_run(tmp_path / "here", tiny_model, arithmetic_data, *more, "run.save_every_steps=1")
+    house = House(monkeypatch)
     small_run(tmp_path / "ray", tiny_model, arithmetic_data, *more, *RAY)
+    house.held_no_column(tmp_path / "ray" / "r", steps=2)
     here, there = (exported(tmp_path / where, 2) for where in ("here", "ray"))
     assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
     assert trained(tmp_path / "here" / "r") == trained(tmp_path / "ray" / "r")
@@ -109,8 +115,11 @@ def test_ranks_and_replicas_learn_what_one_process_learns(layout, tmp_path, tiny
     assert mine["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-4)
 
 
+PAGE = re.findall(r"^verl train (.* cluster.backend=ray .*)$", (TESTS.parent / "docs/cluster.md").read_text(), re.M)
+"""The command of docs/cluster.md for one machine."""
 SHAPE = (
     *("run.total_steps=6", "data.max_rows=16", "run.deterministic=true", "run.keep_every_steps=2"),
+    *("recipe=gsm8k_grpo", "data.eval_files=[]", "run.eval_every_steps=0", "run.keep_best=null"),
     *(*RAY, "cluster.ranks_per_node=2"),
 )
 
@@ -130,8 +139,12 @@ LOST = {
 
 
 def test_killed_processes_cost_a_restart_and_nothing_else(tmp_path, tiny_model, arithmetic_data, straight):
-    """Of a replica its own, of a worker that of the run."""
-    run = start(small_args(tmp_path, tiny_model, arithmetic_data[:1], *SHAPE, "rollout.replicas=2"))
+    """Of a replica its own, of a worker that of the run, which is started as the page says."""
+    (tmp_path / "model").symlink_to(tiny_model)
+    (page,) = (line.split() for line in PAGE)
+    assert {"model.path=model", "rollout.replicas=2", "cluster.ranks_per_node=2"} <= {*page}
+    more = [words for words in SHAPE if words not in page]
+    run = start(small_args(tmp_path, tiny_model, arithmetic_data[:1], *more, *page), cwd=tmp_path)
     newest = 1
     for who, words in LOST.items():
         until_step(tmp_path, newest, run)
@@ -142,10 +155,13 @@ def test_killed_processes_cost_a_restart_and_nothing_else(tmp_path, tiny_model, 
             assert line, said
             said += "".join(line.split())
         kept = CheckpointStore(tmp_path / "r" / "checkpoints", read_only=True).steps()
+        assert newest > 1 or ("2ranks=2data" in said and "2rolloutreplicas" in said), said
         assert "died" in said and sum("".join(w.split()) in said for w in LOST.values()) == 1, said
         newest = max(kept) + 1
     text = run.communicate(timeout=240)[0]
     assert run.returncode == 0, text
+    plan = json.loads((tmp_path / "r" / "plan.json").read_text())["cluster"]
+    assert (plan["queue"], plan["sync"]) == ("shared", "shm")
     one, two = exported(straight, 6), exported(tmp_path, 6)
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert trained(straight / "r") == trained(tmp_path / "r")
@@ -226,9 +242,13 @@ def test_a_stopped_process_is_given_up_and_nobody_stays(tmp_path, tiny_model, ar
 
 
 @pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="minutes: make test-all; test_queue_package has the queue")
-def test_a_run_in_this_process_whose_queue_is_the_package(tmp_path, tiny_model, arithmetic_data):
+@pytest.mark.parametrize("over", [(), (*RAY, *TWO)], ids=["in this process", "over processes"])
+def test_a_run_whose_queue_is_the_package(over, tmp_path, tiny_model, arithmetic_data):
     """On few cores, of which each of its processes takes one by Ray's count."""
     pytest.importorskip("transfer_queue", exc_type=ImportError)
-    run = start(small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=1", "queue.engine=package"))
+    more = ("run.total_steps=1", "queue.engine=package", *over)
+    run = start(small_args(tmp_path, tiny_model, arithmetic_data[:1], *more))
     text = run.communicate(timeout=240)[0]
     assert run.returncode == 0 and set(metrics_of(tmp_path / "r")) >= {1}, text
+    trained_here = [sample for ids in trained(tmp_path / "r").values() for sample in ids]
+    assert len(trained_here) == len({*trained_here}) == 16

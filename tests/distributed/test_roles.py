@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import forked
+import numpy as np
 import pytest
 import test_virtual_ranks as virtual
 import torch
 import torch.distributed as dist
-from cases import SIZES, gradients
+from cases import SIZES, engine, gradients
 from fakes import put
 from forked import ranks_of
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -26,6 +27,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verl.driver import assemble, models
 from verl.driver.step import Step, experience_and_update
 from verl.model_engine import sharded, torch_engine
+from verl.model_engine.base import OneRank
 from verl.model_engine.layout import Layout
 from verl.models import tiny
 from verl.recipes import arithmetic
@@ -35,8 +37,9 @@ from verl.workers.dist import ProcessRanks
 from verl.workers.group import Broadcast
 from verl.workers.inproc import InprocCluster
 from verl.workers.model_workers import ModelWorkers
-from verl.workers.role import Role, build_roles
+from verl.workers.role import Role, RoleSpec, build_roles, roles_of
 
+TWO = Layout(world_size=2)
 LAYOUTS = {
     "FSDP x SP": Layout(world_size=4, sequence=2),
     "FSDP x TP": Layout(world_size=4, tensor=2),
@@ -186,6 +189,26 @@ def test_a_turn_over_ranks_that_share_experts_is_that_of_one_rank(case, experts,
     """In float32, the most that torch multiplies experts in."""
     layouts = WITH_EXPERTS if FULL else {"FSDP x EP": WITH_EXPERTS["FSDP x EP"]}
     same_turn(case, layouts, experts, monkeypatch, dtype="float32", rtol=1e-5)
+
+
+def test_streamed_rows_are_scored_once_by_real_ranks():
+    """Five rows, and one: a rank without a row of its own keeps step."""
+    rows = [(np.arange(3, 5 + i), np.arange(4, 6 + 3 * i)) for i in range(5)]
+    spec, layout = RoleSpec(name="reward_model", queue=LoggedQueue(), engine="", options=None, context=None), TWO
+
+    def on(rank: int) -> tuple[list[float], list[float], int]:
+        e, seen, ranks = engine("qwen3, tied", "reward_model", layout), list[int](), ranks_of(layout, rank)
+        infer = e.infer
+        e.infer = lambda batch, *more: (seen.append(batch.num_rows), infer(batch, *more))[1]
+        group = RealRanks("reward_model", roles_of(e, spec, ranks=[ranks])[0], rank, ranks, layout.world_size)
+        workers = ModelWorkers(group, layout=layout)
+        return workers.score_rows(rows).result(0), workers.score_rows(rows[:1]).result(0), seen[0]
+
+    (alone,) = roles_of(engine("qwen3, tied", "reward_model", None), spec, ranks=[OneRank()])
+    expected, found = alone.score_rows(rows), forked.run(2, on)
+    for scores, first, _ in found:
+        assert scores == pytest.approx(expected, rel=1e-5) and first == pytest.approx(expected[:1], rel=1e-5)
+    assert sum(count for *_, count in found) == 5 and len({*expected}) == 5
 
 
 @pytest.mark.parametrize("stops", ["before", "in", "elsewhere"])

@@ -96,6 +96,8 @@ def test_a_run_over_three_nodes_waits_for_the_last_one(nodes, tmp_path, tiny_mod
     nodes.have(3)
     assert run.ended() == 0, run.said
     assert set(metrics_of(tmp_path / "r")) == {1, 2} and "3 ranks = 3 data" in run.said
+    said = " ".join(run.said.split())  # lines are broken where the screen ends
+    assert "cluster: 3 nodes (" in said and "has 1 CPU) hold pools main (3 x 1 ranks)" in said, said
 
 
 def test_a_node_that_is_missing_is_said_with_what_the_others_have(nodes, tmp_path, tiny_model, arithmetic_data):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import subprocess
 import sys
 import threading
 import types
@@ -82,6 +83,16 @@ def test_the_walk_sees_what_is_hidden():
     for one in hidden:
         assert any(isinstance(x, torch.Tensor) for x, _ in held_by(one)), one
     assert not any(isinstance(x, torch.Tensor) for x, _ in held_by({"a": np.zeros(3), "f": held_by}))
+
+
+def test_one_process_imports_nothing_of_many(tmp_path, tiny_model, arithmetic_data):
+    """Nor what only several ranks of a model need."""
+    many = ("ray", "verl.model_engine.sharded", "verl.model_engine.pipeline", "verl.workers.spmd", "verl.workers.ray")
+    args = small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=1")
+    code = f"import sys; from verl.cli import main; assert main({['train', *args]!r}) == 0; "
+    code += f"print('found', [name for name in {many!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "found []", done.stdout + done.stderr
 
 
 def in_another_process(value: Any) -> Any:

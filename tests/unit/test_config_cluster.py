@@ -20,7 +20,7 @@ from verl.driver.models import role_spec
 from verl.driver.setup import device_of
 from verl.workers.group import Place
 from verl.workers.inproc import InprocCluster
-from verl.workers.pools import Pool, Shortage, fit, fit_together, pools_of
+from verl.workers.pools import Pool, Shortage, fit, fit_together, pools_of, seen
 from verl.workers.ray.cluster import RayCluster
 from verl.workers.sections import ClusterConfig
 
@@ -226,7 +226,7 @@ def test_a_pool_that_no_model_could_compute_on(folder: Path, monkeypatch: pytest
     assert not wrong
 
 
-def test_every_model_is_told_the_device_and_the_neighbours_of_its_place(
+def test_every_model_is_told_the_device_the_precision_and_the_neighbours_of_its_place(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a driver without a GPU. A rank has its share of the cores of its node, whatever others have."""
@@ -242,8 +242,9 @@ def test_every_model_is_told_the_device_and_the_neighbours_of_its_place(
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     memory = SimpleNamespace(build="verl.transfer_queue.memory:build")
     monkeypatch.setattr("verl.driver.assemble.backend_of", lambda config, section: memory)
-    given = ("algorithm.kl_loss_coef=0.1", "cluster.pools={cpus: {ranks_per_node: 4, nodes: 4, gpus_per_rank: 0}}")
-    args = (*AWAY, "cluster.nodes=2", "cluster.ranks_per_node=8", "rollout.replicas=3", "model.device=cuda", *given)
+    cpus = "cluster.pools={cpus: {ranks_per_node: 4, nodes: 4, gpus_per_rank: 0, dtype: bfloat16}}"
+    given = ("algorithm.kl_loss_coef=0.1", "model.dtype=float32", "model.device=cuda", cpus)
+    args = (*AWAY, "cluster.nodes=2", "cluster.ranks_per_node=8", "rollout.replicas=3", *given)
     resolved = load_config([f"model.path={folder}/model", *args, "cluster.roles={ref: cpus}"])
     config = resolved.config
     context = context_of(config, ("actor", "ref", "compute"))
@@ -252,10 +253,8 @@ def test_every_model_is_told_the_device_and_the_neighbours_of_its_place(
         "ref": "cpu",
         "rollout": "cuda",
     }
-    assert [role_spec(replace(context, cluster=InprocCluster()), r).context.device for r in ("actor", "ref")] == [
-        "cuda",
-        "cpu",
-    ]
+    specs = [role_spec(replace(context, cluster=InprocCluster()), role).context for role in ("actor", "ref")]
+    assert [(spec.device, spec.dtype) for spec in specs] == [("cuda", "float32"), ("cpu", "bfloat16")]
     places = {role: made[0]._place_of(role, 11) for role in ("actor", "ref", "compute")}
     assert places == {"actor": Place("cuda", 3, 8), "ref": Place("cpu", 3, 4), "compute": Place("cpu", 3, 8)}
     threads: list[int] = []
@@ -365,7 +364,9 @@ def test_the_cluster_says_so_before_it_places_a_pool(monkeypatch: pytest.MonkeyP
         _await_nodes(pools, 0.0, print)
     node["Resources"] = {"CPU": 4.0, "GPU": 8.0}
     told: list[str] = []
-    _await_nodes(pools, 0.0, told.append)
+    found = _await_nodes(pools, 0.0, told.append)
+    held = "cluster: 1 nodes (here/abcdef has 8 GPU, 4 CPU) hold pools main (1 x 2 ranks), gen (1 x 2 ranks)"
+    assert seen(pools, found) == held
     (line,) = told
     assert line.startswith("warning: the cluster has 8 GPUs and no pool asks for one") and "model.device=cuda" in line
     for with_device in (Pool(gpus_per_rank=0.5), Pool(resource="npu")):

@@ -1,15 +1,22 @@
 """Refs to one plan per rank: groups whole, costs balanced, the same number of micro-batches, results back in order."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.batch import make_microbatches, pack
+from verl.batch import make_microbatches, pack, padded_rows
 from verl.driver.dispatch import count_microbatches, in_order, shares
+from verl.model_engine.base import EngineCapabilities
+from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Ref, Refs, Sample, Segment, ref_of
+from verl.workers.inproc import InprocCluster
+from verl.workers.model_workers import ModelWorkers
+from verl.workers.role import RoleSpec, roles_of
 
 
 def ref(group: int, index: int, prompt: int, tokens: int) -> Ref:
@@ -92,3 +99,32 @@ def test_the_predicted_micro_batches_are_those_that_the_batch_makes(shares_prefi
         for budget in (1, 60, 150, 10**6):
             made = make_microbatches(pack(samples, share_prefix=shares_prefix), budget)
             assert count_microbatches(refs, budget, shares_prefix=shares_prefix) == len(made), (seed, budget)
+
+
+class Scorer:
+    """An engine that says of each row how many tokens it has, and notes the rows that it was given."""
+
+    capabilities = EngineCapabilities(
+        shares_prefix=True, max_tokens_per_microbatch=64, outputs=("scores",), trains=False, one_pass=False
+    )
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def infer(self, batch, columns, average=False):
+        tokens = padded_rows(batch)[1].sum(1).tolist()
+        self.seen.append(sorted(tokens))
+        return {"scores": torch.tensor(tokens, dtype=torch.float32)}
+
+
+@pytest.mark.parametrize(("sizes", "given"), [((5, 30, 7, 8, 9), [[5, 7, 8, 9], [30]]), ((5,), [[5], [5]])])
+def test_streamed_rows_are_shared_out_and_their_scores_come_back_in_order(sizes, given):
+    """A rank without a row has one too: its peers may want it in a collective."""
+    engine = Scorer()
+    spec = RoleSpec(name="reward_model", queue=MemoryQueue(), engine="", options=None, context=None)
+    group = InprocCluster(2).start("reward_model", partial(roles_of, engine), (spec,), world_size=2)
+    workers = ModelWorkers(group)
+    rows = [(np.arange(2), np.arange(n - 2)) for n in sizes]
+    assert workers.score_rows(rows).result(60) == [float(n) for n in sizes]
+    assert sorted(engine.seen) == sorted(given)
+    workers.close()

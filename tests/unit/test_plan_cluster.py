@@ -49,11 +49,11 @@ pool wide 1 node x 8 ranks, each 2 CPU, 1 npu: ref
 
 a rank of main (estimate)              rollout   infer actor  infer critic  update actor update critic       publish
 actor weights                          471 MiB       471 MiB       471 MiB       471 MiB       471 MiB       471 MiB
-actor gathered weights                       -       317 MiB             -       317 MiB             -       317 MiB
+actor gathered weights                       -       317 MiB             -       317 MiB             -             -
 actor inference activations                  -       746 MiB             -             -             -             -
 actor log-prob chunk                         -      63.8 MiB             -      63.8 MiB             -             -
 actor head's gradient                        -             -             -       260 MiB             -             -
-actor largest whole weight                   -             -             -             -             -       519 MiB
+actor largest whole weight                   -             -             -             -             -      1.01 GiB
 actor optimizer states                 942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
 actor gradients                              -             -             -       471 MiB             -             -
 actor gathered gradients                     -             -             -       288 MiB             -             -

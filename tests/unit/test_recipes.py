@@ -3,7 +3,9 @@ is what the plan says."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from importlib import resources
 from pathlib import Path
 
@@ -60,3 +62,24 @@ def test_what_fits_where(tmp_path: Path, monkeypatch) -> None:
             ).config
         )
         assert plan.memory.peak_bytes < gigabytes * 10**9
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_the_script_for_slurm_starts_a_ray_on_every_node_and_trains_on_the_first(nodes: int, tmp_path: Path) -> None:
+    """With commands that say what they were asked, in place of Slurm's."""
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    (script,) = re.findall(r"^```text\n(#!/bin/bash\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "job").write_text(script)
+    for name, does in {"srun": 'echo "$*"', "scontrol": r"printf 'node%s\n' 1 2 3 4", "sleep": ":"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    given = {"SLURM_NNODES": str(nodes), "SLURM_JOB_NODELIST": "node[1-4]", "MODEL": "/model", "SHARED": "/shared"}
+    env = {**os.environ, **given, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ended = subprocess.run(["bash", "-eu", tmp_path / "job"], env=env, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    others = f"--nodes={nodes - 1} --ntasks={nodes - 1} -x node1 --overlap ray start --address=node1:6379 --block"
+    first, run = "--nodes=1 --ntasks=1 -w node1 --overlap", "model.path=/model run.root_dir=/shared/runs"
+    assert sorted(ended.stdout.splitlines()) == sorted(
+        [f"{first} ray start --head --port=6379 --block", f"{first} verl train recipe=two_nodes_32b_fsdp2_tp {run}"]
+        + [others] * (nodes > 1)
+    )

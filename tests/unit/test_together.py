@@ -40,6 +40,17 @@ def test_another_folder_of_the_same_name(tmp_path, tiny_model, arithmetic_data):
         open_together(copy.deepcopy(resolved), "train", drivers(1, told))
 
 
+def test_what_the_first_is_refused_ends_all(tmp_path, tiny_model, arithmetic_data):
+    """With its words, and nothing is written."""
+    resolved, told = load_config(small_args(tmp_path, tiny_model, arithmetic_data, "run.resume=never")), []
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "metrics.jsonl").write_text("")
+    for number in range(2):
+        with pytest.raises(ValueError, match="^run.resume=never, but"):
+            open_together(copy.deepcopy(resolved), "train", drivers(number, told))
+    assert len(told) == 1 and sorted(p.name for p in (tmp_path / "r").iterdir()) == [".lock", "metrics.jsonl"]
+
+
 def test_another_source(tmp_path, tiny_model, arithmetic_data):
     resolved, told = load_config(small_args(tmp_path, tiny_model, arithmetic_data)), []
     open_together(resolved, "train", drivers(0, told))

@@ -159,8 +159,7 @@ def _of_stage(
         phases[f"update {role}"] = [*held(*own), *(f"{role} {name}" for name in (*PASS, *UPDATE)), *kept]
     phases["publish"] = [
         *held("actor weights"),
-        "actor largest whole weight",
-        "actor gathered weights",
+        max("actor gathered weights", "actor largest whole weight", key=lambda item: items.get(item, 0)),
         "incoming weights",
         *kept,
     ]
@@ -205,8 +204,9 @@ def role_items(
         items["head's gradient"] = 4 * vocab * model.hidden * trains
     if role == "actor":
         items["teacher's head"] = teacher_items(config).get("teacher's head", 0)
-    if role == "actor" and stage == 0:
-        items["largest whole weight"] = 4 * max(model.vocab * model.hidden, layer)  # they are handed over one by one
+    if role == "actor":  # handed over one by one: what came of the ranks, put together; later stages get the first's
+        copies = 1 + (part > 1 and stage == 0)
+        items["largest whole weight"] = copies * 4 * max(model.vocab * model.hidden, layer)
     if not trains:
         return items
     half = dtype == "bfloat16"

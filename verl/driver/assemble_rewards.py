@@ -58,6 +58,7 @@ def sandbox_of(config: Config, tasks: Sequence[Task]) -> tuple[str, ...]:
 
 def _score_rows(scorer: ModelWorkers, timeout_s: float) -> ScoreRows:
     async def score(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Sequence[float]:
-        return await asyncio.wait_for(asyncio.wrap_future(scorer.score_rows(rows)), timeout_s)
+        found = await asyncio.to_thread(scorer.score_rows, rows)  # which waits for a model that is being built
+        return await asyncio.wait_for(asyncio.wrap_future(found), timeout_s)
 
     return score

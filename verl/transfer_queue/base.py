@@ -11,6 +11,7 @@ from verl.types import Refs, Sample
 
 class TransferQueue(Protocol):
     """A row exists from `put` until `drop`. Reading a row or column that is not there is a ValueError that names it.
+    Each queue of a run is a partition of its own: others of the same store may hold the same ids.
 
     Everything of a sample is a column (see `rows.py`): what was sampled, its reward, the outputs of models,
     advantages and the weights of the loss. Whoever made something writes it once; nothing is put a second time. Any

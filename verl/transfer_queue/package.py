@@ -1,5 +1,5 @@
-"""TransferQueue whose bytes are in the TransferQueue package (0.1.11): its storage units over ZeroMQ, or Mooncake or
-Yuanrong over RDMA, as its own configuration says.
+"""TransferQueue whose bytes are in the TransferQueue package (0.1.11): its storage units over ZeroMQ, Ray's direct
+transport, or Mooncake or Yuanrong over RDMA, as its own configuration says.
 
 A put or write is one key of one partition: a key per sample, the package's own way, costs its controller and its units
 a round of Python each. What is in which key is known to our index, in an actor of Ray, beside which the package runs.
@@ -66,7 +66,8 @@ class PackageQueue(RayQueue):
         import transfer_queue
 
         key = uuid.uuid4().hex
-        transfer_queue.kv_put(key=key, partition_id=self._name, fields={FIELD: torch.from_numpy(packed)})
+        some = packed if len(packed) else np.zeros(1, np.uint8)  # Mooncake holds nothing of no bytes
+        transfer_queue.kv_put(key=key, partition_id=self._name, fields={FIELD: torch.from_numpy(some)})
         return key
 
     def _fetch(self, held: list[Any]) -> Sequence[np.ndarray] | None:
@@ -76,7 +77,7 @@ class PackageQueue(RayQueue):
             return []
         try:
             found = transfer_queue.kv_batch_get(keys=held, partition_id=self._name, select_fields=[FIELD])
-        except ValueError:  # none of them is there
+        except (ValueError, RuntimeError):  # none of them is there; so say SimpleStorage, and RayStore and Mooncake
             return None
         rows = [row.numpy() for row in found[FIELD].unbind()]
         return rows if len(rows) == len(held) else None  # it leaves out those that are not there

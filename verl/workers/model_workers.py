@@ -16,7 +16,7 @@ from verl.driver.dispatch import Share, in_order, shares
 from verl.model_engine.base import EngineCapabilities
 from verl.model_engine.layout import Layout
 from verl.objective import Term
-from verl.types import Metrics, Refs, merge_metrics
+from verl.types import Metrics, Ref, Refs, merge_metrics
 from verl.weight_sync.base import Sent
 from verl.workers.compute import Compute, Computed, OptimizerStep
 from verl.workers.group import Broadcast, WorkerGroup
@@ -124,8 +124,10 @@ class ModelWorkers:
         return _then(self._submit(Role.score, args), lambda found: in_order(list(zip(parts, found))))
 
     def score_rows(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Future[list[float]]:
-        """The reward model's score of each (prompt ids, response ids); every rank computes all, the first answers."""
-        return _then(self._group.submit(Role.score_rows, Broadcast((rows,))), lambda found: found[0])
+        """The reward model's score of each (prompt ids, response ids), in this order."""
+        parts = self._share(Refs(_ref(i, len(prompt), len(answer)) for i, (prompt, answer) in enumerate(rows)))
+        args = [([rows[i] for i in share.rows or (0,)],) for share in parts]
+        return _then(self._submit(Role.score_rows, args), lambda found: in_order(list(zip(parts, found))))
 
     def send_weights(self, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Future[Sent]:
         found = self._group.submit(Role.send_weights, Broadcast((version, probes, copy)))
@@ -210,6 +212,23 @@ class ComputeWorker:
 
 def _rank_step(share: Share, weights: str = "", recorded: bool = False) -> RankStep:
     return RankStep(share.refs, share.num_microbatches, weights, recorded, share.idle)
+
+
+def _ref(number: int, prompt: int, answer: int) -> Ref:
+    """What shares out a row that is in no queue."""
+    name = str(number)
+    return Ref(
+        sample_id=name,
+        trajectory_id=name,
+        group_id=name,
+        purpose="train",
+        prompt_tokens=prompt,
+        total_tokens=prompt + answer,
+        loss_tokens=answer,
+        version_min=0,
+        version_max=0,
+        reward=0.0,
+    )
 
 
 def _then(future: Future[A], fn: Callable[[A], B]) -> Future[B]:

@@ -103,6 +103,14 @@ def fit_together(pools: Mapping[str, Pool], nodes: Mapping[str, Mapping[str, flo
     )
 
 
+def seen(pools: Mapping[str, Pool], nodes: Mapping[str, Mapping[str, float]]) -> str:
+    """A line: which nodes there are, with what, and which pools they hold."""
+    kinds = dict.fromkeys(["GPU", "CPU", *(what for pool in pools.values() for what in pool.bundle)])
+    has = [f"{node} has {', '.join(f'{of[k]:g} {k}' for k in kinds if of.get(k))}" for node, of in nodes.items()]
+    asked = [f"{name} ({pool.nodes} x {pool.ranks_per_node} ranks)" for name, pool in pools.items()]
+    return f"cluster: {len(nodes)} nodes ({'; '.join(has)}) hold pools {', '.join(asked)}"
+
+
 def _placed(groups: Sequence[Mapping[str, float]], nodes: Sequence[dict[str, float]]) -> bool:
     """Whether each group finds a node beside the others. After TRIES ways that failed it is left to the cluster."""
     hopeless: set[object] = set()

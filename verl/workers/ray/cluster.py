@@ -20,7 +20,7 @@ from verl.config.backends import address_of
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
 from verl.workers.group import Build, ClusterContext, Died, Place
-from verl.workers.pools import Pool, Shortage, fit_together, pools_of
+from verl.workers.pools import Pool, Shortage, fit_together, pools_of, seen
 from verl.workers.ray.group import RayGroup, Worker, pickled
 from verl.workers.ray.life import Life
 from verl.workers.ray.reaper import Reaper
@@ -74,7 +74,10 @@ class RayCluster:
         self._closed = threading.Event()
         try:
             until_s = time.monotonic() + self.start_timeout_s
-            _await_nodes(self.pools, until_s if self.address is not None else 0.0, self.say)
+            if self.address is None:
+                _await_nodes(self.pools, 0.0, self.say)
+            else:
+                self.say(seen(self.pools, _await_nodes(self.pools, until_s, self.say)))
             for name, pool in self.pools.items():
                 self._placed[name] = _place(name, pool, until_s, self.start_timeout_s)
         except BaseException:
@@ -229,8 +232,11 @@ def _hello(host: str, port: int) -> None:
                 raise OSError("what listens there is no Ray")
 
 
-def _await_nodes(pools: Mapping[str, Pool], until_s: float, say: Callable[[str], None]) -> None:
-    """Until nodes hold all pools together; ValueError with what each of them lacks, where they do not in time."""
+def _await_nodes(
+    pools: Mapping[str, Pool], until_s: float, say: Callable[[str], None]
+) -> dict[str, Mapping[str, float]]:
+    """Until nodes hold all pools together: what each of them has; ValueError with what it lacks, where they do not in
+    time."""
     import ray
 
     said = ""
@@ -241,7 +247,7 @@ def _await_nodes(pools: Mapping[str, Pool], until_s: float, say: Callable[[str],
             if gpus and not any("GPU" in pool.bundle or pool.resource for pool in pools.values()):
                 idle = f"warning: the cluster has {gpus:g} GPUs and no pool asks for one"
                 say(f"{idle}: the models compute on CPUs; model.device=cuda gives each rank one")
-            return
+            return nodes
         if (left_s := until_s - time.monotonic()) <= 0:
             raise Shortage(short)
         if short != said:
