@@ -277,7 +277,7 @@ def gkd_topk(columns: Columns, *, beta: float = 0.5, mixed: bool = False) -> Ter
 
 def gkd(columns: Columns, *, mixed: bool = False) -> TermValue:
     """The divergence over the whole vocabulary, which the engine computes with the column `teacher_hidden`."""
-    metrics = {n: (columns[n], "mean") for n in ("teacher_agreement", "teacher_entropy")}
+    metrics: Metrics = {n: (columns[n], "mean") for n in ("teacher_agreement", "teacher_entropy")}
     return _taught(columns, columns["divergence"], metrics, mixed)
 
 

@@ -102,7 +102,7 @@ def become(store: dist.Store, layout: Layout, number: int, *, backend: str, time
     """Rank `number` of this process's default group. start_s: for all to come, who may have begun late; what follows
     begins when they are there · timeout_s: of each collective. TimeoutError where not all come."""
     wait, come = timedelta(seconds=timeout_s), [f"come/{n}" for n in range(layout.world_size)]
-    store.set(come[number], b"")
+    store.set(come[number], "")
     try:
         store.wait(come, timedelta(seconds=start_s))
     except dist.DistStoreError:
