@@ -418,6 +418,16 @@ def test_none_keeps_nothing_in_but_has_its_limits_and_leaves_nothing(tmp_path):
     assert not until_gone([where, (tmp_path / "where").read_text()], os.path.exists)
     with CodeSandbox("none", Limits(wall_s=1)) as short:
         assert short.run("while True: pass").status == "timeout"
+        for how in ("SIGSTOP", "SIGKILL"):  # a program that turns on the process that it runs in
+            below = set(guardian.descendants(short._popen.pid))
+            said = (
+                f"import os, signal, time\nopen('{tmp_path}/{how}', 'w').write(f'{{os.getppid()}} {{os.getcwd()}}')\n"
+            )
+            turns = f"{said}os.kill(os.getppid(), signal.{how})\ntime.sleep(600)"
+            with contextlib.suppress(SandboxGone):
+                assert short.run(turns).status == "timeout"
+            pid, where = (tmp_path / how).read_text().split()
+            assert not until_gone([int(pid)]) and not until_gone([where], os.path.exists)
         code, link = f"{DAEMONS}open('{tmp_path}/up', 'w').close()\ntime.sleep(600)", short._next("")
         request = {
             "kind": "run",

@@ -242,7 +242,11 @@ def test_what_is_asked_ahead_is_what_is_asked_in_the_step(name, pick, gone, tiny
         figures = {n: m.value for n, m in step.metrics.items() if not n.startswith(("timing", "perf"))}
         found.append((queue.read(refs, columns), figures, [r.outcome for r in step.trained]))
     (plain, figures, outcomes), (early, theirs, also) = found
-    assert theirs.pop("teacher/ahead") == 0.5 and outcomes == also and ("invalid" in outcomes[4:8]) == (gone == "b")
+    assert (
+        theirs.pop("teacher/ahead") == (0.0 if gone else 0.5)
+        and outcomes == also
+        and ("invalid" in outcomes[4:8]) == (gone == "b")
+    )
     assert theirs == pytest.approx(figures, rel=1e-6, nan_ok=True)
     for column in columns:
         torch.testing.assert_close(early[column].values, plain[column].values, rtol=1e-6, atol=1e-6, equal_nan=True)

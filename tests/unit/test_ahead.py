@@ -56,11 +56,11 @@ def test_one_call_is_under_way_and_a_step_waits_for_what_is_left():
     ids, first = asked.next()
     assert ids == ("a0", "a1") and asked.calls.empty(), "the others wait for its answer"
     step = ahead.infer(rows("a", "b"), WANTED)
-    first.set_result(frozenset({"a1"}))
+    first.set_result(frozenset())
     ids, rest = asked.next()
     assert ids == ("b0", "b1"), "a step is served next, with what is left of it alone"
     rest.set_result(frozenset({"b0"}))
-    assert step.result(60) == {"a1", "b0"}
+    assert step.result(60) == {"b0"}
     ids, later = asked.next()
     assert ids == ("c0", "c1", "d0", "d1"), "as many groups as a step has"
     counted = ahead.take_metrics().result(0)
@@ -69,6 +69,21 @@ def test_one_call_is_under_way_and_a_step_waits_for_what_is_left():
     later.set_result(frozenset())
     assert step.result(60) == frozenset() and asked.calls.empty(), "all of it was known"
     assert ahead.take_metrics().result(0)["ahead"].value == 1
+
+
+def test_after_rows_without_an_answer_a_step_asks_for_all_that_it_wants():
+    """A server that was away is back, or one that was another model's is the old one again."""
+    ahead, asked = made(most=1)
+    for group, broken in (("a", ()), ("b", ("b1",)), ("c", ())):
+        ahead.begin(rows(group))
+        under_way = ahead._now[1]
+        asked.next()[1].set_result(frozenset(broken))
+        under_way.result(60)
+    step = ahead.infer(rows("a", "b", "c"), WANTED)
+    ids, answer = asked.next()
+    assert ids == ("a0", "a1", "b0", "b1"), "and not for what was answered since"
+    answer.set_result(frozenset())
+    assert step.result(60) == frozenset()
 
 
 def test_a_step_does_not_wait_for_the_rows_of_a_later_one():

@@ -141,7 +141,8 @@ def teacher(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
         context.say(f"warning: {error}; its samples are Invalid from now on, the other teachers go on")
 
     members = {name: workers_of(context, spec, view, told) for name, spec in zip(t.paths, specs.values(), strict=True)}
-    return Teachers(members, t.pick, t.shares(), 0.75 * context.config.run.wait_timeout_s)  # and then those left blank
+    share = 0.75 / (2 if asks_ahead(context.config) else 1)  # and then those left blank; see `_teacher_spec`
+    return Teachers(members, t.pick, t.shares(), share * context.config.run.wait_timeout_s)
 
 
 def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: str) -> RoleSpec:

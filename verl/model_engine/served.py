@@ -197,7 +197,7 @@ class ServedModel:
             self._unsure.clear()
         calls, self._known_at = self._calls - self._known_at, self._calls
         if said:
-            fear = f"; in {calls} calls before this one it may have been so: that was trained on, and is kept no longer"
+            fear = f"; in {calls} calls before this one it may have been so: what steps took of them was trained on"
             more = "no sample of this step is taught" + (fear if calls else "")
             logger.warning("teacher %s is another one than at the start: %s; %s", self._url, said, more)
             self._calls -= 1

@@ -58,8 +58,8 @@ def main() -> None:
 class _Box:
     """One sandbox. guard: at its end it ends · pid: on which all of it hangs; 0: it has ended."""
 
-    def __init__(self, guard: socket.socket, memory_mb: float, how: signal.Signals) -> None:
-        self.guard, self.memory_mb, self.how, self.pid, self.watched = guard, memory_mb, how, 0, False
+    def __init__(self, guard: socket.socket, memory_mb: float, folder: str) -> None:
+        self.guard, self.memory_mb, self.folder, self.pid, self.watched = guard, memory_mb, folder, 0, False
 
     def look(self) -> None:
         pids = [self.pid, *guardian.descendants(self.pid)] if self.pid else []
@@ -73,7 +73,7 @@ class _Box:
 
     def end(self) -> None:
         if self.pid:
-            os.kill(self.pid, self.how)  # nobody waited for it yet: it is no one else
+            os.kill(self.pid, signal.SIGKILL)  # nobody waited for it yet: it is no one else
 
 
 class _Sandboxes:
@@ -83,7 +83,7 @@ class _Sandboxes:
         namespaces.adopt_orphans()  # of a bubblewrap that was killed while it started
         self._channel = channel
         self._boxes: list[_Box] = []
-        self._poller, self._children = select.poll(), set[int]()
+        self._poller, self._children, self._orphans = select.poll(), set[int](), set[int]()
         self._then: dict[int, Callable[[], None]] = {}
         if channel is not None:
             self._hear(channel.fileno(), self._begin)
@@ -91,7 +91,7 @@ class _Sandboxes:
     def run(self) -> None:
         """Until the channel and all sandboxes have ended."""
         looked_s = 0.0
-        while self._channel is not None or self._boxes:
+        while self._channel is not None or self._boxes or self._orphans:
             watched = [box for box in self._boxes if box.watched or self._channel is None]
             look_s = LOOK_S if any(box.watched for box in watched) else REST_S
             for fd, _ in self._poller.poll(look_s * 1000 if watched else None):
@@ -134,12 +134,15 @@ class _Sandboxes:
         theirs.close()
 
     def start(self, job: dict[str, Any], guard: socket.socket, theirs: socket.socket) -> None:
-        how = signal.SIGTERM if job["tier"] == "none" else signal.SIGKILL  # no kernel ends what is below process 1
-        box = _Box(guard, float(job["memory_mb"]), how)
+        folder = f"{tempfile.gettempdir()}/verl-none-{os.urandom(8).hex()}" if job["tier"] == "none" else ""
+        box = _Box(guard, float(job["memory_mb"]), folder)
         self._boxes.append(box)
         self._hear(guard.fileno(), lambda: self._listen(box))
         try:
-            box.pid = (_start_bubblewrap if job["tier"] == "bubblewrap" else _start_cell)(job, theirs)
+            if job["tier"] == "bubblewrap":
+                box.pid = _start_bubblewrap(job, theirs)
+            else:
+                box.pid = _start_cell(job, theirs, folder)
             self._wait_for(box.pid, box)
         except OSError as e:
             box.tell("gone", str(e))
@@ -165,11 +168,15 @@ class _Sandboxes:
         os.close(fd)
         os.waitpid(pid, 0)
         self._children.remove(pid)
+        self._orphans.discard(pid)
         for orphan in set(guardian.children_of(os.getpid())) - self._children:
             guardian.shoot(os.kill, orphan)
-            self._wait_for(orphan, None)
+            self._orphans.add(orphan)
+            self._wait_for(orphan, box)  # without namespaces it may have been the box's, and still write there
         if box is not None:
-            box.pid = 0
+            box.pid = 0 if pid == box.pid else box.pid
+            if box.folder and not box.pid:
+                shutil.rmtree(box.folder, ignore_errors=True)
 
 
 def _forked(wanted: int, theirs: socket.socket, begin: Callable[[], None]) -> int:
@@ -196,16 +203,16 @@ def _forked(wanted: int, theirs: socket.socket, begin: Callable[[], None]) -> in
     return pid
 
 
-def _start_cell(job: dict[str, Any], theirs: socket.socket) -> int:
-    naked, files = job["tier"] == "none", job["base"] and f"{job['base']}/files"
+def _start_cell(job: dict[str, Any], theirs: socket.socket, folder: str) -> int:
+    """folder: of one without namespaces."""
+    files = job["base"] and f"{job['base']}/files"
 
     def begin() -> None:
-        if not naked:
+        if not folder:
             namespaces.enter(job["read_only"], job["tmp_mb"], files)
             return serve()
-        folder = f"{tempfile.gettempdir()}/verl-none-{os.urandom(8).hex()}"
 
-        def leave(*told: object) -> None:  # at its end, or when it is told to, be it in the middle of this
+        def leave(*told: object) -> None:  # at its end, or when who started it is gone, be it in the middle of this
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             cell.end_all()
             shutil.rmtree(folder, ignore_errors=True)
@@ -231,7 +238,7 @@ def _start_cell(job: dict[str, Any], theirs: socket.socket) -> int:
         sys.path[:] = [*sys.path[1:], *job["packages"]]  # what may be written there is nothing to import from
         cell.serve(theirs)
 
-    return _forked(0 if naked else namespaces.NEW_NAMESPACES, theirs, begin)
+    return _forked(0 if folder else namespaces.NEW_NAMESPACES, theirs, begin)
 
 
 def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket) -> int:

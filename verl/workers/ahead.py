@@ -20,14 +20,16 @@ T = TypeVar("T")
 class Ahead(ModelWorkers):
     """See `ModelWorkers`; of its calls those of a frozen model. One call is under way at a time, of whole groups, so
     that each has the deadline that a step's call has. outputs: what a step will ask for · most: groups of a call ·
-    timeout_s: for each answer. What a call raises, the next step that asks raises; nothing is begun after it."""
+    timeout_s: for each answer. What a call raises, the next step that asks raises; nothing is begun after it. After a
+    call with rows that got no finite output, a step asks for all that it wants: a server may be back by then, or
+    another one may have answered before (model_engine/served.py keeps what is sure)."""
 
     def __init__(self, workers: ModelWorkers, outputs: Mapping[str, str], most: int, timeout_s: float) -> None:
         self._workers, self._outputs, self._most, self._timeout_s = workers, dict(outputs), most, timeout_s
         self._lock = threading.Lock()
         self._waiting: dict[str, Refs] = {}  # group id -> rows that nobody has been asked for
         self._now: tuple[frozenset[str], Future[None]] | None = None  # the groups of the call under way, or that failed
-        self._broken: dict[str, frozenset[str]] = {}  # of groups that were computed: samples without a finite output
+        self._known: set[str] = set()  # groups of which every row has its outputs
         self._held = False  # a step asks: it is served next
         self._counted: Metrics = {}
 
@@ -56,7 +58,7 @@ class Ahead(ModelWorkers):
             if now is not None and not now[0].isdisjoint(groups):
                 self._wait(now[1])
             with self._lock:
-                self._broken = {group: broken for group, broken in self._broken.items() if group not in groups}
+                self._known -= groups
 
         return from_thread(left)
 
@@ -102,19 +104,21 @@ class Ahead(ModelWorkers):
     def _ask(self, groups: Mapping[str, Refs]) -> None:
         broken = self._called(Refs(r for rows in groups.values() for r in rows))
         with self._lock:
-            self._broken |= {group: broken.intersection(rows.ids) for group, rows in groups.items()}
+            self._known = set() if broken else self._known | groups.keys()
             self._now = None
             self._go()
 
     def _answer(self, refs: Refs, now: Future[None] | None) -> frozenset[str]:
+        groups = refs.groups().keys()
         with self._lock:
-            known = self._broken.keys() & refs.groups().keys()
-        if now is not None and (now.done() or known != refs.groups().keys()):
+            all_known = groups <= self._known
+        if now is not None and (now.done() or not all_known):
             self._wait(now)
         with self._lock:
-            found = {group: self._broken.pop(group) for group in refs.groups() if group in self._broken}
-        rest = Refs(r for r in refs if r.group_id not in found)
-        broken = frozenset[str]().union(*found.values()) | (self._called(rest) if rest else frozenset())
+            known = self._known & groups
+            self._known -= groups
+        rest = Refs(r for r in refs if r.group_id not in known)
+        broken = self._called(rest) if rest else frozenset[str]()
         share = Metric(float(len(refs) - len(rest)), float(len(refs)), "sequence")
         with self._lock:
             self._counted = merge_metrics([self._counted, {"ahead": share}])
