@@ -117,7 +117,7 @@ def _start(rank: int, world_size: int, fn: Callable[[int], Any], folder: Path, t
     try:
         faulthandler.register(signal.SIGUSR1, (folder / f"{rank}.stack").open("w"))
         STORE.append(dist.FileStore(str(folder / "rendezvous"), world_size))
-        become(STORE[0], Layout(world_size=world_size), rank, backend="gloo", timeout_s=timeout_s)
+        become(STORE[0], Layout(world_size=world_size), rank, backend="gloo", timeout_s=timeout_s, start_s=timeout_s)
         (folder / f"{rank}.result").write_bytes(pickle.dumps(fn(rank)))
         dist.barrier()
         code = 0

@@ -60,7 +60,7 @@ def peak(monkeypatch: pytest.MonkeyPatch, root: Path, *given: Any) -> int:
 
         monkeypatch.setattr(owner, name, watch)
 
-    for owner, name in ((torch.optim.AdamW, "step"), (TorchEngine, "infer"), (NativeRunner, "load")):
+    for owner, name in ((torch.optim.AdamW, "step"), (TorchEngine, "infer"), (NativeRunner, "prepare")):
         watched(owner, name)
     watched(NativeRunner, "drop_kv")
     small_run(root, *given)

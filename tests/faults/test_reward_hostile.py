@@ -113,6 +113,10 @@ def close_all():
     os.closerange(0, 1000)
     return 0.125
 
+def close_output():
+    os.closerange(0, 3)
+    return 0.125
+
 def spoil_the_process():
     sys.stdout.close()
     os.chdir("/proc/self/fd")
@@ -146,6 +150,7 @@ CASES = {
     "kill_own_group": lambda f: os.killpg(0, signal.SIGKILL),
     "kill_guardian": lambda f: (spawn_child(f, escape=False), os.kill(os.getppid(), signal.SIGKILL), forever()),
     "close_all": lambda f: close_all(),
+    "close_output": lambda f: close_output(),
     "garbage_on_every_fd": lambda f: garbage_on_every_fd(),
     "return_twice": lambda f: return_twice(),
     "alarm_left_over": lambda f: alarm_left_over(),
@@ -188,6 +193,7 @@ EXPECTED = {
     "kill_own_group": {"crash"},
     "kill_guardian": {"crash"},
     "close_all": {"crash"},
+    "close_output": {"ok"},
     "garbage_on_every_fd": {"crash"},
     "return_twice": {"ok"},
     "alarm_left_over": {"ok"},

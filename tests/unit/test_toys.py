@@ -213,7 +213,7 @@ def test_a_sync_backend_is_one_file_and_one_row(
 
 def test_a_queue_passes_the_contract(toy):
     module = toy("add_a_queue.md", "toy_queue")
-    assert not failures_of(test_queue_contract, {"queue": module.SqliteQueue})
+    assert not failures_of(test_queue_contract, {"queue": module.SqliteQueue, "make": lambda: module.SqliteQueue})
 
 
 def test_a_queue_is_one_file_and_one_row(toy, touched, monkeypatch, tmp_path, tiny_model, arithmetic_data, plain):

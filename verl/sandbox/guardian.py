@@ -89,7 +89,8 @@ def _become_worker(guardian_pid: int, spec: dict[str, Any], output_fd: int, base
     nothing = os.open(os.devnull, os.O_RDONLY)
     for fd, onto in ((nothing, 0), (output_fd, 1), (output_fd, 2)):
         os.dup2(fd, onto)
-    for fd in (nothing, output_fd):
+    channel_fd = os.dup(spec["channel_fd"])  # a low number, whatever its parent has open: who closes all, closes it
+    for fd in (nothing, output_fd, spec["channel_fd"]):
         os.close(fd)
     sys.path[:] = spec["sys_path"]
     from verl.sandbox.worker import serve
@@ -97,7 +98,7 @@ def _become_worker(guardian_pid: int, spec: dict[str, Any], output_fd: int, base
     def note_baseline(mb: float) -> None:
         baseline[:8] = struct.pack("d", mb)
 
-    serve(socket.socket(fileno=spec["channel_fd"]), spec["memory_limit_mb"], note_baseline)
+    serve(socket.socket(fileno=channel_fd), spec["memory_limit_mb"], note_baseline)
 
 
 class _Guard:

@@ -101,7 +101,8 @@ def serve(channel: socket.socket, memory_limit_mb: float, note_baseline_mb: Call
         grown_mb, took_s = memory.used_mb()[0] - start_mb, time.perf_counter() - began_s
         answer: Any = messages.Failed if isinstance(outcome, Failure) else messages.Returned
         channel.sendall(framed(answer(call.number, grown_mb, took_s, outcome)))
-        if grown_mb >= memory_limit_mb / 2 or (isinstance(outcome, Failure) and outcome.reason == "memory"):
+        short = grown_mb >= memory_limit_mb / 2 or (isinstance(outcome, Failure) and outcome.reason == "memory")
+        if short or not _has_output():
             return  # calls that were sent with this one are for a fresh process
 
 
@@ -123,6 +124,14 @@ def _tidy(recursion_limit: int, folder: str) -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:  # children that ended, and that nobody waited for
             pass
+
+
+def _has_output() -> bool:
+    """What prints after somebody closed these would fail."""
+    try:
+        return bool(os.fstat(1) and os.fstat(2))
+    except OSError:
+        return False
 
 
 def run_call(
