@@ -388,7 +388,7 @@ def test_the_router_bench_counts_what_is_lost_and_doubled(monkeypatch: pytest.Mo
     monkeypatch.setattr(router, "TAKES_S", (0.001, 0.002))
     replicas, at_once, median, tail = asyncio.run(router.added(2, 200))
     assert (replicas, at_once) == ("2", "16") and all(abs(float(cell.split()[0])) < 60_000 for cell in (median, tail))
-    _, _, asked, killed, *wrong = asyncio.run(router.deaths(3, 1.0))
+    _, _, asked, killed, *wrong = asyncio.run(router.deaths(3, 3.0))
     assert int(asked.replace(",", "")) > 50 and int(killed) > 0 and wrong == ["0", "0", "0"]
 
     async def twice(self: Any, request_id: str, prompt: Any, sampling: Any, **rest: Any) -> Any:
@@ -396,7 +396,7 @@ def test_the_router_bench_counts_what_is_lost_and_doubled(monkeypatch: pytest.Mo
 
     generate = router.Double.generate
     monkeypatch.setattr(router.Double, "generate", twice)
-    *_, exchanged = asyncio.run(router.deaths(3, 0.3))
+    *_, exchanged = asyncio.run(router.deaths(3, 1.0))
     assert int(exchanged) > 0, "an answer to another request is seen"
 
     async def says_so(self: Any, source: Any, *, on_inflight: str) -> Any:
