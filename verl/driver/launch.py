@@ -25,7 +25,7 @@ from verl.driver.loop import train
 from verl.driver.reporter import OnStep
 from verl.driver.run import Run
 from verl.driver.run_dir import is_mine
-from verl.driver.setup import free_of_device
+from verl.driver.setup import free_bytes_of
 from verl.driver.stopping import Stopped, unless_stopped
 from verl.driver.supervised import fit
 from verl.rollout.base import ReplicaLost
@@ -69,8 +69,8 @@ def run_rl(
     progress = progress or LiveProgress()
     if not quiet:
         progress.message(render_plan(plan))
-    if plan.cluster is None and (free := free_of_device(resolved.config)) is not None:
-        for said in small_memory(plan.memory, free):
+    if (free := free_bytes_of(resolved.config)) is not None:
+        for said in small_memory(plan.memory, free()):
             progress.message(f"warning: {said}")
     text, died = plan.to_json(), list[str]()
     for number in range(resolved.config.cluster.max_restarts + 1):

@@ -73,12 +73,6 @@ def data_seed(config: Config) -> int:
     return config.run.seed if config.data.seed is None else config.data.seed
 
 
-def free_of_device(config: Config) -> int | None:
-    """Bytes of the CUDA device that this process's models would be on; None: they are on none."""
-    on = main_pool(config.cluster, device_of(config)).computes_on == "cuda" and torch.cuda.is_available()
-    return torch.cuda.mem_get_info()[0] if on else None
-
-
 def free_bytes_of(config: Config) -> Callable[[], int] | None:
     """How much is free of the device of this process, that rollout servers started by it share: also what torch keeps
     for itself. None without one, or where it is another process's."""
