@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verl.config.schema import Config
-from verl.config.spread import PASS, UPDATE, role_items
+from verl.config.spread import fullest_moment, role_items
 from verl.model_engine.layout import Layout
 
 FULL = bool(os.environ.get("FULL_GRID"))
@@ -85,11 +85,6 @@ def test_a_rank_holds_what_the_plan_says(role, tmp_path, monkeypatch):
 
 
 HELD = ("weights", "optimizer states")
-PHASES = {
-    "update": (*HELD, *PASS, *UPDATE),
-    "infer": (*HELD, *PASS, "inference activations"),
-    "publish": (*HELD, "largest whole weight"),  # the proof of a version is a pass, as `infer` is
-}
 OF_ROLE = {"actor": ("update", "infer", "publish"), "critic": ("update", "infer"), "ref": ("infer",)}
 WANTED = {"critic": "values"}
 WHOLE = [("actor", "float32")]
@@ -139,14 +134,32 @@ def test_what_a_rank_holds_at_most_in_a_phase_is_what_the_plan_says(role, dtype,
             for phase, fn in phases.items():
                 before = tensor_bytes() - own
                 found[phase] = before + peak_bytes(fn, tmp_path)[0]
-            return count, found
+            return len(e._passes(batch, count)), found
 
         measured = run(layout.world_size, held)
         for stage in range(layout.pipeline):
             ranks = [found for rank, (_, found) in enumerate(measured) if layout.place(rank).pipeline == stage]
-            items = role_items(config, role, layout, tokens=BUDGET, stage=stage, passes=measured[0][0])
+            sizes = role_items(config, role, layout, tokens=BUDGET, stage=stage, passes=measured[0][0])
+            items = {f"{role} {name}": size for name, size in sizes.items()}
             for phase in OF_ROLE[role]:
-                planned, most = sum(items.get(part, 0) for part in PHASES[phase]), max(found[phase] for found in ranks)
+                whole = ["actor largest whole weight"]  # the proof of a version is a pass, as `infer` is
+                names = whole if phase == "publish" else fullest_moment(items, role, phase)
+                planned = sum(items.get(name, 0) for name in (*(f"{role} {part}" for part in HELD), *names))
+                most = max(found[phase] for found in ranks)
                 if abs(planned / most - 1) > (0.1 if FULL else 0.25):
                     wrong[name, stage, phase] = (planned, most)
     assert not wrong
+
+
+def test_a_pass_without_gradients_keeps_no_copy_of_the_layers(tmp_path, monkeypatch):
+    """In bfloat16 a weight is copied where it is used, one layer's at a time."""
+    monkeypatch.setitem(MODELS, "wide", WIDE_MODELS["wide"])
+
+    def most(rank: int) -> tuple[int, int]:
+        _, batch, _ = share(Case(Layout(), model="wide"), rank)
+        e = engine("wide", "actor", None, dtype="bfloat16", emulate_bf16=False)
+        copies = 2 * sum(p.numel() for p in e.model.base_model.layers.parameters())
+        return copies, peak_bytes(lambda: e.infer(batch, ("logprobs",)), tmp_path)[0]
+
+    ((copies, found),) = run(1, most)
+    assert found < copies, (found, copies)

@@ -49,22 +49,28 @@ pool wide 1 node x 8 ranks, each 2 CPU, 1 npu: ref
 
 a rank of main (estimate)              rollout   infer actor  infer critic  update actor update critic       publish
 actor weights                          471 MiB       471 MiB       471 MiB       471 MiB       471 MiB       471 MiB
-actor gathered weights                       -       317 MiB             -       317 MiB             -             -
+actor gathered embeddings                    -       260 MiB             -       260 MiB             -             -
+actor gathered layers                        -      56.9 MiB             -             -             -             -
+actor kept buffer                            -       260 MiB             -             -             -             -
+actor layer's compute copy                   -      14.2 MiB             -             -             -             -
 actor inference activations                  -       746 MiB             -             -             -             -
-actor log-prob chunk                         -      63.8 MiB             -      63.8 MiB             -             -
+actor log-prob chunk                         -             -             -      63.8 MiB             -             -
 actor head's gradient                        -             -             -       260 MiB             -             -
+actor head's compute copy                    -             -             -       130 MiB             -             -
 actor largest whole weight                   -             -             -             -             -      1.01 GiB
 actor optimizer states                 942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
 actor gradients                              -             -             -       471 MiB             -             -
-actor gathered gradients                     -             -             -       288 MiB             -             -
 actor compute copy of weights                -             -             -       341 MiB             -             -
 actor activations                            -             -             -      2.04 GiB             -             -
 critic weights                         471 MiB       471 MiB       471 MiB       471 MiB       471 MiB       471 MiB
-critic gathered weights                      -             -       317 MiB             -       317 MiB             -
+critic gathered embeddings                   -             -       260 MiB             -       260 MiB             -
+critic gathered layers                       -             -      56.9 MiB             -      56.9 MiB             -
+critic kept buffer                           -             -       260 MiB             -             -             -
+critic layer's compute copy                  -             -      14.2 MiB             -             -             -
 critic inference activations                 -             -       746 MiB             -             -             -
 critic optimizer states                942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
 critic gradients                             -             -             -             -       471 MiB             -
-critic gathered gradients                    -             -             -             -       288 MiB             -
+critic gathered gradients                    -             -             -             -      56.9 MiB             -
 critic compute copy of weights               -             -             -             -       341 MiB             -
 critic activations                           -             -             -             -      2.04 GiB             -
 rollout weights                        942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
@@ -127,13 +133,13 @@ def test_what_divides_what(folder: Path) -> None:
     )
     for name in ("actor weights", "actor gradients", "actor optimizer states"):
         assert data[name] == tensor[name] == sequence[name] and 2 * data[name] == copies[name]
-    for name in ("actor gathered weights", "actor compute copy of weights"):
+    for name in ("actor gathered embeddings", "actor gathered layers", "actor compute copy of weights"):
         assert data[name] == copies[name] == sequence[name] and data[name] == 2 * tensor[name]
     for name in ("actor activations", "actor inference activations"):
         assert data[name] == copies[name] == 2 * sequence[name] and sequence[name] < tensor[name] < data[name]
     assert 2 * tensor["actor head's gradient"] == data["actor head's gradient"]
     one = spread_of(folder).pools["main"].memory.items
-    assert "actor gathered weights" not in one and one["actor weights"] == 4 * data["actor weights"]
+    assert "actor gathered layers" not in one and one["actor weights"] == 4 * data["actor weights"]
 
 
 def test_a_model_computes_in_what_its_pool_says(folder: Path) -> None:

@@ -3,8 +3,9 @@ memory.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from verl.algorithms.presets import settled
 from verl.config.adapter import teacher_models
@@ -30,8 +31,24 @@ TRAINED = ("actor", "critic")
 PARTS = {"weights": "weights", "optimizer": "optimizer states"}
 """Of a role's state that may be elsewhere than on the device between two uses: the items."""
 HELD = ("weights", "optimizer states", "teacher's head")
-PASS = ("gathered weights", "log-prob chunk")
-UPDATE = ("gradients", "gathered gradients", "compute copy of weights", "activations", "head's gradient")
+AT_HEAD = ("gathered embeddings", "head's compute copy", "log-prob chunk")
+IN_LAYERS = ("gathered embeddings", "gathered layers")
+BACKWARD = ("gradients", "head's gradient", "compute copy of weights", "activations", "waiting passes")
+MOMENTS: Mapping[str, Sequence[Sequence[str]]] = MappingProxyType(
+    {
+        "infer": (
+            (*IN_LAYERS, "kept buffer", "layer's compute copy", "inference activations"),
+            (*AT_HEAD, "inference activations"),
+        ),
+        "update": (
+            (*BACKWARD, *IN_LAYERS, "gathered gradients"),
+            (*BACKWARD, *AT_HEAD),
+            ("gradients", "reduced embeddings", "waiting passes"),  # at the end of a backward pass
+        ),
+        "publish": (IN_LAYERS, ("largest whole weight",)),
+    }
+)
+"""What comes and goes in a phase of a role: that is there at once at each of the moments that want most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,21 +166,18 @@ def _of_stage(
     infer = dict.fromkeys([*(need.role for need in needs), *config.teacher.roles(), "reward_model"])
     phases = {"rollout": [*held("rollout weights"), "KV cache", "prefix cache", "sampling logits"]} if replicas else {}
     for role in (role for role in infer if role in roles):
-        phases[f"infer {role}"] = [
-            *held(f"{role} weights"),
-            *(f"{role} {name}" for name in (*PASS, "inference activations")),
-            *kept,
-        ]
+        phases[f"infer {role}"] = [*held(f"{role} weights"), *fullest_moment(items, role, "infer"), *kept]
     for role in (role for role in TRAINED if role in roles):
         own = (f"{role} weights", f"{role} optimizer states")
-        phases[f"update {role}"] = [*held(*own), *(f"{role} {name}" for name in (*PASS, *UPDATE)), *kept]
-    phases["publish"] = [
-        *held("actor weights"),
-        max("actor gathered weights", "actor largest whole weight", key=lambda item: items.get(item, 0)),
-        "incoming weights",
-        *kept,
-    ]
+        phases[f"update {role}"] = [*held(*own), *fullest_moment(items, role, "update"), *kept]
+    phases["publish"] = [*held("actor weights"), *fullest_moment(items, "actor", "publish"), "incoming weights", *kept]
     return summed(items, phases)
+
+
+def fullest_moment(items: Mapping[str, int], role: str, phase: str) -> list[str]:
+    """The items of a role, named with it, that are there at once where a phase wants most."""
+    moments = [[f"{role} {name}" for name in names] for names in MOMENTS[phase]]
+    return max(moments, key=lambda names: sum(items.get(name, 0) for name in names))
 
 
 def role_items(
@@ -181,27 +195,34 @@ def role_items(
     part, tensor, dtype = layout.shard * layout.tensor, layout.tensor, dtype_of(config, role)
     layer = (model.body_parameters - model.embedding_parameters) // model.layers
     layers = len(layers_of_stages(model.layers, layout.pipeline)[stage])
-    embeddings, root = _of_no_layer(model, layout, whole - layer * model.layers, stage)
+    root = _of_no_layer(model, layout, whole - layer * model.layers, stage)
     experts = model.expert_parameters // model.layers  # of a layer: not cut, and gathered from those who have the same
     count, sparse, flying = layer * layers + root, experts * layers, min(layout.pipeline - stage, passes)
     kept = (count - sparse) // part + sparse // layout.shard
-    apart = int(layout.world_size > 1)
-
-    def gathered(layers: int) -> int:
-        return (root + layers * (layer - experts)) // tensor + layers * experts // layout.expert
+    apart, cut = int(layout.world_size > 1), layout.shard > 1
+    of_none, dense = 4 * root // tensor * apart, 4 * (layer - experts) // tensor  # as gathered, of no layer and of one
+    spread, experts_cut = 4 * experts // layout.expert, layout.shard > layout.expert
+    if layout.expert == 1:
+        dense, spread = dense + spread, 0
 
     bytes_kept, residual = layer_bytes_per_token(model, dtype, tensor), 4 * model.hidden  # of a token
     through = layers * residual + bytes_kept if config.model.gradient_checkpointing else layers * bytes_kept
     vocab = -(-model.vocab // tensor)
+    half = DTYPE_BYTES[dtype] * (dtype == "bfloat16")  # bytes of a weight's copy in what is computed in
     rows = min(tokens, max(16, LOGPROB_CHUNK_BYTES // (4 * vocab)))
     items = {
         "weights": 4 * kept,
-        "gathered weights": apart * 4 * gathered(2),  # a layer, and the next one on its way
+        "gathered embeddings": of_none,
+        # a layer's, beside the buffer that it, or the next one on its way, came in: FSDP copies what a rank has alone
+        "gathered layers": apart * ((1 + cut) * dense + (1 + experts_cut) * spread),
+        "kept buffer": cut * max(of_none, dense),  # of the gathering before, until the next one has ended
+        "layer's compute copy": half * (dense + spread) // 4,
         "inference activations": tokens * (bytes_kept + 2 * residual),
     }
     if role in policies and stage == layout.pipeline - 1:
         items["log-prob chunk"] = LOGPROB_COPIES * rows * vocab * 4
         items["head's gradient"] = 4 * vocab * model.hidden * trains
+        items["head's compute copy"] = half * vocab * model.hidden
     if role == "actor":
         items["teacher's head"] = teacher_items(config).get("teacher's head", 0)
     if role == "actor":  # handed over one by one: what came of the ranks, put together; later stages get the first's
@@ -209,19 +230,23 @@ def role_items(
         items["largest whole weight"] = copies * 4 * max(model.vocab * model.hidden, layer)
     if not trains:
         return items
-    half = dtype == "bfloat16"
+    # leave, on their way, arrive; a critic's last stage computes none, tied or not
+    reduced = (3 * of_none + cut * of_none // layout.shard) * (stage == 0 or role in policies)
+    copies, through = half * layers * (dense + spread) // 4, tokens * (through + 2 * residual)
     return items | {
         "optimizer states": (12 if role == "actor" and config.teacher.ema else 8) * kept,
         "gradients": 4 * kept,
-        "gathered gradients": apart * 4 * gathered(1),
-        "compute copy of weights": DTYPE_BYTES[dtype] * (gathered(layers) - embeddings // tensor) if half else 0,
-        "activations": flying * tokens * (through + 2 * residual),
+        "gathered gradients": apart * 2 * max(dense, spread),  # as computed, and in the buffer that they leave in
+        "reduced embeddings": reduced,
+        "compute copy of weights": copies,
+        "activations": through,
+        "waiting passes": (flying - 1) * (through + copies),  # for the backward passes of those before them
     }
 
 
-def _of_no_layer(model: ModelFacts, layout: Layout, root: int, stage: int) -> tuple[int, int]:
-    """(input embeddings, all) of a stage's parameters that belong to no layer and are gathered for a whole pass. root:
-    those of the whole model: embeddings on the first stage, last norm and head on the last, tied ones on both."""
+def _of_no_layer(model: ModelFacts, layout: Layout, root: int, stage: int) -> int:
+    """A stage's parameters that belong to no layer and are gathered for a whole pass. root: those of the whole model:
+    embeddings on the first stage, last norm and head on the last, tied ones on both."""
     first, last = stage == 0, stage == layout.pipeline - 1
     embeddings = model.embedding_parameters if first or (last and model.tied) else 0
-    return embeddings, embeddings + (root - model.embedding_parameters if last else 0)
+    return embeddings + (root - model.embedding_parameters if last else 0)

@@ -39,7 +39,7 @@ from verl.nn.heads import Head, ValueHead
 from verl.nn.linear_logprob import Vocabulary
 from verl.nn.linear_teacher import HeadWeights
 from verl.nn.packing import check_packing, probe_sequences, refuse_noise
-from verl.nn.precision import native_bf16, rounded
+from verl.nn.precision import computing_in, native_bf16, rounded
 from verl.objective import Term
 from verl.types import Metric, Metrics, merge_metrics
 
@@ -222,8 +222,8 @@ class TorchEngine:
         """[T, H] hidden states after the final norm."""
         return self._hidden_packed(batch) if self._packed else self._hidden_padded(batch)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._compute == self.master else torch.autocast(self.device.type, dtype=self._compute)
+    def _autocast(self) -> AbstractContextManager[None]:
+        return computing_in(self._compute, self.master, self.device)
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
         return self._states(batch.ids, batch.positions, attention.make_plan(batch, self.device))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,12 @@ from torch import Tensor, nn
 def native_bf16(device: torch.device) -> bool:
     """True if bf16 matmuls run on the hardware. A CPU that emulates them takes ten times as long as in float32."""
     return device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def computing_in(dtype: torch.dtype, master: torch.dtype, device: torch.device) -> AbstractContextManager[None]:
+    """Autocast of weights that are kept in `master`. Nothing is cached: a pass reads a weight once, and a cache would
+    hold a copy of every layer to the end of a pass that has no gradients too."""
+    return nullcontext() if dtype == master else torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
 @contextmanager
