@@ -89,7 +89,11 @@ def part(name: str) -> Callable[[Path], None]:
 
 
 def test_a_checkpoint_has_its_name_when_every_rank_has_written_its_part(tmp_path):
-    pair, begun, go = Pair(tmp_path), threading.Event(), threading.Event()
+    pair, ready, begun, go = Pair(tmp_path), threading.Event(), threading.Event(), threading.Event()
+
+    def quick(path: Path) -> None:
+        part("a")(path)
+        ready.set()
 
     def slow(path: Path) -> None:
         begun.set()
@@ -97,9 +101,13 @@ def test_a_checkpoint_has_its_name_when_every_rank_has_written_its_part(tmp_path
         part("b")(path)
 
     for step, other in ((1, part("b")), (2, slow)):
-        saves = pair.save(step, part("a"), other)
+        ready.clear()
+        saves = pair.save(step, quick, other)
         if step == 2:
-            assert begun.wait(60) and pair.store.steps() == [1], "the first has written, and does not seal alone"
+            assert ready.wait(60) and begun.wait(60)
+            while not pair.meetings[0].waits:
+                assert not saves[0].done()
+            assert pair.store.steps() == [1], "the first has written, and does not seal alone"
             assert not any(save.done() for save in saves)
             go.set()
         for save in saves:

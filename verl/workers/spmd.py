@@ -58,7 +58,7 @@ class Meetings:
         until_s = time.monotonic() + limit_s
         self.waits = True
         try:
-            self._store.set(keys[self._number], pickle.dumps(value))
+            self._store.set(keys[self._number], pickle.dumps(value))  # type: ignore[arg-type]
             while not self._store.check(keys):  # no wait in the store: what the calls say to each other is said there
                 if self.gone is not None:
                     raise self.gone
