@@ -5,7 +5,7 @@ import threading
 from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +13,7 @@ from verl.checkpoint.store import CheckpointStore, SaveFailed
 from verl.driver import checkpointer
 from verl.driver.checkpointer import Cadence, Checkpointer
 from verl.driver.roles import Learner
+from verl.driver.state import DriverState
 from verl.workers.inproc import InprocGroup
 from verl.workers.model_workers import ModelWorkers
 from verl.workers.role import Role
@@ -89,6 +90,39 @@ def saved(tmp_path: Any, answers: BaseException | None, needed_bytes: int = 0) -
     state: Any = SimpleNamespace(step=1, version=1)
     asyncio.run(made._commit(made._write(state, None), state, 0.0, last=False))
     return told
+
+
+@pytest.mark.parametrize(
+    "apart,drivers,beside", [(True, None, True), (False, "torchrun's", True), (False, None, False)]
+)
+def test_where_workers_have_processes_of_their_own_a_save_goes_on_beside_training(apart, drivers, beside, tmp_path):
+    """It has begun when `save` returns; in one process it is done."""
+    made = checkpointer_of(tmp_path, Model(None), [], 0, 60.0)
+    made._learner.cluster = SimpleNamespace(apart=apart, drivers=drivers)
+    made._claimed.identity, made._claimed.parent, made._claimed.hide = None, None, None
+    made._reporter.events.flush = lambda **_: None
+    did, go = list[str](), threading.Event()
+
+    async def each(call: Any) -> list[Any]:
+        did.append(call.__name__)
+        return []
+
+    async def stored(state: Any, best: Any, fill: Any) -> None:
+        did.append(fill.__qualname__.split(".")[1])
+        if beside:
+            await asyncio.to_thread(go.wait, 60)
+
+    made._each, made._stored = each, stored
+
+    async def save() -> None:
+        await made.save(DriverState(1, cast(Any, None), {}, []))
+        assert (made._under_way is not None) is beside and (made.newest == 1) is not beside
+        go.set()
+        await made.settle()
+        assert made.newest == 1
+
+    asyncio.run(save())
+    assert did == (["room", "snapshot", "_write_beside"] if beside else ["_write"])
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -91,8 +91,8 @@ class Checkpointer:
         nothing of it is left, earlier ones are untouched, and the run goes on; with `last` the OSError is raised.
         Workers that do not answer for run.wait_timeout_s, or for as long as a slow disk takes, are a TimeoutError.
 
-        Workers in processes of their own keep a copy of their state and write it while training goes on; the checkpoint
-        has its name when all of it is on disk. `settle` waits for that, and so does the next save."""
+        Workers in processes of their own (torchrun's too) keep a copy of their state and write it while training goes
+        on; the checkpoint has its name when all of it is on disk. `settle` waits for that, as does the next save."""
         await self.settle()
         claimed, groups = self._claimed, tuple(hidden(group, self._claimed.hide) for group in state.groups)
         state = msgspec.structs.replace(state, identity=claimed.identity, parent=claimed.parent, groups=groups)
@@ -102,7 +102,7 @@ class Checkpointer:
         if self._held == state.step:
             self._held = None
             await self._commit(self._write_beside(state, best), state, began_s, last=last)
-        elif not self._learner.cluster.apart or last or too_small(await self._rooms()):
+        elif not self._beside or last or too_small(await self._rooms()):
             await self._commit(self._write(state, best), state, began_s, last=last)
         else:
             await self._copy(state.step)
@@ -151,6 +151,11 @@ class Checkpointer:
             self._held = None
             await self._each(ModelWorkers.forget)
 
+    @property
+    def _beside(self) -> bool:
+        """Whether a save goes on beside training: workers have processes of their own, or every rank is one."""
+        return self._learner.cluster.apart or self._learner.cluster.drivers is not None
+
     async def _copy(self, step: int) -> None:
         self._copied = step
         await self._each(ModelWorkers.snapshot)
@@ -164,7 +169,7 @@ class Checkpointer:
         return [room for rooms in await self._each(ModelWorkers.room) for room in rooms]
 
     def _save_s(self) -> float:
-        beside = self._held is not None and not self._learner.cluster.apart
+        beside = self._held is not None and not self._beside
         return self.cadence.save_s * (BUSY if beside else 1.0)
 
     async def settle(self) -> None:

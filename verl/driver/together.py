@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.store import is_late
 from verl.config.load import Resolved
+from verl.driver.checkpointer import SLOW_BYTES_PER_S
 from verl.driver.home import home_of
 from verl.driver.identity import compare, identity_of
 from verl.driver.run_dir import RunDir, Store, open_run_dir
@@ -61,7 +62,9 @@ def open_together(resolved: Resolved, command: str, drivers: Drivers) -> RunDir:
 
 
 class SharedStore:
-    """A store that the first driver holds: all write into one checkpoint, and all hear what became of it."""
+    """A store that the first driver holds: all write into one checkpoint, and all hear what became of it. They meet
+    beside the calls of training, which may go on meanwhile: for the folder, when each has written its part, and when
+    the checkpoint has its name."""
 
     def __init__(self, store: Store | None, drivers: Drivers) -> None:
         self._store, self._drivers = store, drivers
@@ -69,27 +72,38 @@ class SharedStore:
     def save(
         self, step: int, write: Callable[[Path], None], *, needed_bytes: int, meta: Mapping[str, Any] | None = None
     ) -> None:
-        """See `CheckpointStore`. What one rank cannot write is the OSError of all."""
+        """See `CheckpointStore`. What one rank cannot write is the OSError of all; any other error ends that rank, of
+        which the others hear."""
+        meet = partial(self._drivers.meet, timeout_s=needed_bytes / SLOW_BYTES_PER_S)
         error, begun = None, False
+
+        def written(path: Path) -> None:
+            mine: OSError | None = None
+            try:
+                write(path)
+            except OSError as e:
+                if is_late(e):
+                    raise
+                mine = e
+            if (first := next((e for e in meet(mine) if e is not None), None)) is not None:
+                raise first
 
         def fill(path: Path) -> None:
             nonlocal begun
             begun = True
-            self._drivers.gather(path).result()
-            write(path)
+            meet(path)
+            written(path)
 
-        if self._store is None:
-            if (path := self._drivers.gather(None).result()[0]) is not None:
-                with contextlib.suppress(OSError):  # the first has it too, and says what it means
-                    write(path)
-        else:
-            try:
+        try:
+            if self._store is not None:
                 self._store.save(step, fill, needed_bytes=needed_bytes, meta=meta)
-            except OSError as e:
-                if is_late(e):  # who is late is in no exchange
-                    raise
-                error = e
-            if not begun:
-                self._drivers.gather(None).result()
-        if (found := self._drivers.gather(error).result()[0]) is not None:
+            elif (path := meet(None)[0]) is not None:
+                written(path)
+        except OSError as e:
+            if is_late(e):  # who is late is in no exchange
+                raise
+            error = e
+        if self._store is not None and not begun:
+            meet(None)
+        if (found := meet(error)[0]) is not None:
             raise found

@@ -88,6 +88,11 @@ class Drivers(Protocol):
         """The values of all of them, by rank; each calls it at the same place."""
         ...
 
+    def meet(self, value: T, timeout_s: float) -> list[T]:
+        """As `gather`, in the thread that asks and beside all calls, within the longer of this deadline and that of a
+        call: one after the other, in the same order on all of them. RankLate says who did not come."""
+        ...
+
     def finish(self) -> Future[list[None]]:
         """The last call: from now on the others may end."""
         ...

@@ -7,12 +7,14 @@ import atexit
 import contextlib
 import faulthandler
 import os
+import pickle
 import queue
 import select
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
@@ -26,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from verl.model_engine.base import OneRank
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
-from verl.workers.answers import FENCE_S, Told, first_cause, raised, told_of
+from verl.workers.answers import FENCE_S, RankLate, Told, first_cause, raised, told_of
 from verl.workers.dist import ProcessRanks, backend_of, become
 from verl.workers.group import Arguments, Broadcast, Build, ClusterContext, Died, WorkerDied, WorkerGroup
 from verl.workers.inproc import InprocGroup
@@ -35,6 +37,41 @@ from verl.workers.torchrun import launched
 
 T = TypeVar("T")
 EXIT_S = 10.0  # for a process that has heard of a death to end by itself
+LOOK_EVERY_S = 0.05  # whether the others have come to a meeting beside the calls
+
+
+class Meetings:
+    """Of all processes, in the store alone: a call that is under way may be in any collective of any rank. One after
+    the other, in the same order on all. gone: whose death ends them."""
+
+    def __init__(self, store: dist.Store, number: int, world_size: int, timeout_s: float) -> None:
+        self._store, self._number, self._world_size, self._timeout_s = store, number, world_size, timeout_s
+        self._met, self.waits = 0, False
+        self.gone: WorkerDied | None = None
+
+    def meet(self, value: T, timeout_s: float) -> list[T]:
+        """See `group.Drivers`."""
+        assert not self.waits, "one meeting after the other"
+        self._met += 1
+        keys = [f"{self._met}/{n}" for n in range(self._world_size)]
+        limit_s = max(timeout_s, self._timeout_s)
+        until_s = time.monotonic() + limit_s
+        self.waits = True
+        try:
+            self._store.set(keys[self._number], pickle.dumps(value))  # type: ignore[arg-type]
+            while not self._store.check(keys):  # no wait in the store: what the calls say to each other is said there
+                if self.gone is not None:
+                    raise self.gone
+                if time.monotonic() > until_s:
+                    missing = [n for n, key in enumerate(keys) if not self._store.check([key])]
+                    raise RankLate(f"rank {self._number} waited {limit_s:g} s for ranks {missing} in a save")
+                time.sleep(LOOK_EVERY_S)
+            found: list[T] = [pickle.loads(self._store.get(key)) for key in keys]
+        finally:
+            self.waits = False
+        if self._met > 1:  # who is here has read what was said before
+            self._store.delete_key(f"{self._met - 1}/{self._number}")
+        return found
 
 
 class Drivers:
@@ -47,6 +84,7 @@ class Drivers:
         flat = Layout(world_size=layout.world_size)
         self._everyone = ProcessRanks(dist.PrefixStore("drivers", store), flat, number, timeout_s)
         self._store, self._device, self._called = dist.PrefixStore("ends", store), device, 0
+        self._meetings = Meetings(dist.PrefixStore("beside", store), number, layout.world_size, timeout_s)
         self._lock = threading.Lock()
         self._pending: set[Future[Any]] = set()
         self._gone: WorkerDied | None = None
@@ -63,13 +101,16 @@ class Drivers:
 
     @property
     def broken(self) -> bool:
-        return self._failed or bool(self._pending) or self._gone is not None
+        return self._failed or self._meetings.waits or bool(self._pending) or self._gone is not None
 
     def gather(self, value: T) -> Future[list[T]]:
         return self.together("gather", lambda: value)
 
     def finish(self) -> Future[list[None]]:
         return self.together("finish", lambda: None)
+
+    def meet(self, value: T, timeout_s: float) -> list[T]:
+        return self._meetings.meet(value, timeout_s)
 
     def together(self, name: str, fn: Callable[[], T]) -> Future[list[T]]:
         """Enqueue a call that every process makes: what it returned in each of them, by rank. The first cause, where
@@ -167,7 +208,7 @@ class Drivers:
         with self._lock:
             if self._gone is not None:
                 return
-            self._gone = WorkerDied(f"rank {number} (process {process}) is gone: {why}")
+            self._gone = self._meetings.gone = WorkerDied(f"rank {number} (process {process}) is gone: {why}")
             pending = list(self._pending)
         self._heard.set()
         for future in pending:
@@ -207,7 +248,13 @@ class SpmdGroup:
         return self._drivers.together(f"{self.name}.{method.__name__}", partial(method, self._worker, *mine))
 
     def beside(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
-        raise AssertionError("the drivers make all their calls together")
+        """Of this process's rank: the others do it for themselves, and say so where it matters."""
+        future: Future[list[T]] = Future()
+        try:
+            future.set_result([method(self._worker, *args)])
+        except Exception as e:
+            future.set_exception(e)
+        return future
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Its thread is that of all calls, and ends with the cluster."""
