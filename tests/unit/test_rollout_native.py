@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
 from itertools import pairwise, product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +30,7 @@ from verl.rollout import hf
 from verl.rollout.base import Completion
 from verl.rollout.embedded.core import EngineCore
 from verl.rollout.embedded.hf_runner import HfRunner
+from verl.rollout.embedded.receive import receive
 from verl.rollout.embedded.requests import Request, find_stop
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, stream_of, uniforms
 from verl.rollout.native import engine as native
@@ -576,8 +579,63 @@ def test_what_is_laid_out_anew_is_not_kept_as_it_came(layout: Any, tied: bool, m
     assert alive[0] == whole and made.params == whole // 4
     left = {key for key, (one, _) in came.items() if one() is not None}
     matrices = {key for key in came if key.rpartition(".")[0].rpartition(".")[2] in ("qkv", "out", "up", "down")}
-    matrices |= set() if tied else {"head"}
+    matrices |= set() if tied else {"head.weight"}
     assert len(matrices) == 8 + (not tied)
     assert left == (came.keys() if layout == "plain" else came.keys() - matrices)
     steps = [before - after for before, after in pairwise(alive)]
     assert all(steps) if layout == "panels" else not any(steps)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_comes_is_laid_out_at_once_with_the_bits_of_two_steps(tied: bool, dtype: torch.dtype) -> None:
+    """Fused rows that end within a panel, halves of heads that come to be neighbours, biases, padding, rounding."""
+    kernels = NativeRunner(Options(), context_of(CONFIG))._kernels
+    if kernels is None:
+        pytest.skip("no C compiler here")
+    sizes = SIZES | {"intermediate_size": 37, "num_attention_heads": 3, "num_key_value_heads": 1}
+    for config in (
+        Qwen3Config(**sizes, head_dim=24, tie_word_embeddings=tied, attention_bias=True),
+        Qwen3Config(**SIZES, head_dim=64, tie_word_embeddings=tied),
+    ):
+        shape, device = shape_of(config, 512), torch.device("cpu")
+        ways = [Storage(shape, dtype, torch.float32, device, of) for of in (None, kernels)]
+        tensors = {n: torch.randn(to.shape) for n, to in ways[0].destinations.items() if not (tied and "head" in n)}
+        for storage in ways:
+            receive(tensors.items(), storage.destinations)
+        assert not [key for key in ways[1].tensors if key.endswith(".weight") and "norm" not in key]
+        twice, at_once = (weights_module.weights_of(storage, "panels", kernels) for storage in ways)
+        assert (twice.params, twice.nbytes) == (at_once.params, at_once.nbytes)
+        pairs: list[Any] = [(twice.head, at_once.head)]
+        for one, other in zip(twice.layers, at_once.layers, strict=True):
+            pairs += [(one.qkv, other.qkv), (one.out, other.out)]
+            pairs += [(one.mlp.up, other.mlp.up), (one.mlp.down, other.mlp.down)]  # type: ignore[union-attr]
+        for of, got in pairs:
+            assert torch.equal(of.panels, got.panels) and of.width == got.width
+            assert (of.bias is None) == (got.bias is None) and (of.bias is None or torch.equal(of.bias, got.bias))
+
+
+def test_a_tensor_that_is_laid_out_as_it_comes_is_taken_once() -> None:
+    engine, given = core(), dict(source(1).tensors())
+    name = "model.layers.0.self_attn.q_proj.weight"
+    before = finish(engine, batches()[0])
+    with pytest.raises(ValueError, match=f"{name} .* came twice"):
+        engine.load(SimpleNamespace(version=1, tensors=lambda: [*given.items(), (name, given[name] + 1)]))  # type: ignore[arg-type]
+    again = finish(engine, batches()[0])
+    assert engine.version == 0 and all((again[n].ids == before[n].ids).all() for n in before)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this system has no large pages")
+def test_panels_lie_in_large_pages() -> None:
+    kernels = NativeRunner(Options(), context_of(CONFIG))._kernels
+    if kernels is None:
+        pytest.skip("no C compiler here")
+    panels = kernels.new_panels(4096, 1024)  # 16 MB
+    middle, inside = panels.data_ptr() + panels.nbytes // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= middle < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            assert "hg" in line.split()
+            return
+    raise AssertionError("no mapping holds the panels")

@@ -9,6 +9,9 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define WIDE 1
@@ -199,27 +202,63 @@ static inline __attribute__((always_inline)) void transpose(vec t[LANES]) {
             }
 }
 
-/* W [width, depth] -> panels, the last one's rows beyond width are zeros */
-void pack(const float *weight, float *panels, long width, long depth, long threads) {
+/* New memory comes in pages of 2 MB where the system has them: a page of 4 KB at a time takes longer than to fill it. */
+void large_pages(float *at, long bytes) {
+#if defined(MADV_HUGEPAGE)
+    const uintptr_t page = (uintptr_t)1 << 21, from = ((uintptr_t)at + page - 1) & ~(page - 1);
+    const uintptr_t to = ((uintptr_t)at + (uintptr_t)bytes) & ~(page - 1);
+    if (from < to) (void)madvise((void *)from, to - from, MADV_HUGEPAGE); /* advice: without it all is as before */
+#else
+    (void)at, (void)bytes;
+#endif
+}
+
+/* Row of W that comes to be row r: heads of 2 `pairs` rows whose halves are interleaved; 0 pairs: as they are. */
+static inline long source_row(long r, long pairs) {
+    if (!pairs) return r;
+    const long within = r % (2 * pairs);
+    return r - within + within % 2 * pairs + within / 2;
+}
+
+static inline void put(float *to, vec value) { /* past the caches, which need not read first what is written whole */
+#if defined(__AVX512F__)
+    if (((uintptr_t)to & 63) == 0) {
+        _mm512_stream_ps(to, (__m512)value);
+        return;
+    }
+#endif
+    *(vec *)to = value;
+}
+
+/* W [width, depth] -> rows first .. first + width of the panels; the other rows stay as they are */
+void pack(const float *weight, float *panels, long first, long width, long depth, long pairs, long threads) {
+    const long end = first + width;
     (void)threads;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (long p = 0; p < (width + PANEL - 1) / PANEL; p++)
-        for (long half = 0; half < PANEL; half += LANES)
+    for (long p = first / PANEL; p < (end + PANEL - 1) / PANEL; p++) {
+        for (long row = p * PANEL; row < (p + 1) * PANEL; row += LANES) {
+            const float *from[LANES];
+            const int whole = row >= first && row + LANES <= end;
+            for (int r = 0; r < LANES; r++)
+                if (row + r >= first && row + r < end) from[r] = weight + source_row(row + r - first, pairs) * depth;
             for (long k = 0; k < depth; k += LANES) {
-                const long row = p * PANEL + half;
-                const float *from = weight + row * depth + k;
-                float *to = panels + (p * depth + k) * PANEL + half;
-                if (row + LANES <= width && k + LANES <= depth) {
+                float *to = panels + (p * depth + k) * PANEL + row % PANEL;
+                if (whole && k + LANES <= depth) {
                     vec t[LANES];
-                    for (int r = 0; r < LANES; r++) t[r] = *(const vec *)(from + r * depth);
+                    for (int r = 0; r < LANES; r++) t[r] = *(const vec *)(from[r] + k);
                     transpose(t);
-                    for (int r = 0; r < LANES; r++) *(vec *)(to + r * PANEL) = t[r];
+                    for (int r = 0; r < LANES; r++) put(to + r * PANEL, t[r]);
                 } else {
                     for (int r = 0; r < LANES; r++)
-                        for (int c = 0; c < LANES && k + c < depth; c++)
-                            to[c * PANEL + r] = row + r < width ? from[r * depth + c] : 0.0f;
+                        for (int c = 0; row + r >= first && row + r < end && c < LANES && k + c < depth; c++)
+                            to[c * PANEL + r] = from[r][k + c];
                 }
             }
+        }
+#if defined(__AVX512F__)
+        _mm_sfence(); /* before anybody is told that it is there */
+#endif
+    }
 }
 
 /* add: y += x W^T + bias instead of y = ... */

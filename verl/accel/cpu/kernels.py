@@ -66,7 +66,8 @@ TYPED = {  # one function per dtype
 }
 FLOAT32 = {
     "linear": (Address,) * 4 + (c_long,) * 5,
-    "pack": (Address,) * 2 + (c_long,) * 3,
+    "pack": (Address,) * 2 + (c_long,) * 5,
+    "large_pages": (Address, c_long),
     "rms_norm_backward": (Address,) * 5 + (c_long,) * 2 + (c_float, c_long),
     "swiglu": (Address,) * 3 + (c_long,) * 2,
     "swiglu_backward": (Address,) * 5 + (c_long,) * 2,
@@ -83,13 +84,21 @@ class Kernels:
     panel_width: int
     functions: Mapping[str, Callable[..., None]]
 
-    def panels(self, weight: Tensor) -> Tensor:
-        """weight [N, K] float32 -> [panels, K, panel width], the rows padded with zeros."""
-        assert weight.is_contiguous() and weight.dtype == torch.float32
-        rows, depth = weight.shape
+    def new_panels(self, rows: int, depth: int) -> Tensor:
+        """[panels, depth, panel width] for [rows, depth], which `pack` fills; the rows that pad the last one are 0."""
         out = torch.empty(-(-rows // self.panel_width), depth, self.panel_width)
-        self.functions["pack"](weight, out, rows, depth, torch.get_num_threads())
+        self.functions["large_pages"](out, out.nbytes)
+        out[rows // self.panel_width :] = 0.0
         return out
+
+    def pack(self, weight: Tensor, panels: Tensor, first: int = 0, pairs: int = 0) -> None:
+        """weight [N, K] float32 -> rows first .. first + N of the panels. pairs: D/2 of heads whose halves come to be
+        neighbours, as RoPE pairs them; 0: rows as they are."""
+        assert weight.is_contiguous() and weight.dtype == torch.float32 and weight.device.type == "cpu"
+        rows, depth = weight.shape
+        assert depth == panels.shape[1] and first + rows <= len(panels) * self.panel_width
+        assert not pairs or rows % (2 * pairs) == 0
+        self.functions["pack"](weight, panels, first, rows, depth, pairs, torch.get_num_threads())
 
     def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, *, add: bool) -> Tensor:
         """x [T, K] W^T + bias into out [T, N], on top of what is there if `add`."""

@@ -55,9 +55,8 @@ class Packed:
 class Panels:
     """Bitwise the same for a row whatever the other rows are."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
-        self.width, self.bias, self.kernels, self.panels = len(weight), bias, kernels, kernels.panels(weight)
-        self.nbytes = self.panels.nbytes
+    def __init__(self, width: int, panels: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
+        self.width, self.panels, self.bias, self.kernels, self.nbytes = width, panels, bias, kernels, panels.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.kernels.linear(x, self.panels, self.bias, x.new_empty(len(x), self.width), add=False)
@@ -74,5 +73,7 @@ residual [T, N], which must have no other reader, in place where the kernel allo
 def make_linear(weight: Tensor, bias: Tensor | None, layout: Layout, kernels: Kernels | None) -> Linear:
     if layout == "panels":
         assert kernels is not None, "panels are what the compiled kernels read"
-        return Panels(weight, bias, kernels)
+        panels = kernels.new_panels(*weight.shape)
+        kernels.pack(weight, panels)
+        return Panels(len(weight), panels, bias, kernels)
     return Packed(weight, bias) if layout == "packed" else Plain(weight, bias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ class Destination:
     copied_as: tuple[int, ...]  # the shape in which it is copied there
     dtype: torch.dtype  # what values are rounded to before
     plus: float = 0.0  # what is added
+    pack: Callable[[Tensor], None] | None = None  # instead of a copy: float32 of `shape`, into a layout of its own
 
 
 def receive(tensors: Iterable[tuple[str, object]], destinations: Mapping[str, Destination]) -> None:
@@ -36,10 +37,12 @@ def receive(tensors: Iterable[tuple[str, object]], destinations: Mapping[str, De
         value = tensor.detach().to(to.dtype).reshape(to.copied_as)
         if to.plus:
             value = value.float() + to.plus
-        if not filled_before:
-            to.into.copy_(value)
-        elif not torch.equal(to.into, value.to(to.into)):
+        if filled_before and (to.pack is not None or not torch.equal(to.into, value.to(to.into))):
             raise ValueError(f"{name} differs from the tensor it is tied to (tie_word_embeddings), or came twice")
+        if to.pack is not None:
+            to.pack(value.to("cpu", torch.float32).contiguous())
+        elif not filled_before:
+            to.into.copy_(value)
     missing = sorted(name for name, to in destinations.items() if to not in filled)
     if missing or unexpected or misshapen:
         raise ValueError(

@@ -96,7 +96,8 @@ class NativeRunner:
         self._lanes.close()
 
     def prepare(self, source: WeightReader) -> Callable[[], None]:
-        storage = Storage(self.model.shape, self._dtype, self.compute_dtype, self._device)
+        kernels = self._kernels if self._layout == "panels" else None
+        storage = Storage(self.model.shape, self._dtype, self.compute_dtype, self._device, kernels)
         receive(source.tensors(), storage.destinations)
         return partial(self._switch, weights_of(storage, self._layout, self._kernels))
 

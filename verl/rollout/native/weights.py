@@ -1,8 +1,9 @@
-"""HF-named tensors fused into what the forward pass reads: one copy per version."""
+"""HF-named tensors fused into what the forward pass reads: one copy per version, from where they are read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,13 +60,16 @@ class Weights:
 
 @dataclass(slots=True)
 class Storage:
-    """The fused tensors of one version being received, and the HF names that fill them."""
+    """The fused tensors of one version being received, and the HF names that fill them. With kernels, products are
+    laid out for them as they come: once written, and once found memory for, which takes longer."""
 
     shape: Shape
     dtype: torch.dtype  # that weights are rounded to
     compute_dtype: torch.dtype  # that they are kept and multiplied in
     device: torch.device
+    kernels: Kernels | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    products: dict[str, Panels] = field(default_factory=dict)
     destinations: dict[str, Destination] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,7 +79,7 @@ class Storage:
         if s.tied:  # one tensor under two names, of which one is enough
             self.destinations["lm_head.weight"] = self.destinations["model.embed_tokens.weight"]
         else:
-            self._own("head", (s.vocab, s.hidden), "lm_head.weight")
+            self._fuse("head", [("lm_head", s.vocab)], s.hidden, bias=False)
         for i in range(s.layers):
             self._layer(i, f"{i}.", f"model.layers.{i}.")
 
@@ -113,13 +117,22 @@ class Storage:
 
     def _fuse(self, key: str, parts: list[tuple[str, int]], width: int, bias: bool, rotated: int = 0) -> None:
         """Rows of several projections as one matrix; the first `rotated` of them hold RoPE pairs, interleaved."""
-        rows = sum(n for _, n in parts)
-        for kind, tail in (("weight", (width,)), ("bias", ())) if bias else (("weight", (width,)),):
+        rows, half = sum(n for _, n in parts), self.shape.head_dim // 2
+        if self.kernels is not None:
+            panels, start = self.kernels.new_panels(rows, width), 0
+            self.products[key] = Panels(rows, panels, None, self.kernels)
+            for i, (name, n) in enumerate(parts):
+                pack = partial(self.kernels.pack, panels=panels, first=start, pairs=half if i < rotated else 0)
+                shape = (n, width)
+                self.destinations[f"{name}.weight"] = Destination(shape, panels, shape, self.dtype, pack=pack)
+                start += n
+        kinds = [("weight", (width,))] if self.kernels is None else []
+        for kind, tail in [*kinds, ("bias", ())] if bias else kinds:
             whole, start = self._new(f"{key}.{kind}", (rows, *tail)), 0
             for i, (name, n) in enumerate(parts):
                 into, copied_as = whole[start : start + n], (n, *tail)
                 if i < rotated:
-                    into = _as_halves(into.unflatten(0, (-1, self.shape.head_dim // 2, 2)))
+                    into = _as_halves(into.unflatten(0, (-1, half, 2)))
                     copied_as = tuple(into.shape)
                 self.destinations[f"{name}.{kind}"] = Destination((n, *tail), into, copied_as, self.dtype)
                 start += n
@@ -145,6 +158,7 @@ def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Wei
     t, s = storage.tensors, storage.shape
     take = t.__getitem__ if layout == "plain" else t.pop
     params = sum(tensor.numel() for tensor in t.values())
+    params += sum(one.width * one.panels.shape[1] for one in storage.products.values())
     storage.destinations.clear()  # they are views of it
     linears: list[Linear] = []
 
@@ -153,7 +167,12 @@ def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Wei
         return linears[-1]
 
     def named(key: str) -> Linear:
-        return linear(take(f"{key}.weight"), t.get(f"{key}.bias"))
+        made, bias = storage.products.get(key), t.get(f"{key}.bias")
+        if made is None:
+            return linear(take(f"{key}.weight"), bias)
+        made.bias = bias
+        linears.append(made)
+        return made
 
     def norm(key: str) -> Norm:
         return Norm(t[f"{key}.weight"], s.eps, kernels)
@@ -180,7 +199,7 @@ def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Wei
         )
         for i in range(s.layers)
     )
-    head = linear(t["embed"] if s.tied else take("head"))
+    head = linear(t["embed"]) if s.tied else named("head")
     idle = sum((n - s.chosen_experts) * 3 * s.expert_ffn * s.hidden for n in s.experts if n)
     kept = sum(tensor.nbytes for key, tensor in t.items() if layout == "plain" or key == "embed")
     return Weights(
