@@ -67,14 +67,14 @@ def test_tensors_come_back_bit_for_bit_and_the_two_latest_versions_stay(root: st
     assert same(again, 70), "not what this host has of that number"
 
 
-def test_a_version_is_removed_with_its_index_first_and_all_with_the_engine(root: str) -> None:
+def test_all_goes_with_the_engine_here_and_in_the_store(root: str) -> None:
     engine = build(Disk(folder=root), SyncContext(probes=()))
     outlet = engine.outlet()
     assert isinstance(outlet, ObjectOutlet)
-    stage(outlet, 1)
-    assert len(there(root)) == 2
+    fetched = Path(open_weights(stage(outlet, 1)).segment())
+    assert len(there(root)) == 2 and fetched.exists()
     del engine, outlet
-    assert there(root) == []
+    assert there(root) == [] and not fetched.exists()
 
 
 @pytest.mark.parametrize("root", ["file"], indirect=True)

@@ -26,7 +26,7 @@ from verl.data.files import filesystem, storage_errors
 from verl.weight_sync.base import Entry, SyncContext, SyncError, dtype_name
 from verl.weight_sync.disk import KEPT, PREFIX, WEIGHTS, DiskOutlet, DiskStream, own_folder
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
-from verl.weight_sync.shm import ShmOutlet, ShmStream
+from verl.weight_sync.shm import ShmOutlet, ShmStream, end
 from verl.weight_sync.tcp import HostStream
 
 INDEX, PROBE = "verl_version.json", "verl_probe"
@@ -106,6 +106,11 @@ class ObjectStream(HostStream):
         super().__init__(address.rpartition("/")[0])  # a sender has one name on a host, whatever the version
         self._address = address
 
+    def end(self) -> None:
+        """Nobody on this host reads what it has of this sender any more."""
+        for path in self._files():
+            end(path.name.rpartition("-")[0])
+
     def _newer(self, here: ShmStream | None, place: Callable[[str], Path]) -> ShmStream:
         version = int(self._address.rpartition("_")[2])
         if here is not None and version <= here.version:
@@ -153,6 +158,15 @@ def _named(url: str, what: str) -> Iterator[tuple[Any, str]]:
         raise SyncError(f"{url} could not be {what}: {type(e).__name__}: {said}") from e
 
 
+def _ended(fs: Any, root: str) -> None:
+    """With the engine go its versions, and what this host has fetched of them."""
+    fs.invalidate_cache()
+    with contextlib.suppress(RuntimeError, *storage_errors()):
+        for key in fs.ls(root, detail=False):
+            ObjectStream(f"{key}/version_0").end()
+    _gone(fs, root)
+
+
 def build(folder: str, context: SyncContext) -> LocalCheckpointEngine:
     """ValueError, before anything is trained: what the store does not take."""
     root = f"{folder.rstrip('/')}/{PREFIX}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
@@ -164,4 +178,4 @@ def build(folder: str, context: SyncContext) -> LocalCheckpointEngine:
     except storage_errors() as e:
         said, fix = " ".join(str(e).split())[:300], "make it first, with a key that may write and remove there"
         raise ValueError(f"sync.engine_options.folder={folder}: {type(e).__name__}: {said}; {fix}") from e
-    return engine_of(ObjectOutlet(root, Path(context.model) if context.model else None), context, _gone, fs, path)
+    return engine_of(ObjectOutlet(root, Path(context.model) if context.model else None), context, _ended, fs, path)
