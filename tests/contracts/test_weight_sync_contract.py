@@ -39,7 +39,7 @@ from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Sampling, Segment
-from verl.weight_sync import base, collective, disk, nixl, shm, tcp
+from verl.weight_sync import base, collective, disk, nixl, objects, shm, tcp
 from verl.weight_sync.base import CheckpointEngine, Outlet, Sent, SyncError, SyncReport, opened
 from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
 from verl.weight_sync.sender import WeightSender, entry_of, probed
@@ -68,6 +68,10 @@ def disk_outlet() -> disk.DiskOutlet:
     return disk.DiskOutlet(root)
 
 
+def objects_outlet() -> objects.ObjectOutlet:
+    return objects.ObjectOutlet(f"memory://verl-test-{uuid.uuid4().hex}")
+
+
 BACKENDS: dict[str, tuple[Callable[..., CheckpointEngine], Callable[[], Outlet]]] = {
     "local": (LocalCheckpointEngine, LocalOutlet),
     "shm": (partial(LocalCheckpointEngine, copies=True), shm_outlet),
@@ -76,6 +80,7 @@ BACKENDS: dict[str, tuple[Callable[..., CheckpointEngine], Callable[[], Outlet]]
     "collective": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, collective.CollectiveOutlet)),
     "nixl": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, nixl.NixlOutlet)),
     "disk": (partial(LocalCheckpointEngine, copies=True), disk_outlet),
+    "objects": (partial(LocalCheckpointEngine, copies=True), objects_outlet),
 }
 MISSING = pytest.mark.skipif(find_spec("nixl") is None, reason="the package nixl is not installed (make nixl-package)")
 ROLLOUTS = {"native": partial(native.build, Options()), "hf": partial(hf.build, hf.Options())}
@@ -439,8 +444,8 @@ def tampered(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> type[W
             if not isinstance(self._outlet, LocalOutlet):  # they lie where they are staged again
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             change(manifest, tensors)
-            self._outlet.stage(version, {n: entry_of(t) for n, t in tensors.items()}, tensors.items())
-            return replace(sent, source=replace(sent.source, manifest=manifest))
+            at = self._outlet.stage(version, {n: entry_of(t) for n, t in tensors.items()}, tensors.items())
+            return replace(sent, source=replace(sent.source, manifest=manifest, address=at))
 
     return Tampered
 

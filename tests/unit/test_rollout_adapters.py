@@ -481,6 +481,7 @@ def test_a_server_without_scores_draws_plainly_and_has_no_canary() -> None:
 # ---- the configuration -----------------------------------------------------------------------------------------------
 
 URL = "rollout.url=http://127.0.0.1:1"
+STORE = ["sync.engine=disk", "sync.engine_options.folder=s3://bucket/run"]
 FAR = "rollout.url=http://10.1.2.3:80"
 
 
@@ -503,6 +504,7 @@ def test_what_each_reads_its_weights_from(tmp_path: Path, tiny_model: Path, arit
         (["rollout.engine=sglang"], "sglang is not installed beside verl; set rollout.python=ENVIRONMENT/bin/python"),
         (["rollout.engine=sglang", URL, "sync.engine=shm"], "it reads weights from a folder; set sync.engine=disk"),
         (["rollout.engine=sglang", FAR], "weights go through a folder (sync.engine=disk)"),
+        (["rollout.engine=sglang", URL, *STORE], "it reads weights from a folder of its machine, and none from a URL"),
         (["rollout.engine=trtllm", URL], "it takes no weights while it runs; set rollout.python"),
         (["rollout.engine=trtllm", "rollout.python=/bin/sh"], "set sync.canary=false"),
         (
@@ -534,6 +536,7 @@ def test_what_the_configuration_refuses(
 def test_what_the_configuration_takes(tmp_path: Path, tiny_model: Path, arithmetic_data: Any) -> None:
     shared = ["sync.engine=disk", f"sync.engine_options.folder={tmp_path}"]
     validate(config_of(tmp_path, tiny_model, arithmetic_data, "rollout.engine=sglang", FAR, *shared))
+    validate(config_of(tmp_path, tiny_model, arithmetic_data, "rollout.engine=server", URL, *STORE))
     for more in ([], ["eval.temperature=1.0"], ["eval.top_p=0.5"]):  # greedy, whatever is cut off
         validate(config_of(tmp_path, tiny_model, arithmetic_data, *TRTLLM, *more))
     cut = ["rollout.engine=sglang", URL, "eval.temperature=1", "eval.top_p=0.9"]  # of a small vocabulary

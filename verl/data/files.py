@@ -62,16 +62,23 @@ def expand_files(files: Sequence[str]) -> list[DataFile]:
     return [found for url in files for found in _expand(str(url))]
 
 
-def _expand(url: str) -> list[DataFile]:
+def filesystem(url: str) -> tuple[Any, str]:
+    """(the file system of a URL or path, the path there). ValueError where its package is missing, or there is none."""
     protocol = url.split("://", 1)[0] if "://" in url else "file"
     try:
         fs, path = fsspec.core.url_to_fs(url)
     except ImportError as exc:
         package = PACKAGE_OF.get(protocol)
         fix = f"pip install '{package}'" if package else str(exc)
-        raise ValueError(f"{url}: reading {protocol}:// needs a package that is not installed. Fix: {fix}") from exc
+        raise ValueError(f"{url}: {protocol}:// needs a package that is not installed. Fix: {fix}") from exc
     except ValueError as exc:
         raise ValueError(f"{url}: {exc}. Fix: a path or a URL that fsspec knows (s3://, gs://, file://, ...)") from exc
+    return fs, path
+
+
+def _expand(url: str) -> list[DataFile]:
+    protocol = url.split("://", 1)[0] if "://" in url else "file"
+    fs, path = filesystem(url)
     with naming(url):
         fs.invalidate_cache()  # a listing from before the file was written
         try:
@@ -234,11 +241,12 @@ def naming(url: str) -> Iterator[None]:
         raise ValueError(f"{url}: no such file (or the store cannot be reached)") from exc
     except PermissionError as exc:
         raise ValueError(f"{url}: permission denied ({_one_line(exc)}). Fix: credentials or access rights") from exc
-    except _storage_errors() as exc:
+    except storage_errors() as exc:
         raise ValueError(f"{url}: cannot be read: {type(exc).__name__}: {_one_line(exc)}") from exc
 
 
-def _storage_errors() -> tuple[type[BaseException], ...]:
+def storage_errors() -> tuple[type[BaseException], ...]:
+    """What stores raise, as far as their packages were imported."""
     loaded = ((sys.modules[module], name) for module, name in CLIENT_ERRORS if module in sys.modules)
     return (OSError, EOFError, *(getattr(module, name) for module, name in loaded))
 

@@ -157,6 +157,10 @@ def own_folder(parent: Path) -> Path:
 
 
 def build(options: Disk, context: SyncContext) -> LocalCheckpointEngine:
+    if "://" in (options.folder or ""):
+        from verl.weight_sync import objects
+
+        return objects.build(str(options.folder), context)
     parent = Path(options.folder or tempfile.gettempdir()).absolute()
     if not parent.is_dir():
         raise ValueError(f"sync.engine_options.folder={options.folder}: no such folder; make it first")

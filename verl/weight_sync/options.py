@@ -35,5 +35,5 @@ class Collective:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
     folder: str | None = None
-    """Where versions lie, each a model folder; shared, where the rollout is on another machine. None: among this
-    machine's temporary files."""
+    """Where versions lie, each a model folder; shared, where the rollout is on another machine; or a URL of an object
+    store (s3://BUCKET/NAME). None: among this machine's temporary files."""

@@ -1,0 +1,181 @@
+"""Weights through an object store, or whatever fsspec has a URL for: s3://, gs://, file://, memory:// (one process).
+
+A version is the model folder that disk.py makes, uploaded file by file, and last `verl_version.json`, which says what
+must be there: a reader that does not find it reads nothing. The two latest stay. A host fetches a version once, into
+its shared memory (tcp.py), compares size and checksum on the way, and finds it there for its other replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import socket
+import tempfile
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from verl.data.files import filesystem, storage_errors
+from verl.weight_sync.base import Entry, SyncContext, SyncError, dtype_name
+from verl.weight_sync.disk import KEPT, PREFIX, WEIGHTS, DiskOutlet, DiskStream, own_folder
+from verl.weight_sync.local import LocalCheckpointEngine, engine_of
+from verl.weight_sync.shm import ShmOutlet, ShmStream, end
+from verl.weight_sync.tcp import HostStream
+
+INDEX, PROBE = "verl_version.json", "verl_probe"
+PIECE_BYTES = 16 << 20
+
+
+class Index(msgspec.Struct):
+    """What a version must hold. files: size and crc32 of each."""
+
+    version: int
+    files: dict[str, tuple[int, int]]
+
+
+class ObjectOutlet:
+    """See `Outlet`; it can be pickled, and is used by one process. root: the URL under which versions lie · model: as
+    that of `DiskOutlet`."""
+
+    transport = "verl.weight_sync.objects:open_weights"
+
+    def __init__(self, root: str, model: Path | None = None) -> None:
+        self._root, self._model = root, model
+        self._under, self._latest = "", -1
+        self._whole: list[str] = []
+
+    def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
+        if version <= self._latest or not self._under:  # a run that went back: hosts that have that number fetch anew
+            self._under = f"{self._root}/{uuid.uuid4().hex}"
+        self._latest, address = version, f"{self._under}/version_{version}"
+        made = own_folder(Path(tempfile.gettempdir()))
+        try:
+            folder = Path(DiskOutlet(made, self._model).stage(version, shapes, tensors))
+            with _named(address, "written") as (fs, path):
+                _put(fs, folder, path, version)
+                self._whole.append(path)
+                while len(self._whole) > KEPT:
+                    _gone(fs, self._whole.pop(0))
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+        return address
+
+
+def _put(fs: Any, folder: Path, path: str, version: int) -> None:
+    """Into names that were never used. What tells of them comes last."""
+    try:
+        index = Index(version, {of.name: (of.stat().st_size, _crc(of)) for of in folder.iterdir()})
+        _make(fs, path)
+        for name in index.files:
+            fs.put_file(str((folder / name).resolve()), f"{path}/{name}")
+        fs.pipe_file(f"{path}/{INDEX}", msgspec.json.encode(index))
+    except BaseException:
+        _gone(fs, path)
+        raise
+
+
+def _make(fs: Any, path: str) -> None:
+    if not fs.async_impl:  # those that are have no folders, and would make a bucket of a wrong name
+        fs.makedirs(path, exist_ok=True)
+
+
+def _gone(fs: Any, path: str) -> None:
+    """Its index first. What cannot be removed costs room, and no version: nobody is told of it again."""
+    fs.invalidate_cache()
+    for file in (f"{path}/{INDEX}", path):
+        with contextlib.suppress(RuntimeError, *storage_errors()):  # an interpreter that ends starts no threads
+            fs.rm(file, recursive=True)
+
+
+def _crc(path: Path) -> int:
+    with path.open("rb") as file:
+        return functools.reduce(lambda crc, piece: zlib.crc32(piece, crc), iter(lambda: file.read(PIECE_BYTES), b""), 0)
+
+
+class ObjectStream(HostStream):
+    """See `HostStream`."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address.rpartition("/")[0])  # a sender has one name on a host, whatever the version
+        self._address = address
+
+    def end(self) -> None:
+        """Nobody on this host reads what it has of this sender any more."""
+        for path in self._files():
+            end(path.name.rpartition("-")[0])
+
+    def _newer(self, here: ShmStream | None, place: Callable[[str], Path]) -> ShmStream:
+        version = int(self._address.rpartition("_")[2])
+        if here is not None and version <= here.version:
+            return here
+        with tempfile.TemporaryDirectory(prefix="verl-fetched-") as folder:
+            with _named(self._address, "read") as (fs, path):
+                _get(fs, path, Path(folder), version)
+            found = DiskStream(Path(folder))
+            shapes = {name: Entry(tuple(t.shape), dtype_name(t)) for name, t in found.tensors()}
+            outlet = ShmOutlet(place(str(version % 2)).name.rpartition("-")[0])
+            return ShmStream(Path(outlet.stage(version, shapes, found.tensors())))
+
+
+def open_weights(address: str) -> ObjectStream:
+    return ObjectStream(address)
+
+
+def _get(fs: Any, path: str, into: Path, version: int) -> None:
+    """The tensors of a version that is whole."""
+    fs.invalidate_cache()
+    try:
+        index = msgspec.json.decode(fs.cat_file(f"{path}/{INDEX}"), type=Index)
+        expected = index.files[WEIGHTS]
+        fs.get_file(f"{path}/{WEIGHTS}", str(into / WEIGHTS))
+    except FileNotFoundError as e:
+        why = "it was never whole, two later ones have come, or this process does not see that store"
+        raise SyncError(f"version {version} is not at {path}: {why}") from e
+    except (msgspec.DecodeError, KeyError) as e:
+        raise SyncError(f"version {version}: {path}/{INDEX} does not tell of its tensors: {e}") from e
+    found = ((into / WEIGHTS).stat().st_size, _crc(into / WEIGHTS))
+    if index.version != version or found != expected:
+        raise SyncError(
+            f"version {version}: {path}/{WEIGHTS} is not what was written: version {index.version}, "
+            f"{found[0]} bytes with crc32 {found[1]:08x}, not {expected[0]} with {expected[1]:08x}"
+        )
+
+
+@contextlib.contextmanager
+def _named(url: str, what: str) -> Iterator[tuple[Any, str]]:
+    """(its file system, the path there). SyncError for what the store says goes wrong."""
+    try:
+        yield filesystem(url)
+    except storage_errors() as e:
+        said = " ".join(str(e).split())[:300]
+        raise SyncError(f"{url} could not be {what}: {type(e).__name__}: {said}") from e
+
+
+def _ended(fs: Any, root: str) -> None:
+    """With the engine go its versions, and what this host has fetched of them."""
+    fs.invalidate_cache()
+    with contextlib.suppress(RuntimeError, *storage_errors()):
+        for key in fs.ls(root, detail=False):
+            ObjectStream(f"{key}/version_0").end()
+    _gone(fs, root)
+
+
+def build(folder: str, context: SyncContext) -> LocalCheckpointEngine:
+    """ValueError, before anything is trained: what the store does not take."""
+    root = f"{folder.rstrip('/')}/{PREFIX}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    fs, path = filesystem(root)
+    try:
+        _make(fs, path)
+        fs.pipe_file(f"{path}/{PROBE}", b"may be written")
+        fs.rm(f"{path}/{PROBE}")
+    except storage_errors() as e:
+        said, fix = " ".join(str(e).split())[:300], "make it first, with a key that may write and remove there"
+        raise ValueError(f"sync.engine_options.folder={folder}: {type(e).__name__}: {said}; {fix}") from e
+    return engine_of(ObjectOutlet(root, Path(context.model) if context.model else None), context, _ended, fs, path)
