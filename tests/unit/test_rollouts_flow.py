@@ -487,10 +487,12 @@ def test_dynamic_sampling_looks_at_the_score_before_its_shaping(tmp_path):
 
 
 class Ahead:
-    """Who is asked for groups that are complete; rows are there for as long as it holds them."""
+    """Who is asked for groups that are complete; rows are there for as long as it holds them. busy: with a call, until
+    `end`."""
 
-    def __init__(self, queue) -> None:
-        self.queue, self.begun, self.left = queue, list[Refs](), list[Refs]()
+    def __init__(self, queue, busy=False) -> None:
+        self.queue, self.begun, self.left, self.busy = queue, list[Refs](), list[Refs](), busy
+        self.held: list[Future[None]] = []
 
     def begin(self, refs: Refs) -> None:
         self.begun.append(refs)
@@ -498,9 +500,16 @@ class Ahead:
     def leave(self, refs: Refs) -> Future[None]:
         assert self.queue.having(refs, "segments") == refs, "let go of before they are dropped"
         self.left.append(refs)
-        found: Future[None] = Future()
-        found.set_result(None)
-        return found
+        self.held.append(Future())
+        last = self.held[-1]
+        if not self.busy:
+            self.end(None)
+        return last
+
+    def end(self, error: Exception | None) -> None:
+        held, self.held, self.busy = self.held, [], False
+        for call in held:
+            call.set_exception(error) if error else call.set_result(None)
 
 
 def test_complete_groups_are_asked_for_ahead_and_let_go_of_where_they_are_dropped(tmp_path):
@@ -518,6 +527,42 @@ def test_complete_groups_are_asked_for_ahead_and_let_go_of_where_they_are_droppe
             "drawn again, asked again"
         )
         assert {*begun} == {*taken} | left and stage.released()["dropped"] > 0
+
+    play(test)
+
+
+def test_no_step_waits_for_the_call_that_holds_rows_of_dropped_groups(tmp_path):
+    """They go when it ends, and not before what was drawn again under their names is stored."""
+
+    async def test():
+        stage = Stage(tmp_path, engine=FakeEngine(), prompts=4, oversample=0.5)
+        ahead = Ahead(stage.queue, busy=True)
+        stage.groups.ahead = (ahead,)
+        async with stage.groups:
+            taken = [r.group_id for _ in range(2) for r in await stage.step()]
+            held = Refs(r for refs in ahead.left for r in refs)
+            assert held and held.groups().keys().isdisjoint(taken), "drawn again, and waiting"
+            assert stage.queue.having(held, "segments") == held and len(ahead.held) == len(ahead.left)
+            ahead.end(None)
+            later = [r.group_id for _ in range(3) for r in await stage.step()]
+            assert all(later.count(g) == 4 for g in held.groups()), "taken, with the rows of one draw"
+            await asyncio.gather(*stage.groups._leaving.values())
+            assert len(stage.queue) == sum(map(len, stage.groups._refs.values()))
+
+    play(test)
+
+
+def test_a_call_that_breaks_while_it_holds_dropped_rows_ends_the_run_with_its_cause(tmp_path):
+    async def test():
+        stage = Stage(tmp_path, engine=FakeEngine(), prompts=4, oversample=0.5)
+        ahead = Ahead(stage.queue, busy=True)
+        stage.groups.ahead = (ahead,)
+        async with stage.groups:
+            await stage.step()
+            ahead.end(RuntimeError("rank 0 of teacher was killed"))
+            with pytest.raises(RuntimeError, match="rank 0 of teacher was killed"):
+                for _ in range(3):
+                    await stage.step()
 
     play(test)
 

@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -127,6 +128,7 @@ class RolloutManager:
         self.groups: dict[str, Group] = {}  # in flight: running, or complete and waiting to be trained
         self._draws: dict[str, Any] = {}
         self._refs: dict[str, Refs] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}  # of dropped groups, whose rows are still read or written
         self._taken: tuple[str, ...] = ()  # handed out, not trained yet
         self._done: dict[str, list[Trajectory]] = {}  # ended trajectories of running groups, kept for a checkpoint
         self._number = 1  # of the step that is worked on; a checkpoint of a step holds what its events say
@@ -140,7 +142,7 @@ class RolloutManager:
     async def __aexit__(self, *_: object) -> None:
         """Nothing is played any more: every task is cancelled and has ended."""
         self._closed = True
-        await self._cancel(list(self._running))
+        await self._cancel([*self._running.values(), *self._leaving.values()])
 
     async def take(self, step: int) -> Refs:
         """The groups of this step: complete, scored, selected, within their deadline. Waits with a deadline."""
@@ -268,14 +270,14 @@ class RolloutManager:
         if self._running.get(group_id) is task:
             del self._running[group_id], self._done[group_id]
         if not task.cancelled():
-            self._failure = self._failure or task.exception()
+            broken = task.exception()  # asked for also where another was first: else it is told as never retrieved
+            self._failure = self._failure or broken
         elif not self._closed and self.scheduler.holds(group_id):
             self._failure = self._failure or RuntimeError(f"group {group_id} was cancelled, but not by the driver")
         self._changed.set()
 
-    async def _cancel(self, group_ids: Sequence[str]) -> None:
+    async def _cancel(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         """Stay until they have ended: what is cancelled neither generates nor holds a request id any more."""
-        tasks = [task for g in group_ids if (task := self._running.get(g)) is not None]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -366,6 +368,8 @@ class RolloutManager:
             self.queue.drop(self._refs.pop(group.group_id))
 
     async def _store(self, group: Group) -> None:
+        if leaving := self._leaving.get(group.group_id):  # drawn again: its rows have the ids of those
+            await asyncio.shield(leaving)
         ended = [t for t in group.trajectories if t.outcome == "ok"]
         tasks = [group.task if self.inform is None else self.inform(group.task, t) for t in ended]
         samples = [taught(s, task) for t, task in zip(ended, tasks) for s in samples_of(t) if s.loss_tokens > 0]
@@ -390,11 +394,7 @@ class RolloutManager:
         until the next admission: drawn again at once, it would be the latest admitted of the same version again, and
         dropped at every step.
         """
-        await self._cancel(group_ids)
-        rows = Refs(r for g in group_ids for r in self._refs.get(g, ()))
-        for workers in self.ahead if rows else ():
-            left, what = asyncio.wrap_future(workers.leave(rows)), "a model to let go of rows that are dropped"
-            await self.waits.wait(left, who="driver", what=what, timeout_s=self.timeout_s)
+        await self._cancel([self._running[g] for g in group_ids if g in self._running])
         for group_id in reversed(group_ids):
             self.cursor.give_back(self._draws[group_id])
             self.stats.released["dropped"] += 1
@@ -402,10 +402,25 @@ class RolloutManager:
             self._forget(group_id)
 
     def _forget(self, group_id: str) -> None:
-        refs = self._refs.pop(group_id, None)
-        if refs:
-            self.queue.drop(refs)
         del self.groups[group_id], self._draws[group_id]
+        if (refs := self._refs.pop(group_id, None)) and self.ahead:
+            left = [workers.leave(refs) for workers in self.ahead]
+            self._leaving[group_id] = asyncio.ensure_future(self._let_go(group_id, refs, left))
+            self._leaving[group_id].add_done_callback(self._let_gone)
+        elif refs:
+            self.queue.drop(refs)
+
+    async def _let_go(self, group_id: str, refs: Refs, left: Sequence[Future[None]]) -> None:
+        """No step waits for the calls that hold rows of a dropped group: these go when the calls have ended."""
+        for answer in map(asyncio.wrap_future, left):
+            what = "a model to let go of rows that are dropped"
+            await self.waits.wait(answer, who=group_id, what=what, timeout_s=self.timeout_s)
+        self.queue.drop(refs)
+        del self._leaving[group_id]
+
+    def _let_gone(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (broken := task.exception()):
+            self.fail(broken)
 
 
 def reason_of(trajectory: Trajectory) -> str:
