@@ -197,7 +197,8 @@ def test_panels_hold_the_rows_bit_for_bit(rows, depth, threads):
     weight[0, 0] = float("nan")
     torch.set_num_threads(threads)
     try:
-        panels = found.panels(weight)
+        panels = found.new_panels(rows, depth)
+        found.pack(weight, panels)
     finally:
         torch.set_num_threads(before)
     assert panels.shape[1:] == (depth, found.panel_width)
