@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bridge import CALL as CALLED
 from test_bridge import TEXT
-from test_bridge_templates import CASES, PACKAGE, kit_for, play_cases
+from test_bridge_templates import CASES, PACKAGE, kit_for, play_cases, written
 from test_chat import QWEN3
 from test_parsing import PARSERS, TOOLS, WRITERS, random_calls
 from test_tool_agent import CALL, MULTIPLY, USER, kit_of, played, text_of
@@ -59,9 +59,28 @@ def tokenizer_with(tokens: list[str]) -> Any:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=tokens, initial_alphabet=alphabet, show_progress=False)
-    core.train_from_iterator(["user assistant system tool"], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=tokens[-1], pad_token=tokens[0])
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000, special_tokens=tokens, initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator(["user assistant system tool", *written(HEADER, FOOTER)], trainer)
+
+    seen: dict[tuple[Any, ...], Any] = {}
+
+    class Remembers(PreTrainedTokenizerFast):
+        """Of the same few texts, as the package asks for them again and again."""
+
+        def __call__(self, text: Any, **given: Any) -> Any:
+            if not isinstance(text, str):
+                return super().__call__(text, **given)
+            if (key := (text, *given.items())) not in seen:
+                seen.clear() if len(seen) > 4096 else None
+                seen[key] = super().__call__(text, **given)
+            return seen[key]
+
+        def encode(self, text: Any, **given: Any) -> list[int]:
+            return list(self(text, **given)["input_ids"])
+
+    return Remembers(tokenizer_object=core, eos_token=tokens[-1], pad_token=tokens[0])
 
 
 @dataclass(frozen=True)
