@@ -254,6 +254,7 @@ def compare(name: str, messages: list[dict[str, Any]], new: int, env: list[int])
     head, full = shown.ids(messages[:-new], prompt=False), shown.ids(messages, prompt=True)
     head = head[: len(head) - len(audit.trailing_ids)]
     assert full[len(full) - len(env) :].tolist() == env
+    assert full[len(full) - len(env) - 1] == head[-1], "what ends the turn stands before them"
     if is_prefix(head, full):
         assert full[len(head) :].tolist() == env, "all that came after the turn"
 
