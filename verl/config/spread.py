@@ -233,6 +233,8 @@ def role_items(
     # leave, on their way, arrive; a critic's last stage computes none, tied or not
     reduced = (3 * of_none + cut * of_none // layout.shard) * (stage == 0 or role in policies)
     copies, through = half * layers * (dense + spread) // 4, tokens * (through + 2 * residual)
+    # the first backward pass begins without gradients, and has none of its own left where there are some
+    never = min(4 * kept, through + copies) * (passes == flying > 1)
     return items | {
         "optimizer states": (12 if role == "actor" and config.teacher.ema else 8) * kept,
         "gradients": 4 * kept,
@@ -240,7 +242,7 @@ def role_items(
         "reduced embeddings": reduced,
         "compute copy of weights": copies,
         "activations": through,
-        "waiting passes": (flying - 1) * (through + copies),  # for the backward passes of those before them
+        "waiting passes": (flying - 1) * (through + copies) - never,  # for the backward passes of those before them
     }
 
 
