@@ -98,7 +98,7 @@ memory (estimate)               rollout    experience        update       publis
 master weights                 1.84 GiB      1.84 GiB      1.84 GiB      1.84 GiB
 gradients                             -             -      1.84 GiB             -
 optimizer states               3.68 GiB      3.68 GiB      3.68 GiB      3.68 GiB
-compute copy of weights               -             -       683 MiB             -
+compute copy of weights               -             -      28.4 MiB             -
 rollout weights                 942 MiB       942 MiB       942 MiB       942 MiB
 incoming weights                      -             -             -       942 MiB
 KV cache                       4.50 GiB             -             -             -
@@ -108,7 +108,7 @@ activations                           -             -      2.39 GiB             
 inference activations                 -      1.07 GiB             -             -
 log-prob chunk                        -      62.6 MiB      62.6 MiB             -
 head's gradient                       -             -       519 MiB             -
-sum                            12.0 GiB      7.58 GiB      11.9 GiB      7.36 GiB
+sum                            12.0 GiB      7.58 GiB      11.3 GiB      7.36 GiB
 peak 12.0 GiB in rollout
 """
 
@@ -297,6 +297,9 @@ def test_memory_moves_the_right_way(folder: Path) -> None:
     assert plain.items["master weights"] == 4 * 494_032_768 and plain.items["optimizer states"] == 8 * 494_032_768
     assert memory().items["reference policy"] == 4 * 494_032_768
     assert memory("model.gradient_checkpointing=true").items["activations"] < plain.items["activations"] / 5
+    copies = [memory("model.dtype=bfloat16", f"model.gradient_checkpointing={again}") for again in ("false", "true")]
+    whole, layer = (found.items["compute copy of weights"] for found in copies)
+    assert whole == pytest.approx(24 * layer, rel=1e-4), "a layer's copy is made again where it is read again"
     small = memory("step.prompts_per_step=1", "step.samples_per_prompt=2")  # 4,096 tokens fill no micro-batch
     assert small.items["activations"] == plain.items["activations"] / 4
     assert memory("step.max_tokens_per_microbatch=8192").items["activations"] == plain.items["activations"] / 2

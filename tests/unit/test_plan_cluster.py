@@ -60,7 +60,7 @@ actor head's compute copy                    -             -             -      
 actor largest whole weight                   -             -             -             -             -      1.01 GiB
 actor optimizer states                 942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
 actor gradients                              -             -             -       471 MiB             -             -
-actor compute copy of weights                -             -             -       341 MiB             -             -
+actor compute copy of weights                -             -             -      14.2 MiB             -             -
 actor activations                            -             -             -      2.04 GiB             -             -
 critic weights                         471 MiB       471 MiB       471 MiB       471 MiB       471 MiB       471 MiB
 critic gathered embeddings                   -             -       260 MiB             -       260 MiB             -
@@ -71,7 +71,7 @@ critic inference activations                 -             -       746 MiB      
 critic optimizer states                942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
 critic gradients                             -             -             -             -       471 MiB             -
 critic gathered gradients                    -             -             -             -      56.9 MiB             -
-critic compute copy of weights               -             -             -             -       341 MiB             -
+critic compute copy of weights               -             -             -             -      14.2 MiB             -
 critic activations                           -             -             -             -      2.04 GiB             -
 rollout weights                        942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
 incoming weights                             -             -             -             -             -       942 MiB

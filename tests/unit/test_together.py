@@ -23,7 +23,7 @@ from verl.driver import home
 from verl.driver.together import SharedStore, open_together
 from verl.workers.answers import RankLate
 from verl.workers.group import WorkerDied
-from verl.workers.spmd import Meetings
+from verl.workers.spmd import Drivers, Meetings
 
 
 def drivers(number: int, told: list[Any]) -> Any:
@@ -72,10 +72,10 @@ def test_another_source(tmp_path, tiny_model, arithmetic_data):
 class Pair:
     """Two processes that save together, each in a thread here. written: by rank, where its part is written."""
 
-    def __init__(self, folder: Path, timeout_s: float = 60.0) -> None:
+    def __init__(self, folder: Path, first_s: float = 60.0) -> None:
         self.store = CheckpointStore(folder)
         shared = dist.HashStore()
-        self.meetings = [Meetings(dist.PrefixStore("beside", shared), n, 2, timeout_s) for n in range(2)]
+        self.meetings = [Meetings(dist.PrefixStore("beside", shared), n, 2, s) for n, s in enumerate((first_s, 60.0))]
         self._stores = [SharedStore(self.store if n == 0 else None, self.meetings[n]) for n in range(2)]
         self._threads = ThreadPoolExecutor(2)
 
@@ -120,12 +120,28 @@ def full(path: Path) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_cannot_write_is_the_error_of_all_and_they_save_the_next(tmp_path, rank):
+def broken(path: Path) -> None:
+    raise ValueError("a part that is none")
+
+
+def linked(path: Path) -> None:
+    (path / "link").symlink_to(path)
+
+
+@pytest.mark.parametrize(
+    "rank,bad,kind,said",
+    [
+        (0, full, OSError, "No space left on device"),
+        (1, full, OSError, "No space left on device"),
+        (1, broken, ValueError, "^a part that is none$"),
+        (1, linked, ValueError, "plain files only"),  # which the first finds
+    ],
+)
+def test_what_one_rank_cannot_write_is_the_error_of_all_and_they_save_the_next(tmp_path, rank, bad, kind, said):
     pair = Pair(tmp_path)
     writes = [part("a"), part("b")]
-    for save in pair.save(1, *(full if n == rank else w for n, w in enumerate(writes))):
-        with pytest.raises(OSError, match="No space left on device"):
+    for save in pair.save(1, *(bad if n == rank else w for n, w in enumerate(writes))):
+        with pytest.raises(kind, match=said):
             save.result(60)
     assert not list(tmp_path.iterdir()), "nothing of it is left"
     for save in pair.save(2, *writes):
@@ -142,7 +158,7 @@ def test_a_disk_that_is_full_before_anything_is_written_is_the_error_of_all(tmp_
 
 
 def test_a_rank_that_does_not_come_is_named_and_nothing_has_the_name(tmp_path):
-    pair, end = Pair(tmp_path, timeout_s=0.2), threading.Event()
+    pair, end = Pair(tmp_path, first_s=0.2), threading.Event()
     first, second = pair.save(1, part("a"), lambda path: end.wait(60) and None)
     with pytest.raises(RankLate, match=r"^rank 0 waited 0.2 s for ranks \[1\] in a save$") as late:
         first.result(60)
@@ -152,3 +168,27 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_has_the_name(tmp_path):
     with pytest.raises(WorkerDied, match="rank 0"):
         second.result(60)
     assert not list(tmp_path.iterdir()), "a part that comes late is no checkpoint"
+
+
+def test_what_a_process_does_beside_the_calls_tells_of_a_death_first():
+    """A write thread hears of it as a connection that broke, or waits for a rank that is stopped."""
+    gone = WorkerDied("rank 1 (process 7) is gone: torchrun says how it ended")
+    process: Any = SimpleNamespace(_gone=None, _heard=threading.Event())
+
+    def raises(error: Exception) -> Callable[[], None]:
+        def fn() -> None:
+            if isinstance(error, RuntimeError) and "Connection" in str(error):
+                process._gone = gone
+                process._heard.set()
+            raise error
+
+        return fn
+
+    with pytest.raises(RankLate, match="waited 5 s for another rank"):
+        Drivers.alone(process, raises(RuntimeError("Timed out waiting 5000ms for recv operation to complete")))
+    with pytest.raises(OSError, match="full"):
+        Drivers.alone(process, raises(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(WorkerDied, match="rank 1"):
+        Drivers.alone(process, raises(RuntimeError("Connection closed by peer")))
+    with pytest.raises(WorkerDied, match="rank 1"):  # known by now
+        Drivers.alone(process, lambda: None)

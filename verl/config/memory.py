@@ -139,6 +139,9 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
     layer = layer_bytes_per_token(model, dtype)
     residual = 4 * model.hidden  # float32: embeddings are not autocast
     kept = model.layers * residual + layer if config.model.gradient_checkpointing else model.layers * layer
+    copied = weights - model.embedding_parameters
+    if config.model.gradient_checkpointing:  # a layer's are made again, and gone with it
+        copied = (model.body_parameters - model.embedding_parameters) // model.layers
     rows = min(tokens, max(16, LOGPROB_CHUNK_BYTES // (4 * model.vocab)))
     rollout = rollout_items(config, model)
     snapshot = 4 * weights if config.pipeline.staleness > 0 else 0  # the trainer goes on while the weights travel
@@ -146,7 +149,7 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
         "master weights": 4 * weights,
         "gradients": 4 * weights,
         "optimizer states": 8 * weights,
-        "compute copy of weights": 2 * (weights - model.embedding_parameters) if dtype == "bfloat16" else 0,
+        "compute copy of weights": 2 * copied if dtype == "bfloat16" else 0,
         "reference policy": 4 * weights if reference else 0,
         "critic with its optimizer": 16 * weights if find(config.algorithm.name).critic else 0,
         **teacher_items(config, tokens),

@@ -206,7 +206,8 @@ def role_items(
         dense, spread = dense + spread, 0
 
     bytes_kept, residual = layer_bytes_per_token(model, dtype, tensor), 4 * model.hidden  # of a token
-    through = layers * residual + bytes_kept if config.model.gradient_checkpointing else layers * bytes_kept
+    again = config.model.gradient_checkpointing  # what is in a layer is made again there, and gone with it
+    through = layers * residual + bytes_kept if again else layers * bytes_kept
     vocab = -(-model.vocab // tensor)
     half = DTYPE_BYTES[dtype] * (dtype == "bfloat16")  # bytes of a weight's copy in what is computed in
     rows = min(tokens, max(16, LOGPROB_CHUNK_BYTES // (4 * vocab)))
@@ -225,16 +226,16 @@ def role_items(
         items["head's compute copy"] = half * vocab * model.hidden
     if role == "actor":
         items["teacher's head"] = teacher_items(config).get("teacher's head", 0)
-    if role == "actor":  # handed over one by one: what came of the ranks, put together; later stages get the first's
+        # handed over one by one: what came of the ranks, put together; later stages get the first's
         copies = 1 + (part > 1 and stage == 0)
         items["largest whole weight"] = copies * 4 * max(model.vocab * model.hidden, layer)
     if not trains:
         return items
     # leave, on their way, arrive; a critic's last stage computes none, tied or not
     reduced = (3 * of_none + cut * of_none // layout.shard) * (stage == 0 or role in policies)
-    copies, through = half * layers * (dense + spread) // 4, tokens * (through + 2 * residual)
-    # the first backward pass begins without gradients, and has none of its own left where there are some
-    never = min(4 * kept, through + copies) * (passes == flying > 1)
+    copies, through = half * (1 if again else layers) * (dense + spread) // 4, tokens * (through + 2 * residual)
+    waits = through + copies * (not again)
+    never = min(4 * kept, waits) * (passes == flying > 1)  # beside the first backward pass there are no gradients yet
     return items | {
         "optimizer states": (12 if role == "actor" and config.teacher.ema else 8) * kept,
         "gradients": 4 * kept,
@@ -242,7 +243,7 @@ def role_items(
         "reduced embeddings": reduced,
         "compute copy of weights": copies,
         "activations": through,
-        "waiting passes": (flying - 1) * (through + copies) - never,  # for the backward passes of those before them
+        "waiting passes": (flying - 1) * waits - never,  # for the backward passes of those before them
     }
 
 

@@ -18,7 +18,8 @@ from verl.driver.home import home_of
 from verl.driver.identity import compare, identity_of
 from verl.driver.run_dir import RunDir, Store, open_run_dir
 from verl.driver.state import read_state
-from verl.workers.group import Drivers
+from verl.workers.answers import told_of
+from verl.workers.group import Drivers, WorkerDied
 
 
 def open_together(resolved: Resolved, command: str, drivers: Drivers) -> RunDir:
@@ -72,21 +73,24 @@ class SharedStore:
     def save(
         self, step: int, write: Callable[[Path], None], *, needed_bytes: int, meta: Mapping[str, Any] | None = None
     ) -> None:
-        """See `CheckpointStore`. What one rank cannot write is the OSError of all; any other error ends that rank, of
-        which the others hear."""
+        """See `CheckpointStore`. What keeps one rank from writing its part is raised by all, but that another rank is
+        gone or late: such a one is in no exchange."""
         meet = partial(self._drivers.meet, timeout_s=needed_bytes / SLOW_BYTES_PER_S)
-        error, begun = None, False
+        error: BaseException | None = None
+        of_all: BaseException | None = None
+        begun = False
 
         def written(path: Path) -> None:
-            mine: OSError | None = None
+            nonlocal of_all
+            mine = None
             try:
                 write(path)
-            except OSError as e:
-                if is_late(e):
+            except Exception as e:
+                if _of_another(e):
                     raise
-                mine = e
-            if (first := next((e for e in meet(mine) if e is not None), None)) is not None:
-                raise first
+                mine = told_of(e).error
+            if (of_all := next((e for e in meet(mine) if e is not None), None)) is not None:
+                raise of_all
 
         def fill(path: Path) -> None:
             nonlocal begun
@@ -99,11 +103,15 @@ class SharedStore:
                 self._store.save(step, fill, needed_bytes=needed_bytes, meta=meta)
             elif (path := meet(None)[0]) is not None:
                 written(path)
-        except OSError as e:
-            if is_late(e):  # who is late is in no exchange
+        except Exception as e:
+            if _of_another(e) or (e is of_all and not isinstance(e, OSError)):  # which the first has as it is, too
                 raise
-            error = e
+            error = told_of(e).error
         if self._store is not None and not begun:
             meet(None)
         if (found := meet(error)[0]) is not None:
             raise found
+
+
+def _of_another(e: Exception) -> bool:
+    return isinstance(e, WorkerDied) or (isinstance(e, OSError) and is_late(e))

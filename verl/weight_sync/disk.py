@@ -45,7 +45,7 @@ class DiskOutlet:
 
     def __init__(self, root: Path, model: Path | None = None) -> None:
         self._root, self._model = root, model
-        self._parts: Parts | None = None  # by the name that the engine delivers, found once
+        self.parts: Parts | None = None  # by the name that the engine delivers, found once
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         if not self._root.is_dir():
@@ -54,9 +54,9 @@ class DiskOutlet:
         folder, coming = self._root / f"version_{version}", self._root / f".coming-{uuid.uuid4().hex}"
         coming.mkdir()
         try:
-            if self._parts is None:
-                self._parts = parts_of(skeleton(self._model) if self._model else None, shapes)
-            _write(coming / WEIGHTS, version, shapes, tensors, self._parts)
+            if self.parts is None:
+                self.parts = parts_of(skeleton(self._model) if self._model else None, shapes)
+            _write(coming / WEIGHTS, version, shapes, tensors, self.parts)
             for path in self._model.iterdir() if self._model else ():
                 if path.is_file() and not path.name.endswith(NOT_LINKED):
                     (coming / path.name).symlink_to(path.resolve())

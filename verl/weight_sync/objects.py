@@ -23,7 +23,7 @@ import msgspec
 from torch import Tensor
 
 from verl.data.files import filesystem, storage_errors
-from verl.weight_sync.base import Entry, SyncContext, SyncError, dtype_name
+from verl.weight_sync.base import Entry, Parts, SyncContext, SyncError, dtype_name
 from verl.weight_sync.disk import KEPT, PREFIX, WEIGHTS, DiskOutlet, DiskStream, own_folder
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.shm import ShmOutlet, ShmStream, end
@@ -50,6 +50,7 @@ class ObjectOutlet:
         self._root, self._model = root, model
         self._under, self._latest = "", -1
         self._whole: list[str] = []
+        self._parts: Parts | None = None
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         if version <= self._latest or not self._under:  # a run that went back: hosts that have that number fetch anew
@@ -57,7 +58,9 @@ class ObjectOutlet:
         self._latest, address = version, f"{self._under}/version_{version}"
         made = own_folder(Path(tempfile.gettempdir()))
         try:
-            folder = Path(DiskOutlet(made, self._model).stage(version, shapes, tensors))
+            disk = DiskOutlet(made, self._model)
+            disk.parts = self._parts
+            folder, self._parts = Path(disk.stage(version, shapes, tensors)), disk.parts
             with _named(address, "written") as (fs, path):
                 _put(fs, folder, path, version)
                 self._whole.append(path)
@@ -115,13 +118,16 @@ class ObjectStream(HostStream):
         version = int(self._address.rpartition("_")[2])
         if here is not None and version <= here.version:
             return here
-        with tempfile.TemporaryDirectory(prefix="verl-fetched-") as folder:
+        folder = own_folder(Path(tempfile.gettempdir()))
+        try:
             with _named(self._address, "read") as (fs, path):
-                _get(fs, path, Path(folder), version)
-            found = DiskStream(Path(folder))
+                _get(fs, path, folder, version)
+            found = DiskStream(folder)
             shapes = {name: Entry(tuple(t.shape), dtype_name(t)) for name, t in found.tensors()}
             outlet = ShmOutlet(place(str(version % 2)).name.rpartition("-")[0])
             return ShmStream(Path(outlet.stage(version, shapes, found.tensors())))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def open_weights(address: str) -> ObjectStream:

@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from verl.model_engine.base import OneRank
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
-from verl.workers.answers import FENCE_S, RankLate, Told, first_cause, raised, told_of
+from verl.workers.answers import FENCE_S, RankLate, Told, first_cause, late, raised, told_of
 from verl.workers.dist import ProcessRanks, backend_of, become
 from verl.workers.group import Arguments, Broadcast, Build, ClusterContext, Died, WorkerDied, WorkerGroup
 from verl.workers.inproc import InprocGroup
@@ -111,6 +111,21 @@ class Drivers:
 
     def meet(self, value: T, timeout_s: float) -> list[T]:
         return self._meetings.meet(value, timeout_s)
+
+    def alone(self, fn: Callable[[], T]) -> T:
+        """What this process does beside the calls. Where others take part in it, a connection that broke is told as the
+        death of one of them, and one that waited as a rank that is late."""
+        if self._gone is not None:
+            raise self._gone
+        try:
+            return fn()
+        except OSError:
+            raise
+        except Exception as e:
+            if (slow := late(e)) is e and self._heard.wait(FENCE_S):
+                assert self._gone is not None
+                raise self._gone from None
+            raise slow from None
 
     def together(self, name: str, fn: Callable[[], T]) -> Future[list[T]]:
         """Enqueue a call that every process makes: what it returned in each of them, by rank. The first cause, where
@@ -251,7 +266,7 @@ class SpmdGroup:
         """Of this process's rank: the others do it for themselves, and say so where it matters."""
         future: Future[list[T]] = Future()
         try:
-            future.set_result([method(self._worker, *args)])
+            future.set_result([self._drivers.alone(partial(method, self._worker, *args))])
         except Exception as e:
             future.set_exception(e)
         return future
