@@ -512,11 +512,17 @@ class Ahead:
             call.set_exception(error) if error else call.set_result(None)
 
 
+def asked_ahead(tmp_path, busy=False, **given):
+    """A stage that draws more than it takes, and who is asked for its groups."""
+    stage = Stage(tmp_path, engine=FakeEngine(), prompts=4, oversample=0.5, **given)
+    ahead = Ahead(stage.queue, busy)
+    stage.groups.ahead = (ahead,)
+    return stage, ahead
+
+
 def test_complete_groups_are_asked_for_ahead_and_let_go_of_where_they_are_dropped(tmp_path):
     async def test():
-        stage = Stage(tmp_path, engine=FakeEngine(), prompts=4, oversample=0.5, algorithm=greedy_baseline())
-        ahead = Ahead(stage.queue)
-        stage.groups.ahead = (ahead,)
+        stage, ahead = asked_ahead(tmp_path, algorithm=greedy_baseline())
         async with stage.groups:
             taken = [r.group_id for _ in range(4) for r in (await stage.step()).of("train")]
         begun = [r.group_id for refs in ahead.begun for r in refs]
@@ -535,9 +541,7 @@ def test_no_step_waits_for_the_call_that_holds_rows_of_dropped_groups(tmp_path):
     """They go when it ends, and not before what was drawn again under their names is stored."""
 
     async def test():
-        stage = Stage(tmp_path, engine=FakeEngine(), prompts=4, oversample=0.5)
-        ahead = Ahead(stage.queue, busy=True)
-        stage.groups.ahead = (ahead,)
+        stage, ahead = asked_ahead(tmp_path, busy=True)
         async with stage.groups:
             taken = [r.group_id for _ in range(2) for r in await stage.step()]
             held = Refs(r for refs in ahead.left for r in refs)
@@ -554,12 +558,13 @@ def test_no_step_waits_for_the_call_that_holds_rows_of_dropped_groups(tmp_path):
 
 def test_a_call_that_breaks_while_it_holds_dropped_rows_ends_the_run_with_its_cause(tmp_path):
     async def test():
-        stage = Stage(tmp_path, engine=FakeEngine(), prompts=4, oversample=0.5)
-        ahead = Ahead(stage.queue, busy=True)
-        stage.groups.ahead = (ahead,)
+        stage, ahead = asked_ahead(tmp_path, busy=True)
         async with stage.groups:
             await stage.step()
             ahead.end(RuntimeError("rank 0 of teacher was killed"))
+            await asyncio.sleep(1)  # of virtual time
+            with pytest.raises(RuntimeError, match="rank 0 of teacher was killed"):
+                stage.groups.check()  # before anything is drawn again under their names
             with pytest.raises(RuntimeError, match="rank 0 of teacher was killed"):
                 for _ in range(3):
                     await stage.step()

@@ -70,7 +70,7 @@ def test_another_source(tmp_path, tiny_model, arithmetic_data):
 
 
 class Pair:
-    """Two processes that save together, each in a thread here. written: by rank, where its part is written."""
+    """Two processes that save together, each in a thread here. first_s: for which the first waits for the other."""
 
     def __init__(self, folder: Path, first_s: float = 60.0) -> None:
         self.store = CheckpointStore(folder)

@@ -227,15 +227,14 @@ def role_items(
     if role == "actor":
         items["teacher's head"] = teacher_items(config).get("teacher's head", 0)
         # handed over one by one: what came of the ranks, put together; later stages get the first's
-        copies = 1 + (part > 1 and stage == 0)
-        items["largest whole weight"] = copies * 4 * max(model.vocab * model.hidden, layer)
+        items["largest whole weight"] = (1 + (part > 1 and stage == 0)) * 4 * max(model.vocab * model.hidden, layer)
     if not trains:
         return items
     # leave, on their way, arrive; a critic's last stage computes none, tied or not
     reduced = (3 * of_none + cut * of_none // layout.shard) * (stage == 0 or role in policies)
     copies, through = half * (1 if again else layers) * (dense + spread) // 4, tokens * (through + 2 * residual)
-    waits = through + copies * (not again)
-    never = min(4 * kept, waits) * (passes == flying > 1)  # beside the first backward pass there are no gradients yet
+    waiting = through + copies * (not again)  # of one pass, until its backward pass
+    not_yet = min(4 * kept, waiting) * (passes == flying > 1)  # beside the first backward pass there are no gradients
     return items | {
         "optimizer states": (12 if role == "actor" and config.teacher.ema else 8) * kept,
         "gradients": 4 * kept,
@@ -243,7 +242,7 @@ def role_items(
         "reduced embeddings": reduced,
         "compute copy of weights": copies,
         "activations": through,
-        "waiting passes": (flying - 1) * waits - never,  # for the backward passes of those before them
+        "waiting passes": (flying - 1) * waiting - not_yet,  # for the backward passes of those before them
     }
 
 
