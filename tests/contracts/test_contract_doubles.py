@@ -92,6 +92,12 @@ class Running:
             await runner.cleanup()
         await self.engine.close()
 
+    def renew(self) -> None:
+        """As when it was started, whatever was done to it."""
+        self.do(self.engine.load_weights(FolderWeights(self.suite.reference(), 0), on_inflight="abort"))
+        self.do(self.engine.wake())
+        self.do(self.engine.resume())
+
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.stopping.set)
         self.thread.join(30)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaCo
 
 from verl.rollout import hf
 from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutContext
+from verl.rollout.embedded.hf_runner import HfRunner
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.rollout.router import MAX_LEAD, Router
@@ -554,7 +555,7 @@ def test_tokens_are_drawn_while_new_weights_are_read(kind: str) -> None:
             source.go.set()
             await asyncio.wait({task})
             if source is broken:
-                with pytest.raises(ValueError, match="the old ones stay live"):
+                with pytest.raises(ValueError, match="weights do not fit the model: missing"):
                     task.result()
         assert task.result() == 3
         c = await engine.generate("r", prompt, greedy(9))
@@ -613,7 +614,8 @@ def test_no_stale_prefix_after_an_update(kind: str) -> None:
 
 
 @every_engine
-def test_weights_that_do_not_fit_leave_the_old_ones_live(kind: str) -> None:
+def test_where_weights_do_not_fit_nothing_is_drawn_before_all_have_come(kind: str) -> None:
+    """Neither by the old ones nor by what came of the new ones."""
     prompt = prompts((9,))[0]
 
     @dataclass
@@ -631,10 +633,73 @@ def test_weights_that_do_not_fit_leave_the_old_ones_live(kind: str) -> None:
     async def body(engine: Any) -> None:
         with pytest.raises(ValueError, match=r"k_proj.*unexpected.*layers\.7\.extra.*wrong shape.*up_proj"):
             await load(engine, Broken(reference()))
-        assert engine.version == 0
-        assert (await engine.generate("r", prompt, greedy(9))).ids.tolist() == hf_greedy(prompt, 9)
+        with pytest.raises(ReplicaLost):
+            await engine.generate("r", prompt, greedy(9))
+        if kind == "router":  # both are given up
+            return
+        await load(engine, Source(reference(seed=1), 9))
+        c = await engine.generate("r", prompt, greedy(9))
+        assert c.ids.tolist() == hf_greedy(prompt, 9, seed=1) and c.spans == ((9, 0, 9),)
 
     with_engine(build(kind), body)
+
+
+@pytest.mark.parametrize("kind", ["native", "native-torch", "hf"])
+def test_who_asks_while_weights_come_waits_for_all_of_them(kind: str) -> None:
+    """And hears of it where they do not come."""
+    prompt, taken, broken = prompts((9,))[0], Held(1), Held(2, whole=False)
+
+    async def body(engine: Any) -> None:
+        for source in (taken, broken):
+            update = asyncio.create_task(engine.load_weights(source, on_inflight="wait"))
+            assert await asyncio.to_thread(source.reading.wait, 60)
+            asked = asyncio.create_task(engine.generate(f"r{source.version}", prompt, greedy(9)))
+            await asyncio.sleep(0.01)
+            assert not asked.done()
+            source.go.set()
+            if source is taken:
+                assert await update == 1 and (await asked).ids.tolist() == hf_greedy(prompt, 9, seed=1)
+                continue
+            with pytest.raises(ReplicaLost, match="not all of its new weights.*missing"):
+                await asked
+            with pytest.raises(ValueError, match="weights do not fit the model: missing"):
+                await update
+
+    try:
+        with_engine(build(kind), body)
+    finally:
+        broken.go.set()
+        taken.go.set()
+
+
+@pytest.mark.parametrize(("kind", "model"), PAIRS)
+def test_an_update_while_nothing_runs_takes_no_memory_of_its_own(kind: str, model: str) -> None:
+    """It is written over the weights that were live, and gives the bits of an engine that had no others."""
+    jobs = {str(i): (ids, Sampling(max_tokens=8, seed=i)) for i, ids in enumerate(prompts((9, 30)))}
+
+    def addresses(engine: Any) -> list[int]:
+        found = {id(t): t for one in replicas_of(engine) for t in held(one._runner)}
+        return sorted(t.data_ptr() for t in found.values())
+
+    def held(runner: Any) -> list[torch.Tensor]:
+        if isinstance(runner, HfRunner):
+            return list(runner._module.state_dict().values())
+        weights = runner.model.live
+        if not weights.destinations:  # oneDNN's layout is made anew: the old one is gone before
+            return []
+        return [weights.embed, *(to.into for to in weights.destinations.values())]
+
+    async def body(engine: Any) -> dict[str, Completion]:
+        await generate_all(engine, jobs)
+        before = addresses(engine)
+        await load(engine, Source(reference(model, seed=1), 1), on_inflight="wait")
+        assert addresses(engine) == before
+        return await generate_all(engine, jobs)
+
+    updated = with_engine(build(kind, model), body, weights=Source(reference(model)))
+    fresh = with_engine(build(kind, model), lambda e: generate_all(e, jobs), weights=Source(reference(model, seed=1)))
+    for name, c in updated.items():
+        assert (c.ids == fresh[name].ids).all() and (c.logprobs == fresh[name].logprobs).all()
 
 
 @every_engine

@@ -337,7 +337,8 @@ def test_each_part_of_a_publish_is_measured_where_it_happens(backend, monkeypatc
     async def test():
         world = World(trainer(Gathers), backend)
         stage, replica = world.outlet.stage, world.rollout()
-        prepare = replica._core.runner.prepare
+        runner = replica._core.runner
+        prepare, load = runner.prepare, runner.load
 
         def slow_stage(*given):
             ahead[0] += hours["stage"]
@@ -347,8 +348,12 @@ def test_each_part_of_a_publish_is_measured_where_it_happens(backend, monkeypatc
             ahead[0] += hours["load"]
             return prepare(source)
 
+        def slow_load(source):
+            ahead[0] += hours["load"]
+            return load(source)
+
         await world.publish([replica], 0)  # its shapes are asked for once
-        world.outlet.stage, replica._core.runner.prepare = slow_stage, slow_prepare
+        world.outlet.stage, runner.prepare, runner.load = slow_stage, slow_prepare, slow_load
         monkeypatch.setattr(base, "opened", transferring)
         report = await world.publish([replica], 1)
         assert {part: round(report.seconds[part], -4) for part in hours} == hours

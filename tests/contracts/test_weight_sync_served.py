@@ -63,6 +63,7 @@ def server() -> Iterator[dict[bool, Running]]:
         if tied not in doubles:
             suite: Any = SimpleNamespace(reference=lambda: trainer(tied=tied).model)
             doubles[tied] = test_contract_doubles.Running("sglang", suite)
+        doubles[tied].renew()
         place = ServerPlace(model="none", log=Path(os.devnull), url=doubles[tied].url)
         return sglang.build(sglang.Options(), replace(context, place=place))
 

@@ -22,7 +22,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollouts import context_of, native_core
 from rollouts import finish as run_out
-from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PhiConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    PhiConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from verl.accel.cpu import lanes as lanes_module
 from verl.accel.cpu.lanes import Lanes
@@ -620,9 +628,30 @@ def test_a_tensor_that_is_laid_out_as_it_comes_is_taken_once() -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     before = finish(engine, batches()[0])
     with pytest.raises(ValueError, match=f"{name} .* came twice"):
-        engine.load(SimpleNamespace(version=1, tensors=lambda: [*given.items(), (name, given[name] + 1)]))  # type: ignore[arg-type]
+        engine.prepare(SimpleNamespace(version=1, tensors=lambda: [*given.items(), (name, given[name] + 1)]))  # type: ignore[arg-type]
     again = finish(engine, batches()[0])
     assert engine.version == 0 and all((again[n].ids == before[n].ids).all() for n in before)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_experts_are_written_over_where_they_lie(compiled: bool) -> None:
+    config = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    first, second = (AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2))
+    layout: Any = "panels" if compiled else "plain"
+    if compiled and NativeRunner(Options(), context_of(CONFIG))._kernels is None:
+        pytest.skip("no C compiler here")
+
+    def scored(*modules: Any) -> tuple[np.ndarray, int]:
+        runner = NativeRunner(Options(), context_of(config), compiled=compiled, layout=layout)
+        for version, module in enumerate(modules):
+            runner.load(SimpleNamespace(version=version, tensors=lambda m=module: m.state_dict().items()))  # type: ignore[arg-type]
+            if not version:
+                kept = runner.model.live
+        return runner.score(np.arange(1, 40), 1.0).logprobs, runner.model.live is kept
+
+    updated, same = scored(first, second)
+    fresh, _ = scored(second)
+    assert same and (updated == fresh).all() and not (updated == scored(first)[0]).all()
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this system has no large pages")

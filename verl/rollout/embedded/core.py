@@ -31,9 +31,10 @@ class Runner(Protocol):
     """Row i of the runner is row i of the core. All methods but `prepare` run on the engine's one thread.
 
     ready: weights are loaded · prepare: read new weights into memory of their own, beside the live ones and in any
-    thread -> what makes them live; that drops prefixes, and keeps the KV of live rows · admit: make some requests
-    from the front of `waiting` resident in rows `resident`.., None if none is ready · decode: feed one token to
-    each of n rows and draw the next ones · move: rows `sources` become rows `holes`, then rows from `kept` on are
+    thread -> what makes them live; that drops prefixes, and keeps the KV of live rows · load: the same in the memory of
+    the live ones, which are gone with the first tensor: it is ready again when all have come · admit: make some
+    requests from the front of `waiting` resident in rows `resident`.., None if none is ready · decode: feed one token
+    to each of n rows and draw the next ones · move: rows `sources` become rows `holes`, then rows from `kept` on are
     free.
     """
 
@@ -45,6 +46,7 @@ class Runner(Protocol):
     def ready(self) -> bool: ...
     def enter_thread(self) -> None: ...
     def prepare(self, source: WeightReader) -> Callable[[], None]: ...
+    def load(self, source: WeightReader) -> None: ...
     def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None: ...
     def decode(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled: ...
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None: ...
@@ -123,15 +125,22 @@ class EngineCore:
 
         def live() -> int:
             switch()
-            self.version = version
-            for row, request in enumerate(self.running.requests):
-                request.start_span(version, int(self.running.count[row]))
-            return version
+            return self._now(version)
 
         return live
 
     def load(self, source: WeightReader) -> int:
-        return self.prepare(source)()
+        """The same while nothing runs, with no memory but that of the live ones. If it fails there are none: nothing is
+        drawn before all have come."""
+        version = source.version
+        self.runner.load(source)
+        return self._now(version)
+
+    def _now(self, version: int) -> int:
+        self.version = version
+        for row, request in enumerate(self.running.requests):
+            request.start_span(version, int(self.running.count[row]))
+        return version
 
     def sleep(self, level: int) -> int:
         """Free KV (level 1) and weights (level 2). Live requests go back to waiting with the tokens they have."""

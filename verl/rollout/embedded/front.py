@@ -77,6 +77,8 @@ class EmbeddedEngine:
         self._paused = False  # nothing is admitted and nothing runs
         self._asleep: set[str] = set()
         self._failure: BaseException | None = None
+        self._loaded = False
+        self._torn: BaseException | None = None  # why the load over those that it had did not come to its end
         self._closed = False
 
     async def generate(
@@ -146,15 +148,17 @@ class EmbeddedEngine:
         return await self._control(run)
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
-        """See `RolloutEngine`. keep: requests stand still for the switch alone; what is read lies beside the weights
-        that they go on with, as it does in the other modes, where they have ended."""
-        if on_inflight == "keep" and self._runner.ready and not self._asleep:
+        """See `RolloutEngine`. keep: requests stand still for the switch alone, and what is read lies beside the
+        weights that they go on with. Where nothing runs, it is written over these: if that fails, there are none."""
+        if on_inflight == "keep":
             return await (await self.prepare_weights(source))("keep")
         return await self._made_live(source, partial(self._core.load, source), 0.0, on_inflight)
 
     async def prepare_weights(self, source: WeightReader) -> Callable[[PauseMode], Awaitable[int]]:
         """See `Preparing`."""
         self._check_alive()
+        if self._paused or self._asleep or not self._runner.ready:  # nothing is drawn meanwhile
+            return partial(self._made_live, source, partial(self._core.load, source), 0.0)
         began = time.perf_counter()
         switch = await self._beside_steps(partial(self._core.prepare, source))
         return partial(self._made_live, source, switch, time.perf_counter() - began)
@@ -163,13 +167,33 @@ class EmbeddedEngine:
         async def run(control: Control) -> int:
             await self._settle_inflight(mode, control, "load_weights(on_inflight='wait')")
             began = time.perf_counter()
-            live = await self._in_thread(load)
+            try:
+                live = await self._in_thread(load)
+                self._loaded, self._torn = True, None
+            except Exception as e:
+                if self._loaded and not self._runner.ready:
+                    await self._tear(e)
+                raise
             if isinstance(source, Timed):
                 paused = time.perf_counter() - began
                 source.seconds |= {"load": read_s + paused - source.seconds.get("transfer", 0.0), "pause": paused}
             return live
 
         return await self._control(run)
+
+    async def _tear(self, why: Exception) -> None:
+        """New weights came in part, over those that it had: nobody shall wait for an answer by them."""
+        self._torn = why
+        requests = [request for request, _ in self._pending.values()]
+        for _, future in self._pending.values():
+            if not future.done():
+                future.set_exception(self._lost("generate"))
+        await self._abort(requests)
+
+    def _lost(self, what: str) -> ReplicaLost:
+        lost = ReplicaLost(f"{what}: the engine has not all of its new weights: {self._torn}")
+        lost.__cause__ = self._torn
+        return lost
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """keep: running requests stand still · wait: they finish first · abort: they return. New ones are held."""
@@ -206,6 +230,7 @@ class EmbeddedEngine:
 
         async def run(control: Control) -> int:
             self._asleep |= {"kv"} if level == 1 else {"kv", "weights"}
+            self._loaded = self._loaded and level == 1
             return await self._in_thread(partial(self._core.sleep, level))
 
         return await self._control(run)
@@ -263,7 +288,9 @@ class EmbeddedEngine:
         return ids
 
     def _check_weights(self, what: str) -> None:
-        if not self._runner.ready:
+        if self._torn is not None:
+            raise self._lost(what)
+        if not self._loaded:  # the runner itself has none while they are being loaded
             raise ValueError(
                 f"{what}: the engine has no weights (never loaded or freed by sleep(2)): load_weights first"
             )

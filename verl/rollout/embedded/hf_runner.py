@@ -42,6 +42,15 @@ class HfRunner:
 
     def close(self) -> None: ...
 
+    def load(self, source: WeightReader) -> None:
+        if not self._loaded or self._module is None:
+            return self.prepare(source)()
+        self._loaded = False  # until all are there: a part of them is no model
+        state = self._module.state_dict(keep_vars=True)
+        places = {id(t): Destination(t.shape, t.data, t.shape, t.dtype) for t in state.values()}
+        receive(source.tensors(), {name: places[id(live)] for name, live in state.items()})
+        self._loaded = True
+
     def prepare(self, source: WeightReader) -> Callable[[], None]:
         module = self._module
         if module is None:

@@ -46,6 +46,5 @@ def receive(tensors: Iterable[tuple[str, object]], destinations: Mapping[str, De
     missing = sorted(name for name, to in destinations.items() if to not in filled)
     if missing or unexpected or misshapen:
         raise ValueError(
-            f"weights do not fit the model (the old ones stay live): missing {missing}, unexpected {unexpected}, "
-            f"wrong shape {misshapen}"
+            f"weights do not fit the model: missing {missing}, unexpected {unexpected}, wrong shape {misshapen}"
         )

@@ -95,6 +95,16 @@ class NativeRunner:
     def close(self) -> None:
         self._lanes.close()
 
+    def load(self, source: WeightReader) -> None:
+        live, self.model.weights = self.model.weights, None  # until all are there: a part of them is no model
+        if live is None or not live.destinations:
+            del live  # its memory is free for those that come
+            return self.prepare(source)()
+        receive(source.tensors(), live.destinations)
+        live.pack_tied_head()
+        self.model.weights = live
+        self._prompts.clear()
+
     def prepare(self, source: WeightReader) -> Callable[[], None]:
         kernels = self._kernels if self._layout == "panels" else None
         storage = Storage(self.model.shape, self._dtype, self.compute_dtype, self._device, kernels)

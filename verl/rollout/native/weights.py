@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -41,6 +42,9 @@ class Weights:
     params: int  # that a token is multiplied with: of the experts, the chosen
     nbytes: int
     stack: Stack | None  # all layers, for the kernel that does them in one call; it points into them
+    destinations: Mapping[
+        str, Destination
+    ]  # of another version in the memory of this one; empty: it has another layout
 
     def embedded(self, ids: Tensor) -> Tensor:
         """ids [T] -> [T, hidden]."""
@@ -51,6 +55,12 @@ class Weights:
         """Take over the values of another version in the memory of this one."""
         for mine, new in zip(self.tensors, fresh.tensors, strict=True):
             mine.copy_(new)
+
+    def pack_tied_head(self) -> None:
+        """Of an embedding that was received into its place."""
+        to = self.destinations
+        if isinstance(self.head, Panels) and to["lm_head.weight"] is to["model.embed_tokens.weight"]:
+            self.head.kernels.pack(self.embed, self.head.panels)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden] -> [T, V]."""
@@ -97,9 +107,9 @@ class Storage:
         self._fuse(key + "qkv", attention, hid, s.qkv_bias, rotated=2)
         self._fuse(key + "out", [(at + "self_attn.o_proj", hid)], q, s.out_bias)
         if s.experts[layer]:
-            self._own(key + "router", (s.experts[layer], hid), at + "mlp.gate.weight")
-            self._own(key + "up", (s.experts[layer], 2 * s.expert_ffn, hid), at + "mlp.experts.gate_up_proj")
-            self._own(key + "down", (s.experts[layer], hid, s.expert_ffn), at + "mlp.experts.down_proj")
+            self._fuse(key + "router", [(at + "mlp.gate", s.experts[layer])], hid, bias=False)
+            self._each(key + "up", (s.experts[layer], 2 * s.expert_ffn, hid), at + "mlp.experts.gate_up_proj")
+            self._each(key + "down", (s.experts[layer], hid, s.expert_ffn), at + "mlp.experts.down_proj")
         else:
             self._fuse(key + "up", [(at + "mlp.gate_proj", s.ffn), (at + "mlp.up_proj", s.ffn)], hid, s.mlp_bias)
             self._fuse(key + "down", [(at + "mlp.down_proj", hid)], s.ffn, s.mlp_bias)
@@ -137,6 +147,16 @@ class Storage:
                 self.destinations[f"{name}.{kind}"] = Destination((n, *tail), into, copied_as, self.dtype)
                 start += n
 
+    def _each(self, key: str, shape: tuple[int, ...], name: str) -> None:
+        """Products of their own, as many as there are experts."""
+        if self.kernels is None:
+            return self._own(key, shape, name)
+        experts, rows, width = shape
+        panels = [self.kernels.new_panels(rows, width) for _ in range(experts)]
+        self.products |= {f"{key}.{i}": Panels(rows, one, None, self.kernels) for i, one in enumerate(panels)}
+        pack = partial(_pack_each, kernels=self.kernels, panels=panels)
+        self.destinations[name] = Destination(shape, panels[0], shape, self.dtype, pack=pack)
+
     def _own(self, key: str, shape: tuple[int, ...], name: str) -> None:
         self.destinations[name] = Destination(shape, self._new(key, shape), shape, self.dtype)
 
@@ -153,13 +173,20 @@ def _as_halves(pairs: Tensor) -> Tensor:
     return pairs.transpose(1, 2)
 
 
+def _pack_each(weight: Tensor, kernels: Kernels, panels: list[Tensor]) -> None:
+    """weight [experts, N, K]."""
+    for one, into in zip(weight, panels, strict=True):
+        kernels.pack(one, into)
+
+
 def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weights:
     """What the forward pass reads, of a storage that is filled. What is laid out anew is taken out, one by one."""
     t, s = storage.tensors, storage.shape
     take = t.__getitem__ if layout == "plain" else t.pop
     params = sum(tensor.numel() for tensor in t.values())
     params += sum(one.width * one.panels.shape[1] for one in storage.products.values())
-    storage.destinations.clear()  # they are views of it
+    if layout != "plain" and storage.kernels is None:
+        storage.destinations.clear()  # they are views of it
     linears: list[Linear] = []
 
     def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -180,9 +207,12 @@ def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Wei
     def mlp(i: int) -> FeedForward | Experts:
         if not s.experts[i]:
             return FeedForward(named(f"{i}.up"), named(f"{i}.down"), s.activation, kernels)
-        products = zip(take(f"{i}.up"), take(f"{i}.down"))
-        each = tuple(FeedForward(linear(up), linear(down), s.activation, kernels) for up, down in products)
-        return Experts(linear(take(f"{i}.router")), each, s.chosen_experts, s.normalised_experts)
+        if storage.kernels is not None:
+            products = [(named(f"{i}.up.{e}"), named(f"{i}.down.{e}")) for e in range(s.experts[i])]
+        else:
+            products = [(linear(up), linear(down)) for up, down in zip(take(f"{i}.up"), take(f"{i}.down"))]
+        each = tuple(FeedForward(up, down, s.activation, kernels) for up, down in products)
+        return Experts(named(f"{i}.router"), each, s.chosen_experts, s.normalised_experts)
 
     layers = tuple(
         Layer(
@@ -204,6 +234,7 @@ def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Wei
     kept = sum(tensor.nbytes for key, tensor in t.items() if layout == "plain" or key == "embed")
     return Weights(
         stack=_stack(layers, s),
+        destinations=storage.destinations,
         embed=t["embed"],
         embed_scale=float(torch.tensor(s.embed_scale).to(storage.compute_dtype)),
         layers=layers,
