@@ -131,9 +131,9 @@ def spent(call: Callable[[], Any]) -> Spent:
     return Spent(wall, cpu, taken[0])
 
 
-def reader(line: Any, threads: int, layers: int | None) -> None:
+def reader(line: Any, threads: int, layers: int | None, runs: bool) -> None:
     """The rollout's process: reads what it is told of, and answers with what it spent and the bytes that came. layers:
-    into a native engine of so many."""
+    into a native engine of so many · runs: beside the version that is live, as while requests run."""
     torch.set_num_threads(threads)
     came = [0]
     receive = tcp._receive
@@ -152,7 +152,7 @@ def reader(line: Any, threads: int, layers: int | None) -> None:
     def read(transport: str, address: str) -> None:
         stream = MODULES[transport].open_weights(address)
         if runner is not None:
-            return runner.prepare(stream)()
+            return runner.prepare(stream)() if runs else runner.load(stream)
         for name, tensor in stream.tensors():
             mine = into.get(name)
             if mine is None or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
@@ -185,10 +185,12 @@ def misfit(size_gb: float) -> str | None:
 
 
 @contextlib.contextmanager
-def other_process(threads: int = 1, layers: int | None = None) -> Iterator[Callable[[str, str], tuple[Spent, int]]]:
+def other_process(
+    threads: int = 1, layers: int | None = None, runs: bool = False
+) -> Iterator[Callable[[str, str], tuple[Spent, int]]]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=reader, args=(theirs, threads, layers), daemon=True)
+    process = context.Process(target=reader, args=(theirs, threads, layers, runs), daemon=True)
     process.start()
 
     def ask(transport: str, address: str) -> tuple[Spent, int]:
@@ -235,13 +237,14 @@ def transports(size_gb: float, rounds: int, threads: int) -> tuple[list[tuple[st
     copies, checked = zip(*checks[DROPPED:], strict=True)
     speeds += [row("copy", copies, copies), row("checksum", checked, copies)]
     shapes = {n: entry_of(t) for n, t in now.items()}
-    ways = [("shm", False), ("shm", True)] + [(name, False) for name in MODULES if name != "shm" and size_gb <= 0.1]
+    ways = [("shm", ""), ("shm", "native"), ("shm", "native, requests run")]
+    ways += [(name, "") for name in MODULES if name != "shm" and size_gb <= 0.1]
     for transport, native in ways:
-        what, reads = f"{transport}{', native' if native else ''}", "load" if native else "read"
+        what, reads = f"{transport}, {native}" if native else transport, "load" if native else "read"
         outlet, files = outlet_of(transport)
         found: list[tuple[Spent, Spent, Spent]] = []  # copy, stage, read
         most = [0, 0, 0, 0]
-        with other_process(threads, layers_of(size_gb * 1e9) if native else None) as ask:
+        with other_process(threads, layers_of(size_gb * 1e9) if native else None, native.endswith("run")) as ask:
             for version in range(DROPPED + rounds):
                 of, told = spent(copy), []
                 staged = spent(lambda v=version, o=outlet, t=told: t.append(o.stage(v, shapes, now.items())))

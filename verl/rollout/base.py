@@ -156,6 +156,15 @@ class Timed(Protocol):
     seconds: dict[str, float]
 
 
+@runtime_checkable
+class Passing(Protocol):
+    """A `WeightReader` whose tensors may lie nowhere as a whole: if it `passes`, they are written over the live ones
+    while nothing is drawn, and their end says whether all were of one version."""
+
+    @property
+    def passes(self) -> bool: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Scores:
     """Of ids [t]: logprobs [t-1] float32 of ids[1:], and the k likeliest ids there [t-1, k] int64, the likeliest first,

@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor, uint8
@@ -50,7 +50,8 @@ class WeightSource:
 
     transport: "module:function" that opens the address, address -> object with `tensors()` · manifest: by HF name, as
     the model in memory has them · names: those that its reader knows · parts: where these are of a saved folder, the
-    tensors that are several there, whose bytes are runs of rows of the one that is delivered.
+    tensors that are several there, whose bytes are runs of rows of the one that is delivered · passes: it lies nowhere
+    as a whole; who reads it holds up its sender, and knows at the end alone whether it was whole.
     """
 
     version: int
@@ -59,6 +60,7 @@ class WeightSource:
     manifest: Mapping[str, Entry]
     names: Literal["model", "saved"] = "model"
     parts: Parts = field(default_factory=dict)
+    passes: bool = False
 
     @property
     def delivered(self) -> dict[str, Entry]:
@@ -121,6 +123,53 @@ class Outlet(Protocol):
         """Hold these tensors in place of those of the version before; the address by which they are found. They come
         one at a time, in the order of `shapes`; one that is to be kept is copied before the next one comes, unless the
         engine's own may be read in place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """Who reads a version as it is sent, and how long those who are behind are waited for. turn: of all publishes, this
+    one."""
+
+    turn: int
+    count: int
+    timeout_s: float
+
+
+class Passed(NamedTuple):
+    """A tensor on its way. checksum: crc32 of its bytes, or None."""
+
+    name: str
+    tensor: Tensor
+    checksum: int | None
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """An outlet that keeps no version: what it is given is read as it comes, by readers that are known before."""
+
+    def announce(self, shapes: Mapping[str, Entry]) -> None:
+        """Of all versions; before a reader looks for one."""
+        ...
+
+    def source(self, version: int, turn: int, reader: int, manifest: Mapping[str, Entry]) -> WeightSource:
+        """What that reader is given."""
+        ...
+
+    def stream(self, version: int, tensors: Iterable[Passed], readers: Readers) -> None:
+        """All tensors of the shapes, in their order, one at a time; each may change once the next one is asked for."""
+        ...
+
+    def commit(self, turn: int) -> None:
+        """Its sender stands by it: who has read it may draw by it."""
+        ...
+
+    def break_off(self, turn: int) -> None:
+        """Nobody shall draw by it."""
+        ...
+
+    def lose(self, turn: int, reader: int) -> None:
+        """Wait for that one no more. From any thread."""
         ...
 
 
@@ -215,6 +264,10 @@ class CheckedReader:
         self.version = source.version
         self.delivered: set[str] = set()
         self.seconds: dict[str, float] = {}
+
+    @property
+    def passes(self) -> bool:
+        return self.source.passes
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         at, expected, spent_s, began = f"version {self.version}", self.source.delivered, 0.0, time.perf_counter()

@@ -8,19 +8,33 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from verl.rollout.base import PauseMode, Replaceable, RolloutEngine
-from verl.weight_sync.base import CheckedReader, Entry, Outlet, Sent, SyncContext, SyncError, SyncReport, check_canary
+from verl.weight_sync.base import (
+    CheckedReader,
+    Entry,
+    Outlet,
+    Readers,
+    Sent,
+    Streaming,
+    SyncContext,
+    SyncError,
+    SyncReport,
+    check_canary,
+)
 
 if TYPE_CHECKING:
     from verl.workers.model_workers import ModelWorkers
 
 T = TypeVar("T")
+Delivered = tuple[float, dict[str, float]]  # the canary's mean |dlogp|, and where the time went
 
+READ_SHARE = 0.5  # of the time, for those who hold up the others: these have the rest of it
 RELEASE_S = 60.0  # for the trainer's workers to hear that all have a version
 
 
@@ -80,6 +94,8 @@ class LocalCheckpointEngine:
         self._probes = tuple(probes)
         self._tolerance = tolerance
         self._outlet, self._copies = outlet, copies
+        self._turn = 0  # of publishes
+        self._manifest: Future[dict[str, Entry]] | None = None  # of what is streamed, whatever the version
 
     def outlet(self) -> Outlet:
         return self._outlet or LocalOutlet()
@@ -98,7 +114,13 @@ class LocalCheckpointEngine:
         others."""
         assert replicas, "nobody to publish to"
         deadline_s, began_s = asyncio.get_running_loop().time() + timeout_s, time.perf_counter()
-        sent = trainer.send_weights(version, self._probes, copy=not exclusive and not self._copies)
+        if isinstance(self._outlet, Streaming):
+            self._manifest, self._turn = self._manifest or trainer.weights_manifest(), self._turn + 1
+            sent = trainer.stream_weights(
+                version, self._probes, Readers(self._turn, len(replicas), READ_SHARE * timeout_s)
+            )
+        else:
+            sent = trainer.send_weights(version, self._probes, copy=not exclusive and not self._copies)
         return asyncio.ensure_future(self._deliver(trainer, sent, version, replicas, on_inflight, deadline_s, began_s))
 
     async def _deliver(
@@ -112,11 +134,23 @@ class LocalCheckpointEngine:
         began_s: float,
     ) -> SyncReport:
         late = f"version {version}: the trainer's weights were not ready"
-        sent = await _by(deadline_s, asyncio.wrap_future(pending), late)
-        results = await asyncio.gather(
-            *(self._to_replica(r, sent, m, deadline_s) for r, m in zip(replicas, on_inflight, strict=True)),
-            return_exceptions=True,
-        )
+        sending, turn = asyncio.wrap_future(pending), self._turn
+        readers = await self._readers(sending, version, turn, len(replicas), deadline_s, late)
+        under_way = [
+            asyncio.ensure_future(self._to_replica(*one, sending, deadline_s))
+            for one in zip(replicas, readers, on_inflight, strict=True)
+        ]
+        if isinstance(self._outlet, Streaming):
+            for number, delivery in enumerate(under_way):
+                delivery.add_done_callback(partial(_lost, trainer, turn, number))
+        try:
+            sent = await _by(deadline_s, asyncio.shield(sending), late)
+        except BaseException:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+            raise
+        results = await asyncio.gather(*under_way, return_exceptions=True)
         whole_s = time.perf_counter() - began_s
         alarms = sent.alarms + await self._released(trainer, version)
         errors = {i: e for i, e in enumerate(results) if isinstance(e, BaseException)}
@@ -139,6 +173,17 @@ class LocalCheckpointEngine:
             seconds={**sent.seconds, **{name: max(of.get(name, 0.0) for of in parts) for of in parts for name in of}},
         )
 
+    async def _readers(
+        self, sending: asyncio.Future[Sent], version: int, turn: int, replicas: int, deadline_s: float, late: str
+    ) -> list[CheckedReader]:
+        """What each replica is given: at once where it has to read while the trainer sends, else of what was staged."""
+        if not isinstance(self._outlet, Streaming):
+            source = (await _by(deadline_s, asyncio.shield(sending), late)).source
+            return [CheckedReader(source) for _ in range(replicas)]
+        assert self._manifest is not None
+        manifest = await _by(deadline_s, asyncio.shield(asyncio.wrap_future(self._manifest)), late)
+        return [CheckedReader(self._outlet.source(version, turn, i, manifest)) for i in range(replicas)]
+
     async def _released(self, trainer: ModelWorkers, version: int) -> tuple[str, ...]:
         """Where it was staged, which need not be here. Alarms: that costs memory, and no version."""
         by_s, said = (
@@ -149,25 +194,36 @@ class LocalCheckpointEngine:
         return () if error is None else (f"what was staged of version {version} was not released: {error}",)
 
     async def _to_replica(
-        self, replica: RolloutEngine, sent: Sent, mode: PauseMode, deadline_s: float
-    ) -> tuple[float, dict[str, float]]:
-        """Deliver to one replica and verify it; the canary's mean |dlogp|, and where the time went. One that fails is
-        given up at once, not when the slowest has its weights: what it says until then would be trained on."""
-        at = f"version {sent.source.version}"
-        reader = CheckedReader(sent.source)
+        self,
+        replica: RolloutEngine,
+        reader: CheckedReader,
+        mode: PauseMode,
+        sending: asyncio.Future[Sent],
+        deadline_s: float,
+    ) -> Delivered:
+        """Deliver to one replica and verify it. One that fails is given up at once, not when the slowest has its
+        weights: what it says until then would be trained on."""
+        at, source = f"version {reader.version}", reader.source
         try:
             live = await _by(deadline_s, replica.load_weights(reader, on_inflight=mode), f"{at} was not loaded")
-            if live != sent.source.version:
+            if live != source.version:
                 raise SyncError(f"the rollout engine says version {live} is live after {at} was sent")
-            if missing := sorted(set(sent.source.delivered) - reader.delivered):
+            if missing := sorted(set(source.delivered) - reader.delivered):
                 raise SyncError(f"{at}: {len(missing)} tensors were never read, e.g. {missing[:3]}")
             late = f"{at} was loaded, but its canary was not scored"
+            sent = await _by(deadline_s, asyncio.shield(sending), late)
             canary = check_canary(at, replica, self._probes, sent.probed, self._tolerance)
             return await _by(deadline_s, canary, late), reader.seconds
         except Exception as e:
             if isinstance(replica, Replaceable):
                 replica.lose(e)
             raise
+
+
+def _lost(trainer: ModelWorkers, turn: int, number: int, ended: asyncio.Task[Delivered]) -> None:
+    """The trainer hears of a replica that does not take all: it would wait for it, and the others for the trainer."""
+    if ended.cancelled() or ended.exception() is not None:
+        trainer.lose_reader(turn, number)
 
 
 def engine_of(outlet: Outlet, context: SyncContext, end: Callable[..., object], *of: object) -> LocalCheckpointEngine:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from verl.bounds import Positive, words
+from verl.bounds import Positive, PositiveInt, words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shm:
+    bucket_mb: PositiveInt | None = None
+    """Weights pass through two buckets of this size (of the largest tensor, where that is larger), into replicas that
+    stand still meanwhile. None: a whole version lies in shared memory, and replicas go on until they have read it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

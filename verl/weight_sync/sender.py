@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,18 @@ from torch import Tensor
 from verl.batch import pack
 from verl.model_engine.base import ModelEngine
 from verl.types import Sample, Segment
-from verl.weight_sync.base import Entry, Outlet, Sent, WeightSource, checksum, dtype_name, opened
+from verl.weight_sync.base import (
+    Entry,
+    Outlet,
+    Passed,
+    Readers,
+    Sent,
+    Streaming,
+    WeightSource,
+    checksum,
+    dtype_name,
+    opened,
+)
 from verl.weight_sync.canary import Probed, no_model
 
 CHECKED_SHARE = 16  # after the first versions every 16th tensor is checked, others each time
@@ -38,14 +49,60 @@ class WeightSender:
         self._shapes: dict[str, Entry] | None = None  # of what the engine delivers, known before it does
         self._source: WeightSource | None = None  # the latest
 
+    def manifest(self, engine: ModelEngine) -> dict[str, Entry]:
+        """Of every version, without checksums, for those who read one as it comes."""
+        shapes = self._shapes_of(engine)
+        if isinstance(self._outlet, Streaming):
+            self._outlet.announce(shapes)
+        return shapes | {name: replace(shapes[owner], tied_to=owner) for name, owner in engine.tied.items()}
+
+    def stream(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Sent:
+        """As `send`, to readers that take the tensors as they come, and are told at the end that they may use them."""
+        outlet = self._outlet
+        assert isinstance(outlet, Streaming), "this outlet keeps whole versions"
+
+        def stage(passing: _Passing) -> str:
+            outlet.stream(version, passing.checked(engine), readers)
+            return ""
+
+        try:
+            sent = self._sent_by(stage, engine, version, probes, copy=False)
+        except BaseException:
+            outlet.break_off(readers.turn)
+            raise
+        self._source = None  # nothing of it lies anywhere
+        outlet.commit(readers.turn)
+        return sent
+
+    def lose(self, turn: int, reader: int) -> None:
+        """From any thread: that reader reads no more of what is streamed."""
+        if isinstance(self._outlet, Streaming):
+            self._outlet.lose(turn, reader)
+
     def send(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Sent:
         """Read the engine's weights as they are now, one tensor at a time. copy: they may change before all replicas
         have them. Raises FloatingPointError for weights that are no model any more: that is no fault of the delivery.
         """
+
+        def stage(passing: _Passing) -> str:
+            return self._outlet.stage(version, self._shapes_of(engine), passing.tensors(engine))
+
+        return self._sent_by(stage, engine, version, probes, copy=copy)
+
+    def _sent_by(
+        self,
+        stage: Callable[[_Passing], str],
+        engine: ModelEngine,
+        version: int,
+        probes: Sequence[np.ndarray],
+        *,
+        copy: bool,
+    ) -> Sent:
+        """stage: puts what passes somewhere, and says where."""
         shapes = self._shapes_of(engine)
         passing = _Passing(self._sent % CHECKED_SHARE if self._sent >= self._verify_first else None, copy)
         began = time.perf_counter()
-        address = self._outlet.stage(version, shapes, passing.tensors(engine))
+        address = stage(passing)
         seconds = {"gather": passing.gathered_s, "stage": time.perf_counter() - began - passing.gathered_s}
         manifest = passing.manifest
         assert {n: replace(e, checksum=None) for n, e in manifest.items()} == shapes, (
@@ -145,6 +202,10 @@ class _Passing:
         self.largest = 0.0
         self.num_bytes = 0
         self.gathered_s = 0.0
+
+    def checked(self, engine: ModelEngine) -> Iterator[Passed]:
+        for name, tensor in self.tensors(engine):
+            yield Passed(name, tensor, self.manifest[name].checksum)
 
     def tensors(self, engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
         began = time.perf_counter()

@@ -24,26 +24,28 @@ from torch import Tensor
 
 from verl.weight_sync.base import Entry, SyncContext, SyncError, TensorStream
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
+from verl.weight_sync.options import Shm
 
 SHM = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 _PIDS = Path("/proc/self/ns/pid")
 PREFIX = f"verl-weights.{_PIDS.stat().st_ino if _PIDS.exists() else 0}"
 """Of the files whose owner's process id means something here: containers that share the memory count each by itself.
 An older verl reads the word behind `verl-weights-` as a process id, and removes what has none."""
-HEAD_BYTES, VERSION_BYTES = 16, 8  # version and length of the index, little endian; one of them
+HEAD_BYTES, VERSION_BYTES = 24, 8  # version, length of the index, first byte of the tensors, little endian; one of them
 TAIL_BYTES = 8  # the version that all replicas have
 ALIGN_BYTES = 64
 WRITING = -1
 
 
 class Part(msgspec.Struct, array_like=True):
-    """Where a tensor lies."""
+    """Where a tensor lies. checksum: crc32 of its bytes, where its manifest does not tell it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
     num_bytes: int
+    checksum: int | None = None
 
 
 class ShmOutlet:
@@ -72,18 +74,13 @@ class ShmOutlet:
         return self._latest
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
-        parts, at = [], 0
-        for name, entry in shapes.items():
-            num_bytes = math.prod(entry.shape) * vars(torch)[entry.dtype].itemsize
-            parts.append(Part(name, entry.dtype, entry.shape, at, num_bytes))
-            at += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        parts, room = laid_out(shapes)
         index = msgspec.msgpack.encode(parts)
-        first = -(-(HEAD_BYTES + len(index)) // ALIGN_BYTES) * ALIGN_BYTES
+        first = first_byte(len(index))
         path = self._place(version)
-        found = _memory(path, first + at + TAIL_BYTES)
+        found = _memory(path, first + room + TAIL_BYTES)
         found[:8] = found[-TAIL_BYTES:] = _word(WRITING)
-        found[8:16] = len(index).to_bytes(8, "little")
-        found[16 : 16 + len(index)] = index
+        _describe(found, index, first)
         whole = torch.frombuffer(found, dtype=torch.uint8)
         for part, (name, tensor) in zip(parts, tensors, strict=True):
             assert name == part.name, f"{name} comes where {part.name} was told of"
@@ -93,6 +90,31 @@ class ShmOutlet:
                 into.copy_(tensor.detach())
         found[:8] = _word(version)
         return str(path)
+
+
+def laid_out(shapes: Mapping[str, Entry]) -> tuple[list[Part], int]:
+    """Tensors one behind the other, and the bytes that they take."""
+    parts, at = [], 0
+    for name, entry in shapes.items():
+        num_bytes = num_bytes_of(entry)
+        parts.append(Part(name, entry.dtype, entry.shape, at, num_bytes))
+        at += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+    return parts, at
+
+
+def _describe(found: mmap.mmap, index: bytes, first: int) -> None:
+    assert HEAD_BYTES + len(index) <= first
+    found[8:HEAD_BYTES] = len(index).to_bytes(8, "little") + first.to_bytes(8, "little")
+    found[HEAD_BYTES : HEAD_BYTES + len(index)] = index
+
+
+def num_bytes_of(entry: Entry) -> int:
+    return math.prod(entry.shape) * int(vars(torch)[entry.dtype].itemsize)
+
+
+def first_byte(index_bytes: int) -> int:
+    """Of the tensors, behind an index of that length."""
+    return -(-(HEAD_BYTES + index_bytes) // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class ShmStream(TensorStream):
@@ -120,6 +142,11 @@ class ShmStream(TensorStream):
     def segment(self) -> str:
         return str(self._path)
 
+    def describe(self, version: int, index: bytes, first: int) -> None:
+        """What its writer has put there, from that byte on."""
+        _describe(self._found, index, first)
+        self.hold(version)
+
     def hold(self, version: int) -> None:
         """Its reader has put that version there."""
         self._found[:VERSION_BYTES] = _word(version)
@@ -134,14 +161,18 @@ class ShmStream(TensorStream):
 
     @property
     def memory(self) -> Tensor:
-        """The file, uint8: the version, the length of the index, the index, the tensors, the version that all have."""
+        """The file, uint8: the version, where the index ends and the tensors begin, these, the version all have."""
         return torch.frombuffer(self._found, dtype=torch.uint8)
+
+    @property
+    def index(self) -> tuple[list[Part], int]:
+        """What is there, and the byte that parts count from."""
+        size, first = (int.from_bytes(self._found[at : at + 8], "little") for at in (8, 16))
+        return msgspec.msgpack.decode(self._found[HEAD_BYTES : HEAD_BYTES + size], type=list[Part]), first
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors where they lie; a later version is written over them."""
-        size = int.from_bytes(self._found[8:16], "little")
-        parts = msgspec.msgpack.decode(self._found[16 : 16 + size], type=list[Part])
-        first = -(-(HEAD_BYTES + size) // ALIGN_BYTES) * ALIGN_BYTES
+        parts, first = self.index
         for part in parts:
             dtype = vars(torch)[part.dtype]
             if not part.num_bytes:
@@ -236,7 +267,11 @@ def remove_of_the_dead() -> None:
                 path.unlink()
 
 
-def build(options: object, context: SyncContext) -> LocalCheckpointEngine:
+def build(options: Shm, context: SyncContext) -> LocalCheckpointEngine:
     remove_of_the_dead()
     name = f"{PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-    return engine_of(ShmOutlet(name), context, end, name)
+    if options.bucket_mb is None:
+        return engine_of(ShmOutlet(name), context, end, name)
+    from verl.weight_sync.buckets import BucketOutlet
+
+    return engine_of(BucketOutlet(name, options.bucket_mb << 20), context, end, name)

@@ -17,7 +17,7 @@ from verl.model_engine.base import EngineCapabilities
 from verl.model_engine.layout import Layout
 from verl.objective import Term
 from verl.types import Metrics, Ref, Refs, merge_metrics
-from verl.weight_sync.base import Sent
+from verl.weight_sync.base import Entry, Readers, Sent
 from verl.workers.compute import Compute, Computed, OptimizerStep
 from verl.workers.group import Broadcast, WorkerGroup
 from verl.workers.host import Room
@@ -132,6 +132,19 @@ class ModelWorkers:
     def send_weights(self, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Future[Sent]:
         found = self._group.submit(Role.send_weights, Broadcast((version, probes, copy)))
         return _then(found, lambda sent: next(s for s in sent if s is not None))
+
+    def weights_manifest(self) -> Future[dict[str, Entry]]:
+        found = self._group.submit(Role.weights_manifest, Broadcast())
+        return _then(found, lambda told: next(one for one in told if one is not None))
+
+    def stream_weights(self, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Future[Sent]:
+        """As `send_weights`, to readers that read while this goes on: nothing is kept of it."""
+        found = self._group.submit(Role.stream_weights, Broadcast((version, probes, readers)))
+        return _then(found, lambda sent: next(s for s in sent if s is not None))
+
+    def lose_reader(self, turn: int, reader: int) -> Future[None]:
+        """It reads no more of what is streamed; said at once, in the middle of a call too."""
+        return _then(self._group.beside(Role.lose_reader, (turn, reader)), lambda _: None)
 
     def published(self, version: int) -> Future[None]:
         """The weights as they are now were this version, where a run is computed again: `send_weights` says it too."""

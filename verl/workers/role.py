@@ -23,7 +23,7 @@ from verl.objective import Term
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import read_samples
 from verl.types import LEARNED, Metric, Metrics, Refs, Sample, Segment, merge_metrics
-from verl.weight_sync.base import Outlet, Sent
+from verl.weight_sync.base import Entry, Outlet, Readers, Sent
 from verl.weight_sync.sender import WeightSender
 from verl.workers.host import Room, room_here
 from verl.workers.inproc import SharedEngine, VirtualRank
@@ -304,6 +304,27 @@ class Role:
                 return self.sender.send(self.engine, version, probes, copy=copy)
             self.sender.attend(self.engine, version, probes)
             return None
+
+    def weights_manifest(self) -> dict[str, Entry] | None:
+        """Of every version that `stream_weights` sends."""
+        assert self.sender is not None, f"{self.name} publishes nothing"
+        with self.engine.awake("weights"):
+            found = self.sender.manifest(self.engine)
+        return found if self._first else None
+
+    def stream_weights(self, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Sent | None:
+        """As `send_weights`, to readers that read while this goes on."""
+        assert self.sender is not None, f"{self.name} publishes nothing"
+        with self.engine.awake("weights"):
+            self.engine.published(version)
+            if self._first:
+                return self.sender.stream(self.engine, version, probes, readers)
+            self.sender.attend(self.engine, version, probes)
+            return None
+
+    def lose_reader(self, turn: int, reader: int) -> None:
+        if self.sender is not None:
+            self.sender.lose(turn, reader)
 
     def published(self, version: int) -> None:
         self.engine.published(version)

@@ -24,6 +24,7 @@ from verl.rollout.base import (
     Capabilities,
     Completion,
     OnTokens,
+    Passing,
     PauseMode,
     ReplicaLost,
     RolloutContext,
@@ -157,7 +158,8 @@ class EmbeddedEngine:
     async def prepare_weights(self, source: WeightReader) -> Callable[[PauseMode], Awaitable[int]]:
         """See `Preparing`."""
         self._check_alive()
-        if self._paused or self._asleep or not self._runner.ready:  # nothing is drawn meanwhile
+        passes = isinstance(source, Passing) and source.passes
+        if passes or self._paused or self._asleep or not self._runner.ready:  # nothing is drawn meanwhile
             return partial(self._made_live, source, partial(self._core.load, source), 0.0)
         began = time.perf_counter()
         switch = await self._beside_steps(partial(self._core.prepare, source))

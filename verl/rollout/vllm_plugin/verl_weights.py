@@ -1,7 +1,8 @@
 """Weights from the trainer's segment of shared memory into vLLM 0.32. This file runs in vLLM's own environment, which
 has no verl: it is imported in every worker as `--worker-extension-cls verl_weights.Extension`.
 
-A segment (verl/weight_sync/shm.py): version and length of the index as 8 bytes each, the index in msgpack, the tensors.
+A segment (verl/weight_sync/shm.py): version, length of the index and first byte of the tensors as 8 bytes each, the
+index in msgpack, the tensors.
 """
 
 import math
@@ -18,8 +19,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-HEAD_BYTES = 16
-ALIGN_BYTES = 64
+HEAD_BYTES = 24
 
 
 @dataclass
@@ -30,13 +30,15 @@ class Init(WeightTransferInitInfo):
 @dataclass
 class Update(WeightTransferUpdateInfo):
     """path: of the segment · version: that it must hold · names: of its tensors (None: all) · checksums: crc32 by name,
-    of those that are compared · parts: what one of them is in a saved folder, by name: (name, shape, first row)."""
+    of those that are compared · parts: what one of them is in a saved folder, by name: (name, shape, first row) ·
+    passes: it is written again once it was read."""
 
     path: str
     version: int
     names: list[str] | None = None
     checksums: dict[str, int] = field(default_factory=dict)
     parts: dict[str, list[tuple[str, list[int], int]]] = field(default_factory=dict)
+    passes: bool = False
 
 
 class Segment:
@@ -56,18 +58,18 @@ class Segment:
         return int.from_bytes(self._found[:8], "little", signed=True)
 
     def tensors(self, update: Update) -> Iterator[tuple[str, torch.Tensor]]:
-        size = int.from_bytes(self._found[8:HEAD_BYTES], "little")
+        size, first = (int.from_bytes(self._found[at : at + 8], "little") for at in (8, 16))
         parts = msgspec.msgpack.decode(self._found[HEAD_BYTES : HEAD_BYTES + size])
-        first = -(-(HEAD_BYTES + size) // ALIGN_BYTES) * ALIGN_BYTES
         wanted = None if update.names is None else set(update.names)
         if wanted is not None and (absent := sorted(wanted - {part[0] for part in parts})):
             raise RuntimeError(f"{update.path} holds no {absent[:3]}")
-        for name, dtype_name, shape, start, num_bytes in parts:
+        for name, dtype_name, shape, start, num_bytes, *_ in parts:
             if wanted is not None and name not in wanted:
                 continue
             dtype = getattr(torch, dtype_name)
             if num_bytes:
                 raw = torch.frombuffer(self._found, dtype=torch.uint8, count=num_bytes, offset=first + start)
+                raw = raw.clone() if update.passes else raw  # vLLM copies a layer once it is complete
                 tensor = raw.view(dtype).view(shape)
             else:
                 raw, tensor = torch.empty(0, dtype=torch.uint8), torch.empty(shape, dtype=dtype)

@@ -1,0 +1,304 @@
+"""Weights through two buckets, with no whole version anywhere on their way: the trainer fills one while the replicas
+read the other. What the three sides tell each other stands in a ledger, a file of shared memory beside the buckets.
+
+A replica that reads so holds up the trainer, and the trainer it: it writes what comes over the weights that it has,
+while nothing is drawn, and draws again when the trainer has said that the version is whole. One that breaks off or is
+given up is waited for no more. A tensor is never split: a bucket is as large as the largest one, at least.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from torch import Tensor
+
+from verl.weight_sync.base import Entry, Passed, Readers, SyncError, TensorStream, WeightSource, checksum
+from verl.weight_sync.shm import SHM, TAIL_BYTES, Part, ShmStream, blank, first_byte, laid_out, num_bytes_of, this_host
+
+TRANSPORT = "verl.weight_sync.buckets:open_weights"
+QUIET_S = 600.0  # of the other side, where nobody gives it up before
+SOON_S, LATER_S, SPINS = 0.0002, 0.002, 200  # between two looks at the ledger
+AFTER_SHARE = 0.2  # of the time for those who are behind
+MOST_READERS = 1024
+NO_TURN = -1
+MOST_CHECKSUM = 2**32 - 1
+COMING, WHOLE, BROKEN = range(3)
+
+
+class Ledger:
+    """Words of 64 bits, each written by one side alone: the turn, one of the sender's publishes; its buckets, and how
+    many of them were filled; its state; and two of each reader: how many it has read of which turn, and the turn that
+    it was given up in."""
+
+    TURN, BUCKETS, FILLED, STATE = range(4)
+    HEAD = 8
+    STEP = 1 << 20  # buckets of a turn, at most; the last one: it reads no more
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+
+    @staticmethod
+    def new(path: Path) -> Ledger:
+        path.write_bytes((NO_TURN).to_bytes(8, "little", signed=True) * (Ledger.HEAD + 2 * MOST_READERS))
+        return Ledger(path)
+
+    def begin(self, turn: int, buckets: int) -> None:
+        assert buckets < self.STEP - 1
+        self._words[self.FILLED], self._words[self.STATE], self._words[self.BUCKETS] = 0, COMING, buckets
+        self._words[self.TURN] = turn  # last: the others are of it
+
+    def fill(self, buckets: int) -> None:
+        self._words[self.FILLED] = buckets
+
+    def end(self, state: int) -> None:
+        self._words[self.STATE] = state
+
+    def give_up(self, turn: int, reader: int) -> None:
+        self._words[self.HEAD + 2 * reader + 1] = turn
+
+    def read(self, turn: int, reader: int, buckets: int) -> None:
+        self._words[self.HEAD + 2 * reader] = turn * self.STEP + buckets
+
+    def leave(self, turn: int, reader: int) -> None:
+        self.read(turn, reader, self.STEP - 1)
+
+    @property
+    def turn(self) -> int:
+        return self._words[self.TURN]
+
+    @property
+    def buckets(self) -> int:
+        return self._words[self.BUCKETS]
+
+    @property
+    def filled(self) -> int:
+        return self._words[self.FILLED]
+
+    @property
+    def state(self) -> int:
+        return self._words[self.STATE]
+
+    def given_up(self, turn: int, reader: int) -> bool:
+        return self._words[self.HEAD + 2 * reader + 1] == turn
+
+    def behind(self, turn: int, readers: int, buckets: int) -> list[int]:
+        """Who has not read so many of that turn yet, and is waited for."""
+        wanted = turn * self.STEP + buckets
+        there = [i for i in range(readers) if self._words[self.HEAD + 2 * i] < wanted]
+        return [i for i in there if not self.given_up(turn, i)]
+
+
+class BucketOutlet:
+    """See `Outlet` and `Streaming`; it can be pickled until it is announced, and is used by one process."""
+
+    transport = TRANSPORT
+
+    def __init__(self, name: str, bucket_bytes: int) -> None:
+        self.name, self._bucket_bytes = name, bucket_bytes
+        self._shapes: dict[str, Entry] = {}
+        self._plan: list[list[str]] = []
+        self._slots: Sequence[Slot] = ()
+        self._ledger: Ledger | None = None
+
+    def source(self, version: int, turn: int, reader: int, manifest: Mapping[str, Entry]) -> WeightSource:
+        assert reader < MOST_READERS, f"{MOST_READERS} replicas at most read one version at a time"
+        return WeightSource(version, self.transport, f"{self.name}:{version}:{turn}:{reader}", manifest, passes=True)
+
+    def announce(self, shapes: Mapping[str, Entry]) -> None:
+        if self._ledger is not None:
+            return
+        self._shapes, self._plan = dict(shapes), plan(shapes, self._bucket_bytes)
+        buckets = [laid_out({name: shapes[name] for name in names}) for names in self._plan]
+        index_bytes = max((len(_encoded(parts, longest=True)) for parts, _ in buckets), default=0)
+        room = max((room for _, room in buckets), default=0)
+        self._slots = [self._slot(_at(self.name, turn), index_bytes, room) for turn in range(2)]
+        self._ledger = Ledger.new(_at(self.name, "ledger"))
+
+    def _slot(self, path: Path, index_bytes: int, room: int) -> Slot:
+        return HostSlot(path, index_bytes, room)
+
+    def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
+        raise AssertionError("who reads it is known before: it is streamed")
+
+    def stream(self, version: int, tensors: Iterable[Passed], readers: Readers) -> None:
+        ledger, coming = self._ledger, iter(tensors)
+        assert ledger is not None, "it was not announced"
+        ledger.begin(readers.turn, len(self._plan))
+        until_s = time.monotonic() + readers.timeout_s
+        for number, names in enumerate(self._plan):
+            self._wait(ledger, readers, number - 1, until_s)  # what lies there has been read
+            parts, _ = laid_out({name: self._shapes[name] for name in names})
+            self._slots[number % 2].fill(version, parts, islice(coming, len(names)))
+            ledger.fill(number + 1)
+        assert next(coming, None) is None, "more came than was announced"
+
+    def _wait(self, ledger: Ledger, readers: Readers, buckets: int, until_s: float) -> None:
+        """Until all have read so many; those who have not by then are given up. Who waited with the sender for one that
+        was given up has some time after it."""
+        looks = _looks(max(until_s, time.monotonic() + readers.timeout_s * AFTER_SHARE))
+        while buckets > 0 and (late := ledger.behind(readers.turn, readers.count, buckets)):
+            if not next(looks):
+                for reader in late:
+                    ledger.give_up(readers.turn, reader)
+
+    def commit(self, turn: int) -> None:
+        assert self._ledger is not None and self._ledger.turn == turn
+        self._ledger.end(WHOLE)
+
+    def break_off(self, turn: int) -> None:
+        if self._ledger is not None:
+            self._ledger.begin(turn, 0)  # also where it had not begun
+            self._ledger.end(BROKEN)
+
+    def lose(self, turn: int, reader: int) -> None:
+        if self._ledger is not None:
+            self._ledger.give_up(turn, reader)
+
+
+class Slot(Protocol):
+    """Where one bucket lies."""
+
+    def fill(self, version: int, parts: Sequence[Part], tensors: Iterable[Passed]) -> None: ...
+
+
+class HostSlot:
+    """In a file of shared memory, as a version lies there (shm.py)."""
+
+    def __init__(self, path: Path, index_bytes: int, room: int) -> None:
+        self._first = first_byte(index_bytes)
+        self._file = blank(path, self._first + room + TAIL_BYTES)
+
+    def fill(self, version: int, parts: Sequence[Part], tensors: Iterable[Passed]) -> None:
+        whole, sums = self._file.memory, dict[str, int | None]()
+        for part, (name, tensor, told) in zip(parts, tensors, strict=True):
+            assert name == part.name, f"{name} comes where {part.name} was told of"
+            sums[name] = told
+            if part.num_bytes:
+                start = self._first + part.start
+                into = whole[start : start + part.num_bytes].view(tensor.dtype).view(part.shape)
+                into.copy_(tensor.detach())
+        self._file.describe(version, _encoded([_told(part, sums) for part in parts]), self._first)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One that is filled: its tensors are its reader's until it asks for the next bucket. path: of its file."""
+
+    path: str
+    parts: Sequence[Part]
+    tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+
+
+class BucketStream(TensorStream):
+    """See `TensorStream`: one reading of one version, which may not have begun yet."""
+
+    def __init__(self, address: str) -> None:
+        self._name, version, turn, reader = address.rsplit(":", 3)
+        self._version, self._turn, self._reader = int(version), int(turn), int(reader)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        with contextlib.closing(self.buckets()) as buckets:
+            for bucket in buckets:
+                for part, (name, tensor) in zip(bucket.parts, bucket.tensors(), strict=True):
+                    if part.checksum is not None and checksum(tensor) != part.checksum:
+                        raise SyncError(f"version {self._version}: {name} is not what its checksum says")
+                    yield name, tensor
+
+    def buckets(self) -> Generator[Bucket, None, None]:
+        """Until the sender has said that all is there. Whoever leaves before is waited for no more."""
+        try:
+            ledger = Ledger(_at(self._name, "ledger"))
+        except FileNotFoundError:
+            raise SyncError(
+                f"{_at(self._name, 'ledger')} is not on this host ({this_host()}): buckets pass through the memory of "
+                "one host, that of the trainer's first rank"
+            ) from None
+        whole = False
+        try:
+            self._until(ledger)
+            for number in range(ledger.buckets):
+                self._until(ledger, filled=number + 1)
+                yield self._opened(_at(self._name, number % 2))
+                ledger.read(self._turn, self._reader, number + 1)
+            self._until(ledger, whole=True)
+            whole = True
+        finally:
+            if not whole:
+                ledger.leave(self._turn, self._reader)
+
+    def _opened(self, path: Path) -> Bucket:
+        found = ShmStream(path)
+        if found.version != self._version:
+            raise SyncError(f"version {self._version} was expected in {path}, and {found.version} is there")
+        return Bucket(str(path), found.index[0], found.views)
+
+    def _until(self, ledger: Ledger, *, filled: int = 0, whole: bool = False) -> None:
+        """Its version has begun, so many buckets were filled, and all is said."""
+        looks, at = _looks(time.monotonic() + QUIET_S), f"version {self._version}"
+        while True:
+            ready = ledger.turn == self._turn and ledger.filled >= filled
+            ready &= not whole or ledger.state == WHOLE
+            if ledger.turn > self._turn:  # looked at after the rest, which may be of that one
+                raise SyncError(f"{at}: its sender sends another version by now")
+            if ledger.given_up(self._turn, self._reader):
+                raise SyncError(f"{at}: its sender waits no more for this reader")
+            if ledger.turn == self._turn and ledger.state == BROKEN:
+                raise SyncError(f"{at}: its sender broke it off")
+            if ready:
+                return
+            if not next(looks):
+                raise SyncError(f"{at}: nothing came of it for {QUIET_S:g} s")
+
+
+def open_weights(address: str) -> BucketStream:
+    return BucketStream(address)
+
+
+def plan(shapes: Mapping[str, Entry], bucket_bytes: int) -> list[list[str]]:
+    """The names of each bucket, in their order."""
+    found: list[list[str]] = []
+    room = 0
+    for name, entry in shapes.items():
+        needs = num_bytes_of(entry)
+        if not found or needs > room:
+            found.append([])
+            room = bucket_bytes
+        found[-1].append(name)
+        room -= needs
+    return found
+
+
+def _encoded(parts: Sequence[Part], *, longest: bool = False) -> bytes:
+    if longest:
+        parts = [_told(part, {part.name: MOST_CHECKSUM}) for part in parts]
+    return msgspec.msgpack.encode(parts)
+
+
+def _told(part: Part, sums: Mapping[str, int | None]) -> Part:
+    return Part(part.name, part.dtype, part.shape, part.start, part.num_bytes, sums[part.name])
+
+
+def _at(name: str, what: object) -> Path:
+    return SHM / f"{name}-{what}"
+
+
+def _looks(until_s: float) -> Iterator[bool]:
+    """Waits a moment each time. False: it is too late."""
+    spins = 0
+    while True:
+        time.sleep(SOON_S if spins < SPINS else LATER_S)
+        spins += 1
+        yield time.monotonic() < until_s
