@@ -480,7 +480,9 @@ def tampered(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> type[W
                 tensors, sums = {}, {}
                 for name, tensor, told in passing:
                     tensors[name], sums[name] = tensor.clone(), told
-                change(dict(self.unchanged), tensors)
+                told = dict(self.unchanged)
+                change(told, tensors)
+                sums |= {name: entry.checksum for name, entry in told.items() if entry.checksum is not None}
                 return through(version, (base.Passed(n, t, sums.get(n)) for n, t in tensors.items()), readers)
 
             self._outlet.stream = changed

@@ -39,8 +39,8 @@ from verl.types import Sampling
 from verl.weight_sync.base import SyncError, checksum
 from verl.weight_sync.sender import entry_of
 
-REACH = ("shm", "tcp", "tcp, delta", "collective", "nixl")  # a server reads weights by itself
-FIRST = (("server", "shm"), ("sglang", "disk"))
+REACH = ("shm", "shm, buckets", "tcp", "tcp, delta", "collective", "nixl")  # a server reads weights by itself
+FIRST = (("server", "shm"), ("server", "shm, buckets"), ("sglang", "disk"))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from verl.rollout.http import ServerRefused
 from verl.rollout.wire import Drawn, version_of
 from verl.types import Sampling
 from verl.weight_sync.base import CheckedReader, SyncError, WeightSource, opened
+from verl.weight_sync.buckets import Bucket
 
 SEGMENTS = "verl.weight_sync.shm:open_weights"
 
@@ -89,6 +90,8 @@ class Api:
     """Its log-probs are those at temperature 1 of all tokens, and other draws are refused."""
     follows = False
     """Its answers come as streams where it is one of several, so that another one can go on with them."""
+    pours = False
+    """It takes weights in parts, each of which is gone when the next one comes."""
     by_position = False
     """What it draws is a function of the seed and the position in the answer (`Sampling.position`)."""
     exact = True
@@ -124,6 +127,11 @@ class Api:
 
     async def announce(self, post: Post, sent: WeightSource) -> None:
         """What comes before new weights are live, and need not wait until the server stands still if it is `ahead`."""
+
+    async def pour(self, post: Post, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
+        """Instead of that, where the weights lie nowhere as a whole: one bucket after the other, each as it comes, into
+        a server that stands still. It has read one when the next one is asked for."""
+        raise NotImplementedError
 
     async def deliver(self, post: Post, sent: WeightSource) -> None:
         """New weights, which were announced, into a server that stands still, and no prefix of older ones after."""
@@ -198,6 +206,10 @@ async def source_of(api: Api, source: WeightReader) -> tuple[CheckedReader, Weig
     host, into which they are fetched first. SyncError: the trainer has another version by now."""
     if isinstance(source, CheckedReader):
         sent = source.source
+        if sent.passes:
+            if not api.pours:
+                raise ValueError("this rollout engine reads whole versions: leave sync.engine_options.bucket_mb out")
+            return source, sent
         if sent.transport.startswith(api.transport):
             return source, sent
         if api.sync == "shm" and (found := await asyncio.to_thread(_segment_of, sent)) is not None:

@@ -38,7 +38,8 @@ from verl.rollout.launching import Launch
 from verl.rollout.life import Life
 from verl.rollout.wire import Drawn, Reading
 from verl.types import Sampling
-from verl.weight_sync.base import Parts, SyncError, WeightSource, parts_of
+from verl.weight_sync.base import Parts, SyncError, WeightSource, opened, parts_of
+from verl.weight_sync.buckets import Bucket, BucketStream
 
 AGAIN_S = 0.05  # between two words to abort a request that may not have arrived yet
 SETTLE_S = 2.0  # for the answers of a server that has finished its requests to arrive
@@ -275,7 +276,9 @@ class ServedEngine(Server):
             try:
                 still = time.perf_counter()
                 if self._api.updates:
-                    if not announced:
+                    if sent.passes:
+                        await self._poured(sent)
+                    elif not announced:
                         await self._api.announce(self._call, sent)
                     await self._api.deliver(self._call, sent)
                 elif self._launch is not None:
@@ -304,10 +307,26 @@ class ServedEngine(Server):
             self._parts = await asyncio.to_thread(lambda: parts_of(skeleton_of(config), sent.delivered))
         return replace(sent, names=self._api.names, parts=self._parts)
 
+    async def _poured(self, sent: WeightSource) -> None:
+        """The buckets into the server; what ends it in the middle is told to the sender, who waits for them."""
+        stream = opened(sent)
+        assert isinstance(stream, BucketStream), "nothing else passes"
+        buckets = stream.buckets()
+
+        async def each() -> AsyncIterator[Bucket]:
+            while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
+                yield bucket
+
+        try:
+            await self._api.pour(self._call, sent, each())
+        finally:
+            with contextlib.suppress(ValueError):  # a thread waits in it: it hears that it is waited for no more
+                buckets.close()
+
     async def _announced(self, sent: WeightSource, mode: PauseMode) -> bool:
         """Whether it has read the new weights while it draws by those that it has."""
         draws = self._going() and not (self._ended or self._left) and self._version >= 0
-        if not draws or mode != "keep" or not self._api.ahead:
+        if not draws or mode != "keep" or not self._api.ahead or sent.passes:
             return False
         try:
             await self._api.announce(self._call, sent)

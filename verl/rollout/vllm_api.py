@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +13,7 @@ from verl.rollout.http import ServerRefused
 from verl.rollout.wire import Drawn, NotUnderstood, prompt_scores
 from verl.types import Sampling
 from verl.weight_sync.base import SyncError, WeightSource
+from verl.weight_sync.buckets import Bucket
 
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 REQUEST_PREFIX = "generate-tokens-"  # of the id that a server gives a request, and that an abort must name
@@ -25,7 +26,7 @@ ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_e
 class VllmApi(Api):
     generate, transport, sync = GENERATE, "verl.weight_sync.shm:", "shm"
     modes: frozenset[PauseMode] = frozenset(("keep", "wait", "abort"))
-    holds = aborts = updates = offloads = True
+    holds = aborts = updates = offloads = pours = True
     names: Literal["model", "saved"] = "saved"  # its loaders read folders
 
     def __init__(self, *, follows: bool = False) -> None:
@@ -69,6 +70,15 @@ class VllmApi(Api):
         await post("/start_weight_update")
         info |= ({"whole": True} if self.ahead else {}) | ({"parts": sent.parts} if sent.parts else {})
         await post("/update_weights", {"update_info": info})
+
+    async def pour(self, post: Post, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
+        await post("/start_weight_update")
+        async for bucket in buckets:
+            checksums = {part.name: part.checksum for part in bucket.parts if part.checksum is not None}
+            info = {"path": bucket.path, "version": sent.version, "names": None, "checksums": checksums, "passes": True}
+            if parts := {part.name: sent.parts[part.name] for part in bucket.parts if part.name in sent.parts}:
+                info |= {"parts": parts}
+            await post("/update_weights", {"update_info": info})
 
     async def deliver(self, post: Post, sent: WeightSource) -> None:
         told = await post("/finish_weight_update", {"weight_version": str(sent.version)})

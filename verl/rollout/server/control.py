@@ -5,11 +5,13 @@
 Until finish nothing of the new weights is live; finish makes them live at once, or the server says nothing any more
 until a whole update has succeeded: what it holds is not what its trainer believes. With a segment that says that it is
 the last one (`whole`) all are read when it comes, beside the weights that are live, by which requests go on meanwhile.
+Segments that are gone once they were read (`passes`) are written over the live weights; nothing is drawn until finish.
 """
 
 from __future__ import annotations
 
 import asyncio
+import queue
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -35,13 +37,14 @@ TAGS = {"weights": "weights", "kv_cache": "kv", "kv": "kv"}  # vLLM's names
 
 class UpdateInfo(msgspec.Struct, kw_only=True):
     """A segment of shared memory. names: those to take (null: all that it holds) · checksums: crc32 of the bytes ·
-    whole: nothing follows it."""
+    whole: nothing follows it · passes: it is written again once this is answered."""
 
     path: str
     version: Annotated[int, Meta(ge=0)]
     names: list[str] | None = None
     checksums: dict[str, int] = {}
     whole: bool = False
+    passes: bool = False
 
 
 class UpdateBody(msgspec.Struct):
@@ -64,15 +67,58 @@ class AbortBody(msgspec.Struct):
     request_ids: list[str] | None = None
 
 
+class Poured:
+    """Segments that the engine reads as they come, in a thread of its own. A `WeightReader`."""
+
+    passes = True
+
+    def __init__(self, version: int, loaded: list[str], wait_s: float) -> None:
+        self.version, self._loaded, self._wait_s = version, loaded, wait_s
+        self._parts: queue.SimpleQueue[tuple[UpdateInfo, Callable[[], object]] | SyncError | None] = queue.SimpleQueue()
+
+    def tensors(self) -> Iterator[tuple[str, object]]:
+        while (told := self._next()) is not None:
+            part, done = told
+            for name, tensor in _read(part):
+                self._loaded.append(name)
+                yield name, tensor
+            done()
+
+    def _next(self) -> tuple[UpdateInfo, Callable[[], object]] | None:
+        try:
+            told = self._parts.get(timeout=self._wait_s)
+        except queue.Empty:
+            told = SyncError(f"version {self.version}: no more of it came for {self._wait_s:g} s")
+        if isinstance(told, SyncError):
+            raise told
+        return told
+
+    def give(self, part: UpdateInfo) -> asyncio.Future[None]:
+        """Done when it was read."""
+        loop = asyncio.get_running_loop()
+        read: asyncio.Future[None] = loop.create_future()
+
+        def done() -> None:
+            if not read.done():
+                read.set_result(None)
+
+        self._parts.put((part, lambda: loop.call_soon_threadsafe(done)))
+        return read
+
+    def end(self, why: SyncError | None = None) -> None:
+        self._parts.put(why)
+
+
 @dataclass(slots=True)
 class Update:
     """What an update has announced so far; a `WeightReader` once it is whole. loaded: what the engine has read ·
-    live: makes live what was read already."""
+    live: makes live what was read already · poured: what it reads as it comes, and the reading."""
 
     parts: list[UpdateInfo] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     version: int = -1
     live: Callable[[PauseMode], Awaitable[int]] | None = None
+    poured: tuple[Poured, asyncio.Future[int]] | None = None
 
     def tensors(self) -> Iterator[tuple[str, object]]:
         for part in self.parts:
@@ -111,7 +157,8 @@ class ControlPlane:
         self.update: Update | None = None
 
     async def start(self, request: web.Request) -> web.Response:
-        self.update = Update()  # one that was begun and left is dropped: nothing of it is live
+        self._drop("another one was begun")  # nothing of one that was begun and left is live
+        self.update = Update()
         return as_json({"message": "Weight update started"})
 
     async def announce(self, request: web.Request) -> web.Response:
@@ -123,7 +170,11 @@ class ControlPlane:
         try:
             if update.parts and (update.live is not None or update.version != info.version):
                 raise SyncError(f"version {update.version} is being updated, and {info.path} is of {info.version}")
-            if info.whole and isinstance(service.engine, Preparing):
+            if update.parts and (update.poured is not None) != info.passes:
+                raise SyncError(f"version {update.version}: of its segments some stay where they are, and some do not")
+            if info.passes:
+                await self._pour(service, update, info)
+            elif info.whole and isinstance(service.engine, Preparing):
                 whole = replace(update, parts=[*update.parts, info], version=info.version)
                 async with asyncio.timeout(service.options.request_timeout_s):
                     update.live = await service.engine.prepare_weights(whole)
@@ -146,18 +197,42 @@ class ControlPlane:
                 raise SyncError("finish_weight_update came before any update_weights")
             if body.weight_version not in (None, str(update.version)):
                 raise SyncError(f"weight_version={body.weight_version}, but version {update.version} was sent")
-            # requests that a pause made stand still go on under the new weights
-            mode: PauseMode = "keep" if service.paused or service.asleep else "wait"
+            mode, made = _mode(service), update.live
             async with asyncio.timeout(service.options.request_timeout_s):
-                made = (
-                    service.engine.load_weights(update, on_inflight=mode) if update.live is None else update.live(mode)
-                )
-                live = await made
+                if update.poured is not None:
+                    update.poured[0].end()
+                    live = await update.poured[1]
+                else:
+                    live = await (service.engine.load_weights(update, on_inflight=mode) if made is None else made(mode))
         except (*UNREADABLE, TimeoutError) as e:
             raise self._failed(service, e) from None
         self.update, service.failed = None, None
         message = {"message": "Weight update finished", "weight_version": str(live)}
         return as_json({**message, "loaded": update.loaded})
+
+    async def _pour(self, service: Service, update: Update, info: UpdateInfo) -> None:
+        """Until the engine has read it; what ends its reading is raised."""
+        wait_s = service.options.request_timeout_s
+        if update.poured is None:
+            source = Poured(info.version, update.loaded, wait_s)
+            load = service.engine.load_weights(source, on_inflight=_mode(service))
+            update.poured = source, asyncio.ensure_future(load)
+        source, loading = update.poured
+        read = source.give(info)
+        either: set[asyncio.Future[Any]] = {read, loading}
+        await asyncio.wait(either, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        if not read.done():
+            if not loading.done():
+                raise TimeoutError
+            loading.result()
+
+    def _drop(self, why: str) -> None:
+        """What the engine is reading ends there."""
+        if self.update is not None and self.update.poured is not None:
+            source, loading = self.update.poured
+            source.end(SyncError(f"version {source.version} was left in the middle: {why}"))
+            loading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it is known
+        self.update = None
 
     def _begun(self) -> Update:
         if self.update is None:
@@ -165,10 +240,15 @@ class ControlPlane:
         return self.update
 
     def _failed(self, service: Service, why: BaseException) -> ApiError:
-        self.update = None
+        self._drop("it failed")
         said = f"a weight update failed: {why or type(why).__name__}"
         service.failed = f"{said}; nothing is generated before a whole update has succeeded"
         return ApiError(500, said, code="weight_update_failed")
+
+
+def _mode(service: Service) -> PauseMode:
+    """Requests that a pause made stand still go on under the new weights."""
+    return "keep" if service.paused or service.asleep else "wait"
 
 
 def tells(what: Callable[[Service], dict[str, Any]]) -> Handler:

@@ -1,0 +1,241 @@
+"""Two buckets between a sender and readers of unlike speed: what each sees, who waits for whom, and what it costs."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from verl.weight_sync import buckets, shm
+from verl.weight_sync.base import Passed, Readers, SyncError, checksum
+from verl.weight_sync.buckets import BucketOutlet, BucketStream, Ledger, plan
+from verl.weight_sync.sender import entry_of
+
+Tensors = dict[str, torch.Tensor]
+BUCKET = 1000  # bytes
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    made = f"{shm.PREFIX}-test-{uuid.uuid4().hex}"
+    yield made
+    shm.remove(made)
+
+
+def tensors(seed: int, count: int = 40) -> Tensors:
+    """Of unlike sizes: some share a bucket, some are larger than one, one is empty."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [(7,), (11, 13), (64, 8), (3, 5), (0,)]
+    found = {f"t{i}": torch.randn(sizes[i % 5], generator=generator) for i in range(count)}
+    found["half"] = torch.randn(33, generator=generator).bfloat16()
+    return found
+
+
+def outlet(name: str, of: Tensors) -> BucketOutlet:
+    made = BucketOutlet(name, BUCKET)
+    made.announce({n: entry_of(t) for n, t in of.items()})
+    return made
+
+
+def address(name: str, turn: int, reader: int = 0, version: int | None = None) -> str:
+    return f"{name}:{turn if version is None else version}:{turn}:{reader}"
+
+
+def passing(of: Tensors, slow: Callable[[], object] = lambda: None) -> Iterator[Passed]:
+    for n, t in of.items():
+        slow()
+        yield Passed(n, t, checksum(t))
+
+
+def test_a_plan_keeps_the_order_and_no_bucket_is_larger_than_it_must_be() -> None:
+    shapes = {n: entry_of(t) for n, t in tensors(0).items()}
+    found = plan(shapes, BUCKET)
+    assert [n for names in found for n in names] == list(shapes)
+    sizes = [sum(shm.num_bytes_of(shapes[n]) for n in names) for names in found]
+    assert all(size <= BUCKET or len(names) == 1 for size, names in zip(sizes, found))
+    for before, after in zip(found, found[1:]):  # the next one's first did not fit
+        assert sum(shm.num_bytes_of(shapes[n]) for n in [*before, after[0]]) > BUCKET
+    assert plan({}, BUCKET) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_readers_of_unlike_speed_get_every_bit_of_every_version(name: str, seed: int) -> None:
+    """Each tensor as it was when the reader took its bits, which it does at a moment of its own choice."""
+    readers, turns = 3, 4
+    out, draw = outlet(name, tensors(0)), random.Random(seed)
+    pauses = [[draw.choice((0.0, 0.0, 0.002)) for _ in range(50)] for _ in range(readers + 1)]
+
+    def read(turn: int, reader: int) -> Tensors:
+        came = {}
+        for i, (n, t) in enumerate(BucketStream(address(name, turn, reader)).tensors()):
+            time.sleep(pauses[reader][i])
+            came[n] = t.clone()
+        return came
+
+    with ThreadPoolExecutor(readers) as pool:
+        for turn in range(turns):
+            sent = tensors(turn)
+            reading = [pool.submit(read, turn, reader) for reader in range(readers)]
+            slow = iter(pauses[-1])
+            out.stream(turn, passing(sent, lambda s=slow: time.sleep(next(s))), Readers(turn, readers, 60.0))
+            assert not any(one.done() and one.exception() is None for one in reading), "nobody has it before it is said"
+            out.commit(turn)
+            for one in reading:
+                came = one.result(60)
+                assert came.keys() == sent.keys() and all(torch.equal(came[n], sent[n]) for n in sent)
+
+
+def test_a_reader_that_reads_more_than_it_may_is_told_by_the_checksum(name: str) -> None:
+    of = tensors(0)
+    out = outlet(name, of)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(list, BucketStream(address(name, 0)).tensors())
+        out.stream(0, (Passed(n, t, checksum(t) ^ (n == "t6")) for n, t in of.items()), Readers(0, 1, 60.0))
+        with pytest.raises(SyncError, match="version 0: t6 is not what its checksum says"):
+            reading.result(60)
+
+
+def test_who_leaves_in_the_middle_is_waited_for_no_more(name: str) -> None:
+    of = tensors(0)
+    out = outlet(name, of)
+
+    def some() -> int:
+        stream = BucketStream(address(name, 0, 1)).tensors()
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        return 1
+
+    with ThreadPoolExecutor(2) as pool:
+        reading, left = pool.submit(list, BucketStream(address(name, 0)).tensors()), pool.submit(some)
+        out.stream(0, passing(of), Readers(0, 2, 60.0))
+        out.commit(0)
+        assert left.result(60) == 1 and len(reading.result(60)) == len(of)
+
+
+def test_who_does_not_come_is_given_up_and_hears_of_it(name: str) -> None:
+    of = tensors(0)
+    out = outlet(name, of)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(list, BucketStream(address(name, 0)).tensors())
+        out.stream(0, passing(of), Readers(0, 2, 0.5))
+        out.commit(0)
+        assert len(reading.result(60)) == len(of), "the other one was not given up with it"
+    with pytest.raises(SyncError, match="version 0: its sender waits no more for this reader"):
+        list(BucketStream(address(name, 0, 1)).tensors())
+
+
+def test_who_is_given_up_by_others_holds_up_nobody(name: str) -> None:
+    """From another thread, while the sender waits for it."""
+    of = tensors(0)
+    out = outlet(name, of)
+    lose = threading.Timer(0.2, out.lose, (0, 0))
+    lose.start()
+    out.stream(0, passing(of), Readers(0, 1, 600.0))
+    lose.join()
+
+
+def test_what_was_broken_off_is_never_whole(name: str) -> None:
+    of = tensors(0)
+    out = outlet(name, of)
+
+    def breaks() -> Iterator[Passed]:
+        yield from list(passing(of))[:3]
+        raise FloatingPointError("diverged")
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(list, BucketStream(address(name, 0)).tensors())
+        with pytest.raises(FloatingPointError):
+            out.stream(0, breaks(), Readers(0, 1, 60.0))
+        out.break_off(0)
+        with pytest.raises(SyncError, match="version 0: its sender broke it off"):
+            reading.result(60)
+        # it may be broken off when all was read, or before it began
+        reading = pool.submit(list, BucketStream(address(name, 1)).tensors())
+        out.stream(1, passing(of), Readers(1, 1, 60.0))
+        out.break_off(1)
+        with pytest.raises(SyncError, match="version 1: its sender broke it off"):
+            reading.result(60)
+        out.break_off(2)
+        with pytest.raises(SyncError, match="version 2: its sender broke it off"):
+            list(BucketStream(address(name, 2)).tensors())
+
+
+def test_who_comes_after_the_next_one_has_begun_reads_nothing_of_it(name: str) -> None:
+    of = tensors(0)
+    out = outlet(name, of)
+    for turn in range(2):
+        out.stream(turn, passing(of), Readers(turn, 0, 60.0))
+        out.commit(turn)
+    with pytest.raises(SyncError, match="version 0: its sender sends another version by now"):
+        next(BucketStream(address(name, 0)).tensors())
+
+
+def test_a_version_that_is_sent_again_is_another_turn(name: str) -> None:
+    """What was noted of the readers of the first does not count."""
+    of = tensors(0)
+    out = outlet(name, of)
+    with ThreadPoolExecutor(1) as pool:
+        for turn in range(3):
+            reading = pool.submit(list, BucketStream(address(name, turn, version=7)).tensors())
+            if turn == 0:
+                out.lose(0, 0)
+                with pytest.raises(SyncError, match="version 7: its sender waits no more"):
+                    reading.result(60)
+            out.stream(7, passing(of), Readers(turn, 1, 60.0))
+            out.commit(turn)
+            if turn:
+                assert len(reading.result(60)) == len(of)
+
+
+def test_another_host_is_told_of_at_once(name: str) -> None:
+    with pytest.raises(SyncError, match="buckets pass through the memory of one host"):
+        next(BucketStream(address(name, 0)).tensors())
+
+
+def test_a_sender_that_says_nothing_is_not_waited_for_for_ever(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "QUIET_S", 0.05)
+    outlet(name, tensors(0))
+    with pytest.raises(SyncError, match=r"version 0: nothing came of it for 0\.05 s"):
+        next(BucketStream(address(name, 0)).tensors())
+
+
+def test_two_buckets_are_all_the_memory_that_it_takes(name: str) -> None:
+    of = {f"t{i}": torch.zeros(1 << 18) for i in range(32)}  # 32 MB in tensors of 1 MB
+    out = BucketOutlet(name, 4 << 20)
+    out.announce({n: entry_of(t) for n, t in of.items()})
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(lambda: sum(t.numel() for _, t in BucketStream(address(name, 0)).tensors()))
+        out.stream(0, passing(of), Readers(0, 1, 60.0))
+        out.commit(0)
+        assert reading.result(60) == 32 << 18
+    files = list(shm.SHM.glob(f"{name}-*"))
+    assert len(files) == 3 and sum(path.stat().st_blocks * 512 for path in files) < 2 * (4 << 20) + (1 << 17)
+
+
+def test_words_of_the_ledger_are_each_of_one_side(name: str) -> None:
+    ledger = Ledger.new(shm.SHM / f"{name}-ledger")
+    assert ledger.turn == -1 and ledger.behind(0, 2, 1) == [0, 1]
+    ledger.begin(5, 3)
+    ledger.read(5, 0, 2)
+    assert ledger.behind(5, 2, 2) == [1] and ledger.behind(5, 2, 3) == [0, 1] and ledger.behind(6, 1, 1) == [0]
+    ledger.give_up(5, 1)
+    assert ledger.given_up(5, 1) and not ledger.given_up(6, 1) and ledger.behind(5, 2, 2) == []
+    ledger.leave(5, 0)
+    assert ledger.behind(5, 2, 3) == [] and ledger.behind(6, 2, 1) == [0, 1]
+    assert (ledger.buckets, ledger.filled, ledger.state) == (3, 0, buckets.COMING)
+
+
+def test_more_or_other_tensors_than_announced_are_our_own_fault(name: str) -> None:
+    of = tensors(0)
+    out = outlet(name, of)
+    others = {n if n != "t3" else "t3b": t for n, t in of.items()}
+    with pytest.raises(AssertionError, match="t3b comes where t3 was told of"):
+        out.stream(0, passing(others), Readers(0, 0, 60.0))
+    with pytest.raises(AssertionError, match="more came than was announced"):
+        out.stream(1, passing({**of, "more": torch.zeros(1)}), Readers(1, 0, 60.0))
