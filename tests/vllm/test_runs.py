@@ -47,13 +47,16 @@ def nothing_left(tmp_path: Path, root: Path) -> Any:
     assert not left
 
 
-@pytest.mark.parametrize(("processes", "num_steps"), [(1, 25), (2, 10)])
-def test_the_quickstart_learns(root: Path, processes: int, num_steps: int) -> None:
+BUCKETS = ("sync.engine=shm", "sync.engine_options.bucket_mb=1")
+
+
+@pytest.mark.parametrize(("processes", "num_steps", "sync"), [(1, 25, ()), (2, 10, BUCKETS)])
+def test_the_quickstart_learns(root: Path, processes: int, num_steps: int, sync: tuple[str, ...]) -> None:
     run = root / "quickstart"
     for path in run.glob("*"):  # what the one before left of its RL
         if path.name not in MADE:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    more = (f"run.total_steps={num_steps}", f"rollout.engine_options.tensor_parallel_size={processes}")
+    more = (*sync, f"run.total_steps={num_steps}", f"rollout.engine_options.tensor_parallel_size={processes}")
     command = [sys.executable, "-m", "verl.quickstart", f"run.root_dir={root}", "run.threads=1", *SERVED, *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=850, cwd=root)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -50,7 +50,10 @@ def sync(contract: ModuleType, running: Running) -> ModuleType:
     return found
 
 
-@pytest.mark.parametrize(("backend", "exclusive"), [("shm", True), ("shm", False), ("tcp", True), ("tcp, delta", True)])
+EACH = (("shm", True), ("shm", False), ("shm, buckets", True), ("tcp", True), ("tcp, delta", True))
+
+
+@pytest.mark.parametrize(("backend", "exclusive"), EACH)
 def test_after_a_large_step_vllm_scores_as_the_trainer_does(sync: ModuleType, backend: str, exclusive: bool) -> None:
     sync.test_after_a_large_step_the_rollout_scores_as_the_trainer_does.__wrapped__(backend, "vllm", True, exclusive)
 
@@ -59,7 +62,22 @@ def test_a_prefix_computed_under_old_weights_is_never_used_after_a_publish(sync:
     sync.test_a_prefix_computed_under_old_weights_is_never_used_after_a_publish.__wrapped__("shm", "vllm")
 
 
-def test_the_canary_trips_where_wrong_weights_are_delivered_without_a_fault(sync: ModuleType) -> None:
+@pytest.mark.parametrize(
+    "change", ["not sent, though in the manifest", "of another shape", "changed after its manifest"]
+)
+def test_a_bucket_that_is_not_what_was_told_raises(sync: ModuleType, change: str) -> None:
+    async def test() -> None:
+        world = sync.World(sync.trainer(), "shm, buckets", sender=sync.tampered(sync.CHANGES[change]))
+        replica = world.rollout("vllm")
+        with pytest.raises(SyncError, match=r"version 3.*input_layernorm"):
+            await world.publish([replica], 3)
+        await replica.close()
+
+    sync.run(test)
+
+
+@pytest.mark.parametrize("backend", ["shm", "shm, buckets"])
+def test_the_canary_trips_where_wrong_weights_are_delivered_without_a_fault(sync: ModuleType, backend: str) -> None:
     """The names and bytes are those that were sent; the next publish mends it."""
 
     def wrong(manifest: dict[str, Any], tensors: dict[str, Any]) -> None:
@@ -67,11 +85,11 @@ def test_the_canary_trips_where_wrong_weights_are_delivered_without_a_fault(sync
         manifest[sync.NORM] = replace(entry_of(tensors[sync.NORM]), checksum=checksum(tensors[sync.NORM]))
 
     async def test() -> None:
-        world = sync.World(sync.trainer(), "shm", sender=sync.tampered(wrong))
+        world = sync.World(sync.trainer(), backend, sender=sync.tampered(wrong))
         replica = world.rollout("vllm")
         with pytest.raises(SyncError, match=r"version 1: rollout and trainer log-probs of the canary differ by \d"):
             await world.publish([replica], 1)
-        whole = sync.World(sync.trainer(), "shm")
+        whole = sync.World(sync.trainer(), backend)
         await whole.publish([replica], 2)
         assert sync.distance(await sync.scores(replica), whole.logprobs()) < sync.TOLERANCE
         await replica.close()
@@ -79,12 +97,15 @@ def test_the_canary_trips_where_wrong_weights_are_delivered_without_a_fault(sync
     sync.run(test)
 
 
-def test_publishes_while_requests_run_mark_the_version_of_each_token(contract: ModuleType, sync: ModuleType) -> None:
+@pytest.mark.parametrize("backend", ["shm", "shm, buckets"])
+def test_publishes_while_requests_run_mark_the_version_of_each_token(
+    contract: ModuleType, sync: ModuleType, backend: str
+) -> None:
     """And what follows is by the new weights over the whole text: its log-probs are those that they score."""
     prompt = np.arange(4, 14)
 
     async def test() -> Any:
-        world = sync.World(sync.trainer(lr=0.003), "shm")
+        world = sync.World(sync.trainer(lr=0.003), backend)
         replica = world.rollout("vllm", max_context_tokens=512)
         await world.publish([replica], 0)
         task = asyncio.create_task(replica.generate("r", prompt, Sampling(max_tokens=480, seed=3, ignore_eos=True)))
