@@ -114,7 +114,7 @@ def refusal(*args: str) -> str:
 
 def test_counts_of_the_published_keys() -> None:
     counts = collections.Counter(key_rows()[key].action for key in PUBLISHED)
-    assert counts == {"mapped": 136, "ignored": 128, "refused": 10}
+    assert counts == {"mapped": 137, "ignored": 127, "refused": 10}
 
 
 def test_every_row_is_well_formed() -> None:
@@ -1038,6 +1038,9 @@ def test_weights_travel_as_asked_where_they_travel(monkeypatch: pytest.MonkeyPat
     assert found == ["local", "collective", "nixl", None]
     monkeypatch.setattr(rules.layout, "local_gpus", lambda: 8)
     assert overrides_of(ray[0], f"{backend}nccl")["sync.engine_options.backend"] == "nccl"
+    bucket = f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes=512"
+    assert overrides_of(bucket, "sync.engine=shm")["sync.engine_options.bucket_mb"] == 512
+    assert overrides_of(bucket) == {} and "sync.engine=shm lets them pass" in render_notes(translate([bucket]).notes)
     notes = render_notes(translate([*ray, f"{backend}mooncake"]).notes)
     assert "there is no such transport: sync.engine is one of local, shm, tcp" in notes
 

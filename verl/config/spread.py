@@ -68,7 +68,7 @@ class PoolPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
     """backend, address: of the cluster; no address: started for this run · layout: in words · queue, sync: the engines
-    that serve it · shared_bytes: of a host's memory, for two versions of the weights on their way."""
+    that serve it · shared_bytes: of a host's memory, for two versions of the weights on their way, or two buckets."""
 
     backend: str
     address: str | None
@@ -108,9 +108,15 @@ def spread_of(config: Config, update_tokens: int) -> Spread | None:
         layout=words_of(layout),
         queue=engine_of(config, "queue"),
         sync=engine_of(config, "sync"),
-        shared_bytes=2 * 4 * describe_model(config.model.path).parameters,
+        shared_bytes=2 * _on_their_way(config),
         pools=planned,
     )
+
+
+def _on_their_way(config: Config) -> int:
+    """Bytes of a version of the weights in shared memory, or of a bucket through which they pass."""
+    model, bucket_mb = describe_model(config.model.path), config.sync.engine_options.get("bucket_mb")
+    return 4 * model.parameters if bucket_mb is None else max(bucket_mb << 20, 4 * model.vocab * model.hidden)
 
 
 def on_this_machine(spread: Spread) -> Memory | None:
@@ -118,7 +124,7 @@ def on_this_machine(spread: Spread) -> Memory | None:
     pools = {name: pool for name, pool in spread.pools.items() if pool.device == "cpu"}
     if spread.backend != "ray" or spread.address is not None or not pools:
         return None
-    items = {"two versions of the weights": spread.shared_bytes}
+    items = {"weights on their way": spread.shared_bytes}
     for name, pool in pools.items():
         of, ranks = pool.memory, pool.nodes * pool.ranks_per_node
         items |= {f"{item} of {name}": ranks * of.items[item] for item in of.phases[of.peak_phase]}

@@ -13,8 +13,7 @@ from verl.rollout.base import PauseMode, RolloutContext, WeightReader
 from verl.rollout.http import ServerRefused
 from verl.rollout.wire import Drawn, version_of
 from verl.types import Sampling
-from verl.weight_sync.base import CheckedReader, SyncError, WeightSource, opened
-from verl.weight_sync.buckets import Bucket
+from verl.weight_sync.base import Bucket, CheckedReader, SyncError, WeightSource, opened
 
 SEGMENTS = "verl.weight_sync.shm:open_weights"
 

@@ -38,8 +38,7 @@ from verl.rollout.launching import Launch
 from verl.rollout.life import Life
 from verl.rollout.wire import Drawn, Reading
 from verl.types import Sampling
-from verl.weight_sync.base import Parts, SyncError, WeightSource, opened, parts_of
-from verl.weight_sync.buckets import Bucket, BucketStream
+from verl.weight_sync.base import Bucket, InBuckets, Parts, SyncError, WeightSource, opened, parts_of
 
 AGAIN_S = 0.05  # between two words to abort a request that may not have arrived yet
 SETTLE_S = 2.0  # for the answers of a server that has finished its requests to arrive
@@ -310,7 +309,7 @@ class ServedEngine(Server):
     async def _poured(self, sent: WeightSource) -> None:
         """The buckets into the server; what ends it in the middle is told to the sender, who waits for them."""
         stream = opened(sent)
-        assert isinstance(stream, BucketStream), "nothing else passes"
+        assert isinstance(stream, InBuckets), "nothing else passes"
         buckets = stream.buckets()
 
         async def each() -> AsyncIterator[Bucket]:

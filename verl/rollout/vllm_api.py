@@ -12,8 +12,7 @@ from verl.rollout.base import PauseMode
 from verl.rollout.http import ServerRefused
 from verl.rollout.wire import Drawn, NotUnderstood, prompt_scores
 from verl.types import Sampling
-from verl.weight_sync.base import SyncError, WeightSource
-from verl.weight_sync.buckets import Bucket
+from verl.weight_sync.base import Bucket, SyncError, WeightSource
 
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 REQUEST_PREFIX = "generate-tokens-"  # of the id that a server gives a request, and that an abort must name
@@ -74,9 +73,9 @@ class VllmApi(Api):
     async def pour(self, post: Post, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
         await post("/start_weight_update")
         async for bucket in buckets:
-            checksums = {part.name: part.checksum for part in bucket.parts if part.checksum is not None}
+            checksums = {name: told for name, told in bucket.checksums.items() if told is not None}
             info = {"path": bucket.path, "version": sent.version, "names": None, "checksums": checksums, "passes": True}
-            if parts := {part.name: sent.parts[part.name] for part in bucket.parts if part.name in sent.parts}:
+            if parts := {name: sent.parts[name] for name in bucket.checksums if name in sent.parts}:
                 info |= {"parts": parts}
             await post("/update_weights", {"update_info": info})
 

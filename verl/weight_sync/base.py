@@ -10,7 +10,7 @@ import asyncio
 import importlib
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -214,6 +214,26 @@ class TensorStream(Protocol):
     def release(self, version: int) -> None:
         """All replicas have this version. What is in files stays: they are used again, or make room for later ones."""
         return
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Some tensors of a version, its reader's until it asks for the next bucket. path: of the segment of shared memory
+    that tells of them · checksums: crc32 by name, None where it is not told."""
+
+    path: str
+    checksums: Mapping[str, int | None]
+    tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+
+
+@runtime_checkable
+class InBuckets(Protocol):
+    """A `TensorStream` of a source that passes."""
+
+    def buckets(self) -> Generator[Bucket, None, None]:
+        """To the end, which comes when the sender has said that all was there. Closed before, it is waited for no
+        more."""
+        ...
 
 
 def parts_of(model: Module | None, shapes: Mapping[str, Entry]) -> Parts:

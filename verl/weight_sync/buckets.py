@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +19,7 @@ from typing import Protocol
 import msgspec
 from torch import Tensor
 
-from verl.weight_sync.base import Entry, Passed, Readers, SyncError, TensorStream, WeightSource, checksum
+from verl.weight_sync.base import Bucket, Entry, Passed, Readers, SyncError, TensorStream, WeightSource, checksum
 from verl.weight_sync.shm import SHM, TAIL_BYTES, Part, ShmStream, blank, first_byte, laid_out, num_bytes_of, this_host
 
 TRANSPORT = "verl.weight_sync.buckets:open_weights"
@@ -189,15 +188,6 @@ class HostSlot:
         self._file.describe(version, _encoded([_told(part, sums) for part in parts]), self._first)
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """One that is filled: its tensors are its reader's until it asks for the next bucket. path: of its file."""
-
-    path: str
-    parts: Sequence[Part]
-    tensors: Callable[[], Iterator[tuple[str, Tensor]]]
-
-
 class BucketStream(TensorStream):
     """See `TensorStream`: one reading of one version, which may not have begun yet."""
 
@@ -212,8 +202,9 @@ class BucketStream(TensorStream):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         with contextlib.closing(self.buckets()) as buckets:
             for bucket in buckets:
-                for part, (name, tensor) in zip(bucket.parts, bucket.tensors(), strict=True):
-                    if part.checksum is not None and checksum(tensor) != part.checksum:
+                for name, tensor in bucket.tensors():
+                    told = bucket.checksums[name]
+                    if told is not None and checksum(tensor) != told:
                         raise SyncError(f"version {self._version}: {name} is not what its checksum says")
                     yield name, tensor
 
@@ -243,7 +234,7 @@ class BucketStream(TensorStream):
         found = ShmStream(path)
         if found.version != self._version:
             raise SyncError(f"version {self._version} was expected in {path}, and {found.version} is there")
-        return Bucket(str(path), found.index[0], found.views)
+        return Bucket(str(path), {part.name: part.checksum for part in found.index[0]}, found.views)
 
     def _until(self, ledger: Ledger, *, filled: int = 0, whole: bool = False) -> None:
         """Its version has begun, so many buckets were filled, and all is said."""

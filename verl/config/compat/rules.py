@@ -33,6 +33,7 @@ _OPTIONS_OF: Mapping[str, Mapping[str, str]] = MappingProxyType(
 """Of a server's adapter: its option, and verl's key for it."""
 
 KWARGS, BACKEND = f"{ROLLOUT}engine_kwargs.", f"{ROLLOUT}checkpoint_engine.backend"
+BUCKET = f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes"
 TURNS = f"{ROLLOUT}multi_turn."
 
 
@@ -71,7 +72,15 @@ def _sync(given: Given) -> Result:
     """How weights travel between processes. Another way brings the same weights, so none is asked for that is not
     here."""
     ways = {"naive": "local", "nccl": "collective", "nixl": "nixl"}
-    backend = str(given.said(BACKEND))
+    backend, bucket, found = str(given.said(BACKEND)), given.said(BUCKET), dict[str, object]()
+    if bucket is not None and given.native.get("sync.engine") == "shm":
+        found["sync.engine_options.bucket_mb"] = bucket
+    elif bucket is not None:
+        given.ignore(
+            "whole versions lie where replicas find them; sync.engine=shm lets them pass through buckets", BUCKET
+        )
+    if given.said(BACKEND) is None:
+        return found
     if backend not in ways:
         given.ignore(f"there is no such transport: sync.engine is one of {', '.join(SYNC)}", BACKEND)
     elif backend != "naive" and not layout.over_ray(given):
@@ -79,8 +88,8 @@ def _sync(given: Given) -> Result:
     else:
         cuda = layout.local_gpus() > 0 and given.native.get("model.device", "auto") != "cpu"
         more = {"sync.engine_options.backend": "nccl"} if backend == "nccl" and cuda else {}
-        return {"sync.engine": ways[backend], **more}
-    return {}
+        return {"sync.engine": ways[backend], **more, **found}
+    return found
 
 
 def _batch(given: Given) -> Result:

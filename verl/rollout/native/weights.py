@@ -93,6 +93,13 @@ class Storage:
         for i in range(s.layers):
             self._layer(i, f"{i}.", f"model.layers.{i}.")
 
+    def params(self) -> int:
+        """That a token is multiplied with."""
+        s = self.shape
+        found = sum(tensor.numel() for tensor in self.tensors.values())
+        found += sum(one.width * one.panels.shape[1] for one in self.products.values())
+        return found - sum((n - s.chosen_experts) * 3 * s.expert_ffn * s.hidden for n in s.experts if n)
+
     def _layer(self, layer: int, key: str, at: str) -> None:
         s, dim = self.shape, self.shape.head_dim
         q, kv, hid = s.heads * dim, s.kv_heads * dim, s.hidden
@@ -183,8 +190,7 @@ def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Wei
     """What the forward pass reads, of a storage that is filled. What is laid out anew is taken out, one by one."""
     t, s = storage.tensors, storage.shape
     take = t.__getitem__ if layout == "plain" else t.pop
-    params = sum(tensor.numel() for tensor in t.values())
-    params += sum(one.width * one.panels.shape[1] for one in storage.products.values())
+    params = storage.params()  # before something is taken out
     if layout != "plain" and storage.kernels is None:
         storage.destinations.clear()  # they are views of it
     linears: list[Linear] = []
@@ -230,7 +236,6 @@ def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Wei
         for i in range(s.layers)
     )
     head = linear(t["embed"]) if s.tied else named("head")
-    idle = sum((n - s.chosen_experts) * 3 * s.expert_ffn * s.hidden for n in s.experts if n)
     kept = sum(tensor.nbytes for key, tensor in t.items() if layout == "plain" or key == "embed")
     return Weights(
         stack=_stack(layers, s),
@@ -242,7 +247,7 @@ def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Wei
         head=head,
         logit_cap=s.logit_cap,
         tensors=tuple(t.values()) if layout == "plain" else (),
-        params=params - idle,
+        params=params,
         nbytes=kept + sum(one.nbytes for one in linears),
     )
 
