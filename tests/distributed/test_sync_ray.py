@@ -47,30 +47,36 @@ def everywhere(over_ray, monkeypatch) -> None:
     monkeypatch.setitem(contract.ROLLOUTS, "native", over_ray)
 
 
-def test_after_a_large_step_the_rollout_scores_as_the_trainer_does():
+both = pytest.mark.parametrize("backend", ["shm", "shm, buckets"])
+
+
+@both
+def test_after_a_large_step_the_rollout_scores_as_the_trainer_does(backend):
     test = unwrap(contract.test_after_a_large_step_the_rollout_scores_as_the_trainer_does)
-    test("shm", "native", True, False)
+    test(backend, "native", True, False)
 
 
 def test_later_versions_verify_a_sample_that_covers_everything_in_sixteen():
     contract.test_later_versions_verify_a_sample_that_covers_everything_in_sixteen("shm")
 
 
+@both
 @pytest.mark.parametrize(
     "change", ["not sent, though in the manifest", "of another shape", "changed after its manifest"]
 )
-def test_a_tensor_that_does_not_match_its_manifest_raises(change):
+def test_a_tensor_that_does_not_match_its_manifest_raises(change, backend):
     assert change in CHANGES
-    unwrap(contract.test_a_tensor_that_does_not_match_its_manifest_raises)("shm", "native", change)
+    unwrap(contract.test_a_tensor_that_does_not_match_its_manifest_raises)(backend, "native", change)
 
 
 def test_frozen_weights_pushed_twice_are_unchanged_and_no_alarm():
     contract.test_frozen_weights_pushed_twice_are_unchanged_and_no_alarm("shm")
 
 
-def test_a_rollout_in_flight_keeps_its_tokens_and_marks_the_version_of_each():
+@both
+def test_a_rollout_in_flight_keeps_its_tokens_and_marks_the_version_of_each(backend):
     async def test() -> None:
-        world = World(trainer(), "shm")
+        world = World(trainer(), backend)
         replica = world.rollout(max_context_tokens=512)
         await world.publish([replica], 0)
         some = await replica._ask("begin", PROBES[0], Sampling(max_tokens=500, seed=3))
