@@ -34,7 +34,7 @@ from verl.models import tiny
 from verl.objective import Term
 from verl.recipes import arithmetic
 from verl.rollout import hf
-from verl.rollout.base import RolloutContext
+from verl.rollout.base import ReplicaLost, RolloutContext
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.transfer_queue.memory import MemoryQueue
@@ -722,6 +722,40 @@ def test_a_failed_replica_does_not_hold_the_others_and_is_reported(backend, bad,
         for replica in good:
             assert distance(await scores(replica), world.logprobs()) < TOLERANCE
             await replica.close()
+
+    run(test)
+
+
+def test_a_replica_that_breaks_off_at_any_tensor_holds_up_nobody_and_says_nothing(backend):
+    class Breaks(Replica):
+        at = 0
+
+        async def load_weights(self, source, *, on_inflight="wait"):
+            def change(tensors):
+                for i, named in enumerate(tensors):
+                    if i == self.at:
+                        raise ConnectionError("broken off")
+                    yield named
+
+            return await self.inner.load_weights(Reads(source, change), on_inflight=on_inflight)
+
+    async def test():
+        world = World(trainer(), backend)
+        whole, broken = world.rollout(), Breaks(world.rollout())
+        tensors = len(list(world.engine.weights()))
+        for broken.at in range(0, tensors + 1, 1 if FULL_GRID or backend == "shm, buckets" else 9):
+            report = await world.publish([whole, broken], broken.at)
+            assert report.failed_replicas == ({1: "ConnectionError: broken off"} if broken.at < tensors else {})
+            assert whole.version == broken.at and distance(await scores(whole), world.logprobs()) < TOLERANCE
+            if broken.at < tensors:
+                with pytest.raises((ReplicaLost, ValueError)):
+                    await broken.generate("r", PROBES[0], Sampling(max_tokens=4))
+            await world.update()
+        broken.at = tensors
+        await world.publish([whole, broken], tensors + 1)
+        assert distance(await scores(broken), world.logprobs()) < TOLERANCE, "the next one mends it"
+        await whole.close()
+        await broken.close()
 
     run(test)
 

@@ -129,8 +129,9 @@ def straight(pair: Pair, tiny_model: Path, arithmetic_data: Any, tmp_path_factor
 
 
 UPDATE = ("/start_weight_update", "/update_weights", "/finish_weight_update")
-OFTEN = ["stopped", "reset", "errors", "killed at /update_weights"]
+OFTEN = ["stopped", "reset", "errors", "killed at /update_weights, buckets"]
 FAULTS = [*OFTEN, "killed", "killed in an evaluation", "slow", "killed at /start_weight_update"]
+FAULTS += ["killed at /update_weights", "stopped at /update_weights, buckets"]
 FAULTS += ["killed at /finish_weight_update", *(f"stopped at {path}" for path in UPDATE)]
 
 
@@ -149,7 +150,7 @@ def test_one_of_two_servers_fails_and_the_run_is_the_undisturbed_one(
     pair.well()
     door, process = pair.doors[1], pair.processes[1]
     evaluated = 4  # requests of the first evaluation, at least so many, at this door
-    what, _, path = how.partition(" at ")
+    what, _, path = how.removesuffix(", buckets").partition(" at ")
     path, at = path or GENERATE, 2 if how == "killed in an evaluation" or path else evaluated + 8
 
     async def fault(asked: str, number: int) -> web.StreamResponse | None:
@@ -167,7 +168,8 @@ def test_one_of_two_servers_fails_and_the_run_is_the_undisturbed_one(
     monkeypatch.setattr(life, "QUIET_S", 0.3)
     monkeypatch.setattr(client, "PROBE_S", 1.0)
     late = ("run.wait_timeout_s=30",) if how.startswith("stopped at") else ()  # a publish waits so long for one
-    small_run(tmp_path, tiny_model, arithmetic_data, *pair.args, *late)
+    buckets = ("sync.engine=shm", "sync.engine_options.bucket_mb=1") if how.endswith(", buckets") else ()
+    small_run(tmp_path, tiny_model, arithmetic_data, *pair.args, *late, *buckets)
     assert door.asked[path] >= at, "the fault was met"
     run = tmp_path / "r"
     ids = [name for names in trained(run).values() for name in names]
