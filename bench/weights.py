@@ -4,14 +4,14 @@ what changes cost.
     python bench/weights.py [--sizes 0.1,1] [--rounds N] [--threads N]
 
 stage: the trainer's end, from its tensors to where they can be fetched · read: the other process, tensor by tensor,
-into the memory of its own model · load: as the native engine does, which lays them out anew beside the version that
-is live. Checksums are apart: the manifest's are of all bytes for the first versions, of a sixteenth after. For tcp,
-collective and nixl the other process plays another host: what it fetches goes into shared memory of its own.
-All are shares of a warm copy of the same bytes by as many threads, made in the same round. Memory: the most that lay
-in shared memory, and the most that a process took for itself during its part, in models. delta: bfloat16, of which a
-share of the values has changed; over a link of 1 Gb/s the bytes are counted at 125 MB/s beside the time measured here.
-paused: whole publishes through shared memory into a native engine of this process, whose requests go on under the new
-weights, without a canary; and for how long of each they stood still.
+into the memory of its own model · load: as the native engine does, which lays them out anew over the version that is
+live, or beside it while requests run. Checksums are apart: the manifest's are of all bytes for the first versions, of a
+sixteenth after. For tcp, collective and nixl the other process plays another host: what it fetches goes into shared
+memory of its own. All are shares of a warm copy of the same bytes by as many threads, made in the same round. Memory:
+the most that lay in shared memory, and the most that a process took for itself during its part, in models. delta:
+bfloat16, of which a share of the values has changed; over a link of 1 Gb/s the bytes are counted at 125 MB/s beside
+the time measured here. paused: whole publishes through shared memory into a native engine of this process, whose
+requests go on under the new weights, without a canary; and for how long of each they stood still.
 Writes its part of bench/RESULTS.md (bench/sections/weights.md).
 """
 
@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -49,8 +49,8 @@ from verl.rollout.native.options import Options
 from verl.rollout.native.runner import NativeRunner
 from verl.rollout.native.weights import Storage
 from verl.types import Sampling
-from verl.weight_sync import collective, nixl, shm, tcp
-from verl.weight_sync.base import SyncReport, checksum
+from verl.weight_sync import buckets, collective, nixl, shm, tcp
+from verl.weight_sync.base import Passed, Readers, SyncReport, checksum
 from verl.weight_sync.local import LocalCheckpointEngine
 from verl.weight_sync.sender import WeightSender, entry_of
 
@@ -61,7 +61,8 @@ SHARES = (0.01, 0.02, 0.03)  # of the values that change
 REQUESTS = 4  # that run during publishes
 COPIED = 0.1e9  # bytes of what a warm copy goes into, again and again: more than caches hold
 NEEDS = {"memory": 8, "shared memory": 4}  # models, of the transport that needs the most
-MODULES = {"shm": shm, "tcp": tcp, "collective": collective, "nixl": nixl}
+BUCKET_BYTES = 16 << 20
+MODULES = {"shm": shm, "buckets": buckets, "tcp": tcp, "collective": collective, "nixl": nixl}
 PARTS = ("gather", "stage", "transfer", "load", "pause")
 Weights = dict[str, torch.Tensor]
 
@@ -238,7 +239,7 @@ def transports(size_gb: float, rounds: int, threads: int) -> tuple[list[tuple[st
     speeds += [row("copy", copies, copies), row("checksum", checked, copies)]
     shapes = {n: entry_of(t) for n, t in now.items()}
     ways = [("shm", ""), ("shm", "native"), ("shm", "native, requests run")]
-    ways += [(name, "") for name in MODULES if name != "shm" and size_gb <= 0.1]
+    ways += [(name, "") for name in MODULES if name not in ("shm", "buckets") and size_gb <= 0.1]
     for transport, native in ways:
         what, reads = f"{transport}, {native}" if native else transport, "load" if native else "read"
         outlet, files = outlet_of(transport)
@@ -260,7 +261,37 @@ def transports(size_gb: float, rounds: int, threads: int) -> tuple[list[tuple[st
         speeds += [row(f"{what}: {part}", of, copies) for part, of in (("stage", stages), (reads, answers))]
         speeds.append(row(f"{what}: both", both, copies))
         memory.append((f"{at}, {what}", *(f"{one / total:.2f}" for one in most)))
+    found, most = passed(now, size_gb, rounds, threads, copy)
+    copies, wholes = zip(*found, strict=True)
+    speeds.append(row("shm, buckets, native: both at a time", wholes, copies))
+    memory.append((f"{at}, shm, buckets, native", *(f"{one / total:.2f}" for one in most)))
     return speeds, memory
+
+
+def passed(
+    now: Weights, size_gb: float, rounds: int, threads: int, copy: Callable[[], None]
+) -> tuple[list[tuple[Spent, Spent]], list[int]]:
+    """(a copy, a version through buckets into a native engine) of each round, and the most memory, as in the table."""
+    name, found, most = f"{shm.PREFIX}-{os.getpid()}-buckets", [], [0, 0, 0, 0]
+    outlet = buckets.BucketOutlet(name, BUCKET_BYTES)
+    outlet.announce({n: entry_of(t) for n, t in now.items()})
+    with other_process(threads, layers_of(size_gb * 1e9)) as ask, ThreadPoolExecutor(1) as pool:
+        for turn in range(DROPPED + rounds):
+            of, told = spent(copy), list[tuple[Spent, int]]()
+
+            def publish(turn: int = turn, told: list[tuple[Spent, int]] = told) -> None:
+                reading = pool.submit(ask, "buckets", f"{name}:{turn}:{turn}:0")
+                outlet.stream(turn, (Passed(n, t, None) for n, t in now.items()), Readers(turn, 1, 600.0))
+                outlet.commit(turn)
+                told.append(reading.result())
+
+            sent = spent(publish)
+            ((read, theirs),) = told
+            if turn >= DROPPED:
+                found.append((of, sent._replace(cpu_s=sent.cpu_s + read.cpu_s)))
+                most = list(map(max, most, (in_files(shm.SHM, name), theirs, sent.anon, read.anon)))
+    shm.remove(name)
+    return found, most
 
 
 def deltas(size_gb: float, rounds: int) -> list[tuple[str, ...]]:
@@ -374,7 +405,8 @@ def main(argv: Sequence[str]) -> int:
         f"after {DROPPED} rounds that are dropped; {os.cpu_count()} cores, 1-minute load {load:.1f} at the start and "
         f"{os.getloadavg()[0]:.1f} at the end; torch {torch.__version__}. "
         "stage: from the trainer's tensors to where they can be fetched; read: by the other process, into the memory "
-        "of its own model; load: into a native engine, beside the version that is live, laid out anew; both: two "
+        "of its own model; load: into a native engine, laid out anew, over the version that is live, or beside it "
+        "where requests run; buckets: two of 16 MiB, filled and read at the same time; both: two "
         "copies, of which a half is the most; checksum: crc32 of all bytes, which both ends make for the first "
         "versions, and of a sixteenth after. Each is a share of the warm copy of its own round."
     )
