@@ -50,11 +50,14 @@ class WeightSender:
         self._source: WeightSource | None = None  # the latest
 
     def manifest(self, engine: ModelEngine) -> dict[str, Entry]:
-        """Of every version, without checksums, for those who read one as it comes."""
+        """Of every version, without checksums, for those who read one as it comes. The work of all ranks."""
         shapes = self._shapes_of(engine)
-        if isinstance(self._outlet, Streaming):
-            self._outlet.announce(shapes)
         return shapes | {name: replace(shapes[owner], tied_to=owner) for name, owner in engine.tied.items()}
+
+    def announce(self, engine: ModelEngine) -> None:
+        """By the rank that will stream, before anybody reads."""
+        assert isinstance(self._outlet, Streaming), "this outlet keeps whole versions"
+        self._outlet.announce(self._shapes_of(engine))
 
     def stream(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Sent:
         """As `send`, to readers that take the tensors as they come, and are told at the end that they may use them."""

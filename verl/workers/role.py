@@ -310,7 +310,10 @@ class Role:
         assert self.sender is not None, f"{self.name} publishes nothing"
         with self.engine.awake("weights"):
             found = self.sender.manifest(self.engine)
-        return found if self._first else None
+            if not self._first:
+                return None
+            self.sender.announce(self.engine)
+            return found
 
     def stream_weights(self, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Sent | None:
         """As `send_weights`, to readers that read while this goes on."""
