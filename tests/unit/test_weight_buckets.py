@@ -84,11 +84,32 @@ def test_readers_of_unlike_speed_get_every_bit_of_every_version(name: str, seed:
             reading = [pool.submit(read, turn, reader) for reader in range(readers)]
             slow = iter(pauses[-1])
             out.stream(turn, passing(sent, lambda s=slow: time.sleep(next(s))), Readers(turn, readers, 60.0))
-            assert not any(one.done() and one.exception() is None for one in reading), "nobody has it before it is said"
             out.commit(turn)
             for one in reading:
                 came = one.result(60)
                 assert came.keys() == sent.keys() and all(torch.equal(came[n], sent[n]) for n in sent)
+
+
+def test_nobody_has_all_before_the_sender_has_said_so(name: str) -> None:
+    of = tensors(0)
+    out = outlet(name, of)
+    for turn, end in enumerate((out.commit, out.break_off)):
+        came: list[str] = []
+        with ThreadPoolExecutor(1) as pool:
+            stream = BucketStream(address(name, turn))
+            reading = pool.submit(lambda s=stream, c=came: c.extend(n for n, _ in s.tensors()))
+            out.stream(turn, passing(of), Readers(turn, 1, 60.0))
+            while Ledger(shm.SHM / f"{name}-ledger").behind(turn, 1, len(plan(out._shapes, BUCKET))):
+                time.sleep(0.001)
+            with pytest.raises(TimeoutError):  # all is there
+                reading.result(0.1)
+            end(turn)
+            if turn:
+                with pytest.raises(SyncError, match="its sender broke it off"):
+                    reading.result(60)
+            else:
+                reading.result(60)
+                assert came == list(of)
 
 
 def test_a_reader_that_reads_more_than_it_may_is_told_by_the_checksum(name: str) -> None:
