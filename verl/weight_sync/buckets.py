@@ -25,7 +25,7 @@ from verl.weight_sync.shm import SHM, TAIL_BYTES, Part, ShmStream, blank, first_
 TRANSPORT = "verl.weight_sync.buckets:open_weights"
 QUIET_S = 600.0  # of the other side, where nobody gives it up before
 SOON_S, LATER_S, SPINS = 0.0002, 0.002, 200  # between two looks at the ledger
-AFTER_SHARE = 0.2  # of the time for those who are behind
+AFTER_SHARE = 0.8  # of the time for those who are behind
 MOST_READERS = 1024
 NO_TURN = -1
 MOST_CHECKSUM = 2**32 - 1
