@@ -20,6 +20,7 @@ from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutCont
 from verl.rollout.embedded.hf_runner import HfRunner
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
+from verl.rollout.native.runner import NativeRunner
 from verl.rollout.router import MAX_LEAD, Router
 from verl.types import Sampling
 
@@ -684,9 +685,8 @@ def test_an_update_while_nothing_runs_takes_no_memory_of_its_own(kind: str, mode
     def held(runner: Any) -> list[torch.Tensor]:
         if isinstance(runner, HfRunner):
             return list(runner._module.state_dict().values())
-        weights = runner.model.live
-        if not weights.destinations:  # oneDNN's layout is made anew: the old one is gone before
-            return []
+        if not isinstance(runner, NativeRunner) or not (weights := runner.model.live).destinations:
+            return []  # it has a layout that is made anew, as oneDNN's is: the old one is gone before
         return [weights.embed, *(to.into for to in weights.destinations.values())]
 
     async def body(engine: Any) -> dict[str, Completion]:
