@@ -761,6 +761,24 @@ def test_a_replica_that_breaks_off_at_any_tensor_holds_up_nobody_and_says_nothin
     run(test)
 
 
+def test_who_reads_a_trainer_that_has_diverged_hears_of_it():
+    """It has the weights in its memory by then, and draws nothing by them."""
+
+    async def test():
+        world = World(trainer(), "shm, buckets")
+        replica = world.rollout()
+        await world.publish([replica], 0)
+        with torch.no_grad():
+            next(world.engine.model.parameters()).fill_(float("nan"))
+        with pytest.raises(FloatingPointError, match="version 1: the trainer's weights are no working model"):
+            await world.publish([replica], 1)
+        with pytest.raises(ReplicaLost, match="its sender broke it off"):
+            await asyncio.wait_for(replica.generate("r", PROBES[0], Sampling(max_tokens=4)), 20)
+        await replica.close()
+
+    run(test)
+
+
 def test_no_replica_left_raises_with_every_cause(backend):
     async def test():
         world = World(trainer(), backend)
