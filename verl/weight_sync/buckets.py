@@ -47,7 +47,7 @@ class Ledger:
 
     @staticmethod
     def new(path: Path) -> Ledger:
-        path.write_bytes((NO_TURN).to_bytes(8, "little", signed=True) * (Ledger.HEAD + 2 * MOST_READERS))
+        path.write_bytes(NO_TURN.to_bytes(8, "little", signed=True) * (Ledger.HEAD + 2 * MOST_READERS))
         return Ledger(path)
 
     def begin(self, turn: int, buckets: int) -> None:

@@ -42,9 +42,7 @@ class Weights:
     params: int  # that a token is multiplied with: of the experts, the chosen
     nbytes: int
     stack: Stack | None  # all layers, for the kernel that does them in one call; it points into them
-    destinations: Mapping[
-        str, Destination
-    ]  # of another version in the memory of this one; empty: it has another layout
+    destinations: Mapping[str, Destination]  # of another version in this one's memory; empty: its layout is made anew
 
     def embedded(self, ids: Tensor) -> Tensor:
         """ids [T] -> [T, hidden]."""
