@@ -416,6 +416,12 @@ def test_none_keeps_nothing_in_but_has_its_limits_and_leaves_nothing(tmp_path):
         assert set(pids) <= set(below) and not until_gone(below)
     assert (tmp_path / "files" / "a").read_text() == "1"
     assert not until_gone([where, (tmp_path / "where").read_text()], os.path.exists)
+    with CodeSandbox("none", Limits(wall_s=20, memory_mb=256)) as large:  # its launcher ends with it
+        noted = f"\nopen('{tmp_path}/of', 'a').write(f'{{os.getpid()}} ')\nx ="
+        assert large.run(f"{ALL_OF_MEMORY.replace(chr(10) + 'x =', noted)}\ntime.sleep(15)").status == "memory"
+        large._popen.kill()
+        pids = [int(pid) for pid in (tmp_path / "of").read_text().split()]
+        assert pids and not until_gone(pids)
     with CodeSandbox("none", Limits(wall_s=1)) as short:
         assert short.run("while True: pass").status == "timeout"
         for how in ("SIGSTOP", "SIGKILL"):  # a program that turns on the process that it runs in
