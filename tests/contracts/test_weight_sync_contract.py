@@ -25,6 +25,7 @@ import pytest
 import torch
 from each import FULL_GRID, each
 from families import QWEN3_MOE
+from gpu_memory import fake_gpu
 from transformers import AutoModelForCausalLM
 
 from verl.algorithms.losses import nll
@@ -62,11 +63,11 @@ def tcp_outlet(kind: type[tcp.TcpOutlet] = tcp.TcpOutlet, **options: Any) -> tcp
     return outlet
 
 
-def bucket_outlet() -> buckets.BucketOutlet:
+def bucket_outlet(**on: bool) -> buckets.BucketOutlet:
     """A model comes in several of them, and one of its tensors is larger than they are to be."""
     name = f"{shm.PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
     atexit.register(shm.remove, name)
-    return buckets.BucketOutlet(name, BUCKET_BYTES)
+    return buckets.BucketOutlet(name, BUCKET_BYTES, **on)
 
 
 def disk_outlet() -> disk.DiskOutlet:
@@ -83,6 +84,7 @@ BACKENDS: dict[str, tuple[Callable[..., CheckpointEngine], Callable[[], Outlet]]
     "local": (LocalCheckpointEngine, LocalOutlet),
     "shm": (partial(LocalCheckpointEngine, copies=True), shm_outlet),
     "shm, buckets": (partial(LocalCheckpointEngine, copies=True), bucket_outlet),
+    "ipc": (partial(LocalCheckpointEngine, copies=True), partial(bucket_outlet, on_gpu=True)),
     "tcp": (partial(LocalCheckpointEngine, copies=True), tcp_outlet),
     "tcp, delta": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, delta=True)),
     "collective": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, collective.CollectiveOutlet)),
@@ -90,6 +92,7 @@ BACKENDS: dict[str, tuple[Callable[..., CheckpointEngine], Callable[[], Outlet]]
     "disk": (partial(LocalCheckpointEngine, copies=True), disk_outlet),
     "objects": (partial(LocalCheckpointEngine, copies=True), objects_outlet),
 }
+PASSING = ("shm, buckets", "ipc")
 MISSING = pytest.mark.skipif(find_spec("nixl") is None, reason="the package nixl is not installed (make nixl-package)")
 ROLLOUTS = {"native": partial(native.build, Options()), "hf": partial(hf.build, hf.Options())}
 PROBES = (np.array([1, 5, 6, 7, 8, 9, 2], np.int64), np.array([1, 11, 4, 12], np.int64))
@@ -194,6 +197,12 @@ def distance(a, b) -> float:
 def marked(backends: Iterable[str]) -> list[Any]:
     """Those that are not here are skipped, by name."""
     return [pytest.param(name, marks=MISSING) if name == "nixl" else name for name in backends]
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch) -> None:
+    """Of sync.engine=ipc; there is none here."""
+    fake_gpu(monkeypatch)
 
 
 @pytest.fixture(params=marked(BACKENDS))
@@ -331,7 +340,7 @@ def test_a_rollout_in_flight_keeps_its_tokens_and_marks_the_version_of_each(back
 
 def test_each_part_of_a_publish_is_measured_where_it_happens(backend, monkeypatch):
     """By a clock that is put forward in each part by other hours: a machine that is slow changes nothing."""
-    if backend == "shm, buckets":
+    if backend in PASSING:
         pytest.skip("its parts go on at the same time, and each waits for the others")
     ahead, real = [0.0], time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: real() + ahead[0])
@@ -716,7 +725,7 @@ def test_a_failed_replica_does_not_hold_the_others_and_is_reported(backend, bad,
         good = [world.rollout(), world.rollout("hf")]
         await world.publish(good, 0)
         await world.update()
-        soon_s = 4.0 if backend == "shm, buckets" else 1.0  # half of it the others wait for the one that hangs
+        soon_s = 4.0 if backend in PASSING else 1.0  # half of it the others wait for the one that hangs
         report = await world.publish([good[0], bad(None), good[1]], 1, timeout_s=60 if bad is Fails else soon_s)
         assert list(report.failed_replicas) == [1] and says in report.failed_replicas[1]
         assert [r.version for r in good] == [1, 1]
@@ -744,7 +753,7 @@ def test_a_replica_that_breaks_off_at_any_tensor_holds_up_nobody_and_says_nothin
         world = World(trainer(), backend)
         whole, broken = world.rollout(), Breaks(world.rollout())
         tensors = len(list(world.engine.weights()))
-        for broken.at in range(0, tensors + 1, 1 if FULL_GRID or backend == "shm, buckets" else 9):
+        for broken.at in range(0, tensors + 1, 1 if FULL_GRID or backend in PASSING else 9):
             report = await world.publish([whole, broken], broken.at)
             assert report.failed_replicas == ({1: "ConnectionError: broken off"} if broken.at < tensors else {})
             assert whole.version == broken.at and distance(await scores(whole), world.logprobs()) < TOLERANCE

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import test_contract_doubles
 import test_weight_sync_contract as contract
+from gpu_memory import fake_gpu
 from serving import Running
 from test_weight_sync_contract import (
     CHANGES,
@@ -39,8 +40,8 @@ from verl.types import Sampling
 from verl.weight_sync.base import SyncError, checksum
 from verl.weight_sync.sender import entry_of
 
-REACH = ("shm", "shm, buckets", "tcp", "tcp, delta", "collective", "nixl")  # a server reads weights by itself
-FIRST = (("server", "shm"), ("server", "shm, buckets"), ("sglang", "disk"))
+REACH = ("shm", "shm, buckets", "ipc", "tcp", "tcp, delta", "collective", "nixl")  # a server reads weights by itself
+FIRST = (("server", "shm"), ("server", "shm, buckets"), ("server", "ipc"), ("sglang", "disk"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,6 +74,11 @@ def server() -> Iterator[dict[bool, Running]]:
     del contract.ROLLOUTS["server"], contract.ROLLOUTS["sglang"]
     for running in (*started.values(), *doubles.values()):
         running.stop()
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch)
 
 
 def case(name: str, *given: Any) -> None:

@@ -1042,7 +1042,7 @@ def test_weights_travel_as_asked_where_they_travel(monkeypatch: pytest.MonkeyPat
     assert overrides_of(bucket, "sync.engine=shm")["sync.engine_options.bucket_mb"] == 512
     assert overrides_of(bucket) == {} and "sync.engine=shm lets them pass" in render_notes(translate([bucket]).notes)
     notes = render_notes(translate([*ray, f"{backend}mooncake"]).notes)
-    assert "there is no such transport: sync.engine is one of local, shm, tcp" in notes
+    assert "there is no such transport: sync.engine is one of local, shm, ipc, tcp" in notes
 
 
 PRESETS = [

@@ -27,6 +27,7 @@ from verl.workers.sections import ClusterConfig
 RAY = ("cluster.backend=ray",)
 FOUR = (*RAY, "cluster.ranks_per_node=4")
 AWAY = (*RAY, "cluster.address=10.0.0.1:6379")
+AT_GEN = ("cluster.pools={gen: {ranks_per_node: 1}}", "cluster.roles={rollout: gen}")
 POOL = "cluster.pools={big: {ranks_per_node: 4}}"
 
 
@@ -122,18 +123,20 @@ FAULTS = [
         "rollout.replicas=3",
         "sync.engine=tcp",
     ),
+    ((*AWAY, "sync.engine=shm", *AT_GEN), "cluster.roles.rollout=gen", "sync.engine=tcp"),
     (
-        (*AWAY, "sync.engine=shm", "cluster.pools={gen: {ranks_per_node: 1}}", "cluster.roles={rollout: gen}"),
-        "cluster.roles.rollout=gen",
-        "sync.engine=tcp",
-    ),
-    (
-        (*AWAY, "sync.engine=disk", "cluster.pools={gen: {ranks_per_node: 1}}", "cluster.roles={rollout: gen}"),
+        (*AWAY, "sync.engine=disk", *AT_GEN),
         "cluster.roles.rollout=gen",
         "the disk of one machine",
         "sync.engine_options.folder",
     ),
     (("sync.engine=collective", "sync.engine_options.backend=nccl"), "sync.engine_options.backend=nccl", "(gloo)"),
+    (("sync.engine=ipc",), "sync.engine=ipc: weights pass through a GPU's memory, and the models", "sync.engine=shm"),
+    ((*RAY, "sync.engine=ipc"), "sync.engine=ipc", "actor and rollout of this run are on CPUs"),
+    (
+        (*AWAY, "model.device=cuda", "sync.engine=ipc", *AT_GEN),
+        "cluster.roles.rollout=gen: sync.engine=ipc goes through the memory of one machine",
+    ),
 ]
 
 
@@ -190,6 +193,7 @@ def test_a_pool_that_no_model_could_compute_on(folder: Path, monkeypatch: pytest
         (*two, *cuda),  # on a machine without one: its nodes have them, or lack them
         (*two, *cuda, kl, CPUS, "cluster.roles={ref: cpus}"),
         (*two, *cuda, *nccl),
+        (*two, *cuda, "sync.engine=ipc"),
         (*two, kl, "cluster.pools={chips: {ranks_per_node: 2, gpus_per_rank: 0.5}}", home),
         (*two, kl, "cluster.pools={chips: {ranks_per_node: 2, resource: npu}}", home),
         (*two, kl, "cluster.pools={chips: {ranks_per_node: 2, resource: rack7, gpus_per_rank: 1}}", home),
@@ -218,6 +222,10 @@ def test_a_pool_that_no_model_could_compute_on(folder: Path, monkeypatch: pytest
         (
             (*two, *cuda, *nccl, CPUS, "cluster.roles={rollout: cpus}"),
             "sync.engine_options.backend=nccl: rollout of this run are not on GPUs",
+        ),
+        (
+            (*two, *cuda, "sync.engine=ipc", CPUS, "cluster.roles={rollout: cpus}"),
+            "sync.engine=ipc: weights pass through a GPU's memory, and rollout of this run are on CPUs",
         ),
     ):
         found = faults(folder, *args)

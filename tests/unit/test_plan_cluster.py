@@ -181,6 +181,20 @@ def test_a_pool_holds_what_lives_in_it(folder: Path) -> None:
     assert crowded.items["rollout weights"] == gen.items["rollout weights"], "one replica a rank"
 
 
+def test_buckets_on_a_gpu_are_memory_of_the_trainers_ranks(folder: Path) -> None:
+    pools = ("cluster.pools={gen: {ranks_per_node: 1}}", "cluster.roles={rollout: gen}", "cluster.ranks_per_node=2")
+    before = spread_of(folder, *pools, "model.device=cuda")
+    for megabytes, wanted in ((1000, 1000 << 20), (1, 4 * 151936 * 896)):  # the embedding is not split
+        options = ("sync.engine=ipc", f"sync.engine_options.bucket_mb={megabytes}")
+        spread = spread_of(folder, *pools, "model.device=cuda", *options)
+        main, gen = (spread.pools[name].memory for name in ("main", "gen"))
+        assert main.items["buckets of weights"] == 2 * wanted and "buckets of weights" not in gen.items
+        assert main.peak_bytes == before.pools["main"].memory.peak_bytes + 2 * wanted and spread.shared_bytes == 0
+        memory = plan_of(folder, "cluster.backend=inproc", "model.device=cuda", *options).memory
+        assert memory is not None and memory.items["buckets of weights"] == 2 * wanted
+        assert all("buckets of weights" in phase for phase in memory.phases.values())
+
+
 def test_all_processes_of_one_machine_are_held_against_its_memory(folder: Path, monkeypatch) -> None:
     """A teacher in a pool of its own on CPUs; on a cluster that runs already, or on GPUs, nobody knows from here."""
     base = ("model.device=cpu", "algorithm.name=opd", f"teacher.path={folder}/qwen", "cluster.roles={teacher: wide}")

@@ -8,9 +8,10 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from each import each
@@ -18,6 +19,7 @@ from families import QWEN3_MOE
 from safetensors.torch import load_file
 from small_runs import small_args
 from test_rollout_client import context_of
+from torch.storage import TypedStorage
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench import environments
@@ -175,6 +177,35 @@ def test_the_plugin_reads_experts_one_by_one_from_the_tensor_that_they_are_in_me
     found, saved = dict(segment.tensors(update)), load_file(tmp_path / "model" / "model.safetensors")
     assert found.keys() == saved.keys() and any(".experts.3.up_proj" in name for name in found)
     assert all(torch.equal(found[name], saved[name]) and found[name].is_contiguous() for name in saved)
+
+    # sync.engine=ipc: the same from a GPU, which each process finds by its name
+    memory, handle = device_memory(path)
+    seen, asked, settled = ["GPU-b", "GPU-a"], [], []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=seen[index]))
+    monkeypatch.setattr(torch.cuda, "synchronize", settled.append)
+    plugin["rebuild_cuda_tensor"] = lambda *given: asked.append(given) or memory
+    update.passes = True
+    found = dict(plugin["Segment"](path).tensors(update))
+    memory.zero_()  # written again
+    assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
+    shared = (b"allocation", 4096, 512, False, b"counter", 3, b"event", True)
+    assert asked == [(torch.Tensor, memory.shape, (1,), 0, TypedStorage, torch.uint8, 1, *shared)] and len(settled) == 1
+    seen.remove("GPU-a")
+    plugin["_opened"].cache_clear()
+    with pytest.raises(RuntimeError, match="lie on GPU GPU-a, and this process sees GPU-b: set sync.engine=shm"):
+        next(plugin["Segment"](path).tensors(update))
+
+
+def device_memory(path: str) -> tuple[torch.Tensor, bytes]:
+    """What lies in that segment, moved to a GPU, of which the segment tells."""
+    stream = shm.ShmStream(Path(path))
+    parts, first = stream.index
+    memory = stream.memory[first:].clone()
+    handle = msgspec.msgpack.encode(["GPU-a", memory.numel(), b"allocation", 4096, 512, b"counter", 3, b"event", True])
+    stream.memory[first:] = 0
+    stream.describe(stream.version, msgspec.msgpack.encode(parts), first, handle)
+    return memory, handle
 
 
 def fake_python(folder: Path, body: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -23,7 +24,7 @@ BUCKET = 1000  # bytes
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    made = f"{shm.PREFIX}-test-{uuid.uuid4().hex}"
+    made = f"{shm.PREFIX}-{os.getpid()}-{uuid.uuid4().hex}"  # else others remove them as those of the dead
     yield made
     shm.remove(made)
 

@@ -85,6 +85,7 @@ QUEUE: Table = {
 SYNC: Table = {
     "local": Backend(build="verl.weight_sync.local:build", spread="shm", far="tcp"),
     "shm": Backend(build="verl.weight_sync.shm:build", options="verl.weight_sync.options:Shm", one_host=True),
+    "ipc": Backend(build="verl.weight_sync.shm:build", options="verl.weight_sync.options:Ipc", one_host=True),
     "tcp": Backend(build="verl.weight_sync.tcp:build", options="verl.weight_sync.options:Tcp", hosts=True),
     "nixl": Backend(build="verl.weight_sync.nixl:build", options="verl.weight_sync.options:Nixl", hosts=True),
     "collective": Backend(

@@ -25,6 +25,7 @@ NO_MODEL = ("rollout", "compute", "recorder")
 PIP = "not installed: pip install 'verl[ray]'"
 DEVICES = ("xpu", "mtia")
 """Of torch itself, beside cpu and cuda, that a pool may name as its resource."""
+ON_GPU = "sync.engine=ipc: weights pass through a GPU's memory, and {who} of this run are on CPUs; set sync.engine=shm"
 ANYWHERE = ("cluster.backend", "cluster.virtual_ranks", "cluster.max_restarts", "cluster.start_timeout_s")
 
 
@@ -58,6 +59,8 @@ def cluster_faults(config: Config, command: str) -> Iterator[str]:
         yield f"{needs_ray[0]}=ray: Ray is {PIP}"
     if config.sync.engine == "nixl" and find_spec("nixl") is None:
         yield "sync.engine=nixl: NIXL is missing: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
+    if config.sync.engine == "ipc" and config.cluster.backend != "ray" and not on_cuda(config):
+        yield ON_GPU.format(who="the models")
     if config.cluster.backend == "inproc":
         yield from _in_one_process(config)
         return
@@ -201,6 +204,8 @@ def _devices(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> I
             held = f"resource={device}" if pool.resource else f"gpus_per_rank={pool.gpus_per_rank:g}"
             yield f"{at}.{held}: {models[0]} would compute on {device}, and model.device={asked}; leave one of them out"
     far = [role for role in ("actor", "rollout") if role in roles and pools[roles[role]].computes_on != "cuda"]
+    if far and config.sync.engine == "ipc":
+        yield ON_GPU.format(who=" and ".join(far))
     if far and _nccl(config):
         yield f"sync.engine_options.backend=nccl: {' and '.join(far)} of this run are not on GPUs; leave it out (gloo)"
 

@@ -13,6 +13,7 @@ from verl.config.backends import backend_of, options_of, rollout_caches
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 from verl.model_engine.options import Options
+from verl.weight_sync.options import Ipc
 from verl.workers.pools import main_pool
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4})
@@ -85,7 +86,8 @@ def estimate_memory(config: Config, model: ModelFacts, reference: bool, update_t
     gone = _gone(config)
 
     def held(*awake: str) -> tuple[str, ...]:
-        return (*(item for item in (*own, "rollout weights") if item in awake or item not in gone), "teacher's head")
+        here = (item for item in (*own, "rollout weights") if item in awake or item not in gone)
+        return (*here, "teacher's head", "buckets of weights")
 
     weights, frozen = "master weights", ("reference policy", "teacher")
     named = {
@@ -153,6 +155,7 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
         "reference policy": 4 * weights if reference else 0,
         "critic with its optimizer": 16 * weights if find(config.algorithm.name).critic else 0,
         **teacher_items(config, tokens),
+        **device_buckets(config),
         **rollout,
         "incoming weights": rollout["incoming weights"] + snapshot,
         "activations": tokens * (kept + 2 * residual),
@@ -196,6 +199,19 @@ def passed(model: ModelFacts) -> int:
     """Parameters that a token is multiplied with: of experts those that it is sent to, no table that is looked up."""
     active = 3 * model.layers * model.hidden * model.intermediate if model.expert_parameters else 0
     return model.parameters - model.expert_parameters + active - (0 if model.tied else model.embedding_parameters)
+
+
+def bucket_bytes(bucket_mb: int, model: ModelFacts) -> int:
+    """Of a bucket through which weights pass: the largest tensor is not split."""
+    return max(bucket_mb << 20, 4 * model.vocab * model.hidden)
+
+
+def device_buckets(config: Config) -> dict[str, int]:
+    """On the trainer's device, from the first publish on."""
+    options = options_of(config, "sync")
+    if not isinstance(options, Ipc):
+        return {}
+    return {"buckets of weights": 2 * bucket_bytes(options.bucket_mb, describe_model(config.model.path))}
 
 
 def rollout_items(config: Config, model: ModelFacts) -> dict[str, int]:

@@ -9,13 +9,15 @@ from types import MappingProxyType
 
 from verl.algorithms.presets import settled
 from verl.config.adapter import teacher_models
-from verl.config.backends import address_of, engine_of, layout_of
+from verl.config.backends import address_of, engine_of, layout_of, options_of
 from verl.config.cluster import NO_MODEL, dtype_of, places_of
 from verl.config.memory import (
     DTYPE_BYTES,
     LOGPROB_CHUNK_BYTES,
     LOGPROB_COPIES,
     Memory,
+    bucket_bytes,
+    device_buckets,
     drops_rollout_weights,
     layer_bytes_per_token,
     offloaded,
@@ -26,6 +28,7 @@ from verl.config.memory import (
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout, layers_of_stages
+from verl.weight_sync.options import Ipc, Shm
 
 TRAINED = ("actor", "critic")
 PARTS = {"weights": "weights", "optimizer": "optimizer states"}
@@ -115,8 +118,12 @@ def spread_of(config: Config, update_tokens: int) -> Spread | None:
 
 def _on_their_way(config: Config) -> int:
     """Bytes of a version of the weights in shared memory, or of a bucket through which they pass."""
-    model, bucket_mb = describe_model(config.model.path), config.sync.engine_options.get("bucket_mb")
-    return 4 * model.parameters if bucket_mb is None else max(bucket_mb << 20, 4 * model.vocab * model.hidden)
+    model, options = describe_model(config.model.path), options_of(config, "sync")
+    if isinstance(options, Ipc):
+        return 0
+    if isinstance(options, Shm) and options.bucket_mb is not None:
+        return bucket_bytes(options.bucket_mb, model)
+    return 4 * model.parameters
 
 
 def on_this_machine(spread: Spread) -> Memory | None:
@@ -159,7 +166,8 @@ def _of_stage(
     }
     rollout = rollout_items(config, describe_model(config.model.path)) if replicas else {}
     items |= {name: replicas * size for name, size in rollout.items()}
-    every = [f"{role} {name}" for role in roles for name in HELD] + ["rollout weights"]
+    items |= device_buckets(config) if "actor" in roles else {}
+    every = [f"{role} {name}" for role in roles for name in HELD] + ["rollout weights", "buckets of weights"]
 
     def held(*awake: str) -> list[str]:
         """awake: the role that is at work, with all of its state where it is updated."""

@@ -1,5 +1,6 @@
-"""Weights through two buckets, with no whole version anywhere on their way: the trainer fills one while the replicas
-read the other. What the three sides tell each other stands in a ledger, a file of shared memory beside the buckets.
+"""Weights through two buckets, of shared memory or on a GPU, with no whole version anywhere on their way: the trainer
+fills one while the replicas read the other. What the three sides tell each other stands in a ledger, a file of shared
+memory beside the buckets.
 
 A replica that reads so holds up the trainer, and the trainer it: it writes what comes over the weights that it has,
 while nothing is drawn, and draws again when the trainer has said that the version is whole. One that breaks off or is
@@ -14,11 +15,11 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 from torch import Tensor
 
+from verl.weight_sync import device
 from verl.weight_sync.base import Bucket, Entry, Passed, Readers, SyncError, TensorStream, WeightSource, checksum
 from verl.weight_sync.shm import SHM, TAIL_BYTES, Part, ShmStream, blank, first_byte, laid_out, num_bytes_of, this_host
 
@@ -101,8 +102,8 @@ class BucketOutlet:
 
     transport = TRANSPORT
 
-    def __init__(self, name: str, bucket_bytes: int) -> None:
-        self.name, self._bucket_bytes = name, bucket_bytes
+    def __init__(self, name: str, bucket_bytes: int, *, on_gpu: bool = False) -> None:
+        self.name, self._bucket_bytes, self._on_gpu = name, bucket_bytes, on_gpu
         self._shapes: dict[str, Entry] = {}
         self._plan: list[list[str]] = []
         self._slots: Sequence[Slot] = ()
@@ -119,11 +120,8 @@ class BucketOutlet:
         buckets = [laid_out({name: shapes[name] for name in names}) for names in self._plan]
         index_bytes = max((len(_encoded(parts, longest=True)) for parts, _ in buckets), default=0)
         room = max((room for _, room in buckets), default=0)
-        self._slots = [self._slot(_at(self.name, turn), index_bytes, room) for turn in range(2)]
+        self._slots = [Slot(_at(self.name, turn), index_bytes, room, on_gpu=self._on_gpu) for turn in range(2)]
         self._ledger = Ledger.new(_at(self.name, "ledger"))
-
-    def _slot(self, path: Path, index_bytes: int, room: int) -> Slot:
-        return HostSlot(path, index_bytes, room)
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         raise AssertionError("who reads it is known before: it is streamed")
@@ -163,29 +161,26 @@ class BucketOutlet:
             self._ledger.give_up(turn, reader)
 
 
-class Slot(Protocol):
-    """Where one bucket lies."""
+class Slot:
+    """Where one bucket lies: in a file of shared memory, as a version does (shm.py), or on a GPU that it tells of."""
 
-    def fill(self, version: int, parts: Sequence[Part], tensors: Iterable[Passed]) -> None: ...
-
-
-class HostSlot:
-    """In a file of shared memory, as a version lies there (shm.py)."""
-
-    def __init__(self, path: Path, index_bytes: int, room: int) -> None:
+    def __init__(self, path: Path, index_bytes: int, room: int, *, on_gpu: bool) -> None:
         self._first = first_byte(index_bytes)
-        self._file = blank(path, self._first + room + TAIL_BYTES)
+        self._memory = device.allocated(room) if on_gpu else None
+        self._handle = b"" if self._memory is None else device.told(self._memory)
+        self._file = blank(path, self._first + (len(self._handle) if on_gpu else room) + TAIL_BYTES)
 
     def fill(self, version: int, parts: Sequence[Part], tensors: Iterable[Passed]) -> None:
-        whole, sums = self._file.memory, dict[str, int | None]()
+        lies = self._file.memory[self._first :] if self._memory is None else self._memory
+        sums = dict[str, int | None]()
         for part, (name, tensor, told) in zip(parts, tensors, strict=True):
             assert name == part.name, f"{name} comes where {part.name} was told of"
             sums[name] = told
-            if part.num_bytes:
-                start = self._first + part.start
-                into = whole[start : start + part.num_bytes].view(tensor.dtype).view(part.shape)
-                into.copy_(tensor.detach())
-        self._file.describe(version, _encoded([_told(part, sums) for part in parts]), self._first)
+            into = lies[part.start : part.start + part.num_bytes].view(tensor.dtype).view(part.shape)
+            into.copy_(tensor.detach())
+        if self._memory is not None:
+            device.settle(self._memory)
+        self._file.describe(version, _encoded([_told(part, sums) for part in parts]), self._first, self._handle)
 
 
 class BucketStream(TensorStream):

@@ -16,6 +16,12 @@ class Shm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ipc:
+    bucket_mb: PositiveInt = 256
+    """As that of shm; two of them, on the GPU of the trainer's first rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tcp:
     host: str | None = None
     """The address by which replicas reach the trainer's first rank. None: that of its machine's way out."""

@@ -22,16 +22,17 @@ import msgspec
 import torch
 from torch import Tensor
 
+from verl.weight_sync import device
 from verl.weight_sync.base import Entry, SyncContext, SyncError, TensorStream
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
-from verl.weight_sync.options import Shm
+from verl.weight_sync.options import Ipc, Shm
 
 SHM = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 _PIDS = Path("/proc/self/ns/pid")
 PREFIX = f"verl-weights.{_PIDS.stat().st_ino if _PIDS.exists() else 0}"
 """Of the files whose owner's process id means something here: containers that share the memory count each by itself.
 An older verl reads the word behind `verl-weights-` as a process id, and removes what has none."""
-HEAD_BYTES, VERSION_BYTES = 24, 8  # version, length of the index, first byte of the tensors, little endian; one of them
+HEAD_BYTES, VERSION_BYTES = 32, 8  # version, length of the index, first byte, length of a handle; one of them
 TAIL_BYTES = 8  # the version that all replicas have
 ALIGN_BYTES = 64
 WRITING = -1
@@ -102,10 +103,12 @@ def laid_out(shapes: Mapping[str, Entry]) -> tuple[list[Part], int]:
     return parts, at
 
 
-def _describe(found: mmap.mmap, index: bytes, first: int) -> None:
+def _describe(found: mmap.mmap, index: bytes, first: int, handle: bytes = b"") -> None:
+    """handle: of a GPU's memory (device.py), which has the tensors that would lie here from `first` on."""
     assert HEAD_BYTES + len(index) <= first
-    found[8:HEAD_BYTES] = len(index).to_bytes(8, "little") + first.to_bytes(8, "little")
+    found[8:HEAD_BYTES] = b"".join(n.to_bytes(8, "little") for n in (len(index), first, len(handle)))
     found[HEAD_BYTES : HEAD_BYTES + len(index)] = index
+    found[first : first + len(handle)] = handle
 
 
 def num_bytes_of(entry: Entry) -> int:
@@ -142,9 +145,9 @@ class ShmStream(TensorStream):
     def segment(self) -> str:
         return str(self._path)
 
-    def describe(self, version: int, index: bytes, first: int) -> None:
-        """What its writer has put there, from that byte on."""
-        _describe(self._found, index, first)
+    def describe(self, version: int, index: bytes, first: int, handle: bytes = b"") -> None:
+        """What its writer has put there, from that byte on, or into the memory of that handle."""
+        _describe(self._found, index, first, handle)
         self.hold(version)
 
     def hold(self, version: int) -> None:
@@ -161,26 +164,29 @@ class ShmStream(TensorStream):
 
     @property
     def memory(self) -> Tensor:
-        """The file, uint8: the version, where the index ends and the tensors begin, these, the version all have."""
+        """The file, uint8: its head, the index, the tensors or a handle, the version that all have."""
         return torch.frombuffer(self._found, dtype=torch.uint8)
 
     @property
     def index(self) -> tuple[list[Part], int]:
         """What is there, and the byte that parts count from."""
-        size, first = (int.from_bytes(self._found[at : at + 8], "little") for at in (8, 16))
+        size, first, _ = self._head()
         return msgspec.msgpack.decode(self._found[HEAD_BYTES : HEAD_BYTES + size], type=list[Part]), first
+
+    def _head(self) -> tuple[int, ...]:
+        return tuple(int.from_bytes(self._found[at : at + 8], "little") for at in range(8, HEAD_BYTES, 8))
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors where they lie; a later version is written over them."""
         parts, first = self.index
+        length = self._head()[-1]
+        handle = self._found[first : first + length]
+        lies = device.opened(handle) if handle else self.memory[first:]
         for part in parts:
             dtype = vars(torch)[part.dtype]
-            if not part.num_bytes:
-                yield part.name, torch.empty(part.shape, dtype=dtype)
-                continue
-            count = part.num_bytes // dtype.itemsize
-            flat = torch.frombuffer(self._found, dtype=dtype, count=count, offset=first + part.start)
-            yield part.name, flat.view(part.shape)
+            yield part.name, lies[part.start : part.start + part.num_bytes].view(dtype).view(part.shape)
+        if handle:  # its reader has what it took
+            device.settle(lies)
 
 
 def open_weights(address: str) -> ShmStream:
@@ -267,11 +273,13 @@ def remove_of_the_dead() -> None:
                 path.unlink()
 
 
-def build(options: Shm, context: SyncContext) -> LocalCheckpointEngine:
+def build(options: Shm | Ipc, context: SyncContext) -> LocalCheckpointEngine:
+    """Also of sync.engine=ipc, whose buckets are told of in files of shared memory and lie on a GPU."""
     remove_of_the_dead()
     name = f"{PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
     if options.bucket_mb is None:
         return engine_of(ShmOutlet(name), context, end, name)
     from verl.weight_sync.buckets import BucketOutlet
 
-    return engine_of(BucketOutlet(name, options.bucket_mb << 20), context, end, name)
+    outlet = BucketOutlet(name, options.bucket_mb << 20, on_gpu=isinstance(options, Ipc))
+    return engine_of(outlet, context, end, name)

@@ -1,8 +1,8 @@
 """Weights from the trainer's segment of shared memory into vLLM 0.32. This file runs in vLLM's own environment, which
 has no verl: it is imported in every worker as `--worker-extension-cls verl_weights.Extension`.
 
-A segment (verl/weight_sync/shm.py): version, length of the index and first byte of the tensors as 8 bytes each, the
-index in msgpack, the tensors.
+A segment (verl/weight_sync/shm.py): version, length of the index, first byte of the tensors and length of a handle as 8
+bytes each, the index in msgpack, the tensors or the handle of a GPU's memory that has them (weight_sync/device.py).
 """
 
 import math
@@ -10,16 +10,19 @@ import mmap
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from torch.storage import TypedStorage
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-HEAD_BYTES = 24
+HEAD_BYTES = 32
 
 
 @dataclass
@@ -58,7 +61,8 @@ class Segment:
         return int.from_bytes(self._found[:8], "little", signed=True)
 
     def tensors(self, update: Update) -> Iterator[tuple[str, torch.Tensor]]:
-        size, first = (int.from_bytes(self._found[at : at + 8], "little") for at in (8, 16))
+        size, first, length = (int.from_bytes(self._found[at : at + 8], "little") for at in (8, 16, 24))
+        lies = _opened(self._found[first : first + length]) if length else None
         parts = msgspec.msgpack.decode(self._found[HEAD_BYTES : HEAD_BYTES + size])
         wanted = None if update.names is None else set(update.names)
         if wanted is not None and (absent := sorted(wanted - {part[0] for part in parts})):
@@ -68,13 +72,16 @@ class Segment:
                 continue
             dtype = getattr(torch, dtype_name)
             if num_bytes:
-                raw = torch.frombuffer(self._found, dtype=torch.uint8, count=num_bytes, offset=first + start)
+                if lies is None:
+                    raw = torch.frombuffer(self._found, dtype=torch.uint8, count=num_bytes, offset=first + start)
+                else:
+                    raw = lies[start : start + num_bytes]
                 raw = raw.clone() if update.passes else raw  # vLLM copies a layer once it is complete
                 tensor = raw.view(dtype).view(shape)
             else:
                 raw, tensor = torch.empty(0, dtype=torch.uint8), torch.empty(shape, dtype=dtype)
             expected = update.checksums.get(name)
-            if expected is not None and zlib.crc32(raw.numpy().data) != expected:
+            if expected is not None and zlib.crc32(raw.cpu().numpy().data) != expected:
                 raise RuntimeError(f"version {update.version}: {name} is not what the trainer sent (checksum)")
             if name not in update.parts:
                 yield name, tensor
@@ -82,10 +89,25 @@ class Segment:
             rows = tensor.view(-1, tensor.shape[-1])
             for part, of, row in update.parts[name]:  # the same bytes
                 yield part, rows[row : row + math.prod(of[:-1])].view(of)
+        if lies is not None:  # the copies of it have ended: its owner writes it again
+            torch.cuda.synchronize(lies.device)
 
     def require(self, version: int) -> None:
         if self.version != version:
             raise RuntimeError(f"version {version} was expected in shared memory, and {self.version} is there")
+
+
+@lru_cache(maxsize=2)  # as many as there are of a sender
+def _opened(handle: bytes) -> torch.Tensor:
+    """uint8, the memory of a GPU that the trainer's process has."""
+    gpu, num_bytes, allocation, storage_bytes, storage_offset, *rest = msgspec.msgpack.decode(handle)
+    seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    if gpu not in seen:
+        raise RuntimeError(
+            f"the weights lie on GPU {gpu}, and this process sees {', '.join(seen) or 'none'}: set sync.engine=shm"
+        )
+    shared = (seen.index(gpu), allocation, storage_bytes, storage_offset, False, *rest)
+    return rebuild_cuda_tensor(torch.Tensor, (num_bytes,), (1,), 0, TypedStorage, torch.uint8, *shared)
 
 
 class Engine(WeightTransferEngine[Init, Update]):
