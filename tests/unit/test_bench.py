@@ -394,12 +394,13 @@ def test_the_router_bench_counts_what_is_lost_and_doubled(monkeypatch: pytest.Mo
     async def twice(self: Any, request_id: str, prompt: Any, sampling: Any, **rest: Any) -> Any:
         return await generate(self, request_id, prompt, replace(sampling, seed=sampling.seed + 1), **rest)
 
-    generate = router.Double.generate
+    generate, load = router.Double.generate, router.Double.load_weights
     monkeypatch.setattr(router.Double, "generate", twice)
     *_, exchanged = asyncio.run(router.deaths(3, 1.0))
     assert int(exchanged) > 0, "an answer to another request is seen"
 
     async def says_so(self: Any, source: Any, *, on_inflight: str) -> Any:
+        await load(self, source, on_inflight=on_inflight)  # one that is dead takes none
         self.version = 1
         return source
 
