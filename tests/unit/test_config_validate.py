@@ -36,6 +36,7 @@ def test_a_right_configuration_passes(base: list[str]) -> None:
         assert faults(base, command=command) == []
 
 
+ROUTED = ("rollout.engine=sglang", "rollout.url=http://127.0.0.1:30001")
 FAULTS = [
     (["step.samples_per_prompt=1"], "set at least 2"),
     (["step.prompts_per_step=10", "step.updates_per_step=4"], "use 1, 2, 5, 10"),
@@ -70,6 +71,15 @@ FAULTS = [
     (["rollout.engine_options.max_prefill_tokens=0"], "must be >= 1"),
     (["rollout.engine_options.max_prefill_tokens=true"], "expected int"),
     (["rollout.engine=sglang"], "sglang is not installed beside verl; set rollout.python"),
+    ([*ROUTED, "rollout.engine_options.router=:30000"], "router=:30000: expected http://HOST:PORT"),
+    (
+        ["rollout.engine=sglang", "rollout.python=/bin/sh", "rollout.engine_options.router=http://127.0.0.1:30000"],
+        "it stands before servers that run already; name them in rollout.url",
+    ),
+    (
+        [*ROUTED, "rollout.engine_options.router=http://127.0.0.1:30000", "pipeline.staleness=1"],
+        "router=http://127.0.0.1:30000 with pipeline.staleness=1: an update waits",
+    ),
     (["rollout.engine=natve"], "did you mean native"),
     (["rollout.dtype=float16"], "bfloat16"),
     (["model.dtype=bf16"], "did you mean bfloat16"),

@@ -60,11 +60,25 @@ def server_faults(config: Config, command: str) -> Iterator[str]:
     elif not (config.sync.engine in ("local", row.sync) or found):
         why = f"it reads weights from {FROM[row.sync]}"
         yield f"sync.engine={config.sync.engine} with {engine}: {why}; set sync.engine={row.sync}, or leave it out"
+    if (router := config.rollout.engine_options.get("router")) is not None:
+        yield from _router(config, router)
     yield from _own_weights(config, row, engine, command)
     yield from _draws(config, row, engine, command)
     if config.run.deterministic:
         why = "what a server gives a sequence may depend on what else is in its batch"
         yield f"run.deterministic=true with {engine}: {why}; set rollout.engine=native, or leave it out"
+
+
+def _router(config: Config, url: str) -> Iterator[str]:
+    """One of others, before servers that run."""
+    at, parts = f"rollout.engine_options.router={url}", urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        yield f"{at}: expected http://HOST:PORT"
+    if config.rollout.url is None:
+        yield f"{at}: it stands before servers that run already; name them in rollout.url, or leave it out"
+    if config.pipeline.staleness > 0 and not config.pipeline.partial_rollout:
+        why = "an update waits for a replica's own requests, and the router sends it those of others"
+        yield f"{at} with pipeline.staleness={config.pipeline.staleness:g}: {why}; set pipeline.partial_rollout=true"
 
 
 def _own_weights(config: Config, row: Backend, engine: str, command: str) -> Iterator[str]:

@@ -144,6 +144,14 @@ class Api:
         """`weights` or `kv`, which is asleep. With the last one it goes on."""
         raise NotImplementedError
 
+    def routable(self, body: dict[str, Any]) -> bool:
+        """A router passes it on as it is."""
+        return False
+
+    async def behind(self, get: Post) -> set[str]:
+        """The URLs of the servers that a router knows."""
+        raise NotImplementedError
+
     async def paused(self, get: Post) -> bool | None:
         """Whether it stands still; None: it does not tell."""
         return None

@@ -36,7 +36,7 @@ from verl.rollout.connected import OTHERS, PROBE_S, Server
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 from verl.rollout.launching import Launch
 from verl.rollout.life import Life
-from verl.rollout.wire import Drawn, Reading
+from verl.rollout.wire import Drawn, NotUnderstood, Reading
 from verl.types import Sampling
 from verl.weight_sync.base import Bucket, InBuckets, Parts, SyncError, WeightSource, opened, parts_of
 
@@ -46,7 +46,8 @@ ASKED = 3  # times that a request is asked of a server that is well, and whose c
 
 
 class ServedEngine(Server):
-    """See `RolloutEngine`. at: the URL of a server that runs, or what starts one, which then ends with this engine."""
+    """See `RolloutEngine`. at: the URL of a server that runs, or what starts one, which then ends with this engine ·
+    router: of others, before this server and those of the other replicas, that requests go through."""
 
     goes_on = True
 
@@ -59,8 +60,9 @@ class ServedEngine(Server):
         able: Capabilities,
         deadlines: Deadlines | None = None,
         api_key: str | None = None,
+        router: str | None = None,
     ) -> None:
-        super().__init__(context, expected, api, at, deadlines or Deadlines(), api_key)
+        super().__init__(context, expected, api, at, deadlines or Deadlines(), api_key, router)
         self._able = able
         self._pending: dict[str, Call] = {}
         self._paused = False
@@ -91,13 +93,18 @@ class ServedEngine(Server):
         self._check_alive()
         check_inputs(self._able, request_id, adapter, media)
         prompt = self._checked(request_id, prompt_ids, sampling)
-        call = self._pending[request_id] = Call("")
+        call = self._pending[request_id] = Call("", routed=self._router is not None)
         self._life.watch()
         try:
             for left in reversed(range(ASKED)):
                 try:
                     return await self._asked(request_id, call, prompt, sampling, so_far)
-                except ServerGone as e:
+                except (ServerGone, ServerRefused, NotUnderstood) as e:
+                    if call.routed and (not isinstance(e, ServerRefused) or e.status >= 500):
+                        call.routed = False  # the router, or another server: this one does as well
+                        continue
+                    if not isinstance(e, ServerGone):
+                        raise
                     if self._closed or not self._going() or self._ended or await self._life.failed() is not None:
                         raise await self._cause(e) from e.__cause__
                     if not left:  # another server would do no better
@@ -154,19 +161,23 @@ class ServedEngine(Server):
         reading = Reading(sampling=sampling, room=tokens, eos_token_ids=eos, decode=context.decode, before=before)
         room, rest = Room(tokens=tokens - n, vocab=self._vocab, ends=eos), reading.rest(self._api.by_position)
         body = self._api.body(self._model, call.server_id, prompt.tolist() + before.ids, rest, room)
+        call.routed &= self._api.routable(body) and not sampling.stop  # which ends it before all is told of its tokens
         try:
             await self._ask(call, body, reading, drawn, follow=so_far is not None and self._api.follows)
             if not self._api.updates and drawn.ids:  # it had these weights all the time
                 drawn.versions = [(str(version), 0, len(drawn.ids))]
             self._life.heard += 1
-            return reading.completion(request_id, drawn)
+            answer = reading.completion(request_id, drawn)
+            if call.routed and (found := min((v for v, _, _ in answer.spans), default=version)) < version:
+                raise ServerGone(f"the router sent a request to a server of version {found}: {version} is live")
+            return answer
         finally:
             reading.keep(drawn, version)
 
     async def _ask(self, call: Call, body: Mapping[str, Any], reading: Reading, drawn: Drawn, *, follow: bool) -> None:
         if call.cut.is_set():  # before it was asked
             drawn.finish = "abort"
-        elif self._api.aborts and not (reading.sampling.stop or follow):
+        elif self._api.aborts and not (reading.sampling.stop or follow or call.routed):
             limit_s = self._limits.request_s
             self._api.read(drawn, await self._http.post(self._api.generate, body, timeout_s=limit_s, again=True))
         else:
@@ -177,18 +188,21 @@ class ServedEngine(Server):
                 task = asyncio.current_task()
                 if not call.cut.is_set() or (task is not None and task.cancelling()):
                     raise
+                if call.routed:  # which weights drew them was not said yet
+                    drawn.ids, drawn.logprobs = [], []
                 drawn.finish = "abort"
 
     async def _streamed(self, call: Call, body: Mapping[str, Any], reading: Reading, drawn: Drawn) -> None:
         """The last event says which weights drew what, so that it is waited for."""
         version, asked = self._version, {**body, "stream": True}
-        events = self._http.stream(self._api.generate, asked, timeout_s=self._limits.request_s)
+        http = self._router if call.routed and self._router is not None else self._http
+        events = http.stream(self._api.generate, asked, timeout_s=self._limits.request_s)
         async with aclosing(events):
             async for event in events:
                 seen = len(drawn.ids)
                 self._life.heard += 1
                 self._api.read(drawn, event)
-                if self._open.is_set() and self._version == version and self._fenced is None:
+                if self._open.is_set() and self._version == version and self._fenced is None and not call.routed:
                     drawn.sure = len(drawn.ids)
                 if drawn.stopped is None:
                     drawn.stopped = reading.end_of(drawn, seen)
@@ -216,10 +230,10 @@ class ServedEngine(Server):
     async def _abort_there(self, calls: Sequence[Call]) -> None:
         for call in calls:
             call.cut.set()
-            if call.reading is not None and not self._api.aborts:
+            if call.reading is not None and (call.routed or not self._api.aborts):
                 call.reading.cancel()
-        if self._api.aborts and calls:
-            await self._api.abort(self._call, [call.server_id for call in calls])
+        if self._api.aborts and (here := [call.server_id for call in calls if not call.routed]):
+            await self._api.abort(self._call, here)
 
     # -- control -------------------------------------------------------------------------------------------------------
 
@@ -428,7 +442,7 @@ class ServedEngine(Server):
         for undoing in self._behind if self._launch is not None else ():  # that server ends, in whatever state
             undoing.cancel()
         await asyncio.gather(*self._behind, return_exceptions=True)
-        await self._http.close()
+        await self._hung_up()
         if self._server is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._server.stop)
 

@@ -19,7 +19,7 @@ from verl.rollout.embedded.core import check_context
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.launching import Launch
 from verl.rollout.process import ServerProcess
-from verl.rollout.wire import Drawn, raw
+from verl.rollout.wire import Drawn, NotUnderstood, raw
 from verl.types import Sampling
 
 DYING_S = 3.0  # from the end of an engine to that of the server before it
@@ -43,7 +43,7 @@ def _lacking(log: str) -> str:
 
 
 class Server:
-    """at: the URL of one that runs, or what starts one, which then ends with this."""
+    """at: the URL of one that runs, or what starts one, which then ends with this · router: that of one before it."""
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class Server:
         at: str | Launch,
         limits: Deadlines,
         key: str | None,
+        router: str | None = None,
     ) -> None:
         check_context(context.max_context_tokens, positions_of(context))
         self._context, self._expected, self._api, self._limits = context, expected, api, limits
@@ -62,6 +63,7 @@ class Server:
         # one that is started anew for every version is not started before the first
         self._waiting = self._launch is not None and not api.updates
         self._http = Http(at, key) if isinstance(at, str) else Http("") if self._waiting else self._launched(None)
+        self._router = Http(router, key) if router is not None else None
         self._tag, self._number = uuid.uuid4().hex[:8], itertools.count()
         self._starting: asyncio.Task[None] | None = None
         self._ready = self._closed = False
@@ -108,6 +110,7 @@ class Server:
                 while not await self._answers():  # noqa: ASYNC110 - it tells nobody
                     await asyncio.sleep(0.2)
             await self._known()
+            await self._routed()
         except BaseException:
             if self._server is not None:
                 await asyncio.get_running_loop().run_in_executor(None, self._server.stop)
@@ -155,6 +158,24 @@ class Server:
                 await self._api.resume(self._call)
         if not self._left:
             await self._proved()
+
+    async def _hung_up(self) -> None:
+        for one in (self._http, self._router):
+            if one is not None:
+                await one.close()
+
+    async def _routed(self) -> None:
+        """ValueError for a router that is not there, or that does not know this server."""
+        if self._router is None:
+            return
+        at = f"rollout.engine_options.router={self._router.url}"
+        try:
+            known = await self._api.behind(partial(self._router.get, timeout_s=self._limits.control_s))
+        except (ServerGone, ServerLate, ServerRefused, NotUnderstood) as e:
+            raise ValueError(f"{at}: no router there that tells of its servers ({e}); start it first") from e
+        if self._http.url not in known:
+            told = ", ".join(sorted(known)) or "none"
+            raise ValueError(f"{at}: it does not know {self._http.url} (but {told}): name it in its --worker-urls")
 
     async def _proved(self) -> None:
         if self._server is None:

@@ -38,6 +38,9 @@ class Options:
     deterministic_inference: bool = False
     """A seed gives its tokens whatever the batch. Without, SGLang does not look at seeds. Of a server at a URL: it was
     started so."""
+    router: str | None = None
+    """The URL of an sglang-router before the servers of rollout.url, which requests go through; updates and scores go
+    to each server itself. Draws with top_p, top_k or min_p go there too: it would drop what they ask for."""
     start_timeout_s: Positive = 600.0
     request_timeout_s: Positive = 3600.0
     """For one answer, the time in the queue included."""
@@ -69,7 +72,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     )
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
     if place.url is not None:
-        return ServedEngine(context, expected, SglangApi(), place.url, able, deadlines)
+        return ServedEngine(context, expected, SglangApi(), place.url, able, deadlines, router=options.router)
     python = place.python or sys.executable
     require(python, "sglang", "SGLang", (AT_LEAST, BELOW), INSTALL)
     launch = launcher("SGLang", place, partial(serve_command, python, options, context))

@@ -111,5 +111,16 @@ class SglangApi(Api):
         if part == "kv":
             await self.resume(post)
 
+    def routable(self, body: dict[str, Any]) -> bool:
+        """sglang-router 0.3.2 writes requests anew, and drops what it does not know of them without a word."""
+        return "return_sampling_mask" not in body
+
+    async def behind(self, get: Post) -> set[str]:
+        told = await get("/workers")
+        try:
+            return {str(one["url"]).rstrip("/") for one in told["workers"]}
+        except (KeyError, TypeError) as e:
+            raise NotUnderstood(f"/workers is not sglang-router's: {type(e).__name__}: {e}") from e
+
     async def release(self, get: Post) -> str:
         return str((await get("/server_info"))["version"])

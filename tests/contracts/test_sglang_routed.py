@@ -1,0 +1,213 @@
+"""sglang-router before servers of SGLang, which are doubles: requests go through it, all else to each server itself."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import test_contract_doubles as contract_doubles
+import torch
+from routing import router
+
+from verl.rollout import sglang
+from verl.rollout.base import RolloutContext, ServerPlace
+from verl.rollout.process import free_port
+from verl.types import Sampling
+from verl.weight_sync import disk
+from verl.weight_sync.base import CheckedReader, WeightSource, checksum
+from verl.weight_sync.sender import entry_of
+
+pytest.importorskip("sglang_router", reason="pip install sglang-router==0.3.2")
+PROMPT = np.array([1, 2, 3, 4], np.int64)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two doubles of SGLang, and the router before them."""
+    spec = importlib.util.spec_from_file_location("contract_of_routed", contract_doubles.SUITE)
+    assert spec is not None and spec.loader is not None
+    suite = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = suite
+    spec.loader.exec_module(suite)
+    servers = [contract_doubles.Running("sglang", suite) for _ in range(2)]
+    folder = tmp_path_factory.mktemp("fleet")
+    with router([one.url for one in servers], folder / "router.log", "--policy", "round_robin") as url:
+        yield SimpleNamespace(url=url, servers=servers, suite=suite, outlet=disk.DiskOutlet(folder / "weights"))
+    for one in servers:
+        one.stop()
+
+
+def routed(fleet: Any, number: int = 0, url: str = "") -> Any:
+    place = ServerPlace(model="none", log=Path(os.devnull), url=fleet.servers[number].url)
+    config = fleet.suite.reference().config
+    context = RolloutContext(hf_config=config, max_context_tokens=512, dtype=torch.float32, place=place)
+    return sglang.build(sglang.Options(router=url or fleet.url, start_timeout_s=20), context)
+
+
+async def publish(fleet: Any, engines: Sequence[Any], version: int, seed: int) -> Any:
+    """-> the model."""
+    torch.manual_seed(seed)
+    module = fleet.suite.reference()
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.mul_(1 + 0.2 * torch.randn_like(weight))
+    held = {name: tensor.detach() for name, tensor in module.named_parameters()}
+    manifest = {name: replace(entry_of(tensor), checksum=checksum(tensor)) for name, tensor in held.items()}
+    address = fleet.outlet.stage(version, {n: replace(e, checksum=None) for n, e in manifest.items()}, held.items())
+    source = WeightSource(version, disk.DiskOutlet.transport, address, manifest)
+    for one in engines:
+        assert await one.load_weights(CheckedReader(source), on_inflight="keep") == version
+    return module
+
+
+def rids(fleet: Any) -> list[int]:
+    return [one.double.numbers for one in fleet.servers]
+
+
+async def ask(one: Any, tag: str, count: int = 24, **sampling: Any) -> list[Any]:
+    settings = {"max_tokens": 6, "ignore_eos": True, **sampling}
+    asked = (one.generate(f"{tag}{i}", PROMPT, Sampling(seed=i, **settings)) for i in range(count))
+    return await asyncio.gather(*asked)
+
+
+def same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    return all(
+        a.ids.tolist() == b.ids.tolist() and np.allclose(a.logprobs, b.logprobs, atol=1e-5)
+        for a, b in zip(found, wanted)
+    )
+
+
+def test_answers_through_the_router_are_those_of_the_servers_and_updates_reach_each(fleet: Any) -> None:
+    async def run() -> None:
+        engines = [routed(fleet, number) for number in range(2)]
+        try:
+            for one in engines:
+                await one.capabilities()
+            for version in (1, 2):
+                module = await publish(fleet, engines, version, seed=version)
+                before = rids(fleet)
+                found = await ask(engines[0], f"v{version}-")
+                assert all(now > was for now, was in zip(rids(fleet), before)), "both servers were asked"
+                assert all([v for v, _, _ in one.spans] == [version] for one in found)
+                engines[0]._router, through = None, engines[0]._router
+                assert same(found, await ask(engines[0], f"d{version}-"))
+                engines[0]._router = through
+                for one in engines:
+                    ids = np.array([*PROMPT, *found[0].ids])
+                    logits = module(torch.tensor(ids)[None]).logits[0].log_softmax(-1)
+                    wanted = logits[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+                    assert np.abs(await one.score(ids) - wanted.detach().numpy()).max() < 1e-4
+        finally:
+            for one in engines:
+                await one.close()
+
+    asyncio.run(run())
+
+
+def test_what_the_router_would_drop_and_what_ends_early_goes_to_the_server_itself(fleet: Any) -> None:
+    async def run() -> None:
+        engines = [routed(fleet, number) for number in range(2)]
+        try:
+            for one in engines:
+                await one.capabilities()
+            await publish(fleet, engines, 3, seed=3)
+            other = rids(fleet)[1]
+            for tag, more in (("mask", {"top_k": 5}), ("top-p", {"top_p": 0.9})):
+                found = await ask(engines[0], tag, **more)
+                assert all(np.isfinite(one.logprobs).all() and (one.logprobs > -50).all() for one in found)
+            assert rids(fleet)[1] == other
+        finally:
+            for one in engines:
+                await one.close()
+
+    asyncio.run(run())
+
+
+def test_an_answer_of_a_server_with_older_weights_is_asked_for_again(fleet: Any) -> None:
+    """One whose update failed is fenced here, and the router does not know."""
+
+    async def run() -> None:
+        engines = [routed(fleet, number) for number in range(2)]
+        try:
+            for one in engines:
+                await one.capabilities()
+            await publish(fleet, engines, 4, seed=4)
+            await publish(fleet, engines[:1], 5, seed=5)
+            before = rids(fleet)
+            found = await ask(engines[0], "stale")
+            assert rids(fleet)[1] > before[1], "the one with older weights was asked"
+            assert all([v for v, _, _ in one.spans] == [5] for one in found)
+            engines[0]._router, through = None, engines[0]._router
+            assert same(found, await ask(engines[0], "again"))
+            engines[0]._router = through
+        finally:
+            for one in engines:
+                await one.close()
+
+    asyncio.run(run())
+
+
+def test_an_abort_returns_and_gives_the_rows_back_wherever_they_are(fleet: Any) -> None:
+    async def run() -> None:
+        engines = [routed(fleet, number) for number in range(2)]
+        try:
+            for one in engines:
+                await one.capabilities()
+            await publish(fleet, engines, 6, seed=6)
+            asked = [asyncio.ensure_future(ask(engines[0], f"long{i}", 1, max_tokens=400)) for i in range(8)]
+            while sum(len(one.double.running) for one in fleet.servers) < 8:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert await asyncio.wait_for(engines[0].abort(), 20) == 8
+            answers = [one for answered in await asyncio.gather(*asked) for one in answered]
+            assert [one.stop_reason for one in answers] == ["abort"] * 8
+            async with asyncio.timeout(20):
+                while any(one.double.running for one in fleet.servers):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        finally:
+            for one in engines:
+                await one.close()
+
+    asyncio.run(run())
+
+
+def test_a_router_that_dies_costs_no_answer(fleet: Any, tmp_path: Path) -> None:
+    async def run() -> None:
+        with router([one.url for one in fleet.servers], tmp_path / "router.log") as url:
+            one = routed(fleet, 0, url)
+            await one.capabilities()
+        try:
+            await publish(fleet, [one], 7, seed=7)
+            found = await ask(one, "after")
+            assert len(found) == 24 and all([v for v, _, _ in one.spans] == [7] for one in found)
+        finally:
+            await one.close()
+
+    asyncio.run(run())
+
+
+def test_one_that_is_no_router_or_does_not_know_the_server_is_one_line(fleet: Any, tmp_path: Path) -> None:
+    async def refused(url: str) -> str:
+        one = routed(fleet, 0, url)
+        try:
+            with pytest.raises(ValueError) as e:
+                await one.capabilities()
+            return str(e.value)
+        finally:
+            await one.close()
+
+    at = "rollout.engine_options.router="
+    gone = f"http://127.0.0.1:{free_port()}"
+    assert asyncio.run(refused(gone)).startswith(f"{at}{gone}: no router there that tells of its servers")
+    assert "no router there" in asyncio.run(refused(fleet.servers[1].url)), "a server is none"
+    with router([fleet.servers[1].url], tmp_path / "router.log") as url:
+        said = asyncio.run(refused(url))
+    assert said.startswith(f"{at}{url}: it does not know {fleet.servers[0].url} (but {fleet.servers[1].url}): name it")
