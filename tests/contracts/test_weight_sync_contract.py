@@ -108,6 +108,18 @@ def trainer(cls: type[TorchEngine] = TorchEngine, *, tied: bool = True, lr: floa
     return cls(model, optim=OptimSpec(lr=lr, weight_decay=0.0), dtype="float32")
 
 
+WORLDS: list[World] = []  # of a test, whose threads end with it
+
+
+@pytest.fixture(autouse=True)
+def worlds() -> Iterator[None]:
+    yield
+    for world in WORLDS:
+        world.group.close()
+        world.work.close()
+    WORLDS.clear()
+
+
 class World:
     """One trainer, its worker group, and what publishes from it."""
 
@@ -126,7 +138,9 @@ class World:
         self.outlet: Any = make_outlet()
         self.group = InprocGroup("actor", [Role("actor", self.queue, engine, sender=sender(self.outlet))])
         self.actor = ModelWorkers(self.group, engine.capabilities)
-        self.compute = ComputeWorker(InprocGroup("compute", [Compute(self.queue)]))
+        self.work = InprocGroup("compute", [Compute(self.queue)])
+        self.compute = ComputeWorker(self.work)
+        WORLDS.append(self)
         streamed = {"outlet": self.outlet} if isinstance(self.outlet, base.Streaming) else {}
         self.sync = checkpoint_engine(probes=probes, tolerance=tolerance, **streamed)
         self.count = 0

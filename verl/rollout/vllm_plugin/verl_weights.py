@@ -110,6 +110,11 @@ def _opened(handle: bytes) -> torch.Tensor:
     return rebuild_cuda_tensor(torch.Tensor, (num_bytes,), (1,), 0, TypedStorage, torch.uint8, *shared)
 
 
+def _plain(name: str) -> str:
+    """Of a parameter, as it is called where vLLM serves no adapters."""
+    return name.replace(".base_layer.", ".")
+
+
 class Engine(WeightTransferEngine[Init, Update]):
     init_info_cls, update_info_cls = Init, Update
 
@@ -142,8 +147,8 @@ class Engine(WeightTransferEngine[Init, Update]):
 
     def report(self) -> dict[str, list[str]]:
         """loaded: names that were read · missing: parameters of the model that no tensor went into."""
-        parts = {name for name, _ in self.model.named_parameters()}  # a tied one has one name
-        return {"loaded": sorted(self.read), "missing": sorted(parts - self.filled)}
+        parts = {_plain(name) for name, _ in self.model.named_parameters()}  # a tied one has one name
+        return {"loaded": sorted(self.read), "missing": sorted(parts - set(map(_plain, self.filled)))}
 
     def shutdown(self) -> None:
         pass
