@@ -1105,14 +1105,14 @@ def test_the_router_spreads_by_load_and_keeps_a_prefix_key_together_within_a_bou
 
 def test_the_router_can_do_what_all_replicas_can() -> None:
     async def run() -> None:
-        full = Replica(lora=True, media=True, prefix_cache=True, in_flight_update=True, notes=("a", "b"))
-        part = Replica(lora=True, sleep_levels=(1,), max_context_tokens=50, notes=("b", "c"))
+        full = Replica(lora_rank=8, media=True, prefix_cache=True, in_flight_update=True, notes=("a", "b"))
+        part = Replica(lora_rank=8, sleep_levels=(1,), max_context_tokens=50, notes=("b", "c"))
         differ = (
             "rollout: replicas differ, what all of them can do is used: max_context_tokens (100, 50); prefix_cache "
             "(True, False); in_flight_update (True, False); media (True, False); sleep_levels ((1, 2), (1,))"
         )
         assert await over(full, part).capabilities() == Capabilities(
-            logprobs="processed", max_context_tokens=50, lora=True, sleep_levels=(1,), notes=(differ, "a", "b", "c")
+            logprobs="processed", max_context_tokens=50, lora_rank=8, sleep_levels=(1,), notes=(differ, "a", "b", "c")
         )
         assert (await over(full, full).capabilities()).notes == ("a", "b")
         with pytest.raises(ValueError, match="replicas return processed and raw log-probs"):

@@ -115,6 +115,12 @@ def read_adapter(folder: Path, base: Path) -> dict[str, Part]:
     return parts
 
 
+def rank_of(folder: Path) -> int:
+    """The largest of its weights."""
+    lora = _read(folder)
+    return max([lora.r, *(lora.rank_pattern or {}).values()])
+
+
 def _read(folder: Path) -> _Lora:
     config = {"peft_type": None, **json_object(folder / CONFIG, (folder / CONFIG).read_bytes())}
     for key, value in config.items():

@@ -144,6 +144,13 @@ class Api:
         """`weights` or `kv`, which is asleep. With the last one it goes on."""
         raise NotImplementedError
 
+    def adapting(self, name: str, folder: str) -> tuple[str, dict[str, Any]]:
+        """What it is asked to load an adapter, in place of one of that name."""
+        raise NotImplementedError
+
+    def dropping(self, name: str) -> tuple[str, dict[str, Any]]:
+        raise NotImplementedError
+
     def routable(self, body: dict[str, Any]) -> bool:
         """A router passes it on as it is."""
         return False

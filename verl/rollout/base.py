@@ -52,7 +52,7 @@ class Capabilities:
     max_context_tokens: int
     prefix_cache: bool = False
     in_flight_update: bool = False
-    lora: bool = False
+    lora_rank: int = 0  # of adapters that it takes, at most; 0: none (`Adapting`)
     media: bool = False
     sleep_levels: tuple[int, ...] = ()
     stop_strings: bool = True
@@ -98,10 +98,13 @@ def check_positive(**sizes: int) -> None:
             raise ValueError(f"{name}={value}: must be at least 1")
 
 
+NO_ADAPTERS = "this rollout engine loads no adapters"
+
+
 def check_inputs(able: Capabilities, what: str, adapter: str | None, media: Sequence[str]) -> None:
     """ValueError for an adapter or media that the engine does not take."""
-    if adapter is not None and not able.lora:
-        raise ValueError(f"{what}: adapter={adapter!r}, but this rollout engine loads no adapters; leave it out")
+    if adapter is not None and not able.lora_rank:
+        raise ValueError(f"{what}: adapter={adapter!r}, but {NO_ADAPTERS}; leave it out")
     if media and not able.media:
         raise ValueError(f"{what}: media={list(media)}, but this rollout engine takes no media; remove them")
 
@@ -244,6 +247,19 @@ class Resuming(Protocol):
     ) -> Completion:
         """The whole answer. When the call ends, in whatever way, `so_far` holds what is sure of it."""
         ...
+
+
+@runtime_checkable
+class Adapting(Protocol):
+    """An engine into which LoRA adapters are loaded while it draws."""
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """From a folder in PEFT's layout that the engine sees, for later requests with `adapter=name`, in place of one
+        of that name. Every later publish is of its base. ValueError for one of another base or above the engine's rank,
+        and while requests of that name run."""
+        ...
+
+    async def drop_adapter(self, name: str) -> None: ...
 
 
 @runtime_checkable

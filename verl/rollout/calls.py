@@ -13,11 +13,12 @@ from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """server_id: the name that it has there · asked: the server has been · cut: it was aborted · routed: another one of
-    the run may have it, and its connection alone ends it · reading: its stream, where only the end of the connection
-    ends it."""
+    """server_id: the name that it has there · model: its name there, or an adapter's · asked: the server has been ·
+    cut: it was aborted · routed: another one of the run may have it, and its connection alone ends it · reading: its
+    stream, where only the end of the connection ends it."""
 
     server_id: str
+    model: str
     asked: bool = False
     routed: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)

@@ -20,6 +20,7 @@ from typing import Any, get_args
 import numpy as np
 
 from verl.checkpoint.hf import skeleton_of
+from verl.rollout.adapted import AdaptedServer
 from verl.rollout.api import Api, Deadlines, Expected, Room, source_of
 from verl.rollout.base import (
     Capabilities,
@@ -32,7 +33,7 @@ from verl.rollout.base import (
     checked_ids,
 )
 from verl.rollout.calls import Call, after, ended, first
-from verl.rollout.connected import OTHERS, PROBE_S, Server
+from verl.rollout.connected import OTHERS, PROBE_S
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 from verl.rollout.launching import Launch
 from verl.rollout.life import Life
@@ -45,7 +46,7 @@ SETTLE_S = 2.0  # for the answers of a server that has finished its requests to 
 ASKED = 3  # times that a request is asked of a server that is well, and whose connections break
 
 
-class ServedEngine(Server):
+class ServedEngine(AdaptedServer):
     """See `RolloutEngine`. at: the URL of a server that runs, or what starts one, which then ends with this engine ·
     router: of others, before this server and those of the other replicas, that requests go through."""
 
@@ -62,9 +63,7 @@ class ServedEngine(Server):
         api_key: str | None = None,
         router: str | None = None,
     ) -> None:
-        super().__init__(context, expected, api, at, deadlines or Deadlines(), api_key, router)
-        self._able = able
-        self._pending: dict[str, Call] = {}
+        super().__init__(context, expected, api, at, able, deadlines, api_key, router)
         self._paused = False
         self._asleep = set[str]()  # its memory that was put away
         self._control = asyncio.Lock()  # pauses, updates and restarts do not mix
@@ -92,8 +91,8 @@ class ServedEngine(Server):
         takes the connection with it, on which the server gives the row back."""
         self._check_alive()
         check_inputs(self._able, request_id, adapter, media)
-        prompt = self._checked(request_id, prompt_ids, sampling)
-        call = self._pending[request_id] = Call("", routed=self._router is not None)
+        model, prompt = self._drawn_by(request_id, adapter), self._checked(request_id, prompt_ids, sampling)
+        call = self._pending[request_id] = Call("", model, routed=self._router is not None)
         self._life.watch()
         try:
             for left in reversed(range(ASKED)):
@@ -132,7 +131,7 @@ class ServedEngine(Server):
         if len(ids) < 2:
             return np.zeros(0, np.float32)
         self._check_weights("score")
-        return await self._api.score(self._call, self._model, ids, self._limits.request_s)
+        return await self._api.score(self._call, self._drawn_by("score", adapter), ids, self._limits.request_s)
 
     async def _asked(
         self, request_id: str, call: Call, prompt: np.ndarray, sampling: Sampling, so_far: SoFar | None
@@ -160,7 +159,7 @@ class ServedEngine(Server):
         tokens = context.max_context_tokens - len(prompt)
         reading = Reading(sampling=sampling, room=tokens, eos_token_ids=eos, decode=context.decode, before=before)
         room, rest = Room(tokens=tokens - n, vocab=self._vocab, ends=eos), reading.rest(self._api.by_position)
-        body = self._api.body(self._model, call.server_id, prompt.tolist() + before.ids, rest, room)
+        body = self._api.body(call.model, call.server_id, prompt.tolist() + before.ids, rest, room)
         call.routed &= self._api.routable(body) and not sampling.stop  # which ends it before all is told of its tokens
         try:
             await self._ask(call, body, reading, drawn, follow=so_far is not None and self._api.follows)

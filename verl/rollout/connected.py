@@ -110,6 +110,7 @@ class Server:
                 while not await self._answers():  # noqa: ASYNC110 - it tells nobody
                     await asyncio.sleep(0.2)
             await self._known()
+            await self._adapted()
             await self._routed()
         except BaseException:
             if self._server is not None:
@@ -163,6 +164,9 @@ class Server:
         for one in (self._http, self._router):
             if one is not None:
                 await one.close()
+
+    async def _adapted(self) -> None:
+        """Nothing, where no adapters are taken."""
 
     async def _routed(self) -> None:
         """ValueError for a router that is not there, or that does not know this server."""

@@ -57,12 +57,18 @@ class Http:
             return await response.text() if text else _parsed(path, await response.read())
 
     async def post(
-        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, again: bool = False
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float,
+        again: bool = False,
+        text: bool = False,
     ) -> Any:
         """again: it may be asked more than once, where a kept connection ended before the server said a word. So many
-        of these are under way at once that what controls them always finds a connection."""
+        of these are under way at once that what controls them always finds a connection. text: as of `get`."""
         async with self._asked("POST", path, body or {}, timeout_s, again) as response:
-            return _parsed(path, await response.read())
+            return await response.text() if text else _parsed(path, await response.read())
 
     async def stream(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> AsyncGenerator[Any, None]:
         """The events of a stream; it ends after the last one, and a stream that breaks off is ServerGone."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from verl.rollout.base import (
+    NO_ADAPTERS,
+    Adapting,
     Capabilities,
     Completion,
     PauseMode,
@@ -38,7 +40,8 @@ class Replica:
     engine and a publish that it took.
 
     lost: told why, once for each engine · starts: new engines that it may have, in all · at_url: they are one server,
-    which others started: where it failed an update, a new connection to it would let it speak again."""
+    which others started: where it failed an update, a new connection to it would let it speak again · adapters: that
+    every engine has before it serves, their folders by name."""
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class Replica:
         lost: Callable[[int, BaseException], None],
         starts: int,
         at_url: bool = False,
+        adapters: Mapping[str, str],
     ) -> None:
         self.number, self._start, self._tell, self._starts, self._at_url = number, start, lost, starts, at_url
         self._loop: asyncio.AbstractEventLoop | None = None  # of the calls
@@ -55,6 +59,8 @@ class Replica:
         self._why: BaseException | None = None
         self._restart: asyncio.Task[None] | None = None
         self.left = False
+        self._adapters = adapters
+        self._has: tuple[RolloutEngine | None, dict[str, str]] = (None, {})
         self.engine = self._asked = self._new()  # asked: by the last publish
         self._loaded: RolloutEngine | None = None
 
@@ -109,8 +115,31 @@ class Replica:
         engine = self._asked = self._live()
         self._loaded = None
         version = await engine.load_weights(source, on_inflight=on_inflight)
+        for name, folder in self._adapters.items():
+            if self._held(engine).get(name) != folder:
+                await self.load_adapter(name, folder)
         self._loaded = engine
         return version
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        engine = self._live()
+        if not isinstance(engine, Adapting):
+            raise ValueError(f"load_adapter: {NO_ADAPTERS}")
+        await engine.load_adapter(name, folder)
+        self._held(engine)[name] = folder
+
+    async def drop_adapter(self, name: str) -> None:
+        engine = self._live()
+        if not isinstance(engine, Adapting):
+            raise ValueError(f"drop_adapter: {NO_ADAPTERS}")
+        await engine.drop_adapter(name)
+        self._held(engine).pop(name, None)
+
+    def _held(self, engine: RolloutEngine) -> dict[str, str]:
+        """The adapters that this engine was given, by name."""
+        if self._has[0] is not engine:
+            self._has = (engine, {})
+        return self._has[1]
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         await self._along(lambda engine: engine.pause(mode))

@@ -45,7 +45,8 @@ class Router:
         self._homes: OrderedDict[str, int] = OrderedDict()  # the replica of a prefix key
         self._running: dict[str, int] = {}  # the replica of a request id
         self._serving = frozenset(range(len(starts)))
-        self._made = partial(Replica, starts=restarts, at_url=at_urls)
+        self._adapters: dict[str, str] = {}  # folders, by name
+        self._made = partial(Replica, starts=restarts, at_url=at_urls, adapters=self._adapters)
         self.replicas = [self._made(i, start, lost=self._lost) for i, start in enumerate(starts)]
 
     async def generate(
@@ -152,6 +153,15 @@ class Router:
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         raise ValueError("a router loads no weights: publish to each of its replicas")
 
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """See `Adapting`: into every replica that serves. Another one gets it before it serves."""
+        await asyncio.gather(*(self.replicas[i].load_adapter(name, folder) for i in sorted(self._serving)))
+        self._adapters[name] = folder
+
+    async def drop_adapter(self, name: str) -> None:
+        self._adapters.pop(name, None)
+        await asyncio.gather(*(self.replicas[i].drop_adapter(name) for i in sorted(self._serving)))
+
     async def pause(self, mode: PauseMode = "keep") -> None:
         await asyncio.gather(*(replica.pause(mode) for replica in self.replicas))
 
@@ -182,6 +192,7 @@ class Router:
         return Capabilities(
             logprobs=every[0].logprobs,
             max_context_tokens=min(able.pop("max_context_tokens")),
+            lora_rank=min(able.pop("lora_rank")),
             sleep_levels=tuple(sorted(set.intersection(*map(set, able.pop("sleep_levels"))))),
             score_temperatures=tuple(sorted(set.intersection(*at))) if at else None,
             notes=tuple(dict.fromkeys([*note, *(told for one in every for told in one.notes)])),

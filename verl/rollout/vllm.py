@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 AT_LEAST, BELOW = (0, 32), (0, 33)
 PLUGIN = Path(__file__).parent / "vllm_plugin"
 TRANSFER = '--weight-transfer-config \'{"backend":"verl"}\' --worker-extension-cls verl_weights.Extension'
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM has room for
+RUNTIME = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 INSTALL = (
     "pip install vllm==0.32.0 in an environment of its own; without a GPU, the lines under vLLM in docs/engines.md "
     "(in a checkout: make vllm-env)"
@@ -47,6 +49,10 @@ class Options:
     """Tokens of a block of the KV cache; prefixes are shared by whole ones. None: 32 on a CPU, else vLLM's own."""
     enforce_eager: bool | None = None
     """No CUDA graphs. None: on a CPU."""
+    max_lora_rank: PositiveInt | None = None
+    """Of adapters that are taken, at most (docs/engines.md). None: none. Of a server at a URL: it was started so."""
+    max_loras: PositiveInt = 4
+    """Adapters in one batch; others wait."""
     load_format: Annotated[str, words("dummy|auto|safetensors")] = "dummy"
     """What it starts with. dummy: nothing is read, as the trainer's weights replace them before the first request."""
     threads: PositiveInt | None = None
@@ -90,6 +96,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
         max_context_tokens=context.max_context_tokens,
         prefix_cache=True,
         in_flight_update=True,
+        lora_rank=options.max_lora_rank or 0,
         sleep_levels=() if on_cpu or place.url is not None else (1, 2),
         notes=() if on_cpu else ("rollout: vLLM on a GPU was never run by those who wrote this adapter",),
     )
@@ -110,6 +117,7 @@ def expected() -> Expected:
     control = ("/pause", "/resume", "/reset_prefix_cache")
     needs = dict.fromkeys((*control, "/init_weight_transfer_engine", "/collective_rpc"), dev)
     needs |= dict.fromkeys((GENERATE, ABORT), "start it with --enable-scale-out")
+    needs["adapters"] = f"start it with --enable-lora, --max-lora-rank and {RUNTIME}"
     needs |= {"logprobs": "start it with --logprobs-mode processed_logprobs", "transfer": transfer}
     return Expected(name="vLLM", versions=(AT_LEAST, BELOW), needs=needs)
 
@@ -155,6 +163,11 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
         "worker-extension-cls": "verl_weights.Extension",
         "enforce-eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
     }
+    if options.max_lora_rank is not None:
+        wanted = options.max_lora_rank
+        if (rank := next((r for r in RANKS if r >= wanted), None)) is None:
+            raise ValueError(f"rollout.engine_options.max_lora_rank={wanted}: vLLM takes at most {RANKS[-1]}")
+        given |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": options.max_loras + 1}
     if on_cpu:  # a prefill that is split over steps kills the engine where requests have seeds
         if asked := [name for name in options.args or () if name.replace("_", "-").endswith("enable-chunked-prefill")]:
             why = (
@@ -177,6 +190,7 @@ def environment(ours: Mapping[str, str], options: Options, context: RolloutConte
 
     env = environment_of(ours) | {"PYTHONPATH": str(PLUGIN), "PYTHONSAFEPATH": "1", "VLLM_NO_USAGE_STATS": "1"}
     env["VLLM_SERVER_DEV_MODE"] = "1"  # the control plane: pause, update, resume
+    env |= dict([RUNTIME.split("=")]) if options.max_lora_rank is not None else {}
     if str(context.device) == "cpu":
         threads = options.threads or max(1, torch.get_num_threads() // options.tensor_parallel_size)
         text = context.hf_config.get_text_config()

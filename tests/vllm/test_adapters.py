@@ -1,0 +1,107 @@
+"""LoRA adapters in a real vLLM: each is what PEFT makes of it, over whatever base was published last."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from adapters import write_adapter
+from real_server import load, own_server
+
+from verl.rollout.base import Adapting
+from verl.types import Sampling
+
+IDS = np.arange(3, 43) % 60
+GREEDY = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+class Weights:
+    def __init__(self, module: Any, version: int) -> None:
+        self.module, self.version = module, version
+
+
+def logprobs(module: Any, ids: np.ndarray) -> np.ndarray:
+    """[t-1] of ids[1:]."""
+    with torch.no_grad():
+        found = module(torch.tensor(ids)[None]).logits[0].log_softmax(-1)
+    return found[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+
+
+def merged(module: Any, folder: Path | None) -> Any:
+    return (
+        module if folder is None else peft.PeftModel.from_pretrained(copy.deepcopy(module), folder).merge_and_unload()
+    )
+
+
+def test_adapters_come_and_go_over_weights_that_are_published(suite: ModuleType, tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = own_server(suite, tmp_path, max_lora_rank=6, max_loras=2)
+        assert isinstance(engine, Adapting) and (await engine.capabilities()).lora_rank == 6
+        base = tmp_path / "model"
+        folders: dict[str | None, Path | None] = {None: None}
+
+        async def check(module: Any) -> None:
+            """The base and every adapter, all at once in one batch."""
+            asked = [(name, i) for i in range(3) for name in folders]
+            found = await asyncio.gather(
+                *(engine.generate(f"{name}-{i}", IDS[i:], GREEDY, adapter=name) for name, i in asked)
+            )
+            for (name, i), one in zip(asked, found):
+                whole = np.concatenate([IDS[i:], one.ids])
+                of = merged(module, folders[name])
+                assert np.abs(logprobs(of, whole)[-8:] - one.logprobs).max() < 1e-4, name
+                assert [v for v, _, _ in one.spans] == [engine.version]
+                assert np.abs(await engine.score(whole, adapter=name) - logprobs(of, whole)).max() < 1e-4, name
+
+        try:
+            for seed in (0, 1):
+                module = suite.reference(seed=seed)
+                await load(engine, Weights(module, seed))
+                await check(module)
+            for name, more in (("a", {"seed": 1}), ("b", {"seed": 2, "r": 6, "lora_alpha": 3})):
+                folders[name] = write_adapter(tmp_path / name, base, **more)
+                given = shutil.copytree(folders[name], tmp_path / "given")
+                await engine.load_adapter(name, str(given))
+                shutil.rmtree(given)  # vLLM would end where it reads it again
+            await check(module)
+            await check(module)  # from prefixes that are there
+            module = suite.reference(seed=2)
+            await load(engine, Weights(module, 2))
+            await check(module)
+            write_adapter(tmp_path / "a", base, seed=9)
+            running = asyncio.ensure_future(engine.generate("long", IDS, Sampling(max_tokens=300), adapter="a"))
+            while not engine._pending:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            with pytest.raises(ValueError, match="load_adapter: 1 requests of 'a' run; wait for them, or abort them"):
+                await engine.load_adapter("a", str(folders["a"]))
+            await engine.abort()
+            await running
+            await engine.load_adapter("a", str(folders["a"]))
+            await check(module)  # no prefix of the one before
+            engine._server.stop()  # type: ignore[union-attr]
+            await load(engine, Weights(module, 3))
+            await check(module)  # the new server has them
+            await engine.drop_adapter("b")
+            del folders["b"]
+            with pytest.raises(ValueError, match=r"no adapter 'b' was loaded \(there are: a\); load_adapter first"):
+                await engine.generate("x", IDS, GREEDY, adapter="b")
+            await check(module)
+            large = write_adapter(tmp_path / "large", base, r=7)
+            with pytest.raises(ValueError, match="rank 7 is above the engine's 6; set rollout.engine_options.max_lora"):
+                await engine.load_adapter("large", str(large))
+            other = write_adapter(tmp_path / "other", base, without=("o_proj.lora_B.weight", "q_proj.lora_B.weight"))
+            with pytest.raises(ValueError, match="model.path=.*other"):
+                await engine.load_adapter("other", str(other))
+            await check(module)
+        finally:
+            await engine.close()
+
+    asyncio.run(run())

@@ -1,0 +1,141 @@
+"""LoRA adapters in a server that runs: loaded by their names, which requests give in the model's place.
+
+What asks for none asks for one that changes nothing: vLLM 0.32 on a CPU draws requests without an adapter wrongly, by
+whole nats and without a word, where requests with one are in the same batch; adapters of any kind beside each other it
+draws as it should.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from verl.config.adapter import CONFIG, WEIGHTS, rank_of, read_adapter
+from verl.config.model_files import read_weight_headers
+from verl.rollout.api import Api, Deadlines, Expected
+from verl.rollout.base import Capabilities, RolloutContext, check_inputs
+from verl.rollout.calls import Call
+from verl.rollout.connected import Server
+from verl.rollout.http import ServerRefused
+from verl.rollout.launching import Launch
+
+NOTHING = "verl-no-adapter"
+
+
+class AdaptedServer(Server):
+    """See `Adapting`. Its weights are those of the base: what is published changes the answers of adapters too."""
+
+    def __init__(
+        self,
+        context: RolloutContext,
+        expected: Expected,
+        api: Api,
+        at: str | Launch,
+        able: Capabilities,
+        deadlines: Deadlines | None,
+        api_key: str | None,
+        router: str | None,
+    ) -> None:
+        super().__init__(context, expected, api, at, deadlines or Deadlines(), api_key, router)
+        self._able = able
+        self._pending: dict[str, Call] = {}
+        self._adapters: dict[str, str] = {}  # copies of their folders, by name
+        self._own = self._model
+        self._copies: tempfile.TemporaryDirectory[str] | None = None
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        self._check_alive()
+        check_inputs(self._able, "load_adapter", name, ())
+        await self._up()
+        place = self._context.place
+        assert place is not None, "a server has a place"
+        if name in ("", self._own, NOTHING):
+            raise ValueError(f"load_adapter: {name!r} is the model's own name; give the adapter another one")
+        self._check_idle("load_adapter", name)
+        read_adapter(Path(folder), Path(place.model))
+        if (rank := rank_of(Path(folder))) > self._able.lora_rank:
+            fix = f"set rollout.engine_options.max_lora_rank to at least {rank}"
+            raise ValueError(f"{folder}: rank {rank} is above the engine's {self._able.lora_rank}; {fix}")
+        before, self._adapters[name] = self._adapters.get(name), self._copy_of(folder)
+        try:
+            await self._loaded_there(name, self._adapters[name])
+        except BaseException:
+            self._forget(name)
+            self._adapters |= {} if before is None else {name: before}
+            raise
+        if before is not None:
+            shutil.rmtree(before)
+
+    async def drop_adapter(self, name: str) -> None:
+        self._check_alive()
+        self._drawn_by("drop_adapter", name)
+        self._check_idle("drop_adapter", name)
+        await self._tell(*self._api.dropping(name))
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        shutil.rmtree(self._adapters.pop(name))
+
+    def _copy_of(self, folder: str) -> str:
+        """vLLM may read it again whenever others had its place, and ends where it is gone."""
+        copied = self._new_folder()
+        for file in (CONFIG, WEIGHTS):
+            shutil.copyfile(Path(folder) / file, copied / file)
+        return str(copied)
+
+    def _new_folder(self) -> Path:
+        """A new one, as long as this engine is there."""
+        if self._copies is None:
+            self._copies = tempfile.TemporaryDirectory(prefix="verl-adapters-", ignore_cleanup_errors=True)
+        return Path(tempfile.mkdtemp(dir=self._copies.name))
+
+    def _drawn_by(self, what: str, adapter: str | None) -> str:
+        """The name by which requests ask for it, or for the model."""
+        if adapter is not None and adapter not in self._adapters:
+            there = ", ".join(sorted(self._adapters)) or "none"
+            raise ValueError(f"{what}: no adapter {adapter!r} was loaded (there are: {there}); load_adapter first")
+        return adapter or self._model
+
+    def _check_idle(self, what: str, name: str) -> None:
+        """One that changed under a request would have drawn a part of its tokens without a word."""
+        if busy := sum(call.model == name for call in self._pending.values()):
+            raise ValueError(f"{what}: {busy} requests of {name!r} run; wait for them, or abort them")
+
+    async def _adapted(self) -> None:
+        """A new server has those of the one before."""
+        self._own = self._model
+        if self._able.lora_rank and (place := self._context.place) is not None:
+            write_nothing(nothing := self._new_folder(), Path(place.model))
+            await self._loaded_there(NOTHING, str(nothing))
+            self._model = NOTHING
+        for name, folder in self._adapters.items():
+            await self._loaded_there(name, folder)
+
+    async def _loaded_there(self, name: str, folder: str) -> None:
+        try:
+            await self._tell(*self._api.adapting(name, folder))
+        except ServerRefused as e:
+            fix = self._expected.needs.get("adapters", "it has to be started for adapters")
+            raise ValueError(f"{folder}: {self._expected.name} does not take this adapter ({e}); {fix}") from e
+
+    async def _tell(self, path: str, body: Mapping[str, Any]) -> None:
+        await self._http.post(path, body, timeout_s=self._limits.control_s, text=True)
+
+
+def write_nothing(folder: Path, base: Path) -> None:
+    """An adapter that adds zeros to one weight of this model."""
+    weights = ((n, h.shape) for n, h in read_weight_headers(base).items() if n.endswith("_proj.weight"))
+    name, (out, into) = next((n, shape) for n, shape in weights if ".experts." not in n and len(shape) == 2)
+    module = name.removesuffix(".weight")
+    said = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": [module.rpartition(".")[2]], "bias": "none"}
+    (folder / CONFIG).write_text(json.dumps(said | {"base_model_name_or_path": str(base), "inference_mode": True}))
+    shapes = {"A": (1, into), "B": (out, 1)}
+    zeros = {f"base_model.model.{module}.lora_{f}.weight": np.zeros(shape, np.float32) for f, shape in shapes.items()}
+    save_file(zeros, folder / WEIGHTS)
