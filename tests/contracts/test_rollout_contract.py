@@ -942,7 +942,7 @@ def test_nothing_before_the_first_weights_nor_after_close(kind: str) -> None:
         await load(engine, Source(reference()))
         able = await engine.capabilities()
         assert (able.logprobs, able.max_context_tokens, able.sleep_levels) == ("processed", 512, (1, 2))
-        assert able.in_flight_update and not able.lora and not able.media
+        assert able.in_flight_update and not able.lora_rank and not able.media
         assert able.prefix_cache == (kind != "hf")
         task = asyncio.create_task(engine.generate("r", prompts((5,))[0], greedy(400)))
         await until_sampled(engine, 3)

@@ -180,7 +180,7 @@ def test_a_prefix_is_shared_and_reported(contract: ModuleType) -> None:
         assert (await engine.generate("a", prompt, contract.greedy(2))).cached_tokens == 0
         assert (await engine.generate("b", prompt, contract.greedy(2))).cached_tokens == 96
         able = await engine.capabilities()
-        assert able.prefix_cache and able.in_flight_update and able.sleep_levels == () and not able.lora
+        assert able.prefix_cache and able.in_flight_update and able.sleep_levels == () and not able.lora_rank
 
     contract.with_engine(contract.build("vllm"), body)
 

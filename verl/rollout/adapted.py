@@ -130,12 +130,13 @@ class AdaptedServer(Server):
 
 
 def write_nothing(folder: Path, base: Path) -> None:
-    """An adapter that adds zeros to one weight of this model."""
-    weights = ((n, h.shape) for n, h in read_weight_headers(base).items() if n.endswith("_proj.weight"))
-    name, (out, into) = next((n, shape) for n, shape in weights if ".experts." not in n and len(shape) == 2)
-    module = name.removesuffix(".weight")
-    said = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": [module.rpartition(".")[2]], "bias": "none"}
+    """An adapter that adds zeros to a projection of each layer of this model."""
+    weights = {n.removesuffix(".weight"): h.shape for n, h in read_weight_headers(base).items() if ".experts." not in n}
+    kinds = [name.rpartition(".")[2] for name, shape in weights.items() if name.endswith("_proj") and len(shape) == 2]
+    said = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": kinds[:1], "bias": "none"}
     (folder / CONFIG).write_text(json.dumps(said | {"base_model_name_or_path": str(base), "inference_mode": True}))
-    shapes = {"A": (1, into), "B": (out, 1)}
-    zeros = {f"base_model.model.{module}.lora_{f}.weight": np.zeros(shape, np.float32) for f, shape in shapes.items()}
+    zeros = dict[str, np.ndarray]()
+    for module, (out, into) in ((name, shape) for name, shape in weights.items() if name.endswith(f".{kinds[0]}")):
+        for factor, shape in (("A", (1, into)), ("B", (out, 1))):
+            zeros[f"base_model.model.{module}.lora_{factor}.weight"] = np.zeros(shape, np.float32)
     save_file(zeros, folder / WEIGHTS)
