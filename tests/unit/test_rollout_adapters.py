@@ -82,6 +82,7 @@ def with_server(body: Any, base: Path, rank: int = 6) -> None:
                 await asyncio.wait_for(body(engine, double), 30)
             finally:
                 await engine.close()
+            assert not double.folders, "a server that stays would look for what is gone"
 
     asyncio.run(run())
 
@@ -172,7 +173,25 @@ def test_none_is_replaced_under_a_request_that_it_draws(base: Path, tmp_path: Pa
                 await asked
         await engine.load_adapter("b", folder)
         await running
-        await engine.load_adapter("a", folder)
+        goes = asyncio.Event()
+
+        async def held(request: web.Request) -> None:
+            await goes.wait()
+
+        double.faults[LOAD] = held
+        loading = asyncio.ensure_future(engine.load_adapter("a", folder))
+        seen = len(double.paths)
+        while len(double.paths) == seen:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        for asked in (engine.generate("r", PROMPT, greedy(2), adapter="a"), engine.score(PROMPT, adapter="a")):
+            with pytest.raises(ValueError, match="'a' is being loaded or dropped; wait for that"):
+                await asked
+        for asked in (engine.load_adapter("a", folder), engine.drop_adapter("a")):
+            with pytest.raises(ValueError, match="'a' is being loaded or dropped"):
+                await asked
+        goes.set()
+        await loading
+        await engine.generate("r", PROMPT, greedy(2), adapter="a")
 
     with_server(body, base)
 

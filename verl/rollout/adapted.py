@@ -7,10 +7,11 @@ draws as it should.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from verl.rollout.api import Api, Deadlines, Expected
 from verl.rollout.base import Capabilities, RolloutContext, check_inputs
 from verl.rollout.calls import Call
 from verl.rollout.connected import Server
-from verl.rollout.http import ServerRefused
+from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 from verl.rollout.launching import Launch
 
 NOTHING = "verl-no-adapter"
@@ -48,6 +49,7 @@ class AdaptedServer(Server):
         self._pending: dict[str, Call] = {}
         self._adapters: dict[str, str] = {}  # copies of their folders, by name
         self._own = self._model
+        self._changing = set[str]()  # names that are loaded or dropped now
         self._copies: tempfile.TemporaryDirectory[str] | None = None
 
     async def load_adapter(self, name: str, folder: str) -> None:
@@ -63,13 +65,14 @@ class AdaptedServer(Server):
         if (rank := rank_of(Path(folder))) > self._able.lora_rank:
             fix = f"set rollout.engine_options.max_lora_rank to at least {rank}"
             raise ValueError(f"{folder}: rank {rank} is above the engine's {self._able.lora_rank}; {fix}")
-        before, self._adapters[name] = self._adapters.get(name), self._copy_of(folder)
-        try:
-            await self._loaded_there(name, self._adapters[name])
-        except BaseException:
-            self._forget(name)
-            self._adapters |= {} if before is None else {name: before}
-            raise
+        copied = self._copy_of(folder)
+        with self._change(name):
+            try:
+                await self._loaded_there(name, copied)
+            except BaseException:
+                shutil.rmtree(copied)
+                raise
+            before, self._adapters[name] = self._adapters.get(name), copied
         if before is not None:
             shutil.rmtree(before)
 
@@ -77,11 +80,25 @@ class AdaptedServer(Server):
         self._check_alive()
         self._drawn_by("drop_adapter", name)
         self._check_idle("drop_adapter", name)
-        await self._tell(*self._api.dropping(name))
-        self._forget(name)
+        with self._change(name):
+            await self._tell(*self._api.dropping(name))
+            shutil.rmtree(self._adapters.pop(name))
 
-    def _forget(self, name: str) -> None:
-        shutil.rmtree(self._adapters.pop(name))
+    @contextlib.contextmanager
+    def _change(self, name: str) -> Iterator[None]:
+        self._changing.add(name)
+        try:
+            yield
+        finally:
+            self._changing.remove(name)
+
+    async def _hung_up(self) -> None:
+        """A server that stays would end where it looks for them."""
+        if self._copies is not None and self._launch is None:
+            for name in (*self._adapters, NOTHING):
+                with contextlib.suppress(ServerGone, ServerLate, ServerRefused):
+                    await self._tell(*self._api.dropping(name))
+        await super()._hung_up()
 
     def _copy_of(self, folder: str) -> str:
         """vLLM may read it again whenever others had its place, and ends where it is gone."""
@@ -98,6 +115,8 @@ class AdaptedServer(Server):
 
     def _drawn_by(self, what: str, adapter: str | None) -> str:
         """The name by which requests ask for it, or for the model."""
+        if adapter in self._changing:
+            raise ValueError(f"{what}: {adapter!r} is being loaded or dropped; wait for that")
         if adapter is not None and adapter not in self._adapters:
             there = ", ".join(sorted(self._adapters)) or "none"
             raise ValueError(f"{what}: no adapter {adapter!r} was loaded (there are: {there}); load_adapter first")
@@ -105,6 +124,8 @@ class AdaptedServer(Server):
 
     def _check_idle(self, what: str, name: str) -> None:
         """One that changed under a request would have drawn a part of its tokens without a word."""
+        if name in self._changing:
+            raise ValueError(f"{what}: {name!r} is being loaded or dropped already; wait for that")
         if busy := sum(call.model == name for call in self._pending.values()):
             raise ValueError(f"{what}: {busy} requests of {name!r} run; wait for them, or abort them")
 
