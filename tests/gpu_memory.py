@@ -49,8 +49,8 @@ class FakeGpu:
             return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
 
-def fake_gpu(patch: pytest.MonkeyPatch, folder: Path | None = None) -> FakeGpu:
-    made: Any = FakeGpu(folder or Path(tempfile.mkdtemp(prefix="verl-test-")))
+def fake_gpu(patch: pytest.MonkeyPatch) -> FakeGpu:
+    made: Any = FakeGpu(Path(tempfile.mkdtemp(prefix="verl-test-")))
     for name in ("allocated", "told", "opened", "settle"):
         patch.setattr(device, name, getattr(made, name))
     return made

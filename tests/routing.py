@@ -19,17 +19,9 @@ def router(urls: Sequence[str], log: Path, *args: str) -> Iterator[str]:
     """Once it answers: its URL. Its own default host is 0.0.0.0."""
     port = free_port()
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += [
-        "--worker-urls",
-        *urls,
-        "--prometheus-port",
-        str(free_port()),
-        "--health-check-interval-secs",
-        "1",
-        *args,
-    ]
+    command += ["--worker-urls", *urls, "--prometheus-port", str(free_port()), "--health-check-interval-secs", "1"]
     with log.open("w") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, cwd=log.parent)
+        process = subprocess.Popen([*command, *args], stdout=said, stderr=said, cwd=log.parent)
     try:
         until_s = time.monotonic() + 60
         while True:

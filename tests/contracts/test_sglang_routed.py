@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +54,19 @@ def routed(fleet: Any, number: int = 0, url: str = "") -> Any:
     return sglang.build(sglang.Options(router=url or fleet.url, start_timeout_s=20), context)
 
 
+@contextlib.asynccontextmanager
+async def engines_of(fleet: Any) -> AsyncIterator[list[Any]]:
+    """One for each server, up."""
+    engines = [routed(fleet, number) for number in range(2)]
+    try:
+        for one in engines:
+            await one.capabilities()
+        yield engines
+    finally:
+        for one in engines:
+            await one.close()
+
+
 async def publish(fleet: Any, engines: Sequence[Any], version: int, seed: int) -> Any:
     """-> the model."""
     torch.manual_seed(seed)
@@ -88,10 +102,7 @@ def same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
 
 def test_answers_through_the_router_are_those_of_the_servers_and_updates_reach_each(fleet: Any) -> None:
     async def run() -> None:
-        engines = [routed(fleet, number) for number in range(2)]
-        try:
-            for one in engines:
-                await one.capabilities()
+        async with engines_of(fleet) as engines:
             for version in (1, 2):
                 module = await publish(fleet, engines, version, seed=version)
                 before = rids(fleet)
@@ -106,28 +117,19 @@ def test_answers_through_the_router_are_those_of_the_servers_and_updates_reach_e
                     logits = module(torch.tensor(ids)[None]).logits[0].log_softmax(-1)
                     wanted = logits[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
                     assert np.abs(await one.score(ids) - wanted.detach().numpy()).max() < 1e-4
-        finally:
-            for one in engines:
-                await one.close()
 
     asyncio.run(run())
 
 
 def test_what_the_router_would_drop_and_what_ends_early_goes_to_the_server_itself(fleet: Any) -> None:
     async def run() -> None:
-        engines = [routed(fleet, number) for number in range(2)]
-        try:
-            for one in engines:
-                await one.capabilities()
+        async with engines_of(fleet) as engines:
             await publish(fleet, engines, 3, seed=3)
             other = rids(fleet)[1]
             for tag, more in (("mask", {"top_k": 5}), ("top-p", {"top_p": 0.9})):
                 found = await ask(engines[0], tag, **more)
                 assert all(np.isfinite(one.logprobs).all() and (one.logprobs > -50).all() for one in found)
             assert rids(fleet)[1] == other
-        finally:
-            for one in engines:
-                await one.close()
 
     asyncio.run(run())
 
@@ -136,10 +138,7 @@ def test_an_answer_of_a_server_with_older_weights_is_asked_for_again(fleet: Any)
     """One whose update failed is fenced here, and the router does not know."""
 
     async def run() -> None:
-        engines = [routed(fleet, number) for number in range(2)]
-        try:
-            for one in engines:
-                await one.capabilities()
+        async with engines_of(fleet) as engines:
             await publish(fleet, engines, 4, seed=4)
             await publish(fleet, engines[:1], 5, seed=5)
             before = rids(fleet)
@@ -149,19 +148,13 @@ def test_an_answer_of_a_server_with_older_weights_is_asked_for_again(fleet: Any)
             engines[0]._router, through = None, engines[0]._router
             assert same(found, await ask(engines[0], "again"))
             engines[0]._router = through
-        finally:
-            for one in engines:
-                await one.close()
 
     asyncio.run(run())
 
 
 def test_an_abort_returns_and_gives_the_rows_back_wherever_they_are(fleet: Any) -> None:
     async def run() -> None:
-        engines = [routed(fleet, number) for number in range(2)]
-        try:
-            for one in engines:
-                await one.capabilities()
+        async with engines_of(fleet) as engines:
             await publish(fleet, engines, 6, seed=6)
             asked = [asyncio.ensure_future(ask(engines[0], f"long{i}", 1, max_tokens=400)) for i in range(8)]
             while sum(len(one.double.running) for one in fleet.servers) < 8:  # noqa: ASYNC110
@@ -172,9 +165,6 @@ def test_an_abort_returns_and_gives_the_rows_back_wherever_they_are(fleet: Any) 
             async with asyncio.timeout(20):
                 while any(one.double.running for one in fleet.servers):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-        finally:
-            for one in engines:
-                await one.close()
 
     asyncio.run(run())
 

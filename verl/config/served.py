@@ -53,11 +53,11 @@ def server_faults(config: Config, command: str) -> Iterator[str]:
         where = "rollout.python=ENVIRONMENT/bin/python (docs/engines.md says how to make one), or rollout.url"
         yield f"{engine}: {row.package} is not installed beside verl; set {where}"
     store = "://" in str(config.sync.engine_options.get("folder"))  # hosts fetch from it, as they do over tcp
-    found = row.sync == "shm" and (SYNC[config.sync.engine].hosts or store or config.sync.engine == "ipc")
+    reaches = row.sync == "shm" and (SYNC[config.sync.engine].hosts or store or config.sync.engine == "ipc")
     if store and row.sync == "disk" and not row.fixed:
         why = "it reads weights from a folder of its machine, and none from a URL"
         yield f"sync.engine_options.folder={config.sync.engine_options['folder']} with {engine}: {why}; name a folder"
-    elif not (config.sync.engine in ("local", row.sync) or found):
+    elif not (config.sync.engine in ("local", row.sync) or reaches):
         why = f"it reads weights from {FROM[row.sync]}"
         yield f"sync.engine={config.sync.engine} with {engine}: {why}; set sync.engine={row.sync}, or leave it out"
     if (router := config.rollout.engine_options.get("router")) is not None:

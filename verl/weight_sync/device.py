@@ -47,15 +47,14 @@ def opened(handle: bytes) -> Tensor:
 @lru_cache(maxsize=2)  # as many as there are of a sender
 def _mapped(handle: bytes) -> Tensor:
     gpu, num_bytes, allocation, storage_bytes, storage_offset, *rest = msgspec.msgpack.decode(handle)
-    counter, counter_offset, event, waits = rest
     seen = [_name_of(index) for index in range(torch.cuda.device_count())]
     if gpu not in seen:
         raise SyncError(
             f"the weights lie on GPU {gpu}, and this process sees {', '.join(seen) or 'none'}: sync.engine=ipc is for "
             "replicas that see the GPU of the trainer's first rank; set sync.engine=shm"
         )
-    shared = (allocation, storage_bytes, storage_offset, False, counter, counter_offset, event, waits)
-    return rebuild_cuda_tensor(Tensor, (num_bytes,), (1,), 0, TypedStorage, torch.uint8, seen.index(gpu), *shared)
+    shared = (seen.index(gpu), allocation, storage_bytes, storage_offset, False, *rest)
+    return rebuild_cuda_tensor(Tensor, (num_bytes,), (1,), 0, TypedStorage, torch.uint8, *shared)
 
 
 def settle(memory: Tensor) -> None:
