@@ -116,6 +116,8 @@ class SglangDouble(Double):
         self.asleep: set[str] = set()
         self.incremental = False  # --incremental-streaming-output
         self.raw = False  # SGLANG_RETURN_ORIGINAL_LOGPROB
+        self.names: dict[int, str] = {}  # of weights, by their versions
+        self.silent = False  # it takes requests, and says nothing
         self.fails: str | None = None  # what an update says
         self.failing = 400  # and its status
 
@@ -182,7 +184,9 @@ class SglangDouble(Double):
         elif self.going.is_set() and self.running:
             failed = "Weights were updated, but the cache was not flushed because requests are still running or queued."
         if failed is None:
-            await self.take(body["model_path"], int(body["weight_version"]))
+            number = int(body["weight_version"].partition("-")[0])
+            self.names[number] = body["weight_version"]
+            await self.take(body["model_path"], number)
             if body.get("flush_cache", True):
                 await self.engine.sleep(1)
                 await self.engine.wake(("kv",))
@@ -201,6 +205,8 @@ class SglangDouble(Double):
         if len(prompt) + params.get("max_new_tokens", 128) > self.room:
             raise BadRequest("Requested token count exceeds the model's maximum context length")
         self.known.add(rid)
+        if self.silent:
+            await asyncio.sleep(3600)
         while not self.going.is_set():
             await self.going.wait()
         scored = body.get("return_logprob") and body.get("logprob_start_len", -1) == 0
@@ -256,6 +262,9 @@ class SglangDouble(Double):
         await response.write(b"data: [DONE]\n\n")
         return response
 
+    def _name(self, version: int) -> str:
+        return self.names.get(version, "default")
+
     async def _event(self, response: web.StreamResponse, answer: Any) -> None:
         await response.write(b"data: " + json.dumps(answer).encode() + b"\n\n")
 
@@ -271,7 +280,7 @@ class SglangDouble(Double):
             "prompt_tokens": 1,
             "completion_tokens": len(ids),
             "cached_tokens": c.cached_tokens,
-            "weight_version": str(self.engine.version),
+            "weight_version": self._name(self.engine.version),
         }
         if told["body"].get("return_logprob"):
             meta["output_token_logprobs"] = [[x, i, None] for x, i in zip(of_all, ids)][start:]
@@ -280,7 +289,7 @@ class SglangDouble(Double):
             meta["output_token_sampling_logprobs"] = c.logprobs.tolist()[start:]
         if last:
             spans = c.spans or ((self.engine.version, 0, 0),)
-            meta["weight_versions"] = [{"version": str(v), "start": a, "end": b} for v, a, b in spans]
+            meta["weight_versions"] = [{"version": self._name(v), "start": a, "end": b} for v, a, b in spans]
         else:
             meta["finish_reason"] = None
         return {"output_ids": ids[start:], "meta_info": meta}

@@ -24,6 +24,9 @@ def logprob(token: int, temperature: float) -> float:
     return -1.0 - token / VOCAB / (temperature or 1.0)
 
 
+SERVED: web.AppKey[Served] = web.AppKey("served")
+
+
 class Served:
     """rounded: what its log-probs of an answer are off by."""
 
@@ -53,6 +56,7 @@ class Served:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._faulty])
+        app[SERVED] = self
         app.add_routes(
             [
                 web.get("/health", self._ok),

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 import test_contract_doubles as contract_doubles
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from routing import router
 
-from verl.rollout import sglang
-from verl.rollout.base import RolloutContext, ServerPlace
+from verl.rollout import life, sglang
+from verl.rollout.base import Peers, ReplicaLost, RolloutContext, ServerPlace
 from verl.rollout.process import free_port
 from verl.types import Sampling
 from verl.weight_sync import disk
@@ -47,8 +49,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         one.stop()
 
 
-def routed(fleet: Any, number: int = 0, url: str = "") -> Any:
-    place = ServerPlace(model="none", log=Path(os.devnull), url=fleet.servers[number].url)
+def routed(fleet: Any, number: int = 0, url: str = "", peers: Peers | None = None) -> Any:
+    """peers: of a run; None: all servers of the fleet are this one's."""
+    peers = Peers({one.url for one in fleet.servers}) if peers is None else peers
+    place = ServerPlace(model="none", log=Path(os.devnull), url=fleet.servers[number].url, peers=peers)
     config = fleet.suite.reference().config
     context = RolloutContext(hf_config=config, max_context_tokens=512, dtype=torch.float32, place=place)
     return sglang.build(sglang.Options(router=url or fleet.url, start_timeout_s=20), context)
@@ -57,7 +61,8 @@ def routed(fleet: Any, number: int = 0, url: str = "") -> Any:
 @contextlib.asynccontextmanager
 async def engines_of(fleet: Any) -> AsyncIterator[list[Any]]:
     """One for each server, up."""
-    engines = [routed(fleet, number) for number in range(2)]
+    peers = Peers()
+    engines = [routed(fleet, number, peers=peers) for number in range(2)]
     try:
         for one in engines:
             await one.capabilities()
@@ -67,8 +72,8 @@ async def engines_of(fleet: Any) -> AsyncIterator[list[Any]]:
             await one.close()
 
 
-async def publish(fleet: Any, engines: Sequence[Any], version: int, seed: int) -> Any:
-    """-> the model."""
+async def publish(fleet: Any, engines: Sequence[Any], version: int, seed: int, *, verified: int = 2) -> Any:
+    """-> the model. verified: so many engines pass their canaries."""
     torch.manual_seed(seed)
     module = fleet.suite.reference()
     with torch.no_grad():
@@ -80,6 +85,8 @@ async def publish(fleet: Any, engines: Sequence[Any], version: int, seed: int) -
     source = WeightSource(version, disk.DiskOutlet.transport, address, manifest)
     for one in engines:
         assert await one.load_weights(CheckedReader(source), on_inflight="keep") == version
+    for one in engines[:verified]:
+        one.vouch()
     return module
 
 
@@ -91,6 +98,14 @@ async def ask(one: Any, tag: str, count: int = 24, **sampling: Any) -> list[Any]
     settings = {"max_tokens": 6, "ignore_eos": True, **sampling}
     asked = (one.generate(f"{tag}{i}", PROMPT, Sampling(seed=i, **settings)) for i in range(count))
     return await asyncio.gather(*asked)
+
+
+async def directly(one: Any, tag: str, count: int = 24) -> list[Any]:
+    one._router, through = None, one._router
+    try:
+        return await ask(one, tag, count)
+    finally:
+        one._router = through
 
 
 def same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
@@ -109,9 +124,7 @@ def test_answers_through_the_router_are_those_of_the_servers_and_updates_reach_e
                 found = await ask(engines[0], f"v{version}-")
                 assert all(now > was for now, was in zip(rids(fleet), before)), "both servers were asked"
                 assert all([v for v, _, _ in one.spans] == [version] for one in found)
-                engines[0]._router, through = None, engines[0]._router
-                assert same(found, await ask(engines[0], f"d{version}-"))
-                engines[0]._router = through
+                assert same(found, await directly(engines[0], f"d{version}-"))
                 for one in engines:
                     ids = np.array([*PROMPT, *found[0].ids])
                     logits = module(torch.tensor(ids)[None]).logits[0].log_softmax(-1)
@@ -145,9 +158,97 @@ def test_an_answer_of_a_server_with_older_weights_is_asked_for_again(fleet: Any)
             found = await ask(engines[0], "stale")
             assert rids(fleet)[1] > before[1], "the one with older weights was asked"
             assert all([v for v, _, _ in one.spans] == [5] for one in found)
-            engines[0]._router, through = None, engines[0]._router
-            assert same(found, await ask(engines[0], "again"))
-            engines[0]._router = through
+            assert same(found, await directly(engines[0], "again"))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("what", ["canary", "fenced", "closed", "other run"])
+def test_no_answer_is_taken_of_weights_that_this_run_has_not_verified(
+    fleet: Any, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The router sends to that server what it always did; its numbers of versions may be those of the others."""
+
+    async def run() -> None:
+        async with engines_of(fleet) as engines:
+            await publish(fleet, engines, 8, seed=8)
+            await publish(fleet, engines[1:], 9, seed=99, verified=0)
+            await publish(fleet, engines[:1], 9, seed=9)
+            if what == "fenced":
+                await engines[1]._fence("its canary failed")
+                await engines[1]._api.resume(engines[1]._call)
+            elif what == "closed":
+                await engines[1].close()
+            elif what == "other run":
+                engines[1].vouch()
+                other = routed(fleet, 1)
+                await publish(fleet, [other], 9, seed=98)
+                await other.close()
+            before = rids(fleet)
+            found = await ask(engines[0], "own")
+            assert rids(fleet)[1] > before[1], "it was asked"
+            assert all([v for v, _, _ in one.spans] == [9] for one in found)
+            assert same(found, await directly(engines[0], "direct"))
+            said = [one for one in caplog.records if "take it out of the router" in one.message]
+            assert len(said) == (what != "canary"), "once, of a server that will not come back"
+
+    asyncio.run(run())
+
+
+def test_a_server_that_another_run_gave_its_weights_is_out_of_service(fleet: Any) -> None:
+    async def run() -> None:
+        async with engines_of(fleet) as engines:
+            await publish(fleet, engines, 10, seed=10)
+            other = routed(fleet, 1)
+            await publish(fleet, [other], 10, seed=97)
+            await other.close()
+            with pytest.raises(ReplicaLost, match="that this run did not give it: another one uses it too"):
+                await directly(engines[1], "x", 1)
+            with pytest.raises(ReplicaLost, match="is out of service"):
+                await ask(engines[1], "y", 1)
+            assert all([v for v, _, _ in one.spans] == [10] for one in await ask(engines[0], "own"))
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_does_not_come_is_asked_for_again(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has it hangs: long before the request's own deadline."""
+    monkeypatch.setattr(life, "QUIET_S", 0.3)
+
+    async def run() -> None:
+        async with engines_of(fleet) as engines:
+            await publish(fleet, engines, 11, seed=11)
+            server = fleet.servers[1].double
+            server.silent = True
+            try:
+                found = await asyncio.wait_for(ask(engines[0], "held"), 60)
+            finally:
+                server.silent = False
+            assert all([v for v, _, _ in one.spans] == [11] for one in found)
+            assert same(found, await directly(engines[0], "again"))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", [400, 404, 408, 429, 500])
+def test_a_router_that_refuses_is_passed_by(fleet: Any, status: int) -> None:
+    async def run() -> None:
+        async def refuses(request: web.Request) -> web.Response:
+            return web.Response(status=status, text="no")
+
+        async def workers(request: web.Request) -> web.Response:
+            return web.json_response({"workers": [{"url": one.url} for one in fleet.servers]})
+
+        app = web.Application()
+        app.add_routes([web.get("/workers", workers), web.post("/generate", refuses)])
+        async with TestServer(app) as server:
+            one = routed(fleet, 0, str(server.make_url("")))
+            one._limits = replace(one._limits, request_s=2)  # for which who is full is asked again
+            try:
+                await publish(fleet, [one], 12, seed=12)
+                assert all([v for v, _, _ in answer.spans] == [12] for answer in await ask(one, "r", 3))
+            finally:
+                await one.close()
 
     asyncio.run(run())
 
@@ -185,8 +286,8 @@ def test_a_router_that_dies_costs_no_answer(fleet: Any, tmp_path: Path) -> None:
 
 
 def test_one_that_is_no_router_or_does_not_know_the_server_is_one_line(fleet: Any, tmp_path: Path) -> None:
-    async def refused(url: str) -> str:
-        one = routed(fleet, 0, url)
+    async def refused(url: str, peers: Peers | None = None) -> str:
+        one = routed(fleet, 0, url, peers)
         try:
             with pytest.raises(ValueError) as e:
                 await one.capabilities()
@@ -201,3 +302,5 @@ def test_one_that_is_no_router_or_does_not_know_the_server_is_one_line(fleet: An
     with router([fleet.servers[1].url], tmp_path / "router.log") as url:
         said = asyncio.run(refused(url))
     assert said.startswith(f"{at}{url}: it does not know {fleet.servers[0].url} (but {fleet.servers[1].url}): name it")
+    said = asyncio.run(refused(fleet.url, Peers()))
+    assert said.startswith(f"{at}{fleet.url}: it sends requests to {fleet.servers[1].url}, which rollout.url does not")

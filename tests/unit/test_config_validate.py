@@ -77,6 +77,10 @@ FAULTS = [
         "it stands before servers that run already; name them in rollout.url",
     ),
     (
+        [*ROUTED, "rollout.engine_options.router=http://127.0.0.1:30000", "cluster.backend=ray"],
+        "router=http://127.0.0.1:30000 with cluster.backend=ray: who connects to one server has to know",
+    ),
+    (
         [*ROUTED, "rollout.engine_options.router=http://127.0.0.1:30000", "pipeline.staleness=1"],
         "router=http://127.0.0.1:30000 with pipeline.staleness=1: an update waits",
     ),

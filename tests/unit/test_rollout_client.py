@@ -23,7 +23,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from each import each
 from families import QWEN3_MOE
-from served import NAMES, VOCAB, Fault, Served, crashing, hanging_up, logprob, silent
+from served import NAMES, SERVED, VOCAB, Fault, Served, crashing, hanging_up, logprob, silent
 
 from verl.checkpoint.hf import skeleton_of
 from verl.rollout import client, http, life, wire
@@ -304,8 +304,14 @@ def test_an_answer_that_is_late_names_the_limit() -> None:
     with_server(body, Served(step_s=0.05), request_s=0.1, loads=True)
 
 
+async def publish(router: Router) -> None:
+    for replica in router.replicas:
+        await replica.load_weights(reader())
+    router.published({})
+
+
 def answering(**changed: Any) -> Fault:
-    """A choice of three tokens with something wrong."""
+    """A choice of three tokens with something wrong; "0" are the weights that were loaded."""
 
     async def fault(request: web.Request) -> web.Response:
         choice = {
@@ -314,7 +320,8 @@ def answering(**changed: Any) -> Fault:
             "weight_versions": [{"version": "0", "start": 0, "end": 3}],
             "finish_reason": "length",
         }
-        return web.Response(text=json.dumps({"choices": [choice | changed]}), content_type="application/json")
+        text = json.dumps({"choices": [choice | changed]}).replace('"0"', f'"{request.app[SERVED].weights}"')
+        return web.Response(text=text, content_type="application/json")
 
     return fault
 
@@ -333,7 +340,7 @@ def spans(*of: tuple[str, int, int]) -> list[dict[str, Any]]:
         (answering(logprobs={"content": [{"logprob": -1.0}] * 2}), NotUnderstood, "3 tokens with the log-probs"),
         (answering(logprobs={"content": [{"logprob": float("nan")}] * 3}), NotUnderstood, "non-finite"),
         (answering(weight_versions=None), NotUnderstood, "do not cover 3 tokens"),
-        (answering(weight_versions=spans(("0", 0, 1), ("1", 2, 3))), NotUnderstood, "do not cover"),
+        (answering(weight_versions=spans(("0", 0, 1), ("0", 2, 3))), NotUnderstood, "do not cover"),
         (answering(weight_versions=spans(("default", 0, 3))), NotUnderstood, "default"),
         (
             answering(
@@ -515,8 +522,7 @@ def test_a_server_that_hangs_is_lost_and_its_requests_go_on_elsewhere(
             await server.start_server()
         urls = [str(server.make_url("")) for server in servers]
         router = Router([lambda died, url=url: engine_at(url, request_s=3600) for url in urls], note=notes.append)
-        for replica in router.replicas:
-            await replica.load_weights(reader())
+        await publish(router)
         doubles[0].faults["/inference/v1/generate"] = silent
         tasks = [asyncio.create_task(router.generate(str(i), PROMPT, greedy(3, stop=stop))) for i in range(4)]
         assert [(await task).ids.tolist() for task in tasks] == [[7, 8, 9]] * 4
@@ -634,7 +640,7 @@ def test_an_update_is_one_transaction() -> None:
         assert served.paths[-7:] == ["/pause?mode=keep", *UPDATE, "/resume"]
         info = dict(served.asked)["/update_weights"]["update_info"]
         assert info == {"path": "/dev/shm/x-4", "version": 4, "names": None, "checksums": dict.fromkeys(NAMES, 7)}
-        assert dict(served.asked)["/finish_weight_update"] == {"weight_version": "4"}
+        assert dict(served.asked)["/finish_weight_update"] == {"weight_version": f"4-{engine._tag}"}
         with pytest.raises(ValueError, match=r"sync\.engine=shm"):
             await engine.load_weights(SimpleNamespace(version=5, tensors=list))  # type: ignore[arg-type]
 
@@ -972,8 +978,7 @@ def test_requests_of_a_server_that_is_gone_go_on_elsewhere() -> None:
         failed: list[BaseException] = []
         router = Router([lambda died, url=url: engine_at(url) for url in urls], note=notes.append)
         router.watch(failed.append)
-        for replica in router.replicas:
-            await replica.load_weights(reader())
+        await publish(router)
         tasks = [asyncio.create_task(router.generate(str(i), PROMPT, greedy(40))) for i in range(8)]
         await until(lambda: all(len(double.running) == 4 for double in doubles))
         doubles[0].die()

@@ -238,6 +238,7 @@ def test_versions_mix_where_they_may_and_spans_say_so(mixes: bool) -> None:
 
     async def body(router: Router, doubles: list[Chained]) -> None:
         await publish(router, 1, {1})
+        router.replicas[1].vouch()
         found = await router.generate("r", PROMPT, Sampling(max_tokens=12, temperature=0.0))
         assert found.ids.tolist() == list(range(5, 17))
         assert found.spans == (((0, 0, 5), (1, 5, 12)) if mixes else ((1, 0, 12),))
@@ -248,7 +249,13 @@ def test_versions_mix_where_they_may_and_spans_say_so(mixes: bool) -> None:
 def test_tokens_under_weights_that_nobody_verified_are_drawn_again() -> None:
     async def body(router: Router, doubles: list[Chained]) -> None:
         await publish(router, 1)  # and the canary is still to come
-        found = await router.generate("r", PROMPT, Sampling(max_tokens=12, temperature=0.0))
+        task = asyncio.create_task(router.generate("r", PROMPT, Sampling(max_tokens=12, temperature=0.0)))
+        while not asked_of(doubles[1]):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert not task.done(), "an answer of weights that nobody has verified waits for their canary"
+        router.published({})
+        found = await task
         assert found.spans == ((1, 0, 12),) and asked_of(doubles[1])[0]["token_ids"] == [3, 4]
 
     with_two(body, dies_at=5, mixes=True)
@@ -279,7 +286,7 @@ def test_a_request_that_is_held_over_an_update_is_not_mixed() -> None:
         engine: Any = router.replicas[1].engine
         begun = SoFar()
         begun.add([5, 6], [-1.1, -1.12], 0)
-        doubles[1].weights = "1"
+        doubles[1].weights = f"1-{engine._tag}"
         found = await engine.generate("r", PROMPT, Sampling(max_tokens=6, temperature=0.0), so_far=begun)
         assert found.ids.tolist() == list(range(5, 11)) and found.spans == ((1, 0, 6),)
         assert [len(body["token_ids"]) for body in asked_of(doubles[1])[-2:]] == [4, 2]

@@ -76,6 +76,9 @@ def _router(config: Config, url: str) -> Iterator[str]:
         yield f"{at}: expected http://HOST:PORT"
     if config.rollout.url is None:
         yield f"{at}: it stands before servers that run already; name them in rollout.url, or leave it out"
+    if config.cluster.backend != "inproc":
+        why = "who connects to one server has to know what those of the others have verified"
+        yield f"{at} with cluster.backend={config.cluster.backend}: {why}; set cluster.backend=inproc"
     if config.pipeline.staleness > 0 and not config.pipeline.partial_rollout:
         why = "an update waits for a replica's own requests, and the router sends it those of others"
         yield f"{at} with pipeline.staleness={config.pipeline.staleness:g}: {why}; set pipeline.partial_rollout=true"

@@ -62,7 +62,7 @@ from verl.driver.setup import (
 from verl.driver.trajectories import TrajectoryRunner
 from verl.reward.base import RewardFn
 from verl.reward.compute import check_data_source
-from verl.rollout.base import RolloutContext, RolloutEngine
+from verl.rollout.base import Peers, RolloutContext, RolloutEngine
 from verl.rollout.router import Router
 from verl.track.console import LiveProgress
 from verl.track.events import EventLog
@@ -180,8 +180,9 @@ async def _started(
 ) -> tuple[RolloutEngine, Sequence[RolloutEngine]]:
     """The engine that all requests go to, and those that it goes to: itself, or a router's, which also stands before
     one that may be lost alone."""
-    cluster, parts, count = context.cluster, (config, tokenizer, context.devices["rollout"]), config.rollout.replicas
-    starts = [partial(cluster.replica, number, rollout_engine, (*parts, number)) for number in range(count)]
+    device, count = context.devices["rollout"], config.rollout.replicas
+    given = [(config, tokenizer, device, number, context.peers) for number in range(count)]
+    starts = [partial(context.cluster.replica, number, rollout_engine, given[number]) for number in range(count)]
     rollout: RolloutEngine
     if count == 1 and not ROLLOUT[config.rollout.engine].apart:
         rollout = starts[0]()
@@ -439,9 +440,11 @@ def updates_of_run(config: Config, total_steps: int) -> int:
     return total_steps * config.step.updates_per_step * config.step.epochs_per_step
 
 
-def rollout_engine(config: Config, tokenizer: Any, device: str, replica: int = 0) -> RolloutEngine:
+def rollout_engine(
+    config: Config, tokenizer: Any, device: str, replica: int = 0, peers: Peers | None = None
+) -> RolloutEngine:
     """The configured engine, built from the model folder's own config.json (the trainer's has its attention
-    switched). replica: its number, which chooses the server among several."""
+    switched). replica: its number, which chooses the server among several · peers: those of this process."""
     from transformers import AutoConfig
 
     r = config.rollout
@@ -457,7 +460,7 @@ def rollout_engine(config: Config, tokenizer: Any, device: str, replica: int = 0
         device=device,
         max_concurrent_sequences=r.max_concurrent_sequences,
         deterministic=config.run.deterministic,
-        place=server_place(config, replica),
+        place=server_place(config, replica, peers or Peers()),
     )
     return load(ROLLOUT[r.engine].build)(options_of(config, "rollout"), context)
 

@@ -45,8 +45,9 @@ def fleet_of(
             raise ValueError(
                 f"{what}: servers join a run whose engines are in its own process (cluster.backend=inproc)"
             )
-        given = (asked, tokenizer, context.devices["rollout"], 0 if url else number)
-        return partial(context.cluster.replica, given[-1], rollout_engine, given)
+        which = 0 if url else number
+        given = (asked, tokenizer, context.devices["rollout"], which, context.peers)
+        return partial(context.cluster.replica, which, rollout_engine, given)
 
     def tell(kind: str, data: Mapping[str, Any]) -> None:
         reporter.events.append(kind, groups.scheduler.next_step + 1, data)

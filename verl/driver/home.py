@@ -14,7 +14,7 @@ from pathlib import Path
 
 from verl.config.schema import Config
 from verl.config.served import urls_of
-from verl.rollout.base import ServerPlace
+from verl.rollout.base import Peers, ServerPlace
 from verl.track.files import write_atomic
 
 MARK = ".driver"
@@ -75,7 +75,7 @@ def versions() -> tuple[tuple[str, str], ...]:
     )
 
 
-def server_place(config: Config, replica: int) -> ServerPlace:
+def server_place(config: Config, replica: int, peers: Peers) -> ServerPlace:
     """Of a rollout engine that is one. Its log is in the run's directory, where there is one."""
     home, urls = Path(config.run.root_dir) / config.run.name, urls_of(config)
     folder = home if home.is_dir() else Path(tempfile.gettempdir()) / f"verl-{os.getpid()}"
@@ -84,4 +84,5 @@ def server_place(config: Config, replica: int) -> ServerPlace:
         log=folder / "logs" / f"rollout_{replica}.log",
         python=config.rollout.python,
         url=urls[replica] if urls else None,
+        peers=peers,
     )

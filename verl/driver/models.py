@@ -26,6 +26,7 @@ from verl.config.schema import Config
 from verl.model_engine.base import EngineContext, ModelEngine, ServedAt, TeacherHead
 from verl.model_engine.optim import OptimSpec
 from verl.nn.heads import Head
+from verl.rollout.base import Peers
 from verl.transfer_queue.base import TransferQueue
 from verl.weight_sync.base import Outlet
 from verl.workers.ahead import Ahead
@@ -48,6 +49,7 @@ class ModelContext:
     cluster: Cluster = field(default_factory=InprocCluster)
     say: Callable[[str], None] = print
     devices: Mapping[str, str] = field(default_factory=dict)  # of roles
+    peers: Peers = field(default_factory=Peers)  # of the rollout's servers
     actor: ModelWorkers | None = None  # the policy's workers, once they are there
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from verl.rollout.base import PauseMode, RolloutContext, WeightReader
 from verl.rollout.http import ServerRefused
 from verl.rollout.wire import Drawn, version_of
 from verl.types import Sampling
-from verl.weight_sync.base import Bucket, CheckedReader, SyncError, WeightSource, opened
+from verl.weight_sync.base import Bucket, CheckedReader, InBuckets, SyncError, WeightSource, opened
 
 SEGMENTS = "verl.weight_sync.shm:open_weights"
 
@@ -89,6 +90,8 @@ class Api:
     """Its log-probs are those at temperature 1 of all tokens, and other draws are refused."""
     follows = False
     """Its answers come as streams where it is one of several, so that another one can go on with them."""
+    marks = False
+    """It names weights as it is told to: by their version, and by who gave them to it."""
     pours = False
     """It takes weights in parts, each of which is gone when the next one comes."""
     by_position = False
@@ -132,8 +135,9 @@ class Api:
         a server that stands still. It has read one when the next one is asked for."""
         raise NotImplementedError
 
-    async def deliver(self, post: Post, sent: WeightSource) -> None:
-        """New weights, which were announced, into a server that stands still, and no prefix of older ones after."""
+    async def deliver(self, post: Post, sent: WeightSource, name: str) -> None:
+        """New weights, which were announced, into a server that stands still, and no prefix of older ones after. name:
+        of them, in its answers."""
         raise NotImplementedError
 
     async def sleep(self, post: Post, level: int) -> int:
@@ -239,6 +243,23 @@ def _segment_of(sent: WeightSource) -> WeightSource | None:
     if stream.version != sent.version:
         raise SyncError(f"version {sent.version}: the sender holds version {stream.version} by now")
     return replace(sent, transport=SEGMENTS, address=path)
+
+
+async def poured(api: Api, post: Post, sent: WeightSource) -> None:
+    """The buckets into the server; what ends it in the middle is told to the sender, who waits for them."""
+    stream = opened(sent)
+    assert isinstance(stream, InBuckets), "nothing else passes"
+    buckets = stream.buckets()
+
+    async def each() -> AsyncIterator[Bucket]:
+        while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
+            yield bucket
+
+    try:
+        await api.pour(post, sent, each())
+    finally:
+        with contextlib.suppress(ValueError):  # a thread waits in it: it hears that it is waited for no more
+            buckets.close()
 
 
 def positions_of(context: RolloutContext) -> int | None:

@@ -62,6 +62,15 @@ class Capabilities:
     notes: tuple[str, ...] = ()  # lines that the user is told at start
 
 
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """What the connections to the servers of one run know of each other. urls: of all there ever were · verified: the
+    latest version that was, by the mark of the connection; none of those that are given up."""
+
+    urls: set[str] = field(default_factory=set)
+    verified: dict[str, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlace:
     """Where an engine that is a server lives. model: its folder · python: of the environment that starts it (None:
@@ -71,6 +80,7 @@ class ServerPlace:
     log: Path
     python: str | None = None
     url: str | None = None
+    peers: Peers = field(default_factory=Peers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,11 +231,22 @@ class RolloutEngine(Generates, Protocol):
 
 @runtime_checkable
 class Replaceable(Protocol):
-    """One of several, which go on without it."""
+    """One of several, which go on without it. What its engine draws with new weights waits until they are verified."""
+
+    def vouch(self) -> None:
+        """The weights that were loaded last are verified."""
+        ...
 
     def lose(self, why: BaseException) -> None:
         """Give up the engine that was asked to load weights last."""
         ...
+
+
+@runtime_checkable
+class Vouched(Protocol):
+    """An engine that others take answers from, once its weights are verified."""
+
+    def vouch(self) -> None: ...
 
 
 @runtime_checkable

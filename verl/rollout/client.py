@@ -21,7 +21,7 @@ import numpy as np
 
 from verl.checkpoint.hf import skeleton_of
 from verl.rollout.adapted import AdaptedServer
-from verl.rollout.api import Api, Deadlines, Expected, Room, source_of
+from verl.rollout.api import Api, Deadlines, Expected, Room, poured, source_of
 from verl.rollout.base import (
     Capabilities,
     Completion,
@@ -36,10 +36,10 @@ from verl.rollout.calls import Call, after, ended, first
 from verl.rollout.connected import OTHERS, PROBE_S
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 from verl.rollout.launching import Launch
-from verl.rollout.life import Life
+from verl.rollout.life import QUIET_S, Life
 from verl.rollout.wire import Drawn, NotUnderstood, Reading
 from verl.types import Sampling
-from verl.weight_sync.base import Bucket, InBuckets, Parts, SyncError, WeightSource, opened, parts_of
+from verl.weight_sync.base import Parts, SyncError, WeightSource, parts_of
 
 AGAIN_S = 0.05  # between two words to abort a request that may not have arrived yet
 SETTLE_S = 2.0  # for the answers of a server that has finished its requests to arrive
@@ -98,8 +98,8 @@ class ServedEngine(AdaptedServer):
             for left in reversed(range(ASKED)):
                 try:
                     return await self._asked(request_id, call, prompt, sampling, so_far)
-                except (ServerGone, ServerRefused, NotUnderstood) as e:
-                    if call.routed and (not isinstance(e, ServerRefused) or e.status >= 500):
+                except (ServerGone, ServerRefused, ServerLate, NotUnderstood) as e:
+                    if call.routed:
                         call.routed = False  # the router, or another server: this one does as well
                         continue
                     if not isinstance(e, ServerGone):
@@ -165,11 +165,9 @@ class ServedEngine(AdaptedServer):
             await self._ask(call, body, reading, drawn, follow=so_far is not None and self._api.follows)
             if not self._api.updates and drawn.ids:  # it had these weights all the time
                 drawn.versions = [(str(version), 0, len(drawn.ids))]
-            self._life.heard += 1
-            answer = reading.completion(request_id, drawn)
-            if call.routed and (found := min((v for v, _, _ in answer.spans), default=version)) < version:
-                raise ServerGone(f"the router sent a request to a server of version {found}: {version} is live")
-            return answer
+            self._life.heard += not call.routed
+            drawn.versions = await self._numbered(call, drawn.versions, version)
+            return reading.completion(request_id, drawn)
         finally:
             reading.keep(drawn, version)
 
@@ -185,8 +183,10 @@ class ServedEngine(AdaptedServer):
                 await call.reading
             except asyncio.CancelledError:
                 task = asyncio.current_task()
-                if not call.cut.is_set() or (task is not None and task.cancelling()):
+                if not (call.cut.is_set() or call.quiet) or (task is not None and task.cancelling()):
                     raise
+                if call.quiet and not call.cut.is_set():
+                    raise ServerGone(f"{QUIET_S:g} s without a word from who has it behind the router") from None
                 if call.routed:  # which weights drew them was not said yet
                     drawn.ids, drawn.logprobs = [], []
                 drawn.finish = "abort"
@@ -194,13 +194,16 @@ class ServedEngine(AdaptedServer):
     async def _streamed(self, call: Call, body: Mapping[str, Any], reading: Reading, drawn: Drawn) -> None:
         """The last event says which weights drew what, so that it is waited for."""
         version, asked = self._version, {**body, "stream": True}
-        http = self._router if call.routed and self._router is not None else self._http
+        router = self._router if call.routed else None
+        http = self._http if router is None else router.http
         events = http.stream(self._api.generate, asked, timeout_s=self._limits.request_s)
         async with aclosing(events):
             async for event in events:
-                seen = len(drawn.ids)
-                self._life.heard += 1
+                seen, call.heard = len(drawn.ids), call.heard + 1
+                self._life.heard += router is None
                 self._api.read(drawn, event)
+                if router is not None:
+                    router.look(drawn.live)
                 if self._open.is_set() and self._version == version and self._fenced is None and not call.routed:
                     drawn.sure = len(drawn.ids)
                 if drawn.stopped is None:
@@ -289,10 +292,11 @@ class ServedEngine(AdaptedServer):
                 still = time.perf_counter()
                 if self._api.updates:
                     if sent.passes:
-                        await self._poured(sent)
+                        await poured(self._api, self._call, sent)
                     elif not announced:
                         await self._api.announce(self._call, sent)
-                    await self._api.deliver(self._call, sent)
+                    name = f"{sent.version}-{self._tag}" if self._api.marks else f"{sent.version}"
+                    await self._api.deliver(self._call, sent, name)
                 elif self._launch is not None:
                     await self._restart(sent.address)
                 loaded = time.perf_counter()
@@ -310,6 +314,11 @@ class ServedEngine(AdaptedServer):
         self._version = sent.version
         return sent.version
 
+    def vouch(self) -> None:
+        """See `Vouched`."""
+        if self._router is not None and self._fenced is None:
+            self._router.vouch(self._version)
+
     async def _as_read(self, sent: WeightSource) -> WeightSource:
         """By the names that the server knows."""
         if self._api.names == "model":
@@ -318,22 +327,6 @@ class ServedEngine(AdaptedServer):
             config = copy.deepcopy(self._context.hf_config)
             self._parts = await asyncio.to_thread(lambda: parts_of(skeleton_of(config), sent.delivered))
         return replace(sent, names=self._api.names, parts=self._parts)
-
-    async def _poured(self, sent: WeightSource) -> None:
-        """The buckets into the server; what ends it in the middle is told to the sender, who waits for them."""
-        stream = opened(sent)
-        assert isinstance(stream, InBuckets), "nothing else passes"
-        buckets = stream.buckets()
-
-        async def each() -> AsyncIterator[Bucket]:
-            while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
-                yield bucket
-
-        try:
-            await self._api.pour(self._call, sent, each())
-        finally:
-            with contextlib.suppress(ValueError):  # a thread waits in it: it hears that it is waited for no more
-                buckets.close()
 
     async def _announced(self, sent: WeightSource, mode: PauseMode) -> bool:
         """Whether it has read the new weights while it draws by those that it has."""
@@ -400,6 +393,8 @@ class ServedEngine(AdaptedServer):
     async def _fence(self, why: str) -> None:
         """No word of it is believed any more, nor is it woken. What stands still there ends, and goes on elsewhere."""
         self._fenced, self._waiting, self._asleep = why, self._launch is not None and not self._api.updates, set()
+        if self._router is not None:
+            self._router.fence()
         if self._server is not None:
             await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._server.stop))
         else:
@@ -470,11 +465,6 @@ class ServedEngine(AdaptedServer):
             await self._http.get("/health", timeout_s=PROBE_S)
         else:
             await self.probe(PROBE_S)
-
-    async def _gone(self, why: str) -> None:
-        """Whoever waits for it hears why."""
-        self._fenced = why
-        await self._http.close()
 
     def _check_weights(self, what: str) -> None:
         if self._fenced is not None:

@@ -15,11 +15,13 @@ import numpy as np
 
 from verl.rollout.api import Api, Deadlines, Expected, Room, model_of, positions_of
 from verl.rollout.base import RolloutContext
+from verl.rollout.calls import Call
 from verl.rollout.embedded.core import check_context
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.launching import Launch
 from verl.rollout.process import ServerProcess
-from verl.rollout.wire import Drawn, NotUnderstood, raw
+from verl.rollout.routed import Routed
+from verl.rollout.wire import Drawn, Span, marked, raw
 from verl.types import Sampling
 
 DYING_S = 3.0  # from the end of an engine to that of the server before it
@@ -63,8 +65,10 @@ class Server:
         # one that is started anew for every version is not started before the first
         self._waiting = self._launch is not None and not api.updates
         self._http = Http(at, key) if isinstance(at, str) else Http("") if self._waiting else self._launched(None)
-        self._router = Http(router, key) if router is not None else None
         self._tag, self._number = uuid.uuid4().hex[:8], itertools.count()
+        self._router: Routed | None = None
+        if router is not None and context.place is not None:
+            self._router = Routed(router, key, api, context.place.peers, self._http.url, self._tag)
         self._starting: asyncio.Task[None] | None = None
         self._ready = self._closed = False
         self._left = False  # it stood still when it was found: it goes on, and is looked at, with whole weights
@@ -111,7 +115,8 @@ class Server:
                     await asyncio.sleep(0.2)
             await self._known()
             await self._adapted()
-            await self._routed()
+            if self._router is not None:
+                await self._router.check(self._limits.control_s)
         except BaseException:
             if self._server is not None:
                 await asyncio.get_running_loop().run_in_executor(None, self._server.stop)
@@ -161,25 +166,13 @@ class Server:
             await self._proved()
 
     async def _hung_up(self) -> None:
-        for one in (self._http, self._router):
-            if one is not None:
-                await one.close()
+        await self._http.close()
+        if self._router is not None:
+            self._router.fence()
+            await self._router.http.close()
 
     async def _adapted(self) -> None:
         """Nothing, where no adapters are taken."""
-
-    async def _routed(self) -> None:
-        """ValueError for a router that is not there, or that does not know this server."""
-        if self._router is None:
-            return
-        at = f"rollout.engine_options.router={self._router.url}"
-        try:
-            known = await self._api.behind(partial(self._router.get, timeout_s=self._limits.control_s))
-        except (ServerGone, ServerLate, ServerRefused, NotUnderstood) as e:
-            raise ValueError(f"{at}: no router there that tells of its servers ({e}); start it first") from e
-        if self._http.url not in known:
-            told = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"{at}: it does not know {self._http.url} (but {told}): name it in its --worker-urls")
 
     async def _proved(self) -> None:
         if self._server is None:
@@ -214,6 +207,24 @@ class Server:
             if e.status in (403, 404, 405) and fix is not None:
                 raise ValueError(f"{self._http.url} has no {path}: {fix}") from e
             raise
+
+    async def _numbered(self, call: Call, told: list[Span], least: int) -> list[Span]:
+        """By their numbers, of weights that are ours."""
+        if call.routed and self._router is not None:
+            return self._router.numbers(told, least)
+        if not self._api.marks:
+            return told
+        if foreign := [name for name, _, _ in told if marked(name)[1] != self._tag]:
+            await self._gone(f"it has weights ({foreign[0]}) that this run did not give it: another one uses it too")
+            raise ServerGone(f"{self._http.url}: {self._fenced}")
+        return [(str(marked(name)[0]), start, end) for name, start, end in told]
+
+    async def _gone(self, why: str) -> None:
+        """Whoever waits for it hears why."""
+        self._fenced = why
+        if self._router is not None:
+            self._router.fence()
+        await self._http.close()
 
     @property
     def _ended(self) -> bool:

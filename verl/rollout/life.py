@@ -57,8 +57,12 @@ class Life:
 
     async def _watch(self) -> None:
         while self._pending:
-            heard = self.heard
+            heard, seen = self.heard, [(call, call.heard) for call in self._pending.values() if call.routed]
             await asyncio.sleep(QUIET_S)
+            for call, before in seen if self._going() else ():
+                if call.routed and call.heard == before and call.reading is not None:
+                    call.quiet = True  # whoever has it may hang
+                    call.reading.cancel()
             if self._pending and self.heard == heard and await self.stuck():
                 return await self._lost(f"{len(self._pending)} requests wait, and it draws no token")
 

@@ -21,6 +21,7 @@ from verl.rollout.base import (
     Resuming,
     RolloutEngine,
     SoFar,
+    Vouched,
     WeightReader,
 )
 from verl.types import Sampling
@@ -63,6 +64,9 @@ class Replica:
         self._has: tuple[RolloutEngine | None, dict[str, str]] = (None, {})
         self.engine = self._asked = self._new()  # asked: by the last publish
         self._loaded: RolloutEngine | None = None
+        self._verified = -1  # the latest version that was
+        self._judged = asyncio.Event()
+        self._judged.set()  # unless weights came that nobody has verified yet
 
     @property
     def ready(self) -> bool:
@@ -103,6 +107,8 @@ class Replica:
         except Exception as e:
             self._check(engine, e)  # whose requests fail because it was closed
             raise
+        if any(version > self._verified for version, _, _ in found.spans):
+            await self._judged.wait()  # the end of a publish, which has a deadline
         self._check(engine)  # whatever it still said
         return found
 
@@ -114,12 +120,20 @@ class Replica:
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         engine = self._asked = self._live()
         self._loaded = None
+        self._judged.clear()
         version = await engine.load_weights(source, on_inflight=on_inflight)
         for name, folder in self._adapters.items():
             if self._held(engine).get(name) != folder:
                 await self.load_adapter(name, folder)
         self._loaded = engine
         return version
+
+    def vouch(self) -> None:
+        if self.ready and not self._judged.is_set():
+            self._verified = self.engine.version
+            if isinstance(self.engine, Vouched):
+                self.engine.vouch()
+            self._judged.set()
 
     async def load_adapter(self, name: str, folder: str) -> None:
         engine = self._live()
@@ -221,6 +235,7 @@ class Replica:
         if engine is not self.engine or self._why is not None:
             return
         self._why = why
+        self._judged.set()
         self._tell(self.number, why)
         self._restart = asyncio.create_task(self._again(engine), name=f"restart replica {self.number}")
 
@@ -236,6 +251,6 @@ class Replica:
                 self.engine = engine = self._new()
                 async with asyncio.timeout(START_S):
                     await engine.capabilities()
-                self._why = None
+                self._why, self._verified = None, -1
             except Exception as e:
                 self._tell(self.number, e if str(e) else ReplicaLost(f"no new engine within {START_S:g} s"))

@@ -87,6 +87,8 @@ class Router:
         for i, why in failed.items():
             self.replicas[i].lose(ReplicaLost(why))
         ready = [one for one in self.replicas if one.ready and one.number not in failed]
+        for one in ready:
+            one.vouch()
         self._verified = max((one.version for one in ready), default=self._verified)
         self._serve(frozenset(one.number for one in ready))
 

@@ -26,7 +26,7 @@ class SglangApi(Api):
 
     generate, transport, sync = "/generate", "verl.weight_sync.disk:", "disk"
     modes: frozenset[PauseMode] = frozenset(("keep",))
-    aborts = updates = True
+    aborts = updates = marks = True
 
     def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
         s, truncated = sampling, sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
@@ -61,7 +61,7 @@ class SglangApi(Api):
             drawn.add(ids, told)
             if len(drawn.ids) != int(meta["completion_tokens"]):
                 raise ValueError(f"{meta['completion_tokens']} tokens were told of, and {len(drawn.ids)} came")
-            drawn.cached_tokens = int(meta.get("cached_tokens") or 0)
+            drawn.cached_tokens, drawn.live = int(meta.get("cached_tokens") or 0), meta.get("weight_version")
             spans = meta.get("weight_versions") or []
             drawn.versions = [(str(of["version"]), int(of["start"]), int(of["end"])) for of in spans if of["end"]]
             if (reason := meta.get("finish_reason")) is not None:
@@ -91,8 +91,8 @@ class SglangApi(Api):
     async def announce(self, post: Post, sent: WeightSource) -> None:
         await asyncio.to_thread(lambda: [None for _ in CheckedReader(sent).tensors()])
 
-    async def deliver(self, post: Post, sent: WeightSource) -> None:
-        body = {"model_path": sent.address, "load_format": "auto", "weight_version": str(sent.version)}
+    async def deliver(self, post: Post, sent: WeightSource, name: str) -> None:
+        body = {"model_path": sent.address, "load_format": "auto", "weight_version": name}
         try:
             told = await post("/update_weights_from_disk", body | {"flush_cache": True})
         except ServerRefused as e:

@@ -25,7 +25,7 @@ ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_e
 class VllmApi(Api):
     generate, transport, sync = GENERATE, "verl.weight_sync.shm:", "shm"
     modes: frozenset[PauseMode] = frozenset(("keep", "wait", "abort"))
-    holds = aborts = updates = offloads = pours = True
+    holds = aborts = updates = offloads = pours = marks = True
     names: Literal["model", "saved"] = "saved"  # its loaders read folders
 
     def __init__(self, *, follows: bool = False) -> None:
@@ -86,8 +86,8 @@ class VllmApi(Api):
                 info |= {"parts": parts}
             await post("/update_weights", {"update_info": info})
 
-    async def deliver(self, post: Post, sent: WeightSource) -> None:
-        told = await post("/finish_weight_update", {"weight_version": str(sent.version)})
+    async def deliver(self, post: Post, sent: WeightSource, name: str) -> None:
+        told = await post("/finish_weight_update", {"weight_version": name})
         if not isinstance(told, dict) or "loaded" not in told:
             workers = (await post("/collective_rpc", {"method": "loaded_weights"}))["results"]
         else:
@@ -133,6 +133,7 @@ class VerlApi(VllmApi):
     """That of `verl serve`, which goes on at a position, and tells of tokens as seldom as it is asked to."""
 
     by_position = ahead = True
+    marks = False  # it looks at the version itself
     names = "model"
 
     def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:

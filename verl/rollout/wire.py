@@ -17,19 +17,24 @@ from verl.types import Sampling, StopReason, derive_seed
 SAME = 0.02  # of a log-prob; less is rounding
 
 
+Span = tuple[str, int, int]
+"""(version, start, end), as a server names it."""
+
+
 class NotUnderstood(RuntimeError):
     """A server's answer is not what its API promises."""
 
 
 @dataclass(slots=True)
 class Drawn:
-    """What a server has drawn for one request so far; versions: [(version, start, end)], as it names them · finish: its
-    own reason · stopped: (tokens up to the end of a stop string, the string) · sure: so many tokens are of the version
-    that it had at the beginning."""
+    """What a server has drawn for one request so far; versions: [(version, start, end)], as it names them · live: the
+    version that it has by now, where it tells of it before the end · finish: its own reason · stopped: (tokens up to
+    the end of a stop string, the string) · sure: so many tokens are of the version that it had at the beginning."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[tuple[str, int, int]] = field(default_factory=list)
+    versions: list[Span] = field(default_factory=list)
+    live: str | None = None
     finish: str | None = None
     cached_tokens: int = 0
     stopped: tuple[int, str] | None = None
@@ -145,6 +150,14 @@ def raw(told: np.ndarray, plain: np.ndarray, vocab: int) -> bool:
     of a model that knows nothing by half their distance from a uniform guess."""
     found = np.abs(told - plain).mean()
     return bool(found < min(SAME * np.abs(plain).mean(), 5 * SAME * np.abs(plain + np.log(vocab)).mean()))
+
+
+def marked(name: str) -> tuple[int, str]:
+    """(version, mark of who gave it: "" for none) of the name of weights. `NotUnderstood`: no such name."""
+    number, _, mark = name.partition("-")
+    if not number.isdecimal():
+        raise NotUnderstood(f"the server's weights have the version {name!r}: nobody published it")
+    return int(number), mark
 
 
 def version_of(text: str) -> tuple[int, ...]:

@@ -213,11 +213,14 @@ class LocalCheckpointEngine:
             late = f"{at} was loaded, but its canary was not scored"
             sent = await _by(deadline_s, asyncio.shield(sending), late)
             canary = check_canary(at, replica, self._probes, sent.probed, self._tolerance)
-            return await _by(deadline_s, canary, late), reader.seconds
+            found = await _by(deadline_s, canary, late)
         except Exception as e:
             if isinstance(replica, Replaceable):
                 replica.lose(e)
             raise
+        if isinstance(replica, Replaceable):
+            replica.vouch()
+        return found, reader.seconds
 
 
 def _lost(trainer: ModelWorkers, turn: int, number: int, ended: asyncio.Task[Delivered]) -> None:
