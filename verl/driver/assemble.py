@@ -180,9 +180,8 @@ async def _started(
 ) -> tuple[RolloutEngine, Sequence[RolloutEngine]]:
     """The engine that all requests go to, and those that it goes to: itself, or a router's, which also stands before
     one that may be lost alone."""
-    device, count = context.devices["rollout"], config.rollout.replicas
-    given = [(config, tokenizer, device, number, context.peers) for number in range(count)]
-    starts = [partial(context.cluster.replica, number, rollout_engine, given[number]) for number in range(count)]
+    parts, peers, count = (config, tokenizer, context.devices["rollout"]), context.peers, config.rollout.replicas
+    starts = [partial(context.cluster.replica, i, rollout_engine, (*parts, i, peers)) for i in range(count)]
     rollout: RolloutEngine
     if count == 1 and not ROLLOUT[config.rollout.engine].apart:
         rollout = starts[0]()
@@ -443,8 +442,7 @@ def updates_of_run(config: Config, total_steps: int) -> int:
 def rollout_engine(
     config: Config, tokenizer: Any, device: str, replica: int = 0, peers: Peers | None = None
 ) -> RolloutEngine:
-    """The configured engine, built from the model folder's own config.json (the trainer's has its attention
-    switched). replica: its number, which chooses the server among several · peers: those of this process."""
+    """From the model folder's own config.json (the trainer's has its attention switched). replica: of servers, which."""
     from transformers import AutoConfig
 
     r = config.rollout
