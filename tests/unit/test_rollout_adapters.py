@@ -4,6 +4,8 @@ a real vLLM's affair (tests/vllm/test_adapters.py)."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,13 @@ from adapters import write_adapter
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from handmade_model import write_model
-from served import Served
+from safetensors.numpy import load_file, save_file
+from served import Served, crashing, silent
 from test_rollout_client import PROMPT, context_of, greedy, reader
 
 from verl.config.adapter import CONFIG, rank_of, read_adapter
-from verl.rollout.adapted import NOTHING, write_nothing
+from verl.rollout import adapted
+from verl.rollout.adapted import write_nothing
 from verl.rollout.api import Deadlines
 from verl.rollout.base import Adapting, Capabilities, ServerPlace
 from verl.rollout.client import ServedEngine
@@ -26,6 +30,7 @@ from verl.rollout.router import Router
 from verl.rollout.vllm import Options, expected
 from verl.rollout.vllm_api import VllmApi
 
+NOTHING = "nothing"
 LOAD, UNLOAD, GENERATE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/generate"
 
 
@@ -43,7 +48,7 @@ class Adapted(Served):
 
     async def _load(self, request: web.Request) -> web.Response:
         given = await request.json()
-        if given["lora_name"] in self.folders and not given.get("load_inplace"):
+        if given["lora_name"] in self.folders:
             return web.json_response({"error": {"message": "has already been loaded"}}, status=400)
         self.folders[given["lora_name"]] = given["lora_path"]
         return web.Response(text=f"Success: LoRA adapter '{given['lora_name']}' added successfully.")
@@ -55,8 +60,16 @@ class Adapted(Served):
     def drawn_by(self) -> list[str]:
         """The names that requests gave, probes left out."""
         asked = [body for path, body in self.asked if path == GENERATE]
-        assert all(body["model"] == "policy" or Path(self.folders[body["model"]]).is_dir() for body in asked)
-        return [body["model"] for body in asked if body["token_ids"] == PROMPT.tolist()]
+        return [body["model"].rpartition("-")[2] for body in asked if body["token_ids"] == PROMPT.tolist()]
+
+    @property
+    def names(self) -> list[str]:
+        """Of those that are there, as they were given."""
+        return [name.rpartition("-")[2] for name in self.folders]
+
+    def folder(self, name: str) -> Path:
+        (found,) = (Path(at) for there, at in self.folders.items() if there.rpartition("-")[2] == name)
+        return found
 
 
 @pytest.fixture
@@ -91,7 +104,7 @@ def test_requests_name_their_adapter_and_without_one_that_of_zeros(base: Path, t
     folder = write_adapter(tmp_path / "a", base, "q_proj")
 
     async def body(engine: ServedEngine, double: Adapted) -> None:
-        assert isinstance(engine, Adapting) and [*double.folders] == [NOTHING]
+        assert isinstance(engine, Adapting) and double.names == [NOTHING]
         await engine.load_adapter("a", str(folder))
         for file in folder.iterdir():  # it reads the folder again when it likes: a copy
             file.unlink()
@@ -99,13 +112,13 @@ def test_requests_name_their_adapter_and_without_one_that_of_zeros(base: Path, t
             await engine.generate(f"r{adapter}", PROMPT, greedy(2), adapter=adapter)
             await engine.score(PROMPT, adapter=adapter)
         assert double.drawn_by() == [NOTHING, NOTHING, "a", "a"]
-        kept = Path(double.folders["a"])
+        kept = double.folder("a")
         assert rank_of(kept) == 4
         write_adapter(folder, base, "q_proj", r=2)
         await engine.load_adapter("a", str(folder))
-        assert rank_of(Path(double.folders["a"])) == 2 and not (kept / CONFIG).exists()
+        assert rank_of(double.folder("a")) == 2 and not (kept / CONFIG).exists()
         await engine.drop_adapter("a")
-        assert [*double.folders] == [NOTHING]
+        assert double.names == [NOTHING]
         with pytest.raises(ValueError, match=r"r: no adapter 'a' was loaded \(there are: none\); load_adapter first"):
             await engine.generate("r", PROMPT, greedy(2), adapter="a")
         with pytest.raises(ValueError, match="drop_adapter: no adapter 'a' was loaded"):
@@ -127,11 +140,10 @@ def test_what_is_no_adapter_for_it_is_refused_before_it_is_asked(base: Path, tmp
             ("a", large, "rank 7 is above the engine's 6; set rollout.engine_options.max_lora_rank to at least 7"),
             ("a", foreign, f"model.path={foreign}"),
             ("policy", foreign, "load_adapter: 'policy' is the model's own name"),
-            (NOTHING, foreign, "is the model's own name"),
         ):
             with pytest.raises(ValueError, match=said):
                 await engine.load_adapter(name, str(folder))
-        assert not double.asked and [*double.folders] == [NOTHING]
+        assert not double.asked and double.names == [NOTHING]
 
         async def refused(request: web.Request) -> web.Response:
             return web.json_response({"error": {"message": "no"}}, status=404)
@@ -216,12 +228,11 @@ def test_replicas_that_come_later_have_the_adapters_of_the_others_before_they_se
 
             await publish(1)
             await router.load_adapter("a", folder)
-            assert all("a" in double.folders for double in doubles[:2])
+            assert all("a" in double.names for double in doubles[:2])
             await router.join(starts[2])
-            with pytest.raises(KeyError):
-                doubles[2].folders["a"]
+            assert "a" not in doubles[2].names
             await publish(2)
-            assert "a" in doubles[2].folders
+            assert "a" in doubles[2].names
             loads = [double.paths.count(LOAD) for double in doubles]
             await publish(3)
             assert loads == [double.paths.count(LOAD) for double in doubles] == [2, 2, 2], "once each, and the zeros"
@@ -229,7 +240,7 @@ def test_replicas_that_come_later_have_the_adapters_of_the_others_before_they_se
             await asyncio.gather(*asked)
             assert [set(double.drawn_by()) for double in doubles] == [{"a"}] * 3
             await router.drop_adapter("a")
-            assert not any("a" in double.folders for double in doubles)
+            assert not any("a" in double.names for double in doubles)
         finally:
             await router.close()
             for server in servers:
@@ -238,9 +249,154 @@ def test_replicas_that_come_later_have_the_adapters_of_the_others_before_they_se
     asyncio.run(run())
 
 
-def test_the_adapter_of_zeros_adds_zeros(base: Path, tmp_path: Path) -> None:
-    from safetensors.numpy import load_file
+@contextlib.asynccontextmanager
+async def two_replicas(base: Path) -> AsyncIterator[tuple[Router, list[Adapted], list[Any]]]:
+    """-> with weights; and what starts replicas that join."""
+    doubles = [Adapted() for _ in range(3)]
+    servers = [TestServer(double.app()) for double in doubles]
+    for server in servers:
+        await server.start_server()
+    starts = [lambda died, s=server: engine_of(str(s.make_url("")), base) for server in servers]
+    router = Router(starts[:2], restarts=1, note=lambda text: None)
+    try:
+        for one in router.replicas:
+            await one.load_weights(reader(1))
+        router.published({})
+        yield router, doubles, starts
+    finally:
+        await router.close()
+        for server in servers:
+            await server.close()
 
+
+async def ranks(router: Router, doubles: list[Adapted]) -> list[int]:
+    """Of the adapter "a" that the replicas draw with."""
+    await asyncio.gather(*(router.generate(f"r{i}", PROMPT, greedy(2), adapter="a") for i in range(6)))
+    found = []
+    for double in doubles:
+        asked = [body["model"] for path, body in double.asked if path == GENERATE and body["token_ids"] == [*PROMPT]]
+        found.append(rank_of(Path(double.folders[asked[-1]])))
+    return found
+
+
+@pytest.mark.parametrize("before", [2, None])
+def test_one_that_not_all_replicas_take_is_drawn_with_by_none(base: Path, tmp_path: Path, before: int | None) -> None:
+    async def run() -> None:
+        async with two_replicas(base) as (router, doubles, _):
+            if before is not None:
+                await router.load_adapter("a", str(write_adapter(tmp_path / "a", base, "q_proj", r=before)))
+            folder = str(write_adapter(tmp_path / "b", base, "q_proj", r=5))
+            doubles[1].faults[LOAD] = crashing(400, "no room")
+            with pytest.raises(ValueError, match="does not take this adapter"):
+                await router.load_adapter("a", folder)
+            del doubles[1].faults[LOAD]
+            if before is not None:
+                assert await ranks(router, doubles[:2]) == [before] * 2
+            else:
+                assert [double.names for double in doubles[:2]] == [[NOTHING]] * 2
+                with pytest.raises(ValueError, match="no adapter 'a' was loaded"):
+                    await router.generate("r", PROMPT, greedy(2), adapter="a")
+            await router.load_adapter("a", folder)
+            assert await ranks(router, doubles[:2]) == [5, 5]
+            assert all(double.names.count("a") == 1 for double in doubles[:2]), "no earlier one is left there"
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_one_that_joins_has_what_was_loaded_whatever_became_of_the_folder(base: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", base, "q_proj", r=3)
+
+    async def run() -> None:
+        async with two_replicas(base) as (router, doubles, starts):
+            await router.load_adapter("a", str(folder))
+            write_adapter(folder, base, "q_proj", r=6)
+            await router.join(starts[2])
+            loading = asyncio.ensure_future(router.load_adapter("b", str(folder)))
+            for one in router.replicas:
+                await one.load_weights(reader(2))
+            await loading
+            router.published({})
+            assert await ranks(router, doubles) == [3, 3, 3]
+            await asyncio.gather(*(router.generate(f"b{i}", PROMPT, greedy(2), adapter="b") for i in range(6)))
+            assert all(rank_of(double.folder("b")) == 6 for double in doubles), "it came between all of that"
+            with pytest.raises(ValueError, match=r"it has no adapter_config.json; give the folder of a LoRA adapter"):
+                await router.load_adapter("c", str(tmp_path))
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_none_is_replaced_under_a_score(base: Path, tmp_path: Path) -> None:
+    folder = str(write_adapter(tmp_path / "a", base, "q_proj"))
+
+    async def run() -> None:
+        async with two_replicas(base) as (router, doubles, _):
+            await router.load_adapter("a", folder)
+            goes, asked = asyncio.Event(), asyncio.Event()
+
+            async def held(request: web.Request) -> None:
+                asked.set()
+                await goes.wait()
+
+            for double in doubles:
+                double.faults[GENERATE] = held
+            scoring = [asyncio.ensure_future(one.score(PROMPT, adapter="a")) for one in (router, router.replicas[0])]
+            await asked.wait()
+            await asyncio.sleep(0.05)
+            engine = router.replicas[0].engine
+            assert isinstance(engine, Adapting)
+            for one in (router, engine):
+                with pytest.raises(ValueError, match="requests of 'a' run; wait for them, or abort them"):
+                    await one.load_adapter("a", folder)
+                with pytest.raises(ValueError, match="requests of 'a' run; wait for them, or abort them"):
+                    await one.drop_adapter("a")
+            goes.set()
+            await asyncio.gather(*scoring)
+            await router.drop_adapter("a")
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_two_runs_at_one_server_do_not_take_each_others_adapters(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(write_adapter(tmp_path / "a", base, "q_proj"))
+
+    async def run() -> None:
+        double = Adapted()
+        async with TestServer(double.app()) as server:
+            one, other = engine_of(str(server.make_url("")), base), engine_of(str(server.make_url("")), base)
+            for engine in (one, other):
+                await engine.capabilities()
+                await engine.load_adapter("a", folder)
+            assert sorted(double.names) == ["a", "a", NOTHING, NOTHING]
+            await other.close()
+            assert sorted(double.names) == ["a", NOTHING] and all(
+                there.startswith(one._tag) for there in double.folders
+            )
+            double.faults[UNLOAD] = silent
+            await asyncio.wait_for(one.close(), 20)  # a server that does not answer costs a short while in all
+
+    monkeypatch.setattr(adapted, "DROPS_S", 0.2)
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_weights_are_put_away_with_the_adapters_and_not_dropped(base: Path) -> None:
+    async def body(engine: ServedEngine, double: Adapted) -> None:
+        engine._able = replace(engine._able, sleep_levels=(1,))
+        await engine.sleep(2)
+        await engine.wake()
+        assert double.paths[-3:] == ["/sleep?level=1", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"]
+
+    with_server(body, base)
+
+
+def test_a_model_without_these_projections_is_refused_before_anything_starts(base: Path) -> None:
+    save_file({"transformer.h.0.attn.c_attn.weight": np.zeros((4, 2), np.float32)}, base / "model.safetensors")
+    with pytest.raises(ValueError, match=r"none of q_proj, o_proj, down_proj; leave .*max_lora_rank out"):
+        engine_of("http://127.0.0.1:1", base)
+
+
+def test_the_adapter_of_zeros_adds_zeros(base: Path, tmp_path: Path) -> None:
     (tmp_path / "n").mkdir()
     write_nothing(tmp_path / "n", base)
     parts = read_adapter(tmp_path / "n", base).values()

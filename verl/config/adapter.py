@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,14 @@ class Part:
     a: str = ""
     b: str = ""
     scale: float = 0.0
+
+
+def copy_adapter(folder: Path, into: Path) -> None:
+    """What is read of it. ValueError: it is none."""
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder}: it has no {name}; give the folder of a LoRA adapter, as PEFT saves it")
+        shutil.copyfile(folder / name, into / name)
 
 
 def is_adapter(folder: Path) -> bool:

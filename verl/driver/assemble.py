@@ -442,7 +442,7 @@ def updates_of_run(config: Config, total_steps: int) -> int:
 def rollout_engine(
     config: Config, tokenizer: Any, device: str, replica: int = 0, peers: Peers | None = None
 ) -> RolloutEngine:
-    """From the model folder's own config.json (the trainer's has its attention switched). replica: of servers, which."""
+    """From the model folder's own config.json (the trainer's has its attention switched). replica: which server."""
     from transformers import AutoConfig
 
     r = config.rollout

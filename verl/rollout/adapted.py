@@ -7,10 +7,13 @@ draws as it should.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from verl.config.adapter import CONFIG, WEIGHTS, rank_of, read_adapter
+from verl.config.adapter import CONFIG, WEIGHTS, copy_adapter, rank_of, read_adapter
 from verl.config.model_files import read_weight_headers
 from verl.rollout.api import Api, Deadlines, Expected
 from verl.rollout.base import Capabilities, RolloutContext, check_inputs
@@ -27,11 +30,14 @@ from verl.rollout.connected import Server
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 from verl.rollout.launching import Launch
 
-NOTHING = "verl-no-adapter"
+DROPS_S = 5.0  # for all that are dropped at the end, from a server that stays
+LAYER = re.compile(r"(?!.*(vision|visual|audio)).*\.layers\.\d+\.")
+TARGETS = ("q_proj", "o_proj", "down_proj")  # that the one of zeros is of, the first that the model has
 
 
 class AdaptedServer(Server):
-    """See `Adapting`. Its weights are those of the base: what is published changes the answers of adapters too."""
+    """See `Adapting`. Its weights are those of the base: what is published changes the answers of adapters too. Each
+    load has a name of its own there, so that no prefix and no request of an earlier one is taken for it."""
 
     def __init__(
         self,
@@ -44,10 +50,13 @@ class AdaptedServer(Server):
         api_key: str | None,
         router: str | None,
     ) -> None:
+        if able.lora_rank and context.place is not None:
+            projection_of(Path(context.place.model))
         super().__init__(context, expected, api, at, deadlines or Deadlines(), api_key, router)
         self._able = able
         self._pending: dict[str, Call] = {}
-        self._adapters: dict[str, str] = {}  # copies of their folders, by name
+        self._scoring = Counter[str]()  # requests, by the names that they give
+        self._adapters: dict[str, tuple[str, str]] = {}  # (name there, copy of the folder), by name
         self._own = self._model
         self._changing = set[str]()  # names that are loaded or dropped now
         self._copies: tempfile.TemporaryDirectory[str] | None = None
@@ -58,31 +67,33 @@ class AdaptedServer(Server):
         await self._up()
         place = self._context.place
         assert place is not None, "a server has a place"
-        if name in ("", self._own, NOTHING):
+        if name in ("", self._own):
             raise ValueError(f"load_adapter: {name!r} is the model's own name; give the adapter another one")
         self._check_idle("load_adapter", name)
         read_adapter(Path(folder), Path(place.model))
         if (rank := rank_of(Path(folder))) > self._able.lora_rank:
             fix = f"set rollout.engine_options.max_lora_rank to at least {rank}"
             raise ValueError(f"{folder}: rank {rank} is above the engine's {self._able.lora_rank}; {fix}")
-        copied = self._copy_of(folder)
+        there, copied = f"{self._tag}-{next(self._number)}-{name}", self._copy_of(folder)
         with self._change(name):
             try:
-                await self._loaded_there(name, copied)
+                await self._loaded_there(there, copied)
             except BaseException:
                 shutil.rmtree(copied)
                 raise
-            before, self._adapters[name] = self._adapters.get(name), copied
-        if before is not None:
-            shutil.rmtree(before)
+            before, self._adapters[name] = self._adapters.get(name), (there, copied)
+            if before is not None:  # it stays where that fails: nobody asks for it
+                with contextlib.suppress(ServerGone, ServerLate, ServerRefused):
+                    await self._dropped_there(*before)
 
     async def drop_adapter(self, name: str) -> None:
         self._check_alive()
+        await self._up()
         self._drawn_by("drop_adapter", name)
         self._check_idle("drop_adapter", name)
         with self._change(name):
-            await self._tell(*self._api.dropping(name))
-            shutil.rmtree(self._adapters.pop(name))
+            await self._dropped_there(*self._adapters[name])
+            del self._adapters[name]
 
     @contextlib.contextmanager
     def _change(self, name: str) -> Iterator[None]:
@@ -94,17 +105,18 @@ class AdaptedServer(Server):
 
     async def _hung_up(self) -> None:
         """A server that stays would end where it looks for them."""
-        if self._copies is not None and self._launch is None:
-            for name in (*self._adapters, NOTHING):
-                with contextlib.suppress(ServerGone, ServerLate, ServerRefused):
-                    await self._tell(*self._api.dropping(name))
-        await super()._hung_up()
+        try:
+            if self._copies is not None and self._launch is None:
+                with contextlib.suppress(ServerGone, ServerLate, ServerRefused, TimeoutError):
+                    async with asyncio.timeout(DROPS_S):
+                        for there in (*(there for there, _ in self._adapters.values()), self._model):
+                            await self._tell(*self._api.dropping(there))
+        finally:
+            await super()._hung_up()
 
     def _copy_of(self, folder: str) -> str:
         """vLLM may read it again whenever others had its place, and ends where it is gone."""
-        copied = self._new_folder()
-        for file in (CONFIG, WEIGHTS):
-            shutil.copyfile(Path(folder) / file, copied / file)
+        copy_adapter(Path(folder), copied := self._new_folder())
         return str(copied)
 
     def _new_folder(self) -> Path:
@@ -115,18 +127,21 @@ class AdaptedServer(Server):
 
     def _drawn_by(self, what: str, adapter: str | None) -> str:
         """The name by which requests ask for it, or for the model."""
+        if adapter is None:
+            return self._model
         if adapter in self._changing:
             raise ValueError(f"{what}: {adapter!r} is being loaded or dropped; wait for that")
-        if adapter is not None and adapter not in self._adapters:
+        if adapter not in self._adapters:
             there = ", ".join(sorted(self._adapters)) or "none"
             raise ValueError(f"{what}: no adapter {adapter!r} was loaded (there are: {there}); load_adapter first")
-        return adapter or self._model
+        return self._adapters[adapter][0]
 
     def _check_idle(self, what: str, name: str) -> None:
         """One that changed under a request would have drawn a part of its tokens without a word."""
         if name in self._changing:
             raise ValueError(f"{what}: {name!r} is being loaded or dropped already; wait for that")
-        if busy := sum(call.model == name for call in self._pending.values()):
+        there, _ = self._adapters.get(name, ("", ""))
+        if busy := sum(call.model == there for call in self._pending.values()) + self._scoring[there]:
             raise ValueError(f"{what}: {busy} requests of {name!r} run; wait for them, or abort them")
 
     async def _adapted(self) -> None:
@@ -134,30 +149,46 @@ class AdaptedServer(Server):
         self._own = self._model
         if self._able.lora_rank and (place := self._context.place) is not None:
             write_nothing(nothing := self._new_folder(), Path(place.model))
-            await self._loaded_there(NOTHING, str(nothing))
-            self._model = NOTHING
-        for name, folder in self._adapters.items():
-            await self._loaded_there(name, folder)
+            self._model = f"{self._tag}-nothing"
+            await self._loaded_there(self._model, str(nothing))
+        for there, folder in list(self._adapters.values()):
+            await self._loaded_there(there, folder)
 
-    async def _loaded_there(self, name: str, folder: str) -> None:
+    async def _loaded_there(self, there: str, folder: str) -> None:
         try:
-            await self._tell(*self._api.adapting(name, folder))
+            await self._tell(*self._api.adapting(there, folder))
         except ServerRefused as e:
             fix = self._expected.needs.get("adapters", "it has to be started for adapters")
             raise ValueError(f"{folder}: {self._expected.name} does not take this adapter ({e}); {fix}") from e
+
+    async def _dropped_there(self, there: str, copied: str) -> None:
+        await self._tell(*self._api.dropping(there))
+        shutil.rmtree(copied)
 
     async def _tell(self, path: str, body: Mapping[str, Any]) -> None:
         await self._http.post(path, body, timeout_s=self._limits.control_s, text=True)
 
 
+def projection_of(base: Path) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of one projection in all text layers of a model folder, by the names of its modules. ValueError: it
+    has none that adapters are of."""
+    weights = {n.removesuffix(".weight"): h.shape for n, h in read_weight_headers(base).items() if LAYER.match(n)}
+    for kind in TARGETS:
+        found = {name: shape for name, shape in weights.items() if name.endswith(f".{kind}") and len(shape) == 2}
+        if found:
+            return found
+    wanted = ", ".join(TARGETS)
+    raise ValueError(f"model.path={base}: it has none of {wanted}; leave rollout.engine_options.max_lora_rank out")
+
+
 def write_nothing(folder: Path, base: Path) -> None:
     """An adapter that adds zeros to a projection of each layer of this model."""
-    weights = {n.removesuffix(".weight"): h.shape for n, h in read_weight_headers(base).items() if ".experts." not in n}
-    kinds = [name.rpartition(".")[2] for name, shape in weights.items() if name.endswith("_proj") and len(shape) == 2]
-    said = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": kinds[:1], "bias": "none"}
+    targets = projection_of(base)
+    kind = next(iter(targets)).rpartition(".")[2]
+    said = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": [kind], "bias": "none"}
     (folder / CONFIG).write_text(json.dumps(said | {"base_model_name_or_path": str(base), "inference_mode": True}))
     zeros = dict[str, np.ndarray]()
-    for module, (out, into) in ((name, shape) for name, shape in weights.items() if name.endswith(f".{kinds[0]}")):
+    for module, (out, into) in targets.items():
         for factor, shape in (("A", (1, into)), ("B", (out, 1))):
             zeros[f"base_model.model.{module}.lora_{factor}.weight"] = np.zeros(shape, np.float32)
     save_file(zeros, folder / WEIGHTS)

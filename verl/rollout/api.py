@@ -149,7 +149,7 @@ class Api:
         raise NotImplementedError
 
     def adapting(self, name: str, folder: str) -> tuple[str, dict[str, Any]]:
-        """What it is asked to load an adapter, in place of one of that name."""
+        """What it is asked to load an adapter, by a name that no other one had."""
         raise NotImplementedError
 
     def dropping(self, name: str) -> tuple[str, dict[str, Any]]:

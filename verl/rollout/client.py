@@ -131,7 +131,12 @@ class ServedEngine(AdaptedServer):
         if len(ids) < 2:
             return np.zeros(0, np.float32)
         self._check_weights("score")
-        return await self._api.score(self._call, self._drawn_by("score", adapter), ids, self._limits.request_s)
+        model = self._drawn_by("score", adapter)
+        self._scoring[model] += 1
+        try:
+            return await self._api.score(self._call, model, ids, self._limits.request_s)
+        finally:
+            self._scoring[model] -= 1
 
     async def _asked(
         self, request_id: str, call: Call, prompt: np.ndarray, sampling: Sampling, so_far: SoFar | None
@@ -405,6 +410,8 @@ class ServedEngine(AdaptedServer):
         """-> bytes; 0 where the server cannot, as its memory stays, and where it does not say."""
         if level not in (1, 2):
             raise ValueError(f"sleep level={level}: 1 frees the KV, 2 the weights too")
+        if level == 2 and 2 not in self._able.sleep_levels and self._api.offloads:
+            level = 1  # at which the device has its room back as well
         if level not in self._able.sleep_levels:
             return 0
         self._asleep |= {"kv", "weights"} if level == 2 or self._api.offloads else {"kv"}

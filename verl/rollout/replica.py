@@ -42,7 +42,7 @@ class Replica:
 
     lost: told why, once for each engine · starts: new engines that it may have, in all · at_url: they are one server,
     which others started: where it failed an update, a new connection to it would let it speak again · adapters: that
-    every engine has before it serves, their folders by name."""
+    every engine has before it is asked for them, their folders by name."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Replica:
         self._why: BaseException | None = None
         self._restart: asyncio.Task[None] | None = None
         self.left = False
-        self._adapters = adapters
+        self._adapters, self._loading = adapters, asyncio.Lock()
         self._has: tuple[RolloutEngine | None, dict[str, str]] = (None, {})
         self.engine = self._asked = self._new()  # asked: by the last publish
         self._loaded: RolloutEngine | None = None
@@ -95,7 +95,7 @@ class Replica:
         so_far: SoFar | None = None,
     ) -> Completion:
         """so_far: see `Resuming`; an engine that cannot go on with it begins anew."""
-        engine = self._live()
+        engine = await self._having(adapter)
         ask = engine.generate
         if so_far is not None and isinstance(engine, Resuming):
             ask = partial(engine.generate, so_far=so_far)
@@ -115,18 +115,27 @@ class Replica:
     async def score(
         self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:
-        return await self._live().score(ids, temperature=temperature, adapter=adapter, media=media)
+        engine = await self._having(adapter)
+        return await engine.score(ids, temperature=temperature, adapter=adapter, media=media)
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         engine = self._asked = self._live()
         self._loaded = None
         self._judged.clear()
         version = await engine.load_weights(source, on_inflight=on_inflight)
-        for name, folder in self._adapters.items():
-            if self._held(engine).get(name) != folder:
-                await self.load_adapter(name, folder)
+        for name in list(self._adapters):
+            await self._having(name)
         self._loaded = engine
         return version
+
+    async def _having(self, adapter: str | None) -> RolloutEngine:
+        """The engine, with this adapter as all replicas have it, if they do."""
+        engine, folder = self._live(), None if adapter is None else self._adapters.get(adapter)
+        if adapter is not None and folder is not None and self._held(engine).get(adapter) != folder:
+            async with self._loading:
+                if self._held(engine).get(adapter) != folder:
+                    await self.load_adapter(adapter, folder)
+        return engine
 
     def vouch(self) -> None:
         if self.ready and not self._judged.is_set():

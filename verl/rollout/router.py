@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import shutil
+import tempfile
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
+from verl.config.adapter import copy_adapter
 from verl.rollout.base import Capabilities, Completion, PauseMode, ReplicaLost, SoFar, WeightReader
 from verl.rollout.replica import Replica, Start
 from verl.types import Sampling
@@ -45,7 +50,10 @@ class Router:
         self._homes: OrderedDict[str, int] = OrderedDict()  # the replica of a prefix key
         self._running: dict[str, int] = {}  # the replica of a request id
         self._serving = frozenset(range(len(starts)))
-        self._adapters: dict[str, str] = {}  # folders, by name
+        self._adapters: dict[str, str] = {}  # copies of their folders, by name
+        self._drawing = Counter[str]()  # requests, by their adapter
+        self._changing = set[str]()  # adapters that are loaded or dropped now
+        self._copies: tempfile.TemporaryDirectory[str] | None = None
         self._made = partial(Replica, starts=restarts, at_url=at_urls, adapters=self._adapters)
         self.replicas = [self._made(i, start, lost=self._lost) for i, start in enumerate(starts)]
 
@@ -61,6 +69,18 @@ class Router:
     ) -> Completion:
         if request_id in self._running:
             raise ValueError(f"request_id={request_id!r} is already running: every call needs its own id")
+        with self._drawn_by(request_id, adapter):
+            return await self._generate(request_id, prompt_ids, sampling, prefix_key, adapter, media)
+
+    async def _generate(
+        self,
+        request_id: str,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        prefix_key: str | None,
+        adapter: str | None,
+        media: Sequence[str],
+    ) -> Completion:
         so_far = SoFar(mixes=self._mixes) if len(self._serving) > 1 else None
         while True:
             chosen = self._choose(prefix_key)
@@ -150,19 +170,68 @@ class Router:
     async def score(
         self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:
-        return await self.replicas[self._choose(None)].score(ids, temperature=temperature, adapter=adapter, media=media)
+        with self._drawn_by("score", adapter):
+            one = self.replicas[self._choose(None)]
+            return await one.score(ids, temperature=temperature, adapter=adapter, media=media)
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         raise ValueError("a router loads no weights: publish to each of its replicas")
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """See `Adapting`: into every replica that serves. Another one gets it before it serves."""
-        await asyncio.gather(*(self.replicas[i].load_adapter(name, folder) for i in sorted(self._serving)))
-        self._adapters[name] = folder
+        """See `Adapting`: into every replica that serves. Another one gets it before a request is asked of it, from a
+        copy of the folder; so does one that has another of that name where a load fails elsewhere."""
+        with self._changed("load_adapter", name):
+            if self._copies is None:
+                self._copies = tempfile.TemporaryDirectory(prefix="verl-adapters-", ignore_cleanup_errors=True)
+            copied = tempfile.mkdtemp(dir=self._copies.name)
+            await asyncio.to_thread(copy_adapter, Path(folder), Path(copied))
+            for error in await self._of_all(lambda one: one.load_adapter(name, copied)):
+                if name not in self._adapters:
+                    await self._of_all(lambda one: one.drop_adapter(name))
+                shutil.rmtree(copied)
+                raise error
+            before, self._adapters[name] = self._adapters.get(name), copied
+            if before is not None:
+                shutil.rmtree(before)
 
     async def drop_adapter(self, name: str) -> None:
-        self._adapters.pop(name, None)
-        await asyncio.gather(*(self.replicas[i].drop_adapter(name) for i in sorted(self._serving)))
+        with self._changed("drop_adapter", name):
+            for error in await self._of_all(lambda one: one.drop_adapter(name)):
+                raise error
+            if (folder := self._adapters.pop(name, None)) is not None:
+                shutil.rmtree(folder)
+
+    async def _of_all(self, call: Callable[[Replica], Awaitable[None]]) -> list[BaseException]:
+        """Of the replicas that serve: what went wrong, but for those that are lost."""
+        asked = (call(self.replicas[i]) for i in sorted(self._serving))
+        told = await asyncio.gather(*asked, return_exceptions=True)
+        return [error for error in told if isinstance(error, BaseException) and not isinstance(error, ReplicaLost)]
+
+    @contextlib.contextmanager
+    def _drawn_by(self, what: str, adapter: str | None) -> Iterator[None]:
+        if adapter is None:
+            yield
+            return
+        if adapter in self._changing:
+            raise ValueError(f"{what}: {adapter!r} is being loaded or dropped; wait for that")
+        self._drawing[adapter] += 1
+        try:
+            yield
+        finally:
+            self._drawing[adapter] -= 1
+
+    @contextlib.contextmanager
+    def _changed(self, what: str, name: str) -> Iterator[None]:
+        """One that changed under a request would have drawn a part of its tokens without a word."""
+        if name in self._changing:
+            raise ValueError(f"{what}: {name!r} is being loaded or dropped already; wait for that")
+        if busy := self._drawing[name]:
+            raise ValueError(f"{what}: {busy} requests of {name!r} run; wait for them, or abort them")
+        self._changing.add(name)
+        try:
+            yield
+        finally:
+            self._changing.remove(name)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         await asyncio.gather(*(replica.pause(mode) for replica in self.replicas))
@@ -203,6 +272,8 @@ class Router:
 
     async def close(self) -> None:
         await asyncio.gather(*(replica.close() for replica in self.replicas))
+        if self._copies is not None:
+            self._copies.cleanup()
 
     @property
     def version(self) -> int:

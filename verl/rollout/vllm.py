@@ -97,7 +97,8 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
         prefix_cache=True,
         in_flight_update=True,
         lora_rank=options.max_lora_rank or 0,
-        sleep_levels=() if on_cpu or place.url is not None else (1, 2),
+        # at level 2 vLLM drops what it was given, adapters too
+        sleep_levels=() if on_cpu or place.url is not None else (1, 2) if options.max_lora_rank is None else (1,),
         notes=() if on_cpu else ("rollout: vLLM on a GPU was never run by those who wrote this adapter",),
     )
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)

@@ -55,8 +55,7 @@ class VllmApi(Api):
         return prompt_scores((await post(GENERATE, body, timeout_s)).get("prompt_logprobs"), ids)
 
     def adapting(self, name: str, folder: str) -> tuple[str, dict[str, Any]]:
-        """Prefixes that an adapter of that name has computed are not used after it."""
-        return "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder, "load_inplace": True}
+        return "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}
 
     def dropping(self, name: str) -> tuple[str, dict[str, Any]]:
         return "/v1/unload_lora_adapter", {"lora_name": name}
