@@ -227,6 +227,14 @@ def test_a_pool_that_no_model_could_compute_on(folder: Path, monkeypatch: pytest
             (*two, *cuda, "sync.engine=ipc", CPUS, "cluster.roles={rollout: cpus}"),
             "sync.engine=ipc: weights pass through a GPU's memory, and rollout of this run are on CPUs",
         ),
+        (
+            (*two, *cuda, "sync.engine=ipc", "rollout.replicas=2"),
+            "rollout.replicas=2 with sync.engine=ipc: the weights lie on the GPU of the actor's first rank",
+        ),
+        (
+            (*two, *cuda, "sync.engine=ipc", "cluster.pools={gen: {gpus_per_rank: 1}}", "cluster.roles={rollout: gen}"),
+            "cluster.roles.rollout=gen with sync.engine=ipc: the weights lie on the GPU of the actor's first rank",
+        ),
     ):
         found = faults(folder, *args)
         if len(found) != 1 or not all(word in found[0] for word in words):

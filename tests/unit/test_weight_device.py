@@ -135,6 +135,17 @@ def test_its_owner_opens_what_it_has(torchs: dict[str, Any]) -> None:
     assert device.opened(handle).tolist() == [*range(5)], "another process's"
 
 
+def test_a_gpu_that_shares_no_memory_is_one_line_with_the_fix(
+    torchs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(memory: torch.Tensor) -> Any:
+        raise RuntimeError("expandable_segments: no handle")
+
+    monkeypatch.setattr(device, "reduce_tensor", refuses)
+    with pytest.raises(ValueError, match=r"no handle\): leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"):
+        device.told(torch.empty(5, dtype=torch.uint8))
+
+
 def test_torch_takes_what_is_sent_in_this_order() -> None:
     """It gives it in the same one: reduce_tensor returns this function with its arguments."""
     names = [*inspect.signature(device.rebuild_cuda_tensor).parameters]

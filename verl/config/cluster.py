@@ -206,8 +206,22 @@ def _devices(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> I
     far = [role for role in ("actor", "rollout") if role in roles and pools[roles[role]].computes_on != "cuda"]
     if far and config.sync.engine == "ipc":
         yield ON_GPU.format(who=" and ".join(far))
+    elif config.sync.engine == "ipc" and config.cluster.backend == "ray" and config.rollout.url is None:
+        yield from _one_gpu(config, roles)
     if far and _nccl(config):
         yield f"sync.engine_options.backend=nccl: {' and '.join(far)} of this run are not on GPUs; leave it out (gloo)"
+
+
+def _one_gpu(config: Config, roles: dict[str, str]) -> Iterator[str]:
+    """Ray shows a process its own GPUs alone, and the buckets lie on that of the actor's first rank."""
+    why = "the weights lie on the GPU of the actor's first rank, and Ray shows each process its own alone"
+    if (at := roles["rollout"]) != (home := roles["actor"]):
+        if address_of(config.cluster.address) is not None:
+            return  # it may even be on another machine, which is another line
+        fix = f"set sync.engine=shm, or let rollout live with the actor, in {home}"
+        yield f"cluster.roles.rollout={at} with sync.engine=ipc: {why}; {fix}"
+    elif config.rollout.replicas > 1:
+        yield f"rollout.replicas={config.rollout.replicas} with sync.engine=ipc: {why}; set sync.engine=shm, or one"
 
 
 def _nccl(config: Config) -> bool:

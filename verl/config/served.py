@@ -90,8 +90,9 @@ def _own_weights(config: Config, row: Backend, engine: str, command: str) -> Ite
     if row.fixed and command == "train":
         fix = "use it with verl eval or verl generate, and train with vllm, sglang, server or native"
         yield f"{engine}: its weights are its own, and cannot be trained; {fix}"
-    elif row.fixed and config.sync.engine_options.get("bucket_mb") is not None:
-        yield f"sync.engine_options.bucket_mb with {engine}: its weights are its own, and pass nowhere; leave it out"
+    elif row.fixed and (config.sync.engine == "ipc" or config.sync.engine_options.get("bucket_mb") is not None):
+        what = "sync.engine=ipc" if config.sync.engine == "ipc" else "sync.engine_options.bucket_mb"
+        yield f"{what} with {engine}: its weights are its own, and pass nowhere; leave it out"
     elif row.fixed and not canary:
         yield f"sync.canary=false with {engine}: nothing else shows that it serves model.path; leave it out"
     if row.plain and r.url is not None:

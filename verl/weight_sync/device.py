@@ -31,7 +31,11 @@ def allocated(num_bytes: int) -> Tensor:
 
 def told(memory: Tensor) -> bytes:
     """What another process opens it by."""
-    _, given = reduce_tensor(memory)
+    try:
+        _, given = reduce_tensor(memory)
+    except RuntimeError as e:
+        fix = "leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or set sync.engine=shm"
+        raise ValueError(f"sync.engine=ipc: torch shares no memory of this GPU ({e}): {fix}") from e
     index, allocation, storage_bytes, storage_offset, _, counter, counter_offset, event, waits = given[6:]
     handle = (allocation, storage_bytes, storage_offset, counter, counter_offset, event, waits)
     found = msgspec.msgpack.encode([_name_of(index), memory.numel(), *handle])
