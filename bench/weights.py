@@ -137,13 +137,13 @@ def reader(line: Any, threads: int, layers: int | None, runs: bool) -> None:
     into a native engine of so many · runs: beside the version that is live, as while requests run."""
     torch.set_num_threads(threads)
     came = [0]
-    receive = tcp._receive
+    receive = tcp.filled
 
     def counted(peer: Any, into: memoryview) -> None:
         came[0] += len(into)
         receive(peer, into)
 
-    tcp._receive = counted
+    tcp.filled = counted
     away = Path(tempfile.mkdtemp(dir=shm.SHM))  # the shared memory of another host
     shm.SHM = tcp.SHM = away
     into: Weights = {}  # its model

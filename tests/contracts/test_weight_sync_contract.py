@@ -40,7 +40,7 @@ from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Sampling, Segment
-from verl.weight_sync import base, buckets, collective, disk, nixl, objects, shm, tcp
+from verl.weight_sync import base, buckets, collective, disk, nixl, objects, relay, shm, tcp
 from verl.weight_sync.base import CheckpointEngine, Outlet, Sent, SyncError, SyncReport, opened
 from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
 from verl.weight_sync.sender import WeightSender, entry_of, probed
@@ -70,6 +70,13 @@ def bucket_outlet(**on: bool) -> buckets.BucketOutlet:
     return buckets.BucketOutlet(name, BUCKET_BYTES, **on)
 
 
+def relay_outlet() -> relay.RelayOutlet:
+    """As that, for readers of other hosts."""
+    name = f"{shm.PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    atexit.register(shm.remove, name)
+    return relay.RelayOutlet(name, BUCKET_BYTES, host="127.0.0.1")
+
+
 def disk_outlet() -> disk.DiskOutlet:
     root = Path(tempfile.mkdtemp(prefix="verl-test-"))
     atexit.register(shutil.rmtree, root, True)
@@ -86,13 +93,14 @@ BACKENDS: dict[str, tuple[Callable[..., CheckpointEngine], Callable[[], Outlet]]
     "shm, buckets": (partial(LocalCheckpointEngine, copies=True), bucket_outlet),
     "ipc": (partial(LocalCheckpointEngine, copies=True), partial(bucket_outlet, on_gpu=True)),
     "tcp": (partial(LocalCheckpointEngine, copies=True), tcp_outlet),
+    "tcp, buckets": (partial(LocalCheckpointEngine, copies=True), relay_outlet),
     "tcp, delta": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, delta=True)),
     "collective": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, collective.CollectiveOutlet)),
     "nixl": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, nixl.NixlOutlet)),
     "disk": (partial(LocalCheckpointEngine, copies=True), disk_outlet),
     "objects": (partial(LocalCheckpointEngine, copies=True), objects_outlet),
 }
-PASSING = ("shm, buckets", "ipc")
+PASSING = ("shm, buckets", "ipc", "tcp, buckets")
 MISSING = pytest.mark.skipif(find_spec("nixl") is None, reason="the package nixl is not installed (make nixl-package)")
 ROLLOUTS = {"native": partial(native.build, Options()), "hf": partial(hf.build, hf.Options())}
 PROBES = (np.array([1, 5, 6, 7, 8, 9, 2], np.int64), np.array([1, 11, 4, 12], np.int64))
@@ -109,6 +117,12 @@ def trainer(cls: type[TorchEngine] = TorchEngine, *, tied: bool = True, lr: floa
 
 
 WORLDS: list[World] = []  # of a test, whose threads end with it
+
+
+@pytest.fixture(autouse=True)
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is for other hosts goes over the network."""
+    monkeypatch.setattr(relay, "ledger_of", lambda name: Path("/nowhere") / name)
 
 
 @pytest.fixture(autouse=True)

@@ -37,11 +37,27 @@ from verl.rollout import server_url, sglang
 from verl.rollout.base import RolloutContext, ServerPlace
 from verl.rollout.client import ServedEngine
 from verl.types import Sampling
+from verl.weight_sync import relay
 from verl.weight_sync.base import SyncError, checksum
 from verl.weight_sync.sender import entry_of
 
-REACH = ("shm", "shm, buckets", "ipc", "tcp", "tcp, delta", "collective", "nixl")  # a server reads weights by itself
-FIRST = (("server", "shm"), ("server", "shm, buckets"), ("server", "ipc"), ("sglang", "disk"))
+REACH = (
+    "shm",
+    "shm, buckets",
+    "ipc",
+    "tcp",
+    "tcp, buckets",
+    "tcp, delta",
+    "collective",
+    "nixl",
+)  # a server reads weights by itself
+FIRST = (
+    ("server", "shm"),
+    ("server", "shm, buckets"),
+    ("server", "ipc"),
+    ("server", "tcp, buckets"),
+    ("sglang", "disk"),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,6 +95,7 @@ def server() -> Iterator[dict[bool, Running]]:
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch)
+    monkeypatch.setattr(relay, "ledger_of", lambda name: Path("/nowhere") / name)
 
 
 def case(name: str, *given: Any) -> None:

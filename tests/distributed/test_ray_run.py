@@ -132,9 +132,11 @@ def straight(tmp_path_factory, tiny_model, arithmetic_data) -> Path:
     return root
 
 
-def test_weights_that_pass_through_buckets_are_the_same(tmp_path, straight, tiny_model, arithmetic_data):
+@pytest.mark.parametrize("engine", ["shm", "tcp"])
+def test_weights_that_pass_through_buckets_are_the_same(engine, tmp_path, straight, tiny_model, arithmetic_data):
     """Gathered from two ranks, into replicas that stand still: the run is the one bit for bit."""
-    small_run(tmp_path, tiny_model, arithmetic_data[:1], *SHAPE, "sync.engine_options.bucket_mb=1")
+    options = (f"sync.engine={engine}", "sync.engine_options.bucket_mb=1")
+    small_run(tmp_path, tiny_model, arithmetic_data[:1], *SHAPE, *options)
     for name, value in exported(straight, 6).items():
         assert torch.equal(exported(tmp_path, 6)[name], value), name
 

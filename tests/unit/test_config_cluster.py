@@ -131,6 +131,10 @@ FAULTS = [
         "sync.engine_options.folder",
     ),
     (("sync.engine=collective", "sync.engine_options.backend=nccl"), "sync.engine_options.backend=nccl", "(gloo)"),
+    (
+        (*RAY, "sync.engine=tcp", "sync.engine_options.delta=true", "sync.engine_options.bucket_mb=4"),
+        "sync.engine_options.delta=true with sync.engine_options.bucket_mb=4: what changed is told of whole versions",
+    ),
     (("sync.engine=ipc",), "sync.engine=ipc: weights pass through a GPU's memory, and the models", "sync.engine=shm"),
     ((*RAY, "sync.engine=ipc"), "sync.engine=ipc", "actor and rollout of this run are on CPUs"),
     (

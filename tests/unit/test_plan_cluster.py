@@ -202,7 +202,9 @@ def test_all_processes_of_one_machine_are_held_against_its_memory(folder: Path, 
     spread = spread_of(folder, *args)
     main, wide = spread.pools["main"], spread.pools["wide"]
     wanted = 2 * main.memory.peak_bytes + wide.memory.peak_bytes + spread.shared_bytes
-    assert spread_of(folder, *args, "sync.engine_options.bucket_mb=1000").shared_bytes == 2 * (1000 << 20)
+    for engine in ("shm", "tcp"):
+        options = (f"sync.engine={engine}", "sync.engine_options.bucket_mb=1000")
+        assert spread_of(folder, *args, *options).shared_bytes == 2 * (1000 << 20)
     for has, count in ((wanted, 0), (wanted - 1, 1)):
         monkeypatch.setattr("verl.workers.host.total_bytes", lambda has=has: has)
         found = plan_of(folder, *args).warnings

@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
-from verl.weight_sync import buckets, shm
+from verl.rollout.process import free_port
+from verl.weight_sync import buckets, relay, shm, tcp
 from verl.weight_sync.base import Passed, Readers, SyncError, checksum
 from verl.weight_sync.buckets import BucketOutlet, BucketStream, Ledger, plan
+from verl.weight_sync.relay import RelayOutlet, RelayStream
 from verl.weight_sync.sender import entry_of
 
 Tensors = dict[str, torch.Tensor]
 BUCKET = 1000  # bytes
 
 
-@pytest.fixture
-def name() -> Iterator[str]:
+FAR = dict[str, str]()  # where the buckets of a name are read over the network
+
+
+@pytest.fixture(params=["here", "far"])
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """far: by readers of another host, as all here are then."""
     made = f"{shm.PREFIX}-{os.getpid()}-{uuid.uuid4().hex}"  # else others remove them as those of the dead
+    if request.param == "far":
+        FAR[made] = ""
+        monkeypatch.setattr(relay, "ledger_of", lambda name: Path("/nowhere") / name)
+    yield made
+    FAR.pop(made, None)
+    shm.remove(made)
+
+
+@pytest.fixture
+def near() -> Iterator[str]:
+    made = f"{shm.PREFIX}-{os.getpid()}-{uuid.uuid4().hex}"
     yield made
     shm.remove(made)
 
@@ -38,10 +59,17 @@ def tensors(seed: int, count: int = 40) -> Tensors:
     return found
 
 
-def outlet(name: str, of: Tensors) -> BucketOutlet:
-    made = BucketOutlet(name, BUCKET)
-    made.announce({n: entry_of(t) for n, t in of.items()})
+def outlet(name: str, of: Tensors, size: int = BUCKET) -> BucketOutlet:
+    made = RelayOutlet(name, size, host="127.0.0.1") if name in FAR else BucketOutlet(name, size)
+    at = made.announce({n: entry_of(t) for n, t in of.items()})
+    if name in FAR:
+        FAR[name] = at
     return made
+
+
+def opened(address: str) -> BucketStream:
+    name, _, rest = address.partition(":")
+    return RelayStream(f"{FAR[name]}:{rest}") if name in FAR else BucketStream(address)
 
 
 def address(name: str, turn: int, reader: int = 0, version: int | None = None) -> str:
@@ -74,7 +102,7 @@ def test_readers_of_unlike_speed_get_every_bit_of_every_version(name: str, seed:
 
     def read(turn: int, reader: int) -> Tensors:
         came = {}
-        for i, (n, t) in enumerate(BucketStream(address(name, turn, reader)).tensors()):
+        for i, (n, t) in enumerate(opened(address(name, turn, reader)).tensors()):
             time.sleep(pauses[reader][i])
             came[n] = t.clone()
         return came
@@ -97,7 +125,7 @@ def test_nobody_has_all_before_the_sender_has_said_so(name: str) -> None:
     for turn, end in enumerate((out.commit, out.break_off)):
         came: list[str] = []
         with ThreadPoolExecutor(1) as pool:
-            stream = BucketStream(address(name, turn))
+            stream = opened(address(name, turn))
             reading = pool.submit(lambda s=stream, c=came: c.extend(n for n, _ in s.tensors()))
             out.stream(turn, passing(of), Readers(turn, 1, 60.0))
             while Ledger(shm.SHM / f"{name}-ledger").behind(turn, 1, len(plan(out._shapes, BUCKET))):
@@ -117,7 +145,7 @@ def test_a_reader_that_reads_more_than_it_may_is_told_by_the_checksum(name: str)
     of = tensors(0)
     out = outlet(name, of)
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(list, BucketStream(address(name, 0)).tensors())
+        reading = pool.submit(list, opened(address(name, 0)).tensors())
         out.stream(0, (Passed(n, t, checksum(t) ^ (n == "t6")) for n, t in of.items()), Readers(0, 1, 60.0))
         with pytest.raises(SyncError, match="version 0: t6 is not what its checksum says"):
             reading.result(60)
@@ -128,13 +156,13 @@ def test_who_leaves_in_the_middle_is_waited_for_no_more(name: str) -> None:
     out = outlet(name, of)
 
     def some() -> int:
-        stream = BucketStream(address(name, 0, 1)).tensors()
+        stream = opened(address(name, 0, 1)).tensors()
         next(stream)
         stream.close()  # type: ignore[attr-defined]
         return 1
 
     with ThreadPoolExecutor(2) as pool:
-        reading, left = pool.submit(list, BucketStream(address(name, 0)).tensors()), pool.submit(some)
+        reading, left = pool.submit(list, opened(address(name, 0)).tensors()), pool.submit(some)
         out.stream(0, passing(of), Readers(0, 2, 60.0))
         out.commit(0)
         assert left.result(60) == 1 and len(reading.result(60)) == len(of)
@@ -144,12 +172,12 @@ def test_who_does_not_come_is_given_up_and_hears_of_it(name: str) -> None:
     of = tensors(0)
     out = outlet(name, of)
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(list, BucketStream(address(name, 0)).tensors())
+        reading = pool.submit(list, opened(address(name, 0)).tensors())
         out.stream(0, passing(of), Readers(0, 2, 0.5))
         out.commit(0)
         assert len(reading.result(60)) == len(of), "the other one was not given up with it"
     with pytest.raises(SyncError, match="version 0: its sender waits no more for this reader"):
-        list(BucketStream(address(name, 0, 1)).tensors())
+        list(opened(address(name, 0, 1)).tensors())
 
 
 def test_who_is_given_up_by_others_holds_up_nobody(name: str) -> None:
@@ -171,21 +199,21 @@ def test_what_was_broken_off_is_never_whole(name: str) -> None:
         raise FloatingPointError("diverged")
 
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(list, BucketStream(address(name, 0)).tensors())
+        reading = pool.submit(list, opened(address(name, 0)).tensors())
         with pytest.raises(FloatingPointError):
             out.stream(0, breaks(), Readers(0, 1, 60.0))
         out.break_off(0)
         with pytest.raises(SyncError, match="version 0: its sender broke it off"):
             reading.result(60)
         # it may be broken off when all was read, or before it began
-        reading = pool.submit(list, BucketStream(address(name, 1)).tensors())
+        reading = pool.submit(list, opened(address(name, 1)).tensors())
         out.stream(1, passing(of), Readers(1, 1, 60.0))
         out.break_off(1)
         with pytest.raises(SyncError, match="version 1: its sender broke it off"):
             reading.result(60)
         out.break_off(2)
         with pytest.raises(SyncError, match="version 2: its sender broke it off"):
-            list(BucketStream(address(name, 2)).tensors())
+            list(opened(address(name, 2)).tensors())
 
 
 def test_who_comes_after_the_next_one_has_begun_reads_nothing_of_it(name: str) -> None:
@@ -195,7 +223,7 @@ def test_who_comes_after_the_next_one_has_begun_reads_nothing_of_it(name: str) -
         out.stream(turn, passing(of), Readers(turn, 0, 60.0))
         out.commit(turn)
     with pytest.raises(SyncError, match="version 0: its sender sends another version by now"):
-        next(BucketStream(address(name, 0)).tensors())
+        next(opened(address(name, 0)).tensors())
 
 
 def test_a_version_that_is_sent_again_is_another_turn(name: str) -> None:
@@ -204,7 +232,7 @@ def test_a_version_that_is_sent_again_is_another_turn(name: str) -> None:
     out = outlet(name, of)
     with ThreadPoolExecutor(1) as pool:
         for turn in range(3):
-            reading = pool.submit(list, BucketStream(address(name, turn, version=7)).tensors())
+            reading = pool.submit(list, opened(address(name, turn, version=7)).tensors())
             if turn == 0:
                 out.lose(0, 0)
                 with pytest.raises(SyncError, match="version 7: its sender waits no more"):
@@ -215,33 +243,35 @@ def test_a_version_that_is_sent_again_is_another_turn(name: str) -> None:
                 assert len(reading.result(60)) == len(of)
 
 
-def test_another_host_is_told_of_at_once(name: str) -> None:
+def test_another_host_is_told_of_at_once(near: str) -> None:
     with pytest.raises(SyncError, match="buckets pass through the memory of one host"):
-        next(BucketStream(address(name, 0)).tensors())
+        next(opened(address(near, 0)).tensors())
 
 
 def test_a_sender_that_says_nothing_is_not_waited_for_for_ever(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "QUIET_S", 0.05)
     outlet(name, tensors(0))
     with pytest.raises(SyncError, match=r"version 0: nothing came of it for 0\.05 s"):
-        next(BucketStream(address(name, 0)).tensors())
+        next(opened(address(name, 0)).tensors())
 
 
 def test_two_buckets_are_all_the_memory_that_it_takes(name: str) -> None:
     of = {f"t{i}": torch.zeros(1 << 18) for i in range(32)}  # 32 MB in tensors of 1 MB
-    out = BucketOutlet(name, 4 << 20)
-    out.announce({n: entry_of(t) for n, t in of.items()})
+    out = outlet(name, of, 4 << 20)
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(lambda: sum(t.numel() for _, t in BucketStream(address(name, 0)).tensors()))
+        reading = pool.submit(lambda: sum(t.numel() for _, t in opened(address(name, 0)).tensors()))
         out.stream(0, passing(of), Readers(0, 1, 60.0))
         out.commit(0)
         assert reading.result(60) == 32 << 18
     files = list(shm.SHM.glob(f"{name}-*"))
     assert len(files) == 3 and sum(path.stat().st_blocks * 512 for path in files) < 2 * (4 << 20) + (1 << 17)
+    if name in FAR:
+        (there,) = shm.SHM.glob(f"{shm.PREFIX}-{os.getpid()}-{tcp.tag_of(FAR[name].split('/')[1])}-*")
+        assert there.stat().st_blocks * 512 < (4 << 20) + (1 << 17), "of the reader's host"
 
 
-def test_words_of_the_ledger_are_each_of_one_side(name: str) -> None:
-    ledger = Ledger.new(shm.SHM / f"{name}-ledger")
+def test_words_of_the_ledger_are_each_of_one_side(near: str) -> None:
+    ledger = Ledger.new(shm.SHM / f"{near}-ledger")
     assert ledger.turn == -1 and ledger.behind(0, 2, 1) == [0, 1]
     ledger.begin(5, 3)
     ledger.read(5, 0, 2)
@@ -261,3 +291,62 @@ def test_more_or_other_tensors_than_announced_are_our_own_fault(name: str) -> No
         out.stream(0, passing(others), Readers(0, 0, 60.0))
     with pytest.raises(AssertionError, match="more came than was announced"):
         out.stream(1, passing({**of, "more": torch.zeros(1)}), Readers(1, 0, 60.0))
+
+
+READER = """
+import hashlib, sys, time
+from pathlib import Path
+from verl.rollout.process import free_port
+from verl.weight_sync import buckets, relay, shm
+
+shm.SHM = buckets.SHM = relay.SHM = Path(sys.argv[1])
+found = hashlib.sha256()
+try:
+    for name, tensor in relay.open_weights(sys.argv[2]).tensors():
+        found.update(name.encode() + tensor.contiguous().view(-1).view(torch_uint8).numpy().tobytes())
+        print(name, flush=True)
+        time.sleep(float(sys.argv[3]))
+    print(found.hexdigest(), flush=True)
+except Exception as e:
+    print(type(e).__name__, e, flush=True)
+""".replace("torch_uint8", "__import__('torch').uint8")
+
+
+def reader(folder: Path, address: str, pause_s: float = 0.0) -> subprocess.Popen[str]:
+    """Of another host: its shared memory is another folder."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", READER, str(folder), address, str(pause_s)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_hosts_that_see_no_memory_of_ours_have_every_bit_and_one_that_is_killed_holds_up_nobody(
+    near: str, tmp_path: Path
+) -> None:
+    of = tensors(3)
+    out = RelayOutlet(near, BUCKET, host="127.0.0.1")
+    at = out.announce({n: entry_of(t) for n, t in of.items()})
+    processes = [reader(tmp_path / "a", f"{at}:0:0:0"), reader(tmp_path / "b", f"{at}:0:0:1", 0.05)]
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(out.stream, 0, passing(of), Readers(0, 2, 60.0))
+        assert processes[1].stdout is not None and processes[1].stdout.readline()
+        processes[1].kill()
+        sending.result(60)
+        out.commit(0)
+    said, _ = processes[0].communicate(timeout=60)
+    wanted = hashlib.sha256()
+    for n, t in of.items():
+        wanted.update(n.encode() + t.view(-1).view(torch.uint8).numpy().tobytes())
+    assert said.split()[-1] == wanted.hexdigest() and not [*(tmp_path / "a").iterdir()], "it goes with its process"
+    processes[1].communicate()
+
+
+def test_a_stranger_and_a_sender_that_is_gone_are_one_line(near: str, tmp_path: Path) -> None:
+    of = tensors(0)
+    out = RelayOutlet(near, BUCKET, host="127.0.0.1")
+    at, key, rest = out.announce({n: entry_of(t) for n, t in of.items()}).split("/", 2)
+    for address, wanted in (
+        (f"{at}/{key[::-1]}/{rest}", f"SyncError the sender of version 0 at {at} is gone: the other end closed"),
+        (f"127.0.0.1:{free_port()}/{key}/{rest}", "SyncError the trainer's weights cannot be fetched from 127.0.0.1:"),
+    ):
+        said, _ = reader(tmp_path / "a", f"{address}:0:0:0").communicate(timeout=60)
+        assert said.startswith(wanted) and said.count("\n") == 1

@@ -59,6 +59,10 @@ def cluster_faults(config: Config, command: str) -> Iterator[str]:
         yield f"{needs_ray[0]}=ray: Ray is {PIP}"
     if config.sync.engine == "nixl" and find_spec("nixl") is None:
         yield "sync.engine=nixl: NIXL is missing: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
+    given = config.sync.engine_options
+    if given.get("delta") and given.get("bucket_mb") is not None:
+        why = "what changed is told of whole versions, which no host has where they pass through buckets"
+        yield f"sync.engine_options.delta=true with sync.engine_options.bucket_mb={given['bucket_mb']}: {why}; take one"
     if config.sync.engine == "ipc" and config.cluster.backend != "ray" and not on_cuda(config):
         yield ON_GPU.format(who="the models")
     if config.cluster.backend == "inproc":

@@ -28,7 +28,7 @@ from verl.config.memory import (
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout, layers_of_stages
-from verl.weight_sync.options import Ipc, Shm
+from verl.weight_sync.options import Ipc, Shm, Tcp
 
 TRAINED = ("actor", "critic")
 PARTS = {"weights": "weights", "optimizer": "optimizer states"}
@@ -121,7 +121,7 @@ def _on_their_way(config: Config) -> int:
     model, options = describe_model(config.model.path), options_of(config, "sync")
     if isinstance(options, Ipc):
         return 0
-    if isinstance(options, Shm) and options.bucket_mb is not None:
+    if isinstance(options, Shm | Tcp) and options.bucket_mb is not None:
         return bucket_bytes(options.bucket_mb, model)
     return 4 * model.parameters
 

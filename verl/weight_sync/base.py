@@ -148,12 +148,12 @@ class Passed(NamedTuple):
 class Streaming(Protocol):
     """An outlet that keeps no version: what it is given is read as it comes, by readers that are known before."""
 
-    def announce(self, shapes: Mapping[str, Entry]) -> None:
-        """Of all versions; before a reader looks for one."""
+    def announce(self, shapes: Mapping[str, Entry]) -> str:
+        """Of all versions; before a reader looks for one -> where readers find it."""
         ...
 
-    def source(self, version: int, turn: int, reader: int, manifest: Mapping[str, Entry]) -> WeightSource:
-        """What that reader is given."""
+    def source(self, version: int, turn: int, reader: int, manifest: Mapping[str, Entry], at: str) -> WeightSource:
+        """What that reader is given. at: see `announce`, of which another process may know."""
         ...
 
     def stream(self, version: int, tensors: Iterable[Passed], readers: Readers) -> None:

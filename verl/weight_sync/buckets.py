@@ -108,20 +108,22 @@ class BucketOutlet:
         self._plan: list[list[str]] = []
         self._slots: Sequence[Slot] = ()
         self._ledger: Ledger | None = None
+        self.room = (0, 0)  # bytes of the longest index, and of the largest bucket
 
-    def source(self, version: int, turn: int, reader: int, manifest: Mapping[str, Entry]) -> WeightSource:
+    def source(self, version: int, turn: int, reader: int, manifest: Mapping[str, Entry], at: str) -> WeightSource:
         assert reader < MOST_READERS, f"{MOST_READERS} replicas at most read one version at a time"
-        return WeightSource(version, self.transport, f"{self.name}:{version}:{turn}:{reader}", manifest, passes=True)
+        return WeightSource(version, self.transport, f"{at}:{version}:{turn}:{reader}", manifest, passes=True)
 
-    def announce(self, shapes: Mapping[str, Entry]) -> None:
+    def announce(self, shapes: Mapping[str, Entry]) -> str:
         if self._ledger is not None:
-            return
+            return self.name
         self._shapes, self._plan = dict(shapes), plan(shapes, self._bucket_bytes)
         buckets = [laid_out({name: shapes[name] for name in names}) for names in self._plan]
         index_bytes = max((len(_encoded(parts, longest=True)) for parts, _ in buckets), default=0)
         room = max((room for _, room in buckets), default=0)
         self._slots = [Slot(_at(self.name, turn), index_bytes, room, on_gpu=self._on_gpu) for turn in range(2)]
-        self._ledger = Ledger.new(_at(self.name, "ledger"))
+        self._ledger, self.room = Ledger.new(ledger_of(self.name)), (index_bytes, room)
+        return self.name
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         raise AssertionError("who reads it is known before: it is streamed")
@@ -206,10 +208,10 @@ class BucketStream(TensorStream):
     def buckets(self) -> Generator[Bucket, None, None]:
         """Until the sender has said that all is there. Whoever leaves before is waited for no more."""
         try:
-            ledger = Ledger(_at(self._name, "ledger"))
+            ledger = Ledger(ledger_of(self._name))
         except FileNotFoundError:
             raise SyncError(
-                f"{_at(self._name, 'ledger')} is not on this host ({this_host()}): buckets pass through the memory of "
+                f"{ledger_of(self._name)} is not on this host ({this_host()}): buckets pass through the memory of "
                 "one host, that of the trainer's first rank"
             ) from None
         whole = False
@@ -279,6 +281,10 @@ def _told(part: Part, sums: Mapping[str, int | None]) -> Part:
 
 def _at(name: str, what: object) -> Path:
     return SHM / f"{name}-{what}"
+
+
+def ledger_of(name: str) -> Path:
+    return _at(name, "ledger")
 
 
 def _looks(until_s: float) -> Iterator[bool]:

@@ -95,7 +95,7 @@ class LocalCheckpointEngine:
         self._tolerance = tolerance
         self._outlet, self._copies = outlet, copies
         self._turn = 0  # of publishes
-        self._manifest: Future[dict[str, Entry]] | None = None  # of what is streamed, whatever the version
+        self._manifest: Future[tuple[dict[str, Entry], str]] | None = None  # of what is streamed, and where it is read
 
     def outlet(self) -> Outlet:
         return self._outlet or LocalOutlet()
@@ -181,8 +181,8 @@ class LocalCheckpointEngine:
             source = (await _by(deadline_s, asyncio.shield(sending), late)).source
             return [CheckedReader(source) for _ in range(replicas)]
         assert self._manifest is not None
-        manifest = await _by(deadline_s, asyncio.shield(asyncio.wrap_future(self._manifest)), late)
-        return [CheckedReader(self._outlet.source(version, turn, i, manifest)) for i in range(replicas)]
+        manifest, at = await _by(deadline_s, asyncio.shield(asyncio.wrap_future(self._manifest)), late)
+        return [CheckedReader(self._outlet.source(version, turn, i, manifest, at)) for i in range(replicas)]
 
     async def _released(self, trainer: ModelWorkers, version: int) -> tuple[str, ...]:
         """Where it was staged, which need not be here. Alarms: that costs memory, and no version."""

@@ -27,6 +27,8 @@ class Tcp:
     """The address by which replicas reach the trainer's first rank. None: that of its machine's way out."""
     delta: bool = False
     """Send what changed since the version before to hosts that have it: for slow links."""
+    bucket_mb: PositiveInt | None = None
+    """As that of shm; a host has one of them for each of its replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,10 +54,10 @@ class WeightSender:
         shapes = self._shapes_of(engine)
         return shapes | {name: replace(shapes[owner], tied_to=owner) for name, owner in engine.tied.items()}
 
-    def announce(self, engine: ModelEngine) -> None:
-        """By the rank that will stream, before anybody reads."""
+    def announce(self, engine: ModelEngine) -> str:
+        """By the rank that will stream, before anybody reads -> where it is read."""
         assert isinstance(self._outlet, Streaming), "this outlet keeps whole versions"
-        self._outlet.announce(self._shapes_of(engine))
+        return self._outlet.announce(self._shapes_of(engine))
 
     def stream(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Sent:
         """As `send`, to readers that take the tensors as they come, and are told at the end that they may use them."""

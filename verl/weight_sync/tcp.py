@@ -22,6 +22,7 @@ import socket
 import struct
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
@@ -74,7 +75,7 @@ class TcpOutlet:
     @property
     def tag(self) -> str:
         """In the names of the files that a host has of this sender."""
-        return _tag(self._key)
+        return tag_of(self._key)
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         if not self._address:
@@ -88,16 +89,9 @@ class TcpOutlet:
         return self._address
 
     def _serve(self) -> None:
-        host = self._host or _way_out()
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._address = f"{host}:{listener.getsockname()[1]}/{self._key}"
+        at = listening(self._host, self._answer)
+        self._address = f"{at}/{self._key}"
         self._shm = ShmOutlet(f"{PREFIX}-{os.getpid()}-{self.tag}", two=self._delta)
-        threading.Thread(target=self._accept, args=(listener,), name="weights", daemon=True).start()
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            peer, _ = listener.accept()
-            threading.Thread(target=self._answer, args=(peer,), name="weights", daemon=True).start()
 
     def _answer(self, peer: socket.socket) -> None:
         """One version for one host. A peer that goes away or has no key is nobody's fault here."""
@@ -165,7 +159,7 @@ class HostStream(TensorStream):
     """See `TensorStream`: what this host has of a sender, fetched where it is not there yet."""
 
     def __init__(self, address: str) -> None:
-        self._address, self._tag = address, _tag(address.rpartition("/")[2])
+        self._address, self._tag = address, tag_of(address.rpartition("/")[2])
         self._found: ShmStream | None = None
 
     @property
@@ -198,7 +192,7 @@ class HostStream(TensorStream):
         paths = {path.name[-1]: path for path in self._files()}
         here = max((ShmStream(path) for path in paths.values()), default=None, key=lambda found: found.version)
         own = f"{PREFIX}-{os.getpid()}-{self._tag}"
-        _gone_with_this_process(os.getpid(), own)
+        gone_with_this_process(os.getpid(), own)
         return self._newer(here, lambda turn: paths.get(turn, SHM / f"{own}-{turn}"))
 
     def _newer(self, here: ShmStream | None, place: Callable[[str], Path]) -> ShmStream:
@@ -218,21 +212,45 @@ class HostStream(TensorStream):
 def asked(address: str, has: int) -> tuple[socket.socket, int, bytes]:
     """(the trainer, which has answered; the version that it has; its index), as a host that has version `has`."""
     place, _, key = address.rpartition("/")
+    peer = connected(place)
+    try:
+        peer.sendall(ASK.pack(key.encode(), has))
+        version, size = ANSWER.unpack(received(peer, ANSWER.size))
+        return peer, version, received(peer, size)
+    except OSError as e:
+        peer.close()
+        raise _unreachable(place, e) from e
+
+
+def connected(place: str) -> socket.socket:
+    """To a sender, host:port."""
     host, _, port = place.rpartition(":")
     try:
-        peer = socket.create_connection((host, int(port)), timeout=QUIET_S)
-        try:
-            peer.sendall(ASK.pack(key.encode(), has))
-            version, size = ANSWER.unpack(received(peer, ANSWER.size))
-            return peer, version, received(peer, size)
-        except OSError:
-            peer.close()
-            raise
+        return socket.create_connection((host, int(port)), timeout=QUIET_S)
     except OSError as e:
-        raise SyncError(
-            f"the trainer's weights cannot be fetched from {place}: {e}; is that address reachable from "
-            f"{socket.gethostname()}? (sync.engine_options.host)"
-        ) from e
+        raise _unreachable(place, e) from e
+
+
+def _unreachable(place: str, e: OSError) -> SyncError:
+    return SyncError(
+        f"the trainer's weights cannot be fetched from {place}: {e}; is that address reachable from "
+        f"{socket.gethostname()}? (sync.engine_options.host)"
+    )
+
+
+def listening(host: str | None, answer: Callable[[socket.socket], None]) -> str:
+    """The address (host:port) at which every peer is answered from now on, in a thread of its own. host: None: that of
+    this machine's way out."""
+    host = host or _way_out()
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+    def accept() -> None:
+        while True:
+            peer, _ = listener.accept()
+            threading.Thread(target=answer, args=(peer,), name="weights", daemon=True).start()
+
+    threading.Thread(target=accept, name="weights", daemon=True).start()
+    return f"{host}:{listener.getsockname()[1]}"
 
 
 def open_weights(address: str) -> HostStream:
@@ -240,7 +258,7 @@ def open_weights(address: str) -> HostStream:
 
 
 @functools.cache
-def _gone_with_this_process(pid: int, own: str) -> None:
+def gone_with_this_process(pid: int, own: str) -> None:
     """What it has fetched; if it is killed, the next one that fetches here removes that."""
     atexit.register(_remove_own, pid, own)
 
@@ -266,7 +284,8 @@ def _one_at_a_time() -> Iterator[None]:
         yield
 
 
-def _tag(key: str) -> str:
+def tag_of(key: str) -> str:
+    """In the names of the files that a host has of the sender with this key."""
     return hashlib.sha256(key.encode()).hexdigest()[:16]  # names of files are for everybody to see
 
 
@@ -318,7 +337,7 @@ def _read(peer: socket.socket, part: Part, before: Tensor | None) -> Tensor:
 def _fetched(peer: socket.socket, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     out = torch.empty(shape, dtype=dtype)
     if math.prod(shape):
-        _receive(peer, _bytes(out))
+        filled(peer, _bytes(out))
     return out
 
 
@@ -328,7 +347,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 def received(peer: socket.socket, size: int) -> bytes:
     into = bytearray(size)
-    _receive(peer, memoryview(into))
+    filled(peer, memoryview(into))
     return bytes(into)
 
 
@@ -339,7 +358,7 @@ def speaks(peer: socket.socket) -> bool:
     return bool(asked.poll(0))
 
 
-def _receive(peer: socket.socket, into: memoryview) -> None:
+def filled(peer: socket.socket, into: memoryview) -> None:
     while into:
         count = peer.recv_into(into)
         if not count:
@@ -358,5 +377,10 @@ def _way_out() -> str:
 
 
 def build(options: Tcp, context: SyncContext) -> LocalCheckpointEngine:
+    if options.bucket_mb is not None:
+        from verl.weight_sync.relay import RelayOutlet
+
+        name = f"{PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        return engine_of(RelayOutlet(name, options.bucket_mb << 20, host=options.host), context, end, name)
     outlet = TcpOutlet(host=options.host, delta=options.delta)
     return engine_of(outlet, context, end, f"{PREFIX}-*-{outlet.tag}")  # of this host

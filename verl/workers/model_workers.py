@@ -133,7 +133,7 @@ class ModelWorkers:
         found = self._group.submit(Role.send_weights, Broadcast((version, probes, copy)))
         return _then(found, lambda sent: next(s for s in sent if s is not None))
 
-    def weights_manifest(self) -> Future[dict[str, Entry]]:
+    def weights_manifest(self) -> Future[tuple[dict[str, Entry], str]]:
         found = self._group.submit(Role.weights_manifest, Broadcast())
         return _then(found, lambda told: next(one for one in told if one is not None))
 

@@ -305,15 +305,12 @@ class Role:
             self.sender.attend(self.engine, version, probes)
             return None
 
-    def weights_manifest(self) -> dict[str, Entry] | None:
-        """Of every version that `stream_weights` sends."""
+    def weights_manifest(self) -> tuple[dict[str, Entry], str] | None:
+        """Of every version that `stream_weights` sends, and where those are read."""
         assert self.sender is not None, f"{self.name} publishes nothing"
         with self.engine.awake("weights"):
             found = self.sender.manifest(self.engine)
-            if not self._first:
-                return None
-            self.sender.announce(self.engine)
-            return found
+            return (found, self.sender.announce(self.engine)) if self._first else None
 
     def stream_weights(self, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Sent | None:
         """As `send_weights`, to readers that read while this goes on."""

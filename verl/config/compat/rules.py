@@ -73,11 +73,11 @@ def _sync(given: Given) -> Result:
     here."""
     ways = {"naive": "local", "nccl": "collective", "nixl": "nixl"}
     backend, bucket, found = str(given.said(BACKEND)), given.said(BUCKET), dict[str, object]()
-    if bucket is not None and given.native.get("sync.engine") == "shm":
+    if bucket is not None and given.native.get("sync.engine") in ("shm", "tcp"):
         found["sync.engine_options.bucket_mb"] = bucket
     elif bucket is not None:
         given.ignore(
-            "whole versions lie where replicas find them; sync.engine=shm lets them pass through buckets", BUCKET
+            "whole versions lie where replicas find them; sync.engine=shm or tcp lets them pass through buckets", BUCKET
         )
     if given.said(BACKEND) is None:
         return found

@@ -1,0 +1,116 @@
+"""Buckets of weights (buckets.py) to other hosts: each of their replicas is a reader on the trainer's host, in a thread
+there that passes on what it reads. It has the next bucket when its own memory holds the one before, so that of a
+version there are two buckets on the trainer's host and one for each far replica, and no host has it whole."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Generator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from verl.weight_sync.base import Bucket, Entry, SyncError
+from verl.weight_sync.buckets import BucketOutlet, BucketStream, Part, ledger_of
+from verl.weight_sync.shm import PREFIX, SHM, TAIL_BYTES, ShmStream, blank, first_byte
+from verl.weight_sync.tcp import PIECE_BYTES, connected, filled, gone_with_this_process, listening, received, tag_of
+
+QUIET_S = 600.0  # of the other side, where nobody gives it up before
+ASK = struct.Struct("<32sqqq")  # the key; version, turn and reader
+ROOM = struct.Struct("<qq")  # of the longest index, and of the largest bucket: bytes
+HEAD = struct.Struct("<cqq")  # what follows, the bytes of an index (or of a reason), those of tensors
+BUCKET, WHOLE, BROKEN, READ = b"b", b"w", b"x", b"r"
+
+
+class RelayOutlet(BucketOutlet):
+    """As `BucketOutlet`. host: see `TcpOutlet`."""
+
+    transport = "verl.weight_sync.relay:open_weights"
+
+    def __init__(self, name: str, bucket_bytes: int, *, host: str | None = None) -> None:
+        super().__init__(name, bucket_bytes)
+        self._host, self._key, self._address = host, secrets.token_hex(16), ""
+
+    def announce(self, shapes: Mapping[str, Entry]) -> str:
+        name = super().announce(shapes)
+        if not self._address:
+            self._address = f"{listening(self._host, self._answer)}/{self._key}/{name}"
+        return self._address
+
+    def _answer(self, peer: socket.socket) -> None:
+        """One reader, in a thread of its own. One that goes away or has no key is nobody's fault here."""
+        with peer, contextlib.suppress(OSError):
+            peer.settimeout(QUIET_S)
+            key, version, turn, reader = ASK.unpack(received(peer, ASK.size))
+            if hmac.compare_digest(key, self._key.encode()):
+                self._pass_on(peer, BucketStream(f"{self.name}:{version}:{turn}:{reader}"))
+
+    def _pass_on(self, peer: socket.socket, stream: BucketStream) -> None:
+        peer.sendall(ROOM.pack(*self.room))
+        try:
+            with contextlib.closing(stream.buckets()) as buckets:
+                for bucket in buckets:
+                    found = ShmStream(Path(bucket.path))
+                    parts, first = found.index
+                    size = max((part.start + part.num_bytes for part in parts), default=0)
+                    index = msgspec.msgpack.encode(parts)
+                    peer.sendall(HEAD.pack(BUCKET, len(index), size) + index)
+                    content = memoryview(found.memory.numpy().data)[first : first + size]
+                    for start in range(0, size, PIECE_BYTES):
+                        peer.sendall(content[start : start + PIECE_BYTES])
+                    received(peer, len(READ))
+            peer.sendall(HEAD.pack(WHOLE, 0, 0))
+        except SyncError as e:
+            why = str(e).encode()
+            peer.sendall(HEAD.pack(BROKEN, len(why), 0) + why)
+
+
+class RelayStream(BucketStream):
+    """See `TensorStream`: one reading of one version, from another host or from here."""
+
+    def __init__(self, address: str) -> None:
+        at, self._key, rest = address.split("/", 2)
+        super().__init__(rest)
+        self._at = at
+
+    def buckets(self) -> Generator[Bucket, None, None]:
+        if ledger_of(self._name).exists():
+            yield from super().buckets()
+            return
+        place = f"the sender of version {self._version} at {self._at}"
+        with connected(self._at) as peer:
+            try:
+                peer.settimeout(QUIET_S)
+                peer.sendall(ASK.pack(self._key.encode(), self._version, self._turn, self._reader))
+                yield from self._received(peer)
+            except OSError as e:
+                raise SyncError(f"{place} is gone: {e}") from e
+
+    def _received(self, peer: socket.socket) -> Generator[Bucket, None, None]:
+        index_bytes, room = ROOM.unpack(received(peer, ROOM.size))
+        own, first = f"{PREFIX}-{os.getpid()}-{tag_of(self._key)}", first_byte(index_bytes)
+        gone_with_this_process(os.getpid(), own)
+        segment: ShmStream | None = None
+        while True:
+            kind, said, size = HEAD.unpack(received(peer, HEAD.size))
+            index = received(peer, said)
+            if kind == WHOLE:
+                return
+            if kind == BROKEN:
+                raise SyncError(index.decode())
+            path = SHM / f"{own}-{self._reader}"
+            segment = segment or blank(path, first + room + TAIL_BYTES)
+            filled(peer, memoryview(segment.memory.numpy().data)[first : first + size])
+            segment.describe(self._version, index, first)
+            peer.sendall(READ)
+            parts = msgspec.msgpack.decode(index, type=list[Part])
+            yield Bucket(str(path), {part.name: part.checksum for part in parts}, segment.views)
+
+
+def open_weights(address: str) -> RelayStream:
+    return RelayStream(address)
