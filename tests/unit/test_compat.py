@@ -1039,8 +1039,11 @@ def test_weights_travel_as_asked_where_they_travel(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rules.layout, "local_gpus", lambda: 8)
     assert overrides_of(ray[0], f"{backend}nccl")["sync.engine_options.backend"] == "nccl"
     bucket = f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes=512"
-    assert overrides_of(bucket, "sync.engine=shm")["sync.engine_options.bucket_mb"] == 512
-    assert overrides_of(bucket) == {} and "sync.engine=shm lets them pass" in render_notes(translate([bucket]).notes)
+    for engine in ("shm", "tcp"):
+        assert overrides_of(bucket, f"sync.engine={engine}")["sync.engine_options.bucket_mb"] == 512
+    assert overrides_of(bucket) == {} and "sync.engine=shm or tcp lets them pass" in render_notes(
+        translate([bucket]).notes
+    )
     notes = render_notes(translate([*ray, f"{backend}mooncake"]).notes)
     assert "there is no such transport: sync.engine is one of local, shm, ipc, tcp" in notes
 
