@@ -1043,8 +1043,6 @@ def test_weights_travel_as_asked_where_they_travel(monkeypatch: pytest.MonkeyPat
         assert overrides_of(bucket, f"sync.engine={engine}")["sync.engine_options.bucket_mb"] == 512
     assert overrides_of(bucket) == {}
     assert "sync.engine=shm or tcp lets them pass" in render_notes(translate([bucket]).notes)
-        translate([bucket]).notes
-    )
     notes = render_notes(translate([*ray, f"{backend}mooncake"]).notes)
     assert "there is no such transport: sync.engine is one of local, shm, ipc, tcp" in notes
 
