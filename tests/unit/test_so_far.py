@@ -55,14 +55,14 @@ SEEDED = Sampling(max_tokens=15, temperature=1.0, seed=11, ignore_eos=True)
 async def ours() -> AsyncIterator[ServedEngine]:
     """The client of a server of our own, in this process, with a model that says what it said before."""
     of, module = tokenizer(), model()
-    async with serving(await engine_of(module), of, control=True, request_timeout_s=60.0) as (client, _):
+    async with serving(await engine_of(module), of, control=True, request_timeout_s=60.0) as (client, service):
         place = ServerPlace(model="none", log=Path(os.devnull), url=str(client._base_url).rstrip("/"))
         given = {"max_context_tokens": 21, "dtype": torch.float32, "eos_token_ids": (of.eos_token_id,)}
         spelled = lambda ids: "".join(f"<{i}>" for i in ids)  # noqa: E731
         context = RolloutContext(hf_config=module.config, place=place, decode=spelled, **given)
         engine = server_url.build(server_url.Options(), context)
         await engine.capabilities()
-        engine._version = 0  # the server was started with these weights
+        engine._version, service.weights[0] = 0, f"0-{engine._tag}"  # it was started with what this run would give it
         try:
             yield engine
         finally:

@@ -132,7 +132,6 @@ class VerlApi(VllmApi):
     """That of `verl serve`, which goes on at a position, and tells of tokens as seldom as it is asked to."""
 
     by_position = ahead = True
-    marks = False  # it looks at the version itself
     names = "model"
 
     def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:

@@ -210,7 +210,8 @@ def _check_model(service: Service, name: str | None) -> None:
 
 
 def _common(service: Service) -> dict[str, Any]:
-    return {"texts": service.texts, "name": service.options.name, "created": int(time.time())}
+    given = {"texts": service.texts, "name": service.options.name, "weights": service.weights}
+    return {**given, "created": int(time.time())}
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------
@@ -283,7 +284,7 @@ async def health(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     await service.check_health()
     state = "asleep" if service.asleep else "paused" if service.paused else "ok"
-    return as_json({"status": state, "weight_version": str(service.engine.version)})
+    return as_json({"status": state, "weight_version": service.live})
 
 
 async def metrics(request: web.Request) -> web.Response:

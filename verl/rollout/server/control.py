@@ -52,7 +52,7 @@ class UpdateBody(msgspec.Struct):
 
 
 class FinishBody(msgspec.Struct):
-    weight_version: str | None = None
+    weight_version: str | None = None  # of its name: the version, and "-" with whatever else, if anything
 
 
 class InitBody(msgspec.Struct):
@@ -195,8 +195,10 @@ class ControlPlane:
         try:
             if not update.parts:
                 raise SyncError("finish_weight_update came before any update_weights")
-            if body.weight_version not in (None, str(update.version)):
-                raise SyncError(f"weight_version={body.weight_version}, but version {update.version} was sent")
+            name = str(update.version) if body.weight_version is None else body.weight_version
+            if name.partition("-")[0] != str(update.version):
+                raise SyncError(f"weight_version={name}, but version {update.version} was sent")
+            service.call_weights(update.version, name)  # before anything is drawn by them
             mode, made = _mode(service), update.live
             async with asyncio.timeout(service.options.request_timeout_s):
                 if update.poured is not None:
@@ -207,7 +209,8 @@ class ControlPlane:
         except (*UNREADABLE, TimeoutError) as e:
             raise self._failed(service, e) from None
         self.update, service.failed = None, None
-        message = {"message": "Weight update finished", "weight_version": str(live)}
+        assert live == update.version, f"version {live} is live, and {update.version} was sent"
+        message = {"message": "Weight update finished", "weight_version": service.live}
         return as_json({**message, "loaded": update.loaded})
 
     async def _pour(self, service: Service, update: Update, info: UpdateInfo) -> None:
@@ -353,7 +356,7 @@ def routes() -> list[web.RouteDef]:
     gets: dict[str, Handler] = {
         "/is_paused": tells(lambda service: {"is_paused": service.paused}),
         "/is_sleeping": tells(lambda service: {"is_sleeping": bool(service.asleep)}),
-        "/weight_info": tells(lambda service: {"weight_version": str(service.engine.version)}),
+        "/weight_info": tells(lambda service: {"weight_version": service.live}),
         "/get_world_size": tells(lambda service: {"world_size": 1}),
     }
     made = [web.post(path, handler) for path, handler in posts.items()]

@@ -37,6 +37,7 @@ class Form:
     texts: Texts
     name: str
     created: int
+    weights: Mapping[int, str]  # names, by their versions; else the version is its name
     kinds: ClassVar[tuple[str, str]] = ("", "")  # whole, chunk
     prefix: ClassVar[str] = ""
 
@@ -97,7 +98,12 @@ class Form:
         """What `return_token_ids` adds."""
         if not self.call.with_ids:
             return {}
-        return {"token_ids": ids.tolist()} | ({"weight_versions": versions(completion)} if completion else {})
+        return {"token_ids": ids.tolist()} | ({"weight_versions": self._versions(completion)} if completion else {})
+
+    def _versions(self, completion: Completion) -> list[dict[str, Any]]:
+        """Which weights drew which tokens."""
+        spans = ((self.weights.get(version, str(version)), start, end) for version, start, end in completion.spans)
+        return [{"version": name, "start": start, "end": end} for name, start, end in spans]
 
     def _content(self, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
         """Log-probs as chat has them."""
@@ -106,11 +112,6 @@ class Form:
         told = [self.texts.token(i, as_id=self.call.tokens_as_ids) for i in ids.tolist()]
         found = [{**token, "logprob": x, "top_logprobs": []} for token, x in zip(told, logprobs.tolist(), strict=True)]
         return {"content": found}
-
-
-def versions(completion: Completion) -> list[dict[str, Any]]:
-    """Which weights drew which tokens."""
-    return [{"version": str(version), "start": start, "end": end} for version, start, end in completion.spans]
 
 
 class CompletionForm(Form):
@@ -237,7 +238,7 @@ class TokenForm(Form):
     def _ended(self, i: int, completion: Completion, since: int = 0) -> dict[str, Any]:
         ids, logprobs = completion.ids[since:], completion.logprobs[since:]
         found = {"index": i, "token_ids": ids.tolist(), "logprobs": self._content(ids, logprobs)}
-        return {**found, **self._end(completion), "weight_versions": versions(completion)}
+        return {**found, **self._end(completion), "weight_versions": self._versions(completion)}
 
     def _content(self, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
         if not self.call.logprobs:

@@ -21,13 +21,14 @@ from verl.types import Sampling
 
 HEALTH_TIMEOUT_S = 10.0
 HEALTH_KEPT_S = 1.0
+KEPT_NAMES = 256  # of weights, the latest
 ABORT_TIMEOUT_S = 5.0  # for answers that were cut short to be told
 
 
 @dataclass(slots=True, kw_only=True)
 class Service:
     """failed: why nothing may be generated · asleep: what the engine has put away · running: engine's request ids by
-    the id of their request."""
+    the id of their request · weights: what who gave them called the latest versions."""
 
     engine: RolloutEngine
     texts: Texts
@@ -42,8 +43,20 @@ class Service:
     failed: str | None = None
     paused: bool = False
     asleep: set[str] = field(default_factory=set)
+    weights: dict[int, str] = field(default_factory=dict)
     health: asyncio.Task[None] | None = None
     health_at: float = 0.0
+
+    def call_weights(self, version: int, name: str) -> None:
+        self.weights.pop(version, None)
+        self.weights[version] = name
+        while len(self.weights) > KEPT_NAMES:
+            del self.weights[next(iter(self.weights))]
+
+    @property
+    def live(self) -> str:
+        """The name of the weights that draw."""
+        return self.weights.get(self.engine.version, str(self.engine.version))
 
     def check_able(self) -> None:
         """ApiError where nothing is generated now."""
