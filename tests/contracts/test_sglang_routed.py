@@ -23,10 +23,13 @@ from routing import router
 
 from verl.rollout import life, sglang
 from verl.rollout.base import Peers, ReplicaLost, RolloutContext, ServerPlace
+from verl.rollout.calls import Call
+from verl.rollout.http import ServerLate
 from verl.rollout.process import free_port
 from verl.types import Sampling
 from verl.weight_sync import disk
-from verl.weight_sync.base import CheckedReader, WeightSource, checksum
+from verl.weight_sync.base import CheckedReader, Sent, WeightSource, checksum
+from verl.weight_sync.local import LocalCheckpointEngine
 from verl.weight_sync.sender import entry_of
 
 pytest.importorskip("sglang_router", reason="pip install sglang-router==0.3.2")
@@ -72,8 +75,8 @@ async def engines_of(fleet: Any) -> AsyncIterator[list[Any]]:
             await one.close()
 
 
-async def publish(fleet: Any, engines: Sequence[Any], version: int, seed: int, *, verified: int = 2) -> Any:
-    """-> the model. verified: so many engines pass their canaries."""
+async def staged(fleet: Any, version: int, seed: int) -> tuple[Any, WeightSource]:
+    """-> the model, and where its weights lie."""
     torch.manual_seed(seed)
     module = fleet.suite.reference()
     with torch.no_grad():
@@ -82,7 +85,12 @@ async def publish(fleet: Any, engines: Sequence[Any], version: int, seed: int, *
     held = {name: tensor.detach() for name, tensor in module.named_parameters()}
     manifest = {name: replace(entry_of(tensor), checksum=checksum(tensor)) for name, tensor in held.items()}
     address = fleet.outlet.stage(version, {n: replace(e, checksum=None) for n, e in manifest.items()}, held.items())
-    source = WeightSource(version, disk.DiskOutlet.transport, address, manifest)
+    return module, WeightSource(version, disk.DiskOutlet.transport, address, manifest)
+
+
+async def publish(fleet: Any, engines: Sequence[Any], version: int, seed: int, *, verified: int = 2) -> Any:
+    """-> the model. verified: so many engines pass their canaries."""
+    module, source = await staged(fleet, version, seed)
     for one in engines:
         assert await one.load_weights(CheckedReader(source), on_inflight="keep") == version
     for one in engines[:verified]:
@@ -185,12 +193,93 @@ def test_no_answer_is_taken_of_weights_that_this_run_has_not_verified(
                 await publish(fleet, [other], 9, seed=98)
                 await other.close()
             before = rids(fleet)
-            found = await ask(engines[0], "own")
+            asked = asyncio.ensure_future(ask(engines[0], "own"))
+            if what == "canary":
+                while rids(fleet)[1] < before[1] + 10:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.2)
+                assert not asked.done(), "they wait for what its canary says"
+                await engines[1].close()
+            found = await asked
             assert rids(fleet)[1] > before[1], "it was asked"
             assert all([v for v, _, _ in one.spans] == [9] for one in found)
             assert same(found, await directly(engines[0], "direct"))
-            said = [one for one in caplog.records if "take it out of the router" in one.message]
-            assert len(said) == (what != "canary"), "once, of a server that will not come back"
+            (said,) = [one.message for one in caplog.records if "take that out of it" in one.message]
+            other = "a server with weights that this run did not give it"
+            assert (other if what == "other run" else f"{fleet.servers[1].url}, which was given up") in said
+
+    asyncio.run(run())
+
+
+def test_an_answer_of_weights_that_are_verified_meanwhile_counts(fleet: Any) -> None:
+    async def run() -> None:
+        async with engines_of(fleet) as engines:
+            await publish(fleet, engines, 20, seed=20, verified=1)
+            before = rids(fleet)
+            engines[1].vouch()
+            await publish(fleet, engines[1:], 21, seed=21, verified=0)
+            asked = asyncio.ensure_future(ask(engines[0], "held"))
+            while rids(fleet)[1] < before[1] + 10:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            assert not asked.done()
+            engines[1].vouch()
+            found = await asked
+            assert {v for one in found for v, _, _ in one.spans} == {20, 21}
+            assert sum(rids(fleet)) - sum(before) < 24 + 12, "they were not drawn again"
+
+    asyncio.run(run())
+
+
+def test_an_engine_without_a_router_of_ours_is_vouched_for_by_its_publish(
+    fleet: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `verl generate` has it."""
+
+    async def run() -> None:
+        one = routed(fleet)
+        sync = LocalCheckpointEngine(probes=())
+        _, source = await staged(fleet, 30, seed=30)
+        sent = asyncio.get_running_loop().create_future()
+        sent.set_result(Sent(source, None, 0, True))
+        try:
+            until_s = asyncio.get_running_loop().time() + 60
+            await sync._to_replica(one, CheckedReader(source), "wait", sent, until_s)
+            before = rids(fleet)[0]
+            await ask(one, "r", 8)
+            assert rids(fleet)[0] == before + 8, "half of them after the other server, whose weights are nobody's"
+            assert any("take that out of it" in at.message for at in caplog.records)
+        finally:
+            await one.close()
+
+    asyncio.run(run())
+
+
+def test_one_that_streams_for_others_is_alive_though_its_probe_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queue is long, and all that comes from it goes to others, by the router."""
+    monkeypatch.setattr(life, "QUIET_S", 0.1)
+
+    async def run() -> None:
+        heard, lost = [0], list[str]()
+        call = Call("a", "policy", routed=True)
+
+        async def late() -> None:
+            heard[0] += busy
+            await asyncio.sleep(0.05)
+            raise ServerLate("no answer")
+
+        async def nothing() -> None:
+            return None
+
+        async def gone(why: str) -> None:
+            lost.append(why)
+
+        for busy in (True, False):
+            watched = life.Life({"a": call}, lambda: heard[0], late, nothing, lambda: True, gone)
+            watched.watch()
+            await asyncio.sleep(0.8)
+            watched.close()
+            assert bool(lost) is not busy
 
     asyncio.run(run())
 

@@ -72,9 +72,9 @@ def bucket_outlet(**on: bool) -> buckets.BucketOutlet:
 
 def relay_outlet() -> relay.RelayOutlet:
     """As that, for readers of other hosts."""
-    name = f"{shm.PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-    atexit.register(shm.remove, name)
-    return relay.RelayOutlet(name, BUCKET_BYTES, host="127.0.0.1")
+    outlet = relay.RelayOutlet(BUCKET_BYTES, host="127.0.0.1")
+    atexit.register(shm.remove, f"{shm.PREFIX}-*-{outlet.tag}")
+    return outlet
 
 
 def disk_outlet() -> disk.DiskOutlet:

@@ -188,6 +188,7 @@ def test_what_is_allowed(base: list[str]) -> None:
 def test_commands_ask_for_what_they_need(base: list[str]) -> None:
     assert "data.eval_files is empty" in faults(base[:1], command="eval")[0]
     assert faults(base[:1], command="generate") == []
+    assert not faults(base, "cluster.backend=ray", "model.device=cuda", "sync.engine=ipc", command="generate")
     own = ("rollout.engine=openai", "rollout.url=http://127.0.0.1:1", "model.device=cuda")
     (said,) = faults(base, *own, "sync.engine=ipc", command="generate")
     assert said.startswith("sync.engine=ipc with rollout.engine=openai: its weights are its own, and pass nowhere")

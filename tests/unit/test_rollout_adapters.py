@@ -26,6 +26,7 @@ from verl.rollout.adapted import write_nothing
 from verl.rollout.api import Deadlines
 from verl.rollout.base import Adapting, Capabilities, ServerPlace
 from verl.rollout.client import ServedEngine
+from verl.rollout.http import ServerLate
 from verl.rollout.router import Router
 from verl.rollout.vllm import Options, expected
 from verl.rollout.vllm_api import VllmApi
@@ -323,6 +324,73 @@ def test_one_that_joins_has_what_was_loaded_whatever_became_of_the_folder(base: 
                 await router.load_adapter("c", str(tmp_path))
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_one_whose_load_is_given_up_is_loaded_to_the_end(base: Path, tmp_path: Path) -> None:
+    """By its caller, when some replicas have it."""
+    folder = str(write_adapter(tmp_path / "a", base, "q_proj", r=3))
+
+    async def run() -> None:
+        async with two_replicas(base) as (router, doubles, _):
+            goes, asked = asyncio.Event(), asyncio.Event()
+
+            async def held(request: web.Request) -> None:
+                asked.set()
+                await goes.wait()
+
+            doubles[1].faults[LOAD] = held
+            loading = asyncio.ensure_future(router.load_adapter("a", folder))
+            await asked.wait()
+            loading.cancel()
+            await asyncio.wait({loading})
+            with pytest.raises(ValueError, match="'a' is being loaded or dropped"):
+                await router.generate("r", PROMPT, greedy(2), adapter="a")
+            goes.set()
+            while router._changes:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            assert await ranks(router, doubles[:2]) == [3, 3]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_one_that_was_dropped_is_nowhere_also_where_it_came_meanwhile(base: Path, tmp_path: Path) -> None:
+    folder = str(write_adapter(tmp_path / "a", base, "q_proj", r=3))
+
+    async def run() -> None:
+        async with two_replicas(base) as (router, doubles, starts):
+            await router.load_adapter("a", folder)
+            await router.join(starts[2])
+            await router.replicas[2].load_weights(reader(1))  # its canary is still to come
+            await router.drop_adapter("a")
+            router.published({})
+            for i in range(4):
+                with pytest.raises(ValueError, match=r"no adapter 'a' was loaded \(there are: none\)"):
+                    await router.generate(f"r{i}", PROMPT, greedy(2), adapter="a")
+            for one in router.replicas:
+                await one.load_weights(reader(2))
+            assert [double.names for double in doubles] == [[NOTHING]] * 3
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_what_may_have_come_although_nobody_said_so_goes_at_the_end(base: Path, tmp_path: Path) -> None:
+    folder = str(write_adapter(tmp_path / "a", base, "q_proj"))
+
+    async def body(engine: ServedEngine, double: Adapted) -> None:
+        engine._limits = replace(engine._limits, control_s=0.1)
+
+        async def late(request: web.Request) -> web.Response:
+            given = await request.json()
+            double.folders[given["lora_name"]] = given["lora_path"]
+            await asyncio.sleep(0.5)
+            return web.Response()
+
+        double.faults[LOAD] = late
+        with pytest.raises(ServerLate):
+            await engine.load_adapter("a", folder)
+        assert "a" in double.names and double.folder("a").is_dir(), "it would look for its folder"
+
+    with_server(body, base)
 
 
 def test_none_is_replaced_under_a_score(base: Path, tmp_path: Path) -> None:

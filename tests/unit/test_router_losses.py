@@ -23,6 +23,17 @@ from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
 SAMPLING = Sampling(max_tokens=4, seed=7)
 
 
+class Weights(int):
+    """Of this version; there are no tensors."""
+
+    @property
+    def version(self) -> int:
+        return int(self)
+
+    def tensors(self) -> tuple[()]:
+        return ()
+
+
 class Engine:
     """Answers when it is told to, or of itself after `turns` of the event loop."""
 
@@ -110,7 +121,7 @@ class World:
         for i, replica in enumerate(self.router.replicas):
             if i not in failed:
                 try:
-                    await replica.load_weights(version)
+                    await replica.load_weights(Weights(version))
                 except ReplicaLost as e:
                     failed[i] = str(e)
         self.router.published(failed)
@@ -281,6 +292,40 @@ def test_one_that_fails_a_publish_is_given_up_before_the_others_have_ended_their
     run(test)
 
 
+@pytest.mark.parametrize("end", ["verified", "published", "given up", "nobody"])
+def test_what_is_drawn_with_new_weights_waits_for_their_canary(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a version that it had before; what was drawn by older weights waits for nothing."""
+    monkeypatch.setattr("verl.rollout.replica.JUDGED_S", 0.2 if end == "nobody" else 60.0)
+
+    async def test() -> None:
+        world = World(2)
+        await world.begin()
+        old, task = world.ask("old"), None
+        await turns()
+        replica, (first,) = world.router.replicas[0], world.made[0]
+        first.answer("old")
+        assert (await old).spans[0][0] == 0
+        await replica.load_weights(Weights(0))
+        task = world.ask("new")
+        await turns()
+        first.answer("new")
+        await turns()
+        assert not task.done()
+        if end == "verified":
+            replica.vouch()
+        elif end == "published":
+            world.router.published({})
+        elif end == "given up":
+            replica.lose(SyncError("its canary failed"))
+        while end in ("given up", "nobody") and "new" not in world.made[1][0].running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        if end in ("given up", "nobody"):
+            world.made[1][0].answer("new")
+        assert (await task).ids[0] == (1 if end in ("given up", "nobody") else 0)
+
+    run(test)
+
+
 @pytest.mark.parametrize("failed", ["died", "loading", "canary"])
 def test_a_server_at_a_url_that_failed_an_update_is_never_connected_to_again(failed: str) -> None:
     async def test() -> None:
@@ -298,7 +343,7 @@ def test_a_server_at_a_url_that_failed_an_update_is_never_connected_to_again(fai
         elif failed == "loading":
             old.load_weights = breaks  # type: ignore[method-assign]
             with pytest.raises(SyncError):
-                await world.router.replicas[1].load_weights(1)  # type: ignore[arg-type]
+                await world.router.replicas[1].load_weights(Weights(1))
         else:
             await world.publish(1)
             world.router.replicas[1].lose(SyncError("other weights"))
@@ -318,7 +363,7 @@ def test_one_that_dies_between_its_load_and_the_end_of_the_publish_does_not_serv
         world = World(2)
         await world.begin()
         for replica in world.router.replicas:
-            await replica.load_weights(1)  # type: ignore[arg-type]
+            await replica.load_weights(Weights(1))
         world.made[1][0].die()
         await turns()
         assert len(world.made[1]) == 2, "and there is another engine already"
@@ -333,7 +378,7 @@ def test_one_that_comes_back_during_the_publish_that_its_engine_missed_is_left_a
         world = World(2)
         await world.begin()
         for replica in world.router.replicas:
-            await replica.load_weights(1)  # type: ignore[arg-type]
+            await replica.load_weights(Weights(1))
         world.made[1][0].die()
         await turns()
         world.router.published({1: "ReplicaLost: killed"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import random
@@ -10,16 +11,20 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from verl.rollout.api import poured
 from verl.rollout.process import free_port
-from verl.weight_sync import buckets, relay, shm, tcp
-from verl.weight_sync.base import Passed, Readers, SyncError, checksum
+from verl.weight_sync import buckets, relay, shm
+from verl.weight_sync.base import Bucket, Passed, Readers, SyncError, WeightSource, checksum
 from verl.weight_sync.buckets import BucketOutlet, BucketStream, Ledger, plan
 from verl.weight_sync.relay import RelayOutlet, RelayStream
 from verl.weight_sync.sender import entry_of
@@ -60,7 +65,7 @@ def tensors(seed: int, count: int = 40) -> Tensors:
 
 
 def outlet(name: str, of: Tensors, size: int = BUCKET) -> BucketOutlet:
-    made = RelayOutlet(name, size, host="127.0.0.1") if name in FAR else BucketOutlet(name, size)
+    made = RelayOutlet(size, host="127.0.0.1") if name in FAR else BucketOutlet(name, size)
     at = made.announce({n: entry_of(t) for n, t in of.items()})
     if name in FAR:
         FAR[name] = at
@@ -128,7 +133,7 @@ def test_nobody_has_all_before_the_sender_has_said_so(name: str) -> None:
             stream = opened(address(name, turn))
             reading = pool.submit(lambda s=stream, c=came: c.extend(n for n, _ in s.tensors()))
             out.stream(turn, passing(of), Readers(turn, 1, 60.0))
-            while Ledger(shm.SHM / f"{name}-ledger").behind(turn, 1, len(plan(out._shapes, BUCKET))):
+            while Ledger(shm.SHM / f"{out.name}-ledger").behind(turn, 1, len(plan(out._shapes, BUCKET))):
                 time.sleep(0.001)
             with pytest.raises(TimeoutError):  # all is there
                 reading.result(0.1)
@@ -263,10 +268,10 @@ def test_two_buckets_are_all_the_memory_that_it_takes(name: str) -> None:
         out.stream(0, passing(of), Readers(0, 1, 60.0))
         out.commit(0)
         assert reading.result(60) == 32 << 18
-    files = list(shm.SHM.glob(f"{name}-*"))
+    files = list(shm.SHM.glob(f"{out.name}-[!o]*"))
     assert len(files) == 3 and sum(path.stat().st_blocks * 512 for path in files) < 2 * (4 << 20) + (1 << 17)
     if name in FAR:
-        (there,) = shm.SHM.glob(f"{shm.PREFIX}-{os.getpid()}-{tcp.tag_of(FAR[name].split('/')[1])}-*")
+        (there,) = shm.SHM.glob(f"{out.name}-of-*")
         assert there.stat().st_blocks * 512 < (4 << 20) + (1 << 17), "of the reader's host"
 
 
@@ -291,6 +296,32 @@ def test_more_or_other_tensors_than_announced_are_our_own_fault(name: str) -> No
         out.stream(0, passing(others), Readers(0, 0, 60.0))
     with pytest.raises(AssertionError, match="more came than was announced"):
         out.stream(1, passing({**of, "more": torch.zeros(1)}), Readers(1, 0, 60.0))
+
+
+def test_servers_that_read_side_by_side_do_not_wait_for_each_others_threads(near: str) -> None:
+    """More of them than the event loop has threads."""
+    of = tensors(1)
+    out = outlet(near, of)
+
+    async def pour(post: object, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
+        async for bucket in buckets:
+            seen[sent.address] += len(bucket.checksums)
+
+    seen = Counter[str]()
+    api: Any = SimpleNamespace(pour=pour)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        sources = [out.source(0, 0, i, {}, near) for i in range(3)]
+        pouring = [asyncio.ensure_future(poured(api, None, source)) for source in sources]  # type: ignore[arg-type]
+        with ThreadPoolExecutor(1) as own:
+            await loop.run_in_executor(own, out.stream, 0, passing(of), Readers(0, 3, 60.0))
+            out.commit(0)
+            await asyncio.gather(*pouring)
+
+    asyncio.run(asyncio.wait_for(run(), 50))
+    assert [*seen.values()] == [len(of)] * 3
 
 
 READER = """
@@ -323,7 +354,7 @@ def test_hosts_that_see_no_memory_of_ours_have_every_bit_and_one_that_is_killed_
     near: str, tmp_path: Path
 ) -> None:
     of = tensors(3)
-    out = RelayOutlet(near, BUCKET, host="127.0.0.1")
+    out = RelayOutlet(BUCKET, host="127.0.0.1")
     at = out.announce({n: entry_of(t) for n, t in of.items()})
     processes = [reader(tmp_path / "a", f"{at}:0:0:0"), reader(tmp_path / "b", f"{at}:0:0:1", 0.05)]
     with ThreadPoolExecutor(1) as pool:
@@ -338,11 +369,19 @@ def test_hosts_that_see_no_memory_of_ours_have_every_bit_and_one_that_is_killed_
         wanted.update(n.encode() + t.view(-1).view(torch.uint8).numpy().tobytes())
     assert said.split()[-1] == wanted.hexdigest() and not [*(tmp_path / "a").iterdir()], "it goes with its process"
     processes[1].communicate()
+    (left,) = (tmp_path / "b").iterdir()
+    with ThreadPoolExecutor(1) as pool:
+        next_one = reader(tmp_path / "b", f"{at}:1:1:0")
+        sending = pool.submit(out.stream, 1, passing(of), Readers(1, 1, 60.0))
+        sending.result(60)
+        out.commit(1)
+    next_one.communicate(timeout=60)
+    assert not left.exists(), "the next one there clears up after one that was killed"
 
 
 def test_a_stranger_and_a_sender_that_is_gone_are_one_line(near: str, tmp_path: Path) -> None:
     of = tensors(0)
-    out = RelayOutlet(near, BUCKET, host="127.0.0.1")
+    out = RelayOutlet(BUCKET, host="127.0.0.1")
     at, key, rest = out.announce({n: entry_of(t) for n, t in of.items()}).split("/", 2)
     for address, wanted in (
         (f"{at}/{key[::-1]}/{rest}", f"SyncError the sender of version 0 at {at} is gone: the other end closed"),

@@ -210,7 +210,7 @@ def _devices(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> I
     far = [role for role in ("actor", "rollout") if role in roles and pools[roles[role]].computes_on != "cuda"]
     if far and config.sync.engine == "ipc":
         yield ON_GPU.format(who=" and ".join(far))
-    elif config.sync.engine == "ipc" and config.cluster.backend == "ray" and config.rollout.url is None:
+    elif config.sync.engine == "ipc" and {"actor", "rollout"} <= roles.keys() and config.rollout.url is None:
         yield from _one_gpu(config, roles)
     if far and _nccl(config):
         yield f"sync.engine_options.backend=nccl: {' and '.join(far)} of this run are not on GPUs; leave it out (gloo)"

@@ -44,6 +44,9 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
 
 
 async def _generate(config: Config, tokenizer: Any, ids: np.ndarray, n: int) -> list[Completion]:
+    # one server is asked, and no router of others before several
+    options = {key: value for key, value in config.rollout.engine_options.items() if key != "router"}
+    config = replace(config, rollout=replace(config.rollout, engine_options=options))
     context, sync, timeout_s = context_of(config), checkpoint_engine(config), config.run.wait_timeout_s
     async with contextlib.AsyncExitStack() as started:
         started.callback(context.cluster.close)

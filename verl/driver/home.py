@@ -78,6 +78,7 @@ def versions() -> tuple[tuple[str, str], ...]:
 def server_place(config: Config, replica: int, peers: Peers) -> ServerPlace:
     """Of a rollout engine that is one. Its log is in the run's directory, where there is one."""
     home, urls = Path(config.run.root_dir) / config.run.name, urls_of(config)
+    peers.urls.update(urls)
     folder = home if home.is_dir() else Path(tempfile.gettempdir()) / f"verl-{os.getpid()}"
     return ServerPlace(
         model=str(Path(config.model.path).resolve()),

@@ -59,6 +59,7 @@ class AdaptedServer(Server):
         self._adapters: dict[str, tuple[str, str]] = {}  # (name there, copy of the folder), by name
         self._own = self._model
         self._changing = set[str]()  # names that are loaded or dropped now
+        self._strays: list[str] = []  # names there of those of which it is not known whether they are
         self._copies: tempfile.TemporaryDirectory[str] | None = None
 
     async def load_adapter(self, name: str, folder: str) -> None:
@@ -78,8 +79,11 @@ class AdaptedServer(Server):
         with self._change(name):
             try:
                 await self._loaded_there(there, copied)
-            except BaseException:
+            except ValueError:
                 shutil.rmtree(copied)
+                raise
+            except BaseException:  # it may be there, and would be looked for
+                self._strays.append(there)
                 raise
             before, self._adapters[name] = self._adapters.get(name), (there, copied)
             if before is not None:  # it stays where that fails: nobody asks for it
@@ -109,7 +113,7 @@ class AdaptedServer(Server):
             if self._copies is not None and self._launch is None:
                 with contextlib.suppress(ServerGone, ServerLate, ServerRefused, TimeoutError):
                     async with asyncio.timeout(DROPS_S):
-                        for there in (*(there for there, _ in self._adapters.values()), self._model):
+                        for there in (*(there for there, _ in self._adapters.values()), *self._strays, self._model):
                             await self._tell(*self._api.dropping(there))
         finally:
             await super()._hung_up()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -250,14 +251,16 @@ async def poured(api: Api, post: Post, sent: WeightSource) -> None:
     stream = opened(sent)
     assert isinstance(stream, InBuckets), "nothing else passes"
     buckets = stream.buckets()
+    own = ThreadPoolExecutor(1, "weights")  # those who wait for a bucket would keep each other's threads
 
     async def each() -> AsyncIterator[Bucket]:
-        while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
+        while (bucket := await asyncio.get_running_loop().run_in_executor(own, next, buckets, None)) is not None:
             yield bucket
 
     try:
         await api.pour(post, sent, each())
     finally:
+        own.shutdown(wait=False)
         with contextlib.suppress(ValueError):  # a thread waits in it: it hears that it is waited for no more
             buckets.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,11 +65,15 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """What the connections to the servers of one run know of each other. urls: of all there ever were · verified: the
-    latest version that was, by the mark of the connection; none of those that are given up."""
+    """What the connections to the servers of one run know of each other. Each has a mark. urls: of all servers that
+    there ever were · marks: their URLs · verified: the latest version that was; none of those that are given up ·
+    lost: those, but where another connection to that server came after · heard: what came of it through a router."""
 
     urls: set[str] = field(default_factory=set)
+    marks: dict[str, str] = field(default_factory=dict)
     verified: dict[str, int] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    heard: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,11 +236,7 @@ class RolloutEngine(Generates, Protocol):
 
 @runtime_checkable
 class Replaceable(Protocol):
-    """One of several, which go on without it. What its engine draws with new weights waits until they are verified."""
-
-    def vouch(self) -> None:
-        """The weights that were loaded last are verified."""
-        ...
+    """One of several, which go on without it."""
 
     def lose(self, why: BaseException) -> None:
         """Give up the engine that was asked to load weights last."""
@@ -244,9 +245,11 @@ class Replaceable(Protocol):
 
 @runtime_checkable
 class Vouched(Protocol):
-    """An engine that others take answers from, once its weights are verified."""
+    """An engine whose answers count once its weights are verified."""
 
-    def vouch(self) -> None: ...
+    def vouch(self) -> None:
+        """Those that were loaded last are."""
+        ...
 
 
 @runtime_checkable

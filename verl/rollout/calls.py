@@ -15,13 +15,14 @@ from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 class Call:
     """server_id: the name that it has there · model: its name there, or an adapter's · asked: the server has been ·
     cut: it was aborted · routed: another one of the run may have it, and its connection alone ends it · reading: its
-    stream, where only the end of the connection ends it · heard: events of it · quiet: none came for too long."""
+    stream, where only the end of the connection ends it · heard_s: when something
+    came of it last (monotonic clock) · quiet: nothing did for too long."""
 
     server_id: str
     model: str
     asked: bool = False
     routed: bool = False
-    heard: int = 0
+    heard_s: float = 0.0
     quiet: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     cut: asyncio.Event = field(default_factory=asyncio.Event)

@@ -72,7 +72,8 @@ class ServedEngine(AdaptedServer):
         self._behind: set[asyncio.Task[None]] = set()
         self._version = -1
         self._parts: Parts | None = None
-        self._life = Life(self._pending, self._shown, self._progress, self._going, self._gone)
+        elsewhere = lambda: 0 if self._router is None else self._router.heard  # noqa: E731
+        self._life = Life(self._pending, elsewhere, self._shown, self._progress, self._going, self._gone)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -183,6 +184,7 @@ class ServedEngine(AdaptedServer):
             limit_s = self._limits.request_s
             self._api.read(drawn, await self._http.post(self._api.generate, body, timeout_s=limit_s, again=True))
         else:
+            call.heard_s = time.monotonic()
             call.reading = asyncio.ensure_future(self._streamed(call, body, reading, drawn))
             try:
                 await call.reading
@@ -204,11 +206,11 @@ class ServedEngine(AdaptedServer):
         events = http.stream(self._api.generate, asked, timeout_s=self._limits.request_s)
         async with aclosing(events):
             async for event in events:
-                seen, call.heard = len(drawn.ids), call.heard + 1
+                seen, call.heard_s = len(drawn.ids), time.monotonic()
                 self._life.heard += router is None
                 self._api.read(drawn, event)
                 if router is not None:
-                    router.look(drawn.live)
+                    router.look(drawn.live, version)
                 if self._open.is_set() and self._version == version and self._fenced is None and not call.routed:
                     drawn.sure = len(drawn.ids)
                 if drawn.stopped is None:

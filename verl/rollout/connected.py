@@ -211,7 +211,7 @@ class Server:
     async def _numbered(self, call: Call, told: list[Span], least: int) -> list[Span]:
         """By their numbers, of weights that are ours."""
         if call.routed and self._router is not None:
-            return self._router.numbers(told, least)
+            return await self._router.numbers(told, least, self._limits.control_s)
         if not self._api.marks:
             return told
         if foreign := [name for name, _, _ in told if marked(name)[1] != self._tag]:

@@ -29,6 +29,7 @@ from verl.types import Sampling
 T = TypeVar("T")
 
 CLOSE_S = 20.0  # for an engine that is given up
+JUDGED_S = 3600.0  # for new weights to be verified; a publish has a deadline of its own
 START_S = 600.0  # for a new one: its process, its libraries, its model
 
 Start = Callable[[Callable[[BaseException], None]], RolloutEngine]
@@ -108,7 +109,11 @@ class Replica:
             self._check(engine, e)  # whose requests fail because it was closed
             raise
         if any(version > self._verified for version, _, _ in found.spans):
-            await self._judged.wait()  # the end of a publish, which has a deadline
+            try:
+                await asyncio.wait_for(self._judged.wait(), JUDGED_S)
+            except TimeoutError:
+                self._lose(engine, why := ReplicaLost(f"nobody verified its weights in {JUDGED_S:g} s"))
+                raise why from None
         self._check(engine)  # whatever it still said
         return found
 
@@ -122,9 +127,12 @@ class Replica:
         engine = self._asked = self._live()
         self._loaded = None
         self._judged.clear()
+        self._verified = min(self._verified, source.version - 1)
         version = await engine.load_weights(source, on_inflight=on_inflight)
         for name in list(self._adapters):
             await self._having(name)
+        for name in self._held(engine).keys() - self._adapters.keys():  # dropped while it was no replica
+            await self.drop_adapter(name)
         self._loaded = engine
         return version
 

@@ -7,10 +7,11 @@ import contextlib
 import shutil
 import tempfile
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +53,8 @@ class Router:
         self._serving = frozenset(range(len(starts)))
         self._adapters: dict[str, str] = {}  # copies of their folders, by name
         self._drawing = Counter[str]()  # requests, by their adapter
-        self._changing = set[str]()  # adapters that are loaded or dropped now
+        self._changing, self._dropped = set[str](), set[str]()  # adapters: that are loaded or dropped now; that were
+        self._changes = set[asyncio.Future[None]]()
         self._copies: tempfile.TemporaryDirectory[str] | None = None
         self._made = partial(Replica, starts=restarts, at_url=at_urls, adapters=self._adapters)
         self.replicas = [self._made(i, start, lost=self._lost) for i, start in enumerate(starts)]
@@ -180,6 +182,20 @@ class Router:
     async def load_adapter(self, name: str, folder: str) -> None:
         """See `Adapting`: into every replica that serves. Another one gets it before a request is asked of it, from a
         copy of the folder; so does one that has another of that name where a load fails elsewhere."""
+        await self._to_its_end(self._taken(name, folder))
+
+    async def drop_adapter(self, name: str) -> None:
+        await self._to_its_end(self._left(name))
+
+    async def _to_its_end(self, change: Coroutine[Any, Any, None]) -> None:
+        """Also where its caller gives up: some replicas would have it, and others not."""
+        task = asyncio.ensure_future(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it is known
+        await asyncio.shield(task)
+
+    async def _taken(self, name: str, folder: str) -> None:
         with self._changed("load_adapter", name):
             if self._copies is None:
                 self._copies = tempfile.TemporaryDirectory(prefix="verl-adapters-", ignore_cleanup_errors=True)
@@ -191,14 +207,16 @@ class Router:
                 shutil.rmtree(copied)
                 raise error
             before, self._adapters[name] = self._adapters.get(name), copied
+            self._dropped.discard(name)
             if before is not None:
                 shutil.rmtree(before)
 
-    async def drop_adapter(self, name: str) -> None:
+    async def _left(self, name: str) -> None:
         with self._changed("drop_adapter", name):
             for error in await self._of_all(lambda one: one.drop_adapter(name)):
                 raise error
             if (folder := self._adapters.pop(name, None)) is not None:
+                self._dropped.add(name)
                 shutil.rmtree(folder)
 
     async def _of_all(self, call: Callable[[Replica], Awaitable[None]]) -> list[BaseException]:
@@ -214,6 +232,9 @@ class Router:
             return
         if adapter in self._changing:
             raise ValueError(f"{what}: {adapter!r} is being loaded or dropped; wait for that")
+        if adapter in self._dropped or (self._adapters and adapter not in self._adapters):  # a replica may have it
+            there = ", ".join(sorted(self._adapters)) or "none"
+            raise ValueError(f"{what}: no adapter {adapter!r} was loaded (there are: {there}); load_adapter first")
         self._drawing[adapter] += 1
         try:
             yield
@@ -271,6 +292,8 @@ class Router:
         )
 
     async def close(self) -> None:
+        for change in self._changes:
+            change.cancel()
         await asyncio.gather(*(replica.close() for replica in self.replicas))
         if self._copies is not None:
             self._copies.cleanup()

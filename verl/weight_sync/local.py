@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from torch import Tensor
 
-from verl.rollout.base import PauseMode, Replaceable, RolloutEngine
+from verl.rollout.base import PauseMode, Replaceable, RolloutEngine, Vouched
 from verl.weight_sync.base import (
     CheckedReader,
     Entry,
@@ -218,7 +218,7 @@ class LocalCheckpointEngine:
             if isinstance(replica, Replaceable):
                 replica.lose(e)
             raise
-        if isinstance(replica, Replaceable):
+        if isinstance(replica, Vouched):
             replica.vouch()
         return found, reader.seconds
 

@@ -17,9 +17,10 @@ import msgspec
 
 from verl.weight_sync.base import Bucket, Entry, SyncError
 from verl.weight_sync.buckets import BucketOutlet, BucketStream, Part, ledger_of
-from verl.weight_sync.shm import PREFIX, SHM, TAIL_BYTES, ShmStream, blank, first_byte
+from verl.weight_sync.shm import PREFIX, SHM, TAIL_BYTES, ShmStream, blank, first_byte, remove_of_the_dead
 from verl.weight_sync.tcp import PIECE_BYTES, connected, filled, gone_with_this_process, listening, received, tag_of
 
+ASK_S = 10.0  # for a peer to say who it is
 QUIET_S = 600.0  # of the other side, where nobody gives it up before
 ASK = struct.Struct("<32sqqq")  # the key; version, turn and reader
 ROOM = struct.Struct("<qq")  # of the longest index, and of the largest bucket: bytes
@@ -32,22 +33,31 @@ class RelayOutlet(BucketOutlet):
 
     transport = "verl.weight_sync.relay:open_weights"
 
-    def __init__(self, name: str, bucket_bytes: int, *, host: str | None = None) -> None:
-        super().__init__(name, bucket_bytes)
+    def __init__(self, bucket_bytes: int, *, host: str | None = None) -> None:
+        super().__init__("", bucket_bytes)  # its name is of the process that announces
         self._host, self._key, self._address = host, secrets.token_hex(16), ""
 
+    @property
+    def tag(self) -> str:
+        """In the names of the files that hosts have of it."""
+        return tag_of(self._key)
+
     def announce(self, shapes: Mapping[str, Entry]) -> str:
-        name = super().announce(shapes)
         if not self._address:
-            self._address = f"{listening(self._host, self._answer)}/{self._key}/{name}"
+            remove_of_the_dead()
+            self.name = f"{PREFIX}-{os.getpid()}-{self.tag}"
+            gone_with_this_process(os.getpid(), self.name)
+            super().announce(shapes)
+            self._address = f"{listening(self._host, self._answer)}/{self._key}/{self.name}"
         return self._address
 
     def _answer(self, peer: socket.socket) -> None:
         """One reader, in a thread of its own. One that goes away or has no key is nobody's fault here."""
         with peer, contextlib.suppress(OSError):
-            peer.settimeout(QUIET_S)
+            peer.settimeout(ASK_S)
             key, version, turn, reader = ASK.unpack(received(peer, ASK.size))
             if hmac.compare_digest(key, self._key.encode()):
+                peer.settimeout(QUIET_S)
                 self._pass_on(peer, BucketStream(f"{self.name}:{version}:{turn}:{reader}"))
 
     def _pass_on(self, peer: socket.socket, stream: BucketStream) -> None:
@@ -93,9 +103,10 @@ class RelayStream(BucketStream):
 
     def _received(self, peer: socket.socket) -> Generator[Bucket, None, None]:
         index_bytes, room = ROOM.unpack(received(peer, ROOM.size))
-        own, first = f"{PREFIX}-{os.getpid()}-{tag_of(self._key)}", first_byte(index_bytes)
+        own, first = f"{PREFIX}-{os.getpid()}-{tag_of(self._key)}-of", first_byte(index_bytes)
         gone_with_this_process(os.getpid(), own)
-        segment: ShmStream | None = None
+        remove_of_the_dead()
+        path, segment = SHM / f"{own}-{self._reader}", None
         while True:
             kind, said, size = HEAD.unpack(received(peer, HEAD.size))
             index = received(peer, said)
@@ -103,13 +114,18 @@ class RelayStream(BucketStream):
                 return
             if kind == BROKEN:
                 raise SyncError(index.decode())
-            path = SHM / f"{own}-{self._reader}"
-            segment = segment or blank(path, first + room + TAIL_BYTES)
+            segment = segment or self._blank(path, first + room + TAIL_BYTES)
             filled(peer, memoryview(segment.memory.numpy().data)[first : first + size])
             segment.describe(self._version, index, first)
             peer.sendall(READ)
             parts = msgspec.msgpack.decode(index, type=list[Part])
             yield Bucket(str(path), {part.name: part.checksum for part in parts}, segment.views)
+
+    def _blank(self, path: Path, num_bytes: int) -> ShmStream:
+        try:
+            return blank(path, num_bytes)
+        except OSError as e:
+            raise SyncError(f"version {self._version}: {e}") from e
 
 
 def open_weights(address: str) -> RelayStream:

@@ -22,7 +22,6 @@ import socket
 import struct
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
@@ -246,7 +245,11 @@ def listening(host: str | None, answer: Callable[[socket.socket], None]) -> str:
 
     def accept() -> None:
         while True:
-            peer, _ = listener.accept()
+            try:
+                peer, _ = listener.accept()
+            except OSError:  # no file is left, say: it asks again
+                time.sleep(LOOK_S)
+                continue
             threading.Thread(target=answer, args=(peer,), name="weights", daemon=True).start()
 
     threading.Thread(target=accept, name="weights", daemon=True).start()
@@ -380,7 +383,7 @@ def build(options: Tcp, context: SyncContext) -> LocalCheckpointEngine:
     if options.bucket_mb is not None:
         from verl.weight_sync.relay import RelayOutlet
 
-        name = f"{PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        return engine_of(RelayOutlet(name, options.bucket_mb << 20, host=options.host), context, end, name)
+        buckets = RelayOutlet(options.bucket_mb << 20, host=options.host)
+        return engine_of(buckets, context, end, f"{PREFIX}-*-{buckets.tag}")  # of this host
     outlet = TcpOutlet(host=options.host, delta=options.delta)
     return engine_of(outlet, context, end, f"{PREFIX}-*-{outlet.tag}")  # of this host
