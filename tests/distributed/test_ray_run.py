@@ -23,7 +23,7 @@ from test_house_ray import House
 from verl.checkpoint.store import CheckpointStore
 from verl.cli import main
 
-pytest.importorskip("ray", reason="pip install 'verl[ray]'")
+ray = pytest.importorskip("ray", reason="pip install 'verl[ray]'")
 pytestmark = pytest.mark.usefixtures("ray_session")  # runs in this process use it, others start their own
 RAY = ("cluster.backend=ray", "run.save_every_steps=1", "track.sinks=[jsonl]")
 TWO = ("cluster.ranks_per_node=2", "rollout.replicas=2")
@@ -132,13 +132,54 @@ def straight(tmp_path_factory, tiny_model, arithmetic_data) -> Path:
     return root
 
 
+FAR = """
+import importlib.abc, importlib.util, sys
+from pathlib import Path
+
+class Far(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "verl.weight_sync.relay":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        loads = spec.loader.exec_module
+
+        def patched(module):
+            loads(module)
+            module.ledger_of = lambda name: Path("/nowhere") / name
+            received = module.RelayStream._received
+
+            def noted(self, peer):
+                with open("{asked}", "a") as file:
+                    file.write("x")
+                yield from received(self, peer)
+
+            module.RelayStream._received = noted
+
+        spec.loader.exec_module = patched
+        return spec
+
+sys.meta_path.insert(0, Far())
+"""
+
+
 @pytest.mark.parametrize("engine", ["shm", "tcp"])
-def test_weights_that_pass_through_buckets_are_the_same(engine, tmp_path, straight, tiny_model, arithmetic_data):
-    """Gathered from two ranks, into replicas that stand still: the run is the one bit for bit."""
+def test_weights_that_pass_through_buckets_are_the_same(
+    engine, tmp_path, straight, tiny_model, arithmetic_data, monkeypatch
+):
+    """Gathered from two ranks, into replicas that stand still: the run is the one bit for bit. tcp: they see nothing of
+    the trainer's memory."""
+    asked = tmp_path / "asked"
+    if engine == "tcp":
+        (tmp_path / "far").mkdir()
+        (tmp_path / "far" / "sitecustomize.py").write_text(FAR.format(asked=asked))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "far"))
+        ray.shutdown()  # the next one's processes have this
     options = (f"sync.engine={engine}", "sync.engine_options.bucket_mb=1")
     small_run(tmp_path, tiny_model, arithmetic_data[:1], *SHAPE, *options)
     for name, value in exported(straight, 6).items():
         assert torch.equal(exported(tmp_path, 6)[name], value), name
+    assert engine == "shm" or len(asked.read_text()) == 7, "each version came over the network"
 
 
 LOST = {
