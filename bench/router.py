@@ -77,14 +77,24 @@ class Double:
     async def load_weights(self, source: Any, *, on_inflight: str) -> int:
         if self.dead:
             raise ReplicaLost("a death")
-        self.version = source
-        return source
+        self.version = source.version
+        return self.version
 
     async def capabilities(self) -> Capabilities:
         return Capabilities(logprobs="processed", max_context_tokens=64)
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A `WeightReader` without tensors."""
+
+    version: int
+
+    def tensors(self) -> tuple[()]:
+        return ()
 
 
 @dataclass(slots=True)
@@ -99,7 +109,7 @@ class World:
         """As the checkpoint engine and the publisher do."""
         self.version += 1
         found = await asyncio.gather(
-            *(one.load_weights(self.version, on_inflight="keep") for one in self.router.replicas),
+            *(one.load_weights(Weights(self.version), on_inflight="keep") for one in self.router.replicas),
             return_exceptions=True,
         )
         self.router.published({i: str(e) for i, e in enumerate(found) if isinstance(e, BaseException)})

@@ -506,7 +506,8 @@ def tampered(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> type[W
             told, tensors = dict(super().manifest(engine)), dict(engine.weights())
             self.unchanged = dict(told)
             change(told, tensors)
-            self._outlet.__init__(self._outlet.name, BUCKET_BYTES)
+            far = isinstance(self._outlet, relay.RelayOutlet)
+            self._outlet.__init__(*(() if far else (self._outlet.name,)), BUCKET_BYTES)
             self._outlet.announce({n: entry_of(t) for n, t in tensors.items()})
             return told
 

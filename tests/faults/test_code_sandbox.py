@@ -27,7 +27,7 @@ from verl.driver.assemble_rewards import sandbox_of
 from verl.reward.code import code_score, program_of, same_text, same_value
 from verl.reward.compute import compute_score
 from verl.sandbox import code as sandboxes
-from verl.sandbox import guardian
+from verl.sandbox import guardian, launcher
 from verl.sandbox.code import CodeSandbox, Limits, Ran, SandboxGone, _Link
 from verl.tools.function_tool import ToolBroken
 from verl.types import Task
@@ -587,3 +587,13 @@ def test_nothing_of_ours_stays_behind():
         sandbox.run("print(1)")
         pid = sandbox._popen.pid
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_why_a_sandbox_ends_is_said_once():
+    """One that is ended for its memory may be seen with it again before it is gone."""
+    theirs, ours = socket.socketpair()
+    with theirs, ours:
+        box = launcher._Box(theirs, 1.0, "")
+        box.tell("memory", "first")
+        box.tell("memory", "again")
+        assert json.loads(ours.recv(1 << 16)) == {"status": "memory", "why": "first"}

@@ -60,6 +60,7 @@ class _Box:
 
     def __init__(self, guard: socket.socket, memory_mb: float, folder: str) -> None:
         self.guard, self.memory_mb, self.folder, self.pid, self.watched = guard, memory_mb, folder, 0, False
+        self.told = False
 
     def look(self) -> None:
         pids = [self.pid, *guardian.descendants(self.pid)] if self.pid else []
@@ -68,6 +69,10 @@ class _Box:
             self.end()
 
     def tell(self, status: str, why: str) -> None:
+        """Once: one that is ended for its memory may be seen with it again before it is gone."""
+        if self.told:
+            return
+        self.told = True
         with contextlib.suppress(OSError):  # nobody listens
             self.guard.send(json.dumps({"status": status, "why": why}).encode(), socket.MSG_DONTWAIT)
 
