@@ -97,8 +97,8 @@ def one_rank(options: Any, context: Any) -> Any:
     return engine
 
 
-def rollout_engine(config: Any, tokenizer: Any, device: str, replica: int) -> Any:
-    engine = _rollout_engine(config, tokenizer, device, replica)
+def rollout_engine(config: Any, tokenizer: Any, device: str, replica: int, peers: Any) -> Any:
+    engine = _rollout_engine(config, tokenizer, device, replica, peers)
     generate, load_weights = engine.generate, engine.load_weights
 
     async def generated(request_id: str, prompt_ids: Any, sampling: Any, **named: Any) -> Any:

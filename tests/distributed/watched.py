@@ -90,11 +90,11 @@ def model(options: Any, context: Any) -> Any:
     return engine
 
 
-def rollout_engine(config: Any, tokenizer: Any, device: str, replica: int) -> Any:
+def rollout_engine(config: Any, tokenizer: Any, device: str, replica: int, peers: Any) -> Any:
     _settle()
     for name in ("load", "drop_kv", "drop_weights"):
         around(NativeRunner, name, replica)
-    return _rollout_engine(config, tokenizer, device, replica)
+    return _rollout_engine(config, tokenizer, device, replica, peers)
 
 
 def peaks(folder: Path) -> dict[int, int]:
