@@ -182,10 +182,10 @@ class Router:
     async def load_adapter(self, name: str, folder: str) -> None:
         """See `Adapting`: into every replica that serves. Another one gets it before a request is asked of it, from a
         copy of the folder; so does one that has another of that name where a load fails elsewhere."""
-        await self._to_its_end(self._taken(name, folder))
+        await self._to_its_end(self._load_everywhere(name, folder))
 
     async def drop_adapter(self, name: str) -> None:
-        await self._to_its_end(self._left(name))
+        await self._to_its_end(self._drop_everywhere(name))
 
     async def _to_its_end(self, change: Coroutine[Any, Any, None]) -> None:
         """Also where its caller gives up: some replicas would have it, and others not."""
@@ -195,7 +195,7 @@ class Router:
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it is known
         await asyncio.shield(task)
 
-    async def _taken(self, name: str, folder: str) -> None:
+    async def _load_everywhere(self, name: str, folder: str) -> None:
         with self._changed("load_adapter", name):
             if self._copies is None:
                 self._copies = tempfile.TemporaryDirectory(prefix="verl-adapters-", ignore_cleanup_errors=True)
@@ -211,7 +211,7 @@ class Router:
             if before is not None:
                 shutil.rmtree(before)
 
-    async def _left(self, name: str) -> None:
+    async def _drop_everywhere(self, name: str) -> None:
         with self._changed("drop_adapter", name):
             for error in await self._of_all(lambda one: one.drop_adapter(name)):
                 raise error
