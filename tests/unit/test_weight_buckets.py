@@ -285,7 +285,41 @@ def test_words_of_the_ledger_are_each_of_one_side(near: str) -> None:
     assert ledger.given_up(5, 1) and not ledger.given_up(6, 1) and ledger.behind(5, 2, 2) == []
     ledger.leave(5, 0)
     assert ledger.behind(5, 2, 3) == [] and ledger.behind(6, 2, 1) == [0, 1]
+    ledger.read(6, 0, 1)
+    ledger.read(5, 0, 3)  # late
+    ledger.leave(6, 1)
+    ledger.leave(5, 1)
+    assert ledger.behind(6, 2, 1) == [] and ledger.behind(6, 2, 2) == [0] and ledger.behind(7, 2, 1) == [0, 1]
     assert (ledger.buckets, ledger.filled, ledger.state) == (3, 0, buckets.COMING)
+
+
+def test_a_reading_that_is_closed_turns_later_holds_up_no_later_one(
+    near: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The traceback of an exception holds a generator until that garbage is collected, which is at any time: here after
+    each bucket that the next reading has read, and before the sender has looked."""
+    of = tensors(0)
+    out = outlet(near, of)
+    old = [opened(address(near, 0)).tensors() for _ in range(len(of))]
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(out.stream, 0, passing(of), Readers(0, 1, 60.0))
+        for one in old:
+            next(one)
+        out.lose(0, 0)
+        sending.result(20)
+        out.break_off(0)
+        read = Ledger.read
+
+        def then_collects(self: Ledger, turn: int, reader: int, buckets: int) -> None:
+            read(self, turn, reader, buckets)
+            if turn and old:
+                old.pop().close()  # type: ignore[attr-defined]
+
+        monkeypatch.setattr(Ledger, "read", then_collects)
+        reading = pool.submit(list, opened(address(near, 1)).tensors())
+        out.stream(1, passing(of), Readers(1, 1, 10.0))
+        out.commit(1)
+        assert [n for n, _ in reading.result(20)] == list(of)
 
 
 def test_more_or_other_tensors_than_announced_are_our_own_fault(name: str) -> None:

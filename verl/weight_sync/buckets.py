@@ -35,12 +35,15 @@ COMING, WHOLE, BROKEN = range(3)
 
 class Ledger:
     """Words of 64 bits, each written by one side alone: the turn, one of the sender's publishes; its buckets, and how
-    many of them were filled; its state; and two of each reader: how many it has read of which turn, and the turn that
-    it was given up in."""
+    many of them were filled; its state; and of each reader, how many it has read of which turn, the turn that it was
+    given up in, and the last turn that it left. A reading that nobody goes on with may be closed turns later, when its
+    garbage is collected: no word goes back to an earlier turn."""
 
     TURN, BUCKETS, FILLED, STATE = range(4)
     HEAD = 8
-    STEP = 1 << 20  # buckets of a turn, at most; the last one: it reads no more
+    READ, GIVEN_UP, LEFT = range(3)
+    OF_READER = 3
+    STEP = 1 << 20  # buckets of a turn, at most
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
@@ -48,11 +51,15 @@ class Ledger:
 
     @staticmethod
     def new(path: Path) -> Ledger:
-        path.write_bytes(NO_TURN.to_bytes(8, "little", signed=True) * (Ledger.HEAD + 2 * MOST_READERS))
+        path.write_bytes(NO_TURN.to_bytes(8, "little", signed=True) * Ledger._word(MOST_READERS, Ledger.READ))
         return Ledger(path)
 
+    @classmethod
+    def _word(cls, reader: int, what: int) -> int:
+        return cls.HEAD + cls.OF_READER * reader + what
+
     def begin(self, turn: int, buckets: int) -> None:
-        assert buckets < self.STEP - 1
+        assert buckets < self.STEP
         self._words[self.FILLED], self._words[self.STATE], self._words[self.BUCKETS] = 0, COMING, buckets
         self._words[self.TURN] = turn  # last: the others are of it
 
@@ -63,13 +70,17 @@ class Ledger:
         self._words[self.STATE] = state
 
     def give_up(self, turn: int, reader: int) -> None:
-        self._words[self.HEAD + 2 * reader + 1] = turn
+        self._words[self._word(reader, self.GIVEN_UP)] = turn
 
     def read(self, turn: int, reader: int, buckets: int) -> None:
-        self._words[self.HEAD + 2 * reader] = turn * self.STEP + buckets
+        self._raise(self._word(reader, self.READ), turn * self.STEP + buckets)
 
     def leave(self, turn: int, reader: int) -> None:
-        self.read(turn, reader, self.STEP - 1)
+        self._raise(self._word(reader, self.LEFT), turn)
+
+    def _raise(self, word: int, value: int) -> None:
+        if self._words[word] < value:
+            self._words[word] = value
 
     @property
     def turn(self) -> int:
@@ -88,13 +99,16 @@ class Ledger:
         return self._words[self.STATE]
 
     def given_up(self, turn: int, reader: int) -> bool:
-        return self._words[self.HEAD + 2 * reader + 1] == turn
+        return self._words[self._word(reader, self.GIVEN_UP)] == turn
+
+    def left(self, turn: int, reader: int) -> bool:
+        return self._words[self._word(reader, self.LEFT)] >= turn
 
     def behind(self, turn: int, readers: int, buckets: int) -> list[int]:
         """Who has not read so many of that turn yet, and is waited for."""
         wanted = turn * self.STEP + buckets
-        there = [i for i in range(readers) if self._words[self.HEAD + 2 * i] < wanted]
-        return [i for i in there if not self.given_up(turn, i)]
+        there = [i for i in range(readers) if self._words[self._word(i, self.READ)] < wanted]
+        return [i for i in there if not self.given_up(turn, i) and not self.left(turn, i)]
 
 
 class BucketOutlet:
