@@ -293,9 +293,7 @@ def test_words_of_the_ledger_are_each_of_one_side(near: str) -> None:
     assert (ledger.buckets, ledger.filled, ledger.state) == (3, 0, buckets.COMING)
 
 
-def test_a_reading_that_is_closed_turns_later_holds_up_no_later_one(
-    near: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reading_that_is_closed_turns_later_holds_up_no_later_one(near: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The traceback of an exception holds a generator until that garbage is collected, which is at any time: here after
     each bucket that the next reading has read, and before the sender has looked."""
     of = tensors(0)
