@@ -7,11 +7,12 @@ stage: the trainer's end, from its tensors to where they can be fetched · read:
 into the memory of its own model · load: as the native engine does, which lays them out anew over the version that is
 live, or beside it while requests run. Checksums are apart: the manifest's are of all bytes for the first versions, of a
 sixteenth after. For tcp, collective and nixl the other process plays another host: what it fetches goes into shared
-memory of its own. All are shares of a warm copy of the same bytes by as many threads, made in the same round. Memory:
-the most that lay in shared memory, and the most that a process took for itself during its part, in models. delta:
-bfloat16, of which a share of the values has changed; over a link of 1 Gb/s the bytes are counted at 125 MB/s beside
-the time measured here. paused: whole publishes through shared memory into a native engine of this process, whose
-requests go on under the new weights, without a canary; and for how long of each they stood still.
+memory of its own; through buckets it reads while the trainer sends. All are shares of a warm copy of the same bytes by
+as many threads, made in the same round. Memory: the most that lay in shared memory, and the most that a process took
+for itself during its part, in models. delta: bfloat16, of which a share of the values has changed; over a link of 1
+Gb/s the bytes are counted at 125 MB/s beside the time measured here. paused: whole publishes through shared memory into
+a native engine of this process, whose requests go on under the new weights, without a canary; and for how long of each
+they stood still.
 Writes its part of bench/RESULTS.md (bench/sections/weights.md).
 """
 
@@ -49,7 +50,7 @@ from verl.rollout.native.options import Options
 from verl.rollout.native.runner import NativeRunner
 from verl.rollout.native.weights import Storage
 from verl.types import Sampling
-from verl.weight_sync import buckets, collective, nixl, shm, tcp
+from verl.weight_sync import buckets, collective, nixl, relay, shm, tcp
 from verl.weight_sync.base import Passed, Readers, SyncReport, checksum
 from verl.weight_sync.local import LocalCheckpointEngine
 from verl.weight_sync.sender import WeightSender, entry_of
@@ -62,7 +63,8 @@ REQUESTS = 4  # that run during publishes
 COPIED = 0.1e9  # bytes of what a warm copy goes into, again and again: more than caches hold
 NEEDS = {"memory": 8, "shared memory": 4}  # models, of the transport that needs the most
 BUCKET_BYTES = 16 << 20
-MODULES = {"shm": shm, "buckets": buckets, "tcp": tcp, "collective": collective, "nixl": nixl}
+MODULES = {"shm": shm, "tcp": tcp, "collective": collective, "nixl": nixl}
+BUCKETS = {"shm, buckets": buckets, "tcp, buckets": relay}
 PARTS = ("gather", "stage", "transfer", "load", "pause")
 Weights = dict[str, torch.Tensor]
 
@@ -145,13 +147,14 @@ def reader(line: Any, threads: int, layers: int | None, runs: bool) -> None:
 
     tcp.filled = counted
     away = Path(tempfile.mkdtemp(dir=shm.SHM))  # the shared memory of another host
-    shm.SHM = tcp.SHM = away
+    shm.SHM = tcp.SHM = relay.SHM = away
+    relay.ledger_of = lambda name: away / name
     into: Weights = {}  # its model
     context = RolloutContext(hf_config=config(layers or 1), max_context_tokens=256, dtype=torch.float32)
     runner = None if layers is None else NativeRunner(Options(), context)
 
     def read(transport: str, address: str) -> None:
-        stream = MODULES[transport].open_weights(address)
+        stream = (MODULES | BUCKETS)[transport].open_weights(address)
         if runner is not None:
             return runner.prepare(stream)() if runs else runner.load(stream)
         for name, tensor in stream.tensors():
@@ -239,7 +242,7 @@ def transports(size_gb: float, rounds: int, threads: int) -> tuple[list[tuple[st
     speeds += [row("copy", copies, copies), row("checksum", checked, copies)]
     shapes = {n: entry_of(t) for n, t in now.items()}
     ways = [("shm", ""), ("shm", "native"), ("shm", "native, requests run")]
-    ways += [(name, "") for name in MODULES if name not in ("shm", "buckets") and size_gb <= 0.1]
+    ways += [(name, "") for name in MODULES if name != "shm" and size_gb <= 0.1]
     for transport, native in ways:
         what, reads = f"{transport}, {native}" if native else transport, "load" if native else "read"
         outlet, files = outlet_of(transport)
@@ -261,26 +264,28 @@ def transports(size_gb: float, rounds: int, threads: int) -> tuple[list[tuple[st
         speeds += [row(f"{what}: {part}", of, copies) for part, of in (("stage", stages), (reads, answers))]
         speeds.append(row(f"{what}: both", both, copies))
         memory.append((f"{at}, {what}", *(f"{one / total:.2f}" for one in most)))
-    found, most = passed(now, size_gb, rounds, threads, copy)
-    copies, wholes = zip(*found, strict=True)
-    speeds.append(row("shm, buckets, native: both at a time", wholes, copies))
-    memory.append((f"{at}, shm, buckets, native", *(f"{one / total:.2f}" for one in most)))
+    for transport in BUCKETS:
+        found, most = passed(transport, now, size_gb, rounds, threads, copy)
+        copies, wholes = zip(*found, strict=True)
+        speeds.append(row(f"{transport}, native: both at a time", wholes, copies))
+        memory.append((f"{at}, {transport}, native", *(f"{one / total:.2f}" for one in most)))
     return speeds, memory
 
 
 def passed(
-    now: Weights, size_gb: float, rounds: int, threads: int, copy: Callable[[], None]
+    transport: str, now: Weights, size_gb: float, rounds: int, threads: int, copy: Callable[[], None]
 ) -> tuple[list[tuple[Spent, Spent]], list[int]]:
     """(a copy, a version through buckets into a native engine) of each round, and the most memory, as in the table."""
-    name, found, most = f"{shm.PREFIX}-{os.getpid()}-buckets", [], [0, 0, 0, 0]
-    outlet = buckets.BucketOutlet(name, BUCKET_BYTES)
-    outlet.announce({n: entry_of(t) for n, t in now.items()})
+    found, most, far = [], [0, 0, 0, 0], transport == "tcp, buckets"
+    near = buckets.BucketOutlet(f"{shm.PREFIX}-{os.getpid()}-buckets", BUCKET_BYTES)
+    outlet = relay.RelayOutlet(BUCKET_BYTES, host="127.0.0.1") if far else near
+    where = outlet.announce({n: entry_of(t) for n, t in now.items()})
     with other_process(threads, layers_of(size_gb * 1e9)) as ask, ThreadPoolExecutor(1) as pool:
         for turn in range(DROPPED + rounds):
             of, told = spent(copy), list[tuple[Spent, int]]()
 
             def publish(turn: int = turn, told: list[tuple[Spent, int]] = told) -> None:
-                reading = pool.submit(ask, "buckets", f"{name}:{turn}:{turn}:0")
+                reading = pool.submit(ask, transport, f"{where}:{turn}:{turn}:0")
                 outlet.stream(turn, (Passed(n, t, None) for n, t in now.items()), Readers(turn, 1, 600.0))
                 outlet.commit(turn)
                 told.append(reading.result())
@@ -289,8 +294,8 @@ def passed(
             ((read, theirs),) = told
             if turn >= DROPPED:
                 found.append((of, sent._replace(cpu_s=sent.cpu_s + read.cpu_s)))
-                most = list(map(max, most, (in_files(shm.SHM, name), theirs, sent.anon, read.anon)))
-    shm.remove(name)
+                most = list(map(max, most, (in_files(shm.SHM, outlet.name), theirs, sent.anon, read.anon)))
+    shm.remove(outlet.name)
     return found, most
 
 
