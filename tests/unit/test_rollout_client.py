@@ -341,7 +341,6 @@ def spans(*of: tuple[str, int, int]) -> list[dict[str, Any]]:
         (answering(logprobs={"content": [{"logprob": float("nan")}] * 3}), NotUnderstood, "non-finite"),
         (answering(weight_versions=None), NotUnderstood, "do not cover 3 tokens"),
         (answering(weight_versions=spans(("0", 0, 1), ("0", 2, 3))), NotUnderstood, "do not cover"),
-        (answering(weight_versions=spans(("default", 0, 3))), NotUnderstood, "default"),
         (
             answering(
                 finish_reason="stop",
@@ -1079,6 +1078,22 @@ def test_after_the_end_nothing_is_asked() -> None:
         await engine.close()
 
     with_server(body, Served(step_s=0.02))
+
+
+def test_an_end_waits_for_no_pause_that_a_caller_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "UNDO_S", 0.1)
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        task = asyncio.create_task(engine.generate("r", PROMPT, greedy(60, stop=("never",))))
+        await until(lambda: bool(served.running))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.load_weights(reader(1), on_inflight="wait"), 0.1)
+        await asyncio.wait_for(engine.close(), 5)
+        for call in (task, engine._http.get("/health", timeout_s=5)):
+            with pytest.raises(RuntimeError, match="closed"):
+                await asyncio.wait_for(call, 5)
+
+    with_server(body, Served(step_s=0.3))
 
 
 def test_one_engine_over_several_event_loops() -> None:

@@ -21,7 +21,7 @@ from serving import engine_of, model, serving, tokenizer
 
 from verl.rollout import server_url
 from verl.rollout.api import Deadlines, Expected
-from verl.rollout.base import Capabilities, Completion, RolloutContext, ServerPlace, SoFar
+from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutContext, ServerPlace, SoFar
 from verl.rollout.client import ServedEngine
 from verl.rollout.router import Router
 from verl.rollout.vllm_api import VerlApi, VllmApi
@@ -116,15 +116,16 @@ def test_what_is_kept_of_an_answer_holds_nothing_that_ends_it() -> None:
 
 
 class Chained(Served):
-    """Token after token is the next one, also behind a longer prompt. dies_at: after so many, of one answer."""
+    """Token after token is the next one, also behind a longer prompt. dies_at: after so many, of one answer · slow_s:
+    for each token of a long one."""
 
     def __init__(self, dies_at: int | None = None, **given: Any) -> None:
         super().__init__(**given)
-        self.dies_at = dies_at
+        self.dies_at, self.slow_s = dies_at, 0.0
 
     async def _tokens(self, name: str, prompt: list[int], params: Any) -> Any:
         for i in range(params["max_tokens"]):
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.slow_s if params["max_tokens"] > 20 else 0.0)
             while not self.going.is_set() and not self.running[name].is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             if self.running[name].is_set():
@@ -259,6 +260,67 @@ def test_tokens_under_weights_that_nobody_verified_are_drawn_again() -> None:
         assert found.spans == ((1, 0, 12),) and asked_of(doubles[1])[0]["token_ids"] == [3, 4]
 
     with_two(body, dies_at=5, mixes=True)
+
+
+async def drawing(double: Chained) -> None:
+    while not double.running:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.2)
+
+
+def test_tokens_of_a_version_that_failed_at_one_replica_alone_are_drawn_again() -> None:
+    """The publish has ended by the time that its request does, and others have that version verified."""
+
+    async def body(router: Router, doubles: list[Chained]) -> None:
+        doubles[0].slow_s = 0.02
+        await publish(router, 1)
+        router.replicas[1].vouch()
+        task = asyncio.create_task(router.generate("r", PROMPT, Sampling(max_tokens=40, temperature=0.0)))
+        await drawing(doubles[0])
+        router.published({0: "its canary"})
+        found = await asyncio.wait_for(task, 5)
+        assert found.ids.tolist() == [i % VOCAB for i in range(5, 45)] and found.spans == ((1, 0, 40),)
+        assert asked_of(doubles[1])[0]["token_ids"] == [3, 4]
+
+    with_two(body, mixes=True)
+
+
+@pytest.mark.parametrize("name", ["3-abcdef01", "default"])
+def test_tokens_of_weights_that_others_gave_a_server_are_drawn_again(name: str) -> None:
+    """Of streams that are under way when it is found, too: nobody says whose their tokens are. What another replica had
+    drawn before stays."""
+
+    async def body(router: Router, doubles: list[Chained]) -> None:
+        first, engine = doubles[0], router.replicas[0].engine
+        assert isinstance(engine, ServedEngine)
+        first.slow_s, first.weights = 0.02, name
+        begun = SoFar(mixes=True)
+        begun.add([5, 6], [-1.1, -1.12], 0)
+        slow = asyncio.create_task(
+            engine.generate("slow", PROMPT, Sampling(max_tokens=40, temperature=0.0), so_far=begun)
+        )
+        await drawing(first)
+        found = await router.generate("r", PROMPT, Sampling(max_tokens=12, temperature=0.0))
+        assert found.ids.tolist() == list(range(5, 17)) and asked_of(doubles[1])[0]["token_ids"] == [3, 4]
+        with pytest.raises(ReplicaLost, match="not give it: another one uses it too, or it was restarted"):
+            await asyncio.wait_for(slow, 5)
+        assert (begun.ids, begun.spans, len(begun.logprobs)) == ([5, 6], [(0, 0, 2)], 2)
+        assert router.states()[0] == "is lost"
+
+    with_two(body, mixes=True)
+
+
+def test_streams_of_a_replica_that_leaves_go_on_elsewhere_at_once() -> None:
+    async def body(router: Router, doubles: list[Chained]) -> None:
+        doubles[0].slow_s = 0.1
+        task = asyncio.create_task(router.generate("r", PROMPT, Sampling(max_tokens=40, temperature=0.0)))
+        await drawing(doubles[0])
+        router.leave(0)
+        found = await asyncio.wait_for(task, 5)  # of 20 that a request may take
+        assert found.ids.tolist() == [i % VOCAB for i in range(5, 45)] and found.spans == ((0, 0, 40),)
+        assert len(asked_of(doubles[1])[0]["token_ids"]) > 2, "what it had drawn is kept"
+
+    with_two(body)
 
 
 def test_tokens_around_an_update_are_sure_up_to_it() -> None:

@@ -320,6 +320,29 @@ def test_a_reading_that_is_closed_turns_later_holds_up_no_later_one(near: str, m
         assert [n for n, _ in reading.result(20)] == list(of)
 
 
+def test_those_who_wait_with_the_sender_for_another_one_wait_as_long(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (buckets, relay):
+        monkeypatch.setattr(module, "QUIET_S", 0.5)
+    of = tensors(0)
+    out = outlet(name, of)
+    hung = BucketStream(f"{out.name}:0:0:1").tensors()
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(out.stream, 0, passing(of), Readers(0, 2, 2.0))
+        while Ledger(shm.SHM / f"{out.name}-ledger").filled < 1:
+            time.sleep(0.001)
+        next(hung)
+        stream, came = opened(address(name, 0)).tensors(), list[str]()
+        for n, _ in stream:
+            came.append(n)
+            if len(came) == len(of):
+                sending.result(20)
+                out.commit(0)
+        assert came == list(of)
+    hung.close()  # type: ignore[attr-defined]
+
+
 def test_more_or_other_tensors_than_announced_are_our_own_fault(name: str) -> None:
     of = tensors(0)
     out = outlet(name, of)

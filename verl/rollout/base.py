@@ -151,11 +151,15 @@ class SoFar:
             self.ids += ids
             self.logprobs += logprobs
 
+    def cut(self, end: int) -> None:
+        """Forget the tokens from there on."""
+        self.spans = [(version, a, min(b, end)) for version, a, b in self.spans if a < end]
+        del self.ids[end:], self.logprobs[end:]
+
     def keep(self, least: int, most: int) -> None:
         """Forget the tokens from the first one on that another version has drawn."""
         ok = list(itertools.takewhile(lambda span: least <= span[0] <= most, self.spans))
-        end = ok[-1][2] if ok else 0
-        del self.spans[len(ok) :], self.ids[end:], self.logprobs[end:]
+        self.cut(ok[-1][2] if ok else 0)
 
 
 class WeightReader(Protocol):

@@ -42,6 +42,7 @@ from verl.types import Sampling
 from verl.weight_sync.base import Parts, SyncError, WeightSource, parts_of
 
 AGAIN_S = 0.05  # between two words to abort a request that may not have arrived yet
+UNDO_S = 10.0  # at the end, for what callers left
 SETTLE_S = 2.0  # for the answers of a server that has finished its requests to arrive
 ASKED = 3  # times that a request is asked of a server that is well, and whose connections break
 
@@ -70,7 +71,6 @@ class ServedEngine(AdaptedServer):
         self._open = asyncio.Event()  # closed while one of these is under way: later requests wait for its end
         self._open.set()
         self._behind: set[asyncio.Task[None]] = set()
-        self._version = -1
         self._parts: Parts | None = None
         elsewhere = lambda: 0 if self._router is None else self._router.heard  # noqa: E731
         self._life = Life(self._pending, elsewhere, self._shown, self._progress, self._going, self._gone)
@@ -94,6 +94,7 @@ class ServedEngine(AdaptedServer):
         check_inputs(self._able, request_id, adapter, media)
         model, prompt = self._drawn_by(request_id, adapter), self._checked(request_id, prompt_ids, sampling)
         call = self._pending[request_id] = Call("", model, routed=self._router is not None)
+        begun = 0 if so_far is None else len(so_far.ids)
         self._life.watch()
         try:
             for left in reversed(range(ASKED)):
@@ -115,6 +116,8 @@ class ServedEngine(AdaptedServer):
                 raise await self._cause(ServerGone(str(e))) from e  # its engine died
             raise
         finally:
+            if self._foreign and so_far is not None:
+                so_far.cut(begun)
             del self._pending[request_id]
             call.ended.set()
 
@@ -444,8 +447,11 @@ class ServedEngine(AdaptedServer):
             self._starting.cancel()
         for undoing in self._behind if self._launch is not None else ():  # that server ends, in whatever state
             undoing.cancel()
-        await asyncio.gather(*self._behind, return_exceptions=True)
-        await self._hung_up()
+        try:
+            if self._behind:
+                await asyncio.wait(self._behind, timeout=UNDO_S)
+        finally:  # what is left of it ends with the connection
+            await self._hung_up()
         if self._server is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._server.stop)
 
@@ -474,12 +480,6 @@ class ServedEngine(AdaptedServer):
             await self._http.get("/health", timeout_s=PROBE_S)
         else:
             await self.probe(PROBE_S)
-
-    def _check_weights(self, what: str) -> None:
-        if self._fenced is not None:
-            raise ServerGone(f"{self._expected.name} is out of service: {self._fenced}")
-        if self._version < 0:
-            raise ValueError(f"{what}: the engine has no weights (never loaded): load_weights first")
 
     def _checked(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling) -> np.ndarray:
         self._check_weights("generate")

@@ -21,7 +21,7 @@ from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.launching import Launch
 from verl.rollout.process import ServerProcess
 from verl.rollout.routed import Routed
-from verl.rollout.wire import Drawn, Span, marked, raw
+from verl.rollout.wire import Drawn, Span, named, raw
 from verl.types import Sampling
 
 DYING_S = 3.0  # from the end of an engine to that of the server before it
@@ -73,7 +73,9 @@ class Server:
         self._ready = self._closed = False
         self._left = False  # it stood still when it was found: it goes on, and is looked at, with whole weights
         self._fenced: str | None = None  # why it must not speak
+        self._foreign = False  # it had weights of others: of what has no name yet, nobody knows whose they drew
         self._model = "policy"
+        self._version = -1
 
     async def probe(self, timeout_s: float = PROBE_S) -> None:
         """Health that the engine itself has shown: one token in time (`/health` is 200 while it is stopped)."""
@@ -214,10 +216,12 @@ class Server:
             return await self._router.numbers(told, least, self._limits.control_s)
         if not self._api.marks:
             return told
-        if foreign := [name for name, _, _ in told if marked(name)[1] != self._tag]:
-            await self._gone(f"it has weights ({foreign[0]}) that this run did not give it: another one uses it too")
+        if others := [name for name, _, _ in told if named(name)[1] != self._tag]:
+            self._foreign = True
+            why = f"it has weights ({others[0]}) that this run did not give it"
+            await self._gone(f"{why}: another one uses it too, or it was restarted; not amid a run")
             raise ServerGone(f"{self._http.url}: {self._fenced}")
-        return [(str(marked(name)[0]), start, end) for name, start, end in told]
+        return [(str(named(name)[0]), start, end) for name, start, end in told]
 
     async def _gone(self, why: str) -> None:
         """Whoever waits for it hears why."""
@@ -260,6 +264,12 @@ class Server:
     def _check_alive(self) -> None:
         if self._closed:
             raise RuntimeError("the rollout engine is closed")
+
+    def _check_weights(self, what: str) -> None:
+        if self._fenced is not None:
+            raise ServerGone(f"{self._expected.name} is out of service: {self._fenced}")
+        if self._version < 0:
+            raise ValueError(f"{what}: the engine has no weights (never loaded): load_weights first")
 
     @asynccontextmanager
     async def _deadline(self, timeout_s: float, what: str, *, tail: bool = False) -> AsyncIterator[None]:

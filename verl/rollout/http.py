@@ -50,6 +50,8 @@ class Http:
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._room = asyncio.Semaphore(1)
+        self._reading = set[aiohttp.ClientResponse]()
+        self._closed = False
 
     async def get(self, path: str, *, timeout_s: float, text: bool = False) -> Any:
         """text: as it stands, where it is no JSON."""
@@ -85,6 +87,10 @@ class Http:
         raise ServerGone(f"{self.url}{path}: the stream broke off")
 
     async def close(self) -> None:
+        """For good. What is under way ends with ServerGone: who reads a stream would not hear of it by itself."""
+        self._closed = True
+        for response in self._reading:
+            response.content.set_exception(aiohttp.ClientConnectionError("its client was closed"))
         session, self._session = self._session, None
         if session is not None and self._loop is asyncio.get_running_loop():
             await session.close()
@@ -127,7 +133,11 @@ class Http:
                 if response.status != 200:
                     why = _reason(await response.read())
                     raise ServerRefused(f"{at}: HTTP {response.status}: {why}", response.status)
-                yield response
+                self._reading.add(response)
+                try:
+                    yield response
+                finally:
+                    self._reading.discard(response)
         except TimeoutError as e:
             raise ServerLate(f"{at}: no answer in {timeout_s:g} s") from e
         except (aiohttp.ClientError, ConnectionError) as e:
@@ -137,6 +147,8 @@ class Http:
 
     def _pool(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
+        if self._closed:
+            raise ServerGone(f"{self.url}: its client was closed")
         if self._session is None or self._loop is not loop:
             if self._session is not None:
                 self._session.detach()  # its event loop has ended, and its connections with it

@@ -96,26 +96,34 @@ class Replica:
         so_far: SoFar | None = None,
     ) -> Completion:
         """so_far: see `Resuming`; an engine that cannot go on with it begins anew."""
-        engine = await self._having(adapter)
-        ask = engine.generate
-        if so_far is not None and isinstance(engine, Resuming):
-            ask = partial(engine.generate, so_far=so_far)
         try:
-            found = await ask(request_id, prompt_ids, sampling, prefix_key=prefix_key, adapter=adapter, media=media)
-        except ReplicaLost as e:
-            self._lose(engine, e)
-            raise
-        except Exception as e:
-            self._check(engine, e)  # whose requests fail because it was closed
-            raise
-        if any(version > self._verified for version, _, _ in found.spans):
+            engine = await self._having(adapter)
+            ask = engine.generate
+            if so_far is not None and isinstance(engine, Resuming):
+                ask = partial(engine.generate, so_far=so_far)
             try:
-                await asyncio.wait_for(self._judged.wait(), JUDGED_S)
-            except TimeoutError:
-                self._lose(engine, why := ReplicaLost(f"nobody verified its weights in {JUDGED_S:g} s"))
-                raise why from None
-        self._check(engine)  # whatever it still said
+                found = await ask(request_id, prompt_ids, sampling, prefix_key=prefix_key, adapter=adapter, media=media)
+            except ReplicaLost as e:
+                self._lose(engine, e)
+                raise
+            except Exception as e:
+                self._check(engine, e)  # whose requests fail because it was closed
+                raise
+            if any(version > self._verified for version, _, _ in found.spans):
+                await self._judgement(engine)
+            self._check(engine)  # whatever it still said
+        except ReplicaLost:
+            if so_far is not None:  # others may have that version verified: here it was not
+                so_far.keep(0, self._verified)
+            raise
         return found
+
+    async def _judgement(self, engine: RolloutEngine) -> None:
+        try:
+            await asyncio.wait_for(self._judged.wait(), JUDGED_S)
+        except TimeoutError:
+            self._lose(engine, why := ReplicaLost(f"nobody verified its weights in {JUDGED_S:g} s"))
+            raise why from None
 
     async def score(
         self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()

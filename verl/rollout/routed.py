@@ -16,7 +16,7 @@ from functools import partial
 from verl.rollout.api import Api
 from verl.rollout.base import Peers
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
-from verl.rollout.wire import NotUnderstood, Span, marked
+from verl.rollout.wire import NotUnderstood, Span, named
 
 LOOK_S = 0.02  # between two looks at whether weights were verified
 logger = logging.getLogger(__name__)
@@ -64,13 +64,13 @@ class Routed:
         """ServerGone for who draws with weights that will not count, before it has drawn all. live: what it names
         those that it has by now."""
         if live is not None:
-            number, who = _named(live)
+            number, who = named(live)
             self._peers.heard[who] += 1
             self._check(number, who, least)
 
     async def numbers(self, versions: Sequence[Span], least: int, timeout_s: float) -> list[Span]:
         """Without their marks, once all were verified. ServerGone: it is to be asked for again."""
-        found = [(*_named(name), start, end) for name, start, end in versions]
+        found = [(*named(name), start, end) for name, start, end in versions]
         until_s = time.monotonic() + timeout_s
         for number, who, _, _ in found:
             while self._check(number, who, least) > self._peers.verified[who]:
@@ -91,11 +91,3 @@ class Routed:
             what = "a server with weights that this run did not give it" if at is None else f"{at}, which was given up"
             logger.warning("the router %s sends requests to %s: take that out of it", self.http.url, what)
         raise ServerGone(f"the router sent a request to a server with weights ({number}) that nobody here has verified")
-
-
-def _named(name: str) -> tuple[int, str]:
-    """(version, mark); of weights that nobody here has named: their name is the mark."""
-    try:
-        return marked(name)
-    except NotUnderstood:
-        return -1, name

@@ -160,6 +160,14 @@ def marked(name: str) -> tuple[int, str]:
     return int(number), mark
 
 
+def named(name: str) -> tuple[int, str]:
+    """As `marked`; of weights that nobody here has named, their name is the mark."""
+    try:
+        return marked(name)
+    except NotUnderstood:
+        return -1, name
+
+
 def version_of(text: str) -> tuple[int, ...]:
     """(0, 32, 0) of "0.32.0+cpu"."""
     numbers = re.match(r"\d+(\.\d+)*", text)

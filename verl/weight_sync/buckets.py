@@ -10,6 +10,7 @@ given up is waited for no more. A tensor is never split: a bucket is as large as
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -35,11 +36,11 @@ COMING, WHOLE, BROKEN = range(3)
 
 class Ledger:
     """Words of 64 bits, each written by one side alone: the turn, one of the sender's publishes; its buckets, and how
-    many of them were filled; its state; and of each reader, how many it has read of which turn, the turn that it was
-    given up in, and the last turn that it left. A reading that nobody goes on with may be closed turns later, when its
-    garbage is collected: no word goes back to an earlier turn."""
+    many of them were filled; its state; for how many seconds nothing may come of it; and of each reader, how many it
+    has read of which turn, the turn that it was given up in, and the last turn that it left. A reading that nobody
+    goes on with may be closed turns later, when its garbage is collected: no word goes back to an earlier turn."""
 
-    TURN, BUCKETS, FILLED, STATE = range(4)
+    TURN, BUCKETS, FILLED, STATE, QUIET = range(5)
     HEAD = 8
     READ, GIVEN_UP, LEFT = range(3)
     OF_READER = 3
@@ -58,8 +59,9 @@ class Ledger:
     def _word(cls, reader: int, what: int) -> int:
         return cls.HEAD + cls.OF_READER * reader + what
 
-    def begin(self, turn: int, buckets: int) -> None:
+    def begin(self, turn: int, buckets: int, quiet_s: float = 0.0) -> None:
         assert buckets < self.STEP
+        self._words[self.QUIET] = math.ceil(quiet_s)
         self._words[self.FILLED], self._words[self.STATE], self._words[self.BUCKETS] = 0, COMING, buckets
         self._words[self.TURN] = turn  # last: the others are of it
 
@@ -93,6 +95,10 @@ class Ledger:
     @property
     def filled(self) -> int:
         return self._words[self.FILLED]
+
+    @property
+    def quiet_s(self) -> int:
+        return self._words[self.QUIET]
 
     @property
     def state(self) -> int:
@@ -145,7 +151,7 @@ class BucketOutlet:
     def stream(self, version: int, tensors: Iterable[Passed], readers: Readers) -> None:
         ledger, coming = self._ledger, iter(tensors)
         assert ledger is not None, "it was not announced"
-        ledger.begin(readers.turn, len(self._plan))
+        ledger.begin(readers.turn, len(self._plan), 2 * readers.timeout_s)  # it may wait so long for another one
         until_s = time.monotonic() + readers.timeout_s
         for number, names in enumerate(self._plan):
             self._wait(ledger, readers, number - 1, until_s)  # what lies there has been read
@@ -205,6 +211,7 @@ class BucketStream(TensorStream):
     def __init__(self, address: str) -> None:
         self._name, version, turn, reader = address.rsplit(":", 3)
         self._version, self._turn, self._reader = int(version), int(turn), int(reader)
+        self.quiet_s = QUIET_S  # at least
 
     @property
     def version(self) -> int:
@@ -231,6 +238,7 @@ class BucketStream(TensorStream):
         whole = False
         try:
             self._until(ledger)
+            self.quiet_s = max(QUIET_S, ledger.quiet_s)
             for number in range(ledger.buckets):
                 self._until(ledger, filled=number + 1)
                 yield self._opened(_at(self._name, number % 2))
@@ -249,7 +257,7 @@ class BucketStream(TensorStream):
 
     def _until(self, ledger: Ledger, *, filled: int = 0, whole: bool = False) -> None:
         """Its version has begun, so many buckets were filled, and all is said."""
-        looks, at = _looks(time.monotonic() + QUIET_S), f"version {self._version}"
+        looks, at = _looks(time.monotonic() + self.quiet_s), f"version {self._version}"
         while True:
             ready = ledger.turn == self._turn and ledger.filled >= filled
             ready &= not whole or ledger.state == WHOLE
@@ -262,7 +270,7 @@ class BucketStream(TensorStream):
             if ready:
                 return
             if not next(looks):
-                raise SyncError(f"{at}: nothing came of it for {QUIET_S:g} s")
+                raise SyncError(f"{at}: nothing came of it for {self.quiet_s:g} s")
 
 
 def open_weights(address: str) -> BucketStream:

@@ -24,7 +24,7 @@ ASK_S = 10.0  # for a peer to say who it is
 QUIET_S = 600.0  # of the other side, where nobody gives it up before
 ASK = struct.Struct("<32sqqq")  # the key; version, turn and reader
 ROOM = struct.Struct("<qq")  # of the longest index, and of the largest bucket: bytes
-HEAD = struct.Struct("<cqq")  # what follows, the bytes of an index (or of a reason), those of tensors
+HEAD = struct.Struct("<cqqd")  # what follows, the bytes of an index (or of a reason), those of tensors; seconds
 BUCKET, WHOLE, BROKEN, READ = b"b", b"w", b"x", b"r"
 
 
@@ -69,15 +69,15 @@ class RelayOutlet(BucketOutlet):
                     parts, first = found.index
                     size = max((part.start + part.num_bytes for part in parts), default=0)
                     index = msgspec.msgpack.encode(parts)
-                    peer.sendall(HEAD.pack(BUCKET, len(index), size) + index)
+                    peer.sendall(HEAD.pack(BUCKET, len(index), size, stream.quiet_s) + index)
                     content = memoryview(found.memory.numpy().data)[first : first + size]
                     for start in range(0, size, PIECE_BYTES):
                         peer.sendall(content[start : start + PIECE_BYTES])
                     received(peer, len(READ))
-            peer.sendall(HEAD.pack(WHOLE, 0, 0))
+            peer.sendall(HEAD.pack(WHOLE, 0, 0, 0.0))
         except SyncError as e:
             why = str(e).encode()
-            peer.sendall(HEAD.pack(BROKEN, len(why), 0) + why)
+            peer.sendall(HEAD.pack(BROKEN, len(why), 0, 0.0) + why)
 
 
 class RelayStream(BucketStream):
@@ -108,12 +108,13 @@ class RelayStream(BucketStream):
         remove_of_the_dead()
         path, segment = SHM / f"{own}-{self._reader}", None
         while True:
-            kind, said, size = HEAD.unpack(received(peer, HEAD.size))
+            kind, said, size, quiet_s = HEAD.unpack(received(peer, HEAD.size))
             index = received(peer, said)
             if kind == WHOLE:
                 return
             if kind == BROKEN:
                 raise SyncError(index.decode())
+            peer.settimeout(quiet_s)
             segment = segment or self._blank(path, first + room + TAIL_BYTES)
             filled(peer, memoryview(segment.memory.numpy().data)[first : first + size])
             segment.describe(self._version, index, first)
