@@ -47,6 +47,7 @@ class Served:
         self.model: dict[str, Any] = {"model": "/models/a", "vocab_size": VOCAB}
         self.reset = True  # what /reset_prefix_cache answers
         self.weights, self.updating = "default", False
+        self.tells = False  # the name of its weights with each token
         self.dead: str | None = None  # of what its engine ended
         self.gone: list[str] = []  # requests whose caller hung up
         self.going = asyncio.Event()
@@ -198,7 +199,8 @@ class Served:
         versions: list[dict[str, Any]] = []
         async for token in self._tokens(name, prompt, params):
             self._drawn(ids, versions, token)
-            chunk = {"choices": [self._choice([token], None, None, params)]}
+            told = {"weight_version": self.weights} if self.tells else {}
+            chunk = {"choices": [self._choice([token], None, None, params) | told]}
             await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
         last = {"choices": [self._choice([], versions, self._finished(name, ids, params), params)]}
         await response.write(f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n".encode())

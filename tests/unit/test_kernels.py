@@ -188,7 +188,7 @@ def test_without_a_compiler_the_reason_is_said_and_torch_does_it(monkeypatch, tm
 
 
 @pytest.mark.parametrize("rows", [1, 16, 31, 32, 100])
-@pytest.mark.parametrize("depth", [1, 16, 40, 96])
+@pytest.mark.parametrize("depth", [1, 15, 16, 17, 40, 96])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_panels_hold_the_rows_bit_for_bit(rows, depth, threads):
     found, before = load_kernels(torch.float32), torch.get_num_threads()

@@ -262,6 +262,17 @@ def test_tokens_under_weights_that_nobody_verified_are_drawn_again() -> None:
     with_two(body, dies_at=5, mixes=True)
 
 
+def test_of_a_server_that_tells_whose_weights_it_has_only_tokens_of_ours_are_kept() -> None:
+    """It dies before it has ended an answer, which says it elsewhere."""
+
+    async def body(router: Router, doubles: list[Chained]) -> None:
+        doubles[0].tells, doubles[0].weights = True, "0-abcdef01"
+        found = await router.generate("r", PROMPT, Sampling(max_tokens=12, temperature=0.0))
+        assert found.ids.tolist() == list(range(5, 17)) and asked_of(doubles[1])[0]["token_ids"] == [3, 4]
+
+    with_two(body, dies_at=5)
+
+
 async def drawing(double: Chained) -> None:
     while not double.running:  # noqa: ASYNC110
         await asyncio.sleep(0.001)

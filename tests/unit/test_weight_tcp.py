@@ -138,6 +138,24 @@ def test_changes_are_exact_small_and_only_for_those_who_have_the_version_before(
     assert sum(came) >= whole - 100
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.bool])
+def test_changes_are_those_that_comparing_one_by_one_finds(dtype):
+    """Of any length: eight bytes are looked at together."""
+    for n in (0, 1, 3, 7, 8, 9, 16, 1003):
+        for share in (0.0, 0.02, 0.2):
+            before = torch.randint(0, 2, (n,)).to(dtype)
+            now, changed = before.clone(), torch.rand(n) < share
+            now[changed] = 1 - now[changed] if dtype != torch.bool else ~now[changed]
+            found = tcp._changes(before, now)
+            one_by_one = [i for i in range(n) if before[i] != now[i]]
+            if 2 * len(one_by_one) * (4 + now.element_size()) > n * now.element_size():
+                assert found is None
+                continue
+            positions, values = found
+            assert positions.tolist() == one_by_one and values.tolist() == now[one_by_one].tolist()
+            assert (positions.dtype, values.dtype) == (torch.int32, dtype)
+
+
 def test_many_changes_go_as_the_whole_tensor_and_minus_zero_is_a_change(elsewhere, outlet_of):
     outlet, now = outlet_of(delta=True), {"z": torch.zeros(1000), "r": torch.randn(1000)}
     elsewhere(stage(outlet, 0, now))

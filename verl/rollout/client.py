@@ -214,7 +214,8 @@ class ServedEngine(AdaptedServer):
                 self._api.read(drawn, event)
                 if router is not None:
                     router.look(drawn.live, version)
-                if self._open.is_set() and self._version == version and self._fenced is None and not call.routed:
+                ours = drawn.live in (None, f"{version}-{self._tag}") or not self._api.marks
+                if ours and self._open.is_set() and self._version == version and not (self._fenced or call.routed):
                     drawn.sure = len(drawn.ids)
                 if drawn.stopped is None:
                     drawn.stopped = reading.end_of(drawn, seen)

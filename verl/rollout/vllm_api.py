@@ -46,6 +46,7 @@ class VllmApi(Api):
                 for span in choice.get("weight_versions") or ():
                     drawn.versions.append((str(span["version"]), int(span["start"]), int(span["end"])))
                 drawn.finish = choice.get("finish_reason") or drawn.finish
+                drawn.live = choice.get("weight_version") or drawn.live  # `verl serve` tells it
         except (KeyError, TypeError, AttributeError, ValueError) as e:
             raise NotUnderstood(f"the server's answer is not vLLM's: {type(e).__name__}: {e}") from e
 

@@ -226,8 +226,45 @@ static inline void put(float *to, vec value) { /* past the caches, which need no
         _mm512_stream_ps(to, (__m512)value);
         return;
     }
+#elif WIDE
+    if (((uintptr_t)to & 31) == 0) {
+        _mm256_stream_ps(to, (__m256)value);
+        return;
+    }
 #endif
     *(vec *)to = value;
+}
+
+#define LINE 16 /* floats of a line of the cache, which is read and written as a whole */
+
+static inline __attribute__((always_inline)) void square(const float *const *from, long k, vec t[LANES]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; r++) t[r] = *(const vec *)(from[r] + k);
+    transpose(t);
+}
+
+/* Of a panel whose rows are all there, as many columns as are whole lines; how many those are. from: its rows */
+static inline long pack_lines(const float *const from[PANEL], float *to, long depth) {
+    long k = 0;
+    for (; k + LINE <= depth; k += LINE, to += LINE * PANEL) {
+        vec low[LINE];
+        for (int c = 0; c < LINE; c += LANES) {
+            vec t[LANES];
+            square(from, k + c, t);
+#pragma GCC unroll 16
+            for (int r = 0; r < LANES; r++) low[c + r] = t[r];
+        }
+        for (int c = 0; c < LINE; c += LANES) {
+            vec t[LANES];
+            square(from + LANES, k + c, t);
+#pragma GCC unroll 16
+            for (int r = 0; r < LANES; r++) {
+                put(to + (c + r) * PANEL, low[c + r]);
+                put(to + (c + r) * PANEL + LANES, t[r]);
+            }
+        }
+    }
+    return k;
 }
 
 /* W [width, depth] -> rows first .. first + width of the panels; the other rows stay as they are */
@@ -236,12 +273,17 @@ void pack(const float *weight, float *panels, long first, long width, long depth
     (void)threads;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (long p = first / PANEL; p < (end + PANEL - 1) / PANEL; p++) {
+        const float *rows[PANEL];
+        for (long r = 0; r < PANEL; r++) {
+            const long row = p * PANEL + r - first;
+            rows[r] = row >= 0 && row < width ? weight + source_row(row, pairs) * depth : NULL;
+        }
+        const int full = p * PANEL >= first && (p + 1) * PANEL <= end;
+        const long begin = full && LANES < LINE ? pack_lines(rows, panels + p * depth * PANEL, depth) : 0;
         for (long row = p * PANEL; row < (p + 1) * PANEL; row += LANES) {
-            const float *from[LANES];
+            const float *const *from = rows + row % PANEL;
             const int whole = row >= first && row + LANES <= end;
-            for (int r = 0; r < LANES; r++)
-                if (row + r >= first && row + r < end) from[r] = weight + source_row(row + r - first, pairs) * depth;
-            for (long k = 0; k < depth; k += LANES) {
+            for (long k = begin; k < depth; k += LANES) {
                 float *to = panels + (p * depth + k) * PANEL + row % PANEL;
                 if (whole && k + LANES <= depth) {
                     vec t[LANES];
@@ -255,7 +297,7 @@ void pack(const float *weight, float *panels, long first, long width, long depth
                 }
             }
         }
-#if defined(__AVX512F__)
+#if WIDE
         _mm_sfence(); /* before anybody is told that it is there */
 #endif
     }

@@ -37,7 +37,7 @@ class Form:
     texts: Texts
     name: str
     created: int
-    weights: Mapping[int, str]  # names, by their versions; else the version is its name
+    weights: dict[int, str]  # names, by their versions, the live one last; else the version is its name
     kinds: ClassVar[tuple[str, str]] = ("", "")  # whole, chunk
     prefix: ClassVar[str] = ""
 
@@ -230,7 +230,8 @@ class TokenForm(Form):
     def piece(self, i: int, answer: Answer, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
         answer.told += len(ids)
         found = {"index": i, "token_ids": ids.tolist(), "logprobs": self._content(ids, logprobs)}
-        return {**found, "finish_reason": None}
+        live = next(reversed(self.weights.values()), None)  # whoever follows need not wait for the end
+        return {**found, "finish_reason": None, **({} if live is None else {"weight_version": live})}
 
     def last(self, i: int, answer: Answer, completion: Completion) -> dict[str, Any]:
         return self._ended(i, completion, answer.told)

@@ -47,6 +47,9 @@ class Service:
     health: asyncio.Task[None] | None = None
     health_at: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.call_weights(self.engine.version, str(self.engine.version))
+
     def call_weights(self, version: int, name: str) -> None:
         self.weights.pop(version, None)
         self.weights[version] = name
