@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from serving import TOOL, Scripted, engine_of, events, model, serving, tokenizer
 
 from verl.rollout import hf
 from verl.rollout.native import engine as native
+from verl.rollout.server import requests
+from verl.rollout.server.control import Poured
 from verl.rollout.server.requests import NEUTRAL
+from verl.rollout.server.responses import CompletionForm
 from verl.rollout.server.texts import Piecewise
 from verl.types import Sampling
 from verl.weight_sync.base import Entry, checksum, dtype_name
@@ -257,6 +261,62 @@ def test_chat_renders_the_template_and_parses_tool_calls():
     run(body)
 
 
+def test_half_a_character_in_a_call_is_told_as_its_escape():
+    async def body():
+        of = tokenizer()
+        written = '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>'
+        async with serving(Scripted(of, written, written), of) as (client, _):
+            asked = {**ASKED, "tools": [TOOL]}
+            call = (await ok(client, "/v1/chat/completions", asked))["choices"][0]["message"]["tool_calls"][0]
+            assert json.loads(call["function"]["arguments"]) == {"a": "\ud83d"}
+            sent = events(await ok(client, "/v1/chat/completions", {**asked, "stream": True}))
+            last = json.loads(sent[-2])["choices"][0]["delta"]["tool_calls"][0]
+            assert json.loads(last["function"]["arguments"]) == {"a": "\ud83d"} and sent[-1] == "[DONE]"
+
+    run(body)
+
+
+def test_a_fault_amid_a_stream_ends_it_with_an_error(monkeypatch):
+    """No second answer stands in it, for which its reader would wait for ever."""
+
+    def broken(*_: Any) -> Any:
+        raise KeyError("a fault of ours")
+
+    async def body():
+        async with serving(await engine_of(model())) as (client, service):
+            monkeypatch.setattr(CompletionForm, "last", broken)
+            asked = {"prompt": "x", "max_tokens": 30, "stream": True}
+            sent = events(await asyncio.wait_for(ok(client, C, asked), 20))
+            assert len(sent) > 2 and json.loads(sent[-2])["error"]["code"] == "internal_error" and sent[-1] == "[DONE]"
+            monkeypatch.undo()
+            assert (await post(client, C, {**asked, "stream": False}))[0] == 200 and service.sequences == 0
+
+    run(body)
+
+
+def test_no_request_takes_the_memory_of_the_server(monkeypatch):
+    monkeypatch.setattr(requests, "MAX_SCORES", 100)
+    monkeypatch.setattr(requests, "MAX_STOPS", 10)
+
+    async def body():
+        engine = await engine_of(model())
+        async with serving(engine) as (client, _):
+            params = {"temperature": 0, "max_tokens": 2, "ignore_eos": True}
+            for more, said in (
+                ({"prompt_logprobs": 26}, "prompt_logprobs=26: 104 of them for all tokens, at most 100"),
+                ({"stop_token_ids": [*range(11)]}, "stop_token_ids: 11 of them, at most 10"),
+                ({"stop": ["x"] * 11}, "stop: 11 of them, at most 10"),
+                ({"stop": "x" * 11}, "stop: 11 characters of one, at most 10"),
+            ):
+                status, error = await post(client, G, {"token_ids": PROMPT, "sampling_params": params | more})
+                assert status == 400 and said in error["error"]["message"], (status, error)
+            await tokens(client, PROMPT, prompt_logprobs=25, max_tokens=1)
+            await tokens(client, PROMPT, stop_token_ids=[300] * 1000, max_tokens=2)
+            assert engine._core.running._stop_ids.shape[1] == 1, "what comes twice is one"
+
+    run(body)
+
+
 def test_calls_are_read_as_the_chat_template_writes_them():
     """A family whose marker is a special token; and of two calls of which one is broken none is given out."""
 
@@ -402,6 +462,10 @@ def test_a_body_that_is_too_large_and_a_key_that_is_wrong():
             for headers in ({}, {"Authorization": "Bearer a long secrex"}, {"Authorization": "\u00e9"}):
                 status, error = await post(client, C, {"prompt": "x"}, headers=headers)
                 assert (status, error["error"]["code"]) == (401, "invalid_api_key")
+            reader, writer = await asyncio.open_connection("127.0.0.1", client._base_url.port)
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n")
+            assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 401 "), "no UTF-8 is no key"
+            writer.close()
             status, error = await post(client, C, {"prompt": "x" * 2000}, **key)
             assert (status, error["error"]["code"]) == (413, "body_too_large")
             assert (await post(client, C, {"prompt": "x", "max_tokens": 1}, **key))[0] == 200
@@ -753,6 +817,33 @@ def test_a_failed_update_silences_the_server_until_one_has_succeeded(how, whole,
             assert (await post(client, G, LONG))[0] == 503, "resuming does not mend it"
             assert (await update(client, info, 5))[0] == 200
             assert (await tokens(client, PROMPT))["choices"][0]["weight_versions"][0]["version"] == "5"
+
+    run(body)
+
+
+def waiting() -> bool:
+    """Some thread, for the next bucket."""
+    return any(frame.f_code is Poured._next.__code__ for top in sys._current_frames().values() for frame in stack(top))
+
+
+def stack(frame: Any) -> Any:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def test_a_server_that_waits_for_a_bucket_says_that_it_updates_and_ends_at_once(publisher):
+    async def body():
+        async with serving(await engine_of(model(1)), control=True, request_timeout_s=60.0) as (client, service):
+            await ok(client, "/start_weight_update")
+            info = publisher.info(model(2), 4)
+            info["update_info"]["passes"] = True
+            await ok(client, "/update_weights", info)
+            service.health_at -= 10
+            async with client.get("/health") as answer:
+                assert (answer.status, (await answer.json())["status"]) == (200, "updating")
+            assert waiting(), "its engine's thread"
+        await until(lambda: not waiting(), "the end of its thread", 5.0)
 
     run(body)
 

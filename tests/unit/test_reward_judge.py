@@ -72,9 +72,19 @@ def test_a_judge_says_a_score(served: Judge) -> None:
     assert found == -2.0 and served.asked[1][2]["messages"][0]["content"] == "3 four"
 
 
-def cut_off(text: str) -> dict[str, Any]:
+def cut_off(text: str, why: str = "length") -> dict[str, Any]:
     choice = said(text)["choices"][0]
-    return {"choices": [{**choice, "finish_reason": "length"}]}
+    return {"choices": [{**choice, "finish_reason": why}]}
+
+
+def test_half_a_verdict_is_none(served: Judge) -> None:
+    """A server that ends, or is paused, cuts `Score: 10` wherever it is."""
+    for why in ("abort", "length", "error"):
+        served.answer = lambda body, why=why: (200, cut_off("Score: 1", why))
+        with pytest.raises(ValueError, match="before its verdict"):
+            compute_score("s", "four", "4", {}, url=served.url)
+    served.answer = lambda body: (200, cut_off("Score: 10", "stop"))
+    assert compute_score("s", "four", "4", {}, url=served.url) == 1.0
 
 
 @pytest.mark.parametrize("shape", [{"data": [{"probs": [0.25]}]}, {"embedding": [0.25]}, [{"embedding": [0.25]}]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,30 @@ def test_new_weights_take_the_place_of_the_old_ones() -> None:
     assert runner.model.weights is not None
     where = runner.model.weights.embed.data_ptr()
     other = module_of("qwen3", seed=1)
+    load(core, other)
+    assert runner.model.weights.embed.data_ptr() == where
+    fresh, _ = engine("qwen3", pages=False)
+    load(fresh, other)
+    for one in (core, fresh):
+        for request in requests():
+            one.add(request)
+    assert_same(finish(core), finish(fresh))
+
+
+def test_weights_that_came_in_part_are_written_over_where_they_lie() -> None:
+    """Graphs were captured with that memory, and there may be room for no other."""
+    core, runner = engine("qwen3", pages=True)
+    assert runner.model.weights is not None
+    where, other = runner.model.weights.embed.data_ptr(), module_of("qwen3", seed=1)
+
+    def half() -> Any:
+        yield from list(other.state_dict().items())[:3]
+        raise RuntimeError("broke off")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="broke off"):
+            core.load(SimpleNamespace(version=1, tensors=half))
+        assert not runner.ready
     load(core, other)
     assert runner.model.weights.embed.data_ptr() == where
     fresh, _ = engine("qwen3", pages=False)

@@ -559,3 +559,46 @@ def test_one_that_cannot_start_does_not_join() -> None:
         assert world.router.states() == ["serves", "serves"]
 
     run(test)
+
+
+def test_no_engine_is_started_while_the_replicas_sleep() -> None:
+    """Others have the device then. One that starts already is waited for, and put to sleep."""
+
+    async def test() -> None:
+        world = World(2)
+        await world.begin()
+        lost, router = world.made[0][0], world.router
+        await router.sleep(1)
+        lost.die()
+        await turns()
+        assert len(world.made[0]) == 1 and lost.calls[-1] == "close"
+        joins = asyncio.create_task(router.join(world.start(1)))
+        await turns()
+        assert len(world.made[1]) == 1
+        await router.wake(("weights",))
+        await turns()
+        assert len(world.made[0]) == 1, "the weights alone are awake"
+        await router.wake(("kv",))
+        await joins
+        await turns()
+        assert len(world.made[0]) == len(world.made[1]) == 2 and "sleep" not in world.made[0][1].calls
+
+        gate, able = asyncio.Event(), Engine.capabilities
+        world.made[0][1].die()
+
+        async def slow(self: Engine) -> Capabilities:
+            await gate.wait()
+            return await able(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Engine, "capabilities", slow)
+            await turns()
+            asleep = asyncio.create_task(router.sleep(1))
+            await turns()
+            assert len(world.made[0]) == 3 and not asleep.done()
+            gate.set()
+            await asleep
+        assert world.made[0][2].calls == ["sleep"]
+        await router.close()
+
+    run(test)

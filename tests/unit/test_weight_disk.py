@@ -24,6 +24,7 @@ from verl.weight_sync.base import SyncContext, SyncError
 from verl.weight_sync.disk import PREFIX, DiskOutlet, build, open_weights
 from verl.weight_sync.options import Disk
 from verl.weight_sync.sender import entry_of
+from verl.weight_sync.shm import PIDS
 
 MIXED = {
     "a.bias": torch.arange(3, dtype=torch.bfloat16),
@@ -137,8 +138,9 @@ def test_what_is_left_of_the_dead_is_swept_and_our_own_goes_with_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu")
-    here = "verl-versions-gpu"
+    here = f"verl-versions-gpu.{PIDS}"
     others = {f"{here}-{os.getpid()}-b", "verl-versions-elsewhere-999999999-c", f"{here}-b-999999999-d", "other"}
+    others |= {f"verl-versions-gpu.{PIDS + 1}-999999999-e"}  # of a container whose processes are not seen
     for name in (f"{here}-999999999-a", *others):
         (tmp_path / name).mkdir()
     engine = build(Disk(folder=str(tmp_path)), SyncContext(probes=()))
@@ -151,13 +153,13 @@ def test_what_is_left_of_the_dead_is_swept_and_our_own_goes_with_the_engine(
 
 
 def test_a_trainer_that_does_not_see_the_drivers_folder_has_one_of_its_own_that_goes_with_it(tmp_path):
-    other = "import os, socket; print(f'{socket.gethostname()}-{os.getpid()}')"
+    other = f"import os, socket; print(f'{{socket.gethostname()}}.{PIDS}-{{os.getpid()}}')"
     killed = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, timeout=60).stdout.strip()
     (tmp_path / f"{PREFIX}-{killed}-0" / "version_1").mkdir(parents=True)
     away = DiskOutlet(tmp_path / f"{PREFIX}-driver-1-x")  # of another machine, in its own temporary files
     folder = stage(away, 7, MIXED)
     assert open_weights(str(folder)).version == 7 and stage(away, 8, MIXED).parent == folder.parent
     assert [path.name for path in tmp_path.iterdir()] == [folder.parent.name], "and what a killed one left is gone"
-    assert folder.parent.name.startswith(f"{PREFIX}-{socket.gethostname()}-{os.getpid()}-")
+    assert folder.parent.name.startswith(f"{PREFIX}-{socket.gethostname()}.{PIDS}-{os.getpid()}-")
     del away
     assert not list(tmp_path.iterdir())

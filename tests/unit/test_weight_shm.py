@@ -7,6 +7,8 @@ import mmap
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -269,3 +271,16 @@ def test_a_trainer_that_dies_in_the_middle_leaves_no_version_and_no_memory() -> 
         assert shm.open_weights(str(address)).version == shm.WRITING, "nobody takes it for a version"
         shm.remove_of_the_dead()
         assert not list(shm.SHM.glob(f"{shm.PREFIX}-{writer.process.pid}-*"))
+
+
+def test_the_memory_of_the_dead_is_free_though_a_server_has_it_mapped(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(shm, "SHM", tmp_path)
+    process = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    out = shm.ShmOutlet(f"{shm.PREFIX}-{process.stdout.strip()}-x")
+    now = {"t": torch.randn(1 << 20)}
+    reading = shm.ShmStream(Path(out.stage(0, {n: entry_of(t) for n, t in now.items()}, now.items())))
+    with reading._path.open("rb") as file:
+        assert os.fstat(file.fileno()).st_blocks * 512 > 4e6
+        shm.remove_of_the_dead()
+        assert not reading._path.exists() and os.fstat(file.fileno()).st_blocks * 512 < 1e5
+    assert reading.version == shm.WRITING, "and it is no version"

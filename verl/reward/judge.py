@@ -63,6 +63,8 @@ def compute_score(
         raise ValueError(f"the judge answered no chat completion: {json.dumps(found)[:200]}") from None
     if choice.get("finish_reason") == "length":
         raise ValueError(f"the judge was cut off after max_tokens={max_tokens}, before its verdict: give it more")
+    if (ended := choice.get("finish_reason")) not in (None, "stop"):  # half a number is one
+        raise ValueError(f"the judge was ended before its verdict (finish_reason={ended!r}): it is asked again")
     if not (scores := re.findall(pattern, said)):
         raise ValueError(f"the judge gave no score: ...{' '.join(said.split())[-200:]!r} has no {pattern}")
     if pattern == SCORE and not 0 <= float(scores[-1]) <= scale:

@@ -409,8 +409,9 @@ class ServedEngine(AdaptedServer):
         if self._server is not None:
             await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._server.stop))
         else:
-            with contextlib.suppress(ServerGone, ServerLate, ServerRefused):
-                await self._abort_there(list(self._pending.values()))
+            with contextlib.suppress(ServerGone, ServerLate, ServerRefused, TimeoutError):
+                async with asyncio.timeout(UNDO_S):
+                    await self._abort_there(list(self._pending.values()))
 
     async def sleep(self, level: int = 1) -> int:
         """-> bytes; 0 where the server cannot, as its memory stays, and where it does not say."""

@@ -62,6 +62,9 @@ class Replica:
         self._restart: asyncio.Task[None] | None = None
         self.left = False
         self._adapters, self._loading = adapters, asyncio.Lock()
+        self.asleep = 0  # the level, also of the engine to come
+        self._woken, self._making = asyncio.Event(), asyncio.Lock()
+        self._woken.set()
         self._has: tuple[RolloutEngine | None, dict[str, str]] = (None, {})
         self.engine = self._asked = self._new()  # asked: by the last publish
         self._loaded: RolloutEngine | None = None
@@ -190,10 +193,24 @@ class Replica:
         return await self._along(lambda engine: engine.abort(request_ids)) or 0
 
     async def sleep(self, level: int = 1) -> int:
-        return await self._along(lambda engine: engine.sleep(level)) or 0
+        """No engine is started from here on until the KV is awake: others have the device. One that starts is waited
+        for."""
+        self.asleep = level
+        self._woken.clear()
+        async with self._making:
+            return await self._along(lambda engine: engine.sleep(level)) or 0
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv")) -> None:
-        await self._along(lambda engine: engine.wake(tags))
+        try:
+            await self._along(lambda engine: engine.wake(tags))
+        finally:
+            if "kv" in tags:
+                self.asleep = 0
+                self._woken.set()
+
+    async def woken(self) -> None:
+        """Until it is."""
+        await self._woken.wait()
 
     async def capabilities(self) -> Capabilities:
         return await self._live().capabilities()
@@ -271,11 +288,15 @@ class Replica:
                     await engine.close()  # also of one that did not start: it holds a device and its place
             if self.over:
                 return
-            self._starts -= 1
-            try:
-                self.engine = engine = self._new()
-                async with asyncio.timeout(START_S):
-                    await engine.capabilities()
-                self._why, self._verified = None, -1
-            except Exception as e:
-                self._tell(self.number, e if str(e) else ReplicaLost(f"no new engine within {START_S:g} s"))
+            await self._woken.wait()
+            async with self._making:
+                if not self._woken.is_set():  # it was put to sleep by then
+                    continue
+                self._starts -= 1
+                try:
+                    self.engine = engine = self._new()
+                    async with asyncio.timeout(START_S):
+                        await engine.capabilities()
+                    self._why, self._verified = None, -1
+                except Exception as e:
+                    self._tell(self.number, e if str(e) else ReplicaLost(f"no new engine within {START_S:g} s"))

@@ -122,9 +122,13 @@ class Router:
             if one in self.replicas:
                 self._lost(number, why)
 
+        for other in self.replicas:
+            await other.woken()  # while they sleep, others have the device
         one = self._made(len(self.replicas), start, lost=lost)
         try:
             able = await one.capabilities()
+            if level := max(other.asleep for other in self.replicas):
+                await one.sleep(level)
         except BaseException:
             await one.close()
             raise

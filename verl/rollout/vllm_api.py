@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -18,6 +20,7 @@ GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 REQUEST_PREFIX = "generate-tokens-"  # of the id that a server gives a request, and that an abort must name
 COUNTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")  # its metrics of work done
 WORDS = {"weights": "weights", "kv": "kv_cache"}  # of what sleeps
+LEFT_S = 5.0  # for a server to hear that an update was left
 FOLLOWED_S = 0.25  # of tokens that are lost with a server, at most
 ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_eos": True}
 
@@ -134,6 +137,15 @@ class VerlApi(VllmApi):
 
     by_position = ahead = True
     names = "model"
+
+    async def pour(self, post: Post, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
+        try:
+            await super().pour(post, sent, buckets)
+        except BaseException:  # its engine waits for the rest, and does nothing else
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(LEFT_S):
+                    await post("/start_weight_update")
+            raise
 
     def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
         body = super().body(model, name, prompt, sampling, room)

@@ -170,6 +170,8 @@ class Rounds:
             self._waiting.append(member)
             self._changed.notify_all()
         member.over.wait(FETCH_S)
+        with self._changed:  # its connection ends: nobody shall look at it
+            self._waiting = [one for one in self._waiting if one is not member]
 
     def run(self) -> None:
         while True:

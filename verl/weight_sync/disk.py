@@ -28,6 +28,7 @@ from verl.checkpoint.safetensors_file import DTYPES, host_bytes
 from verl.weight_sync.base import Entry, Parts, SyncContext, SyncError, TensorStream, parts_of
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Disk
+from verl.weight_sync.shm import PIDS
 
 PREFIX = "verl-versions"
 WEIGHTS = "model.safetensors"
@@ -142,16 +143,21 @@ def open_weights(address: str) -> DiskStream:
 
 def remove_of_the_dead(parent: Path) -> None:
     """What processes of this machine left that were killed; others may share the folder, under names like ours."""
-    for path in parent.glob(f"{PREFIX}-{socket.gethostname()}-*"):
-        host, pid, _ = path.name.removeprefix(f"{PREFIX}-").rsplit("-", 2)
-        if host == socket.gethostname() and not Path("/proc", pid).exists():
+    for path in parent.glob(f"{PREFIX}-{_machine()}-*"):
+        machine, pid, _ = path.name.removeprefix(f"{PREFIX}-").rsplit("-", 2)
+        if machine == _machine() and not Path("/proc", pid).exists():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _machine() -> str:
+    """Where a process's id means something: containers may have one name, and each its own."""
+    return f"{socket.gethostname()}.{PIDS}"
 
 
 def own_folder(parent: Path) -> Path:
     """A new one of this process, that the next one on this machine removes if it is killed."""
     remove_of_the_dead(parent)
-    root = parent / f"{PREFIX}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    root = parent / f"{PREFIX}-{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
     root.mkdir(parents=True)
     return root
 

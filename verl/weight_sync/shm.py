@@ -29,7 +29,8 @@ from verl.weight_sync.options import Ipc, Shm
 
 SHM = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 _PIDS = Path("/proc/self/ns/pid")
-PREFIX = f"verl-weights.{_PIDS.stat().st_ino if _PIDS.exists() else 0}"
+PIDS = _PIDS.stat().st_ino if _PIDS.exists() else 0  # those whose ids mean the same
+PREFIX = f"verl-weights.{PIDS}"
 """Of the files whose owner's process id means something here: containers that share the memory count each by itself.
 An older verl reads the word behind `verl-weights-` as a process id, and removes what has none."""
 HEAD_BYTES, VERSION_BYTES = 32, 8  # version, length of the index, first byte, length of a handle; one of them
@@ -270,7 +271,7 @@ def remove_of_the_dead() -> None:
         pid = path.name.removeprefix(f"{PREFIX}-").partition("-")[0]
         with contextlib.suppress(OSError):  # it went meanwhile, or is not ours to remove
             if path.stat().st_uid == os.geteuid() and not Path("/proc", pid).exists():
-                path.unlink()
+                _end(path)  # a server that lives on may have it mapped
 
 
 def build(options: Shm | Ipc, context: SyncContext) -> LocalCheckpointEngine:

@@ -368,6 +368,8 @@ def received(peer: socket.socket, size: int) -> bytes:
 
 def speaks(peer: socket.socket) -> bool:
     """It has said something, or has gone. Of any file number: select takes those below 1024 alone."""
+    if peer.fileno() < 0:
+        return True
     asked = select.poll()
     asked.register(peer, select.POLLIN)
     return bool(asked.poll(0))

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from verl.rollout.base import Replaceable, RolloutEngine
+from verl.rollout.base import Replaceable, ReplicaLost, RolloutEngine
 from verl.workers.waits import Waits
 
 T = TypeVar("T")
@@ -52,7 +52,11 @@ class Placement:
     async def _asleep(self, replica: RolloutEngine, level: int) -> int:
         """Bytes that it says it freed, compared with what is free now."""
         measured = self.free_bytes if isinstance(replica, Replaceable) else None
-        if measured is None or level not in (await replica.capabilities()).sleep_levels:
+        try:
+            able = measured is not None and level in (await replica.capabilities()).sleep_levels
+        except ReplicaLost:  # its next engine hears of it
+            able = False
+        if measured is None or not able:
             return await replica.sleep(level)
         before = measured()
         told = await replica.sleep(level)

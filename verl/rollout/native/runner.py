@@ -67,6 +67,7 @@ class NativeRunner:
         self._needs = np.zeros(self.max_rows, np.int64)  # tokens of KV that each resident row can come to hold
         self._longest = self._ahead = 0  # of the longest resident row now, at least, and of the one that can become it
         self._decoded = 0
+        self._torn: Weights | None = None  # over which new ones came in part
 
     def _make_cache(self, max_kv_tokens: int | None, paged: bool) -> None:
         rows, longest = self.max_rows, self.max_context_tokens
@@ -96,13 +97,15 @@ class NativeRunner:
         self._lanes.close()
 
     def load(self, source: WeightReader) -> None:
-        live, self.model.weights = self.model.weights, None  # until all are there: a part of them is no model
+        live = self.model.weights or self._torn
+        self.model.weights = self._torn = None  # until all are there: a part of them is no model
         if live is None or not live.destinations:
             del live  # its memory is free for those that come
             return self.prepare(source)()
+        self._torn = live  # graphs read it, and there is room for no other
         receive(source.tensors(), live.destinations)
         live.pack_tied_head()
-        self.model.weights = live
+        self._torn, self.model.weights = None, live
         self._prompts.clear()
 
     def prepare(self, source: WeightReader) -> Callable[[], None]:
@@ -112,8 +115,10 @@ class NativeRunner:
         return partial(self._switch, weights_of(storage, self._layout, self._kernels))
 
     def _switch(self, fresh: Weights) -> None:
-        if self._paged is not None and self.ready and self.model.live.tensors:
-            self.model.live.overwrite(fresh)  # graphs read the memory that they were captured with
+        before, self._torn = self.model.weights or self._torn, None
+        if self._paged is not None and before is not None and before.tensors:
+            before.overwrite(fresh)  # graphs read the memory that they were captured with
+            self.model.weights = before
         else:
             self.model.weights = fresh
         self._prompts.clear()
@@ -134,7 +139,7 @@ class NativeRunner:
 
     def drop_weights(self) -> int:
         freed = self.model.weights.nbytes if self.model.weights else 0
-        self.model.weights = None
+        self.model.weights = self._torn = None
         if self._paged is not None:
             self._paged.forget()
         return freed

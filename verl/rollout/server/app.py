@@ -36,6 +36,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SERVICE = web.AppKey("service", Service)
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI and vLLM have it; chat answers may fill the context
 RETRY_AFTER_S = "1"
+FAULT = ApiError(500, "the server failed at this request; its log says why", code="internal_error")
 log = logging.getLogger("verl.serve")
 
 
@@ -59,9 +60,11 @@ def make_app(service: Service) -> web.Application:
         ]
     )
     if options.control:
-        from verl.rollout.server.control import routes
+        from verl.rollout.server.control import ControlPlane, routes
 
-        app.add_routes(routes())
+        plane = ControlPlane()
+        app.add_routes(routes(plane))
+        app.on_shutdown.append(plane.end)
     return app
 
 
@@ -83,7 +86,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise
     except Exception:  # a fault of ours, told here: the server lives on
         log.exception("%s %s", request.method, request.path)
-        answer = refusal(ApiError(500, "the server failed at this request; its log says why", code="internal_error"))
+        answer = refusal(FAULT)
     finally:
         known = request.match_info.route.resource
         path = known.canonical if known is not None else "other"
@@ -95,7 +98,7 @@ def _check_key(request: web.Request, key: str | None) -> None:
     if key is None or request.path == "/health":
         return
     given = request.headers.get("Authorization", "")
-    if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+    if not hmac.compare_digest(given.encode(errors="surrogateescape"), f"Bearer {key}".encode()):
         raise ApiError(401, "a key is wanted: Authorization: Bearer KEY", code="invalid_api_key")
 
 
@@ -145,9 +148,14 @@ async def _streamed(request: web.Request, service: Service, form: Form, names: t
                 if not response.prepared:
                     await response.prepare(request)
                 await response.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
-        except ApiError as e:
+        except ConnectionError:
+            raise
+        except Exception as e:  # an answer of its own would stand in the middle of this one
             if not response.prepared:
                 raise
+            if not isinstance(e, ApiError):
+                log.exception("%s %s", request.method, request.path)
+                e = FAULT
             await response.write(b"data: " + msgspec.json.encode(e.body()) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
@@ -283,7 +291,8 @@ def _card(service: Service) -> dict[str, Any]:
 async def health(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     await service.check_health()
-    state = "asleep" if service.asleep else "paused" if service.paused else "ok"
+    busy = "paused" if service.paused else "updating" if service.loading else "ok"
+    state = "asleep" if service.asleep else busy
     return as_json({"status": state, "weight_version": service.live})
 
 

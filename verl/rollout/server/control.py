@@ -205,7 +205,8 @@ class ControlPlane:
                     update.poured[0].end()
                     live = await update.poured[1]
                 else:
-                    live = await (service.engine.load_weights(update, on_inflight=mode) if made is None else made(mode))
+                    load = service.engine.load_weights(update, on_inflight=mode) if made is None else made(mode)
+                    live = await service.loads(load)
         except (*UNREADABLE, TimeoutError) as e:
             raise self._failed(service, e) from None
         self.update, service.failed = None, None
@@ -218,8 +219,7 @@ class ControlPlane:
         wait_s = service.options.request_timeout_s
         if update.poured is None:
             source = Poured(info.version, update.loaded, wait_s)
-            load = service.engine.load_weights(source, on_inflight=_mode(service))
-            update.poured = source, asyncio.ensure_future(load)
+            update.poured = source, service.loads(service.engine.load_weights(source, on_inflight=_mode(service)))
         source, loading = update.poured
         read = source.give(info)
         either: set[asyncio.Future[Any]] = {read, loading}
@@ -228,6 +228,10 @@ class ControlPlane:
             if not loading.done():
                 raise TimeoutError
             loading.result()
+
+    async def end(self, app: web.Application) -> None:
+        """With the server: else its process would wait for the rest."""
+        self._drop("the server ends")
 
     def _drop(self, why: str) -> None:
         """What the engine is reading ends there."""
@@ -338,8 +342,7 @@ async def wake_up(request: web.Request) -> web.Response:
     return as_json({"status": "awake"})
 
 
-def routes() -> list[web.RouteDef]:
-    plane = ControlPlane()
+def routes(plane: ControlPlane) -> list[web.RouteDef]:
     posts: dict[str, Handler] = {
         "/pause": pause,
         "/resume": resume,
@@ -363,4 +366,4 @@ def routes() -> list[web.RouteDef]:
     return [*made, *(web.get(path, handler, allow_head=False) for path, handler in gets.items())]
 
 
-PATHS = frozenset(route.path for route in routes())
+PATHS = frozenset(route.path for route in routes(ControlPlane()))

@@ -19,6 +19,8 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Strings = str | list[str]
 MAX_TOP_K = 2**31 - 1  # more ids than any vocabulary has
+MAX_STOPS = 4096  # ids, strings, or characters of one
+MAX_SCORES = 2**22  # log-probs of a prompt in one answer, which is built in memory
 KINDS = MappingProxyType(
     {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
 )
@@ -208,6 +210,11 @@ def sampling_of(drawn: Drawn, *, max_tokens: int, vocab_size: int) -> Sampling:
         raise ApiError(400, "stop holds an empty string, which would end every answer at once", param="stop")
     if beyond := [i for i in drawn.stop_token_ids if i >= vocab_size]:
         raise ApiError(400, f"stop_token_ids={beyond[:3]}: the vocabulary is [0, {vocab_size})", param="stop_token_ids")
+    ends = tuple(dict.fromkeys(drawn.stop_token_ids))
+    for what, count in (("stop_token_ids", len(ends)), ("stop", len(stop)), ("stop", max(map(len, stop), default=0))):
+        if count > MAX_STOPS:  # they are looked at with each token
+            each = "characters of one" if what == "stop" and len(stop) <= MAX_STOPS else "of them"
+            raise ApiError(400, f"{what}: {count} {each}, at most {MAX_STOPS}", param=what, code="invalid_value")
     return Sampling(
         max_tokens=max_tokens,
         temperature=drawn.temperature,
@@ -215,7 +222,7 @@ def sampling_of(drawn: Drawn, *, max_tokens: int, vocab_size: int) -> Sampling:
         top_k=min(max(drawn.top_k, 0), MAX_TOP_K),
         min_p=drawn.min_p,
         stop=stop,
-        stop_token_ids=tuple(drawn.stop_token_ids),
+        stop_token_ids=ends,
         ignore_eos=drawn.ignore_eos,
         seed=secrets.randbits(63) if drawn.seed is None else drawn.seed,
         position=drawn.position if isinstance(drawn, TokenSampling) else 0,
@@ -237,6 +244,9 @@ def call_of(
         raise ApiError(400, said, param="stream_options", code="unsupported_parameter")
     if (scored or 0) > vocab_size:
         said = f"prompt_logprobs={scored}: the vocabulary has {vocab_size} tokens"
+        raise ApiError(400, said, param="prompt_logprobs", code="invalid_value")
+    if (rows := sum(map(len, prompts)) * max(scored or 0, 1)) > MAX_SCORES and scored is not None:
+        said = f"prompt_logprobs={scored}: {rows:,} of them for all tokens, at most {MAX_SCORES:,} in one answer"
         raise ApiError(400, said, param="prompt_logprobs", code="invalid_value")
     sampling = sampling_of(drawn, max_tokens=max_tokens or 1, vocab_size=vocab_size)
     if body.stream and scored is not None:

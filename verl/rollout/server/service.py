@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,7 @@ class Service:
     paused: bool = False
     asleep: set[str] = field(default_factory=set)
     weights: dict[int, str] = field(default_factory=dict)
+    loading: set[asyncio.Future[int]] = field(default_factory=set)
     health: asyncio.Task[None] | None = None
     health_at: float = 0.0
 
@@ -55,6 +56,13 @@ class Service:
         self.weights[version] = name
         while len(self.weights) > KEPT_NAMES:
             del self.weights[next(iter(self.weights))]
+
+    def loads(self, load: Awaitable[int]) -> asyncio.Future[int]:
+        """Of new weights, until they are there or not."""
+        loading = asyncio.ensure_future(load)
+        self.loading.add(loading)
+        loading.add_done_callback(self.loading.discard)
+        return loading
 
     @property
     def live(self) -> str:
@@ -180,7 +188,7 @@ class Service:
         """Ask the engine itself for the log-prob of one token; what it said counts for a second. ApiError 503."""
         if self.draining or self.failed is not None:
             raise ApiError(503, self.failed or "the server is shutting down", code="unhealthy")
-        if self.asleep:
+        if self.asleep or self.loading:  # while it loads it says nothing
             return
         now = time.monotonic()
         if self.health is None or (self.health.done() and now - self.health_at > HEALTH_KEPT_S):

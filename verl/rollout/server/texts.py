@@ -82,7 +82,12 @@ class Texts:
         written = self.spell(completion.ids.tolist())
         try:
             found = self.tokenizer.parse_response(written, prefix=self.spell(prompt.tolist()), tools=tools)
-        except ValueError:  # not what the template calls a response: the text as it stands
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ):  # not what the template calls a response: the text as it stands
             return {"role": "assistant", "content": text}
         return _openai_message(found)
 
@@ -154,7 +159,7 @@ def _openai_message(found: Mapping[str, Any]) -> dict[str, Any]:
             {
                 "id": f"call_{secrets.token_hex(12)}",
                 "type": "function",
-                "function": {"name": call.get("name"), "arguments": _json(call.get("arguments", {}))},
+                "function": {"name": _sayable(call.get("name")), "arguments": _json(call.get("arguments", {}))},
             }
             for call in calls
         ]
@@ -164,7 +169,12 @@ def _openai_message(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return _sayable(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+
+
+def _sayable(text: Any) -> Any:
+    """Half a surrogate, which no UTF-8 has, as its escape."""
+    return text.encode(errors="backslashreplace").decode() if isinstance(text, str) else text
 
 
 class Piecewise:
