@@ -24,9 +24,9 @@ def test_the_lines_of_the_house():
     experts by the names of a saved folder, and what the failures of a served teacher must not cost. Then versions in an
     object store, and saves beside training under torchrun, weights that pass
     through buckets, also on a GPU and to other hosts, adapters that a server loads, a router of others before SGLang,
-    whose answers count by who gave their weights, as the tokens of a lost server do,
-    limits of what a request may take, and replicas that wait with their start while others have the device. The plan was
-    35,000 with adapters that are trained, vision and Megatron as well: what those bring has to be taken out elsewhere."""
+    whose answers count by who gave their weights, as the tokens of a lost server do, limits of what a request may
+    take, and replicas that wait with their start while others have the device. The plan was 35,000 with adapters that
+    are trained, vision and Megatron as well: what those bring has to be taken out elsewhere."""
     lines = sum(bool(line.strip()) for path in FILES for line in path.read_text().splitlines())
     assert lines <= 43_450, lines
 
