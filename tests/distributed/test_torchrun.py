@@ -178,14 +178,14 @@ def test_a_rank_that_is_killed_or_stopped_ends_all_with_the_first_cause(tmp_path
     rows, failed = conversations(tmp_path / "rows.jsonl"), []
     more = ("run.total_steps=3000", "run.save_every_steps=2", f"data.cache_dir={tmp_path}/cache")
     for rank, how in LOST:
-        name, wait_s = f"{rank}{how.name}", 5 if how == signal.SIGSTOP else 60
+        name, wait_s = f"{rank}{how.name}", 15 if how == signal.SIGSTOP else 60
         given = (*more, f"run.name={name}", f"run.wait_timeout_s={wait_s}")
         process = start(command("sft", tmp_path, tiny_model, rows, *given), tmp_path)
         ranks = at_step(process, 5)
         ranks[rank].send_signal(how)
         said = ended(process)
         lost = re.escape(f"error: rank {rank} (process {ranks[rank].pid}) is gone")
-        late = "error: (driver |rank 0 )?waited 5 s for "  # for its update; for the rank, where it stopped in a save
+        late = "error: (driver |rank 0 )?waited 15 s for "  # for its update; for the rank, where it stopped in a save
         if process.returncode == 0 or not re.search(late if how == signal.SIGSTOP else lost, said):
             failed.append(f"{name}: {said}")
         failed += [f"{name}: rank {n} lives" for n, one in ranks.items() if one.is_running()]
