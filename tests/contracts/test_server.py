@@ -306,7 +306,7 @@ def test_no_request_takes_the_memory_of_the_server(monkeypatch):
                 ({"prompt_logprobs": 26}, "prompt_logprobs=26: 104 of them for all tokens, at most 100"),
                 ({"stop_token_ids": [*range(11)]}, "stop_token_ids: 11 of them, at most 10"),
                 ({"stop": ["x"] * 11}, "stop: 11 of them, at most 10"),
-                ({"stop": "x" * 11}, "stop: 11 characters of one, at most 10"),
+                ({"stop": "x" * 11}, "stop: 11 characters, at most 10"),
             ):
                 status, error = await post(client, G, {"token_ids": PROMPT, "sampling_params": params | more})
                 assert status == 400 and said in error["error"]["message"], (status, error)
@@ -842,7 +842,7 @@ def test_a_server_that_waits_for_a_bucket_says_that_it_updates_and_ends_at_once(
             service.health_at -= 10
             async with client.get("/health") as answer:
                 assert (answer.status, (await answer.json())["status"]) == (200, "updating")
-            assert waiting(), "its engine's thread"
+            await until(waiting, "the engine's thread")  # which has told of the one before by then
         await until(lambda: not waiting(), "the end of its thread", 5.0)
 
     run(body)

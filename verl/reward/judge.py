@@ -64,7 +64,7 @@ def compute_score(
     if choice.get("finish_reason") == "length":
         raise ValueError(f"the judge was cut off after max_tokens={max_tokens}, before its verdict: give it more")
     if (ended := choice.get("finish_reason")) not in (None, "stop"):  # half a number is one
-        raise ValueError(f"the judge was ended before its verdict (finish_reason={ended!r}): it is asked again")
+        raise ValueError(f"the judge was ended before its verdict (finish_reason={ended!r}): is it being stopped?")
     if not (scores := re.findall(pattern, said)):
         raise ValueError(f"the judge gave no score: ...{' '.join(said.split())[-200:]!r} has no {pattern}")
     if pattern == SCORE and not 0 <= float(scores[-1]) <= scale:

@@ -42,7 +42,7 @@ from verl.types import Sampling
 from verl.weight_sync.base import Parts, SyncError, WeightSource, parts_of
 
 AGAIN_S = 0.05  # between two words to abort a request that may not have arrived yet
-UNDO_S = 10.0  # at the end, for what callers left
+UNDO_S = 10.0  # for a server to give back what is given up
 SETTLE_S = 2.0  # for the answers of a server that has finished its requests to arrive
 ASKED = 3  # times that a request is asked of a server that is well, and whose connections break
 

@@ -21,7 +21,7 @@ from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.launching import Launch
 from verl.rollout.process import ServerProcess
 from verl.rollout.routed import Routed
-from verl.rollout.wire import Drawn, Span, named, raw
+from verl.rollout.wire import Drawn, Span, marked, raw
 from verl.types import Sampling
 
 DYING_S = 3.0  # from the end of an engine to that of the server before it
@@ -216,12 +216,12 @@ class Server:
             return await self._router.numbers(told, least, self._limits.control_s)
         if not self._api.marks:
             return told
-        if others := [name for name, _, _ in told if named(name)[1] != self._tag]:
+        if others := [name for name, _, _ in told if marked(name)[1] != self._tag]:
             self._foreign = True
             why = f"it has weights ({others[0]}) that this run did not give it"
-            await self._gone(f"{why}: another one uses it too, or it was restarted; not amid a run")
+            await self._gone(f"{why}: another one uses it too, or it was restarted: it is to be left alone")
             raise ServerGone(f"{self._http.url}: {self._fenced}")
-        return [(str(named(name)[0]), start, end) for name, start, end in told]
+        return [(str(marked(name)[0]), start, end) for name, start, end in told]
 
     async def _gone(self, why: str) -> None:
         """Whoever waits for it hears why."""

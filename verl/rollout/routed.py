@@ -16,7 +16,7 @@ from functools import partial
 from verl.rollout.api import Api
 from verl.rollout.base import Peers
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
-from verl.rollout.wire import NotUnderstood, Span, named
+from verl.rollout.wire import NotUnderstood, Span, marked
 
 LOOK_S = 0.02  # between two looks at whether weights were verified
 logger = logging.getLogger(__name__)
@@ -64,13 +64,13 @@ class Routed:
         """ServerGone for who draws with weights that will not count, before it has drawn all. live: what it names
         those that it has by now."""
         if live is not None:
-            number, who = named(live)
+            number, who = marked(live)
             self._peers.heard[who] += 1
             self._check(number, who, least)
 
     async def numbers(self, versions: Sequence[Span], least: int, timeout_s: float) -> list[Span]:
         """Without their marks, once all were verified. ServerGone: it is to be asked for again."""
-        found = [(*named(name), start, end) for name, start, end in versions]
+        found = [(*marked(name), start, end) for name, start, end in versions]
         until_s = time.monotonic() + timeout_s
         for number, who, _, _ in found:
             while self._check(number, who, least) > self._peers.verified[who]:

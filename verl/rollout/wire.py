@@ -153,19 +153,10 @@ def raw(told: np.ndarray, plain: np.ndarray, vocab: int) -> bool:
 
 
 def marked(name: str) -> tuple[int, str]:
-    """(version, mark of who gave it: "" for none) of the name of weights. `NotUnderstood`: no such name."""
+    """(version, mark of who gave it: "" for none) of the name of weights; of one that nobody here has given, it is the
+    mark."""
     number, _, mark = name.partition("-")
-    if not number.isdecimal():
-        raise NotUnderstood(f"the server's weights have the version {name!r}: nobody published it")
-    return int(number), mark
-
-
-def named(name: str) -> tuple[int, str]:
-    """As `marked`; of weights that nobody here has named, their name is the mark."""
-    try:
-        return marked(name)
-    except NotUnderstood:
-        return -1, name
+    return (int(number), mark) if number.isdecimal() else (-1, name)
 
 
 def version_of(text: str) -> tuple[int, ...]:

@@ -287,8 +287,7 @@ void pack(const float *weight, float *panels, long first, long width, long depth
                 float *to = panels + (p * depth + k) * PANEL + row % PANEL;
                 if (whole && k + LANES <= depth) {
                     vec t[LANES];
-                    for (int r = 0; r < LANES; r++) t[r] = *(const vec *)(from[r] + k);
-                    transpose(t);
+                    square(from, k, t);
                     for (int r = 0; r < LANES; r++) put(to + r * PANEL, t[r]);
                 } else {
                     for (int r = 0; r < LANES; r++)

@@ -211,10 +211,11 @@ def sampling_of(drawn: Drawn, *, max_tokens: int, vocab_size: int) -> Sampling:
     if beyond := [i for i in drawn.stop_token_ids if i >= vocab_size]:
         raise ApiError(400, f"stop_token_ids={beyond[:3]}: the vocabulary is [0, {vocab_size})", param="stop_token_ids")
     ends = tuple(dict.fromkeys(drawn.stop_token_ids))
-    for what, count in (("stop_token_ids", len(ends)), ("stop", len(stop)), ("stop", max(map(len, stop), default=0))):
+    longest = max(map(len, stop), default=0)
+    stops = (("stop_token_ids", len(ends), "of them"), ("stop", len(stop), "of them"), ("stop", longest, "characters"))
+    for what, count, kind in stops:
         if count > MAX_STOPS:  # they are looked at with each token
-            each = "characters of one" if what == "stop" and len(stop) <= MAX_STOPS else "of them"
-            raise ApiError(400, f"{what}: {count} {each}, at most {MAX_STOPS}", param=what, code="invalid_value")
+            raise ApiError(400, f"{what}: {count} {kind}, at most {MAX_STOPS}", param=what, code="invalid_value")
     return Sampling(
         max_tokens=max_tokens,
         temperature=drawn.temperature,
@@ -245,7 +246,7 @@ def call_of(
     if (scored or 0) > vocab_size:
         said = f"prompt_logprobs={scored}: the vocabulary has {vocab_size} tokens"
         raise ApiError(400, said, param="prompt_logprobs", code="invalid_value")
-    if (rows := sum(map(len, prompts)) * max(scored or 0, 1)) > MAX_SCORES and scored is not None:
+    if (rows := 0 if scored is None else sum(map(len, prompts)) * max(scored, 1)) > MAX_SCORES:
         said = f"prompt_logprobs={scored}: {rows:,} of them for all tokens, at most {MAX_SCORES:,} in one answer"
         raise ApiError(400, said, param="prompt_logprobs", code="invalid_value")
     sampling = sampling_of(drawn, max_tokens=max_tokens or 1, vocab_size=vocab_size)

@@ -82,12 +82,8 @@ class Texts:
         written = self.spell(completion.ids.tolist())
         try:
             found = self.tokenizer.parse_response(written, prefix=self.spell(prompt.tolist()), tools=tools)
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            RecursionError,
-        ):  # not what the template calls a response: the text as it stands
+        except (ValueError, KeyError, TypeError, RecursionError):
+            # not what the template calls a response: the text as it stands
             return {"role": "assistant", "content": text}
         return _openai_message(found)
 
