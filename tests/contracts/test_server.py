@@ -843,7 +843,7 @@ def test_a_server_that_waits_for_a_bucket_says_that_it_updates_and_ends_at_once(
             async with client.get("/health") as answer:
                 assert (answer.status, (await answer.json())["status"]) == (200, "updating")
             await until(waiting, "the engine's thread")  # which has told of the one before by then
-        await until(lambda: not waiting(), "the end of its thread", 5.0)
+        await until(lambda: not waiting(), "the end of its thread")
 
     run(body)
 
