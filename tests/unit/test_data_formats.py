@@ -18,8 +18,9 @@ import pytest
 
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow, expand_files, fingerprint, read_rows
-from verl.data.formats import GSM8K_INSTRUCTION, conversation_row, task_row
+from verl.data.formats import conversation_row, task_row
 from verl.data.preference import pair_row, unpaired_row
+from verl.data.truths import GSM8K_INSTRUCTION
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_train.jsonl"
 

@@ -16,10 +16,11 @@ from verl.chat.template import render_prompt
 from verl.config.schema import DataConfig
 from verl.data import render, source
 from verl.data.files import RawRow
-from verl.data.formats import FEEDBACK, ONE_ANSWER, content_hash
+from verl.data.formats import FEEDBACK, ONE_ANSWER
 from verl.data.parallel import run_chunks
 from verl.data.render import ConversationJob, kept_positions
 from verl.data.source import load_conversations, load_tasks
+from verl.data.values import content_hash
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_train.jsonl"
 TEMPLATE = (

@@ -12,25 +12,20 @@ Preference rows are in data/preference.py. A wrong row is a ValueError that star
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
+from verl.data.media import media_in, refuse_media
+from verl.data.truths import GSM8K_ANSWER, GSM8K_INSTRUCTION, GSM8K_SOURCE, ground_truth_of, gsm8k_number, gsm8k_texts
+from verl.data.values import kind_of, names_of, object_in, refuse_surrogates
 
-GSM8K_SOURCE = "openai/gsm8k"
-GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
-GROUND_TRUTH_KEYS = ("ground_truth", "answer", "solution")
 PREFERENCE = "`verl dpo` or `verl rm` read these"
 COMPLETION_KEYS = ("completion", "response")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-MEDIA_KEYS = ("images", "videos", "audios")
 SINGLE_TURN, TOOL_AGENT = "single_turn", "tool_agent"
 AGENT_NAMES = MappingProxyType({"single_turn_agent": SINGLE_TURN})
 """verl's name of a loop -> ours, where they differ."""
@@ -92,7 +87,7 @@ def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> Tas
         *asked, last = read_messages(turns, where, "conversations")
         if last["role"] == "assistant":  # what it says is the truth
             row = {**row, cfg.prompt_key: asked, "solution": last["content"]}
-    extra_info = _object(row.get("extra_info"), where, "extra_info")
+    extra_info = object_in(row.get("extra_info"), where, "extra_info")
     agent = _player(row, extra_info, where, players)
     named = agent == TOOL_AGENT
     tools = _tools(row.get(cfg.tools_key), where, cfg.tools_key, names=named) if cfg.tools_key else ()
@@ -102,11 +97,11 @@ def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> Tas
         raise ValueError(f"{where}: 'data_source' must be a string, got {kind_of(source)}")
     if row.get(cfg.prompt_key) is not None:
         messages = read_messages(row[cfg.prompt_key], where, cfg.prompt_key)
-        truth = _ground_truth(row, where, cfg.prompt_key)
+        truth = ground_truth_of(row, where, cfg.prompt_key)
     elif "question" in row and "answer" in row:
-        question, answer = _gsm8k(row, where)
+        question, answer = gsm8k_texts(row, where)
         messages = ({"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"},)
-        truth, source = _gsm8k_number(answer, where), source or GSM8K_SOURCE
+        truth, source = gsm8k_number(answer, where), source or GSM8K_SOURCE
         extra_info = {"question": question, "answer": answer, **extra_info}
     else:
         raise ValueError(
@@ -159,7 +154,7 @@ def stored_answer(row: Mapping[str, Any], key: str, where: str) -> dict[str, Any
 
 def _filled(row: Mapping[str, Any], key: str, where: str, what: str) -> Any:
     """The column, of the row or its extra_info."""
-    found = row.get(key, _object(row.get("extra_info"), where, "extra_info").get(key))
+    found = row.get(key, object_in(row.get("extra_info"), where, "extra_info").get(key))
     if found is None or found in ("", []):
         raise ValueError(f"{where}: no {key!r}, {what}. Fix: fill the column, or drop the row")
     return found
@@ -177,7 +172,7 @@ def _player(row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str, p
         raise ValueError(f"{where}: agent_name={asked!r}, and this run has {known}. Fix: {fix}")
     there = {tool["function"]["name"] for tool in players.tools} if agent == TOOL_AGENT else set()
     for key in ("tools_kwargs", "interaction_kwargs"):
-        found = {**_object(row.get(key), where, key), **_object(extra_info.get(key), where, f"extra_info.{key}")}
+        found = {**object_in(row.get(key), where, key), **object_in(extra_info.get(key), where, f"extra_info.{key}")}
         unplayed = {k for k, v in found.items() if v}  # Arrow fills with null what other rows have
         if agent not in (SINGLE_TURN, TOOL_AGENT):
             continue  # a loop of the user's own reads what it likes
@@ -201,7 +196,7 @@ def _chosen(
 
 def asks_for_a_judge(raw: RawRow) -> bool:
     """reward_model.style=model: the rule that a `data_source` names is not what is to score this row."""
-    return _object(raw.row.get("reward_model"), raw.where, "reward_model").get("style") == "model"
+    return object_in(raw.row.get("reward_model"), raw.where, "reward_model").get("style") == "model"
 
 
 def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
@@ -218,7 +213,7 @@ def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
         prompt = read_messages(row[cfg.prompt_key], where, cfg.prompt_key)
         answer = read_messages(row[completion_key], where, completion_key, role="assistant")
     elif "question" in row and "answer" in row:
-        question, text = _gsm8k(row, where)
+        question, text = gsm8k_texts(row, where)
         # The prompt that RL on the same file sees.
         suffix = f" {GSM8K_INSTRUCTION}" if GSM8K_ANSWER.search(text) else ""
         answer = ({"role": "user", "content": question + suffix}, {"role": "assistant", "content": text})
@@ -286,81 +281,12 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} has no 'role' (keys: {names_of(message)})")
     content = message.get("content")
     if isinstance(content, str):
-        _refuse_surrogates(content, where)
+        refuse_surrogates(content, where)
     elif content is None and message.get("tool_calls"):
         message["content"] = ""  # templates add it to text
     elif not isinstance(content, list):
         raise ValueError(f"{where} ({message['role']}) has no text: 'content' is {kind_of(content)}")
     return message
-
-
-def _refuse_surrogates(text: str, where: str) -> None:
-    if text.isascii():
-        return
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as exc:
-        raise ValueError(f"{where}: half of a surrogate pair at character {exc.start + 1} (a cut emoji)") from exc
-
-
-def media_in(row: Mapping[str, Any], messages: Messages) -> Iterator[tuple[str, str]]:
-    """(reference, where it is) of what is not text: items of the media columns, and content parts of messages.
-
-    A reference is the item itself if it is a string (a path or a URL), else the hash of its content.
-    """
-    found = [(item, f"{key!r} holds {len(row[key])} item(s)") for key in MEDIA_KEYS for item in row.get(key) or ()]
-    for message in messages:
-        for part in message["content"] if isinstance(message["content"], list) else ():
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind != "text":
-                found.append((part, f"a message of {message['role']!r} has a content part of type {kind!r}"))
-    for item, place in found:
-        yield item if isinstance(item, str) else f"blake2b:{content_hash(item, 16)}", place
-
-
-def refuse_media(row: Mapping[str, Any], messages: Messages, where: str) -> None:
-    for _, place in media_in(row, messages):
-        raise ValueError(
-            f"{where}: {place}, and prompts are rendered as text only: the model would not see it."
-            " Fix: a text-only data set, or drop the column"
-        )
-
-
-def content_hash(value: Any, num_bytes: int) -> str:
-    """Of JSON types and bytes: the same whatever the order of the columns."""
-    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_encode_bytes)
-    return hashlib.blake2b(canonical.encode("ascii"), digest_size=num_bytes).hexdigest()
-
-
-def _encode_bytes(value: Any) -> dict[str, str]:
-    assert isinstance(value, bytes), f"rows hold JSON types and bytes, got {type(value).__name__}"
-    return {"\0bytes": base64.b64encode(value).decode("ascii")}  # no column is called this
-
-
-def _ground_truth(row: Mapping[str, Any], where: str, prompt_key: str) -> Any:
-    model = _object(row.get("reward_model"), where, "reward_model")
-    if model.get("ground_truth") is not None:
-        return model["ground_truth"]
-    return next((row[k] for k in GROUND_TRUTH_KEYS if k != prompt_key and row.get(k) is not None), None)
-
-
-def _gsm8k(row: Mapping[str, Any], where: str) -> tuple[str, str]:
-    for key in ("question", "answer"):
-        if not isinstance(row[key], str):
-            raise ValueError(f"{where}: {key!r} must be a string, got {kind_of(row[key])}")
-        _refuse_surrogates(row[key], f"{where}: {key!r}")
-    return row["question"], row["answer"]
-
-
-def _gsm8k_number(answer: str, where: str) -> str:
-    found = GSM8K_ANSWER.search(answer)
-    if not found:
-        raise ValueError(
-            f"{where}: 'answer' has no '#### NUMBER' as GSM8K's rows have (it ends with {answer[-40:]!r})."
-            " Fix: for other question/answer data, data.prompt_key=question (the answer column is then the ground"
-            " truth)"
-        )
-    return found.group(1).replace(",", "")
 
 
 def _tools(value: Any, where: str, column: str, *, names: bool = False) -> tuple[dict[str, Any], ...]:
@@ -376,20 +302,3 @@ def _tools(value: Any, where: str, column: str, *, names: bool = False) -> tuple
     if not isinstance(value, list) or not all(isinstance(t, (Mapping, str) if names else Mapping) for t in value):
         raise ValueError(f"{where}: {column!r} must be a list of tool schemas, got {kind_of(value)}")
     return tuple({"type": "function", "function": {"name": t}} if isinstance(t, str) else dict(t) for t in value)
-
-
-def _object(value: Any, where: str, column: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping | None):
-        raise ValueError(f"{where}: {column!r} must be an object, got {kind_of(value)}")
-    return dict(value or {})
-
-
-def names_of(row: Mapping[str, Any]) -> str:
-    return ", ".join(sorted(map(str, row))) or "none"
-
-
-def kind_of(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "an object"
-    names: dict[type, str] = {type(None): "null", bool: "a boolean", str: "text", list: "a list", bytes: "bytes"}
-    return names.get(type(value), f"a {type(value).__name__}")

@@ -21,9 +21,11 @@ from verl.chat.conversation import Rendered, render_conversation
 from verl.chat.template import RowRefused, Tokenizer, shared
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
-from verl.data.formats import Messages, kind_of, named_row, names_of, read_messages, refuse_media, with_system
+from verl.data.formats import Messages, named_row, read_messages, with_system
+from verl.data.media import refuse_media
 from verl.data.render import Counts, Entry, RenderJob
 from verl.data.source import ConversationTable, LoadReport, load_arrays, refuse_empty
+from verl.data.values import kind_of, names_of
 
 HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
 GAP_KEYS: tuple[tuple[str, ...], ...] = (

@@ -33,18 +33,18 @@ from verl.data.formats import (
     Players,
     TaskRow,
     asks_for_a_judge,
-    content_hash,
     conversation_row,
     hinted,
-    refuse_media,
     stored_answer,
     task_row,
     with_hint,
     with_system,
 )
 from verl.data.lost import Coverage, texts_of
+from verl.data.media import refuse_media
 from verl.data.memory import bounded_memory
 from verl.data.special import Found, SpecialTokens, add_found
+from verl.data.values import content_hash
 from verl.types import Score, Task, Trajectory
 
 ID_BYTES = 6
