@@ -608,6 +608,99 @@ MUTANTS = (
         "{**got.components, **added}",
         f"tests/unit/test_reward_shaping.py {FLOW}",
     ),
+    # -- what a step does, as closed forms
+    Mutant(
+        "driver/step.py",
+        'kl=metrics["actor/reward_kl_penalty"].value',
+        'kl=controllers.kl_coef * metrics["actor/reward_kl_penalty"].value',
+        "tests/unit/test_step.py",
+    ),
+    Mutant(
+        "algorithms/resolve.py",
+        'inputs=("ref_logprobs",), **common',
+        'inputs=("ref_logprobs",), **{**common, "aggregate": "token-mean"}',
+        "tests/numerics/test_term_masks.py",
+    ),
+    Mutant(
+        "driver/step.py",
+        'without_truncated, ("keep",) if corrects else ()',
+        "without_truncated, ()",
+        "tests/unit/test_step.py",
+    ),
+    Mutant(
+        "algorithms/weights.py",
+        'if "taught" in columns.sequence and any(name.startswith("teacher_") for name in term.inputs):',
+        'if "taught" in columns.sequence:',
+        "tests/numerics/test_term_masks.py",
+    ),
+    Mutant("algorithms/weights.py", "every & over\n", "every\n", "tests/numerics/test_term_masks.py"),
+    Mutant(
+        "algorithms/losses.py",
+        "y = (-x).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)",
+        "y = (-x).clamp(-LOG_RATIO_BOUND, 5)",
+        "tests/numerics/test_closed_forms.py",
+    ),
+    Mutant(
+        "algorithms/preference.py",
+        'gap, columns.sum(columns["logprobs"])[w])',
+        "gap, policy[w])",
+        "tests/numerics/test_preference_terms.py",
+    ),
+    Mutant(
+        "algorithms/preference.py",
+        "torch.log(-torch.expm1(x.clamp(max=-1e-7)))",
+        "torch.log(1 - torch.exp(x.clamp(max=-1e-7)))",
+        "tests/numerics/test_preference_terms.py",
+    ),
+    Mutant(
+        "driver/step.py", "round(i * len(order) / updates)", "i * (len(order) // updates)", "tests/unit/test_step.py"
+    ),
+    Mutant(
+        "driver/step.py",
+        'if "old_logprobs" not in inferred:',
+        'if "old_logprobs" in inferred:',
+        "tests/numerics/test_virtual_ranks.py::test_one_update_reports_the_mismatch_that_several_report",
+    ),
+    Mutant(
+        "batch.py",
+        'zeros_like(c) if n.startswith(("w/", "m/"))',
+        'zeros_like(c) if n.startswith("m/")',
+        "tests/unit/test_batch.py",
+    ),
+    Mutant(
+        "batch.py",
+        'zeros_like(c) if n.startswith("w/")',
+        'zeros_like(c) if n.startswith("m/")',
+        "tests/unit/test_batch.py",
+    ),
+    Mutant("driver/dispatch.py", "count = max(count_micro", "count = min(count_micro", "tests/unit/test_dispatch.py"),
+    Mutant(
+        "driver/scheduler.py",
+        "self._data_ended = self._data_ended and not overdue",
+        "pass",
+        "tests/unit/test_scheduler.py",
+    ),
+    Mutant("driver/rollouts.py", "sum(scores) / len(scores)", "max(scores)", "tests/unit/test_rollouts_flow.py"),
+    Mutant(
+        "driver/trajectories.py",
+        "response_tokens=len(response)",
+        'response_tokens=sum(len(s.ids) for s in row if s.source == "sampled")',
+        "tests/unit/test_rollouts.py",
+    ),
+    Mutant("agent_loop/tool_agent.py", "credit(sum(rewards))", "credit(max(rewards))", "tests/unit/test_tool_agent.py"),
+    Mutant(
+        "agent_loop/base.py",
+        "first + max_tokens - manager.taken -",
+        "first + max_tokens -",
+        "tests/unit/test_agent_loop.py",
+    ),
+    Mutant("driver/publisher.py", " and able.in_flight_update else", " else", "tests/unit/test_publisher.py"),
+    Mutant(
+        "driver/publisher.py",
+        "        self.version = version\n        committed",
+        "        committed",
+        "tests/unit/test_publisher.py",
+    ),
 )
 
 

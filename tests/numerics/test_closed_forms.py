@@ -561,6 +561,15 @@ def test_k3_still_pulls_on_the_tokens_that_drifted_most():
     assert g[0] == pytest.approx(1 - math.exp(4)) and g[1] == 0, "the log-ratio is clamped at 20"
 
 
+def test_k3_is_not_bounded_on_either_side_before_its_log_ratio_is_20():
+    """exp(-x) - 1 + x and its gradient 1 - exp(-x), x = log(pi / ref)."""
+    x = torch.tensor([-15.0, -6.0, -0.1, 0.1, 6.0, 15.0], dtype=F64, requires_grad=True)
+    value = losses.kl_estimate(x, torch.zeros(6, dtype=F64), "k3")
+    torch.testing.assert_close(value.detach(), (-x).exp().detach() - 1 + x.detach())
+    (gradient,) = torch.autograd.grad(value.sum(), x)
+    torch.testing.assert_close(gradient, 1 - (-x.detach()).exp())
+
+
 def test_kl_in_the_reward():
     c = columns([1.0, 1.0], tokens=[2, 2], mask=[True, True, True, False])
     c = c.with_token({"old_logprobs": f64(-1, -2, -1, 5), "ref_logprobs": f64(-2, -2, -3, float("nan"))})

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verl.algorithms.preference import CHOSEN, REJECTED, preference_terms
+from verl.algorithms.preference import CHOSEN, REJECTED, odds_ratio, preference_terms
 from verl.algorithms.presets import PREFERENCES
 from verl.batch import Columns
 
@@ -129,3 +129,20 @@ def test_wpo_weighs_a_pair_by_how_likely_the_policy_writes_it_also_with_ld():
         assert loss == pytest.approx(weight * plain) and grad == pytest.approx([weight * g for g in pull])
     sure = pair(ref=REF).with_token({"sum_pi_squared": torch.full((6,), 1e-3, dtype=F64)})
     assert trained("wpo", sure)[0] == pytest.approx(trained("dpo", pair(ref=REF))[0]), "never above 1"
+
+
+def test_the_nll_beside_a_shortened_preference_is_of_the_whole_answer():
+    """ld_alpha counts the chosen answer's last two tokens less in the preference, not in the NLL."""
+    shortened, whole = (trained("rpo", pair(ref=REF), ld_alpha=0.25, alpha=a, normalization="sum") for a in (0.0, 1.0))
+    assert whole[0] - shortened[0] == pytest.approx(NLL, rel=1e-9)
+    assert [a - b for a, b in zip(whole[1], shortened[1])] == pytest.approx([-1.0] * 4 + [0.0] * 2)
+
+
+def test_the_odds_of_answers_that_are_all_but_certain():
+    """float32: 1 - exp(-1e-6) has one digit there, -expm1(-1e-6) has all; certain answers have finite odds."""
+    w, l = torch.tensor([-1e-6], requires_grad=True), torch.tensor([-3e-6])  # noqa: E741
+    log_odds = (-1e-6 + 3e-6) - (math.log(1e-6) - math.log(3e-6))
+    loss = odds_ratio(w, l, beta=1.0)
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(-log_odds)), rel=1e-5)
+    assert torch.autograd.grad(loss, w)[0].item() == pytest.approx(-1e6 / (1 + math.exp(log_odds)), rel=1e-5)
+    assert torch.isfinite(odds_ratio(torch.zeros(1), l, beta=1.0)).all()

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import torch
 from fakes import put
+from small_columns import columns
 
+from verl.algorithms import losses
 from verl.algorithms.resolve import resolve
+from verl.algorithms.weights import term_weights
 from verl.batch import Ragged
 from verl.model_engine.objective import evaluate_terms
 from verl.objective import Term
@@ -109,3 +112,40 @@ def test_answers_that_the_budget_cut_are_in_no_loss_and_in_no_denominator():
     assert keep.tolist() == [False, False, False, True]
     got = gradient(resolve("dapo", {"mask_truncated": True}).terms, OLD, keep=keep.tolist())
     assert got == pytest.approx([0.0, 0.0, 0.0, 1.0])
+
+
+def test_the_kl_term_has_the_aggregation_of_the_policy_loss():
+    """k2: the gradient of a token is its weight times log(pi / ref). Two answers of 3 and 1 tokens, horizon 5."""
+    ref = [-1.1, -2.1, -0.3, -2.0]
+    gaps = [new - old for new, old in zip(NEW, ref)]
+    weights = {
+        "token-mean": [1 / 4] * 4,
+        "token-sum": [1.0] * 4,
+        "seq-mean-token-sum": [1 / 2] * 4,
+        "seq-mean-token-mean": [1 / 6] * 3 + [1 / 2],
+        "seq-mean-token-sum-norm": [1 / 10] * 4,
+    }
+    for aggregation, each in weights.items():
+        given = {"aggregation": aggregation, "horizon_tokens": 5, "kl_loss_coef": 0.5, "kl_loss_form": "k2"}
+        terms = tuple(t for t in resolve("grpo", given).terms if t.name == "kl_loss")
+        expected = [0.5 * w * gap for w, gap in zip(each, gaps)]
+        assert gradient(terms, NEW, ref_logprobs=ref) == pytest.approx(expected, rel=1e-9), aggregation
+
+
+def test_a_row_without_a_teacher_leaves_the_terms_that_read_one_and_no_other():
+    c = columns([1.0, 0.0], tokens=[3, 1])
+    c = replace(c, sequence={**c.sequence, "taught": torch.tensor([True, False])})
+    policy, teacher = (
+        Term(name=n, fn=losses.nll, inputs=i) for n, i in (("p", ("advantages",)), ("t", ("teacher_ids",)))
+    )
+    found = term_weights(c, (policy, teacher))
+    assert found["w/p"].tolist() == [1 / 4] * 4 and found["m/p"].tolist() == [True] * 4
+    assert found["w/t"].tolist() == pytest.approx([1 / 3] * 3 + [0.0]) and found["m/t"].tolist() == [True] * 3 + [False]
+
+
+def test_a_term_over_some_sequences_counts_only_their_tokens_before_a_rejection():
+    """Of the first answer one of three tokens was rejected; the second is not in the term."""
+    c = columns([1.0, 0.0], tokens=[3, 1]).with_token({"keep": torch.tensor([True, True, False, True])})
+    for denominator, each in (("after_rejection", 1 / 2), ("before_rejection", 1 / 3)):
+        term = Term(name="t", fn=losses.nll, over="positive", denominator=denominator)
+        assert term_weights(c, (term,))["w/t"].tolist() == pytest.approx([each, each, 0.0, 0.0]), denominator

@@ -102,3 +102,14 @@ def test_the_gradient_of_every_optimizer_step_is_that_of_one_rank(name, tiny_mod
         assert set(metrics) == set(theirs)
         for metric, value in metrics.items():
             assert theirs[metric] == pytest.approx(value, rel=1e-8, abs=1e-9), (ranks, metric)
+
+
+def test_one_update_reports_the_mismatch_that_several_report(tiny_model):
+    """Of one update the first pass is the policy that was sampled from; of several a pass of its own."""
+    found = []
+    for updates in (1, 2):
+        config = config_of("grpo", tiny_model, tiny_model, 1, 16384)
+        config.step.updates_per_step, config.step.epochs_per_step = updates, 1
+        metrics = turn(config, samples(0))[1]
+        found.append({n: v for n, v in metrics.items() if n.startswith("mismatch/")})
+    assert len(found[0]) == 5 and found[0] == pytest.approx(found[1], rel=1e-9)

@@ -348,6 +348,19 @@ def test_no_call_goes_beyond_the_budget_of_the_trajectory():
     asyncio.run(main())
 
 
+def test_what_an_environment_adds_to_the_prompt_leaves_less_room_for_the_answer():
+    """12 tokens, of which 4 stand in the first prompt: 8 are left for what is sampled and for what tools write."""
+    record = manager((PROMPT, completion([5])))
+    record.sampling = replace(record.sampling, max_tokens=12)
+    made = ServerManager(FakeEngine(), record.sampling, seed_parts=("s",))
+    made.take(4)
+    made.record = record.record
+    found = check_output(output([5, *range(30, 50)], [1] + [0] * 20), made, 12)
+    assert sum(len(s.ids) for s in found.segments[1:]) == 8 and found.stop_reason == "context_full"
+    whole = check_output(output([5, *range(30, 37)], [1] + [0] * 7), made, 12)
+    assert sum(len(s.ids) for s in whole.segments[1:]) == 8 and whole.stop_reason == "eos"
+
+
 def test_a_call_without_room_samples_nothing_and_says_so():
     async def main():
         engine = Scripted([5] * 4)

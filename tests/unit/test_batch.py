@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.batch import Batch, Columns, loss_index, make_microbatches, pack, segment_sum, select_rows, unshare
+from verl.batch import Batch, Columns, loss_index, make_microbatches, pack, part_of, segment_sum, select_rows, unshare
 from verl.types import Sample, Segment
 
 VOCAB = 5  # few ids, so that equal segments and duplicated rows are common
@@ -288,3 +288,17 @@ def test_reductions_select_and_do_not_multiply():
 def test_segment_reductions():
     x, of = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.tensor([1, 1, 3])
     assert segment_sum(x, of, 4).tolist() == [[0, 0], [4, 6], [0, 0], [5, 6]]
+
+
+def test_a_pass_over_no_row_has_no_weight_of_any_kind():
+    """What an idle rank computes: one row, whose weights and masks of every term are 0."""
+    prompt = Segment(ids=np.arange(2), source="prompt")
+    answer = Segment(ids=np.arange(3), source="sampled", logprobs=np.full(3, -1.0, np.float32), version=0)
+    rows = [
+        Sample(sample_id=n, trajectory_id=n, group_id="g", purpose="train", segments=(prompt, answer)) for n in "ab"
+    ]
+    ones, mask = torch.ones(6), torch.ones(6, dtype=torch.bool)
+    batch = pack(rows).with_columns({"w/pg_loss": ones, "m/pg_loss": mask, "advantages": ones})
+    idle = part_of(batch.with_row_columns({"w/loss": torch.ones(2)}), np.zeros(0, np.int64))
+    assert idle.num_rows == 1 and idle.columns["advantages"].tolist() == [1.0] * 3
+    assert not any(idle.columns[n].any() for n in ("w/pg_loss", "m/pg_loss")) and not idle.row_columns["w/loss"].any()

@@ -79,6 +79,14 @@ def test_one_rank_keeps_the_order_and_cuts_as_it_likes():
     assert shares(Refs(), 3, max_tokens=100)[2].rows == ()
 
 
+def test_every_rank_makes_the_passes_of_the_one_that_needs_most():
+    """One long answer beside many short ones: 100 tokens fit, so that the short ones of the other rank need more."""
+    refs = Refs([ref(0, 0, 10, 900), *(ref(g, 0, 10, 80) for g in range(1, 10))])
+    parts = shares(refs, 2, max_tokens=100)
+    needed = [count_microbatches(p.refs, 100) for p in parts]
+    assert needed[0] != needed[1] and [p.num_microbatches for p in parts] == [max(needed)] * 2
+
+
 @pytest.mark.parametrize("shares_prefix", [True, False])
 def test_the_predicted_micro_batches_are_those_that_the_batch_makes(shares_prefix):
     for seed in range(30):

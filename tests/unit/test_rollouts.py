@@ -105,6 +105,34 @@ def test_what_a_loop_and_a_reward_are_given(tmp_path):
     assert request.max_response_tokens == 8 and not request.truncated
 
 
+def test_the_length_of_an_answer_for_its_reward_counts_what_tools_wrote(tmp_path):
+    """Length penalties are of the whole response: three tokens of a tool stand behind the sampled ones."""
+    seen: list[Any] = []
+
+    class Adds(SingleTurnLoop):
+        async def run(self, sampling_params, **kwargs):
+            out = await super().run(sampling_params, **kwargs)
+            return replace(
+                out, response_ids=[*out.response_ids, 30, 31, 32], response_mask=[*out.response_mask, 0, 0, 0]
+            )
+
+    async def test():
+        stage = Stage(
+            tmp_path,
+            prompts=1,
+            n=2,
+            loop=lambda s, _: Adds(None, s, None),
+            reward=lambda request: seen.append(request) or by_id(request),
+        )
+        async with stage.groups:
+            refs = await stage.step()
+        lengths = sorted(r.loss_tokens + 3 for r in refs)
+        assert sorted(request.response_tokens for request in seen) == lengths
+        assert all(request.response_ids[-3:].tolist() == [30, 31, 32] for request in seen)
+
+    play(test)
+
+
 # -- retries and outcomes ----------------------------------------------------------------------------------------------
 
 

@@ -119,6 +119,19 @@ def test_dynamic_sampling_rejects_flat_groups_and_refills(tmp_path):
     play(test)
 
 
+def test_a_curriculum_is_given_the_mean_score_of_each_draw(tmp_path, monkeypatch):
+    async def test():
+        stage, found = Stage(tmp_path, prompts=2), {}
+        monkeypatch.setattr(stage.cursor, "scored", lambda draw, score: found.setdefault(draw.draw, score))
+        async with stage.groups:
+            await stage.step()
+        names = {g: [f"{group_id(g)}/train{i}.0" for i in range(4)] for g in range(2)}
+        mean = {g: sum((derive_seed(n) % 1000) / 1000 for n in own) / 4 for g, own in names.items()}
+        assert {g: found[g] for g in mean} == pytest.approx(mean)
+
+    play(test)
+
+
 def test_selection_looks_at_the_named_component_and_says_when_it_is_missing(tmp_path):
     async def test():
         algorithm = resolve("dapo", {"filter_metric": "acc"})

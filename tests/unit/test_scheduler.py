@@ -238,6 +238,19 @@ def test_a_released_group_asks_the_cursor_again() -> None:
     assert s.free_slots() == 2, "its task may be back in the cursor"
 
 
+def test_a_dropped_group_asks_the_cursor_again() -> None:
+    s = scheduler(2, oversample=0.5, on_exhausted="smaller")
+    admit_all(s, "abc")
+    s.no_more_tasks()
+    for group_id in "ab":
+        s.complete(group_id)
+    batch = s.take()
+    assert isinstance(batch, StepBatch) and batch.dropped == ("c",)
+    s.trained(0)
+    s.published(1)
+    assert s.free_slots() == 3, "the dropped task may be back in the cursor"
+
+
 def test_waits_name_what_must_happen() -> None:
     s = scheduler(2)
     assert s.take() == Wait("admission")

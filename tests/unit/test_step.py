@@ -3,23 +3,27 @@
 import asyncio
 
 import numpy as np
+import pytest
 import torch
 
 from verl.algorithms.resolve import resolve
 from verl.batch import Ragged
 from verl.config.load import load_config
 from verl.driver.roles import Learner
-from verl.driver.step import Step, _advantages, _critic_is_warm
+from verl.driver.step import Step, _advantages, _critic_is_warm, optimizer_steps
 from verl.transfer_queue.memory import MemoryQueue
-from verl.types import Metric, Sample, Segment
+from verl.types import Metric, Refs, Sample, Segment, ref_of
 from verl.workers.compute import Compute
 from verl.workers.inproc import InprocGroup
 from verl.workers.model_workers import ComputeWorker
 from verl.workers.waits import Waits
 
+OLD, REFERENCE = [-1.5, -2.5, -0.5, -4.0], [-1.6, -2.6, -0.62, -4.12]
 
-def advantages_of(settings):
-    """One group of two answers; the sampler and the old policy disagree. What was stored afterwards."""
+
+def advantages_of(settings, name="dapo", cut=()):
+    """What the step writes for one group of two answers, of which the sampler and the old policy disagree: the names
+    that it returns, the columns, and the KL coefficient that it leaves. The answers in `cut` are truncated."""
     queue = MemoryQueue()
     rows = [
         Sample(
@@ -32,20 +36,25 @@ def advantages_of(settings):
                 Segment(ids=np.array([2, 3]), source="sampled", logprobs=np.float32([-1, -2]) - i, version=0),
             ),
             reward=float(i),
+            truncated=i in cut,
         )
         for i in range(2)
     ]
-    algorithm = resolve("dapo", settings)
+    algorithm = resolve(name, settings)
     compute = ComputeWorker(InprocGroup("compute", [Compute(queue)]))
     config = load_config(["model.path=/models/m"]).config
     learner = Learner(config=config, models={}, compute=compute, queue=queue, waits=Waits(), algorithm=algorithm)
 
+    if algorithm.kl_reward:
+        learner.controllers.kl_coef = algorithm.kl_reward.coef
+
     async def run():
         refs = await queue.put(rows)
-        old = torch.tensor([-1.5, -2.5, -0.5, -4.0], dtype=torch.float64)
-        queue.write(refs, {"old_logprobs": Ragged(old, np.array([0, 2, 4]))})
+        for column, values in (("old_logprobs", OLD), ("ref_logprobs", REFERENCE)):
+            queue.write(refs, {column: Ragged(torch.tensor(values, dtype=torch.float64), np.array([0, 2, 4]))})
         written = await _advantages(learner, Step(0), algorithm, refs)
-        return written, {n: queue.read(refs, (n,))[n].values.tolist() for n in queue.columns(refs)}
+        columns = {n: queue.read(refs, (n,))[n].values.tolist() for n in queue.columns(refs)}
+        return written, columns, learner.controllers.kl_coef
 
     try:
         return asyncio.run(run())
@@ -54,16 +63,54 @@ def advantages_of(settings):
 
 
 def test_in_bypass_mode_the_sampler_is_the_old_policy():
-    written, columns = advantages_of({"bypass": True})
+    written, columns, _ = advantages_of({"bypass": True})
     assert columns["old_logprobs"] == columns["rollout_logprobs"] == [-1, -2, -2, -3] and "old_logprobs" in written
 
 
 def test_a_correction_leaves_the_old_policy_and_weighs_against_the_sampler():
-    written, columns = advantages_of({"correction": "truncate", "correction_high": 2.0})
+    written, columns, _ = advantages_of({"correction": "truncate", "correction_high": 2.0})
     assert columns["old_logprobs"] == [-1.5, -2.5, -0.5, -4.0] and "old_logprobs" not in written
     ratios = np.exp(np.array([-0.5, -0.5, 1.5, -1.0])).clip(max=2.0)
     np.testing.assert_allclose(columns["is_weights"], ratios, rtol=1e-6)
     assert columns["keep"] == [True] * 4 and columns["advantages"][0] < 0 < columns["advantages"][2]
+
+
+def test_a_cut_answer_adds_to_what_a_correction_rejected():
+    """mask: token 2 of the first answer and token 1 of the second have a ratio above 1.5 or below 1 / 1.5."""
+    correction = {"correction": "mask", "correction_high": 1.7, "correction_low": 0.5}
+    _, columns, _ = advantages_of(correction)
+    assert columns["keep"] == [True, True, False, False]
+    _, columns, _ = advantages_of({**correction, "mask_truncated": True}, cut={0})
+    assert columns["keep"] == [False] * 4, "the rejected tokens of the answer that was not cut came back"
+    _, columns, _ = advantages_of({"mask_truncated": True}, cut={0})
+    assert columns["keep"] == [False, False, True, True]
+
+
+def test_the_adaptive_coefficient_follows_the_kl_and_not_the_penalty():
+    """The mean KL is (0.1 + 0.12) / 2 = 0.11 per token, 10% above the target; the penalty is 0.3 of it."""
+    given = {"kl_reward_coef": 0.3, "kl_reward_target": 0.1, "kl_reward_horizon": 10.0}
+    assert advantages_of(given, "reinforce_plus_plus")[2] == pytest.approx(0.3 * (1 + 0.1 * 2 / 10), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("groups", "updates", "sizes"), [(5, 2, [2, 3]), (7, 3, [2, 3, 2]), (2, 4, [1, 1]), (4, 2, [2, 2])]
+)
+def test_every_group_is_trained_once_per_epoch_also_where_they_do_not_divide(groups, updates, sizes):
+    answer = Segment(ids=np.array([2]), source="sampled", logprobs=np.zeros(1, np.float32), version=0)
+    rows = Refs(
+        ref_of(
+            Sample(sample_id=f"{g}/{i}", trajectory_id=f"{g}/{i}", group_id=str(g), purpose="train", segments=(answer,))
+        )
+        for g in range(groups)
+        for i in range(2)
+    )
+    steps = optimizer_steps(rows, updates, 2, seed=3, index=0)
+    assert len(steps) == 2 * len(sizes)
+    for epoch in (0, 1):
+        own = [s for s in steps if s.recorded == (epoch == 0)]
+        assert sorted(len(s.refs.groups()) for s in own) == sorted(sizes)
+        assert sorted(r.sample_id for s in own for r in s.refs) == sorted(rows.ids)
+        assert {s.weights for s in own} == {f"/{epoch}" if epoch else ""}
 
 
 def test_the_critic_is_warm_once_it_explains_enough_and_stays_so():

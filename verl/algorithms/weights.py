@@ -56,11 +56,13 @@ def term_weights(columns: Columns, terms: tuple[Term, ...]) -> dict[str, Tensor]
         kept = replace(columns, mask=columns.mask & columns["keep"].bool())
     for term in terms:
         over = None if term.over is None else columns.sequence[term.over].bool()[columns.sequence_of]
-        seen, every = kept if over is None else replace(kept, mask=kept.mask & over), columns.mask
+        seen, every = kept, columns.mask
+        if over is not None:
+            seen, every = replace(kept, mask=kept.mask & over), every & over
         if "taught" in columns.sequence and any(name.startswith("teacher_") for name in term.inputs):
             taught = columns.sequence["taught"][columns.sequence_of]
             seen, every = replace(seen, mask=seen.mask & taught), every & taught
-        counted = every if term.denominator == "before_rejection" and term.over is None else None
+        counted = every if term.denominator == "before_rejection" else None
         weight = weight_column(
             seen, term.aggregate, unit=term.unit, horizon_tokens=term.horizon_tokens, denominator_mask=counted
         )
