@@ -1,21 +1,50 @@
-"""Columns and content parts that hold images, videos or sounds."""
+"""Columns and content parts that hold images, videos or sounds, under the names that data sets give them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from verl.data.values import content_hash
 
-MEDIA_KEYS = ("images", "videos", "audios")
+_KIND = r"(image|img|picture|photo|video|audio)s?"
+_FORM = r"(path|file|filepath|filename|url|uri|link|byte|data|base64|b64|binary|list|input|content|feature|tensor)s?"
+COLUMN = re.compile(
+    rf"{_KIND}|{_KIND}_?{_FORM}|(multi_?modal|mm)_(data|input|feature)s?|pixel_values(_images|_videos)?|"
+    r"input_features|(image|video)_grid_thw"
+)
+"""Names of columns that hold media, in lower case with underscores."""
+PLACEHOLDER = re.compile(
+    r"</?\|?(start_of_|end_of_)?(image|img|picture|video|audio|vision)(_?(pad|start|end|token|\d+)| \d+)?\|?>|\[IMG\]",
+    re.IGNORECASE,
+)
+"""What stands in a text where a processor puts an image, a video or a sound."""
+ENDINGS = (
+    *(".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".mp4", ".avi", ".mov", ".mkv", ".webm"),
+    *(".wav", ".mp3", ".flac", ".ogg", ".m4a"),
+)
+MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"OggS", b"fLaC", b"ID3", b"\x1aE\xdf\xa3")
+_HF_FEATURE = ({"bytes", "path"}, {"array", "path", "sampling_rate"}, {"bytes", "path", "sampling_rate"})
+_NOTHING = ("", "[]", "{}", "null", "none", "nan")
+
+
+@lru_cache(maxsize=4096)
+def is_media_column(name: str) -> bool:
+    return COLUMN.fullmatch(name.strip().lower().replace("-", "_").replace(" ", "_")) is not None
 
 
 def media_in(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """(reference, where it is) of what is not text: items of the media columns, and content parts of messages.
+    """Yield (reference, where it is) of what is not text: items of the media columns, and content parts of messages.
 
     A reference is the item itself if it is a string (a path or a URL), else the hash of its content.
     """
-    found = [(item, f"{key!r} holds {len(row[key])} item(s)") for key in MEDIA_KEYS for item in row.get(key) or ()]
+    found: list[tuple[Any, str]] = []
+    for key, value in row.items():
+        if is_media_column(str(key)) or _is_medium(value):
+            items = _items(value)
+            found += [(item, f"{key!r} holds {len(items)} item(s)") for item in items]
     for message in messages:
         for part in message["content"] if isinstance(message["content"], list) else ():
             kind = part.get("type") if isinstance(part, Mapping) else None
@@ -26,8 +55,53 @@ def media_in(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> I
 
 
 def refuse_media(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], where: str) -> None:
-    for _, place in media_in(row, messages):
+    """Refuse a row that holds media, and one whose text has a place for one that another column names."""
+    place = next((place for _, place in media_in(row, messages)), "") or _placeholder(row, messages)
+    if place:
         raise ValueError(
             f"{where}: {place}, and prompts are rendered as text only: the model would not see it."
             " Fix: a text-only data set, or drop the column"
         )
+
+
+def _placeholder(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str:
+    """Where a text has a placeholder that another column is about: a media column, if only an empty one, or a file."""
+    extra = row.get("extra_info")
+    cells = [*row.items(), *(extra.items() if isinstance(extra, Mapping) else ())]
+    about = [str(key) for key, value in cells if is_media_column(str(key)) or _is_file(value)]
+    texts = (m["content"] for m in messages if isinstance(m.get("content"), str)) if about else ()
+    found = next((mark for text in texts if (mark := PLACEHOLDER.search(text))), None)
+    return f"a message holds {found.group()!r} and the row has {about[0]!r}" if found else ""
+
+
+def _is_medium(value: Any) -> bool:
+    """Whether a value is a medium under whatever name: the features of `datasets`, or bytes of a known format."""
+    if isinstance(value, list):
+        return bool(value) and _is_medium(value[0])
+    if isinstance(value, Mapping):
+        return value.keys() in _HF_FEATURE and _holds(value)
+    return isinstance(value, bytes) and value.startswith(MAGIC)
+
+
+def _is_file(value: Any) -> bool:
+    """Whether a text, or the first of a list of texts, is the name of a media file."""
+    value = value[0] if isinstance(value, list) and value else value
+    return isinstance(value, str) and (value[-5:].lower().endswith(ENDINGS) or value.startswith("data:image/"))
+
+
+def _items(value: Any) -> list[Any]:
+    """The media of a column; an empty object in a list counts as one."""
+    if isinstance(value, list):
+        return [item for item in value if item == {} or _holds(item)]
+    return [value] if _holds(value) else []
+
+
+def _holds(value: Any) -> bool:
+    """Whether there is anything in a value: Arrow fills what is absent with nulls, structs of them and empty lists."""
+    if isinstance(value, str):
+        return value.strip().lower() not in _NOTHING
+    if isinstance(value, Mapping):
+        return any(map(_holds, value.values()))
+    if isinstance(value, list):
+        return any(map(_holds, value))
+    return value is not None and value is not False and value != b""

@@ -120,7 +120,7 @@ class PairJob(RenderJob):
                 f" (columns: {names_of(raw.row)})"
             )
         every = row.prompt + row.chosen + (row.rejected or ())
-        refuse_media({}, every, raw.where)
+        refuse_media(raw.row, every, raw.where)
         self.count_text(every, raw.where, counts)
         conversations = [row.prompt + answer for answer in (row.chosen, row.rejected) if answer is not None]
         kwargs, start = self.template_kwargs, len(row.prompt)
