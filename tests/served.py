@@ -1,4 +1,4 @@
-"""A server that answers as vLLM 0.32 was seen to, without a model: token i behind a prompt is (sum of the prompt + i)
+"""A server that answers as vLLM 0.32 was seen to (or, by its version, as 0.33 is written to), without a model: token i behind a prompt is (sum of the prompt + i)
 modulo the vocabulary. It can be told to fail, and its engine ends where vLLM's does: updated while a step runs, or
 resumed amid an update, as one that failed leaves it. `python served.py PORT` is a child like `vllm serve`."""
 
@@ -50,6 +50,7 @@ class Served:
         self.tells = False  # the name of its weights with each token
         self.dead: str | None = None  # of what its engine ended
         self.gone: list[str] = []  # requests whose caller hung up
+        self.refuses = False  # what arrives in a pause, as 0.33 does unless its mode is keep
         self.going = asyncio.Event()
         self.going.set()
         self.running: dict[str, asyncio.Event] = {}  # id -> aborted
@@ -114,6 +115,7 @@ class Served:
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", "abort")
+        self.refuses = mode != "keep" and self.version.startswith("0.33")
         if mode == "abort":
             for aborted in self.running.values():
                 aborted.set()
@@ -125,6 +127,7 @@ class Served:
     async def _resume(self, request: web.Request) -> web.Response:
         if self.updating:
             return self._ends("resumed amid an update")
+        self.refuses = False
         self.going.set()
         return web.json_response({"status": "resumed"})
 
@@ -172,6 +175,8 @@ class Served:
         body = await request.json()
         params, prompt = body["sampling_params"], body["token_ids"]
         name = f"generate-tokens-{body.get('request_id') or id(request)}"
+        if self.refuses:
+            return web.json_response({"error": {"message": "Request failed; please retry"}}, status=503)
         self.running[name], self.open[name] = asyncio.Event(), request
         try:
             if body.get("stream"):

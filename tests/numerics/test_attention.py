@@ -334,7 +334,9 @@ def test_the_flash_kernels_take_the_arguments_we_give(monkeypatch):
         return kernel
 
     monkeypatch.setattr(torch_varlen, "varlen_attn", bound_to("torch", inspect.signature(torch_varlen.varlen_attn)))
-    fake = types.ModuleType("flash_attn")
+    fake = types.ModuleType("flash_attn")  # as flash-attn-4 alone leaves it: without the function
+    monkeypatch.setitem(sys.modules, "flash_attn", fake)
+    assert attention.varlen_kernel.__wrapped__() is attention._torch_varlen
 
     def documented(
         q,
@@ -354,7 +356,7 @@ def test_the_flash_kernels_take_the_arguments_we_give(monkeypatch):
     ): ...
 
     fake.flash_attn_varlen_func = bound_to("flash_attn", inspect.signature(documented))
-    monkeypatch.setitem(sys.modules, "flash_attn", fake)
+    assert attention.varlen_kernel.__wrapped__() is attention._flash_attn
     for kernel in (attention._torch_varlen, attention._flash_attn):
         assert kernel(q, k, k, lengths, 0.5, 3) is q
     assert calls["torch"]["window_size"] == calls["flash_attn"]["window_size"] == (2, 0)

@@ -549,18 +549,18 @@ def test_a_server_without_a_word_is_left_alone_where_it_stands_still_or_draws_fo
         async def full(request: web.Request) -> web.StreamResponse | None:
             return await silent(request) if (await request.json())["sampling_params"]["max_tokens"] == 1 else None
 
-        await engine.pause()
         task = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
+        await until(lambda: bool(served.running))
+        await engine.pause()
         asked = len(served.asked)
         await asyncio.sleep(0.3)
-        assert len(served.asked) == asked + 1, "nobody asks one that stands still whether it draws"
+        assert len(served.asked) == asked, "a server that stands still is not probed for progress"
         served.faults |= {"/metrics": look, "/inference/v1/generate": full}
-        served.step_s = 0.02
         await engine.resume()
         assert len((await task).ids) == 60 and looks > 2
 
     quiet(monkeypatch, probe_s=0.1)
-    with_server(body)
+    with_server(body, Served(step_s=0.02))
 
 
 def test_one_that_tells_no_progress_is_asked_for_its_health_alone_behind_a_queue(
@@ -843,8 +843,9 @@ def test_the_double_ends_where_it_is_resumed_after_a_load_that_failed_as_vllm_do
     with_server(body)
 
 
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_what_comes_after_an_update_is_drawn_after_it(mode: Any) -> None:
+def test_what_comes_after_an_update_is_drawn_after_it(mode: Any, version: str) -> None:
     """Also where the words overtake each other on their way to the server."""
 
     async def slow(request: web.Request) -> None:
@@ -862,7 +863,33 @@ def test_what_comes_after_an_update_is_drawn_after_it(mode: Any) -> None:
         assert c.stop_reason == ("abort" if mode == "abort" else "length")
         assert {v for v, _, _ in c.spans} == ({0, 1} if mode == "keep" else {0})
 
-    with_server(body, Served(step_s=0.01))
+    with_server(body, Served(step_s=0.01, version=version))
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_a_request_that_arrives_in_a_pause_of_vllm_033_is_made_again_or_aborted(mode: Any) -> None:
+    """0.33 refuses it with 503, where 0.32 kept it until it was resumed."""
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        sent = asyncio.Event()
+
+        async def overtaken(request: web.Request) -> None:
+            sent.set()
+            await until(lambda: served.refuses)
+            del served.faults["/inference/v1/generate"]
+
+        served.faults["/inference/v1/generate"] = overtaken
+        early = asyncio.create_task(engine.generate("early", PROMPT, greedy(3)))
+        await sent.wait()
+        await engine.pause(mode)
+        late = asyncio.create_task(engine.generate("late", PROMPT, greedy(3)))
+        await asyncio.sleep(0.02)
+        assert not late.done() and early.done() == (mode == "abort")
+        await engine.resume()
+        assert (await early).stop_reason == ("abort" if mode == "abort" else "length")
+        assert len((await late).ids) == 3
+
+    with_server(body, Served(version="0.33.0"))
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -1006,7 +1033,7 @@ STRICT = Expected(name="vLLM", versions=((0, 32), (0, 33)), needs={**NEEDS, "tra
 @each(
     "served, fault, said",
     [
-        (Served(version="0.33.1"), None, r"is vLLM 0.33.1: this adapter was made for vLLM >=0.32,<0.33"),
+        (Served(version="0.34.1"), None, r"is vLLM 0.34.1: this adapter was made for vLLM >=0.32,<0.33"),
         (Served(version="dev"), None, "is vLLM dev"),
         (Served(room=63), None, "at most 63 tokens, and 64 are asked for; start it with a longer context"),
         (Served(raw=True), None, "log-probs before temperature and truncation"),

@@ -218,14 +218,15 @@ def fake_python(folder: Path, body: str) -> str:
 @each(
     "body, said",
     [
-        ("echo 0.31.2", r"vLLM 0.31.2 is there, this adapter was made for >=0.32,<0.33: pip install vllm==0.32.0"),
-        ("echo 0.33.0", "vLLM 0.33.0 is there"),
+        ("echo 0.31.2", r"vLLM 0.31.2 is there, this adapter was made for >=0.32,<0.34: pip install vllm==0.32.0"),
+        ("echo 0.34.0", "vLLM 0.34.0 is there"),
         (
             "echo PackageNotFoundError: vllm; exit 1",
             r"no vLLM there \(PackageNotFoundError: vllm\): pip install.*docs/engines.md.*make vllm-env",
         ),
         ("echo 0.32.1", ""),
         ("echo 0.32.0+cpu", ""),
+        ("echo 0.33.0", ""),
     ],
 )
 def test_an_environment_without_the_engine(tmp_path: Path, body: str, said: str) -> None:

@@ -7,7 +7,6 @@ On CUDA in half precision one variable-length flash kernel computes the whole fo
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from verl.batch import Batch, ranges
+from verl.nn.flash import flash_attn
 
 PACKED = "verl_packed"
 # Blocks up to this many keys keep their probabilities for the backward pass (bmm is faster than SDPA there on CPU).
@@ -248,15 +248,17 @@ def attend_varlen(
 
 @cache
 def varlen_kernel() -> VarlenKernel:
-    """flash_attn's where it is installed, else torch's own (torch.nn.attention.varlen)."""
-    return _flash_attn if importlib.util.find_spec("flash_attn") else _torch_varlen
+    """Return flash-attn's kernel where it is installed, else torch's own (torch.nn.attention.varlen)."""
+    return _flash_attn if flash_attn(VARLEN) is not None else _torch_varlen
+
+
+VARLEN = "flash_attn_varlen_func"
 
 
 def _flash_attn(q: Tensor, k: Tensor, v: Tensor, lengths: Varlen, scale: float, window: int | None) -> Tensor:
-    from flash_attn import flash_attn_varlen_func
-
-    span = (-1 if window is None else window - 1, 0)
-    return flash_attn_varlen_func(q, k, v, *lengths.bounds, softmax_scale=scale, causal=True, window_size=span)
+    kernel, span = flash_attn(VARLEN), (-1 if window is None else window - 1, 0)
+    assert kernel is not None, "varlen_kernel looked for it"
+    return kernel(q, k, v, *lengths.bounds, softmax_scale=scale, causal=True, window_size=span)
 
 
 def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: Varlen, scale: float, window: int | None) -> Tensor:

@@ -77,8 +77,6 @@ class Api:
     """The path that answers a request, also as a stream of events."""
     modes: frozenset[PauseMode] = frozenset()
     """What its own pause can do; the rest is done by the client, but for `keep`."""
-    holds = False
-    """Requests that come while it stands still wait there, and can be ended there."""
     aborts = False
     """It can be told to end a request. Without, the connection is closed, and what came by then is the answer."""
     updates = False

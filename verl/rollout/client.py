@@ -34,7 +34,7 @@ from verl.rollout.base import (
 )
 from verl.rollout.calls import Call, after, ended, first
 from verl.rollout.connected import OTHERS, PROBE_S
-from verl.rollout.http import ServerGone, ServerLate, ServerRefused
+from verl.rollout.http import PAUSED, ServerGone, ServerLate, ServerRefused
 from verl.rollout.launching import Launch
 from verl.rollout.life import QUIET_S, Life
 from verl.rollout.wire import Drawn, NotUnderstood, Reading
@@ -101,8 +101,8 @@ class ServedEngine(AdaptedServer):
                 try:
                     return await self._asked(request_id, call, prompt, sampling, so_far)
                 except (ServerGone, ServerRefused, ServerLate, NotUnderstood) as e:
-                    if call.routed:
-                        call.routed = False  # the router, or another server: this one does as well
+                    if call.routed or (left and isinstance(e, ServerRefused) and e.status == PAUSED):
+                        call.routed = False  # the router, or another server: this one does as well; or after the pause
                         continue
                     if not isinstance(e, ServerGone):
                         raise
@@ -398,7 +398,7 @@ class ServedEngine(AdaptedServer):
                 yield done
             finally:
                 self._life.heard += 1
-                if not self._paused or self._api.holds:
+                if not self._paused:
                     self._open.set()
 
     async def _fence(self, why: str) -> None:

@@ -19,6 +19,7 @@ from verl.rollout.base import ReplicaLost
 CONNECT_S = 10.0
 IDLE_S = 2.0  # of a connection: servers close them after 5, and a request would meet the end of one
 FULL = 429  # the status of a server that takes no more requests now
+PAUSED = 503  # the status of a vLLM (0.33 on) that takes no request until it is resumed
 ROOM_S, MOST_S = 0.05, 1.0  # until it is asked again; grows to the second
 FILES = 65536  # that this process asks for at most; its children inherit that
 NO_FILE = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # this side has no room for a connection: none was made

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from verl.rollout.client import ServedEngine
     from verl.rollout.process import ServerProcess
 
-AT_LEAST, BELOW = (0, 32), (0, 33)
+AT_LEAST, BELOW = (0, 32), (0, 34)
 PLUGIN = Path(__file__).parent / "vllm_plugin"
 TRANSFER = '--weight-transfer-config \'{"backend":"verl"}\' --worker-extension-cls verl_weights.Extension'
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM has room for

@@ -28,7 +28,7 @@ ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_e
 class VllmApi(Api):
     generate, transport, sync = GENERATE, "verl.weight_sync.shm:", "shm"
     modes: frozenset[PauseMode] = frozenset(("keep", "wait", "abort"))
-    holds = aborts = updates = offloads = pours = marks = True
+    aborts = updates = offloads = pours = marks = True
     names: Literal["model", "saved"] = "saved"  # its loaders read folders
 
     def __init__(self, *, follows: bool = False) -> None:

@@ -6,7 +6,6 @@ Everything in it has a fixed shape: rows are padded to a bucket; padding rows wr
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import scaled_dot_product_attention
 
+from verl.nn.flash import flash_attn
 from verl.rollout.embedded.core import Sampled
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, sample_captured, to_host
 from verl.rollout.native.architecture import Shape
@@ -23,6 +23,7 @@ from verl.rollout.native.kv import round_up
 from verl.rollout.native.model import Model
 from verl.rollout.native.weights import Layer
 
+WITH_CACHE = "flash_attn_with_kvcache"
 PAGE = 256  # tokens: flash attention asks for multiples of it
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
@@ -33,11 +34,11 @@ PagedKernel = Callable[[Tensor, Tensor, Tensor, Pages, float, int], Tensor]
 
 def flash_attn_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale: float, window: int) -> Tensor:
     """The flash-attn package: a split-KV kernel over a block table."""
-    from flash_attn import flash_attn_with_kvcache
-
+    kernel = flash_attn(WITH_CACHE)
+    assert kernel is not None, "paged_kernel looked for it"
     read = {"block_table": pages[0], "cache_seqlens": pages[1], "softmax_scale": scale, "causal": True}
     span = (window - 1, 0) if window else (-1, -1)
-    out: Tensor = flash_attn_with_kvcache(q[:, None], keys, values, window_size=span, **read)
+    out: Tensor = kernel(q[:, None], keys, values, window_size=span, **read)
     return out[:, 0]
 
 
@@ -68,7 +69,7 @@ def gathered_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale:
 
 def paged_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel:
     if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
-        if importlib.util.find_spec("flash_attn"):
+        if flash_attn(WITH_CACHE) is not None:
             return flash_attn_paged
         if current_flash_attention_impl() == "FA3":
             return torch_paged
