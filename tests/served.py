@@ -1,6 +1,7 @@
-"""A server that answers as vLLM 0.32 was seen to (or, by its version, as 0.33 is written to), without a model: token i behind a prompt is (sum of the prompt + i)
-modulo the vocabulary. It can be told to fail, and its engine ends where vLLM's does: updated while a step runs, or
-resumed amid an update, as one that failed leaves it. `python served.py PORT` is a child like `vllm serve`."""
+"""A server that answers as vLLM 0.32 was seen to (or, by its version, as 0.33 is written to), without a model: token i
+behind a prompt is (sum of the prompt + i) modulo the vocabulary. It can be told to fail, and its engine ends where
+vLLM's does: updated while a step runs, or resumed amid an update, as one that failed leaves it. `python served.py PORT`
+is a child like `vllm serve`."""
 
 from __future__ import annotations
 
@@ -176,7 +177,10 @@ class Served:
         params, prompt = body["sampling_params"], body["token_ids"]
         name = f"generate-tokens-{body.get('request_id') or id(request)}"
         if self.refuses:
-            return web.json_response({"error": {"message": "Request failed; please retry"}}, status=503)
+            error = {"error": {"message": "Request failed; please retry", "code": 503}}
+            if body.get("stream"):
+                return web.Response(text=f"data: {json.dumps(error)}\n\n", content_type="text/event-stream")
+            return web.json_response(error, status=503)
         self.running[name], self.open[name] = asyncio.Event(), request
         try:
             if body.get("stream"):

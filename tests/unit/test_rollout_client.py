@@ -866,8 +866,9 @@ def test_what_comes_after_an_update_is_drawn_after_it(mode: Any, version: str) -
     with_server(body, Served(step_s=0.01, version=version))
 
 
+@pytest.mark.parametrize("stop", [(), ("zz",)])  # with a stop string the answer comes as a stream
 @pytest.mark.parametrize("mode", ["wait", "abort"])
-def test_a_request_that_arrives_in_a_pause_of_vllm_033_is_made_again_or_aborted(mode: Any) -> None:
+def test_a_request_that_arrives_in_a_pause_of_vllm_033_is_made_again_or_aborted(mode: Any, stop: Any) -> None:
     """0.33 refuses it with 503, where 0.32 kept it until it was resumed."""
 
     async def body(engine: ServedEngine, served: Served) -> None:
@@ -879,7 +880,7 @@ def test_a_request_that_arrives_in_a_pause_of_vllm_033_is_made_again_or_aborted(
             del served.faults["/inference/v1/generate"]
 
         served.faults["/inference/v1/generate"] = overtaken
-        early = asyncio.create_task(engine.generate("early", PROMPT, greedy(3)))
+        early = asyncio.create_task(engine.generate("early", PROMPT, greedy(3, stop=stop)))
         await sent.wait()
         await engine.pause(mode)
         late = asyncio.create_task(engine.generate("late", PROMPT, greedy(3)))
@@ -889,7 +890,7 @@ def test_a_request_that_arrives_in_a_pause_of_vllm_033_is_made_again_or_aborted(
         assert (await early).stop_reason == ("abort" if mode == "abort" else "length")
         assert len((await late).ids) == 3
 
-    with_server(body, Served(version="0.33.0"))
+    with_server(body, Served(version="0.33.0"), decode=lambda ids: "a" * len(ids))
 
 
 @pytest.mark.parametrize("paused", [False, True])

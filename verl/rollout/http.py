@@ -83,7 +83,8 @@ class Http:
                 if text.startswith(b"data: "):
                     event = _parsed(path, text[6:])
                     if isinstance(event, dict) and "error" in event:
-                        raise ServerRefused(f"{self.url}{path}: {_reason(text[6:])}", 500)
+                        code = event["error"].get("code") if isinstance(event["error"], dict) else None
+                        raise ServerRefused(f"{self.url}{path}: {_reason(text[6:])}", PAUSED if code == PAUSED else 500)
                     yield event
         raise ServerGone(f"{self.url}{path}: the stream broke off")
 
