@@ -105,7 +105,7 @@ def keeps_the_rules(path: Path) -> None:
         allowed = ("verl.algorithms", "verl.types", "verl.bounds", "verl.batch", "verl.objective")
         assert all(m.startswith(allowed) for m in every if m.startswith("verl")), every
         assert not any(m.startswith("torch.distributed") for m in every)
-        if path.name in ("specs.py", "filters.py", "presets.py"):
+        if path.name in ("settings.py", "specs.py", "filters.py", "presets.py"):
             assert all(m == "verl.types" or m.startswith("verl.algorithms") for m in every if m.startswith("verl"))
             assert not {m for m in every if m.split(".")[0] in ("torch", "transformers")}, "configuration reads these"
     if here == "objective":

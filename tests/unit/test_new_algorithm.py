@@ -33,7 +33,8 @@ TOY = '''
 from dataclasses import dataclass
 
 from verl.algorithms.presets import Preset
-from verl.algorithms.specs import KLLoss, LossSpec, GRPO, knob
+from verl.algorithms.settings import knob
+from verl.algorithms.specs import KLLoss, LossSpec, GRPO
 
 
 def leaky(columns, *, leak=0.1):

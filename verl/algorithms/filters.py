@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from verl.algorithms.specs import Spec, knob
+from verl.algorithms.settings import Spec, knob
 
 REJECTION_STATS = (
     *(f"token_k{k}" for k in (1, 2, 3)),

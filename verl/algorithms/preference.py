@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.algorithms.presets import preference
-from verl.algorithms.specs import did_you_mean, function
+from verl.algorithms.settings import did_you_mean
+from verl.algorithms.specs import function
 from verl.batch import Columns
 from verl.objective import Term, TermValue
 

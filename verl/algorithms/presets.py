@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from verl.algorithms import filters, specs
-from verl.algorithms.specs import Clipped, EstimatorSpec, KLLoss, PPOClip, PreferenceSpec, Spec, did_you_mean, short
+from verl.algorithms.settings import Knob, Spec, did_you_mean
+from verl.algorithms.specs import Clipped, EstimatorSpec, KLLoss, PPOClip, PreferenceSpec, short
 
 T = TypeVar("T")
 SCHEDULED = (
@@ -306,7 +307,7 @@ PREFERENCES: Mapping[str, PreferenceSpec] = {
 """What `preference.loss=NAME` may name."""
 
 
-def _every_knob() -> list[tuple[str, specs.Knob, str]]:
+def _every_knob() -> list[tuple[str, Knob, str]]:
     every = [*(spec for preset in PRESETS.values() for spec in preset.parts().values()), *LOSSES.values()]
     return [(key, limits, kind) for spec in every for key, (_, limits, kind) in spec.knobs().items()]
 

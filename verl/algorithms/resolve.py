@@ -13,7 +13,8 @@ from torch import Tensor
 
 from verl.algorithms import estimators, losses, specs
 from verl.algorithms.presets import Preset, settled
-from verl.algorithms.specs import did_you_mean, function, short
+from verl.algorithms.settings import did_you_mean
+from verl.algorithms.specs import function, short
 from verl.batch import Columns
 from verl.objective import Term, TermValue
 from verl.types import Metric

@@ -1,0 +1,115 @@
+"""What a part of an algorithm is written with: settings with their bounds, and what is wrong with a value of one. No
+torch. The field of a spec is the key that a user sets, after the spec's prefix."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """What a setting may be. `least` and `most` are allowed themselves, `above` and `below` are not · option: it
+    is written under algorithm.options, since few algorithms have it · advice: ends the error."""
+
+    key: str | None = None
+    option: bool = False
+    choices: tuple[str, ...] = ()
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    below: float = math.inf
+    advice: str = ""
+
+    def fault(self, key: str, value: Any, kind: str) -> str | None:
+        """One line about a value that cannot be; None where it can."""
+        wanted, types = _KINDS[kind.split(" ")[0].split("[")[0]]
+        said = f"{self.path(key)}={value}: "
+        if value is None:
+            return None if "None" in kind else said + f"must be {wanted}"
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            return said + f"must be {wanted}"
+        if self.choices and value not in self.choices:
+            known = f"there are: {', '.join(self.choices)}{self.advice}"
+            return said + f"unknown{did_you_mean(value, self.choices)}; {known}"
+        if isinstance(value, int | float):
+            if not math.isfinite(value):
+                return said + "must be finite"
+            if not (self.least <= value <= self.most and self.above < value < self.below):
+                return said + f"must be {self._range()}{self.advice}"
+        return None
+
+    def path(self, key: str) -> str:
+        return f"algorithm.{'options.' if self.option else ''}{key}"
+
+    def wanted(self, kind: str) -> str:
+        """What it may be, in words."""
+        what = f"one of {', '.join(self.choices)}" if self.choices else _KINDS[kind.split(" ")[0].split("[")[0]][0]
+        return " ".join(part for part in (what, self._range()) if part) + self.advice
+
+    def _range(self) -> str:
+        low = f">= {self.least:g}" if self.least > -math.inf else f"> {self.above:g}" if self.above > -math.inf else ""
+        high = f"<= {self.most:g}" if self.most < math.inf else f"below {self.below:g}" if self.below < math.inf else ""
+        return " and ".join(x for x in (low, high) if x)
+
+
+_KINDS: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    "float": ("a number", (int, float)),
+    "int": ("a whole number", (int,)),
+    "bool": ("true or false", (bool,)),
+    "str": ("a word", (str,)),
+    "Literal": ("a word", (str,)),
+    "tuple": ("a list", (tuple,)),
+    "Mapping": ("a mapping", (Mapping,)),
+}
+
+
+def _as_written(annotation: Any) -> str:  # they are strings where a spec's module postpones them
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+
+
+def did_you_mean(word: object, known: Sequence[str]) -> str:
+    """`; did you mean X?`, or nothing where no word is near."""
+    import difflib
+
+    near = difflib.get_close_matches(str(word), known, 1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def knob(default: Any, **limits: Any) -> Any:
+    return field(default=default, metadata={"knob": Knob(**limits)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """Settings of one part of an algorithm. `switches`: fields of which one must be set for it to do anything."""
+
+    prefix: ClassVar[str] = ""
+    switches: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    @functools.cache
+    def knobs(cls) -> dict[str, tuple[str, Knob, str]]:
+        """key -> (field, its limits, its type as text), of every setting of this spec."""
+        found = {f.name: (f.metadata["knob"], _as_written(f.type)) for f in fields(cls) if "knob" in f.metadata}
+        return {k.key or cls.prefix + name: (name, k, kind) for name, (k, kind) in found.items()}
+
+    def settings(self) -> dict[str, Any]:
+        return {key: getattr(self, name) for key, (name, _, _) in self.knobs().items()}
+
+    def updated(self, given: Mapping[str, Any]) -> Self:
+        """With those of the given settings that are this spec's."""
+        return replace(self, **{name: given[key] for key, (name, _, _) in self.knobs().items() if key in given})
+
+    def is_on(self) -> bool:
+        """Whether it does anything, as its settings are."""
+        return not self.switches or any(getattr(self, name) for name in self.switches)
+
+    def faults(self) -> Iterator[str]:
+        """A line for each setting that cannot be, with the fix."""
+        for key, (name, limits, kind) in self.knobs().items():
+            if said := limits.fault(key, getattr(self, name), kind):
+                yield said
