@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec
 import pyarrow as pa
@@ -18,7 +19,7 @@ import pytest
 
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow, expand_files, fingerprint, read_rows
-from verl.data.formats import conversation_row, task_row
+from verl.data.formats import Players, conversation_row, task_row
 from verl.data.preference import pair_row, unpaired_row
 from verl.data.truths import GSM8K_INSTRUCTION
 
@@ -207,8 +208,39 @@ def test_tools_column() -> None:
     schema = {"type": "function", "function": {"name": "add"}}
     assert task({"prompt": "x", "tools": [schema]}, tools_key="tools").tools == (schema,)
     assert task({"prompt": "x", "tools": json.dumps([schema])}, tools_key="tools").tools == (schema,)
-    assert task({"prompt": "x", "tools": ["add"]}).tools == (), "without tools_key the column is only carried along"
-    assert task({"prompt": "x", "tools": ""}, tools_key="tools").tools == ()
+    for nothing in ("", None, [], "[]", "null"):
+        assert task({"prompt": "x", "tools": nothing}, tools_key="tools").tools == ()
+        assert task({"prompt": "x", "tools": nothing}).tools == ()
+
+
+def test_a_rows_tools_are_played_by_those_of_the_run_or_refused() -> None:
+    add, sub = ({"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "sub"))
+    run = Players("single_turn", ("single_turn", "tool_agent", "own.py:Loop"), (add, sub))
+    for tools in ([add], ["add"], json.dumps([add]), [{"name": "add"}], [json.dumps(add)]):
+        got = task_row(RawRow("f.jsonl:7", {"prompt": "x", "tools": tools}), DataConfig(), run)
+        assert (got.agent, got.tools) == ("tool_agent", (add,)), tools
+    own = task_row(RawRow("f.jsonl:7", {"prompt": "x", "tools": [add], "agent_name": "own.py:Loop"}), DataConfig(), run)
+    assert (own.agent, own.tools) == ("own.py:Loop", ())
+    other = {"type": "function", "function": {"name": "w", "parameters": {}}}
+    fix = r"tools w \(column 'tools'\) are not there: agent.tools has none.*agent\.tools=.*data\.tools_key=tools"
+    assert not refused(
+        task, [({"prompt": "x", "tools": tools}, fix) for tools in ([other], ["w"], json.dumps([other]))]
+    )
+    of_run = lambda row: task_row(RawRow("f.jsonl:7", row), DataConfig(), run)  # noqa: E731
+    rows = [
+        ({"prompt": "x", "tools": [add, other]}, "tools w .*agent.tools has add, sub"),
+        ({"prompt": "x"}, "accepted"),
+    ]
+    rows += [({"prompt": "x", "tools": [add], "agent_name": "single_turn"}, "'single_turn' plays no tool")]
+    assert refused(of_run, rows) == [({"prompt": "x"}, mock.ANY)]
+
+
+def test_the_tools_of_a_preference_row_are_shown() -> None:
+    schema = {"type": "function", "function": {"name": "add"}}
+    row = {"prompt": "2+2?", "chosen": "4", "rejected": "5", "completion": "4", "label": True}
+    for tools in ([schema], json.dumps([schema])):
+        assert pair({**row, "tools": tools}).tools == unpaired({**row, "tools": tools}).tools == (schema,)
+    assert pair(row).tools == ()
 
 
 def test_media_are_referred_to_by_path_or_content() -> None:
@@ -252,7 +284,11 @@ def test_wrong_task_rows() -> None:
 
 
 def test_wrong_tools() -> None:
-    for tools, message in (("[{", "is text but not JSON"), (["add"], "must be a list of tool schemas")):
+    for tools, message in (
+        ("[{", "is text but not JSON"),
+        (["{"], "is text but not JSON"),
+        (["add"], "must be a list of tool schemas"),
+    ):
         with pytest.raises(ValueError, match=message):
             task({"prompt": "x", "tools": tools}, tools_key="tools")
 

@@ -26,6 +26,8 @@ from verl.data.values import kind_of, names_of, object_in, refuse_surrogates
 PREFERENCE = "`verl dpo` or `verl rm` read these"
 COMPLETION_KEYS = ("completion", "response")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+TOOLS_KEY = "tools"
+"""The column of tools where `data.tools_key` names no other."""
 SINGLE_TURN, TOOL_AGENT = "single_turn", "tool_agent"
 AGENT_NAMES = MappingProxyType({"single_turn_agent": SINGLE_TURN})
 """verl's name of a loop -> ours, where they differ."""
@@ -89,9 +91,7 @@ def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> Tas
             row = {**row, cfg.prompt_key: asked, "solution": last["content"]}
     extra_info = object_in(row.get("extra_info"), where, "extra_info")
     agent = _player(row, extra_info, where, players)
-    named = agent == TOOL_AGENT
-    tools = _tools(row.get(cfg.tools_key), where, cfg.tools_key, names=named) if cfg.tools_key else ()
-    tools = _chosen(tools, players.tools, where) if named else tools
+    agent, tools = _played_tools(row, where, cfg, agent, players)
     source = row.get("data_source")
     if source is not None and not isinstance(source, str):
         raise ValueError(f"{where}: 'data_source' must be a string, got {kind_of(source)}")
@@ -182,16 +182,39 @@ def _player(row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str, p
     return agent
 
 
-def _chosen(
-    asked: tuple[dict[str, Any], ...], there: tuple[dict[str, Any], ...], where: str
-) -> tuple[dict[str, Any], ...]:
-    """The tools of a row: those that it names, or all of the run."""
-    by_name = {tool["function"]["name"]: tool for tool in there}
-    names = [(tool.get("function") or tool).get("name") for tool in asked]
-    if unknown := [str(name) for name in names if name not in by_name]:
-        fix = f"agent.tools has {', '.join(by_name)}"
-        raise ValueError(f"{where}: the row's tools {', '.join(unknown)} are not there: {fix}")
-    return tuple(by_name[name] for name in dict.fromkeys(names)) or there
+def _played_tools(
+    row: Mapping[str, Any], where: str, cfg: DataConfig, agent: str, players: Players
+) -> tuple[str, tuple[dict[str, Any], ...]]:
+    """Return (the loop that plays the row, the tools that its prompt shows).
+
+    A row without an `agent_name` whose tools are all of the run is played with them. Tools that are not of the run are
+    refused, unless `data.tools_key` says that they are only to be shown; a loop of the user's reads them from the row.
+    """
+    key = cfg.tools_key or TOOLS_KEY
+    if agent not in (SINGLE_TURN, TOOL_AGENT):
+        return agent, tools_in(row.get(key), where, key) if cfg.tools_key else ()
+    shown_only = agent == SINGLE_TURN and cfg.tools_key is not None
+    tools = tools_in(row.get(key), where, key, names=not shown_only or bool(players.tools))
+    by_name = {tool["function"]["name"]: tool for tool in players.tools}
+    names = list(dict.fromkeys((tool.get("function") or tool).get("name") for tool in tools))
+    unknown = [str(name) for name in names if name not in by_name]
+    if not unknown and (agent == TOOL_AGENT or (names and not row.get("agent_name"))):
+        return TOOL_AGENT, tuple(by_name[name] for name in names) or players.tools
+    if shown_only or not names:
+        return agent, tools
+    has = f"agent.tools has {', '.join(by_name) or 'none'}"
+    if agent == SINGLE_TURN and not unknown:
+        raise ValueError(
+            f"{where}: {key!r} names {', '.join(names)}, and 'agent_name' {row['agent_name']!r} plays no tool."
+            " Fix: name tool_agent there, or drop one of the columns"
+        )
+    fix = "agent.tools=[FILE.py] plays them" + (
+        "" if agent == TOOL_AGENT else f", data.tools_key={key} only shows them"
+    )
+    raise ValueError(
+        f"{where}: the row's tools {', '.join(unknown)} (column {key!r}) are not there: {has}."
+        f" Fix: {fix}, or drop the column"
+    )
 
 
 def asks_for_a_judge(raw: RawRow) -> bool:
@@ -204,8 +227,7 @@ def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
     row, where, prompt = named_row(raw, cfg), raw.where, Messages()
     if row.get(cfg.messages_key) is None and row.get("conversations") is not None:
         row = {**row, cfg.messages_key: row["conversations"]}
-    tools_key = cfg.tools_key or "tools"
-    tools = _tools(row.get(tools_key), where, tools_key)
+    tools = shown_tools(row, where, cfg)
     completion_key = next((k for k in COMPLETION_KEYS if row.get(k) is not None), None)
     if row.get(cfg.messages_key) is not None:
         answer = read_messages(row[cfg.messages_key], where, cfg.messages_key)
@@ -289,14 +311,22 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     return message
 
 
-def _tools(value: Any, where: str, column: str, *, names: bool = False) -> tuple[dict[str, Any], ...]:
+def shown_tools(row: Mapping[str, Any], where: str, cfg: DataConfig) -> tuple[dict[str, Any], ...]:
+    """Return the tool schemas of a row that is learned from as it is written."""
+    key = cfg.tools_key or TOOLS_KEY
+    return tools_in(row.get(key), where, key)
+
+
+def tools_in(value: Any, where: str, column: str, *, names: bool = False) -> tuple[dict[str, Any], ...]:
     """Tool schemas: a list of objects, or that list as JSON text (Arrow has no type for mixed schemas). names: it may
     hold the names of the run's tools."""
-    if isinstance(value, str):
-        try:
+    try:
+        if isinstance(value, str):
             value = json.loads(value) if value.strip() else None
-        except json.JSONDecodeError as exc:
-            raise ValueError(f"{where}: {column!r} is text but not JSON: {exc.msg} at column {exc.colno}") from exc
+        if isinstance(value, list):
+            value = [json.loads(t) if isinstance(t, str) and t.startswith("{") else t for t in value]
+    except json.JSONDecodeError as exc:
+        raise ValueError(f"{where}: {column!r} is text but not JSON: {exc.msg} at column {exc.colno}") from exc
     if not value:
         return ()
     if not isinstance(value, list) or not all(isinstance(t, (Mapping, str) if names else Mapping) for t in value):

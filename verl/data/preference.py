@@ -21,7 +21,7 @@ from verl.chat.conversation import Rendered, render_conversation
 from verl.chat.template import RowRefused, Tokenizer, shared
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
-from verl.data.formats import Messages, named_row, read_messages, with_system
+from verl.data.formats import Messages, named_row, read_messages, shown_tools, with_system
 from verl.data.media import refuse_media
 from verl.data.render import Counts, Entry, RenderJob
 from verl.data.source import ConversationTable, LoadReport, load_arrays, refuse_empty
@@ -44,6 +44,7 @@ class PreferenceRow(NamedTuple):
     rejected: Messages | None
     desirable: bool = True
     gap: float | None = None
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,9 @@ class PairJob(RenderJob):
         conversations = [row.prompt + answer for answer in (row.chosen, row.rejected) if answer is not None]
         kwargs, start = self.template_kwargs, len(row.prompt)
         rendered = [
-            render_conversation(self.tokenizer, messages, self.audit, kwargs, train_from=start, last_only=True)[-1]
+            render_conversation(
+                self.tokenizer, messages, self.audit, kwargs, tools=row.tools, train_from=start, last_only=True
+            )[-1]
             for messages in conversations
         ]
         longest = max(len(r.ids) for r in rendered)
@@ -171,7 +174,9 @@ def pair_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
             raise ValueError(f"{where}: {name!r} ends with a message of {role!r}; it must be the assistant's")
         if not str(messages[-1]["content"]).strip():
             raise ValueError(f"{where}: {name!r} is an empty answer")
-    return PreferenceRow(with_system(prompt, cfg), chosen, rejected, gap=_gap(row, where))
+    return PreferenceRow(
+        with_system(prompt, cfg), chosen, rejected, gap=_gap(row, where), tools=shown_tools(row, where, cfg)
+    )
 
 
 def _named_pair(raw: RawRow, cfg: DataConfig) -> tuple[dict[str, Any], str]:
@@ -212,7 +217,7 @@ def unpaired_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
             raise ValueError(f"{where}: no {key!r}: an unpaired row has prompt, completion and label {columns}")
     prompt = read_messages(row[prompt_key], where, prompt_key)
     answer = read_messages(row["completion"], where, "completion", role="assistant")
-    return PreferenceRow(with_system(prompt, cfg), answer, None, desirable=label)
+    return PreferenceRow(with_system(prompt, cfg), answer, None, desirable=label, tools=shown_tools(row, where, cfg))
 
 
 def _answer(value: Any, where: str, column: str) -> Messages:
