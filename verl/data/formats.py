@@ -196,8 +196,8 @@ def _played_tools(
     shown_only = agent == SINGLE_TURN and cfg.tools_key is not None
     tools = tools_in(row.get(key), where, key, names=not shown_only or bool(players.tools))
     by_name = {tool["function"]["name"]: tool for tool in players.tools}
-    names = list(dict.fromkeys((tool.get("function") or tool).get("name") for tool in tools))
-    unknown = [str(name) for name in names if name not in by_name]
+    names = list(dict.fromkeys(str((tool.get("function") or tool).get("name")) for tool in tools))
+    unknown = [name for name in names if name not in by_name]
     if not unknown and (agent == TOOL_AGENT or (names and not row.get("agent_name"))):
         return TOOL_AGENT, tuple(by_name[name] for name in names) or players.tools
     if shown_only or not names:
