@@ -407,7 +407,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     (C, {"prompt": "x", "colour": "red"}, 400, "colour"),
     (H, {"messages": []}, 400, "messages"),
     (H, {"messages": [{"content": "x"}]}, 400, "role"),
-    (H, {"messages": [{"role": "user", "content": 5}]}, 400, "not text"),
+    (H, {"messages": [{"role": "user", "content": 5}]}, 400, "no text"),
     (H, {"messages": [{"role": "assistant", "content": "x", "tool_calls": 5}]}, 400, "tool_calls is no list"),
     (H, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "more than text"),
     (H, {**ASKED, "response_format": {"type": "json_object"}}, 400, "response_format"),

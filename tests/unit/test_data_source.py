@@ -124,9 +124,12 @@ def test_options_of_a_load(tokenizer: Any, config: Any, tmp_path: Path) -> None:
         load_tasks([tools], tokenizer, config(tools_key="tools"))
 
 
-def test_template_errors_name_the_row(tokenizer: Any, config: Any, tmp_path: Path) -> None:
-    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-    file = write(tmp_path / "a.jsonl", [{"prompt": "ok"}, {"prompt": parts}])
+def test_template_errors_name_the_row(
+    tokenizer: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuses = "{% if messages[0].content == 'hi' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    monkeypatch.setattr(tokenizer, "chat_template", refuses)
+    file = write(tmp_path / "a.jsonl", [{"prompt": "ok"}, {"prompt": "hi"}])
     with pytest.raises(ValueError, match=r"a\.jsonl:2: the chat template refuses messages with roles \[user\]"):
         load_tasks([file], tokenizer, config())
 

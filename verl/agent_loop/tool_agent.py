@@ -21,6 +21,7 @@ from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutpu
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.tools import Answer, Tool, Toolbox
 from verl.chat.bridge import Bridge, PlainText
+from verl.chat.messages import without_nulls
 from verl.chat.parsing import Malformed, ToolCall, Turn, TurnParser
 from verl.chat.renderers import Package
 from verl.chat.template import Renderer, TemplateAudit, as_ids
@@ -117,7 +118,7 @@ class ToolAgentLoop(AgentLoopBase):
         names = [tool["function"]["name"] for tool in kwargs["tools"]] or list(kit.tools)
         box = Toolbox(
             {name: kit.tools[name] for name in names},
-            kwargs.get("tools_kwargs") or extra.get("tools_kwargs") or {},
+            without_nulls(kwargs.get("tools_kwargs") or extra.get("tools_kwargs") or {}),
             kit.limits.tool_timeout_s,
         )
         play = Play(as_ids(kwargs["prompt_ids"]), [dict(m) for m in kwargs["raw_prompt"]], box)

@@ -58,13 +58,15 @@ def render_conversation(
 ) -> list[Rendered]:
     """Training rows of a conversation: one for an append-only template, else one per assistant turn, as at inference.
 
-    Assistant turns before message `train_from`, or without any prompt, are context; with `last_only` all but the last
-    are. RowRefused if no exact row exists.
+    Assistant turns before message `train_from`, without any prompt, or with weight 0 are context; with `last_only` all
+    but the last are. RowRefused if no exact row exists.
     """
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= max(train_from, 1)]
     if not turns:
         raise RowRefused("no assistant turn after a prompt", f"{len(messages)} messages")
-    turns = turns[-1:] if last_only else turns
+    turns = [i for i in (turns[-1:] if last_only else turns) if messages[i].get("weight") != 0]
+    if not turns:
+        raise RowRefused("all assistant turns are marked as not trained")
     refuse_unsupported(messages, audit, tools)
     r = Renderer(tokenizer, template_kwargs, tools)
     try:

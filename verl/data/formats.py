@@ -13,19 +13,19 @@ Preference rows are in data/preference.py. A wrong row is a ValueError that star
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from verl.chat.messages import Messages, messages_of_text, read_messages, refuse_trained, tool_without_nulls
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
 from verl.data.media import media_in, refuse_media
 from verl.data.truths import GSM8K_ANSWER, GSM8K_INSTRUCTION, GSM8K_SOURCE, ground_truth_of, gsm8k_number, gsm8k_texts
-from verl.data.values import kind_of, names_of, object_in, refuse_surrogates
+from verl.data.values import kind_of, names_of, object_in
 
 PREFERENCE = "`verl dpo` or `verl rm` read these"
 COMPLETION_KEYS = ("completion", "response")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 TOOLS_KEY = "tools"
 """The column of tools where `data.tools_key` names no other."""
 SINGLE_TURN, TOOL_AGENT = "single_turn", "tool_agent"
@@ -34,7 +34,6 @@ AGENT_NAMES = MappingProxyType({"single_turn_agent": SINGLE_TURN})
 IN_DRIVER = "@driver"
 FEEDBACK = "attempt.feedback"
 """As `teacher.hint_key`: no column, but what was said of the very attempt."""
-Messages = tuple[dict[str, Any], ...]
 
 
 class TaskRow(NamedTuple):
@@ -85,10 +84,10 @@ ONE_ANSWER = Players()
 def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> TaskRow:
     """One row of an RL data set."""
     row, where = named_row(raw, cfg), raw.where
-    if cfg.prompt_key not in row and isinstance(turns := row.get("conversations"), list) and len(turns) > 1:
-        *asked, last = read_messages(turns, where, "conversations")
-        if last["role"] == "assistant":  # what it says is the truth
-            row = {**row, cfg.prompt_key: asked, "solution": last["content"]}
+    if row.get(cfg.prompt_key) is None and isinstance(turns := row.get("conversations"), list) and len(turns) > 1:
+        *_, last = read_messages(turns, where, "conversations")
+        if last["role"] == "assistant" and last["content"]:  # what it says is the truth
+            row = {**row, cfg.prompt_key: turns[:-1], "solution": last["content"]}
     extra_info = object_in(row.get("extra_info"), where, "extra_info")
     agent = _player(row, extra_info, where, players)
     agent, tools = _played_tools(row, where, cfg, agent, players)
@@ -96,7 +95,8 @@ def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> Tas
     if source is not None and not isinstance(source, str):
         raise ValueError(f"{where}: 'data_source' must be a string, got {kind_of(source)}")
     if row.get(cfg.prompt_key) is not None:
-        messages = read_messages(row[cfg.prompt_key], where, cfg.prompt_key)
+        messages = read_messages(row[cfg.prompt_key], where, cfg.prompt_key, tools=tools)
+        refuse_trained(messages, where, cfg.prompt_key)
         truth = ground_truth_of(row, where, cfg.prompt_key)
     elif "question" in row and "answer" in row:
         question, answer = gsm8k_texts(row, where)
@@ -109,9 +109,10 @@ def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> Tas
             " Fix: data.prompt_key=COLUMN"
         )
     if messages[-1]["role"] == "assistant":
+        begun = str(messages[-1]["content"])[:60]
         raise ValueError(
-            f"{where}: {cfg.prompt_key!r} ends with an assistant turn, {messages[-1]['content'][:60]!r}, and answers "
-            "are not begun by the prompt here. Fix: end prompts with the user's turn (to learn an answer: `verl sft`)"
+            f"{where}: {cfg.prompt_key!r} ends with an assistant turn, {begun!r}, and answers are not begun by the "
+            "prompt here. Fix: end prompts with the user's turn (to learn an answer: `verl sft`)"
         )
     media = tuple(reference for reference, _ in media_in(row, messages))
     teacher = _teacher(row, source, where, players.teachers)
@@ -230,10 +231,11 @@ def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
     tools = shown_tools(row, where, cfg)
     completion_key = next((k for k in COMPLETION_KEYS if row.get(k) is not None), None)
     if row.get(cfg.messages_key) is not None:
-        answer = read_messages(row[cfg.messages_key], where, cfg.messages_key)
+        answer = read_messages(row[cfg.messages_key], where, cfg.messages_key, tools=tools)
     elif row.get(cfg.prompt_key) is not None and completion_key:
-        prompt = read_messages(row[cfg.prompt_key], where, cfg.prompt_key)
-        answer = read_messages(row[completion_key], where, completion_key, role="assistant")
+        prompt = read_messages(row[cfg.prompt_key], where, cfg.prompt_key, tools=tools)
+        refuse_trained(prompt, where, cfg.prompt_key)
+        answer = read_messages(row[completion_key], where, completion_key, role="assistant", tools=tools)
     elif "question" in row and "answer" in row:
         question, text = gsm8k_texts(row, where)
         # The prompt that RL on the same file sees.
@@ -259,6 +261,10 @@ def named_row(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
     """The row with what ShareGPT's and Alpaca's columns say under the names that are read here."""
     row, system = raw.row, raw.row.get("system")
     first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    if isinstance(text := row.get("conversations"), str) and text.strip():
+        if (turns := messages_of_text(text, raw.where, "conversations")) is None:
+            raise ValueError(f"{raw.where}: 'conversations' is text and no list of messages: {text[:60]!r}")
+        row = {**row, "conversations": turns}
     if isinstance(turns := row.get("conversations"), list) and first:
         return {**row, "conversations": [*first, *turns]}
     if any(row.get(k) is not None for k in (cfg.prompt_key, "question")) or not isinstance(row.get("instruction"), str):
@@ -276,39 +282,9 @@ def named_row(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
 
 
 def with_system(messages: Messages, cfg: DataConfig) -> Messages:
-    if cfg.system_prompt is None or any(m["role"] == "system" for m in messages):
+    if cfg.system_prompt is None or any(m["role"] in ("system", "developer") for m in messages):
         return messages
     return ({"role": "system", "content": cfg.system_prompt}, *messages)
-
-
-def read_messages(value: Any, where: str, column: str, *, role: str = "user") -> Messages:
-    """A list of {role, content}, or a string: one message of `role`."""
-    if isinstance(value, str):
-        if not value.strip():
-            raise ValueError(f"{where}: {column!r} is empty text")
-        value = [{"role": role, "content": value}]
-    if not isinstance(value, Sequence) or not value:
-        what = "an empty list" if isinstance(value, Sequence) else kind_of(value)
-        raise ValueError(f"{where}: {column!r} must be text or a list of {{role, content}} messages, got {what}")
-    return tuple(_message(m, f"{where}: {column!r} message {k}") for k, m in enumerate(value, start=1))
-
-
-def _message(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where} must be an object with role and content, got {kind_of(value)}")
-    message = {k: v for k, v in value.items() if v is not None}  # Arrow fills absent keys with null
-    if "role" not in message and isinstance(said := message.get("from"), str):  # ShareGPT
-        message = {"role": SHAREGPT_ROLES.get(said, said), "content": message.get("value")}
-    if not isinstance(message.get("role"), str):
-        raise ValueError(f"{where} has no 'role' (keys: {names_of(message)})")
-    content = message.get("content")
-    if isinstance(content, str):
-        refuse_surrogates(content, where)
-    elif content is None and message.get("tool_calls"):
-        message["content"] = ""  # templates add it to text
-    elif not isinstance(content, list):
-        raise ValueError(f"{where} ({message['role']}) has no text: 'content' is {kind_of(content)}")
-    return message
 
 
 def shown_tools(row: Mapping[str, Any], where: str, cfg: DataConfig) -> tuple[dict[str, Any], ...]:
@@ -323,6 +299,8 @@ def tools_in(value: Any, where: str, column: str, *, names: bool = False) -> tup
     try:
         if isinstance(value, str):
             value = json.loads(value) if value.strip() else None
+        elif isinstance(value, list):  # the nulls of JSON text are its own
+            value = [tool_without_nulls(t) if isinstance(t, Mapping) else t for t in value]
         if isinstance(value, list):
             value = [json.loads(t) if isinstance(t, str) and t.startswith("{") else t for t in value]
     except json.JSONDecodeError as exc:

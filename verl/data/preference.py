@@ -18,10 +18,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from verl.chat.conversation import Rendered, render_conversation
+from verl.chat.messages import Messages, Tools, read_messages, refuse_trained
 from verl.chat.template import RowRefused, Tokenizer, shared
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
-from verl.data.formats import Messages, named_row, read_messages, shown_tools, with_system
+from verl.data.formats import named_row, shown_tools, with_system
 from verl.data.media import refuse_media
 from verl.data.render import Counts, Entry, RenderJob
 from verl.data.source import ConversationTable, LoadReport, load_arrays, refuse_empty
@@ -151,9 +152,10 @@ def pair_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
                 f"{where}: no {key!r} beside {other!r}: a pair needs a winner and a loser (columns: {names_of(row)}). "
                 "Fix: fill it, or verl dpo preference.loss=kto for rows with prompt, completion and label"
             )
-    chosen, rejected = _answer(row["chosen"], where, "chosen"), _answer(row["rejected"], where, "rejected")
+    tools = shown_tools(row, where, cfg)
+    chosen, rejected = (_answer(row[key], where, key, tools) for key in ("chosen", "rejected"))
     if row.get(prompt_key) is not None:
-        prompt = read_messages(row[prompt_key], where, prompt_key)
+        prompt = read_messages(row[prompt_key], where, prompt_key, tools=tools)
         # The answer alone, where it was given with its prompt.
         chosen, rejected = (a[len(prompt) :] if a[: len(prompt)] == prompt else a for a in (chosen, rejected))
         if prompt[-1]["role"] == "assistant" and any(a and a[0]["role"] == "assistant" for a in (chosen, rejected)):
@@ -167,6 +169,8 @@ def pair_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
                 f" Fix: add a {prompt_key!r} column, or give both as whole conversations"
             )
         prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
+    for name, context in ((prompt_key, prompt), ("chosen", chosen[:-1]), ("rejected", rejected[:-1])):
+        refuse_trained(context, where, name)
     if chosen == rejected or not chosen or not rejected:
         raise ValueError(f"{where}: 'chosen' and 'rejected' are the same: such a pair says nothing. Fix: drop the row")
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
@@ -174,9 +178,7 @@ def pair_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
             raise ValueError(f"{where}: {name!r} ends with a message of {role!r}; it must be the assistant's")
         if not str(messages[-1]["content"]).strip():
             raise ValueError(f"{where}: {name!r} is an empty answer")
-    return PreferenceRow(
-        with_system(prompt, cfg), chosen, rejected, gap=_gap(row, where), tools=shown_tools(row, where, cfg)
-    )
+    return PreferenceRow(with_system(prompt, cfg), chosen, rejected, gap=_gap(row, where), tools=tools)
 
 
 def _named_pair(raw: RawRow, cfg: DataConfig) -> tuple[dict[str, Any], str]:
@@ -215,19 +217,21 @@ def unpaired_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
     for key in (prompt_key, "completion"):
         if row.get(key) is None:
             raise ValueError(f"{where}: no {key!r}: an unpaired row has prompt, completion and label {columns}")
-    prompt = read_messages(row[prompt_key], where, prompt_key)
-    answer = read_messages(row["completion"], where, "completion", role="assistant")
-    return PreferenceRow(with_system(prompt, cfg), answer, None, desirable=label, tools=shown_tools(row, where, cfg))
+    tools = shown_tools(row, where, cfg)
+    prompt = read_messages(row[prompt_key], where, prompt_key, tools=tools)
+    answer = read_messages(row["completion"], where, "completion", role="assistant", tools=tools)
+    refuse_trained((*prompt, *answer[:-1]), where, prompt_key)
+    return PreferenceRow(with_system(prompt, cfg), answer, None, desirable=label, tools=tools)
 
 
-def _answer(value: Any, where: str, column: str) -> Messages:
+def _answer(value: Any, where: str, column: str, tools: Tools) -> Messages:
     """A conversation, an HH-style transcript, or a text: one message of the assistant."""
     if isinstance(value, str) and HH_TURN.match(value):
         parts = HH_TURN.split(value)[1:]
         roles = {"Human": "user", "Assistant": "assistant"}
         turns = [{"role": roles[who], "content": text.strip()} for who, text in zip(parts[::2], parts[1::2])]
         return read_messages(turns, where, column)
-    return read_messages([value] if isinstance(value, Mapping) else value, where, column, role="assistant")
+    return read_messages([value] if isinstance(value, Mapping) else value, where, column, role="assistant", tools=tools)
 
 
 def _gap(row: Mapping[str, Any], where: str) -> float | None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from verl.chat.bridge import PlainText
 from verl.chat.conversation import Rendered, render_conversation
+from verl.chat.messages import Messages
 from verl.chat.template import (
     Message,
     Renderer,
@@ -29,7 +30,6 @@ from verl.data.files import RawRow
 from verl.data.formats import (
     FEEDBACK,
     ONE_ANSWER,
-    Messages,
     Players,
     TaskRow,
     asks_for_a_judge,

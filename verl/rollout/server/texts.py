@@ -8,15 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from verl.chat.messages import REASONING_KEYS, read_message
 from verl.chat.parsing import FORMATS, TurnParser, format_of, opening_of
 from verl.chat.template import RESERVED_KWARGS, Renderer, RowRefused, TemplateAudit, refuse_unsupported
 from verl.rollout.base import Completion, DecodeFn
 from verl.rollout.server.requests import ApiError, ChatBody
 
-REASONING = ("reasoning_content", "thinking", "reasoning")
 OPENING_TOKENS = 16  # at the end of a prompt, where a thought may be begun
 HALF = "\ufffd"  # a character whose bytes are not all there yet
 
@@ -113,41 +112,20 @@ def tools_of(body: ChatBody) -> list[dict[str, Any]] | None:
 
 
 def _message(given: Mapping[str, Any], i: int) -> dict[str, Any]:
-    """As templates expect it: content is text, the arguments of a call are an object."""
-    where, message = f"messages[{i}]", dict(given)
-    if not isinstance(message.get("role"), str):
-        raise ApiError(400, f"{where}: role is missing", param="messages", code="invalid_value")
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
-            said = f"{where}: content holds more than text, which this model does not take"
-            raise ApiError(400, said, param="messages", code="unsupported_message")
-        message["content"] = "".join(p["text"] for p in content)
-    elif content is None and message.get("tool_calls"):
-        message["content"] = ""
-    elif not isinstance(content, str):
-        raise ApiError(400, f"{where}: content is not text", param="messages", code="invalid_value")
-    if calls := message.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise ApiError(400, f"{where}: tool_calls is no list", param="messages", code="invalid_value")
-        message["tool_calls"] = [_called(call, where) for call in calls]
-    return message
-
-
-def _called(call: Any, where: str) -> dict[str, Any]:
+    """Return a message of a request as templates expect it. ApiError for one that is none, or is more than text."""
     try:
-        function = dict(call["function"])
-        if isinstance(function["arguments"], str):
-            function["arguments"] = msgspec.json.decode(function["arguments"] or "{}")
-        return {**call, "function": function}
-    except (KeyError, TypeError, ValueError, msgspec.DecodeError, RecursionError):
-        said = f"{where}: a tool call is {{id, type, function: {{name, arguments: JSON}}}}"
-        raise ApiError(400, said, param="messages", code="invalid_value") from None
+        message = read_message(given, f"messages[{i}]", filled=False)
+    except ValueError as e:
+        raise ApiError(400, str(e), param="messages", code="invalid_value") from None
+    if not isinstance(message["content"], str):
+        said = f"messages[{i}]: content holds more than text, which this model does not take"
+        raise ApiError(400, said, param="messages", code="unsupported_message")
+    return message
 
 
 def _openai_message(found: Mapping[str, Any]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": found.get("content")}
-    if reasoning := next((found[key] for key in REASONING if found.get(key)), None):
+    if reasoning := next((found[key] for key in REASONING_KEYS if found.get(key)), None):
         message["reasoning_content"] = reasoning
     calls = [call.get("function", call) for call in found.get("tool_calls") or ()]
     if calls:

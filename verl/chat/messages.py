@@ -1,0 +1,327 @@
+"""Messages as people write them -> messages as templates expect them.
+
+A message is {role, content, tool_calls?, reasoning_content?, name?, tool_call_id?, weight?}. `content` is text (a list
+of parts only where one of them is media), the `arguments` of a call are an object, and `weight` is 0 or 1 on an
+assistant turn that the row marks as context or as trained. Other spellings (OpenAI's, ShareGPT's, JSON text, parts, the
+nulls that Arrow fills in) are read, or refused with a ValueError that begins with `where`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from verl.data.values import kind_of, names_of, refuse_surrogates
+
+Messages = tuple[dict[str, Any], ...]
+Tools = Sequence[Mapping[str, Any]]
+
+KNOWN_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "weight"})
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+MARKS = {"weight": 1, "train": 1, "loss_mask": 1, "loss": 1, "trainable": 1, "loss_weight": 1, "masked": 0}
+"""Key of a message -> its value on a turn that is trained."""
+FUNCTION_CALL = "function_call"
+ROLES = {
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "tool_response", "function_response"), "tool"),
+    **dict.fromkeys((FUNCTION_CALL, "tool_call"), FUNCTION_CALL),
+    **{role: role for role in ("system", "developer")},
+}
+"""Roles as rows spell them, in lower case -> roles of chat templates. A `function_call` is an assistant turn."""
+TEXT_PARTS = frozenset({"text", "input_text", "output_text", None})
+TEXT_PART_KEYS = frozenset({"type", "text", "cache_control", "annotations"})
+MEDIA_PART = re.compile(r"image|video|audio|file|document|media", re.IGNORECASE)
+LOOKS_LIKE = (
+    (re.compile(r"(^|_|is)(loss|mask|train|weight|ignor)", re.IGNORECASE), "a mark of what is trained"),
+    (
+        re.compile(r"(^|_)(image|video|audio|media|attachment|file|pixel)", re.IGNORECASE),
+        "media, which is not rendered",
+    ),
+    (re.compile(r"(^|_)(tool|function|call)", re.IGNORECASE), "tools or calls"),
+    (re.compile(r"think|thought|^reason|rationale|chain_of|^cot$", re.IGNORECASE), "reasoning"),
+    (re.compile(r"ground_truth|^(answer|solution|label|reference|expected)s?$", re.IGNORECASE), "the truth of a task"),
+    (re.compile(r"^(text|value|from|parts|refusal|message|response|completion|prompt)$", re.IGNORECASE), "text"),
+)
+"""Keys of a message that are not read, and what it would mean to drop them."""
+
+
+def read_messages(
+    value: Any, where: str, column: str, *, role: str = "user", tools: Tools = (), filled: bool = True
+) -> Messages:
+    """Return the messages of a list of {role, content}, of its JSON text, or of a text: one message of `role`.
+
+    tools: the schemas that calls are made with. filled: an object may hold nulls that Arrow filled in.
+    """
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError(f"{where}: {column!r} is empty text")
+        value = messages_of_text(value, where, column) or [{"role": role, "content": value}]
+    if not isinstance(value, Sequence) or not value:
+        what = "an empty list" if isinstance(value, Sequence) else kind_of(value)
+        raise ValueError(f"{where}: {column!r} must be text or a list of {{role, content}} messages, got {what}")
+    places = (f"{where}: {column!r} message {k}" for k in range(1, len(value) + 1))
+    return tuple(read_message(m, place, tools, filled) for m, place in zip(value, places))
+
+
+def messages_of_text(text: str, where: str, column: str) -> list[Any] | None:
+    """Return the messages that are written as JSON in this text; None if it is text of its own."""
+    if text.lstrip()[:1] not in ("[", "{"):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        if re.match(r"\s*\[\s*\{\s*['\"](role|from|content|value)['\"]\s*:", text):
+            said = f"{column!r} is text that begins like a list of messages and is not JSON: {text.strip()[:60]!r}"
+            raise ValueError(f"{where}: {said}. Fix: write the column as a list, or with json.dumps") from None
+        return None
+    listed = [found] if isinstance(found, dict) else found
+    if not isinstance(listed, list) or not listed or not all(map(_is_message, listed)):
+        return None
+    return listed
+
+
+def _is_message(value: Any) -> bool:
+    """Whether an object of JSON text is a message: the role is known, and there is something in it."""
+    if not isinstance(value, Mapping):
+        return False
+    role = value.get("role", value.get("from"))
+    known = isinstance(role, str) and role.strip().lower() in ROLES
+    return known and not {"content", "value", "tool_calls", FUNCTION_CALL}.isdisjoint(value)
+
+
+def read_message(value: Any, where: str, tools: Tools = (), filled: bool = True) -> dict[str, Any]:
+    """Return one message. See the module for its form."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} must be an object with role and content, got {kind_of(value)}")
+    message = {k: v for k, v in value.items() if v is not None}  # Arrow fills absent keys with null
+    if "from" in message:  # ShareGPT
+        _rename(message, "from", "role", where)
+        _rename(message, "value", "content", where)
+    if not isinstance(role := message.get("role"), str):
+        raise ValueError(f"{where} has no 'role' (keys: {names_of(message)})")
+    message["role"] = role = ROLES.get(role.strip().lower(), role)
+    if message.keys() - KNOWN_KEYS or "weight" in message:
+        _read_marks(message, where)
+        _read_others(message, where)
+    if role == FUNCTION_CALL:
+        message |= {"role": "assistant", **_called_in_content(message, where)}
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise ValueError(f"{where}: tool_calls is no list, got {kind_of(calls)}")
+        message["tool_calls"] = [_call(call, where, tools, filled) for call in calls]
+    else:
+        message.pop("tool_calls", None)
+    _read_content(message, where)
+    return message
+
+
+def _rename(message: dict[str, Any], old: str, new: str, where: str) -> None:
+    if old in message:
+        if message.setdefault(new, message[old]) != message[old]:
+            raise ValueError(f"{where} has {old!r} and another {new!r}. Fix: drop one of them")
+        del message[old]
+
+
+def _read_content(message: dict[str, Any], where: str) -> None:
+    content = message.get("content")
+    if isinstance(content, list):
+        message["content"] = content = _joined(content, where)
+    if isinstance(content, str):
+        refuse_surrogates(content, where)
+    elif content is None and message.get("tool_calls"):
+        message["content"] = ""  # templates add it to text
+    elif not isinstance(content, list):
+        raise ValueError(f"{where} ({message['role']}) has no text: 'content' is {kind_of(content)}")
+
+
+def _joined(parts: list[Any], where: str) -> Any:
+    """Return the text of content parts, or the parts as they are if there is media among them."""
+    texts, media = [], False
+    for part in parts:
+        part = {"type": "text", "text": part} if isinstance(part, str) else part
+        if not isinstance(part, Mapping):
+            raise ValueError(f"{where}: a content part must be an object with a type, got {kind_of(part)}")
+        there = {key: found for key, found in part.items() if found is not None}
+        kind, more = there.get("type"), there.keys() - TEXT_PART_KEYS
+        if kind in TEXT_PARTS and not more:
+            if not isinstance(text := there.get("text"), str):
+                raise ValueError(f"{where}: a content part of type 'text' has no text (keys: {names_of(there)})")
+            texts.append(text)
+        elif (isinstance(kind, str) and MEDIA_PART.search(kind)) or any(MEDIA_PART.search(str(key)) for key in more):
+            media = True
+        else:
+            said = f"a content part of type {kind!r} with the keys {names_of(there)}"
+            raise ValueError(f"{where}: content holds more than text: {said}. Fix: write it as text, or drop it")
+    return parts if media else "".join(texts)
+
+
+def _read_others(message: dict[str, Any], where: str) -> None:
+    """Give reasoning and calls the names that are used here; refuse keys that must not be dropped."""
+    for key in REASONING_KEYS[1:]:
+        if key in message and not isinstance(message[key], str):
+            raise ValueError(f"{where}: {key!r} must be text, got {kind_of(message[key])}")
+        _rename(message, key, REASONING_KEYS[0], where)
+    if (call := message.pop(FUNCTION_CALL, None)) is not None:
+        if message.get("tool_calls"):
+            raise ValueError(f"{where} has 'function_call' and 'tool_calls'. Fix: drop one of them")
+        message["tool_calls"] = [call]
+    for key in message.keys() - KNOWN_KEYS:
+        if message[key] in ("", [], {}, False):
+            del message[key]
+            continue
+        for pattern, what in LOOKS_LIKE:
+            if pattern.search(key):
+                known = ", ".join(sorted({*KNOWN_KEYS, *MARKS}))
+                raise ValueError(
+                    f"{where} has a key {key!r}, which looks like {what} and is not read (keys that are: {known})."
+                    " Fix: rename it, or drop it"
+                )
+
+
+def _read_marks(message: dict[str, Any], where: str) -> None:
+    """Replace the marks of a message by `weight`, 0 or 1, on an assistant's turn."""
+    found: dict[str, int] = {}
+    for key in [key for key in message if key in MARKS]:
+        mark = message.pop(key)
+        if isinstance(mark, str) or mark not in (0, 1):
+            said = f"{key}={mark!r}: a turn is trained or it is context. Fix: 0 or 1"
+            raise ValueError(f"{where}: {said}")
+        found[key] = int(int(mark) == MARKS[key])
+    if not found:
+        return
+    if len(set(found.values())) > 1:
+        raise ValueError(f"{where}: {' and '.join(found)} contradict each other. Fix: drop one of them")
+    weight = next(iter(found.values()))
+    if message["role"] in ("assistant", FUNCTION_CALL):
+        message["weight"] = weight
+    elif weight:
+        said = f"{next(iter(found))!r} marks a message of {message['role']!r} to be trained"
+        raise ValueError(f"{where}: {said}; only turns of the assistant are. Fix: drop the mark")
+
+
+def refuse_trained(messages: Iterable[Mapping[str, Any]], where: str, column: str) -> None:
+    """Refuse messages that are context, where one of them is marked to be trained."""
+    if any(m.get("weight") == 1 for m in messages):
+        said = f"{column!r} marks a turn to be trained (weight=1) that is context here"
+        raise ValueError(f"{where}: {said}. Fix: drop the mark, or `verl sft` with the whole conversation")
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+def _called_in_content(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the content and calls of ShareGPT's `function_call`: JSON of one call or of a list, behind a thought."""
+    content, thought = message.get("content"), ""
+    if isinstance(content, str):
+        if found := re.match(r"\s*<think>.*?</think>\s*", content, re.DOTALL):
+            thought, content = found.group().strip(), content[found.end() :]
+        try:
+            content = json.loads(content)
+        except (ValueError, RecursionError):
+            said = f"the text of a function call is no JSON of {{name, arguments}}: {str(content)[:60]!r}"
+            raise ValueError(f"{where}: {said}") from None
+    calls = content if isinstance(content, list) else [content]
+    return {"content": thought, "tool_calls": calls}
+
+
+def _call(value: Any, where: str, tools: Tools, filled: bool) -> dict[str, Any]:
+    """Return a call as {id?, type, function: {name, arguments: object}}."""
+    call = {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else {}
+    function = call.pop("function", None)
+    if function is None:  # {name, arguments} alone
+        function = {key: call.pop(key) for key in ("name", "arguments", "parameters") if key in call}
+    function = {k: v for k, v in function.items() if v is not None} if isinstance(function, Mapping) else {}
+    if "arguments" not in function and "parameters" in function:
+        function["arguments"] = function.pop("parameters")
+    name, arguments = function.get("name"), function.get("arguments")
+    more = sorted(function.keys() - {"name", "arguments"} | call.keys() - {"id", "type", "index"})
+    if not isinstance(name, str) or not name or more or call.get("type", "function") != "function":
+        said = f"got {json.dumps(value, default=str, ensure_ascii=False)[:120]}"
+        raise ValueError(f"{where}: a tool call is {{id, type: function, function: {{name, arguments}}}}, {said}")
+    if arguments is None or isinstance(arguments, str):
+        arguments = _arguments_of_text(arguments or "", name, where)
+    elif isinstance(arguments, Mapping):
+        arguments = _fitting(arguments, _parameters(tools, name)) if filled else dict(arguments)
+    else:
+        raise ValueError(f"{where}: the arguments of {name!r} must be an object, got {kind_of(arguments)}")
+    return {**call, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _arguments_of_text(text: str, name: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: the arguments of {name!r} are text that is no JSON object: {text[:60]!r}")
+    return found
+
+
+# ---- nulls that Arrow fills in ---------------------------------------------------------------------------------------
+
+
+def _parameters(tools: Tools, name: str) -> Any:
+    """Return the JSON schema of a function's arguments; None if it is not among the tools."""
+    functions = (tool.get("function") or tool for tool in tools)
+    return next((f.get("parameters") for f in functions if isinstance(f, Mapping) and f.get("name") == name), None)
+
+
+def _admits_null(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    kinds = schema.get("type")
+    options = [option for key in ("anyOf", "oneOf") for option in schema.get(key) or ()]
+    return bool(
+        schema.get("nullable")
+        or kinds == "null"
+        or (isinstance(kinds, list) and "null" in kinds)
+        or None in (schema.get("enum") or ())
+        or any(map(_admits_null, options))
+    )
+
+
+def _fitting(value: Any, schema: Any) -> Any:
+    """Return arguments without the nulls that their schema does not know: keys of other rows' calls."""
+    if isinstance(value, Mapping):
+        known = (schema.get("properties") or {}) if isinstance(schema, Mapping) else {}
+        return {
+            key: _fitting(found, known.get(key))
+            for key, found in value.items()
+            if found is not None or _admits_null(known.get(key))
+        }
+    if isinstance(value, list):
+        items = schema.get("items") if isinstance(schema, Mapping) else None
+        return [_fitting(item, items) for item in value]
+    return value
+
+
+def without_nulls(value: Any) -> Any:
+    """Return an object without the keys that are null, at any depth; items of lists stay."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(found) for key, found in value.items() if found is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def tool_without_nulls(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool's schema without nulls but those that say something: `default: null` of what need not be given."""
+    return {key: _schema_without_nulls(found) for key, found in tool.items() if found is not None}
+
+
+def _schema_without_nulls(value: Any, required: bool = False) -> Any:
+    if isinstance(value, list):
+        return [_schema_without_nulls(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    kept = {key: found for key, found in value.items() if found is not None}
+    if "default" in value and value["default"] is None and (not required or _admits_null(value)):
+        kept = {key: found for key, found in value.items() if found is not None or key == "default"}
+    made = {key: found if key in ("enum", "default") else _schema_without_nulls(found) for key, found in kept.items()}
+    if isinstance(properties := kept.get("properties"), Mapping):
+        needed = kept.get("required") or ()
+        made["properties"] = {
+            key: _schema_without_nulls(found, key in needed) for key, found in properties.items() if found is not None
+        }
+    return made
