@@ -31,7 +31,8 @@ BASE = {  # settings without which another one does nothing
     **{f"correction_{key}": _MASK for key in ("level", "low", "high", "batch_normalize", "denominator")},
     "correction": {"correction": "truncate", "correction_low": 0.8, "correction_high": 1.3},
     **dict.fromkeys(("cov_low", "cov_high"), MappingProxyType({"cov_ratio": 0.5, "cov_low": 0.1})),
-    "scale_rewards": {"normalize_by_std": True},
+    **dict.fromkeys(("scale_rewards", "epsilon"), MappingProxyType({"normalize_by_std": True})),
+    "whiten_epsilon": {"normalize_advantages": True},
     "lam": {"length_adaptive_alpha": None},
     "agree_only": {"reward_coef": 0.5},
     "coef_schedule": {"entropy_coef": 0.3},
@@ -92,6 +93,12 @@ OTHER = {
     "beta": lambda now: now / 2,
     "observation_coef": lambda now: now + 0.5,
     "agree_only": lambda now: not now,
+    "singleton": lambda now: "raw",
+    "shift_mean": lambda now: not now,
+    "whiten_epsilon": lambda now: 0.5,
+    "alpha_counts": lambda now: "nonzero",
+    "f_norm": lambda now: 2.0,
+    "prefix_gain": lambda now: now + 0.5,
     "turn_discount": lambda now: now / 2,
     "step_coef": lambda now: now + 0.5,
     "coef_schedule": lambda now: {"entropy_coef": [[1, 0.5]]},
@@ -104,6 +111,7 @@ NOT_HERE = {  # who reads them, and where that is tested
     **dict.fromkeys(("selection", "weight_pow"), "test_closed_forms, e2e/test_presets"),
     **dict.fromkeys(("critic_warmup_steps", "critic_warmup_until"), "the driver: e2e/test_presets"),
     **dict.fromkeys(("mask_truncated", "stop_properly_coef"), "unit/test_step_settings, unit/test_reward_shaping"),
+    **dict.fromkeys(("overlong_tokens", "overlong_cap"), "unit/test_reward_shaping, unit/test_config_validate"),
     "bypass": "below, and unit/test_step",
     "curriculum": "unit/test_data_cursor, e2e/test_resume",
     **dict.fromkeys(("on_policy_share", "stored_key"), "numerics/test_stored_answers, e2e/test_distillation"),
@@ -114,7 +122,7 @@ AT = ("logprobs_at", "teacher_topk")
 
 
 def step_columns(seed: int = 0) -> Columns:
-    """Four groups of four answers of one to six tokens; ratios well away from 1."""
+    """Four groups of answers of one to six tokens, and one answer that is alone; ratios well away from 1."""
     rng = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 7, (16,), generator=rng)
     of = torch.arange(16).repeat_interleave(lengths)
@@ -128,7 +136,8 @@ def step_columns(seed: int = 0) -> Columns:
     token |= {"rollout_logprobs": token["old_logprobs"] + normal(0.4), "ref_logprobs": lp + normal(0.5)}
     token |= {"old_values": token["values"] + normal(0.6), "sum_pi_squared": normal(1).abs().clamp(max=1)}
     score = torch.randint(-2, 3, (16,), generator=rng).double()
-    sequence = {"score": score, "group": torch.arange(16) // 4, "valid": torch.ones(16, dtype=torch.bool)}
+    group = torch.cat([torch.arange(15) // 4, torch.tensor([4])])
+    sequence = {"score": score, "group": group, "valid": torch.ones(16, dtype=torch.bool)}
     sequence |= {"positive": score > 0, "baseline": torch.arange(4, dtype=F64).repeat_interleave(4)}
     for i, name in enumerate("abc"):
         sequence[f"component/{name}"] = (score * (i + 1)) % 3 + 0.1 * torch.arange(16)
@@ -201,6 +210,8 @@ def test_a_setting_that_reaches_nothing_is_refused():
         ("opd", {"kl_reward_coef": 0.1, "reward_coef": 0.0}),
         ("vapo", {"lam": 0.9}),
         ("drgrpo", {"scale_rewards": "batch", "horizon_tokens": 12}),
+        ("drgrpo", {"epsilon": 1e-4, "horizon_tokens": 12}),
+        ("rloo", {"whiten_epsilon": 1e-4}),
     ):
         (said,) = settled(name, given).idle(given)
         assert next(iter(given)) in said and ("does nothing" in said or "does not reach" in said), said

@@ -468,6 +468,21 @@ TRANSFORMS = [
     ),
     (
         [
+            "reward.reward_kwargs.overlong_buffer_cfg.enable=True",
+            "reward.reward_kwargs.overlong_buffer_cfg.len=5",
+            "reward.reward_kwargs.max_resp_len=100",
+            "data.max_response_length=200",
+        ],
+        {
+            "reward.overlong_buffer_tokens": 5,
+            "reward.overlong_penalty": 1.0,
+            "rollout.max_response_tokens": 200,
+            "algorithm.options.overlong_tokens": 100,
+            "algorithm.options.overlong_cap": False,
+        },
+    ),
+    (
+        [
             "reward_model.reward_kwargs.overlong_buffer_cfg.enable=False",
             "reward_model.reward_kwargs.overlong_buffer_cfg.len=512",
         ],
@@ -678,15 +693,6 @@ REFUSALS = [
     ),
     ([f"{ROLLOUT}val_kwargs.do_sample=False", f"{ROLLOUT}val_kwargs.temperature=1.0"], "leave one of them out"),
     (["reward.reward_kwargs.overlong_buffer_cfg.enable=True"], "overlong_buffer_cfg.len"),
-    (
-        [
-            "reward.reward_kwargs.overlong_buffer_cfg.enable=True",
-            "reward.reward_kwargs.overlong_buffer_cfg.len=5",
-            "reward.reward_kwargs.max_resp_len=100",
-            "data.max_response_length=200",
-        ],
-        "not the response limit 200",
-    ),
     (["algorithm.adv_estimator=mine"], "not in this version"),
     (["algorithm.adv_estimator=rloo", f"{ACTOR}policy_loss.loss_mode=mine"], "module:function"),
     (["algorithm.rollout_correction.rollout_is=word"], "there are token, sequence"),

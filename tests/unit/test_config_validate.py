@@ -134,7 +134,12 @@ FAULTS = [
     (["run.wait_timeout_s=0"], "must be > 0"),
     (["reward.path=/no/reward.py"], "no such file"),
     (["reward.name=a-b"], "name of a function"),
-    (["reward.overlong_buffer_tokens=5000"], "last part of that budget"),
+    (["reward.overlong_buffer_tokens=5000"], "last part of that length"),
+    (
+        ["reward.overlong_buffer_tokens=50", "algorithm.options.overlong_tokens=40"],
+        "is above algorithm.options.overlong_tokens=40",
+    ),
+    (["algorithm.options.overlong_cap=false"], "does nothing without an overlong penalty"),
     (["health.mismatch_warn=1"], "above health.mismatch_stop"),
     (["model.path=/no/model"], "no such folder"),
     (["model.path=Org/Name"], "hf download Org/Name"),

@@ -62,6 +62,14 @@ def test_shaped_keeps_the_raw_score() -> None:
     assert inner.closed
 
 
+def test_the_length_of_the_overlong_penalty_may_be_another_than_the_budget() -> None:
+    """12 tokens with a buffer of 4: whole at 12, twice as much at 16 of a budget of 20 where it is not capped."""
+    for tokens, cap, expected in ((10, True, -1.0), (12, True, -2.0), (16, True, -2.0), (16, False, -4.0)):
+        shaped = Shaped(_Inner(Score(1.0)), buffer_tokens=4, penalty=2.0, longest=12, cap=cap)
+        got = asyncio.run(shaped.score(_request(tokens)))
+        assert isinstance(got, Score) and got.value == 1.0 + expected, (tokens, cap)
+
+
 def test_what_an_answer_said_outlives_shaping_and_a_reward_model() -> None:
     """Answers vote by it at the end, whatever was added to their score on the way."""
     shaped = asyncio.run(Shaped(_Inner(Score(1.0, {}, "42")), buffer_tokens=8).score(_request(16)))

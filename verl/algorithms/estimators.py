@@ -35,13 +35,18 @@ def token_rewards(columns: Columns, penalty: Tensor | None = None) -> Tensor:
     return rewards
 
 
-def whiten(x: Tensor, mask: Tensor) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, epsilon: float | None = None) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) over the mask, Bessel variance; 0 outside. Values that are equal within rounding
-    give exactly 0: their differences are noise, which 1 / 1e-4 would raise."""
+    give exactly 0: their differences are noise, which 1 / 1e-4 would raise. shift_mean false: the mean is added to the
+    result · epsilon: the divisor is the deviation plus this."""
     inside, out = x[mask], torch.zeros_like(x)
-    if len(inside) and not _flat(inside.max(), inside.min()):
-        out[mask] = (inside - inside.mean()) * torch.rsqrt(inside.var(correction=1) + 1e-8)
-    return out
+    if not len(inside):
+        return out
+    mean = inside.mean()
+    if not _flat(inside.max(), inside.min()):
+        var = inside.var(correction=1)
+        out[mask] = (inside - mean) * (torch.rsqrt(var + 1e-8) if epsilon is None else 1 / (var.sqrt() + epsilon))
+    return out if shift_mean else torch.where(mask, out + mean, 0.0)
 
 
 def _flat(high: Tensor, low: Tensor) -> Tensor:
@@ -75,6 +80,10 @@ class _Groups:
         lowest = torch.full((self.num,), -torch.inf, dtype=x.dtype)
         return lowest.scatter_reduce(0, self.index[self.usable], x[self.usable], "amax")
 
+    def with_singletons(self, a: Tensor, singleton: str, divided_by: float = 1.0) -> Tensor:
+        """[S] advantages `a`; with singleton=raw those of usable answers that are alone are their scores, divided."""
+        return torch.where(self.usable & (self.size == 1) & (singleton == "raw"), self.s / divided_by, a)
+
     def total(self, x: Tensor) -> Tensor:
         """[S] the sum of x [S] over each sequence's group; x is 0 for the unusable."""
         return segment_sum(x, self.index, self.num)[self.index]
@@ -86,13 +95,22 @@ def _broadcast(columns: Columns, a: Tensor) -> Tensor:
 
 
 def grpo(
-    columns: Columns, *, normalize_by_std: bool = True, leave_one_out: bool = False, scale_rewards: str = "group"
+    columns: Columns,
+    *,
+    normalize_by_std: bool = True,
+    epsilon: float = EPS,
+    leave_one_out: bool = False,
+    scale_rewards: str = "group",
+    singleton: str = "zero",
 ) -> Advantage:
-    """(s - mean_g) / (std_g + 1e-6), Bessel (GRPO, 2402.03300). Without the division: Dr.GRPO (2503.20783).
+    """(s - mean_g) / (std_g + epsilon), Bessel (GRPO, 2402.03300). Without the division: Dr.GRPO (2503.20783).
     leave_one_out: mean and deviation of the other members, undivided where that is 0 (NeMo-RL) · scale_rewards: group |
-    batch (the deviation of all scores, TRL) | none. A group of one or without variance gives exactly 0."""
-    scale = scale_rewards if normalize_by_std else "none"
-    return {"advantages": _broadcast(columns, _normalized(_Groups(columns), scale, leave_one_out))}
+    batch (the deviation of all scores, TRL) | none. A group without variance gives exactly 0, and so does one of a
+    single answer; singleton=raw: its score, divided by 1 + epsilon where deviations of groups divide (verl)."""
+    g, scale = _Groups(columns), scale_rewards if normalize_by_std else "none"
+    by_group = scale == "group" and not leave_one_out
+    a = _normalized(g, scale, leave_one_out, epsilon)
+    return {"advantages": _broadcast(columns, g.with_singletons(a, singleton, 1 + epsilon if by_group else 1.0))}
 
 
 def _normalized(g: _Groups, scale: str = "group", leave_one_out: bool = False, eps: float = EPS) -> Tensor:
@@ -105,7 +123,7 @@ def _normalized(g: _Groups, scale: str = "group", leave_one_out: bool = False, e
         inside = g.s[g.usable]
         if len(inside) < 2 or _flat(inside.max(), inside.min()):
             return torch.zeros_like(g.s)
-        return centred / (inside.std(correction=1) + EPS)
+        return centred / (inside.std(correction=1) + eps)
     around = torch.where(g.usable, g.s - g.mean, 0.0) if leave_one_out else centred
     square = g.total(around**2)
     if not leave_one_out:
@@ -113,19 +131,29 @@ def _normalized(g: _Groups, scale: str = "group", leave_one_out: bool = False, e
     rest = square - around**2 * (g.size / others)
     std = (rest.clamp(min=0) / (g.size - 2).clamp(min=1)).sqrt()
     varied = (g.size > 2) & (std > FLAT * torch.maximum(g.mean.abs(), g.spread).clamp(min=1))
-    return torch.where(varied, centred / (std + EPS), centred)
+    return torch.where(varied, centred / (std + eps), centred)
 
 
-def rloo(columns: Columns, *, reward_clip: Sequence[float] = (), normalize_advantages: bool = False) -> Advantage:
+def rloo(
+    columns: Columns,
+    *,
+    reward_clip: Sequence[float] = (),
+    normalize_advantages: bool = False,
+    singleton: str = "zero",
+    whiten_epsilon: float | None = None,
+) -> Advantage:
     """s - mean of the other members of the group (2402.14740). reward_clip: (low, high) of the score, before any KL in
-    the reward · normalize_advantages: whitened over sequences (both as in TRL)."""
+    the reward · normalize_advantages: whitened over sequences (both as in TRL) · singleton=raw: an answer that is alone
+    has its score (verl)."""
     s = columns.sum(columns["rewards"].double())
     if reward_clip:
         score = columns.sequence["score"].double()
         s = s + score.clamp(reward_clip[0], reward_clip[1]) - score
     g = _Groups(columns, s)
-    a = g.size / (g.size - 1).clamp(min=1) * g.centred
-    return {"advantages": _broadcast(columns, whiten(a, g.usable) if normalize_advantages else a)}
+    a = g.with_singletons(g.size / (g.size - 1).clamp(min=1) * g.centred, singleton)
+    if normalize_advantages:
+        a = whiten(a, g.usable, epsilon=whiten_epsilon)
+    return {"advantages": _broadcast(columns, a)}
 
 
 class _Grid:
@@ -175,13 +203,16 @@ def gae(
     lam: float = 1.0,
     lam_critic: float | None = None,
     length_adaptive_alpha: float | None = None,
+    shift_mean: bool = True,
+    whiten_epsilon: float | None = None,
 ) -> Advantage:
     """Generalised advantages from `old_values` [L] (1506.02438), whitened; decoupled and length-adaptive (2504.05118).
     returns: advantages of `lam_critic` (None: `lam`) + values, before whitening. `length_adaptive_alpha`: the policy's
     lambda of a sequence of l tokens is max(0, 1 - 1 / (alpha l)). Holes are skipped; no bootstrap after the last
     token."""
     found = raw_gae(columns, gamma, lam, lam_critic, length_adaptive_alpha)
-    return {**found, "advantages": whiten(found["advantages"], _usable_tokens(columns))}
+    usable = _usable_tokens(columns)
+    return {**found, "advantages": whiten(found["advantages"], usable, shift_mean=shift_mean, epsilon=whiten_epsilon)}
 
 
 def raw_gae(
@@ -206,16 +237,23 @@ def _usable_tokens(columns: Columns) -> Tensor:
     return columns.mask & columns.sequence["valid"][columns.sequence_of]
 
 
-def reinforce_plus_plus(columns: Columns, *, gamma: float = 1.0) -> Advantage:
+def reinforce_plus_plus(
+    columns: Columns, *, gamma: float = 1.0, shift_mean: bool = True, whiten_epsilon: float | None = None
+) -> Advantage:
     """Reward to go, whitened over all trainable tokens; returns are unwhitened (2501.03262)."""
     returns = to_go(columns, gamma)
-    return {"advantages": whiten(returns, _usable_tokens(columns)), "returns": returns}
+    advantages = whiten(returns, _usable_tokens(columns), shift_mean=shift_mean, epsilon=whiten_epsilon)
+    return {"advantages": advantages, "returns": returns}
 
 
-def reinforce_plus_plus_baseline(columns: Columns) -> Advantage:
-    """s - mean_g, broadcast, whitened over tokens (2501.03262)."""
+def reinforce_plus_plus_baseline(
+    columns: Columns, *, singleton: str = "zero", shift_mean: bool = True, whiten_epsilon: float | None = None
+) -> Advantage:
+    """s - mean_g (singleton=raw: s of an answer that is alone), broadcast, whitened over tokens (2501.03262)."""
     g = _Groups(columns)
-    return {"advantages": whiten(_broadcast(columns, g.centred), columns.mask & g.usable[columns.sequence_of])}
+    a = _broadcast(columns, g.with_singletons(g.centred, singleton))
+    usable = columns.mask & g.usable[columns.sequence_of]
+    return {"advantages": whiten(a, usable, shift_mean=shift_mean, epsilon=whiten_epsilon)}
 
 
 def reinforce(columns: Columns, *, gamma: float = 1.0) -> Advantage:
@@ -231,12 +269,16 @@ def opd(
     teacher_coef: float = 1.0,
     reward_coef: float = 0.0,
     agree_only: bool = False,
+    prefix_gain: float = 0.0,
 ) -> dict[str, Tensor | Metric]:
     """teacher_coef x the discounted sum of log(teacher / student) over this token and those after it, which the student
     drew: at gamma 0 the policy gradient of the reverse KL token by token, at 1 that of whole answers (2306.08543). Plus
-    reward_coef x GRPO's advantage; agree_only: of tokens alone that the teacher moves in the same direction."""
+    reward_coef x GRPO's advantage; agree_only: of tokens alone that the teacher moves in the same direction.
+    prefix_gain: the signal of a token is multiplied by 1 + prefix_gain x (1 - the share of the answer's sum of
+    |log(teacher / student)| that stands before it), so that what follows a drift counts less (IW-OPD, 2606.22600)."""
     (likes, taught), usable = _likes(columns, "teacher_logprobs"), _usable_tokens(columns)
-    total = teacher_coef * to_go(columns.with_token({"rewards": likes}), gamma)
+    signal = likes * (1 + prefix_gain * (1 - _drift(columns, likes))) if prefix_gain else likes
+    total = teacher_coef * to_go(columns.with_token({"rewards": signal}), gamma)
     made: dict[str, Tensor | Metric] = {}
     if reward_coef:
         rewarded = grpo(columns)["advantages"]
@@ -244,6 +286,15 @@ def opd(
         total = total + reward_coef * (torch.where(agree | ~taught, rewarded, 0.0) if agree_only else rewarded)
         made["teacher/agrees"] = Metric(float((agree & judged).sum()), float(judged.sum()), "token")
     return {"advantages": torch.where(usable, total, 0.0), **of_teacher(columns), **made}
+
+
+def _drift(columns: Columns, likes: Tensor) -> Tensor:
+    """[L] the sum of |likes| over the tokens of the answer before this one, as a share of what it is at the last."""
+    grid = _Grid(columns)
+    gaps = grid.pad(likes).abs()
+    before = gaps.cumsum(1) - gaps
+    last = before.gather(1, (grid.counts - 1).clamp(min=0)[:, None]) if grid.width else before
+    return grid.flat(before / last.clamp(min=1e-8), len(likes))
 
 
 def with_teacher(columns: Columns, *, inner: Callable[[Columns], Any]) -> Any:
@@ -284,31 +335,34 @@ def remax(columns: Columns) -> Advantage:
     return {"advantages": torch.where(_usable_tokens(columns), returns - baseline, 0.0), "returns": returns}
 
 
-def opo(columns: Columns) -> Advantage:
-    """s - the length-weighted mean of the group (2505.23585)."""
+def opo(columns: Columns, *, singleton: str = "zero") -> Advantage:
+    """s - the length-weighted mean of the group (2505.23585); singleton=raw: s of an answer that is alone."""
     g = _Groups(columns)
     length = torch.where(g.usable, columns.counts(), 0.0)
     mean = g.total(length * torch.where(g.usable, g.s, 0.0)) / g.total(length).clamp(min=1)
-    return {"advantages": _broadcast(columns, torch.where(g.varied, g.s - mean, 0.0))}
+    return {"advantages": _broadcast(columns, g.with_singletons(torch.where(g.varied, g.s - mean, 0.0), singleton))}
 
 
-def gpg(columns: Columns) -> Advantage:
-    """B / (B - M) (s - mean_g), with M of the B sequences in groups without variance (2504.02546)."""
+def gpg(columns: Columns, *, alpha_counts: str = "varied", f_norm: float = 1.0, singleton: str = "zero") -> Advantage:
+    """B / (B - M) (s - mean_g) / f_norm, with M of the B sequences in groups without variance (2504.02546).
+    alpha_counts=nonzero: B - M counts the scores that are not 0 (verl) · singleton=raw: an answer that is alone has its
+    score in place of the difference."""
     g = _Groups(columns)
-    factor = float(g.usable.sum()) / max(1.0, float(g.varied.sum()))
-    return {"advantages": _broadcast(columns, factor * g.centred)}
+    counted = g.varied if alpha_counts == "varied" else g.usable & (g.s != 0)
+    factor = float(g.usable.sum()) / max(1.0, float(counted.sum()))
+    return {"advantages": _broadcast(columns, factor * g.with_singletons(g.centred, singleton) / f_norm)}
 
 
-def pass_at_k(columns: Columns, *, normalize_by_std: bool = True) -> Advantage:
-    """Only the best answer of a group learns: s_max - s_second, over std + 1e-6 if normalised (2503.19595). A tie for
-    the best, and a group of one: 0."""
+def pass_at_k(columns: Columns, *, normalize_by_std: bool = True, epsilon: float = EPS) -> Advantage:
+    """Only the best answer of a group learns: s_max - s_second, over std + epsilon if normalised (2503.19595). A tie
+    for the best, and a group of one: 0."""
     g = _Groups(columns)
     is_best = g.usable & (g.s == g.high)
     second = g.highest(torch.where(is_best, -torch.inf, g.s))[g.index]
     a = torch.where(is_best & g.varied & (g.total(is_best.double()) == 1), g.s - second, 0.0)
     if normalize_by_std:
         around = torch.where(g.usable, g.s - g.mean, 0.0)
-        a = a / ((g.total(around**2) / (g.size - 1).clamp(min=1)).sqrt() + EPS)
+        a = a / ((g.total(around**2) / (g.size - 1).clamp(min=1)).sqrt() + epsilon)
     return {"advantages": _broadcast(columns, a)}
 
 
@@ -318,12 +372,14 @@ def gdpo(
     reward_components: Sequence[str],
     reward_weights: Sequence[float] | None = None,
     epsilon: float = EPS,
+    whiten_epsilon: float | None = None,
 ) -> Advantage:
     """Each named reward component normalised in its group (`epsilon` beside its deviation), their weighted sum whitened
     over sequences (2601.05242). A NaN component is in no statistic of that component and adds 0. Sequences without any
     signal get exactly 0."""
     total, usable = summed_components(columns, reward_components, reward_weights, epsilon)
-    return {"advantages": _broadcast(columns, torch.where(total == 0, total, whiten(total, usable)))}
+    white = whiten(total, usable, epsilon=whiten_epsilon)
+    return {"advantages": _broadcast(columns, torch.where(total == 0, total, white))}
 
 
 def summed_components(

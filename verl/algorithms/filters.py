@@ -98,15 +98,23 @@ class SampleFilter(Spec):
 class Truncation(Spec):
     """What becomes of answers that the budget cut. mask_truncated: they are in no loss, but in their group's statistics
     (DAPO's overlong filtering; TRL's mask_truncated_completions) · stop_properly_coef: a positive score of theirs times
-    this (ProRL, NeMo-RL); below 0 it is their score (OpenRLHF)."""
+    this (ProRL, NeMo-RL); below 0 it is their score (OpenRLHF) · overlong_tokens: the length at which the overlong
+    penalty is whole (None: the response budget) · overlong_cap false: it grows beyond that length (verl, NeMo-RL)."""
 
-    switches = ("mask_truncated", "shapes")
+    switches = ("mask_truncated", "shapes", "measures")
     mask_truncated: bool = knob(False, option=True)
     stop_properly_coef: float | None = knob(None, option=True, most=1)
+    overlong_tokens: int | None = knob(None, option=True, least=1)
+    overlong_cap: bool = knob(True, option=True)
 
     @property
     def shapes(self) -> bool:
         return self.stop_properly_coef is not None
+
+    @property
+    def measures(self) -> bool:
+        """Whether it says something of the overlong penalty."""
+        return self.overlong_tokens is not None or not self.overlong_cap
 
 
 class Rejection(NamedTuple):

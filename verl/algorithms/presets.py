@@ -170,6 +170,16 @@ class Preset:
         ):
             fix = "nothing is scaled with algorithm.normalize_by_std=false; leave it out"
             yield f"algorithm.options.scale_rewards={given['scale_rewards']} does nothing here: {fix}"
+        if "epsilon" in given and isinstance(self.estimator, specs.Grouped) and not self.estimator.normalize_by_std:
+            fix = "nothing is divided by a deviation with algorithm.normalize_by_std=false; leave it out"
+            yield f"algorithm.options.epsilon={given['epsilon']} does nothing here: {fix}"
+        if (
+            "whiten_epsilon" in given
+            and isinstance(self.estimator, specs.RLOO)
+            and not self.estimator.normalize_advantages
+        ):
+            fix = "nothing is scaled without algorithm.options.normalize_advantages=true; leave it out"
+            yield f"algorithm.options.whiten_epsilon={given['whiten_epsilon']} does nothing here: {fix}"
         for key in ("critic_warmup_steps", "critic_warmup_until"):
             if given.get(key) and self.critic is None:
                 yield f"algorithm.{key}={given[key]} does nothing: {self.name} has no critic (ppo, vapo, pf_ppo have)"
@@ -217,7 +227,8 @@ _DAPO_CLIP = PPOClip(clip_high=0.28)
 _MASKED = filters.Correction(form="mask", high=5.0, denominator="before_rejection")
 _GREEDY_BASELINE = specs.GroupSpec(least=1, baselines=1, baseline_sampling=specs.greedy)
 _ENTROPY = "The entropy mechanism, 2505.22617"
-_RFPP, _RFPP_BASELINE = specs.Discounted(_A + "reinforce_plus_plus"), EstimatorSpec(_A + "reinforce_plus_plus_baseline")
+_RFPP = specs.WhitenedReturns(_A + "reinforce_plus_plus")
+_RFPP_BASELINE = specs.WhitenedSingletons(_A + "reinforce_plus_plus_baseline")
 _K2 = KLLoss(coef=0.001, form="k2")
 _RLOO = specs.RLOO()
 _GMPO_CLIP: Mapping[str, Any] = {"clip_low": 0.4, "clip_high": 0.4}
@@ -250,8 +261,8 @@ _TABLE = (
     Preset("dppo_kl", "DPPO, binary KL, 2602.04879", GRPO, _DPPO_KL),
     Preset("dro", "DRO, 2405.19107, the group's mean as its value", specs.GRPO(normalize_by_std=False), specs.DRO()),
     Preset("gdpo", "GDPO, 2601.05242", specs.GDPO(), _BY_SEQUENCE),
-    Preset("gpg", "GPG, 2504.02546", EstimatorSpec(_A + "gpg"), REINFORCE),
-    Preset("opo", "OPO, 2505.23585", EstimatorSpec(_A + "opo"), PPO_CLIP),
+    Preset("gpg", "GPG, 2504.02546", specs.GPG(), REINFORCE),
+    Preset("opo", "OPO, 2505.23585", specs.Singletons(_A + "opo"), PPO_CLIP),
     Preset("pass_at_k", "Pass@k policy optimisation, 2503.19595", specs.Grouped(_A + "pass_at_k"), PPO_CLIP),
     Preset("otb", "Optimal token baseline", _OTB, PPO_CLIP),
     Preset("rloo", "Back to basics, 2402.14740", _RLOO, _SUMMED, kl_reward=specs.KLReward(coef=0.05)),
@@ -382,6 +393,8 @@ def settled(name: str, given: Mapping[str, Any] | None = None, *, longest: int |
     found += [line for spec in parts.values() for line in spec.faults()]
     used: dict[str, Any] = {n: None if n in SWITCHED and not s.is_on() else s for n, s in parts.items()}
     preset = replace(preset, **used)
+    if isinstance(preset.estimator, specs.Singletons) and preset.estimator.singleton == "raw":
+        preset = replace(preset, group=replace(preset.group, least=1))
     if "teacher_topk" in {need.column for need in preset.needs(1)}:  # the same walk reads the drawn token, for figures
         inputs = dict.fromkeys((*preset.estimator.inputs, *specs.OPD.inputs))
         preset = replace(preset, estimator=replace(preset.estimator, inputs=tuple(inputs)))

@@ -80,18 +80,63 @@ class EstimatorSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Grouped(EstimatorSpec):
+    """epsilon: stands beside the deviation that divides (TRL and OpenRLHF have other numbers than verl's 1e-6)."""
+
     normalize_by_std: bool = knob(True)
+    epsilon: float = knob(1e-6, option=True, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPO(Grouped):
+class Singletons(EstimatorSpec):
+    """singleton: the advantage of an answer without others to its prompt, 0 or its own score (verl)."""
+
+    singleton: str = knob("zero", option=True, choices=("zero", "raw"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled(EstimatorSpec):
+    """The advantages of a step have a mean of 0, and are scaled. whiten_epsilon: they are divided by their deviation
+    plus this (TRL, 1e-4); null: by sqrt(variance + 1e-8)."""
+
+    whiten_epsilon: float | None = knob(None, option=True, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whitened(Scaled):
+    """shift_mean: false adds the mean of the advantages to what is whitened."""
+
+    shift_mean: bool = knob(True, option=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhitenedSingletons(Whitened, Singletons):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledSingletons(Scaled, Singletons):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO(Grouped, Singletons):
     fn: str = "verl.algorithms.estimators:grpo"
     leave_one_out: bool = knob(False, option=True)
     scale_rewards: str = knob("group", option=True, choices=("group", "batch", "none"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLOO(EstimatorSpec):
+class GPG(Singletons):
+    """alpha_counts: B / N scales the advantages, where N counts the answers of groups whose scores vary (the paper), or
+    the scores that are not 0 (verl) · f_norm: they are divided by it."""
+
+    fn: str = "verl.algorithms.estimators:gpg"
+    alpha_counts: str = knob("varied", option=True, choices=("varied", "nonzero"))
+    f_norm: float = knob(1.0, option=True, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOO(ScaledSingletons):
     fn: str = "verl.algorithms.estimators:rloo"
     reward_clip: tuple[float, ...] = knob((), option=True)
     normalize_advantages: bool = knob(False, option=True)
@@ -108,8 +153,14 @@ class Discounted(EstimatorSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WhitenedReturns(Discounted, Whitened):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
 class OPD(Discounted):
-    """gamma: of the teacher's signal; the reward's is one for the whole answer."""
+    """gamma: of the teacher's signal; the reward's is one for the whole answer · prefix_gain: how much more the first
+    token counts than the last one (IW-OPD's gamma, 2606.22600)."""
 
     fn: str = "verl.algorithms.estimators:opd"
     inputs: tuple[str, ...] = ("teacher_logprobs", "rollout_logprobs")
@@ -117,6 +168,7 @@ class OPD(Discounted):
     teacher_coef: float = knob(1.0, option=True, least=0)
     reward_coef: float = knob(0.0, option=True, least=0)
     agree_only: bool = knob(False, option=True)
+    prefix_gain: float = knob(0.0, option=True, least=0)
 
     def faults(self) -> Iterator[str]:
         yield from Spec.faults(self)
@@ -127,7 +179,7 @@ class OPD(Discounted):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GAE(Discounted):
+class GAE(WhitenedReturns):
     fn: str = "verl.algorithms.estimators:gae"
     inputs: tuple[str, ...] = ("old_values",)
     lam: float = knob(1.0, least=0, most=1)
@@ -136,7 +188,7 @@ class GAE(Discounted):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnGAE(Discounted):
+class TurnGAE(WhitenedReturns):
     fn: str = "verl.algorithms.turns:turn_gae"
     inputs: tuple[str, ...] = ("old_values", *TURNS[:2])
     lam: float = knob(0.95, least=0, most=1)
@@ -158,7 +210,7 @@ class GiGPO(Grouped):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GDPO(EstimatorSpec):
+class GDPO(Scaled):
     fn: str = "verl.algorithms.estimators:gdpo"
     reward_components: tuple[str, ...] = knob((), option=True)
     reward_weights: tuple[float, ...] | None = knob(None, option=True)

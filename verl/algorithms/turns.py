@@ -46,8 +46,8 @@ class _Turns:
         return out
 
 
-def _normalized(x: Tensor, label: Tensor, by_std: bool) -> Tensor:
-    """[N] (x - mean) / (std + 1e-6), Bessel, among those of one label; 0 where there is one, or no spread."""
+def _normalized(x: Tensor, label: Tensor, by_std: bool, epsilon: float) -> Tensor:
+    """[N] (x - mean) / (std + epsilon), Bessel, among those of one label; 0 where there is one, or no spread."""
     _, index = torch.unique(label, return_inverse=True)
     n = int(index.max()) + 1 if len(index) else 0
     size = segment_sum(torch.ones_like(x), index, n)
@@ -59,35 +59,49 @@ def _normalized(x: Tensor, label: Tensor, by_std: bool) -> Tensor:
     if not by_std:
         return centred
     std = (segment_sum(centred**2, index, n) / (size - 1).clamp(min=1)).sqrt()
-    return centred / (std[index] + EPS)
+    return centred / (std[index] + epsilon)
 
 
-def turn_discount(columns: Columns, *, turn_discount: float = 1.0, normalize_by_std: bool = True) -> Advantage:
+def turn_discount(
+    columns: Columns, *, turn_discount: float = 1.0, normalize_by_std: bool = True, epsilon: float = EPS
+) -> Advantage:
     """The discounted return from each turn on, normalised over all turns of the group (process supervision of
     2402.03300, with a discount). One turn each: GRPO."""
     turns = _Turns(columns)
     returns = turns.discounted(turns.reward, turn_discount)
-    return {"advantages": turns.on_tokens(_normalized(returns, turns.group, normalize_by_std))}
+    return {"advantages": turns.on_tokens(_normalized(returns, turns.group, normalize_by_std, epsilon))}
 
 
 def gigpo(
-    columns: Columns, *, turn_discount: float = 0.95, step_coef: float = 1.0, normalize_by_std: bool = True
+    columns: Columns,
+    *,
+    turn_discount: float = 0.95,
+    step_coef: float = 1.0,
+    normalize_by_std: bool = True,
+    epsilon: float = EPS,
 ) -> Advantage:
     """GRPO's advantage of whole trajectories, plus step_coef x that of a turn's discounted return among the turns of
     the group that were played in the same state (2505.10978). A state met once adds 0."""
     turns = _Turns(columns)
     sequences, index = torch.unique(turns.sequence, return_inverse=True)
     total = segment_sum(turns.reward, index, len(sequences))
-    advantage = _normalized(total, columns.sequence["group"][sequences], normalize_by_std)[index]
+    advantage = _normalized(total, columns.sequence["group"][sequences], normalize_by_std, epsilon)[index]
     if "side/turn_state" in columns:
         state = torch.stack([turns.group, columns["side/turn_state"][turns.first]], 1)
         _, label = torch.unique(state, dim=0, return_inverse=True)
         returns = turns.discounted(turns.reward, turn_discount)
-        advantage = advantage + step_coef * _normalized(returns, label, normalize_by_std)
+        advantage = advantage + step_coef * _normalized(returns, label, normalize_by_std, epsilon)
     return {"advantages": turns.on_tokens(advantage)}
 
 
-def turn_gae(columns: Columns, *, gamma: float = 1.0, lam: float = 0.95) -> Advantage:
+def turn_gae(
+    columns: Columns,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    shift_mean: bool = True,
+    whiten_epsilon: float | None = None,
+) -> Advantage:
     """Generalised advantages (1506.02438) with a turn as one action, whitened over tokens: its value is `old_values`
     [L] at its first token, and all of its tokens have its advantage, and its return as the critic's target."""
     turns = _Turns(columns)
@@ -95,5 +109,5 @@ def turn_gae(columns: Columns, *, gamma: float = 1.0, lam: float = 0.95) -> Adva
     same = turns.sequence[1:] == turns.sequence[:-1]
     following = torch.cat([torch.where(same, values[1:], 0.0), values.new_zeros(min(1, len(values)))])
     advantages = turns.discounted(turns.reward + gamma * following - values, gamma * lam)
-    spread = whiten(turns.on_tokens(advantages), turns.usable)
+    spread = whiten(turns.on_tokens(advantages), turns.usable, shift_mean=shift_mean, epsilon=whiten_epsilon)
     return {"advantages": spread, "returns": turns.on_tokens(advantages + values)}

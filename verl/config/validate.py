@@ -116,6 +116,10 @@ def _algorithm(config: Config) -> Iterator[str]:
     if preset.stored_share() and config.pipeline.oversample:
         why = "the slowest groups are dropped, and stored answers never are: their share would grow; set 0"
         yield f"pipeline.oversample={config.pipeline.oversample:g} with algorithm.options.on_policy_share: {why}"
+    if preset.truncation is not None and preset.truncation.measures and not config.reward.overlong_buffer_tokens:
+        for key in sorted(given.keys() & {"overlong_tokens", "overlong_cap"}):
+            said = f"algorithm.options.{key}={given[key]} does nothing without an overlong penalty"
+            yield f"{said}: set reward.overlong_buffer_tokens"
     shapes = preset.truncation is not None and preset.truncation.shapes
     if config.reward.stage == "batch" and config.reward.model is not None and shapes:
         why = "it scales a score that the reward model has not given yet: reward.stage=stream"
@@ -267,11 +271,13 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 def _reward(config: Config) -> Iterator[str]:
     r, answer = config.reward, config.rollout.max_response_tokens
-    if r.overlong_buffer_tokens > answer:
-        yield (
-            f"reward.overlong_buffer_tokens={r.overlong_buffer_tokens} is above rollout.max_response_tokens={answer}: "
-            "it is the last part of that budget"
-        )
+    longest = config.algorithm.given().get("overlong_tokens")
+    whole, key = (
+        (answer, "rollout.max_response_tokens") if longest is None else (longest, "algorithm.options.overlong_tokens")
+    )
+    if isinstance(whole, int) and r.overlong_buffer_tokens > whole:
+        said = f"reward.overlong_buffer_tokens={r.overlong_buffer_tokens} is above {key}={whole}"
+        yield f"{said}: it is the last part of that length"
     if r.path is not None and ("/" in r.path or r.path.endswith(".py")) and not Path(r.path).is_file():
         signature = f"def {r.name}(data_source, solution_str, ground_truth, extra_info=None)"
         yield f"reward.path={r.path}: no such file; a Python file with `{signature}`"

@@ -43,9 +43,16 @@ async def reward_of(
         found = pool or Later()
     else:
         found = ModelReward(_score_rows(scorer, config.run.wait_timeout_s), coef=r.model_coef, function=pool)
-    coef = truncation.stop_properly_coef if truncation else None
-    if r.overlong_buffer_tokens > 0 or coef is not None:
-        found = Shaped(found, buffer_tokens=r.overlong_buffer_tokens, penalty=r.overlong_penalty, stop_coef=coef)
+    of_cut = truncation or Truncation()
+    if r.overlong_buffer_tokens > 0 or of_cut.shapes:
+        found = Shaped(
+            found,
+            buffer_tokens=r.overlong_buffer_tokens,
+            penalty=r.overlong_penalty,
+            stop_coef=of_cut.stop_properly_coef,
+            longest=of_cut.overlong_tokens,
+            cap=of_cut.overlong_cap,
+        )
     return found, pool
 
 

@@ -41,12 +41,15 @@ def stop_properly(score: Number, truncated: bool | np.ndarray, *, coef: float, p
 class Shaped:
     """A RewardFn that shapes valid scores by how an answer ended: what `stop_properly` takes away and the overlong
     penalty, as components of these names (buffer_tokens 0 and stop_coef None: off). The raw one stays in component
-    `score`, which dynamic sampling looks at. Evaluation uses the inner function."""
+    `score`, which dynamic sampling looks at. Evaluation uses the inner function. longest: the length at which the
+    penalty is whole; None: the budget of the request · cap: see `overlong_penalty`."""
 
     inner: RewardFn
     buffer_tokens: int = 0
     penalty: float = 1.0
     stop_coef: float | None = None
+    longest: int | None = None
+    cap: bool = True
 
     async def score(self, request: RewardRequest) -> Score | Invalid:
         """The inner score, shaped. Raises ValueError if the buffer exceeds the budget."""
@@ -57,8 +60,14 @@ class Shaped:
         if self.stop_coef is not None:
             added["stop_properly"] = stop_properly(got.value, request.truncated, coef=self.stop_coef) - got.value
         if self.buffer_tokens:
-            tokens, most, buffer = float(request.response_tokens), request.max_response_tokens, self.buffer_tokens
-            penalty = overlong_penalty(tokens, max_response_tokens=most, buffer_tokens=buffer, penalty=self.penalty)
+            longest = request.max_response_tokens if self.longest is None else self.longest
+            penalty = overlong_penalty(
+                float(request.response_tokens),
+                max_response_tokens=longest,
+                buffer_tokens=self.buffer_tokens,
+                penalty=self.penalty,
+                cap=self.cap,
+            )
             added["overlong_penalty"] = float(penalty)
         value, parts = float(got.value + sum(added.values())), {"score": got.value, **got.components, **added}
         return replace(got, value=value, components=parts)

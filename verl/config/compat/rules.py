@@ -222,9 +222,13 @@ def _overlong(given: Given) -> Result:
         fix = "give overlong_buffer_cfg.len, or reward.overlong_buffer_tokens"
         raise ValueError(f"overlong_buffer_cfg.enable=True: {fix}")
     limit = _limits(given)[1]
-    if budget is not None and limit is not None and budget != limit:
-        raise ValueError(f"reward_kwargs.max_resp_len={budget} is not the response limit {limit}: make them agree")
-    return {"reward.overlong_buffer_tokens": tokens, "reward.overlong_penalty": 1.0 if factor is None else factor}
+    out: Result = {
+        "reward.overlong_buffer_tokens": tokens,
+        "reward.overlong_penalty": 1.0 if factor is None else factor,
+    }
+    if budget is not None and limit is not None and budget != limit:  # verl's penalty grows beyond that length
+        out |= {"algorithm.options.overlong_tokens": budget, "algorithm.options.overlong_cap": False}
+    return out
 
 
 def _limits(given: Given) -> tuple[int | None, int | None]:

@@ -1,0 +1,107 @@
+"""Options for what peers fix at other values, and algorithms that came later, against formulas in numpy. float64."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from small_columns import F64, columns, f64
+
+from verl.algorithms import estimators as adv
+from verl.algorithms import turns
+from verl.algorithms.presets import settled
+
+
+def close(x, *values, rtol=1e-9):
+    torch.testing.assert_close(x, f64(*values), rtol=rtol, atol=1e-12)
+
+
+def test_the_epsilon_beside_the_deviation_of_a_group():
+    scores, groups, e = np.array([0.3, 0.1, 0.0, 0.7]), ["a", "a", "b", "b"], 0.05
+    c = columns(scores.tolist(), groups)
+    g = scores.reshape(2, 2)
+    centred, std = g - g.mean(1, keepdims=True), g.std(1, ddof=1, keepdims=True)
+    close(adv.grpo(c, epsilon=e)["advantages"], *(centred / (std + e)).ravel())
+    whole = centred.ravel() / (scores.std(ddof=1) + e)
+    close(adv.grpo(c, epsilon=e, scale_rewards="batch")["advantages"], *whole)
+    best = np.where(g == g.max(1, keepdims=True), g.max(1, keepdims=True) - g.min(1, keepdims=True), 0.0)
+    close(adv.pass_at_k(c, epsilon=e)["advantages"], *(best / (std + e)).ravel())
+    close(turns.turn_discount(c, epsilon=e)["advantages"], *(centred / (std + e)).ravel())
+    close(turns.gigpo(c, epsilon=e)["advantages"], *(centred / (std + e)).ravel())
+    three = columns([0.3, 0.1, 0.0], ["a"] * 3)
+    rest = [np.delete([0.3, 0.1, 0.0], i) for i in range(3)]
+    loo = [(x - r.mean()) / (r.std(ddof=1) + e) for x, r in zip([0.3, 0.1, 0.0], rest)]
+    close(adv.grpo(three, epsilon=e, leave_one_out=True)["advantages"], *loo)
+
+
+def test_an_answer_that_is_alone_may_keep_its_score():
+    """verl's way; where advantages of the others are unchanged, and nothing is learned from an invalid one."""
+    c = columns([3.0, 1.0, 4.0, 7.0], ["a", "a", "b", "c"], valid=[True, True, True, False], tokens=[1, 2, 1, 1])
+    std = math.sqrt(2)
+    for fn, options, expected in (
+        (adv.grpo, {}, (1 / (std + 1e-6), 4 / (1 + 1e-6))),
+        (adv.grpo, {"normalize_by_std": False}, (1.0, 4.0)),
+        (adv.grpo, {"leave_one_out": True}, (2.0, 4.0)),
+        (adv.rloo, {}, (2.0, 4.0)),
+        (adv.opo, {}, (3 - 5 / 3, 4.0)),
+        (adv.gpg, {}, (1.5, 6.0)),
+        (adv.gpg, {"f_norm": 2.0, "alpha_counts": "nonzero"}, (0.5, 2.0)),
+    ):
+        raw, zero = (fn(c, **options, singleton=s)["advantages"] for s in ("raw", "zero"))
+        assert (raw[0].item(), raw[3].item()) == pytest.approx(expected, rel=1e-9), (fn, options)
+        assert torch.equal(raw[:3], zero[:3]) and zero[3] == 0 and raw[4] == 0, (fn, options)
+    centred = np.array([1.0, -1.0, -1.0, 4.0])
+    white = (centred - centred.mean()) / np.sqrt(centred.var(ddof=1) + 1e-8)
+    close(adv.reinforce_plus_plus_baseline(c, singleton="raw")["advantages"], *white, 0.0)
+    assert settled("rloo").group.least == 2 and settled("rloo", {"singleton": "raw"}).group.least == 1
+
+
+def test_what_alpha_of_gpg_counts():
+    c = columns([1.0, -1.0, 0.0, 1.0, 0.0, 0.0], list("aabbcc"))
+    a = adv.gpg(c)["advantages"]
+    close(a, 1.5, -1.5, -0.75, 0.75, 0, 0)
+    close(adv.gpg(c, alpha_counts="nonzero", f_norm=4.0)["advantages"], *(np.array([1, -1, -0.5, 0.5, 0, 0]) * 2 / 4))
+    assert not adv.gpg(columns([0.0, 0.0], ["a", "a"]), alpha_counts="nonzero")["advantages"].any()
+
+
+def test_whitening_without_the_mean_and_with_an_epsilon_beside_the_deviation():
+    scores = np.array([3.0, 1.0, 4.0, 9.0])
+    c = columns(scores.tolist(), ["a", "a", "b", "b"]).with_token({"old_values": torch.zeros(4, dtype=F64)})
+
+    def white(x, shift_mean, epsilon):
+        divisor = np.sqrt(x.var(ddof=1) + 1e-8) if epsilon is None else x.std(ddof=1) + epsilon
+        return (x - x.mean()) / divisor + (0.0 if shift_mean else x.mean())
+
+    centred = np.array([1.0, -1.0, -2.5, 2.5])
+    of_gdpo = np.array([1, -1, -1, 1]) * (0.5**0.5)
+    c = replace(c, sequence={**c.sequence, "component/a": f64(*scores), "component/b": f64(0, 0, 0, 0)})
+    for epsilon in (None, 0.1):
+        for shift_mean in (True, False):
+            options = {"shift_mean": shift_mean, "whiten_epsilon": epsilon}
+            for fn, x in ((adv.gae, scores), (adv.reinforce_plus_plus, scores), (turns.turn_gae, scores)):
+                close(fn(c, **options)["advantages"], *white(x, shift_mean, epsilon))
+            close(adv.reinforce_plus_plus_baseline(c, **options)["advantages"], *white(centred, shift_mean, epsilon))
+        scaled = adv.rloo(c, normalize_advantages=True, whiten_epsilon=epsilon)["advantages"]
+        close(scaled, *white(2 * centred, True, epsilon))
+        options = {"epsilon": 1e-12, "whiten_epsilon": epsilon}
+        close(adv.gdpo(c, reward_components=("a", "b"), **options)["advantages"], *white(of_gdpo, True, epsilon))
+    flat = columns([2.0, 2.0]).with_token({"old_values": torch.zeros(2, dtype=F64)})
+    close(adv.gae(flat)["advantages"], 0, 0)
+    close(adv.gae(flat, shift_mean=False)["advantages"], 2, 2)
+
+
+def test_the_teachers_signal_counts_less_after_a_drift():
+    """IW-OPD: 1 + gain x (1 - sum of the gaps before / that before the last token); tokens outside the mask are none
+    of it."""
+    likes = [np.array([0.5, -2.0, 0.25, 1.0]), np.array([-0.3])]
+    c = columns([0.0, 0.0], tokens=[5, 1], mask=[True, True, False, True, True, True])
+    teacher = f64(0.5, -2.0, 99.0, 0.25, 1.0, -0.3)
+    c = c.with_token({"teacher_logprobs": teacher, "rollout_logprobs": torch.zeros(6, dtype=F64)})
+    before = np.array([0.0, 0.5, 2.5, 2.75]) / 2.75
+    expected = [*(likes[0] * (1 + 0.5 * (1 - before))), likes[1][0] * 1.5]
+    found = adv.opd(c, prefix_gain=0.5)["advantages"]
+    close(found[c.mask], *expected)
+    plain = adv.opd(c)["advantages"]
+    close(plain[c.mask], *likes[0], *likes[1])
+    assert found[2] == plain[2] == 0
