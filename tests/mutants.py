@@ -82,8 +82,8 @@ MUTANTS = (
     # -- estimators
     Mutant(A + "estimators.py", 'at, "amax")\n    has', 'at, "amin")\n    has', FORMS),
     Mutant(A + "estimators.py", "rewards = rewards - torch.where", "rewards = rewards + torch.where", FORMS),
-    Mutant(A + "estimators.py", "inside.var(correction=1) + 1e-8", "inside.var(correction=0) + 1e-8", FORMS),
-    Mutant(A + "estimators.py", "(inside - inside.mean()) *", "inside *", FORMS),
+    Mutant(A + "estimators.py", "var = inside.var(correction=1)", "var = inside.var(correction=0)", FORMS),
+    Mutant(A + "estimators.py", "(inside - mean) *", "inside *", FORMS),
     Mutant(A + "estimators.py", "self.varied = self.usable & (self.size > 1)", "self.varied = (self.size > 1)", FORMS),
     Mutant(
         A + "estimators.py",
@@ -91,7 +91,7 @@ MUTANTS = (
         "return centred / ((square / g.size).sqrt()",
         FORMS,
     ),
-    Mutant(A + "estimators.py", "inside.std(correction=1) + EPS", "inside.std(correction=0) + EPS", FORMS),
+    Mutant(A + "estimators.py", "inside.std(correction=1) + eps", "inside.std(correction=0) + eps", FORMS),
     Mutant(A + "estimators.py", "g.size / (g.size - 1).clamp(min=1) * g.centred", "g.centred", FORMS),
     Mutant(A + "estimators.py", "out[t] += factor * out[t + 1]", "out[t] += out[t + 1]", FORMS),
     Mutant(A + "estimators.py", "found = raw_gae(columns, gamma, lam,", "found = raw_gae(columns, 1.0, lam,", FORMS),
@@ -701,6 +701,62 @@ MUTANTS = (
         "        committed",
         "tests/unit/test_publisher.py",
     ),
+    # -- what peers fix at other values
+    Mutant(
+        "algorithms/estimators.py",
+        "1 / (var.sqrt() + epsilon)",
+        "1 / (var + epsilon).sqrt()",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/estimators.py",
+        "torch.where(mask, out + mean, 0.0)",
+        "torch.where(mask, out - mean, 0.0)",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/estimators.py",
+        'self.usable & (self.size == 1) & (singleton == "raw")',
+        '(self.size == 1) & (singleton == "raw")',
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/estimators.py",
+        "1 + epsilon if by_group else 1.0",
+        "1 + epsilon",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/estimators.py",
+        "g.usable & (g.s != 0)",
+        "g.varied & (g.s != 0)",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/estimators.py",
+        "before = gaps.cumsum(1) - gaps",
+        "before = gaps.cumsum(1)",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/estimators.py",
+        "gaps = grid.pad(likes).abs()",
+        "gaps = grid.pad(likes)",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/presets.py",
+        "preset = replace(preset, group=replace(preset.group, least=1))",
+        "pass",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "reward/shaping.py",
+        "request.max_response_tokens if self.longest is None else self.longest",
+        "request.max_response_tokens",
+        "tests/unit/test_reward_shaping.py",
+    ),
+    Mutant("reward/shaping.py", "cap=self.cap,", "cap=True,", "tests/unit/test_reward_shaping.py"),
 )
 
 
