@@ -16,7 +16,7 @@ from verl.chat.template import render_prompt
 from verl.config.schema import DataConfig
 from verl.data import render, source
 from verl.data.files import RawRow
-from verl.data.formats import FEEDBACK, ONE_ANSWER
+from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
 from verl.data.parallel import run_chunks
 from verl.data.render import ConversationJob, kept_positions
 from verl.data.source import load_conversations, load_tasks
@@ -199,6 +199,32 @@ def test_the_first_row_that_asks_for_a_judge_is_known_also_from_the_cache(
 
 
 # ---- cache -----------------------------------------------------------------------------------------------------------
+
+
+def test_truths_are_counted_by_their_source_and_those_that_are_not_read_are_named(
+    tokenizer: Any, config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        {"prompt": "hi", "data_source": "a", "answer": "4"},
+        {"prompt": "hi", "data_source": "a", "label": ["4", "5"]},
+    ]
+    rows += [{"prompt": "hi", "data_source": "b"}, {"prompt": "hi", "data_source": "a", "answer": "4", "label": "7"}]
+    file = write(tmp_path / "a.jsonl", rows)
+    for _ in range(2):  # the second time from the cache
+        caplog.clear()
+        report = load_tasks([file], tokenizer, config()).report
+        assert report.truths == {
+            "a": {"text": [2, f"{file}:1"], "a list of 2": [1, f"{file}:2"]},
+            "b": {"nothing": [1, f"{file}:3"]},
+        }
+        assert [r.message for r in caplog.records if "'label'" in r.message] == [
+            f"data: column 'label' is not read: the ground truth is another (first {file}:4)"
+        ]
+    assert not load_tasks([str(GSM8K)], tokenizer, config()).report.unread
+    played = Players("own", ("own", "tool_agent"), rewarded=True)
+    own = load_tasks([file], tokenizer, config(), players=played)
+    agent = write(tmp_path / "b.jsonl", [{**row, "agent_name": "tool_agent"} for row in rows])
+    assert own.report.truths == load_tasks([agent], tokenizer, config(), players=played).report.truths == {}
 
 
 def test_a_second_load_is_the_first_from_the_cache(

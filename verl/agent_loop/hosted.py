@@ -35,6 +35,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     tools: list[dict[str, Any]]
     notes: list[str]
     contents: dict[str, str]
+    rewarded: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
@@ -221,7 +222,7 @@ async def host(given: tuple[Callable[[Any, int], Loops], Any, int], channel: Cha
     gc.set_threshold(GC_THRESHOLD)
     players = loops.players
     named = players.default, list(players.names), [dict(tool) for tool in players.tools]
-    say(Ready(os.getpid(), loops.longest_call_s, *named, list(loops.notes), dict(loops.contents)))
+    say(Ready(os.getpid(), loops.longest_call_s, *named, list(loops.notes), dict(loops.contents), players.rewarded))
     plays: dict[int, tuple[Asking, asyncio.Task[None]]] = {}
     async for frame in channel.frames():
         kind, play, *rest = pickle.loads(frame)

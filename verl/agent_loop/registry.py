@@ -14,7 +14,7 @@ from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
-from verl.agent_loop.tools import HeldTool, Tool, close_tools, contents_of, load_tools, load_user_module
+from verl.agent_loop.tools import Environment, HeldTool, Tool, close_tools, contents_of, load_tools, load_user_module
 from verl.chat.bridge import bridge_of, plain_text
 from verl.chat.parsing import FORMATS, TurnParser, format_of, opening_of
 from verl.chat.renderers import PREFIX, load_package
@@ -67,7 +67,8 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
         return own[name](config, manager, tokenizer)
 
     names = (SINGLE, *((TOOL,) if tools else ()), *own)
-    players = Players(default, names, tuple(dict(tool.schema) for tool in tools.values()))
+    rewarded = any(isinstance(t.held, Environment) and t.held.rewards for t in tools.values())
+    players = Players(default, names, tuple(dict(tool.schema) for tool in tools.values()), rewarded=rewarded)
     contents = {**contents_of(tools), **({"agent.tools": listed} if (listed := tools_hash(tools)) else {})}
     notes += tuple(said for t in tools.values() if isinstance(t.held, HeldTool) and (said := t.held.instance.note()))
     notes += (f"agent: the tools of MCP servers are those of now ({listed[:12]})",) if listed else ()

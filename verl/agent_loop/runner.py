@@ -276,6 +276,6 @@ async def hosted_loops(runner: Runner, config: Any, tokenizer: Any) -> Loops:
             return SingleTurnLoop(config, manager, tokenizer)
         return HostedLoop(manager, task, runner)
 
-    players = Players(ready.default, tuple(ready.names), tuple(ready.tools))
+    players = Players(ready.default, tuple(ready.names), tuple(ready.tools), rewarded=ready.rewarded)
     contents: Mapping[str, str] = MappingProxyType(ready.contents)
     return Loops(players=players, make=make, notes=tuple(ready.notes), contents=contents, close=runner.close)

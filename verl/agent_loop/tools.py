@@ -115,6 +115,10 @@ class Environment:
     def name(self) -> str:
         return self.made_by.__name__
 
+    @property
+    def rewards(self) -> bool:
+        return hasattr(self.made_by, "get_reward")
+
     async def open(self, given: Mapping[str, Any]) -> Episode:
         state = Episode(await in_thread(self.made_by, f"environment {self.name}"))
         said = await state.call("reset", **given)
@@ -128,7 +132,7 @@ class Environment:
         return await state.call(tool, **arguments, **given)
 
     async def score(self, state: Episode, given: Mapping[str, Any]) -> float | None:
-        return float(await state.call("get_reward")) if hasattr(self.made_by, "get_reward") else None
+        return float(await state.call("get_reward")) if self.rewards else None
 
     async def release(self, state: Episode, given: Mapping[str, Any]) -> None:
         """The object is let go of; TRL's class knows no end."""

@@ -134,6 +134,11 @@ class Preset:
             fix = "set algorithm.correction and algorithm.options.correction_high, its importance weights"
             yield f"algorithm.bypass=true with algorithm.loss=reinforce: {fix}"
 
+    def reads_rewards(self) -> bool:
+        """Whether a reward is in the loss: a distillation's is for the figures alone."""
+        weighed = not isinstance(self.estimator, specs.OPD) or self.estimator.reward_coef > 0
+        return weighed and "advantages" in self.loss.inputs
+
     def idle(self, given: Mapping[str, Any]) -> Iterator[str]:
         """Given settings that do nothing in this algorithm although they look as if they did."""
         if "horizon_tokens" in given and self.loss.aggregation != specs.BY_HORIZON:
@@ -154,10 +159,7 @@ class Preset:
         if given.get("kl_reward_coef") and isinstance(self.estimator, specs.GDPO):
             fix = "it is made of the reward's components; set algorithm.kl_loss_coef instead"
             yield f"algorithm.kl_reward_coef={given['kl_reward_coef']} does not reach {self.name}'s advantage: {fix}"
-        reads_rewards = "advantages" in self.loss.inputs
-        if isinstance(self.estimator, specs.OPD):
-            reads_rewards = reads_rewards and self.estimator.reward_coef > 0
-        if given.get("kl_reward_coef") and not reads_rewards:
+        if given.get("kl_reward_coef") and not self.reads_rewards():
             fix = "the reward is in no loss; set algorithm.kl_loss_coef (or, of opd, algorithm.options.reward_coef)"
             yield f"algorithm.kl_reward_coef={given['kl_reward_coef']} does not reach {self.name}'s loss: {fix}"
         if "lam" in given and isinstance(self.estimator, specs.GAE) and self.estimator.length_adaptive_alpha:

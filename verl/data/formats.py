@@ -67,7 +67,8 @@ def played_by(loop: str) -> tuple[str, bool]:
 class Players(NamedTuple):
     """Who may play a row (agent_loop/registry.py), and who teaches it. default: where it names none · names · tools:
     schemas of the run · teachers: those that a row must name one of; none: it need not · hint_key: the column that its
-    teacher reads · answer_key, answer_tokens: the column of stored answers, and the longest that one may be."""
+    teacher reads · answer_key, answer_tokens: the column of stored answers, and the longest that one may be ·
+    rewarded: the tools are of an environment that gives the reward."""
 
     default: str = "single_turn"
     names: tuple[str, ...] = ("single_turn",)
@@ -76,6 +77,11 @@ class Players(NamedTuple):
     hint_key: str | None = None
     answer_key: str | None = None
     answer_tokens: int = 0
+    rewarded: bool = False
+
+    def graded(self, agent: str) -> bool:
+        """Whether the reward of a row that this loop plays is the reward function's, as far as can be known here."""
+        return agent == SINGLE_TURN or (agent == TOOL_AGENT and not self.rewarded)
 
 
 ONE_ANSWER = Players()
@@ -97,7 +103,7 @@ def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> Tas
     if row.get(cfg.prompt_key) is not None:
         messages = read_messages(row[cfg.prompt_key], where, cfg.prompt_key, tools=tools)
         refuse_trained(messages, where, cfg.prompt_key)
-        truth = ground_truth_of(row, where, cfg.prompt_key)
+        truth, _ = ground_truth_of(row, where, cfg.prompt_key)
     elif "question" in row and "answer" in row:
         question, answer = gsm8k_texts(row, where)
         messages = ({"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"},)

@@ -44,6 +44,7 @@ from verl.data.lost import Coverage, texts_of
 from verl.data.media import refuse_media
 from verl.data.memory import bounded_memory
 from verl.data.special import Found, SpecialTokens, add_found
+from verl.data.truths import kind_of_truth, unread_truths
 from verl.data.values import content_hash
 from verl.types import Score, Task, Trajectory
 
@@ -58,7 +59,9 @@ Entry = dict[str, Any]
 class Counts:
     """What became of rows. refused: those without an exact rendering, by reason; example: the first, with its place.
     characters: by file, [of the messages, of those the ones without a token]; lost: by file, the first of them;
-    special: special tokens in the messages' text; judged: the place of the first row that asks for a judge."""
+    special: special tokens in the messages' text; judged: the place of the first row that asks for a judge; truths: of
+    the rows that a reward function scores, by data_source, kinds of ground truth; unread: columns that are named as a
+    truth and hold another one, with the first such row."""
 
     rows_read: int = 0
     rows_kept: int = 0
@@ -71,6 +74,8 @@ class Counts:
     lost: dict[str, str] = field(default_factory=dict)
     special: Found = field(default_factory=dict)
     judged: str = ""
+    truths: Found = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: Counts) -> None:
         for name in ("rows_read", "rows_kept", "rows_filtered", "rows_truncated"):
@@ -83,7 +88,9 @@ class Counts:
         for file, found in other.characters.items():
             self.characters[file] = [a + b for a, b in zip(self.characters.get(file, (0, 0)), found, strict=True)]
         self.lost = other.lost | self.lost
+        self.unread = other.unread | self.unread
         add_found(self.special, other.special)
+        add_found(self.truths, other.truths)
 
 
 Chunk = tuple[Counts, dict[str, np.ndarray]]  # the entries of rows in a row, as arrays by name
@@ -203,9 +210,20 @@ class PromptJob(RenderJob):
             counts.rows_truncated += 1
             ids = ids[kept_positions(len(ids), limit, self.cfg.truncation)]
         counts.judged = counts.judged or (raw.where if asks_for_a_judge(raw) else "")
+        self._count_truth(raw, task, counts)
         blob = np.frombuffer(marshal.dumps((raw.row, tuple(task))), np.uint8)
         number = int(content_hash(raw.row, ID_BYTES), 16)
         return [{"ids": ids, "rows": blob, "context": context, "answer": answer, "hashes": number}]
+
+    def _count_truth(self, raw: RawRow, task: TaskRow, counts: Counts) -> None:
+        if self.players.graded(task.agent):
+            add_found(counts.truths, {task.data_source: {kind_of_truth(task.ground_truth): [1, raw.where]}})
+        if raw.row.get(self.cfg.prompt_key) is None and "question" in raw.row:
+            return  # GSM8K as published: the truth is a part of the answer
+        read_otherwise = (self.cfg.prompt_key, self.players.hint_key, self.players.answer_key)
+        for column in unread_truths(raw.row, task.ground_truth):
+            if column not in read_otherwise:
+                counts.unread.setdefault(column, raw.where)
 
     def _answer(self, raw: RawRow, task: TaskRow, prompt: np.ndarray, counts: Counts) -> np.ndarray:
         """[A] int64: the row's stored answer as it stands behind its prompt, with the end of the turn; empty where the

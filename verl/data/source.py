@@ -186,7 +186,11 @@ def load_arrays(
     )
     logger.info("data: %s", report.summary())
     special = special_lines(counts.special, job.tokenizer.special_tokens_map)
-    for line in [*lost_lines(counts.characters, counts.lost), *special]:
+    unread = [
+        f"column {column!r} is not read: the ground truth is another (first {where})"
+        for column, where in counts.unread.items()
+    ]
+    for line in [*lost_lines(counts.characters, counts.lost), *special, *unread]:
         logger.warning("data: %s", line)
     return arrays, report, key
 

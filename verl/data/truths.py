@@ -1,9 +1,11 @@
-"""The ground truth of an RL row."""
+"""The ground truth of an RL row: the column that holds it, and the text that a rule compares answers with."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.data.values import kind_of, object_in, refuse_surrogates
@@ -11,14 +13,88 @@ from verl.data.values import kind_of, object_in, refuse_surrogates
 GSM8K_SOURCE = "openai/gsm8k"
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
-GROUND_TRUTH_KEYS = ("ground_truth", "answer", "solution")
+TRUTH_COLUMNS = (
+    *("ground_truth", "answer", "solution", "final_answer", "expected_answer", "correct_answer", "reference_answer"),
+    *("gold", "gold_answer", "golden_answers", "target", "targets", "label", "labels", "reference", "ground_truths"),
+    *("gt", "truth", "answers"),
+)
+"""Where a truth is looked for, the first that is filled: in the row, and then in its extra_info."""
+NOTHING = "nothing"
 
 
-def ground_truth_of(row: Mapping[str, Any], where: str, prompt_key: str) -> Any:
+def ground_truth_of(row: Mapping[str, Any], where: str, prompt_key: str) -> tuple[Any, str]:
+    """Return (the truth, where in the row it was found); (None, "") for a row without one."""
     model = object_in(row.get("reward_model"), where, "reward_model")
     if model.get("ground_truth") is not None:
-        return model["ground_truth"]
-    return next((row[k] for k in GROUND_TRUTH_KEYS if k != prompt_key and row.get(k) is not None), None)
+        return model["ground_truth"], "reward_model.ground_truth"
+    extra = object_in(row.get("extra_info"), where, "extra_info")
+    for cells, place in ((row, ""), (extra, "extra_info.")):
+        for key in TRUTH_COLUMNS:
+            if cells.get(key) is not None and (place or key != prompt_key):
+                return cells[key], f"{place}{key}"
+    return None, ""
+
+
+def unread_truths(row: Mapping[str, Any], truth: Any) -> Iterator[str]:
+    """Yield the columns of the row that are named as a truth and hold something else than the truth."""
+    for key in TRUTH_COLUMNS:
+        if key in row and row[key] not in (None, "", [], truth):
+            yield key
+
+
+def truth_text(value: Any) -> str | None:
+    """Return the text that a value says, None for one that says none or several: a text, a number (4.0 is "4"), a list
+    of one of these, or such a list of one text as JSON."""
+    if isinstance(value, str) and (listed := _json_texts(value)) is not None:
+        value = listed
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, str):
+        return value if value.strip() else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return str(int(value)) if value == int(value) else str(value)
+
+
+def truth_texts(value: Any) -> list[str]:
+    """Return the texts of which each is right: those of a list or its JSON, of {target: ...}, or the one of a value."""
+    if isinstance(value, str) and value.lstrip().startswith('{"target"'):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            return [value]
+    if isinstance(value, Mapping):
+        value = value.get("target")
+    value = value.tolist() if hasattr(value, "tolist") else value
+    listed = _json_texts(value) if isinstance(value, str) else value
+    texts = [truth_text(item) for item in (listed if isinstance(listed, list | tuple) else [value])]
+    return [text for text in texts if text is not None]
+
+
+def _json_texts(text: str) -> list[str] | None:
+    """The list of texts that a text is the JSON of; None for any other text."""
+    bare = text.strip()
+    if not (bare.startswith('["') and bare.endswith('"]')):
+        return None
+    try:
+        found = json.loads(bare)
+    except json.JSONDecodeError:
+        return None
+    return found if all(isinstance(item, str) for item in found) else None
+
+
+def kind_of_truth(value: Any) -> str:
+    """Return what a truth is, in words: NOTHING, "text" for what `truth_text` reads, else its kind."""
+    if truth_text(value) is not None:
+        return "text"
+    if value is None or value in ("", [], {}) or (isinstance(value, str) and not value.strip()):
+        return NOTHING
+    if isinstance(value, str):
+        return f"a list of {len(_json_texts(value) or ())} as JSON"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    return f"an object ({', '.join(map(str, value))})" if isinstance(value, Mapping) else kind_of(value)
 
 
 def gsm8k_texts(row: Mapping[str, Any], where: str) -> tuple[str, str]:

@@ -31,7 +31,7 @@ from verl.data.render import Feedback
 from verl.data.source import Cursor, TaskTable, load_tasks
 from verl.driver.assemble_fleet import fleet_of
 from verl.driver.assemble_loops import loops_of
-from verl.driver.assemble_rewards import reward_of, sandbox_of
+from verl.driver.assemble_rewards import check_graders, reward_of, sandbox_of, to_rehearse
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.home import home_of, server_place
 from verl.driver.measure import pool_metrics
@@ -61,7 +61,6 @@ from verl.driver.setup import (
 )
 from verl.driver.trajectories import TrajectoryRunner
 from verl.reward.base import RewardFn
-from verl.reward.compute import check_data_source
 from verl.rollout.base import Peers, RolloutContext, RolloutEngine
 from verl.rollout.router import Router
 from verl.track.console import LiveProgress
@@ -128,7 +127,7 @@ async def _run_of(
     context = context_of(config, roles_of(config), updates=total, crash_dir=crash_dir, say=progress.message)
     refused.callback(context.cluster.close)
     scorer = reward_model(context)
-    reward, pool = await reward_of(config, scorer, algorithm.truncation, tasks[0])
+    reward, pool = await reward_of(config, scorer, algorithm.truncation, to_rehearse(tasks, eval_tasks, loops.players))
     refused.push_async_callback(reward.close)
     prompts = (tasks[i].prompt_ids for i in range(min(64, len(tasks))))
     sync = checkpoint_engine(config, probes_of(prompts, longest_sequence(config)))
@@ -421,17 +420,12 @@ def tasks_of(config: Config, tokenizer: Any, players: Players = ONE_ANSWER) -> t
     tasks = read(data.train_files, max_rows=data.max_rows, players=learners)
     refuse_unembedded(config, tokenizer, tasks.report)
     eval_tasks: list[Task] = []
-    judged = tasks.report.judged
+    reports = [tasks.report]
     if data.eval_files:
         table = read(data.eval_files, max_rows=data.max_eval_rows)
         refuse_unembedded(config, tokenizer, table.report)
-        eval_tasks, judged = [table[i] for i in range(len(table))], judged or table.report.judged
-    if config.reward.path is None and config.reward.model is None:
-        if judged:
-            fix = "Fix: reward.path=FILE.py or reward.model=FOLDER as the judge of every row; or set style to rule"
-            raise ValueError(f"{judged}: reward_model.style=model asks for a judge, and none is given. {fix}")
-        for source in {t.data_source for t in (tasks[0], *eval_tasks[:1])}:
-            check_data_source(source)
+        eval_tasks, reports = [table[i] for i in range(len(table))], [*reports, table.report]
+    check_graders(config, (tasks[0], *eval_tasks[:1]), reports)
     return tasks, eval_tasks
 
 

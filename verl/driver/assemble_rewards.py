@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
 from verl.algorithms.filters import Truncation
+from verl.algorithms.presets import settled
 from verl.config.schema import Config
+from verl.data.formats import Players
+from verl.data.render import Counts
+from verl.data.source import TaskTable
+from verl.data.truths import NOTHING
 from verl.reward.base import RewardFn
 from verl.reward.code import check_tier
-from verl.reward.compute import CODE
+from verl.reward.compute import CODE, check_data_source, readable_truth, right_answer
 from verl.reward.model import Later, ModelReward, ScoreRows
 from verl.reward.pool import RewardPool, grader_spec
 from verl.reward.shaping import Shaped
 from verl.types import Task
 from verl.workers.model_workers import ModelWorkers
 
+REHEARSED_ROWS, TRUTHS_PER_SOURCE = 512, 4
+
 
 async def reward_of(
-    config: Config, scorer: ModelWorkers | None, truncation: Truncation | None, task: Task
+    config: Config, scorer: ModelWorkers | None, truncation: Truncation | None, tasks: Sequence[Task]
 ) -> tuple[RewardFn, RewardPool | None]:
     """Function, model, or both; shaped; and the function's pool. A model of stage=batch is added in the experience
-    stage (driver/step.py). task: for one call of the function, so that one that always raises is found here."""
+    stage (driver/step.py). tasks: for a call of the function, so that one that always raises is found here, and of a
+    rule that gives the ground truth itself no reward (see `to_rehearse`)."""
     r = config.reward
     pool: RewardPool | None = None
     if r.path is not None or scorer is None:
@@ -34,7 +43,9 @@ async def reward_of(
             memory_limit_mb=r.memory_limit_mb,
         )
         await pool.start()
-        await pool.rehearse(task)
+        await pool.rehearse(tasks[0])
+        if by_rules(config) and rewards_count(config):
+            await _refuse_unearnable(pool, tasks)
     found: RewardFn
     if scorer is None:
         assert pool is not None
@@ -54,6 +65,74 @@ async def reward_of(
             cap=of_cut.overlong_cap,
         )
     return found, pool
+
+
+def by_rules(config: Config) -> bool:
+    """Whether rows are scored by the rule that their data_source names."""
+    return config.reward.path in (None, "verl.reward.compute") and config.reward.model is None
+
+
+def rewards_count(config: Config) -> bool:
+    return settled(config.algorithm.name, config.algorithm.given()).reads_rewards()
+
+
+def check_graders(config: Config, first: Sequence[Task], reports: Sequence[Counts]) -> None:
+    """Refuse rows that ask for a judge that is not given, rows of a source without a rule, and rows whose ground truth
+    is missing or of a kind that the rule cannot read. first: a task of each table."""
+    if config.reward.path is None and config.reward.model is None:
+        if judged := next((report.judged for report in reports if report.judged), ""):
+            fix = "Fix: reward.path=FILE.py or reward.model=FOLDER as the judge of every row; or set style to rule"
+            raise ValueError(f"{judged}: reward_model.style=model asks for a judge, and none is given. {fix}")
+        for source in {task.data_source for task in first}:
+            check_data_source(source)
+    if not by_rules(config) or not rewards_count(config):
+        return
+    for source, kinds in chain.from_iterable(report.truths.items() for report in reports):
+        for kind, (count, where) in kinds.items():
+            try:
+                check_data_source(source)
+            except ValueError as exc:
+                raise ValueError(f"{where}: {exc}") from exc
+            if not readable_truth(source, kind):
+                said = "no ground truth" if kind == NOTHING else f"a ground truth that is {kind}, not a text"
+                raise ValueError(
+                    f"{where}: {said} ({count} such row{'s' if count > 1 else ''}), and the rule of {source!r} compares"
+                    " answers with it: none would be right. Fix: fill reward_model.ground_truth (or ground_truth,"
+                    " answer, label, ...) with the answer as text, or reward.path=FILE.py to score it otherwise"
+                )
+
+
+def to_rehearse(tasks: TaskTable, eval_tasks: Sequence[Task], players: Players) -> list[Task]:
+    """Return the first task, and then some of each data_source whose reward is the reward function's."""
+    found: dict[str, list[Task]] = {}
+    every = [*(tasks[i] for i in range(min(REHEARSED_ROWS, len(tasks)))), *eval_tasks[:REHEARSED_ROWS]]
+    for task in every:
+        if players.graded(task.agent) and len(of_source := found.setdefault(task.data_source, [])) < TRUTHS_PER_SOURCE:
+            of_source.append(task)
+    return [tasks[0], *chain.from_iterable(found.values())]
+
+
+async def _refuse_unearnable(pool: RewardPool, tasks: Sequence[Task]) -> None:
+    """Refuse a source whose rule gives every ground truth, said as the rule wants it said, no more than an answer that
+    says nothing."""
+    lowest: dict[str, tuple[Task, str]] = {}
+    earned: set[str] = set()
+    for task in tasks[1:]:
+        answer = right_answer(task.data_source, task.ground_truth)
+        if answer is None or task.data_source in earned:
+            continue
+        best, least = [await pool.rehearsed(task, said) for said in (answer, "")]
+        if best is None or least is None or best > least:
+            earned.add(task.data_source)
+        lowest.setdefault(task.data_source, (task, answer))
+    for source, (task, answer) in lowest.items():
+        if source not in earned:
+            await pool.close()
+            raise ValueError(
+                f"row {task.index}: its own ground truth {str(task.ground_truth)[:60]!r} gets the lowest score of the "
+                f"rule of {source!r} (as the answer {answer[:60]!r}): none would be right. Fix: the answer itself as "
+                "the truth, as the rule reads it, or reward.path=FILE.py to score it otherwise"
+            )
 
 
 def sandbox_of(config: Config, tasks: Sequence[Task]) -> tuple[str, ...]:

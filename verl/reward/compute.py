@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from verl.data.truths import NOTHING, truth_text, truth_texts
 from verl.reward.code import check_tier, code_score
 from verl.reward.math import dapo_score, geometry3k_score, gsm8k_score, marked_math_score, math_score, search_qa_score
 
@@ -34,6 +34,24 @@ def check_data_source(data_source: str) -> None:
     raise ValueError(f"{said} Fix: reward.path=your_reward.py with `{signature}`")
 
 
+def readable_truth(data_source: str, kind: str) -> bool:
+    """Whether the rule of a source can read a ground truth of this kind (`kind_of_truth`)."""
+    return kind == "text" or (kind != NOTHING and data_source in (*CODE, *SEARCH_QA))
+
+
+def right_answer(data_source: str, ground_truth: Any) -> str | None:
+    """Return an answer that says the truth as the source's rule wants it said; None for a program."""
+    if data_source in CODE:
+        return None
+    if data_source in SEARCH_QA:
+        return f"<answer>{next(iter(truth_texts(ground_truth)), '')}</answer>"
+    truth = truth_text(ground_truth)
+    if data_source in GSM8K:
+        return f"#### {truth}"
+    boxed = data_source in (*MATH, *NUMINA, *GEOMETRY)
+    return rf"\boxed{{{truth}}}" if boxed else f"Answer: {truth}"
+
+
 def compute_score(
     data_source: str,
     solution_str: str,
@@ -51,9 +69,8 @@ def compute_score(
         return {**code_score(solution_str, ground_truth, tier=tier)}
     check_data_source(data_source)
     if data_source in SEARCH_QA:
-        truths = ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth
-        return search_qa_score(solution_str, truths)
-    truth = str(ground_truth)
+        return search_qa_score(solution_str, truth_texts(ground_truth))
+    truth = truth_text(ground_truth) or str(ground_truth)
     if data_source in GSM8K:
         return gsm8k_score(solution_str, truth, method)
     if data_source in MATH:

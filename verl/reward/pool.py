@@ -57,14 +57,7 @@ class RewardPool(Pool[Scored]):
         """
         said = ""
         for answer in dict.fromkeys((task.ground_truth if isinstance(task.ground_truth, str) else "", "", "answer")):
-            request = RewardRequest(
-                request_id="rehearsal",
-                data_source=task.data_source,
-                solution_str=answer,
-                ground_truth=task.ground_truth,
-                extra_info={**task.extra_info, "num_turns": 1, "turn_texts": [answer]},
-            )
-            found = await self.score(request)
+            found = await self.score(_rehearsal(task, answer))
             if isinstance(found, Score) or found.reason not in ("exception", "bad_result"):
                 self.stats = PoolStats()
                 self.take_load()
@@ -75,3 +68,20 @@ class RewardPool(Pool[Scored]):
             f"{self.spec}: no score for row {task.index}, neither for its own ground truth nor an empty answer: "
             f"{said}. Fix: return a number for any answer, 0.0 for one that cannot be read"
         )
+
+    async def rehearsed(self, task: Task, answer: str) -> float | None:
+        """Return the score of one answer before the run starts, None where there is none; it leaves no trace."""
+        found = await self.score(_rehearsal(task, answer))
+        self.stats = PoolStats()
+        self.take_load()
+        return found.value if isinstance(found, Score) else None
+
+
+def _rehearsal(task: Task, answer: str) -> RewardRequest:
+    return RewardRequest(
+        request_id="rehearsal",
+        data_source=task.data_source,
+        solution_str=answer,
+        ground_truth=task.ground_truth,
+        extra_info={**task.extra_info, "num_turns": 1, "turn_texts": [answer]},
+    )
