@@ -412,6 +412,27 @@ def test_kl_cov_punishes_the_tokens_of_highest_covariance():
     assert few["kl_cov_fraction"] == 0.25, "at least one"
 
 
+def test_rounding_chooses_no_direction_and_no_token():
+    """Two passes of the same policy differ by rounding: its sign is no gradient, its order no choice."""
+    noise = f64(1, -2, 3, -4, 5, -6) * 1e-7
+    for x, expected in ((noise, [0.0] * 6), (noise + 0.1, [1.0] * 6), (noise - 0.1, [-1.0] * 6)):
+        lp = x.clone().requires_grad_()
+        value = losses.kl_estimate(lp, torch.zeros_like(x), "abs")
+        torch.testing.assert_close(value.detach(), x.abs())
+        assert torch.autograd.grad(value.sum(), lp)[0].tolist() == expected
+    same = {"rollout_logprobs": f64(-1, -2, -3, -1, -2, -3)}
+    picks = []
+    for rounding in (noise, -noise):
+        lp, a = f64(-1, -2, -3, -1, -2, -3) + rounding, f64(1, 1, 1, 2, 2, 2)
+        c = columns([0.0, 0.0], tokens=3).with_token({**same, "logprobs": lp, "advantages": a + rounding})
+        c = c.with_token({"old_logprobs": lp - rounding})
+        picks.append(losses.kl_cov(c, cov_ratio=0.34).metrics["kl_cov_fraction"][0].tolist())
+        lp.requires_grad_()
+        value = losses.kl_cov(c.with_token({"logprobs": lp}), cov_ratio=1.0).values
+        assert torch.autograd.grad(value.sum(), lp)[0].add(a).abs().max() < 1e-5, "the |d| of rounding pulls nothing"
+    assert picks[0] == picks[1]
+
+
 def test_clip_cov_drops_tokens_within_the_band_that_the_clip_left_alone():
     """Covariances (1, 1.5, -1, -.5): band (.5, 2) holds the first two; the first is clipped already."""
     lp, a = (-1.0, -3.5, -1.0, -2.5), (1.0, -1.0, -1.0, 1.0)
@@ -501,6 +522,14 @@ def test_bypass_weighs_by_the_current_policy():
         values, grad, _ = run(fn, (1.0, 1.0), (1.0, -1.0), tokens=[2], logprobs=(-1.0, -2.0), **token)
         close(values, w[0], -2 * w[1])
         close(grad, -w[0], w[1])
+
+
+def test_the_clip_metrics_of_bypass_are_of_the_tokens_that_were_kept():
+    fn = partial(losses.bypass_reinforce, correction=Correction(form="truncate", high=2.0, bypass=True))
+    c = columns([0.0], tokens=2).with_token({"logprobs": f64(-1, -2), "rollout_logprobs": f64(-1.5, -9)})
+    value = fn(c.with_token({"advantages": f64(1, 1), "keep": torch.tensor([True, False])}))
+    kept, where = value.metrics["ppo_kl"][0], value.where["ppo_kl"]
+    assert kept[where].tolist() == [-0.5], "what the bounds rejected is in no mean, as in verl"
 
 
 def test_the_ratio_makes_the_kl_gradient_unbiased_off_policy():

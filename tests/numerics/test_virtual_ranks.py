@@ -3,6 +3,7 @@ columns and two-pass terms to the engine's gradient, for every preset, in float6
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -68,21 +69,39 @@ def config_of(name: str, model: Path, teacher: Path, ranks: int, budget: int) ->
 
 
 def gradients(
-    name: str, model: Path, teacher: Path, ranks: int, budget: int = 16384, dtype: str | None = None
+    name: str,
+    model: Path,
+    teacher: Path,
+    ranks: int,
+    budget: int = 16384,
+    dtype: str | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> tuple[list[torch.Tensor], dict[str, float]]:
     """The gradient of every optimizer step of a turn, in order, and the metrics of the turn."""
     config = config_of(name, model, teacher, ranks, budget)
     config.model.dtype = dtype or config.model.dtype
+    for key, value in (options or {}).items():
+        setattr(config.algorithm, key, value)
     found, metrics, _, _ = turn(config, samples(PRESETS[name].group.baselines))
     return [torch.cat([grad.flatten() for grad in grads.values()]) for grads in found], metrics
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
+NOISY = {  # losses with an edge where the policy is the old one or the reference
+    "grpo": {},
+    "ppo": {},
+    "kl_cov": {},
+    "abs": {"kl_loss_coef": 0.5, "kl_loss_form": "abs"},
+    "no room": {"clip_low": 0.0, "clip_high": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
 def test_in_float32_the_gradient_of_the_first_step_is_that_of_one_rank_but_for_rounding(name, tiny_model, tiny_teacher):
     first = []
     for ranks, budget in ((1, 16384), (2, 40)):
         torch.manual_seed(0)
-        first.append(gradients(name, tiny_model, tiny_teacher, ranks, budget, "float32")[0][0])
+        preset = name if name in PRESETS else "grpo"
+        first.append(gradients(preset, tiny_model, tiny_teacher, ranks, budget, "float32", NOISY[name])[0][0])
     assert first[0].dtype == torch.float32
     assert 0 < float((first[0] - first[1]).abs().max()) <= 1e-6 * float(first[0].abs().max())
 

@@ -18,6 +18,10 @@ from verl.types import Kind
 Metrics = dict[str, tuple[Tensor, Kind]]
 
 
+SAME = 1e-5
+"""Log-probs that differ by less are the same number with other rounding: of another packing, rank or pass."""
+
+
 def log_ratio(new: Tensor, old: Tensor) -> Tensor:
     """new - old in at least float32, clamped to +-20."""
     return (new - old.to(new.dtype)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -26,6 +30,11 @@ def log_ratio(new: Tensor, old: Tensor) -> Tensor:
 def old_logprobs(columns: Columns) -> Tensor:
     """The proximal policy; without the column the policy has not moved in this step: the current one, detached."""
     return columns["old_logprobs"] if "old_logprobs" in columns else columns["logprobs"].detach()
+
+
+def distance(d: Tensor) -> Tensor:
+    """|d|, without a gradient where |d| <= `SAME`: the sign of rounding must not choose a direction."""
+    return torch.where(d.abs() <= SAME, d.detach(), d).abs()
 
 
 def _ratio(columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,26 +128,43 @@ def gmpo(columns: Columns, *, clip_low: float = 0.4, clip_high: float = 0.4) -> 
 
 
 def _covariance(columns: Columns) -> Tensor:
-    """[L] (A - mean A)(log pi - mean log pi) over the mask, detached."""
+    """[L] (A - mean A)(log pi - mean log pi) over the mask, detached, in multiples of `SAME`: what differs by rounding
+    is equal."""
     lp = columns["logprobs"].detach()
     a = columns["advantages"].to(lp.dtype)
     n = columns.mask.sum().clamp(min=1)
     centred = [torch.where(columns.mask, x - torch.where(columns.mask, x, 0.0).sum() / n, 0.0) for x in (a, lp)]
-    return centred[0] * centred[1]
+    return (centred[0] * centred[1] / SAME).round() * SAME
 
 
 def _lottery(columns: Columns) -> Tensor:
-    """[L] int64 pseudo-random numbers from each token's own stored data: independent of order and split. Hashed are the
-    advantage and the log-prob that the sampler (else the proximal policy) gave the token, which no repacking changes.
-    Tokens equal in both are equal here and are told apart by position only."""
+    """[L] int64 pseudo-random numbers from stored data: independent of order and split. Hashed are the log-probs that
+    the sampler (else the proximal policy) gave to the token and to its whole sequence, and the token's place in it:
+    neither repacking nor the rounding of another pass changes them. Without a sampler's log-probs nothing is stored."""
     name = "rollout_logprobs" if "rollout_logprobs" in columns else "old_logprobs"
     lp = columns[name] if name in columns else columns["logprobs"].detach()
-    h = torch.zeros_like(columns.sequence_of)
-    for x in (lp, columns["advantages"]):
-        for multiplier in (-0x61C8864680B583EB, -0x40A7B892E31B1A47):
-            h = (h ^ x.double().contiguous().view(torch.int64)) * multiplier
-            h = h ^ ((h >> 29) & 0x7FFFFFFFF)
+    own = _hashed(torch.zeros_like(columns.sequence_of), lp.double().contiguous().view(torch.int64))
+    own = _hashed(own, _places(columns)[1])
+    whole = torch.zeros(columns.num_sequences, dtype=torch.int64, device=own.device)
+    whole = whole.index_add(0, columns.sequence_of, torch.where(columns.mask, own, 0))
+    return _hashed(own, whole[columns.sequence_of])
+
+
+def _hashed(h: Tensor, x: Tensor) -> Tensor:
+    """[L] int64: the hashes `h` with the integers `x` mixed in."""
+    for multiplier in (-0x61C8864680B583EB, -0x40A7B892E31B1A47):
+        h = (h ^ x) * multiplier
+        h = h ^ ((h >> 29) & 0x7FFFFFFFF)
     return h
+
+
+def _places(columns: Columns) -> tuple[Tensor, Tensor]:
+    """Two [L] int64: the number of masked-in tokens of each token's sequence, and which of them the token is."""
+    at = torch.nonzero(columns.mask)[:, 0]
+    at = at[torch.argsort(columns.sequence_of[at], stable=True)]
+    counts, sequence, out = columns.counts().long(), columns.sequence_of[at], torch.zeros_like(columns.sequence_of)
+    out[at] = torch.arange(len(at), device=at.device) - (counts.cumsum(0) - counts)[sequence]
+    return counts[columns.sequence_of], out
 
 
 def _drawn(columns: Columns, among: Tensor, share: float, first: Tensor | None = None) -> Tensor:
@@ -154,10 +180,11 @@ def _drawn(columns: Columns, among: Tensor, share: float, first: Tensor | None =
 
 def kl_cov(columns: Columns, *, cov_ratio: float = 2e-4, cov_coef: float = 1.0) -> TermValue:
     """-A r, plus cov_coef |d| on the share `cov_ratio` of tokens with the highest covariance (KL-Cov, 2505.22617).
-    Statistics are over all tokens given: a two-pass term, which sees the whole optimizer step. At least one token."""
+    Statistics are over all tokens given: a two-pass term, which sees the whole optimizer step. At least one token.
+    Of equal covariances `_lottery` chooses."""
     a, d, r = _ratio(columns)
     chosen = _drawn(columns, columns.mask, cov_ratio, first=_covariance(columns))
-    loss = torch.where(chosen, -a * r + cov_coef * d.abs(), -a * r)
+    loss = torch.where(chosen, -a * r + cov_coef * distance(d), -a * r)
     return TermValue(loss, {"ppo_kl": (-d.detach(), "mean"), "kl_cov_fraction": (chosen.to(d.dtype), "mean")})
 
 
@@ -220,13 +247,9 @@ def dro(columns: Columns, *, dro_beta: float = 0.1) -> TermValue:
 
 
 def _quarters(columns: Columns) -> Tensor:
-    """[L] int64, 0 to 3: in which part of its sequence a masked-in token stands."""
-    at = torch.nonzero(columns.mask)[:, 0]
-    at = at[torch.argsort(columns.sequence_of[at], stable=True)]
-    counts, sequence, out = columns.counts().long(), columns.sequence_of[at], torch.zeros_like(columns.sequence_of)
-    place = torch.arange(len(at), device=at.device) - (counts.cumsum(0) - counts)[sequence]
-    out[at] = 4 * place // counts[sequence]
-    return out
+    """[L] int64, 0 to 3: the quarter of its sequence that a masked-in token is in."""
+    counts, place = _places(columns)
+    return 4 * place // counts.clamp(min=1)
 
 
 def parts_of(columns: Columns) -> dict[str, Tensor]:
@@ -295,12 +318,14 @@ def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], Ter
 
 def bypass_reinforce(columns: Columns, *, correction: Correction) -> TermValue:
     """-A w log pi, where w is of the current policy against the sampler. Needs `rollout_logprobs`. Of `correction` the
-    level, the form and the bounds count here; its rejections and its mean are of the whole step."""
+    level, the form and the bounds count here; its rejections and its mean are of the whole step. The metric `ppo_kl` is
+    of the tokens that were kept (column `keep`), as verl's is."""
     a = columns["advantages"].to(columns["logprobs"].dtype)
     q = columns["logprobs"].detach() - columns["rollout_logprobs"].to(a.dtype)
     w = bounded(importance_ratio(columns, q, correction.level), correction) if correction.form else torch.ones_like(a)
     metrics: Metrics = {"ppo_kl": (-q, "mean"), "is_weight": (w, "mean")}
-    return TermValue(-a * w * columns["logprobs"], metrics)
+    kept = {"ppo_kl": columns["keep"].bool()} if "keep" in columns else {}
+    return TermValue(-a * w * columns["logprobs"], metrics, kept)
 
 
 def reinforce(columns: Columns) -> TermValue:
@@ -318,7 +343,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, form: str) -> Tensor:
         y = (-x).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         value = y.exp() - y - 1
     else:
-        value = x if base == "k1" else x.abs() if base == "abs" else 0.5 * x * x
+        value = x if base == "k1" else distance(x) if base == "abs" else 0.5 * x * x
     if form.endswith("+"):
         gradient = 0.5 * x * x
         return gradient - gradient.detach() + value.detach()

@@ -90,7 +90,9 @@ def _terms(preset: Preset) -> tuple[Term, ...]:
     if correction is not None and correction.bypass:
         own["corrected"] = "no"
         if short(spec.fn) == "reinforce":  # weights of the current policy, on the mask before rejection
-            fn, inputs = partial(losses.bypass_reinforce, correction=correction), (*inputs, "rollout_logprobs")
+            kept = ("keep",) if correction.of_step or (preset.truncation and preset.truncation.mask_truncated) else ()
+            fn = partial(losses.bypass_reinforce, correction=correction)
+            inputs = (*inputs, "rollout_logprobs", *kept)
             own["sees_rejected"] = True
     common: dict[str, Any] = {
         "aggregate": spec.aggregation,

@@ -67,10 +67,10 @@ async def experience_and_update(learner: Learner, step: Step, refs: Refs) -> Non
         step.trained, chosen = _without(failed, step.trained), _without(failed, chosen)
         rows = chosen.of("train")
     with step.clock("advantages"):
-        written = inferred + await _advantages(learner, step, algorithm, chosen)
+        replaced = await _advantages(learner, step, algorithm, chosen)
     rows = _drawn(learner, step, rows)
     steps = optimizer_steps(rows, shape.updates_per_step, shape.epochs_per_step, learner.config.run.seed, step.index)
-    optional = tuple(name for name in ("old_logprobs",) if name in written)
+    optional = tuple(name for name in ("old_logprobs",) if name in (*inferred, *replaced))
     step.updating = True
     if "critic" in learner.models:
         inputs = inputs_of(algorithm.value_terms, optional)
@@ -83,7 +83,9 @@ async def experience_and_update(learner: Learner, step: Step, refs: Refs) -> Non
         with step.clock("update"):
             await learner.done(learner.compute.weigh(steps, algorithm.terms, inputs), "compute.weigh")
             recorded = (*RECORDED, *algorithm.loss.recorded)
-            update = learner.models["actor"].update(steps, algorithm.terms, inputs, recorded)
+            at_start = "old_logprobs" in inferred and "old_logprobs" not in replaced
+            first = [replace(one, first=at_start) for one in steps[:1]]
+            update = learner.models["actor"].update([*first, *steps[1:]], algorithm.terms, inputs, recorded)
             step.log(await learner.done(update, "actor.update"))
             if algorithm.figures is not None and (drawn := rows.sampled()):
                 read = (*(f"train_{name}" for name in algorithm.loss.recorded), "rollout_logprobs")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,6 +22,18 @@ def surrogate(output: str) -> Term:
 
 def _output(columns: Columns, *, name: str) -> TermValue:
     return TermValue(columns[name])
+
+
+def before_moving(term: Term) -> Term:
+    """The term in the first update behind the pass that computed `old_logprobs`: the policy is the same, so its own
+    log-probs take their place. The ratio is exactly 1, whatever the rounding of the two passes."""
+    return replace(term, fn=partial(_before_moving, fn=term.fn))
+
+
+def _before_moving(columns: Columns, *, fn: Callable[[Columns], TermValue]) -> TermValue:
+    if "old_logprobs" in columns and "logprobs" in columns:
+        columns = columns.with_token({"old_logprobs": columns["logprobs"].detach()})
+    return fn(columns)
 
 
 def evaluate_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:

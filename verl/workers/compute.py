@@ -27,11 +27,12 @@ Computed = Mapping[str, Tensor | Metric]
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
     """All rows of one optimizer step. weights: suffix of the columns `w/TERM` that hold its weights · recorded: its
-    outputs are written."""
+    outputs are written · first: no update came between the policy's column `old_logprobs` and this one."""
 
     refs: Refs
     weights: str = ""
     recorded: bool = False
+    first: bool = False
 
 
 class Compute:

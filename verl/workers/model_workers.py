@@ -108,13 +108,13 @@ class ModelWorkers:
         shared = [(step, self._share(step.refs)) for step in steps]
         args = []
         for rank in range(self._layout.data):
-            mine = tuple(_rank_step(ranks[rank], step.weights, step.recorded) for step, ranks in shared)
+            mine = tuple(_rank_step(ranks[rank], step) for step, ranks in shared)
             args.append((UpdatePlan(mine, terms, inputs, recorded, prefix),))
         return _then(self._submit(Role.update, args), merge_metrics)
 
     def measure(self, step: OptimizerStep, terms: tuple[Term, ...], inputs: tuple[str, ...]) -> Future[Metrics]:
         """Loss and metrics of the terms on these rows, without a step."""
-        args = [(_rank_step(share, step.weights), terms, inputs) for share in self._share(step.refs)]
+        args = [(_rank_step(share, step), terms, inputs) for share in self._share(step.refs)]
         return _then(self._submit(Role.measure, args), merge_metrics)
 
     def score(self, refs: Refs, coef: float, alone: bool) -> Future[list[tuple[float, dict[str, float]]]]:
@@ -223,8 +223,11 @@ class ComputeWorker:
         self._group.close(timeout_s)
 
 
-def _rank_step(share: Share, weights: str = "", recorded: bool = False) -> RankStep:
-    return RankStep(share.refs, share.num_microbatches, weights, recorded, share.idle)
+def _rank_step(share: Share, step: OptimizerStep | None = None) -> RankStep:
+    """The share of one rank, of an optimizer step or of a pass without one."""
+    if step is None:
+        return RankStep(share.refs, share.num_microbatches, idle=share.idle)
+    return RankStep(share.refs, share.num_microbatches, step.weights, step.recorded, step.first, share.idle)
 
 
 def _ref(number: int, prompt: int, answer: int) -> Ref:

@@ -18,7 +18,7 @@ from verl.chat import NO_TURN_END, TurnEnd
 from verl.checkpoint.hf import HfExport
 from verl.config.backends import load
 from verl.model_engine.base import Counts, EngineCapabilities, EngineContext, ModelEngine, OneRank, Ranks
-from verl.model_engine.objective import evaluate_terms, first_pass
+from verl.model_engine.objective import before_moving, evaluate_terms, first_pass
 from verl.objective import Term
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import read_samples
@@ -35,12 +35,14 @@ if TYPE_CHECKING:  # it wants torch.distributed, which a process without an engi
 @dataclass(frozen=True, slots=True)
 class RankStep:
     """One rank's part of one optimizer step. weights: suffix of the columns `w/TERM` that belong to this step · record:
-    write the outputs of this pass · idle: the one row stands for none (it counts with weight 0)."""
+    write the outputs of this pass · first: see `OptimizerStep` · idle: the one row stands for none (it counts with
+    weight 0)."""
 
     refs: Refs
     num_microbatches: int = 0
     weights: str = ""
     record: bool = False
+    first: bool = False
     idle: bool = False
 
 
@@ -215,7 +217,10 @@ class Role:
         parts: list[Metrics] = []
         with self.engine.awake("weights"):
             for step in plan.steps:
-                batch, terms, metrics = self._two_passes(self._batch(step, plan.terms, plan.inputs), plan.terms)
+                terms: Sequence[Term] = plan.terms
+                if step.first:
+                    terms = [before_moving(term) for term in terms]
+                batch, terms, metrics = self._two_passes(self._batch(step, terms, plan.inputs), terms)
                 result = self.engine.forward_backward(batch, terms, step.num_microbatches, plan.recorded)
                 parts += [_prefixed(metrics, plan.prefix), _prefixed(result.metrics, plan.prefix)]
                 optim = self.engine.optim_step()
@@ -433,7 +438,7 @@ class Role:
         batch = batch.with_columns(token).with_row_columns(rows)
         return without_weight(batch) if step.idle else batch
 
-    def _two_passes(self, batch: Batch, terms: tuple[Term, ...]) -> tuple[Batch, Sequence[Term], Metrics]:
+    def _two_passes(self, batch: Batch, terms: Sequence[Term]) -> tuple[Batch, Sequence[Term], Metrics]:
         whole = [t for t in terms if t.two_pass]
         if not whole:
             return batch, terms, {}
