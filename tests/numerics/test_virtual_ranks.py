@@ -13,6 +13,7 @@ from passes import turn
 
 from verl.algorithms.presets import PRESETS
 from verl.config.schema import Config
+from verl.model_engine.torch_engine import TorchEngine
 from verl.types import Sample, Segment
 
 MORE = {"drgrpo": {"horizon_tokens": 12}, "gdpo": {"reward_components": ["short", "digits"]}}
@@ -80,28 +81,43 @@ def gradients(
     """The gradient of every optimizer step of a turn, in order, and the metrics of the turn."""
     config = config_of(name, model, teacher, ranks, budget)
     config.model.dtype = dtype or config.model.dtype
-    for key, value in (options or {}).items():
-        setattr(config.algorithm, key, value)
+    config.algorithm.options |= options or {}
     found, metrics, _, _ = turn(config, samples(PRESETS[name].group.baselines))
     return [torch.cat([grad.flatten() for grad in grads.values()]) for grads in found], metrics
 
 
-NOISY = {  # losses with an edge where the policy is the old one or the reference
-    "grpo": {},
-    "ppo": {},
+EDGES = {  # losses with an edge where the policy is the old one or the reference
     "kl_cov": {},
     "abs": {"kl_loss_coef": 0.5, "kl_loss_form": "abs"},
     "no room": {"clip_low": 0.0, "clip_high": 0.0},
 }
 
 
-@pytest.mark.parametrize("name", NOISY)
+@pytest.mark.parametrize("name", EDGES)
+def test_the_rounding_of_other_passes_changes_the_first_gradient_by_rounding(
+    name, tiny_model, tiny_teacher, monkeypatch
+):
+    found, infer = [], TorchEngine.infer
+    for sign in (1e-7, -1e-7):
+
+        def rounded(self, batch, columns, average=False, *, sign=sign):
+            noise = sign * torch.linspace(1, 2, batch.num_loss_tokens, dtype=torch.float64)
+            out = infer(self, batch, columns, average)
+            return {n: x + noise if n == "logprobs" else x for n, x in out.items()}
+
+        monkeypatch.setattr(TorchEngine, "infer", rounded)
+        preset = name if name in PRESETS else "grpo"
+        found.append(gradients(preset, tiny_model, tiny_teacher, 1, options=EDGES[name])[0][0])
+    assert float(found[0].abs().max()) > 0
+    assert float((found[0] - found[1]).abs().max()) <= 1e-6 * float(found[0].abs().max())
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_in_float32_the_gradient_of_the_first_step_is_that_of_one_rank_but_for_rounding(name, tiny_model, tiny_teacher):
     first = []
     for ranks, budget in ((1, 16384), (2, 40)):
         torch.manual_seed(0)
-        preset = name if name in PRESETS else "grpo"
-        first.append(gradients(preset, tiny_model, tiny_teacher, ranks, budget, "float32", NOISY[name])[0][0])
+        first.append(gradients(name, tiny_model, tiny_teacher, ranks, budget, "float32")[0][0])
     assert first[0].dtype == torch.float32
     assert 0 < float((first[0] - first[1]).abs().max()) <= 1e-6 * float(first[0].abs().max())
 
