@@ -8,7 +8,7 @@ TASK ?= arithmetic
 # On two, processors waited a quarter of the time for one test each.
 TEST_WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
-.PHONY: setup browser bubblewrap test test-distributed test-ranks test-clusters test-runs queue-package nixl-package mooncake-package test-all test-mutants vllm-env test-vllm quickstart bench lint clean
+.PHONY: setup browser bubblewrap test test-distributed test-ranks test-clusters test-runs queue-package nixl-package mooncake-package test-all test-pythons test-mutants vllm-env test-vllm quickstart bench lint clean
 
 setup: $(VENV)/.stamp
 
@@ -49,10 +49,22 @@ test-clusters: queue-package
 test-runs: queue-package
 	$(BIN)/python -m pytest -q -m runs tests/distributed
 
-test-all: test mooncake-package  # and every combination of layout, packing and role, recipes that have to learn, more conversations
+# And every combination of layout, packing and role, recipes that have to learn, what is marked `full`, other Pythons.
+test-all: mooncake-package
+	FULL_GRID=1 $(MAKE) test
 	FULL_GRID=1 $(MAKE) test-distributed
-	FULL_GRID=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal \
-		$$(grep -lrw FULL_GRID --include 'test_*.py' tests/unit tests/contracts tests/numerics tests/faults tests/e2e)
+	FULL_GRID=1 $(MAKE) test-vllm
+	$(MAKE) test-pythons
+
+# The tests of one process by other Pythons, where they are installed.
+PYTHONS ?= 3.12 3.13
+test-pythons: setup
+	@for version in $(PYTHONS); do \
+		command -v python$$version >/dev/null && python$$version --version >/dev/null 2>&1 || \
+		{ echo "no python$$version here: it is not tested"; continue; }; \
+		$(MAKE) --no-print-directory VENV=.venv-$$version PYTHON=python$$version setup && \
+		.venv-$$version/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal || exit 1; \
+	done
 
 # The TransferQueue package; of what it asks for, ray's dashboard and torch again are left out.
 queue-package: setup

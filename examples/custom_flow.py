@@ -94,6 +94,6 @@ async def main(model_path: str, rounds: int = 4, problems_per_round: int = 64, n
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python examples/custom_flow.py MODEL_FOLDER [rounds]")
     asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))

@@ -186,4 +186,6 @@ def main(steps=25, warm_up_steps=500, seed=0):
 
 
 if __name__ == "__main__":
+    if not all(word.isdigit() for word in sys.argv[1:]):
+        sys.exit(__doc__)
     main(*map(int, sys.argv[1:]))

@@ -29,6 +29,9 @@ TRAIN_PAIRS, EVAL_PAIRS = 8000, 256
 def main(argv: Sequence[str]) -> int:
     from verl.cli import guarded
 
+    if {"-h", "--help"} & set(argv):
+        print(f"{__doc__}\n{three_stages.__doc__}")
+        return 0
     return guarded(lambda: three_stages(list(argv)))
 
 

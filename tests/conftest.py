@@ -13,8 +13,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a runner started in the
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
+from each import FULL_GRID
 
 DATA = Path(__file__).parent / "data"
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what is marked `full` unless FULL_GRID=1 (make test-all): the property has another test in the quick suites,
+    which the mark names."""
+    for item in items:
+        if not FULL_GRID and (mark := item.get_closest_marker("full")):
+            item.add_marker(pytest.mark.skip(reason=f"make test-all; quick: {mark.args[0]}"))
 
 
 def pytest_collection_finish(session):

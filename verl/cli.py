@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,12 +29,14 @@ USAGE = """usage: verl VERB [key=value ...]
   serve     model.path=DIR [serve.port=8000]   the model behind OpenAI's and vLLM's HTTP
   plan      (as train)                         every derived size and the memory, without loading anything
   replicas  RUN list | add [URL] | remove N    servers that join and leave a run while it goes on
-  show      RUN | --live RUN | algorithms | algorithm=NAME | keys | recipes | config [SECTION|KEY ...] [key=value ...]
+  show      RUN [RUN ...] | --live RUN         the steps of runs; a page that follows a run
+  show      algorithms | algorithm=NAME | keys | recipes | config [SECTION|KEY ...] [key=value ...]
   export    RUN_OR_CHECKPOINT OUT_DIR          the Hugging Face folder of a checkpoint
   doctor    [RUN]                              this machine, what is installed, what a run waits for
   completion bash | zsh | fish                 source <(verl completion bash)
 
-verl VERB --help: the keys of the verb. A value is taken as it stands (a list: [a,b]); key=@FILE reads it from a file.
+verl --version: of verl, Python and torch. verl VERB --help: the keys of the verb.
+A value is taken as it stands (a list: [a,b]); key=@FILE reads it from a file.
 
 The keys of a first run: model.path, data.train_files, data.eval_files, data.max_prompt_tokens, reward.path,
 algorithm.name, step.prompts_per_step, step.samples_per_prompt, rollout.max_response_tokens, optim.lr, run.name,
@@ -44,8 +48,9 @@ All keys: `verl show config`; verl's own keys (data.train_batch_size=..., actor_
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
-        print(USAGE)
-        return 0 if args else 2
+        return guarded(lambda: print(USAGE) or (0 if args else 2))
+    if args[0] in ("-V", "--version", "version"):
+        return guarded(_version)
     verb, rest = args[0], args[1:]
     if verb in VERBS and ("-h" in rest or "--help" in rest):
         return guarded(lambda: _help(verb))
@@ -66,11 +71,24 @@ def _help(verb: str) -> int:
     return 0
 
 
+def _version() -> int:
+    import platform
+    from importlib.metadata import version
+
+    print(f"verl {version('verl')} (Python {platform.python_version()}, torch {version('torch')})")
+    return 0
+
+
 def guarded(work: Callable[[], int], args: Sequence[str] = ()) -> int:
     """Run; turn what went wrong into an exit code and a last line with the first cause. What args take from the
     environment (`${oc.env:KEY}`) is not shown."""
     try:
-        return work()
+        code = work()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `verl train --help | head`: what is left has no reader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt as e:
         return _fail(str(e) or "interrupted", 130)
     except ValueError as e:

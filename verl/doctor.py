@@ -15,9 +15,9 @@ from verl.sandbox.code import describe
 
 PINNED = ("torch", "transformers", "safetensors", "numpy", "pyarrow", "hydra-core", "math-verify", "tensorboard")
 EXTRAS = {
-    "ray": "pip install 'verl[ray]'",
-    "s3fs": "pip install 'verl[s3]'",
-    "wandb": "pip install 'verl[wandb]'",
+    "ray": "pip install '.[ray]' in verl's folder",
+    "s3fs": "pip install '.[s3]' in verl's folder",
+    "wandb": "pip install '.[wandb]' in verl's folder",
     "flash-attn": "optional on CUDA: pip install flash-attn",
 }
 

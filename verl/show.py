@@ -11,24 +11,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-COLUMNS = (
-    *("eval/acc/greedy", "eval/acc/sampled", "critic/score/mean", "actor/entropy", "mismatch/k3"),
-    *("actor/grad_norm", "perf/time_per_step"),
-)
-"""What `verl show RUN` prints of each step."""
-
 
 def show(args: Sequence[str]) -> int:
     if not args:
         words = "algorithms | algorithm=NAME | keys | recipes | config [SECTION|KEY ...] [key=value ...]"
-        raise ValueError(f"verl show RUN [trajectory=ID] | --live RUN | {words}")
+        raise ValueError(f"verl show RUN [RUN ...] | RUN trajectory=ID | --live RUN | {words}")
     first, rest = args[0], args[1:]
     if first.startswith("algorithm="):
         _algorithm(first.partition("=")[2], rest)
     elif first in WORDS:
         WORDS[first](rest)
     else:
-        _run(Path(first), [a.partition("=")[2] for a in rest if a.startswith("trajectory=")])
+        _runs(args)
     return 0
 
 
@@ -134,21 +128,27 @@ def _timeline(path: Path, trajectory: str) -> None:
     Console(width=150).print(table)
 
 
-def _run(path: Path, trajectories: Sequence[str] = ()) -> None:
+def _runs(args: Sequence[str]) -> None:
+    """Print the steps of a run, or of several side by side; with trajectory=ID the timeline of that trajectory."""
     from verl.report.data import is_run_dir
     from verl.report.page import write_report
-    from verl.track.metrics import read_metrics
+    from verl.report.table import print_runs
 
-    if not is_run_dir(path):
-        raise ValueError(f"{path} is not a run directory (no metrics.jsonl) and not a word that `verl show` knows")
-    if trajectories:
-        return _timeline(path, trajectories[-1])
-    lines = read_metrics(path)
-    table = Table("step", *COLUMNS, title=str(path), title_justify="left", box=None)
-    for line in lines if len(lines) <= 40 else [*lines[:: len(lines) // 40], lines[-1]]:
-        table.add_row(str(line.step), *(f"{line.values[n]:.4g}" if n in line.values else "" for n in COLUMNS))
-    Console().print(table)
-    print(f"report: {write_report(path)}")
+    paths = [Path(a) for a in args if "=" not in a or Path(a).exists()]
+    options = [a.partition("=") for a in args if Path(a) not in paths]
+    for path in paths:
+        if not is_run_dir(path):
+            known = ", ".join(WORDS)
+            raise ValueError(f"{path} is not a run directory (no metrics.jsonl) and not a word of verl show ({known})")
+    if unknown := [key for key, _, _ in options if key != "trajectory"]:
+        raise ValueError(f"verl show RUN has no option {unknown[0]}=: it takes trajectory=ID, or more runs")
+    if options:
+        if len(paths) > 1:
+            raise ValueError("trajectory=ID is shown of one run")
+        return _timeline(paths[0], options[-1][2])
+    print_runs(paths)
+    for path in paths:
+        print(f"report: {write_report(path)}")
 
 
 WORDS: Mapping[str, Callable[[Sequence[str]], None]] = MappingProxyType(

@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[Any]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray = pytest.importorskip("ray", reason="pip install 'verl[ray]'")
+    ray = pytest.importorskip("ray", reason="pip install '.[ray]'")
     from verl.workers.ray.cluster import OWN_RAY
 
     ray.init(

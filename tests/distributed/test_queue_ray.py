@@ -22,7 +22,7 @@ from verl.transfer_queue.rows import read_samples
 from verl.types import Refs
 from verl.workers.group import WorkerDied
 
-ray = pytest.importorskip("ray", reason="pip install 'verl[ray]'")
+ray = pytest.importorskip("ray", reason="pip install '.[ray]'")
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from test_house_ray import House
 from verl.checkpoint.store import CheckpointStore
 from verl.cli import main
 
-ray = pytest.importorskip("ray", reason="pip install 'verl[ray]'")
+ray = pytest.importorskip("ray", reason="pip install '.[ray]'")
 pytestmark = pytest.mark.usefixtures("ray_session")  # runs in this process use it, others start their own
 RAY = ("cluster.backend=ray", "run.save_every_steps=1", "track.sinks=[jsonl]")
 TWO = ("cluster.ranks_per_node=2", "rollout.replicas=2")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from small_runs import metrics_of, small_args
 
-ray = pytest.importorskip("ray", reason="pip install 'verl[ray]'")
+ray = pytest.importorskip("ray", reason="pip install '.[ray]'")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from verl.driver import home  # noqa: E402

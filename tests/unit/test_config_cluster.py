@@ -322,7 +322,7 @@ def test_without_ray_there_is_the_pip_line(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(cluster, "find_spec", lambda name: None)
     for args in (RAY, ("queue.engine=ray",)):
         (line,) = faults(folder, *args)
-        assert line.startswith(args[0]) and "pip install 'verl[ray]'" in line
+        assert line.startswith(args[0]) and "pip install '.[ray]'" in line
     assert faults(folder) == []
 
 

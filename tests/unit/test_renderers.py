@@ -30,7 +30,7 @@ from verl.chat.template import Renderer, audit_template, is_prefix
 from verl.config.schema import Config
 from verl.tools import function_tool
 
-renderers = pytest.importorskip("renderers", reason="the package renderers is not here (pip install 'verl[renderers]')")
+renderers = pytest.importorskip("renderers", reason="the package renderers is not here (pip install '.[renderers]')")
 
 OURS = (  # our bridge can be derived from what these write
     *("deepseek-v3", "deepseek-v4", "inkling", "kimi-k2", "kimi-k2.5", "laguna-m.1", "laguna-s-2.1", "laguna-xs-2.1"),

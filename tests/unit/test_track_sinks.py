@@ -47,7 +47,7 @@ def test_a_missing_sink_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError) as caught:
         sinks_of(tmp_path, "wandb")
-    assert "pip install 'verl[wandb]'" in str(caught.value) and "\n" not in str(caught.value)
+    assert "pip install '.[wandb]'" in str(caught.value) and "\n" not in str(caught.value)
 
 
 class FakeRun:

@@ -41,6 +41,7 @@ def merged(module: Any, folder: Path | None) -> Any:
     )
 
 
+@pytest.mark.full("unit/test_rollout_adapters.py, with a double")
 def test_adapters_come_and_go_over_weights_that_are_published(suite: ModuleType, tmp_path: Path) -> None:
     async def run() -> None:
         engine = own_server(suite, tmp_path, max_lora_rank=6, max_loras=2)

@@ -47,10 +47,13 @@ def nothing_left(tmp_path: Path, root: Path) -> Any:
     assert not left
 
 
+IN_FLIGHT = pytest.mark.full("two processes and updates in flight, below")
 BUCKETS = ("sync.engine=shm", "sync.engine_options.bucket_mb=1")
 
 
-@pytest.mark.parametrize(("processes", "num_steps", "sync"), [(1, 25, ()), (2, 10, BUCKETS)])
+@pytest.mark.parametrize(
+    ("processes", "num_steps", "sync"), [(1, 25, ()), pytest.param(2, 10, BUCKETS, marks=IN_FLIGHT)]
+)
 def test_the_quickstart_learns(root: Path, processes: int, num_steps: int, sync: tuple[str, ...]) -> None:
     run = root / "quickstart"
     for path in run.glob("*"):  # what the one before left of its RL
@@ -106,6 +109,7 @@ def test_two_processes_and_updates_in_flight(tmp_path: Path, arithmetic_data: An
     assert versions_as_published(tmp_path / "r", 4) <= {1, 2}, "at most one publish behind"
 
 
+@pytest.mark.full("the quickstart above; e2e/test_agents.py has tools")
 def test_turns_with_a_tool(tmp_path: Path) -> None:
     """Its calls are played here between its answers, and every trained token is one that it drew in that place."""
     teach(tmp_path)

@@ -50,7 +50,12 @@ def sync(contract: ModuleType, running: Running) -> ModuleType:
     return found
 
 
-EACH = (("shm", True), ("shm", False), ("shm, buckets", True), ("tcp", True), ("tcp, delta", True))
+HOSTS = pytest.mark.full("contracts/test_weight_sync_served.py has the other ways, to verl serve")
+EACH = (
+    ("shm", False),
+    ("shm, buckets", True),
+    *(pytest.param(*way, marks=HOSTS) for way in (("shm", True), ("tcp", True), ("tcp, delta", True))),
+)
 
 
 @pytest.mark.parametrize(("backend", "exclusive"), EACH)
@@ -63,7 +68,11 @@ def test_a_prefix_computed_under_old_weights_is_never_used_after_a_publish(sync:
 
 
 @pytest.mark.parametrize(
-    "change", ["not sent, though in the manifest", "of another shape", "changed after its manifest"]
+    "change",
+    [
+        "changed after its manifest",
+        *(pytest.param(one, marks=HOSTS) for one in ("not sent, though in the manifest", "of another shape")),
+    ],
 )
 def test_a_bucket_that_is_not_what_was_told_raises(sync: ModuleType, change: str) -> None:
     async def test() -> None:
@@ -76,7 +85,7 @@ def test_a_bucket_that_is_not_what_was_told_raises(sync: ModuleType, change: str
     sync.run(test)
 
 
-@pytest.mark.parametrize("backend", ["shm", "shm, buckets"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("shm, buckets", marks=HOSTS)])
 def test_the_canary_trips_where_wrong_weights_are_delivered_without_a_fault(sync: ModuleType, backend: str) -> None:
     """The names and bytes are those that were sent; the next publish mends it."""
 
@@ -97,7 +106,7 @@ def test_the_canary_trips_where_wrong_weights_are_delivered_without_a_fault(sync
     sync.run(test)
 
 
-@pytest.mark.parametrize("backend", ["shm", "shm, buckets"])
+@pytest.mark.parametrize("backend", ["shm, buckets", pytest.param("shm", marks=HOSTS)])
 def test_publishes_while_requests_run_mark_the_version_of_each_token(
     contract: ModuleType, sync: ModuleType, backend: str
 ) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from each import FULL_GRID
 from real_server import Running, context_of, own_server, staged
 
 from verl.rollout import vllm
@@ -282,6 +283,16 @@ def test_updates_that_fail_and_an_engine_that_hangs_or_dies(suite: ModuleType, t
         await refused(engine, staged(new, without=k_proj), rf"did not load 1 of .*{k_proj.replace('.', '[.]')}")
         assert await engine.load_weights(staged(new)) == 1  # a new process, with all of them
         await answers(engine, 1)
+        if FULL_GRID:
+            await others(engine)
+        # closed while a request runs: SIGTERM alone would wait for its caller
+        running = asyncio.create_task(engine.generate("l", prompt, suite.greedy(400)))
+        await asyncio.sleep(0.2)
+        await asyncio.wait_for(engine.close(), 30)
+        with pytest.raises(RuntimeError, match="closed"):
+            await asyncio.wait_for(running, 30)
+
+    async def others(engine: ServedEngine) -> None:
         # another shape: afterwards even the right tensors fail, so it is not asked
         await refused(engine, staged(suite.Source(suite.reference(), 2), shape_of=k_proj), "HTTP 500")
         assert await engine.load_weights(staged(suite.Source(suite.reference(), 3))) == 3
@@ -302,12 +313,6 @@ def test_updates_that_fail_and_an_engine_that_hangs_or_dies(suite: ModuleType, t
             await task
         assert await engine.load_weights(staged(suite.Source(suite.reference(seed=1), 4))) == 4
         await answers(engine, 1)
-        # closed while a request runs: SIGTERM alone would wait for its caller
-        running = asyncio.create_task(engine.generate("l", prompt, suite.greedy(400)))
-        await asyncio.sleep(0.2)
-        await asyncio.wait_for(engine.close(), 30)
-        with pytest.raises(RuntimeError, match="closed"):
-            await asyncio.wait_for(running, 30)
 
     on_its_own(suite, tmp_path, body)
 
@@ -318,6 +323,7 @@ def spoil(segment: Path) -> None:
         file.write(b"\x01" * 8)
 
 
+@pytest.mark.full("test_sync_vllm.py: a bucket that changed after its manifest")
 def test_bytes_that_changed_on_their_way_are_refused(suite: ModuleType, tmp_path: Path) -> None:
     async def body(engine: ServedEngine) -> None:
         reader = staged(suite.Source(suite.reference(), 0))
@@ -330,6 +336,7 @@ def test_bytes_that_changed_on_their_way_are_refused(suite: ModuleType, tmp_path
     on_its_own(suite, tmp_path, body)
 
 
+@pytest.mark.full("test_runs.py: two processes and updates in flight")
 def test_two_processes_share_a_model_and_leave_nothing(suite: ModuleType, tmp_path: Path) -> None:
     held: set[str] = set()
 
@@ -351,6 +358,7 @@ def test_two_processes_share_a_model_and_leave_nothing(suite: ModuleType, tmp_pa
     assert held and not [name for name in held if (SHM / name).exists()]
 
 
+@pytest.mark.full("test_traps.py: a tied head follows its embedding")
 def test_an_untied_model_with_biases(suite: ModuleType, tmp_path: Path) -> None:
     async def body(engine: ServedEngine) -> None:
         prompt = suite.prompts((9,))[0]

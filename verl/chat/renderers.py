@@ -17,7 +17,7 @@ from verl.chat.parsing import Malformed, ToolCall, Turn
 from verl.chat.template import ANSWER, CALL, USER, Message, Renderer, Tool, is_prefix, one_line, shared
 
 PREFIX, VERSION = "renderers:", "0.1.12"
-INSTALL = f"pip install 'verl[renderers]' (renderers {VERSION})"
+INSTALL = f"pip install '.[renderers]' in verl's folder (renderers {VERSION})"
 
 
 @dataclass(frozen=True)

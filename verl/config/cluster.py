@@ -22,7 +22,7 @@ from verl.workers.pools import MAIN, Pool, pools_of
 
 NO_MODEL = ("rollout", "compute", "recorder")
 """Roles without ranks of a model."""
-PIP = "not installed: pip install 'verl[ray]'"
+PIP = "not installed: pip install '.[ray]' in verl's folder"
 DEVICES = ("xpu", "mtia")
 """Of torch itself, beside cpu and cuda, that a pool may name as its resource."""
 ON_GPU = "sync.engine=ipc: weights pass through a GPU's memory, and {who} of this run are on CPUs; set sync.engine=shm"

@@ -309,7 +309,8 @@ def _names(config: Config) -> Iterator[str]:
     name, resume = config.run.name, config.run.resume
     for sink in ("wandb", "tensorboard"):
         if sink in config.track.sinks and find_spec(sink) is None:
-            yield f"track.sinks has {sink}, which is not installed: pip install 'verl[{sink}]', or leave it out"
+            fix = f"pip install '.[{sink}]' in verl's folder, or leave it out"
+            yield f"track.sinks has {sink}, which is not installed: {fix}"
     if not name.strip() or Path(name).is_absolute() or ".." in Path(name).parts:
         yield f"run.name={name!r}: must be a folder name below run.root_dir"
     if resume not in ("auto", "never") and not Path(resume).exists():
@@ -327,7 +328,7 @@ def _files(config: Config, command: Command) -> Iterator[str]:
             try:
                 expand_files([name])
             except ValueError as exc:
-                yield f"data.{key}: {exc}"
+                yield f"data.{key}: {exc} (from the recipe, unless it was given; data.{key}=[FILE, ...] is another)"
     model = config.model
     if model.chat_template is not None and not Path(model.chat_template).is_file():
         what = "it is a Jinja file that replaces the tokenizer's template"

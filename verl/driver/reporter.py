@@ -29,6 +29,7 @@ from verl.workers.waits import Waits
 RECORD_AFTER_S = (
     0.1  # samples are written once the next rollout is under way: at its start the event loop has most to do
 )
+QUIET_STEPS = 20  # an alarm that goes on is printed once; one that was away for longer is printed again
 OnStep = Callable[[int, Mapping[str, float]], None]
 
 
@@ -48,6 +49,7 @@ class Reporter:
     verl_names: bool
     history: list[dict[str, float]] = field(default_factory=list)
     last_eval: dict[str, float] = field(default_factory=dict)
+    _raised: dict[str, int] = field(default_factory=dict)  # alarm -> length of the history when it was raised last
     _recording: asyncio.Task[None] | None = None
     _record_now: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -141,9 +143,13 @@ class Reporter:
         return due(number, self.config.track.report_every_steps)
 
     def check_health(self) -> None:
+        """Record the alarms of the step, print those that the last QUIET_STEPS did not have; RunEnded where one stops
+        the run."""
         alarms = check_health(self.history, self.config.health)
         for alarm in alarms:
-            self.progress.message(f"{alarm.level}: {alarm.name}: {alarm.message}")
+            if len(self.history) - self._raised.get(alarm.name, -QUIET_STEPS) > QUIET_STEPS:
+                self.progress.message(f"{alarm.level}: {alarm.name}: {alarm.message}")
+            self._raised[alarm.name] = len(self.history)
             self.events.append("alarm", int(self.history[-1]["training/global_step"]), asdict(alarm))
         stops = [a for a in alarms if a.level == "stop"]
         if stops:

@@ -394,7 +394,9 @@ def tools_of_servers(file: str, timeout_s: float) -> list[Tool]:
     try:
         import mcp  # noqa: F401
     except ImportError as e:
-        raise ValueError(f"{where}: the package mcp is not installed. Fix: pip install 'verl[mcp]'") from e
+        raise ValueError(
+            f"{where}: the package mcp is not installed. Fix: pip install '.[mcp]' in verl's folder"
+        ) from e
     made = [McpServer(name, entry) for name, entry in servers.items()]
     try:
         for server in made:

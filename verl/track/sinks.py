@@ -59,7 +59,9 @@ class WandbSink:
         except ModuleNotFoundError as fault:
             if fault.name != "wandb":
                 raise  # it is there but broken: its own message says what is missing
-            raise ValueError("track.sinks has wandb, which is not installed: pip install 'verl[wandb]'") from None
+            raise ValueError(
+                "track.sinks has wandb, which is not installed: pip install '.[wandb]' in verl's folder"
+            ) from None
         identity = run_dir / "wandb_id"  # one per run directory: a resumed run goes on in the same chart
         if not identity.exists():
             write_atomic(identity, os.urandom(4).hex().encode())

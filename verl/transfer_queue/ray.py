@@ -57,7 +57,7 @@ def start(max_bytes: int | None, cpus: int = 0) -> tuple[str, Any]:
     try:
         import ray
     except ImportError:
-        raise ValueError("queue.engine needs Ray, which is not here: pip install 'verl[ray]'") from None
+        raise ValueError("queue.engine needs Ray, which is not here: pip install '.[ray]' in verl's folder") from None
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS") or "local"  # or Ray would join whatever runs on this machine
         wanted = max(cpus, os.cpu_count() or 1) if address == "local" else None
