@@ -209,7 +209,7 @@ async def deaths(replicas: int, limit_s: float) -> tuple[str, ...]:
 def over_http(rounds: int) -> tuple[tuple[str, ...], ...]:
     """Rows: tokens per second of 64 answers at once, in this process and through `verl serve`."""
     from rollouts import source_of
-    from serving import model, server_process, tokenizer
+    from serving import CONTROLLED, KEY, model, server_process, tokenizer
 
     from verl.rollout import server_url
     from verl.rollout.base import RolloutContext, ServerPlace
@@ -240,7 +240,7 @@ def over_http(rounds: int) -> tuple[tuple[str, ...], ...]:
         address = shm.ShmOutlet(name).stage(0, shapes, held.items())
         reader = CheckedReader(WeightSource(0, shm.ShmOutlet.transport, address, shapes))
         place = ServerPlace(model="", log=Path(os.devnull), url=url)
-        served = server_url.build(server_url.Options(), context(place=place))
+        served = server_url.build(server_url.Options(api_key=KEY), context(place=place))
         here = native.build(Options(), context())
         await here.load_weights(source_of(module))
         await served.load_weights(reader)
@@ -256,7 +256,7 @@ def over_http(rounds: int) -> tuple[tuple[str, ...], ...]:
         module.save_pretrained(folder)
         tokenizer().save_pretrained(folder)
         name = f"{shm.PREFIX}-{os.getpid()}-bench"
-        args = ("serve.control=true", f"serve.max_context_tokens={room}")
+        args = (*CONTROLLED, f"serve.max_context_tokens={room}")
         with server_process(Path(folder), Path(folder) / "serve.log", *args) as (_, url):
             uvloop.run(run(url, name))  # as a run has it
         shm.remove(name)

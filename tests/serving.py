@@ -32,6 +32,10 @@ from verl.rollout.server.service import Service
 from verl.rollout.server.texts import Texts
 from verl.serve import FolderWeights, bound
 
+KEY = "the key of a test"
+CONTROLLED = ("serve.control=true", f"serve.api_key={KEY}")
+WITH_KEY = f"rollout.engine_options.api_key={KEY}"  # of a run before such a server
+
 TEMPLATE = (
     "{% if tools %}<|user|>tools {{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}"
     "{% if m['role'] == 'assistant' %}<|assistant|>{{ m['content'] }}"

@@ -285,7 +285,7 @@ def test_a_fault_amid_a_stream_ends_it_with_an_error(monkeypatch):
     async def body():
         async with serving(await engine_of(model())) as (client, service):
             monkeypatch.setattr(CompletionForm, "last", broken)
-            asked = {"prompt": "x", "max_tokens": 30, "stream": True}
+            asked = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
             sent = events(await asyncio.wait_for(ok(client, C, asked), 20))
             assert len(sent) > 2 and json.loads(sent[-2])["error"]["code"] == "internal_error" and sent[-1] == "[DONE]"
             monkeypatch.undo()

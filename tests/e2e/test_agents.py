@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 from each import FULL_GRID
-from serving import server_process
+from serving import CONTROLLED, WITH_KEY, server_process
 from shared import made_once
 from small_runs import metrics_of, same_tensors, small_args, tensors_of, trained
 from taught import TOOLS, args, teach
@@ -105,8 +105,8 @@ def test_a_run_with_a_tool_over_http_is_the_run_in_process(tmp_path, taught):
     """Ids go to a server and come back as they are: no turn of it is another one."""
     more = (*TOOLS, "run.total_steps=2")
     run_rl(load_config(args(tmp_path / "here", taught, *more)), quiet=True)
-    with server_process(taught[0], tmp_path / "serve.log", "serve.control=true") as (_, url):
-        served = ("rollout.engine=server", f"rollout.url={url}")
+    with server_process(taught[0], tmp_path / "serve.log", *CONTROLLED) as (_, url):
+        served = ("rollout.engine=server", f"rollout.url={url}", WITH_KEY)
         run_rl(load_config(args(tmp_path / "there", taught, *more, *served)), quiet=True)
     here, there = tmp_path / "here" / "r", tmp_path / "there" / "r"
     metrics, calls = metrics_of(there), [metrics_of(run)[2]["agent/tool_calls"] for run in (here, there)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import server_process
+from serving import CONTROLLED, WITH_KEY, server_process
 from small_runs import metrics_of, same_tensors, small_run, tensors_of, trained
 
 from verl.weight_sync.base import SyncError
@@ -18,7 +18,7 @@ from verl.workers.group import WorkerDied
 
 @pytest.fixture
 def url(tiny_model: Path, tmp_path: Path) -> Iterator[str]:
-    with server_process(tiny_model, tmp_path / "serve.log", "serve.control=true") as (_, found):
+    with server_process(tiny_model, tmp_path / "serve.log", *CONTROLLED) as (_, found):
         yield found
 
 
@@ -27,7 +27,7 @@ def test_a_run_over_http_is_the_run_in_process(
 ) -> None:
     """The same seeds give the same tokens, so the same weights, as far as rounding goes."""
     small_run(tmp_path / "here", tiny_model, arithmetic_data)
-    small_run(tmp_path / "there", tiny_model, arithmetic_data, "rollout.engine=server", f"rollout.url={url}")
+    small_run(tmp_path / "there", tiny_model, arithmetic_data, "rollout.engine=server", f"rollout.url={url}", WITH_KEY)
     here, there = (tmp_path / place / "r" for place in ("here", "there"))
     assert trained(here) == trained(there)
     steps = metrics_of(there)
@@ -37,7 +37,7 @@ def test_a_run_over_http_is_the_run_in_process(
 
 def test_updates_reach_requests_in_flight(tmp_path: Path, tiny_model: Path, arithmetic_data: Any, url: str) -> None:
     ahead = ("pipeline.staleness=1", "pipeline.partial_rollout=true", "rollout.max_response_tokens=64")
-    served = ("rollout.engine=server", f"rollout.url={url}", 'rollout.stop=["+++"]', "run.total_steps=4")
+    served = ("rollout.engine=server", f"rollout.url={url}", WITH_KEY, 'rollout.stop=["+++"]', "run.total_steps=4")
     small_run(tmp_path, tiny_model, arithmetic_data, *served, *ahead)
     steps = metrics_of(tmp_path / "r")
     assert {1, 2, 3, 4} <= steps.keys() and max(steps[i]["sync/canary_mean_abs"] for i in (1, 2, 3, 4)) <= 1e-5
@@ -50,10 +50,10 @@ def test_a_server_that_dies_ends_the_run_with_its_cause(tmp_path: Path, tiny_mod
             time.sleep(0.05)
         process.kill()
 
-    with server_process(tiny_model, tmp_path / "serve.log", "serve.control=true") as (process, found):
+    with server_process(tiny_model, tmp_path / "serve.log", *CONTROLLED) as (process, found):
         killer = threading.Thread(target=kill_after_a_step, args=(process,), daemon=True)
         killer.start()
-        served = ("rollout.engine=server", f"rollout.url={found}", "run.total_steps=500")
+        served = ("rollout.engine=server", f"rollout.url={found}", WITH_KEY, "run.total_steps=500")
         cause = r"http://127\.0\.0\.1:\d+/.*the run cannot start again: .*no healthy server there"
         with pytest.raises((WorkerDied, SyncError), match=cause):
             small_run(tmp_path, tiny_model, arithmetic_data, *served)

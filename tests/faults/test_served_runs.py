@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from each import FULL_GRID
-from serving import server_process
+from serving import CONTROLLED, KEY, server_process
 from small_runs import dispatched, metrics_of, small_run, trained
 
 from verl.rollout import client, life
@@ -97,7 +97,7 @@ class Pair:
 
     def start(self, number: int) -> None:
         log = self.folder / f"serve-{number}-{os.urandom(2).hex()}.log"
-        made = server_process(self.model, log, "serve.control=true")
+        made = server_process(self.model, log, *CONTROLLED)
         self.processes[number], self.doors[number].to = self.stack.enter_context(made)
 
     def well(self) -> None:
@@ -112,7 +112,7 @@ class Pair:
     def args(self) -> tuple[str, ...]:
         urls = ",".join(door.url for door in self.doors)
         two = "rollout.engine=server", "rollout.replicas=2", f'rollout.url="{urls}"', f"run.total_steps={STEPS}"
-        return *two, "rollout.engine_options={start_timeout_s: 5, request_timeout_s: 3600}"
+        return *two, f"rollout.engine_options={{start_timeout_s: 5, request_timeout_s: 3600, api_key: {KEY}}}"
 
 
 @pytest.fixture(scope="module")

@@ -419,7 +419,7 @@ def test_as_many_files_as_it_may_have_are_asked_for() -> None:
     soft, hard = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard) - 1, hard))
-        assert http._files() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, http.FILES)
+        assert http.open_files() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, http.FILES)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
@@ -439,7 +439,7 @@ def test_requests_leave_connections_for_what_controls_them(monkeypatch: pytest.M
         assert [len((await task).ids) == 60 for task in tasks] == [False, False, True, True, False]
         assert len(most) >= 4 and max(most) == 2
 
-    monkeypatch.setattr(http, "_files", lambda: 8)
+    monkeypatch.setattr(http, "open_files", lambda: 8)
     with_server(body, Served(step_s=0.003))
 
 

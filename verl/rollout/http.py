@@ -156,11 +156,11 @@ class Http:
                 self._session.detach()  # its event loop has ended, and its connections with it
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
             self._loop, self._session = loop, aiohttp.ClientSession(connector=connector)
-            self._room = asyncio.Semaphore(_files() // 4)
+            self._room = asyncio.Semaphore(open_files() // 4)
         return self._session
 
 
-def _files() -> int:
+def open_files() -> int:
     """How many this process may have open, now that it has asked for more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if (most := min(hard, FILES)) > soft:

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from verl.rollout.base import RolloutContext
     from verl.rollout.client import ServedEngine
 
-CONTROL = "start it with serve.control=true"
+CONTROL = "start it with serve.control=true and a serve.api_key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
+    api_key: str | None = None
+    """That of `verl serve` (serve.api_key); write ${oc.env:NAME}."""
     start_timeout_s: Positive = 60.0
     request_timeout_s: Positive = 3600.0
     """For one answer, the time in the queue included."""
@@ -37,4 +39,4 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     needs = dict.fromkeys((*paths, "/init_weight_transfer_engine", "/collective_rpc"), CONTROL)
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
     expected = Expected(name="the server", needs=needs)
-    return ServedEngine(context, expected, VerlApi(follows=True), context.place.url, able, deadlines)
+    return ServedEngine(context, expected, VerlApi(follows=True), context.place.url, able, deadlines, options.api_key)

@@ -60,16 +60,23 @@ News = tuple[Request, np.ndarray, np.ndarray]  # ids [t], log-probs [t]
 
 def find_stop(ids: np.ndarray, stops: Sequence[str], decode: DecodeFn) -> str | None:
     """The first stop string that the last token of `ids` completed, looked for in a tail that is long enough for any
-    match which ends in the last token, whatever the token boundaries."""
-    longest, last = max(map(len, stops)), len(decode(ids[-1:].tolist()))
-    tail = min(len(ids), longest + 4)
-    text = decode(ids[-tail:].tolist())
+    match which ends in the last token, whatever the token boundaries. Only ends in what it added are compared."""
+    stops, longest, tail = tuple(stops), max(map(len, stops)), 0
+    known, text = 0, ""
     # a token may decode to nothing, or only together with its neighbours: widen until the text suffices
-    while len(text) < longest + last + 1 and tail < len(ids):
-        tail = min(len(ids), 2 * tail)
-        text = decode(ids[-tail:].tolist())
-    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
-    return min(found)[1] if found else None
+    while tail < len(ids) and known <= longest:
+        tail = min(len(ids), max(2 * tail, longest + 4))
+        window = ids[-tail:].tolist()
+        before, text = decode(window[:-1]), decode(window)
+        known = len(before) if text.startswith(before) else _shared(before, text)
+    if not any(text.endswith(stops, 0, end) for end in range(known + 1, len(text) + 1)):
+        return None
+    return min((at, stop) for stop in stops if (at := text.find(stop)) >= 0)[1]
+
+
+def _shared(a: str, b: str) -> int:
+    """How many characters two texts have in common at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 # count: tokens of the response so far · last: sampled, its KV not yet computed · stream: of random numbers ·

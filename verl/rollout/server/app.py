@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 from aiohttp import web
 
 from verl import __version__
+from verl.rollout.server.door import DOOR, IDLE_S, LINGER_S, SENT_S, Door, body_of, check_caller, check_encoding
 from verl.rollout.server.requests import (
     ApiError,
     ChatBody,
@@ -26,16 +26,20 @@ from verl.rollout.server.requests import (
     call_of,
     decoded,
     refuse_top_logprobs,
+    shown,
     typed,
 )
 from verl.rollout.server.responses import ChatForm, CompletionForm, Form, TokenForm
 from verl.rollout.server.service import Service
 from verl.rollout.server.texts import tools_of
 
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SERVICE = web.AppKey("service", Service)
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI and vLLM have it; chat answers may fill the context
 RETRY_AFTER_S = "1"
+MOST_TOKENS = 2**20  # that are turned into text in one request
+CLOSING = (401, 403, 408, 415)  # statuses of requests of which no body is read, or no whole one
 FAULT = ApiError(500, "the server failed at this request; its log says why", code="internal_error")
 log = logging.getLogger("verl.serve")
 
@@ -43,7 +47,7 @@ log = logging.getLogger("verl.serve")
 def make_app(service: Service) -> web.Application:
     options = service.options
     app = web.Application(middlewares=[guard], client_max_size=int(options.max_body_mb * 2**20))
-    app[SERVICE] = service
+    app[SERVICE], app[DOOR] = service, Door()
     app.add_routes(
         [
             web.post("/v1/completions", generates(completion_form)),
@@ -70,16 +74,35 @@ def make_app(service: Service) -> web.Application:
 
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The key, and one shape for every error."""
+    """The caller's right to ask, one shape for every error, and a deadline for the answer to be taken."""
+    answer = await _answered(request, handler)
+    request.app[DOOR].waits(request.protocol)
+    try:
+        async with asyncio.timeout(SENT_S):
+            await answer.prepare(request)
+            await answer.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+    return answer
+
+
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     service, answer = request.app[SERVICE], None
     try:
-        _check_key(request, service.options.api_key)
+        check_caller(request, service.options.api_key, service.options.host)
+        check_encoding(request)
+        if not request.can_read_body:
+            request.app[DOOR].has_all(request)
         answer = await handler(request)
     except ApiError as e:
         answer = refusal(e)
+        if e.status in CLOSING:
+            answer.force_close()
     except web.HTTPRequestEntityTooLarge:
         said = f"the body is larger than serve.max_body_mb={service.options.max_body_mb:g}"
         answer = refusal(ApiError(413, said, code="body_too_large"))
+        answer.force_close()
     except web.HTTPException as e:
         answer = refusal(ApiError(e.status, _no_route(request, e.status), code="not_found"))
     except ConnectionError:  # the client has gone
@@ -92,14 +115,6 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         path = known.canonical if known is not None else "other"
         service.metrics.requests[path, answer.status if answer is not None else 499] += 1
     return answer
-
-
-def _check_key(request: web.Request, key: str | None) -> None:
-    if key is None or request.path == "/health":
-        return
-    given = request.headers.get("Authorization", "")
-    if not hmac.compare_digest(given.encode(errors="surrogateescape"), f"Bearer {key}".encode()):
-        raise ApiError(401, "a key is wanted: Authorization: Bearer KEY", code="invalid_api_key")
 
 
 def _no_route(request: web.Request, status: int) -> str:
@@ -116,8 +131,20 @@ def refusal(error: ApiError) -> web.Response:
 
 
 def as_json(content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    body = msgspec.json.encode(content)
+    return as_bytes(msgspec.json.encode(content), status=status, headers=headers)
+
+
+def as_bytes(body: bytes, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+async def computed(request: web.Request, compute: Callable[[dict[str, Any]], T]) -> T:
+    """What `compute` makes of a body's JSON object, in a thread."""
+    raw = await body_of(request)
+    try:
+        return await request.app[SERVICE].threads.run(len(raw), lambda: compute(decoded(raw)))
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply", code="invalid_value") from None
 
 
 # -- generation --------------------------------------------------------------------------------------------------------
@@ -129,12 +156,12 @@ def generates(form_of: Callable[[Service, Mapping[str, Any]], Form]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         service = request.app[SERVICE]
         service.check_able()
-        form = form_of(service, decoded(await request.read()))
+        form = await computed(request, lambda fields: form_of(service, fields))
         service.check_able()  # the body may have taken its time
         with service.admitted(form.call) as names:
             if form.call.stream:
                 return await _streamed(request, service, form, names)
-            return as_json(await service.whole(form, names))
+            return as_bytes(await service.whole(form, names))
 
     return handle
 
@@ -178,9 +205,13 @@ def _prompts(service: Service, body: CompletionBody) -> list[np.ndarray]:
     if len(kinds := {type(one) for one in given}) > 1:
         said = "prompt mixes texts, ids and lists of ids; one kind at a time"
         raise ApiError(400, said, param="prompt", code="invalid_value")
+    if kinds != {int}:
+        service.check_count(len(given) * body.n)
     if kinds == {str}:
+        service.check_texts(map(str, given), "prompt")
         return [service.texts.encode(text, special_tokens=body.add_special_tokens) for text in map(str, given)]
-    many = [given] if kinds == {int} else given
+    many: list[Any] = [given] if kinds == {int} else given
+    service.check_lengths(map(len, many), "prompt")
     return [np.asarray(ids, np.int64) for ids in many]
 
 
@@ -189,7 +220,7 @@ def chat_form(service: Service, fields: Mapping[str, Any]) -> Form:
     refuse_top_logprobs(count if isinstance(count, int) else 0, "top_logprobs", "logprobs=true gives that")
     body = typed(fields, ChatBody)
     _check_model(service, body.model)
-    prompt = service.texts.render(body)
+    prompt = service.texts.render(body, service.max_context_tokens)
     service.check_prompts([prompt], "messages")
     most = body.max_completion_tokens or body.max_tokens
     call = call_of(body, body, [prompt], vocab_size=service.vocab_size, max_tokens=most)
@@ -201,6 +232,7 @@ def token_form(service: Service, fields: Mapping[str, Any]) -> Form:
     _check_model(service, body.model)
     drawn = typed(body.sampling_params, TokenSampling, prefix="sampling_params.")
     _refuse_other_logprobs(drawn)
+    service.check_lengths([len(body.token_ids)], "token_ids")
     prompt = np.asarray(body.token_ids, np.int64)
     service.check_prompts([prompt], "token_ids")
     call = call_of(body, drawn, [prompt], vocab_size=service.vocab_size, max_tokens=drawn.max_tokens)
@@ -213,7 +245,7 @@ def _refuse_other_logprobs(drawn: CompletionBody | TokenSampling) -> None:
 
 def _check_model(service: Service, name: str | None) -> None:
     if name not in (None, service.options.name):
-        said = f"model={name!r} is not here; this server has {service.options.name!r}"
+        said = f"model={shown(repr(name))} is not here; this server has {service.options.name!r}"
         raise ApiError(404, said, param="model", code="model_not_found")
 
 
@@ -245,33 +277,45 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 async def abort_requests(request: web.Request) -> web.Response:
-    body = typed(decoded(await request.read()), AbortBody)
+    body = await computed(request, lambda fields: typed(fields, AbortBody))
     return as_json({"status": "aborted", "aborted": await request.app[SERVICE].abort(body.request_ids)})
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    service, body = request.app[SERVICE], typed(decoded(await request.read()), TokenizeBody)
+    return as_bytes(await computed(request, lambda fields: _tokenized(request.app[SERVICE], fields)))
+
+
+def _tokenized(service: Service, fields: Mapping[str, Any]) -> bytes:
+    body = typed(fields, TokenizeBody)
     _check_model(service, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give prompt or messages, one of them", param="prompt", code="invalid_value")
     if body.messages is not None:
         chat = {"messages": body.messages, "tools": body.tools, "chat_template_kwargs": body.chat_template_kwargs}
-        ids = service.texts.render(typed(chat, ChatBody))
+        ids = service.texts.render(typed(chat, ChatBody), service.max_context_tokens)
     else:
+        service.check_texts([body.prompt or ""], "prompt")
         ids = service.texts.encode(body.prompt or "", special_tokens=body.add_special_tokens)
     found: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_context_tokens, "tokens": ids.tolist()}
     if body.return_token_strs:
         found["token_strs"] = [service.texts.token(i, as_id=False)["token"] for i in ids.tolist()]
-    return as_json(found)
+    return msgspec.json.encode(found)
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    service, body = request.app[SERVICE], typed(decoded(await request.read()), DetokenizeBody)
+    return as_bytes(await computed(request, lambda fields: _detokenized(request.app[SERVICE], fields)))
+
+
+def _detokenized(service: Service, fields: Mapping[str, Any]) -> bytes:
+    body = typed(fields, DetokenizeBody)
     _check_model(service, body.model)
+    if len(body.tokens) > MOST_TOKENS:
+        said = f"tokens holds {len(body.tokens):,}; at most {MOST_TOKENS:,} in one request"
+        raise ApiError(400, said, param="tokens", code="invalid_value")
     if beyond := [i for i in body.tokens if i >= service.vocab_size]:
         said = f"tokens holds {beyond[:3]}; the vocabulary is [0, {service.vocab_size})"
         raise ApiError(400, said, param="tokens", code="invalid_value")
-    return as_json({"prompt": service.texts.spell(body.tokens)})
+    return msgspec.json.encode({"prompt": service.texts.spell(body.tokens)})
 
 
 async def models(request: web.Request) -> web.Response:
@@ -313,11 +357,15 @@ async def version(request: web.Request) -> web.Response:
 async def run_app(app: web.Application, sock: Any, stopping: asyncio.Event) -> None:
     """Serve on a bound socket until `stopping`, then drain. A request whose client went away is cancelled, which gives
     back its rows in the engine."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
+    given: dict[str, Any] = {"keepalive_timeout": IDLE_S, "lingering_time": LINGER_S, "auto_decompress": False}
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0, **given)
     await runner.setup()
+    assert runner.server is not None, "it was set up"
+    server = await asyncio.get_running_loop().create_server(app[DOOR].admits(runner.server), sock=sock)
     try:
-        await web.SockSite(runner, sock).start()
         await stopping.wait()
         await app[SERVICE].drain()
     finally:
+        server.close()
         await runner.cleanup()
+        app[SERVICE].threads.close()

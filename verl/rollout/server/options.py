@@ -15,7 +15,7 @@ class ServeConfig:
     name: str = "policy"  # What requests call the model.
     api_key: str | None = None  # Bearer token of every request but /health; take it from the environment: ${oc.env:KEY}
     control: bool = False
-    """The control plane too: pause, abort, sleep and new weights. For the trainer that owns this server."""
+    """The control plane too, for the trainer that owns this server: pause, abort, sleep, new weights. Wants a key."""
     max_context_tokens: PositiveInt | None = None  # Prompt and answer. Null: what the model was made for.
     max_sequences: PositiveInt = 1024  # Answers in the making at one time; a request beyond them is told 429.
     max_body_mb: Positive = 8.0
@@ -33,6 +33,11 @@ def check_serve(serve: ServeConfig) -> None:
         raise ValueError(
             f"serve.host={serve.host} can be reached from other machines, and nobody is asked for a key: "
             "set serve.api_key='${oc.env:VERL_API_KEY}', or leave serve.host at 127.0.0.1"
+        )
+    if serve.api_key is None and serve.control:
+        raise ValueError(
+            "serve.control=true: other users and programs of this machine could replace the weights; set "
+            "serve.api_key='${oc.env:VERL_API_KEY}', and for its trainer rollout.engine_options.api_key"
         )
 
 

@@ -3,6 +3,7 @@ field. What this server would not honour is refused, never dropped."""
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Strings = str | list[str]
 MAX_TOP_K = 2**31 - 1  # more ids than any vocabulary has
 MAX_STOPS = 4096  # ids, strings, or characters of one
+MAX_STOP_ROWS = 2**18  # stop strings of all answers of one request together
+MAX_PARTS = MappingProxyType({"objects and lists": 2**17, "quotes": 2**20})
+MAX_NAME = 256  # characters of a request's id
 MAX_SCORES = 2**22  # log-probs of a prompt in one answer, which is built in memory
 KINDS = MappingProxyType(
     {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
@@ -157,7 +161,11 @@ class Call:
 
 
 def decoded(raw: bytes) -> dict[str, Any]:
-    """A JSON object; 400 for anything else."""
+    """A JSON object; 400 for anything else, and for one of so many parts that reading it would stop every thread."""
+    for what, count in (("objects and lists", raw.count(b"{") + raw.count(b"[")), ("quotes", raw.count(b'"'))):
+        if count > MAX_PARTS[what]:
+            said = f"the body has {count:,} {what}, those in texts included; at most {MAX_PARTS[what]:,} in one request"
+            raise ApiError(400, said, code="too_many_parts")
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
@@ -175,7 +183,7 @@ def typed(fields: Mapping[str, Any], kind: type[Body], *, prefix: str = "") -> B
         if value is None or (name not in known and (name in ABOUT_THE_CALLER or _means_nothing(name, value))):
             continue
         if name not in known:
-            said = f"{prefix}{name}={str(value)[:60]}: this server does not honour it; leave it out"
+            said = f"{prefix}{shown(name)}={shown(value)}: this server does not honour it; leave it out"
             raise ApiError(400, said, param=name, code="unsupported_parameter")
         given[name] = value
     try:
@@ -184,6 +192,11 @@ def typed(fields: Mapping[str, Any], kind: type[Body], *, prefix: str = "") -> B
         said, _, where = str(e).partition(" - at `$.")
         param: str | None = where.rstrip("`").split("[")[0] if where else _quoted(said)
         raise ApiError(400, f"{prefix}{param}: {said}" if param else said, param=param, code="invalid_value") from None
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value, at no cost however large it is."""
+    return (value if isinstance(value, str) else reprlib.repr(value))[:60]
 
 
 def _means_nothing(name: str, value: Any) -> bool:
@@ -249,7 +262,15 @@ def call_of(
     if (rows := 0 if scored is None else sum(map(len, prompts)) * max(scored, 1)) > MAX_SCORES:
         said = f"prompt_logprobs={scored}: {rows:,} of them for all tokens, at most {MAX_SCORES:,} in one answer"
         raise ApiError(400, said, param="prompt_logprobs", code="invalid_value")
+    if len(body.request_id or "") > MAX_NAME:
+        said = f"request_id has {len(body.request_id or '')} characters; at most {MAX_NAME}"
+        raise ApiError(400, said, param="request_id", code="invalid_value")
     sampling = sampling_of(drawn, max_tokens=max_tokens or 1, vocab_size=vocab_size)
+    if (rows := len(sampling.stop) * len(prompts) * drawn.n) > MAX_STOP_ROWS:
+        said = (
+            f"stop: {len(sampling.stop)} strings for {len(prompts) * drawn.n} answers, at most {MAX_STOP_ROWS:,} of all"
+        )
+        raise ApiError(400, said, param="stop", code="invalid_value")
     if body.stream and scored is not None:
         raise ApiError(400, "prompt_logprobs are not streamed; set stream=false", param="stream")
     return Call(
@@ -279,9 +300,14 @@ def check_ids(ids: np.ndarray, param: str, *, vocab_size: int, max_context_token
     """ApiError for a prompt that cannot be answered."""
     if not len(ids):
         raise ApiError(400, f"{param} is empty: at least one token is needed", param=param, code="empty_prompt")
-    if len(ids) >= max_context_tokens:
-        said = f"{param} has {len(ids)} tokens; the context of {max_context_tokens} leaves no room for an answer"
-        raise ApiError(400, said, param=param, code="context_length_exceeded")
+    check_length(len(ids), param, max_context_tokens)
     if int(ids.max()) >= vocab_size:
         said = f"{param} holds the id {int(ids.max())}; the vocabulary is [0, {vocab_size})"
         raise ApiError(400, said, param=param, code="invalid_value")
+
+
+def check_length(tokens: int, param: str, max_context_tokens: int) -> None:
+    """ApiError for a prompt of so many tokens that nothing can follow it."""
+    if tokens >= max_context_tokens:
+        said = f"{param} has {tokens} tokens; the context of {max_context_tokens} leaves no room for an answer"
+        raise ApiError(400, said, param=param, code="context_length_exceeded")

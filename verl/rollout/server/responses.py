@@ -47,6 +47,11 @@ class Form:
         choices = [self.choice(i, prompt, c) for i, (prompt, c) in enumerate(zip(prompts, completions, strict=True))]
         return {**self.envelope(0), "choices": choices, "usage": self.usage(completions)}
 
+    def encoded(self, completions: Sequence[Completion], scores: Sequence[Scores] = ()) -> bytes:
+        """The JSON of `whole`, in parts: encoding all at once would stop every other thread."""
+        found = self.whole(completions, scores)
+        return msgspec.json.encode({**found, "choices": [_raw(choice) for choice in found["choices"]]})
+
     def chunk(self, choices: Sequence[Any], usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
         found = {**self.envelope(1), "choices": list(choices)}
         return {**found, "usage": usage} if self.call.include_usage else found
@@ -258,5 +263,9 @@ def prompt_logprobs(prompt: np.ndarray, scores: Scores | None) -> list[Any] | No
     for token, logprob, ids, best in zip(*columns, strict=True):
         known = {str(i): _Known(x, rank) for rank, (i, x) in enumerate(zip(ids, best, strict=True), 1)}
         known.setdefault(str(token), _Known(logprob))
-        rows.append(known)
+        rows.append(_raw(known))
     return rows
+
+
+def _raw(part: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(part))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,10 @@ import numpy as np
 from verl.rollout.base import Completion, OnTokens, Ranking, RolloutEngine, Scores, Streaming
 from verl.rollout.server.metrics import Metrics
 from verl.rollout.server.options import ServeConfig
-from verl.rollout.server.requests import ApiError, Call, check_ids, refuse_top_logprobs
+from verl.rollout.server.requests import ApiError, Call, check_ids, check_length, refuse_top_logprobs
 from verl.rollout.server.responses import Form
 from verl.rollout.server.texts import Texts
+from verl.rollout.server.work import Threads
 from verl.types import Sampling
 
 HEALTH_TIMEOUT_S = 10.0
@@ -36,6 +37,7 @@ class Service:
     vocab_size: int
     max_context_tokens: int
     metrics: Metrics = field(default_factory=Metrics)
+    threads: Threads = field(default_factory=Threads)
     running: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sequences: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -84,13 +86,27 @@ class Service:
         for ids in prompts:
             check_ids(ids, param, vocab_size=self.vocab_size, max_context_tokens=self.max_context_tokens)
 
+    def check_count(self, wanted: int) -> None:
+        """ApiError for more answers than there is ever room for."""
+        if wanted > (most := self.options.max_sequences):
+            said = f"{wanted} answers in one request; serve.max_sequences={most}: ask for fewer at a time"
+            raise ApiError(400, said, param="n", code="too_many_answers")
+
+    def check_lengths(self, lengths: Iterable[int], param: str) -> None:
+        """ApiError for a list of ids that no context holds, before anything is made of it."""
+        for length in lengths:
+            check_length(length, param, self.max_context_tokens)
+
+    def check_texts(self, texts: Iterable[str], param: str) -> None:
+        """ApiError for a text that has more tokens than a context, whichever they are, before it is tokenised."""
+        for text in texts:
+            self.texts.check_size(len(text), param, self.max_context_tokens)
+
     @contextlib.contextmanager
     def admitted(self, call: Call) -> Iterator[tuple[str, ...]]:
         """Room for a call's answers, and their ids in the engine; ApiError where there is none."""
         wanted, most = len(call.prompts) * call.n, self.options.max_sequences
-        if wanted > most:
-            said = f"{wanted} answers in one request; serve.max_sequences={most}: ask for fewer at a time"
-            raise ApiError(400, said, param="n", code="too_many_answers")
+        self.check_count(wanted)
         if self.sequences + wanted > most:
             raise ApiError(429, f"{self.sequences} answers are in the making (serve.max_sequences={most}); try again")
         if call.request_id in self.running:
@@ -135,11 +151,14 @@ class Service:
             return await self.engine.stream(name, ids, sampling, told, prefix_key=key)
         return await self.engine.generate(name, ids, sampling, prefix_key=key)
 
-    async def whole(self, form: Form, names: tuple[str, ...]) -> dict[str, Any]:
+    async def whole(self, form: Form, names: tuple[str, ...]) -> bytes:
+        """The JSON of an answer."""
         async with self._deadline():
             top = form.call.prompt_logprobs
             scores = [] if top is None else [await self._scores(ids, top) for ids in form.call.prompts]
-            return form.whole(await self.generate(form.call, names), scores)
+            found = await self.generate(form.call, names)
+            size = sum(len(c.ids) for c in found) + sum(s.top_ids.size for s in scores)
+            return await self.threads.run(size, form.encoded, found, scores)
 
     async def _scores(self, ids: np.ndarray, top: int) -> Scores:
         if isinstance(self.engine, Ranking):
@@ -178,7 +197,8 @@ class Service:
                         yield form.chunk([piece])
                 completions = await run
                 for i, (answer, completion) in enumerate(zip(answers, completions, strict=True)):
-                    yield form.chunk([form.last(i, answer, completion)])
+                    last = await self.threads.run(len(completion.ids) - answer.told, form.last, i, answer, completion)
+                    yield form.chunk([last])
                 if form.call.include_usage:
                     yield form.chunk([], form.usage(completions))
             finally:

@@ -14,9 +14,11 @@ from verl.chat.messages import REASONING_KEYS, read_message
 from verl.chat.parsing import FORMATS, TurnParser, format_of, opening_of
 from verl.chat.template import RESERVED_KWARGS, Renderer, RowRefused, TemplateAudit, refuse_unsupported
 from verl.rollout.base import Completion, DecodeFn
-from verl.rollout.server.requests import ApiError, ChatBody
+from verl.rollout.server.requests import ApiError, ChatBody, shown
 
 OPENING_TOKENS = 16  # at the end of a prompt, where a thought may be begun
+LEAST_LONGEST = 64  # characters of a token: unknown words and runs of spaces are one, whatever the vocabulary has
+COMPARED = 1024  # beginnings of stop strings that are compared with the end of a text for each piece of it
 HALF = "\ufffd"  # a character whose bytes are not all there yet
 
 
@@ -31,8 +33,11 @@ class Texts:
     audit: TemplateAudit
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     format: str = field(init=False)  # how calls are written, by the chat template; as Hermes where it does not show it
+    longest_token: int = field(init=False)  # in characters, at least
 
     def __post_init__(self) -> None:
+        longest = max(LEAST_LONGEST, max(map(len, self.tokenizer.get_vocab()), default=0))
+        object.__setattr__(self, "longest_token", longest)
         try:
             found = format_of(str(self.tokenizer.chat_template))
         except ValueError:
@@ -42,8 +47,15 @@ class Texts:
     def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:
         return np.asarray(self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"], np.int64)
 
-    def render(self, body: ChatBody) -> np.ndarray:
-        """[P] int64: the messages with the generation prompt. ApiError for what the template would drop or refuses."""
+    def check_size(self, characters: int, param: str, max_context_tokens: int) -> None:
+        """ApiError for a text that is longer than a context of the longest tokens."""
+        if characters > self.longest_token * max_context_tokens:
+            said = f"{param} has {characters} characters; the context of {max_context_tokens} tokens cannot hold them"
+            raise ApiError(400, said, param=param, code="context_length_exceeded")
+
+    def render(self, body: ChatBody, max_context_tokens: int) -> np.ndarray:
+        """[P] int64: the messages with the generation prompt. ApiError for what the template would drop or refuses, and
+        for what no context holds."""
         kwargs = {**self.template_kwargs, **body.chat_template_kwargs}
         if clash := sorted(RESERVED_KWARGS & kwargs.keys()):
             said = f"chat_template_kwargs={clash}: set by the server itself; leave them out"
@@ -51,7 +63,11 @@ class Texts:
         messages, tools = [_message(m, i) for i, m in enumerate(body.messages)], tools_of(body)
         try:
             refuse_unsupported(messages, self.audit, tools)
-            return Renderer(self.tokenizer, kwargs, tools).ids(messages, prompt=True)
+            renderer = Renderer(self.tokenizer, kwargs, tools)
+            if _characters([messages, tools]) > self.longest_token * max_context_tokens:
+                text = renderer.text(messages, prompt=True)  # which may leave out much of them
+                self.check_size(len(text), "messages", max_context_tokens)
+            return renderer.ids(messages, prompt=True)
         except RowRefused as e:
             raise ApiError(400, f"messages: {e}", param="messages", code="unsupported_message") from None
         except ValueError as e:
@@ -106,9 +122,17 @@ class Texts:
 def tools_of(body: ChatBody) -> list[dict[str, Any]] | None:
     """Those that the model is shown."""
     if body.tool_choice not in ("auto", "none"):
-        said = f"tool_choice={str(body.tool_choice)[:60]}: a call cannot be forced here; auto and none are taken"
+        said = f"tool_choice={shown(body.tool_choice)}: a call cannot be forced here; auto and none are taken"
         raise ApiError(400, said, param="tool_choice", code="unsupported_parameter")
     return body.tools if body.tools and body.tool_choice == "auto" else None
+
+
+def _characters(value: Any) -> int:
+    """Of all texts in a JSON value, names of fields left out."""
+    if isinstance(value, str):
+        return len(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_characters, parts))
 
 
 def _message(given: Mapping[str, Any], i: int) -> dict[str, Any]:
@@ -176,8 +200,11 @@ class Piecewise:
         return piece
 
     def _held_back(self) -> int:
-        """Characters at the end that some stop string begins with."""
+        """Characters at the end that some stop string begins with; where stop strings are many or long, as many as the
+        longest can begin with."""
         longest = max(map(len, self._stops), default=0)
+        if longest * len(self._stops) > COMPARED:
+            return min(len(self._text), longest - 1)
         tail = self._text[max(0, len(self._text) - longest) :]
         return max(
             (n for n in range(1, len(tail) + 1) if any(stop.startswith(tail[len(tail) - n :]) for stop in self._stops)),
