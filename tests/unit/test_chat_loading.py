@@ -51,8 +51,8 @@ def test_decoding_directly_is_decoding_with_the_tokenizer() -> None:
 
 def test_a_tokenizer_that_returns_a_plain_list_is_fine() -> None:
     class Plain:
-        def apply_chat_template(self, messages: Any, **kwargs: Any) -> list[int]:
-            return [1, 2, len(messages)]
+        def apply_chat_template(self, messages: Any, **kwargs: Any) -> list[int] | str:
+            return [1, 2, len(messages)] if kwargs["tokenize"] else "Hi"
 
     tokenizer: Any = Plain()
     assert render_prompt(tokenizer, conversation("Hi"), template_kwargs={}).tolist() == [1, 2, 1]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -126,8 +126,8 @@ def _kit(
             f"agent.tools: the chat template of {tokenizer.name_or_path or 'this model'} does not render {lacks}: take "
             "a model that was trained with tools, or set model.chat_template=FILE"
         )
-    plain, renderer = plain_text(tokenizer), Renderer(tokenizer, template_kwargs)
-    shown = Renderer(tokenizer, template_kwargs, [dict(t.schema) for t in tools.values()])
+    plain, renderer = plain_text(tokenizer), Renderer(tokenizer, template_kwargs, spelling=audit.spelling)
+    shown = replace(renderer, tools=[dict(t.schema) for t in tools.values()])
     try:
         shown.text([USER], prompt=True)
     except ValueError as e:

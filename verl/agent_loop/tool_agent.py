@@ -296,7 +296,7 @@ def _assistant(turn: Turn) -> dict[str, Any]:
     """The turn as a message, for a template that is rendered anew."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.reasoning:
-        message |= {"reasoning_content": turn.reasoning, "thinking": turn.reasoning}  # templates read one of them
+        message["reasoning_content"] = turn.reasoning
     if turn.calls:
         message["tool_calls"] = [_call_message(k, call) for k, call in enumerate(turn.calls)]
     return message

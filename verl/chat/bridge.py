@@ -109,7 +109,7 @@ def bridge_of(tokenizer: Tokenizer, audit: TemplateAudit, template_kwargs: Mappi
     """None: the template has none (its turns have no end token, or new messages change what came before them)."""
     if not audit.ends_turn_with:
         return None
-    r, plain = Renderer(tokenizer, template_kwargs), plain_text(tokenizer)
+    r, plain = Renderer(tokenizer, template_kwargs, spelling=audit.spelling), plain_text(tokenizer)
     for said in _DUMMIES:
         dummy = (USER, said)
         before = _up_to_end(r, dummy, audit)

@@ -29,6 +29,7 @@ from verl.chat.template import (
     audit_template,
     is_prefix,
     keeps_text,
+    refuse_dropped,
     refuse_unsupported,
     shared,
 )
@@ -68,7 +69,7 @@ def render_conversation(
     if not turns:
         raise RowRefused("all assistant turns are marked as not trained")
     refuse_unsupported(messages, audit, tools)
-    r = Renderer(tokenizer, template_kwargs, tools)
+    r = Renderer(tokenizer, template_kwargs, tools, audit.spelling)
     try:
         if audit.append_only:
             return [_whole_row(r, messages, turns, audit)]
@@ -79,7 +80,8 @@ def render_conversation(
 
 def _whole_row(r: Renderer, messages: Sequence[Message], turns: Sequence[int], audit: TemplateAudit) -> Rendered:
     """One row for all turns; every trained span is verified to be what incremental rendering says it is."""
-    ids = r.ids(messages[: turns[-1] + 1], prompt=False)
+    text, ids = r.both(messages[: turns[-1] + 1], prompt=False)
+    refuse_dropped(text, messages[: turns[-1] + 1], r.tools, turns)
     mask = np.zeros(len(ids), bool)
     for i in turns:
         prompt = r.ids(messages[:i], prompt=True)
@@ -89,18 +91,21 @@ def _whole_row(r: Renderer, messages: Sequence[Message], turns: Sequence[int], a
             raise RowRefused("history is rewritten or its tokens merge across a turn boundary", f"message {i + 1}")
         if not is_prefix(prompt, turn[:end]):
             raise RowRefused("the prompt's tokens merge with the first of the answer", f"message {i + 1}")
-        reasons = messages[i].get("reasoning_content")
-        if reasons and not keeps_text(messages[i], r.text(messages[: i + 1], prompt=False)):
-            raise RowRefused("reasoning_content, which this chat template does not render", f"message {i + 1}")
+        if str(messages[i].get("content")).lstrip().startswith("<"):
+            _refuse_doubled(messages[i], *(r.text(messages[:n], prompt=n == i) for n in (i, i + 1)))
         mask[len(prompt) : end] = True
     return Rendered(ids, mask)
 
 
 def _turn_row(r: Renderer, messages: Sequence[Message], i: int, audit: TemplateAudit) -> Rendered:
     """One assistant turn after its prompt, rendered as at inference (history as the template shows it then)."""
-    prompt, turn = r.turn(messages, i)
-    if not is_prefix(prompt, turn) or not keeps_text(messages[i], r.added_text(messages, i, prompt=True)):
+    asked, prompt = r.both(messages[:i], prompt=True)
+    text, turn = r.both(messages[: i + 1], prompt=False)
+    if not is_prefix(prompt, turn) or not keeps_text(messages[i], text[shared(asked, text) :]):
+        refuse_dropped(asked, messages[:i], r.tools)
         return _appended_row(r, messages, i, prompt, audit)
+    refuse_dropped(text, messages[: i + 1], r.tools, (i,))
+    _refuse_doubled(messages[i], asked, text)
     end = _end_of_turn(turn, audit, i)
     if end <= len(prompt):
         raise RowRefused("an assistant turn without any token", f"message {i + 1}")
@@ -148,6 +153,15 @@ def _after_opening(opening: str, content: str) -> str:
     if closed and f"<{closed.group(1)}>" in content:
         raise RowRefused(f"the generation prompt closes <{closed.group(1)}>, and the assistant message opens it again")
     return content
+
+
+def _refuse_doubled(message: Message, prompt: str, turn: str) -> None:
+    """Refuse a turn whose first block (`<think>`) the prompt has opened and the rendering opens once more."""
+    opened, content = re.search(r"<(\w+)>\s*\Z", prompt), str(message.get("content"))
+    tag = f"<{opened.group(1)}>" if opened else ""
+    if tag and content.lstrip().startswith(tag) and turn[shared(prompt, turn) :].count(tag) >= content.count(tag):
+        fix = "give the block as reasoning_content, or without its first tag"
+        raise RowRefused(f"the generation prompt opens {tag}, and so does the assistant message", fix)
 
 
 def _end_of_turn(turn: np.ndarray, audit: TemplateAudit, i: int) -> int:

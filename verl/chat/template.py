@@ -6,12 +6,17 @@ A template is a program of the model's author. What is assumed of it is measured
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
+
+from verl.chat.kept import dropped
+from verl.chat.messages import REASONING_KEYS, ROLES
+from verl.chat.spelling import PLAIN_SPELLING, Spelling, roles_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -57,6 +62,8 @@ class TemplateAudit:
     supports_tool_calls: bool
     supports_parallel_calls: bool  # a turn with two calls is shown with both
     supports_uncalled_results: bool  # a tool's message may come after a turn without calls
+    spelling: Spelling = PLAIN_SPELLING
+    named_roles: frozenset[str] = frozenset()  # besides those of every template
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,7 @@ class Renderer:
     tokenizer: Tokenizer
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Tool] | None = None
+    spelling: Spelling = PLAIN_SPELLING
 
     def __post_init__(self) -> None:
         clash = sorted(RESERVED_KWARGS & self.template_kwargs.keys())
@@ -79,6 +87,13 @@ class Renderer:
 
     def ids(self, messages: Sequence[Message], *, prompt: bool) -> np.ndarray:
         return as_ids(self._apply(messages, prompt=prompt, tokenize=True))
+
+    def both(self, messages: Sequence[Message], *, prompt: bool) -> tuple[str, np.ndarray]:
+        """Return the text and the ids of one rendering."""
+        text = self.text(messages, prompt=prompt)
+        if self.tokenizer.apply_chat_template.__module__ != "transformers.tokenization_utils_base":
+            return text, self.ids(messages, prompt=prompt)  # its own way, whose ids may be others
+        return text, as_ids(self.tokenizer(text, add_special_tokens=False))
 
     def turn(self, messages: Sequence[Message], i: int) -> tuple[np.ndarray, np.ndarray]:
         """The ids of assistant turn i's prompt, and those of everything up to and including it."""
@@ -94,7 +109,7 @@ class Renderer:
             raise RenderError("no messages to render")
         try:
             return self.tokenizer.apply_chat_template(
-                [dict(m) for m in messages],
+                list(map(self.spelling, messages)),
                 tools=[dict(t) for t in self.tools] if self.tools else None,
                 add_generation_prompt=prompt,
                 tokenize=tokenize,
@@ -114,14 +129,32 @@ def render_prompt(
     messages: Sequence[Message],
     template_kwargs: Mapping[str, Any],
     tools: Sequence[Tool] | None = None,
+    spelling: Spelling = PLAIN_SPELLING,
 ) -> np.ndarray:
-    """[P] int64: the messages with the generation prompt, tokenised once."""
-    return Renderer(tokenizer, template_kwargs, tools).ids(messages, prompt=True)
+    """Return [P] int64: the messages with the generation prompt, tokenised once. RowRefused if it lacks their text."""
+    text, ids = Renderer(tokenizer, template_kwargs, tools, spelling).both(messages, prompt=True)
+    refuse_dropped(text, messages, tools)
+    return ids
+
+
+def refuse_dropped(
+    text: str, messages: Sequence[Message], tools: Sequence[Tool] | None, whole: Collection[int] = ()
+) -> None:
+    """RowRefused if a rendering lacks text of its messages or tools. whole: turns that it has to hold with their
+    reasoning."""
+    if lacks := dropped(text, messages, tools, whole):
+        raise RowRefused(f"{lacks[0]}, which this chat template drops", lacks[1])
 
 
 def refuse_unsupported(messages: Sequence[Message], audit: TemplateAudit, tools: Sequence[Tool] | None) -> None:
     """RowRefused for what the template would drop, or render as something else, without a word."""
-    if not audit.supports_system and any(m["role"] == "system" for m in messages):
+    for message in messages:
+        if (role := message["role"]) not in ROLES and role not in audit.named_roles:
+            raise RowRefused("a role that neither chat templates in general nor this one know", repr(role))
+        if role == "assistant" and not audit.spelling.reasoning and message.get("reasoning_content"):
+            raise RowRefused("reasoning_content, which this chat template does not render")
+    systems = ("system", "developer") if audit.spelling.developer == "system" else ("system",)
+    if not audit.supports_system and any(m["role"] in systems for m in messages):
         raise RowRefused("a system message, which this chat template has no place for")
     if not audit.supports_tools and tools:
         raise RowRefused("tools, which this chat template does not show to the model")
@@ -149,13 +182,13 @@ TOOL = {"type": "function", "function": {"name": "quokka_sum", "description": "A
 
 def audit_template(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None) -> TemplateAudit:
     """Measure the tokenizer's chat template with a few small conversations. Costs some milliseconds."""
-    plain = Renderer(tokenizer, template_kwargs or {})
-    with_tools = Renderer(tokenizer, template_kwargs or {}, (TOOL,))
-    plain.ids([USER], prompt=True)  # a template that cannot render one question is an error
+    plain = _spelled(Renderer(tokenizer, template_kwargs or {}))
+    with_tools = replace(plain, tools=(TOOL,))
     ending, trailing = _turn_ending(plain)
     system = _shows_role(plain, [SYSTEM, USER], "system")
     tools = _shows(lambda: with_tools.text([USER], prompt=True), "quokka_sum")
-    r = with_tools if tools else plain
+    r = _spelled_calls(with_tools if tools else plain)
+    plain = replace(plain, spelling=r.spelling)
     called: list[dict[str, Any]] = [USER, CALL]
     both = {**CALL, "tool_calls": [*CALLS, {**CALLS[0], "function": {**FUNCTION, "name": "dingo_sum"}}]}
     calls = _shows(lambda: r.added_text(called, 1), "quokka_sum") and _shows_role(r, [*called, ANSWER], "tool")
@@ -174,7 +207,71 @@ def audit_template(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | No
         supports_tool_calls=calls,
         supports_parallel_calls=calls and _shows(lambda: r.added_text([USER, both], 1), "quokka_sum", "dingo_sum"),
         supports_uncalled_results=calls and _shows_role(r, [USER, PLAIN, ANSWER], "tool"),
+        spelling=r.spelling,
+        named_roles=roles_named(str(tokenizer.chat_template)),
     )
+
+
+def _spelled(r: Renderer) -> Renderer:
+    """Return the renderer with the spelling of contents, roles and reasoning that the template keeps.
+
+    RenderError for a template that cannot render a question, or that drops its text."""
+    parts = set[str]()
+    for message, before in ((USER, []), (PLAIN, [USER]), (SYSTEM, []), (ANSWER, [USER, CALL])):
+        after = [USER] if message is SYSTEM else []
+        keeps = [
+            _keeps(
+                replace(r, spelling=Spelling(parts=frozenset({*parts, *roles}))), [*before, message, *after], message
+            )
+            for roles in ((), (message["role"],))
+        ]
+        if keeps == [False, True]:
+            parts.add(message["role"])
+    r = replace(r, spelling=Spelling(parts=frozenset(parts)))
+    text = r.text([USER], prompt=True)
+    if not keeps_text(USER, text):
+        raise RenderError("the chat template drops the text of a question, given as text and as a content part")
+    developer = {**SYSTEM, "role": "developer"}
+    thoughts = [(key, {**turn, key: "six sevens"}) for turn in (PLAIN, CALL) for key in REASONING_KEYS]
+    read = [key for key, turn in thoughts if _shows(partial(r.text, [USER, turn], prompt=False), "six sevens")]
+    named = "developer" in roles_named(str(r.tokenizer.chat_template))
+    own = replace(r, spelling=replace(r.spelling, developer="developer"))
+    spelling = replace(
+        r.spelling,
+        reasoning=read[0] if read else "",
+        developer="developer" if named and _shows_role(own, [developer, USER], "developer") else "system",
+    )
+    return replace(r, spelling=replace(spelling, splits=bool(read) and _doubles(replace(r, spelling=spelling))))
+
+
+def _keeps(r: Renderer, messages: list[Message], message: Message) -> bool:
+    try:
+        return keeps_text(message, r.text(messages, prompt=False))
+    except RenderError:
+        return False
+
+
+def _doubles(r: Renderer) -> bool:
+    """Whether a `<think>` block in a turn's content gets another one before it, which it does not as reasoning."""
+    said = {**PLAIN, "reasoning_content": "six sevens, forty-two"}
+    try:
+        block, reasoning = (r.text([USER, turn], prompt=False).count("<think>") for turn in (THINK, said))
+    except RenderError:
+        return False
+    return 0 < reasoning < block
+
+
+def _spelled_calls(r: Renderer) -> Renderer:
+    """Return the renderer with the spelling of turns of calls that the template keeps, the usual one if none is."""
+    for text_arguments in (False, True):
+        spelled = replace(r, spelling=replace(r.spelling, text_arguments=text_arguments))
+        try:
+            text = spelled.added_text([USER, CALL], 1)
+        except RenderError:
+            continue
+        if "quokka_sum" in text and "{'a': 6}" not in text:  # not as Python writes it
+            return spelled
+    return r
 
 
 def _turn_ending(r: Renderer) -> tuple[tuple[int, ...], tuple[int, ...]]:

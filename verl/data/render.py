@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from verl.chat.bridge import PlainText
+from verl.chat.bridge import PlainText, plain_text
 from verl.chat.conversation import Rendered, render_conversation
 from verl.chat.messages import Messages
+from verl.chat.spelling import PLAIN_SPELLING, Spelling
 from verl.chat.template import (
     Message,
     Renderer,
@@ -253,7 +254,7 @@ class PromptJob(RenderJob):
         try:
             refuse_unsupported(messages, self.audit, task.tools)
             self._refuse_control(task.tools or (), where)
-            ids = render_prompt(self.tokenizer, messages, self.template_kwargs, task.tools)
+            ids = render_prompt(self.tokenizer, messages, self.template_kwargs, task.tools, self.audit.spelling)
         except RowRefused as exc:
             fix = "Fix: another model.chat_template, or no such part"
             raise ValueError(f"{where}: the prompt has {exc}. {fix}") from exc
@@ -315,15 +316,22 @@ class Feedback:
     plain: PlainText
     template_kwargs: Mapping[str, Any]
     longest: int
+    spelling: Spelling = PLAIN_SPELLING
 
     def __call__(self, task: Task, attempt: Trajectory) -> Task:
         """The task with that context. Nothing was said, or more than there is room for: untaught."""
         if not (said := attempt.reward.feedback if isinstance(attempt.reward, Score) else ""):
             return replace(task, untaught=True)
         messages = with_hint(tuple(map(dict, task.messages)), self.plain.marked(said))
-        renderer = Renderer(self.plain.tokenizer, self.template_kwargs, task.tools)
+        renderer = Renderer(self.plain.tokenizer, self.template_kwargs, task.tools, self.spelling)
         ids = self.plain.encode(renderer.text(messages, prompt=True))
         return replace(task, untaught=True) if len(ids) > self.longest else replace(task, context_ids=ids)
+
+
+def feedback_of(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any], longest: int) -> Feedback:
+    """Return the feedback of prompts with at most `longest` tokens, in the spelling of the tokenizer's template."""
+    spelling = audit_template(tokenizer, template_kwargs).spelling if tokenizer.chat_template else PLAIN_SPELLING
+    return Feedback(plain_text(tokenizer), template_kwargs, longest, spelling)
 
 
 def kept_positions(length: int, limit: int, truncation: str) -> np.ndarray:

@@ -17,7 +17,6 @@ from verl.agent_loop.registry import Loops
 from verl.algorithms.presets import settled
 from verl.algorithms.resolve import Algorithm, resolve
 from verl.algorithms.specs import GKDTopK, function
-from verl.chat.bridge import plain_text
 from verl.checkpoint.latest import beyond
 from verl.config.backends import CLUSTER, ROLLOUT, backend_of, layout_of, load, longest_sequence, options_of
 from verl.config.cluster import roles_of
@@ -27,7 +26,7 @@ from verl.config.plan import algorithm_warnings, checkpoint_bytes, policy_update
 from verl.config.schema import AlgorithmConfig, Config
 from verl.data.cursor import Curriculum
 from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
-from verl.data.render import Feedback
+from verl.data.render import feedback_of
 from verl.data.source import Cursor, TaskTable, load_tasks
 from verl.driver.assemble_fleet import fleet_of
 from verl.driver.assemble_loops import loops_of
@@ -292,7 +291,7 @@ def _groups(
     assert learner.algorithm is not None
     ahead = asked_ahead(config, learner.algorithm, learner.models)
     learner.models |= ahead
-    inform = Feedback(plain_text(tokenizer), config.model.template_kwargs, config.data.max_prompt_tokens)
+    inform = feedback_of(tokenizer, config.model.template_kwargs, config.data.max_prompt_tokens)
     return RolloutManager(
         scheduler=_scheduler(config, learner.algorithm, total_steps),
         cursor=cursor,

@@ -11,6 +11,7 @@ import numpy as np
 import uvloop
 
 from verl.chat import render_prompt
+from verl.chat.template import audit_template
 from verl.config.schema import Config
 from verl.config.validate import validate
 from verl.data.lost import Coverage, lost_lines
@@ -33,7 +34,8 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
     for line in lost_lines({"prompt": (len(prompt), len(lost))}, {"prompt": repr(lost[:20])}):
         print(f"warning: {line}")
     messages = [{"role": "user", "content": prompt}]
-    ids = render_prompt(tokenizer, messages, template_kwargs=config.model.template_kwargs)
+    kwargs = config.model.template_kwargs
+    ids = render_prompt(tokenizer, messages, kwargs, spelling=audit_template(tokenizer, kwargs).spelling)
     if len(ids) > config.data.max_prompt_tokens:
         raise ValueError(f"the prompt has {len(ids)} tokens, data.max_prompt_tokens={config.data.max_prompt_tokens}")
     decode = decoder(tokenizer)

@@ -12,7 +12,7 @@ import numpy as np
 
 from verl.chat.messages import REASONING_KEYS, read_message
 from verl.chat.parsing import FORMATS, TurnParser, format_of, opening_of
-from verl.chat.template import RESERVED_KWARGS, Renderer, RowRefused, TemplateAudit, refuse_unsupported
+from verl.chat.template import RESERVED_KWARGS, Renderer, RowRefused, TemplateAudit, refuse_unsupported, render_prompt
 from verl.rollout.base import Completion, DecodeFn
 from verl.rollout.server.requests import ApiError, ChatBody, shown
 
@@ -63,11 +63,11 @@ class Texts:
         messages, tools = [_message(m, i) for i, m in enumerate(body.messages)], tools_of(body)
         try:
             refuse_unsupported(messages, self.audit, tools)
-            renderer = Renderer(self.tokenizer, kwargs, tools)
             if _characters([messages, tools]) > self.longest_token * max_context_tokens:
+                renderer = Renderer(self.tokenizer, kwargs, tools, self.audit.spelling)
                 text = renderer.text(messages, prompt=True)  # which may leave out much of them
                 self.check_size(len(text), "messages", max_context_tokens)
-            return renderer.ids(messages, prompt=True)
+            return render_prompt(self.tokenizer, messages, kwargs, tools, self.audit.spelling)
         except RowRefused as e:
             raise ApiError(400, f"messages: {e}", param="messages", code="unsupported_message") from None
         except ValueError as e:

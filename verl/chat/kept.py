@@ -1,0 +1,99 @@
+"""Whether a rendering holds the text of the messages that it is of: a chat template drops roles, keys and parts that it
+does not know without an error."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+THOUGHT_ENDS = ("</think>", "[/THINK]", "<channel|>", "</thinking>", "</reasoning>")
+
+
+def dropped(
+    text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, whole: Collection[int]
+) -> tuple[str, str] | None:
+    """Return what the rendering `text` lacks of its messages and tools, and an example of it; None if nothing.
+
+    Texts have to be there in the order of the messages, those of system messages and schemas anywhere. White space may
+    differ, and text may be escaped as in JSON. whole: the turns whose reasoning has to be there; templates drop that of
+    others."""
+    rendering = _Rendering(text)
+    for tool in tools or ():
+        name = (tool.get("function") or tool).get("name")
+        if isinstance(name, str) and rendering.end_of_name(name, 0) < 0:
+            return "a tool's schema", f"tool {name[:60]!r}"
+    at = start = 0
+    previous = None
+    for i, message in enumerate(messages):
+        role = message["role"]
+        anywhere = role in ("system", "developer")
+        if not (role == previous == "tool"):  # results of one turn may be in another order
+            start = at
+        for call in message.get("tool_calls") or ():
+            if (end := rendering.end_of_name(call["function"]["name"], start)) < 0:
+                return "a tool call", f"message {i + 1}, {call['function']['name'][:60]!r}"
+            at = max(at, end)
+        for what, piece, shorter in _pieces(message, whole=i in whole):
+            end = rendering.end_of(piece, 0 if anywhere else start)
+            if end < 0 and shorter != piece:
+                end = rendering.end_of(shorter, start)
+            if end < 0:
+                return f"the {what} of a message of {str(role)!r}", f"message {i + 1}, {piece[:60]!r}"
+            at = at if anywhere else max(at, end)
+        previous = role
+    return None
+
+
+def _pieces(message: Mapping[str, Any], *, whole: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield (what it is, the text, the text without what a template may drop) of all that a message holds."""
+    if whole and isinstance(reasoning := message.get("reasoning_content"), str):
+        yield "reasoning_content", reasoning, reasoning
+    content = message.get("content")
+    for text in [content] if isinstance(content, str) else ():
+        yield "content", text, text if whole or message["role"] != "assistant" else _without_thought(text)
+    for call in message.get("tool_calls") or ():
+        for leaf in _leaves(call["function"]["arguments"]):
+            yield "tool call's arguments", leaf, leaf
+
+
+def _without_thought(text: str) -> str:
+    return min((text.rpartition(end)[2] for end in THOUGHT_ENDS), key=len)
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Yield the names and the texts and integers of arguments; other values have several spellings."""
+    if isinstance(value, Mapping):
+        for key, found in value.items():
+            yield str(key)
+            yield from _leaves(found)
+    elif isinstance(value, list):
+        for found in value:
+            yield from _leaves(found)
+    elif isinstance(value, str | int) and not isinstance(value, bool):
+        yield str(value)
+
+
+class _Rendering:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._squeezed: str | None = None
+
+    def end_of_name(self, name: str, start: int) -> int:
+        """Return where the first occurrence of a name, as a word of its own, ends; -1 if there is none."""
+        found = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)").search(self._text, start)
+        return found.end() if found else -1
+
+    def end_of(self, piece: str, start: int) -> int:
+        """Return where the first occurrence of a piece at or after `start` ends; -1 if there is none."""
+        piece = piece.strip()
+        if (at := self._text.find(piece, start)) >= 0:
+            return at + len(piece)
+        for ascii_only in (False, True):
+            escaped = json.dumps(piece, ensure_ascii=ascii_only)[1:-1]
+            if (at := self._text.find(escaped, start)) >= 0:
+                return at + len(escaped)
+        if self._squeezed is None:
+            self._squeezed = "".join(self._text.split())
+        return start if "".join(piece.split()) in self._squeezed else -1

@@ -1,0 +1,62 @@
+"""How one chat template wants messages to be written: what it reads under another name, or in another form."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl.chat.messages import REASONING_KEYS
+
+THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spelling:
+    """parts: roles whose text the template reads from content parts alone · text_arguments: it wants the arguments of a
+    call as JSON text · reasoning: the key of a turn's
+    reasoning; "" if it renders none · developer: the role in the place of `developer` · splits: a `<think>` block that
+    begins a turn's content has to be given as its reasoning."""
+
+    parts: frozenset[str] = frozenset()
+    text_arguments: bool = False
+    reasoning: str = REASONING_KEYS[0]
+    developer: str = "system"
+    splits: bool = False
+
+    def __call__(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message as the template wants it."""
+        made = {key: value for key, value in message.items() if key != "weight"}
+        role = made.get("role")
+        if role == "developer":
+            made["role"] = self.developer
+        elif role == "assistant":
+            self._turn(made)
+        if role in self.parts and isinstance(made.get("content"), str):
+            made["content"] = [{"type": "text", "text": made["content"]}]
+        return made
+
+    def _turn(self, made: dict[str, Any]) -> None:
+        content = str(made.get("content") or "")
+        found = THOUGHT.match(content) if self.splits else None
+        if found and "reasoning_content" not in made:
+            made |= {"reasoning_content": found.group(1).strip(), "content": content[found.end() :]}
+        if self.reasoning not in ("", REASONING_KEYS[0]) and REASONING_KEYS[0] in made:
+            made[self.reasoning] = made.pop(REASONING_KEYS[0])
+        if self.text_arguments and (calls := made.get("tool_calls")):
+            made["tool_calls"] = [_with_text(call) for call in calls]
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+PLAIN_SPELLING = Spelling()
+
+
+def roles_named(template: str) -> frozenset[str]:
+    """Return the words that a template's source holds in quotes: the roles that it knows are among them."""
+    return frozenset(re.findall(r"['\"](\w+)['\"]", template))
