@@ -101,6 +101,7 @@ def test_a_cut_run_with_turns_equals_a_straight_one_bitwise(tmp_path, taught):
         assert one.response_ids.tolist() == other.response_ids.tolist()
 
 
+@pytest.mark.full("test_rollout_served.py")
 def test_a_run_with_a_tool_over_http_is_the_run_in_process(tmp_path, taught):
     """Ids go to a server and come back as they are: no turn of it is another one."""
     more = (*TOOLS, "run.total_steps=2")
@@ -227,6 +228,7 @@ class Multiply(BaseTool):
 """
 
 
+@pytest.mark.full("faults/test_loop_process.py")
 def test_of_a_row_that_ends_the_loop_process_and_one_that_blocks_it_once_only_the_first_is_lost(
     tmp_path, taught, monkeypatch
 ):

@@ -68,6 +68,7 @@ def test_a_run_that_was_cut_is_the_run_that_was_not(name, learned, tmp_path, tin
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.full("a run that was cut, below")
 def test_a_run_that_is_killed_is_the_run_that_was_not(learned, tmp_path, tiny_model, arithmetic_data):
     """Killed twice with its teacher, at moments of no choice."""
     more = ("run.total_steps=5", "run.save_every_steps=1", "run.deterministic=true", "track.sinks=[jsonl]")

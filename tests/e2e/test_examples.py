@@ -18,6 +18,7 @@ def load(name):
     return module
 
 
+@pytest.mark.full("test_quickstart_tells_its_story; the file is an example")
 def test_one_file_grpo_runs_and_is_short():
     example = load("one_file_grpo")
     before, after = example.main(steps=1, warm_up_steps=2)

@@ -113,6 +113,7 @@ def test_servers_join_and_leave_a_run(
     assert not (there / "replicas").exists() and os.access(there, os.R_OK)
 
 
+@pytest.mark.full("servers join and leave a run")
 def test_a_server_that_the_run_starts_joins_it(
     tmp_path: Path, tiny_model: Path, arithmetic_data: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:

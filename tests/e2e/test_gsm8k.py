@@ -69,7 +69,9 @@ def small(tmp_path, model):
     ]
 
 
-@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    "format", ["jsonl", pytest.param("parquet", marks=pytest.mark.full("jsonl; unit/test_data_source.py reads both"))]
+)
 def test_the_recipe_trains_on_real_rows(tmp_path, model, parquet, format, capsys):
     files = [ROWS / "gsm8k_train.jsonl", ROWS / "gsm8k_test.jsonl"] if format == "jsonl" else parquet
     code = main(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each import FULL_GRID
 from safetensors.torch import load_file
 from small_runs import same_tensors, small_args, small_run
 
@@ -28,7 +29,7 @@ def weights(root: Path) -> dict[str, torch.Tensor]:
     return load_file(found)
 
 
-@pytest.mark.parametrize("more", [(), ("cluster.virtual_ranks=2",), ("rollout.engine=hf",)])
+@pytest.mark.parametrize("more", [(), *([("cluster.virtual_ranks=2",), ("rollout.engine=hf",)] if FULL_GRID else [])])
 def test_the_weights_are_those_of_a_run_without(more, tmp_path, tiny_model, arithmetic_data):
     for name, given in (("stays", ()), ("goes", ALL)):
         small_run(tmp_path / name, tiny_model, arithmetic_data, *PPO, *more, *given, "run.deterministic=true")
@@ -68,6 +69,7 @@ def peak(monkeypatch: pytest.MonkeyPatch, root: Path, *given: Any) -> int:
     return max(seen)
 
 
+@pytest.mark.full("distributed/test_memory.py")
 def test_no_more_is_held_than_training_or_rollout_want(tmp_path, arithmetic_data, monkeypatch):
     """Of a model of W bytes: 3W of the actor, 3W of the critic, the reference, the rollout's and a gradient stay; or a
     model, its gradients and its states, while all others are away."""

@@ -235,16 +235,25 @@ def test_hh_transcripts_and_whole_conversations_load(tmp_path, tiny_model):
     assert "1+1=" in tokenizer.decode(table[0].chosen.ids)
 
 
+SHAPED = pytest.mark.full("shaped and summed batch")
+
+
 @pytest.mark.parametrize(
     "more",
     [
-        (),
-        ("reward.stage=batch",),
-        ("reward.model_coef=0.5", "with_function"),
-        ("reward.stage=batch", "reward.overlong_buffer_tokens=12", "reward.overlong_penalty=3"),
-        ("reward.stage=batch", "reward.model_coef=0.5", "reward.overlong_buffer_tokens=12", "with_function"),
+        pytest.param((), id="stream"),
+        pytest.param(("reward.stage=batch",), id="batch", marks=SHAPED),
+        pytest.param(("reward.model_coef=0.5", "with_function"), id="summed", marks=SHAPED),
+        pytest.param(
+            ("reward.stage=batch", "reward.overlong_buffer_tokens=12", "reward.overlong_penalty=3"),
+            id="shaped batch",
+            marks=SHAPED,
+        ),
+        pytest.param(
+            ("reward.stage=batch", "reward.model_coef=0.5", "reward.overlong_buffer_tokens=12", "with_function"),
+            id="shaped and summed batch",
+        ),
     ],
-    ids=["stream", "batch", "summed", "shaped batch", "shaped and summed batch"],
 )
 def test_rl_against_a_trained_reward_model(more, request, tmp_path, tiny_model, pairs, arithmetic_data):
     train("rm", tmp_path, tiny_model, pairs)

@@ -54,21 +54,19 @@ REFILL = (
 CURRICULUM = ("run.deterministic=true", "algorithm.options.curriculum=reward_length:long_ones")
 CRITIC = ("algorithm.name=ppo", "algorithm.kl_loss_coef=null", "algorithm.kl_reward_target=0.1")
 SYNC_2 = ("pipeline.sync_every=2", "step.updates_per_step=2")
+MORE_CUTS = [
+    (SYNC_2, (2, 3)),
+    (("algorithm.name=rloo",), (3,)),
+    (("cluster.virtual_ranks=2", "algorithm.name=kl_cov"), (3,)),
+    (("rollout.replicas=2",), (3,)),
+    (CURRICULUM, (4,)),
+]
 
 
 # inside an epoch, at its end, and one step before the last; for sync_every=2 also in the middle of a period
 @pytest.mark.parametrize(
     "more,cuts",
-    [
-        ((), (1, 3, 5)),
-        (SYNC_2, (2, 3)),
-        *([(("algorithm.name=rloo",), (3,))] if FULL_GRID else []),
-        (("cluster.virtual_ranks=2", "algorithm.name=kl_cov"), (3,)),
-        (("rollout.replicas=2",), (3,)),
-        (CRITIC, (3,)),
-        (REFILL, (3,)),
-        (CURRICULUM, (4,)),
-    ],
+    [((), (1, 3, 5)), (CRITIC, (3,)), (REFILL, (3,)), *(MORE_CUTS if FULL_GRID else [])],
     ids=lambda x: "+".join(str(m).split(".")[-1] for m in x) or "grpo",
 )
 def test_a_cut_run_equals_a_straight_one_bitwise(tmp_path, tiny_model, arithmetic_data, cuts, more):

@@ -125,6 +125,7 @@ def run(world, tmp_path, name: str, *more: str) -> list[float]:
     return [found[s]["critic/score/mean"] for s in sorted(found) if s]
 
 
+@pytest.mark.full("numerics/test_feedback.py, and the cut run below")
 def test_a_policy_that_reads_hints_learns_to_do_without(world, tmp_path):
     hint = "teacher.hint_key=hint"
     without = run(world, tmp_path, "none", f"teacher.path={world / 'reader'}")
@@ -147,6 +148,7 @@ def test_a_policy_that_reads_hints_learns_to_do_without(world, tmp_path):
     )
 
 
+@pytest.mark.full("numerics/test_several_teachers.py")
 def test_two_teachers_teach_what_neither_knows_alone(world, tmp_path):
     ceiling = (3 * 1.0 + 3 * 0.1) / 6  # of one teacher: three keys known, a guess is one in ten
     long = ("optim.lr=5e-3", "run.total_steps=60")
@@ -169,9 +171,8 @@ FEEDBACK = (
     "more",
     [
         ("teacher.path=policy", "teacher.ema=0.9"),
-        ("teacher.path=policy",),
-        ("several",),
         FEEDBACK,
+        *([("teacher.path=policy",), ("several",)] if FULL_GRID else []),
         *([("teacher.path=policy", "teacher.ema=3"), ("several", "teacher.pick=best")] if FULL_GRID else []),
     ],
 )
@@ -248,6 +249,7 @@ ONE_BY_ONE = ("run.save_every_steps=1", "run.deterministic=true", "track.sinks=[
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.full("one of two teachers is killed, below")
 def test_a_served_teacher_is_killed_and_the_run_too(world, tmp_path):
     """kill -9 of both, at moments of no choice: nothing is trained without the teacher, and what goes on from there is
     the run of which nobody was killed."""

@@ -4,11 +4,14 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
+
 spec = importlib.util.spec_from_file_location("three_stages", Path(__file__).parents[2] / "examples/three_stages.py")
 example = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(example)
 
 
+@pytest.mark.full("test_preference.py: RL against a trained reward model")
 def test_the_three_stages_run_end_to_end(tmp_path):
     code = example.three_stages(
         [

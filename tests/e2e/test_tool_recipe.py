@@ -149,6 +149,7 @@ def equal(straight: Path, cut: Path, steps: int) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.full("test_agents.py: a cut run with turns equals a straight one bitwise")
 def test_a_killed_run_with_a_failing_tool_samples_the_same_ids(tmp_path, taught):
     run_rl(load_config(args_of(tmp_path / "straight", taught)), quiet=True)
     straight, cut = (tmp_path / name / "tool_arithmetic" for name in ("straight", "cut"))
@@ -161,6 +162,7 @@ def test_a_killed_run_with_a_failing_tool_samples_the_same_ids(tmp_path, taught)
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.full("test_agents.py: a run with a tool trains what was sampled between its results")
 def test_the_recipe_tells_its_story(tmp_path):
     """All of it with four warm-up steps and two of RL; that it learns is shown below."""
     more = ("task=tool_arithmetic", "tool_fail_share=0.5", "run.total_steps=2", "run.threads=1", "warmup_steps=4")

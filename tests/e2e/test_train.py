@@ -151,6 +151,7 @@ def test_variants_run(tmp_path, tiny_model, arithmetic_data, more):
         assert found[1]["actor/kl_loss"] == pytest.approx(0, abs=1e-6) and found[2]["actor/kl_loss"] > 1e-6
 
 
+@pytest.mark.full("test_lost_replica.py")
 def test_two_replicas_sample_what_one_does_and_both_serve(tmp_path, tiny_model, arithmetic_data, monkeypatch):
     """Requests are spread by load, groups stay together, and every replica has every version: draws are those of one
     engine."""
@@ -175,6 +176,7 @@ def test_two_replicas_sample_what_one_does_and_both_serve(tmp_path, tiny_model, 
             assert [r.response_ids.tolist() for r in one] == [r.response_ids.tolist() for r in two]
 
 
+@pytest.mark.full("test_resume.py: a cut run equals a straight one bitwise")
 def test_two_runs_are_bitwise_equal(tmp_path, tiny_model, arithmetic_data):
     """And what their caller has frozen for the collector is so afterwards, or nothing is."""
     for name in ("a", "b"):

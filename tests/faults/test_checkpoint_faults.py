@@ -119,6 +119,7 @@ def test_killed_at_every_operation_of_a_save(tmp_path: Path) -> None:
         assert check_all(directory) == ([1, 3, 4] if resaved else [1, 4, 5])
 
 
+@pytest.mark.full("killed at every operation of a save")
 def test_killed_at_50_random_moments(tmp_path: Path) -> None:
     """A process that does nothing but save, killed and started again; what it reported as saved is never lost."""
     rng, before = random.Random(0), 0

@@ -85,6 +85,7 @@ def trained_under_it(args: list[str]) -> int:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.full("test_mistakes.py: a disk that fills up")
 def test_a_run_goes_through_a_full_disk(tmp_path, tiny_model, arithmetic_data):
     """Full while steps 3 and 4 are recorded and saved, under a report after each step."""
     more = ("run.total_steps=6", "run.save_every_steps=1", "track.report_every_steps=1", "track.sinks=[jsonl]")

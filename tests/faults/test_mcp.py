@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from each import FULL_GRID
 
 from verl.agent_loop.tools import Tool, Toolbox, load_tools
 from verl.chat.parsing import ToolCall
@@ -203,7 +204,8 @@ def test_a_server_that_hangs_is_begun_anew(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "stateful, down, own", [(False, "gone", {"timeout_s": 3}), (False, "hangs", {}), (True, "hangs", {})]
+    "stateful, down, own",
+    [(False, "gone", {"timeout_s": 3}), *([(False, "hangs", {}), (True, "hangs", {})] if FULL_GRID else [])],
 )
 def test_a_server_that_is_down_is_no_answer_within_a_short_limit_either(tmp_path, stateful, down, own):
     """Of the tool, or of the run where that says none: the model would be told that there was no answer."""
@@ -230,6 +232,7 @@ def test_a_server_that_is_down_is_no_answer_within_a_short_limit_either(tmp_path
     server_of(tools).close()
 
 
+@pytest.mark.full("a server that hangs is begun anew")
 def test_a_session_that_begins_slower_than_a_call_may_wait_is_the_next_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(mcp, "START_S", 60.0)
     command = ["-c", f'echo >>{tmp_path}/begun; sleep 4; exec "$@"', "-", sys.executable, str(tmp_path / "server.py")]
@@ -280,6 +283,7 @@ def once_there(entries: list[str]) -> dict[str, Tool]:
             time.sleep(0.2)
 
 
+@pytest.mark.full("one session serves all until it dies")
 def test_over_http_as_many_calls_run_as_the_tool_takes(tmp_path):
     port = free_port()
     (tmp_path / "server.py").write_text(SERVER)
@@ -300,6 +304,7 @@ def test_over_http_as_many_calls_run_as_the_tool_takes(tmp_path):
         server.wait(10)
 
 
+@pytest.mark.full("a server that hangs is begun anew")
 def test_over_http_a_server_that_begins_anew_costs_calls(tmp_path):
     port = free_port()
     (tmp_path / "server.py").write_text(SERVER)

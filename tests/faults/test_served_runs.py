@@ -129,8 +129,8 @@ def straight(pair: Pair, tiny_model: Path, arithmetic_data: Any, tmp_path_factor
 
 
 UPDATE = ("/start_weight_update", "/update_weights", "/finish_weight_update")
-OFTEN = ["stopped", "reset", "errors", "killed at /update_weights, buckets"]
-FAULTS = [*OFTEN, "killed", "killed in an evaluation", "slow", "killed at /start_weight_update"]
+OFTEN = ["reset", "errors", "killed at /update_weights, buckets"]
+FAULTS = [*OFTEN, "stopped", "killed", "killed in an evaluation", "slow", "killed at /start_weight_update"]
 FAULTS += ["killed at /update_weights", "stopped at /update_weights, buckets"]
 FAULTS += ["killed at /finish_weight_update", *(f"stopped at {path}" for path in UPDATE)]
 

@@ -133,6 +133,7 @@ def test_what_a_tool_needs_is_gone_however_it_says_so(tools, what):
         call(tools, {"what": what})
 
 
+@pytest.mark.full("its deadline is tested with a call")
 def test_the_start_of_a_worker_is_no_part_of_a_calls_time(tmp_path):
     path = tmp_path / "slow.py"
     one = TOOLS.replace("processes=2, timeout_s=3", "processes=1, timeout_s=3")

@@ -380,6 +380,7 @@ def test_repetitions_of_earlier_calls_are_kept_on_request(
     assert table.rows[0][1] == ("3.00 (3)" if add else "3.00 (2)")
 
 
+@pytest.mark.full("a bench, which no suite relies on")
 def test_the_router_bench_counts_what_is_lost_and_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
