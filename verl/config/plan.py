@@ -8,6 +8,7 @@ Sizes are exact or upper bounds at the limits of prompt and response; bytes are 
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -327,6 +328,8 @@ def count_rows(files: list[str]) -> int | None:
             total += parquet.read_metadata(file.path).num_rows
         elif kind == ("json", None) and not file.path.endswith(".json"):
             with open(file.path, "rb") as stream:
+                if not re.match(rb"(\xef\xbb\xbf)?\{[^\0]", stream.peek(8)):  # a list, or not UTF-8
+                    return None
                 total += sum(1 for line in stream if line.strip())
         else:
             return None

@@ -1,29 +1,49 @@
-"""Files of rows, wherever they lie: expand, fingerprint and read JSONL, JSON, Parquet and CSV through fsspec.
+"""Files of rows, wherever they lie: expand, fingerprint and read JSONL, JSON, Parquet, Arrow and CSV through fsspec.
 
 Every failure is one ValueError that names the file (and line or row), what is wrong and what to do.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import datetime
 import decimal
 import glob
 import hashlib
 import io
+import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
 import fsspec
 
+from verl.data.splits import SPLITS, is_beside_rows, refuse_mixed, saved_files, saved_splits
+
 TABLES = {".csv": ",", ".tsv": "\t"}
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet", ".pq")
+ARROW = (".arrow", ".feather")
 COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+AROUND_ROWS = ("data", "rows", "examples", "instances", "records", "items")
+BESIDE_ROWS = {"version", "metadata", "meta", "info", "description", "license", "name", "schema", "type"}
+"""Keys of an object around a list of rows: of the list, and of what else may be there."""
+WIDE = (
+    *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")),
+    *((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")),
+)
+OTHER_FORMATS: Mapping[bytes, str] = {
+    b"\x1f\x8b": "gzip. Fix: a name that ends in .gz",
+    b"\x28\xb5\x2f\xfd": "zstd. Fix: a name that ends in .zst",
+    b"PAR1": "Parquet. Fix: a name that ends in .parquet",
+    b"ARROW1": "Arrow. Fix: a name that ends in .arrow",
+    b"PK\x03\x04": "a zip archive or an Excel sheet. Fix: unpack it, or save the sheet as CSV in UTF-8",
+    b"version https://git-lfs": "a pointer of Git LFS. Fix: git lfs pull",
+}
 BLOCK_BYTES = 1 << 23
 PARQUET_BATCH_ROWS = 1024
 # The extra of ours, or the package, that brings a protocol which fsspec knows but cannot import.
@@ -86,19 +106,53 @@ def _expand(url: str) -> list[DataFile]:
         except FileNotFoundError:
             if not glob.has_magic(path):
                 raise
-            found, where = fs.glob(path), "no JSONL or Parquet file matches"
+            found, where = fs.glob(path), "no JSONL, Parquet or CSV file matches"
         else:
             if info["type"] != "directory":
                 return [DataFile(url, fs, path)]
-            found, where = fs.ls(path, detail=False), "a folder without JSONL or Parquet files"
-    paths = [p for p in sorted(map(str, found)) if format_of(p) is not None]
+            found, where = fs.ls(path, detail=False), _without_rows(fs, path)
+            names = {str(p).rpartition("/")[2]: str(p) for p in found}
+            if "dataset_dict.json" in names:
+                return _expand(_only_split(url, saved_splits(fs.cat_file(names["dataset_dict.json"]))))
+            if "state.json" in names and "dataset_info.json" in names:
+                saved = [names[name] for name in saved_files(fs.cat_file(names["state.json"])) if name in names]
+                return [_data_file(fs, p, protocol) for p in saved]
+    paths = [p for p in sorted(map(str, found)) if format_of(p) is not None and not is_beside_rows(p)]
     if not paths:
         raise ValueError(f"{url}: {where}")
-    return [DataFile(p if protocol == "file" else fs.unstrip_protocol(p), fs, p) for p in paths]
+    refuse_mixed(url, paths, [_stem(p) for p in paths])
+    return [_data_file(fs, p, protocol) for p in paths]
+
+
+def _data_file(fs: fsspec.AbstractFileSystem, path: str, protocol: str) -> DataFile:
+    return DataFile(path if protocol == "file" else fs.unstrip_protocol(path), fs, path)
+
+
+def _only_split(url: str, splits: Sequence[str]) -> str:
+    if len(splits) != 1:
+        fix = f"Fix: name one, e.g. {url.rstrip('/')}/{splits[0] if splits else 'train'}"
+        raise ValueError(f"{url}: a saved DatasetDict of the splits {', '.join(splits) or 'none'}. {fix}")
+    return f"{url.rstrip('/')}/{splits[0]}"
+
+
+def _without_rows(fs: fsspec.AbstractFileSystem, path: str) -> str:
+    """Say that a folder has no files of rows, and which of its folders has."""
+    inner = [str(p["name"]) for p in fs.ls(path, detail=True) if p["type"] == "directory"]
+    filled = [p.rpartition("/")[2] for p in inner if any(format_of(str(f)) for f in fs.ls(p, detail=False))]
+    there = f"; there are in {', '.join(sorted(filled))}. Fix: name one of these" if filled else ""
+    return f"a folder without JSONL, Parquet or CSV files{there}"
+
+
+def _stem(path: str) -> str:
+    """The path without what its name says of the format."""
+    endings = (*COMPRESSION, *JSON_LINES, *PARQUET, *ARROW, *TABLES)
+    while ending := next((e for e in endings if path.lower().endswith(e)), ""):
+        path = path[: -len(ending)]
+    return path
 
 
 def format_of(path: str) -> tuple[str, str | None] | None:
-    """("json" | "parquet" | what separates the columns of a table, compression) by the file's name."""
+    """("json" | "parquet" | "arrow" | what separates the columns of a table, compression) by the file's name."""
     name = path.lower()
     compression = next((codec for ending, codec in COMPRESSION.items() if name.endswith(ending)), None)
     if compression is not None:
@@ -107,7 +161,9 @@ def format_of(path: str) -> tuple[str, str | None] | None:
         return "json", compression
     if separator := TABLES.get(name[-4:]):
         return separator, compression
-    return ("parquet", None) if name.endswith(PARQUET) and compression is None else None
+    if compression is not None:
+        return None
+    return ("parquet", None) if name.endswith(PARQUET) else ("arrow", None) if name.endswith(ARROW) else None
 
 
 def fingerprint(file: DataFile) -> str:
@@ -125,59 +181,142 @@ def read_rows(file: DataFile) -> Iterator[RawRow]:
     """The rows of one file, streamed. JSON types only, and bytes (Parquet)."""
     known = format_of(file.path)
     if known is None:
-        endings = " ".join((*JSON_LINES, *(e + c for e in JSON_LINES[:1] for c in COMPRESSION), *PARQUET, *TABLES))
+        packed = (e + c for e in JSON_LINES[:1] for c in COMPRESSION)
+        endings = " ".join((*JSON_LINES, *packed, *PARQUET, *ARROW, *TABLES))
         raise ValueError(f"{file.url}: unknown format. Fix: a name that ends in one of {endings}")
     kind, compression = known
     with naming(file.url), file.fs.open(file.path, "rb") as stream:
-        if kind == "parquet":
-            yield from _parquet_rows(file.url, stream)
+        if kind in ("parquet", "arrow"):
+            yield from _parquet_rows(file.url, stream) if kind == "parquet" else _arrow_rows(file.url, stream)
             return
         if compression is not None:
             import pyarrow
 
             stream = pyarrow.CompressedInputStream(stream, compression)
-        yield from _json_rows(file.url, stream) if kind == "json" else _table_rows(file.url, stream, kind)
+        text = _as_utf8(file.url, io.BufferedReader(stream, BLOCK_BYTES))
+        yield from _json_rows(file.url, text) if kind == "json" else _table_rows(file.url, text, kind)
+
+
+def _as_utf8(url: str, stream: io.BufferedReader) -> io.BufferedIOBase:
+    """Return the text as UTF-8 without a mark, whichever Unicode it is in; refuse what is no text."""
+    head = stream.peek(64)[:64]
+    if other := next((name for magic, name in OTHER_FORMATS.items() if head.startswith(magic)), None):
+        raise ValueError(f"{url}: no text, but {other}")
+    if head.startswith(codecs.BOM_UTF8):
+        stream.read(len(codecs.BOM_UTF8))
+        return stream
+    encoding = next((name for mark, name in WIDE if head.startswith(mark)), "")
+    if not encoding and len(head) > 1 and (head[0] == 0) != (head[1] == 0):  # ASCII without a mark
+        encoding = "utf-16-be" if head[0] == 0 else "utf-16-le"
+    if not encoding:
+        return stream
+    try:
+        return io.BytesIO(stream.read().decode(encoding).encode("utf-8"))
+    except UnicodeError as exc:
+        raise ValueError(f"{url}: it begins as {encoding} and is not ({exc}). Fix: save it as UTF-8") from exc
 
 
 def _json_rows(url: str, stream: Any) -> Iterator[RawRow]:
-    lines = enumerate(io.BufferedReader(stream, BLOCK_BYTES), start=1)  # splits at \n only, not at U+2028
-    for number, raw in lines:
-        if number == 1:
-            raw = raw.removeprefix(b"\xef\xbb\xbf")  # byte order mark of Windows editors
-        if not raw.strip():
-            continue
-        if number == 1 and raw.lstrip().startswith(b"["):
-            items = _parsed(b"".join([raw, *(rest for _, rest in lines)]), url)
-            for k, item in enumerate(items, start=1):
-                yield _raw_row(item, f"{url}: item {k}")
-        else:
-            yield _raw_row(_parsed(raw, f"{url}:{number}"), f"{url}:{number}")
+    """A row per line, or one document: a list of rows, or an object around such a list."""
+    lines = ((number, raw) for number, raw in enumerate(stream, start=1) if raw.strip())  # not at U+2028
+    first, second = next(lines, None), None
+    if first is None:
+        return
+    number, raw = first
+    if _begins_document(raw):
+        document = _parsed(b"\n" * (number - 1) + b"".join([raw, *(rest for _, rest in lines)]), url)
+    else:
+        document, second = _parsed(raw, f"{url}:{number}"), next(lines, None)
+    items = None if second else _listed(url, document)
+    for k, item in enumerate(items or (), start=1):
+        yield _raw_row(item, f"{url}: item {k}")
+    if items is None:
+        yield _raw_row(document, f"{url}:{number}")
+    for number, raw in itertools.chain([second] if second else (), lines):
+        yield _raw_row(_parsed(raw, f"{url}:{number}"), f"{url}:{number}")
+
+
+def _begins_document(raw: bytes) -> bool:
+    """Whether a line is the beginning of a list, or of an object that goes on in the next line."""
+    text = raw.decode("utf-8", errors="replace").rstrip()
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as exc:
+        return exc.pos >= len(text) or text.lstrip().startswith("[")
+    except RecursionError:
+        return False
+    return text.lstrip().startswith("[")
+
+
+def _listed(url: str, document: Any) -> list[Any] | None:
+    """Return the rows of a document that is a list of them or holds one; None for one that is a row itself."""
+    if not isinstance(document, dict):
+        return document if isinstance(document, list) else None
+    lists = [key for key, value in document.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if len(lists) > 1 and all(key.lower() in SPLITS for key in document):
+        raise ValueError(f"{url}: the splits {', '.join(lists)} in one file. Fix: a file for each, a row per line")
+    if document.keys() == {"columns", "index", "data"} or (
+        document and all(isinstance(value, dict) and "0" in value for value in document.values())
+    ):
+        raise ValueError(f"{url}: a table by columns. Fix: one by rows (pandas: to_json(orient='records', lines=True))")
+    if len(lists) == 1 and lists[0].lower() in (*AROUND_ROWS, *SPLITS) and document.keys() - lists <= BESIDE_ROWS:
+        return list(document[lists[0]])
+    return None
 
 
 def _table_rows(url: str, stream: Any, separator: str) -> Iterator[RawRow]:
     """A line of names, then rows of text; an empty field is no value."""
     csv.field_size_limit(BLOCK_BYTES)
-    text = io.TextIOWrapper(io.BufferedReader(stream, BLOCK_BYTES), encoding="utf-8-sig", newline="")
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rows = csv.reader(text, delimiter=separator, strict=True)
     try:
-        names = next(rows, [])
+        first = text.readline()
+        padded = any(name != name.strip() for name in first.rstrip("\r\n").split(separator))
+        rows = csv.reader(itertools.chain([first], text), delimiter=separator, strict=True, skipinitialspace=padded)
+        names = [name.strip() for name in next(rows, [])]
+        if twice := _twice(filter(None, names)):
+            raise ValueError(f"{url}:1: the column {twice!r} is there twice. Fix: keep one, or rename it")
         for fields in rows:
             if fields and len(fields) != len(names):
                 raise ValueError(f"{url}:{rows.line_num}: {len(fields)} fields, but the first line names {len(names)}")
+            if padded:
+                fields = [field.strip() for field in fields]
             if fields:
                 yield RawRow(f"{url}:{rows.line_num}", {n: f for n, f in zip(names, fields) if f})
     except (csv.Error, UnicodeDecodeError) as exc:
         raise ValueError(f"{url}:{rows.line_num}: not readable as CSV in UTF-8: {_one_line(exc)}") from exc
 
 
+class _KeyTwice(ValueError):
+    """An object of JSON has two values of one name."""
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _KeyTwice(repr(_twice(key for key, _ in pairs)))
+    return found
+
+
+ONE_KEY_EACH = json.JSONDecoder(object_pairs_hook=_object_of)
+
+
+def _twice(names: Iterable[str]) -> str | None:
+    """The first name that is there a second time."""
+    seen: set[str] = set()
+    return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
+
+
 def _parsed(raw: bytes, where: str) -> Any:
     try:
-        return json.loads(raw.removesuffix(b"\n").decode("utf-8"))
+        return ONE_KEY_EACH.decode(raw.removesuffix(b"\n").decode("utf-8"))
     except UnicodeDecodeError as exc:
         raise ValueError(f"{where}: not UTF-8 at byte {exc.start + 1} of the line ({exc.reason})") from exc
     except json.JSONDecodeError as exc:
         at = f"line {exc.lineno} column {exc.colno}" if exc.lineno > 1 else f"column {exc.colno}"
         raise ValueError(f"{where}: invalid JSON at {at}: {exc.msg}") from exc
+    except _KeyTwice as exc:
+        raise ValueError(f"{where}: the key {exc} is there twice in an object. Fix: keep one") from exc
     except RecursionError as exc:
         raise ValueError(f"{where}: JSON nested too deeply to be read") from exc
 
@@ -190,19 +329,47 @@ def _raw_row(value: Any, where: str) -> RawRow:
 
 
 def _parquet_rows(url: str, stream: BinaryIO) -> Iterator[RawRow]:
-    import pyarrow as pa
     import pyarrow.parquet as pq
+
+    def opened() -> tuple[Any, Iterable[Any]]:
+        table = pq.ParquetFile(stream)
+        return table.schema_arrow, table.iter_batches(batch_size=PARQUET_BATCH_ROWS)
+
+    return _batch_rows(url, "Parquet", opened)
+
+
+def _arrow_rows(url: str, stream: BinaryIO) -> Iterator[RawRow]:
+    """Of a file or a stream of Arrow, which `Dataset.save_to_disk` writes."""
+    from pyarrow import ipc
+
+    def opened() -> tuple[Any, Iterable[Any]]:
+        head = stream.read(6)
+        stream.seek(0)
+        if head != b"ARROW1":
+            batches = ipc.open_stream(stream)
+            return batches.schema, batches
+        table = ipc.open_file(stream)
+        return table.schema, (table.get_batch(k) for k in range(table.num_record_batches))
+
+    return _batch_rows(url, "Arrow", opened)
+
+
+def _batch_rows(url: str, name: str, opened: Callable[[], tuple[Any, Iterable[Any]]]) -> Iterator[RawRow]:
+    """The rows of record batches. opened: returns their schema and themselves."""
+    import pyarrow as pa
 
     number = 0
     try:
-        table = pq.ParquetFile(stream)
-        clean: Callable[[Any], Any] = dict if all(_is_exact(f.type) for f in table.schema_arrow) else _plain
-        for batch in table.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+        schema, batches = opened()
+        if twice := _twice(schema.names):
+            raise ValueError(f"{url}: the column {twice!r} is there twice. Fix: keep one, or rename it")
+        clean: Callable[[Any], Any] = dict if all(_is_exact(f.type) for f in schema) else _plain
+        for batch in batches:
             for row in batch.to_pylist(maps_as_pydicts="lossy"):
                 number += 1
                 yield RawRow(f"{url}: row {number}", clean(row))
     except (pa.ArrowException, UnicodeDecodeError) as exc:
-        raise ValueError(f"{url}: not a readable Parquet file (after row {number}): {_one_line(exc)}") from exc
+        raise ValueError(f"{url}: not a readable {name} file (after row {number}): {_one_line(exc)}") from exc
 
 
 def _is_exact(kind: Any) -> bool:

@@ -30,7 +30,11 @@ _HF_FEATURE = ({"bytes", "path"}, {"array", "path", "sampling_rate"}, {"bytes", 
 _NOTHING = ("", "[]", "{}", "null", "none", "nan")
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
+def media_columns(names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(filter(is_media_column, names))
+
+
 def is_media_column(name: str) -> bool:
     return COLUMN.fullmatch(name.strip().lower().replace("-", "_").replace(" ", "_")) is not None
 
@@ -41,8 +45,9 @@ def media_in(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> I
     A reference is the item itself if it is a string (a path or a URL), else the hash of its content.
     """
     found: list[tuple[Any, str]] = []
+    named = media_columns(tuple(row))
     for key, value in row.items():
-        if is_media_column(str(key)) or _is_medium(value):
+        if key in named or (type(value) in (list, dict, bytes) and _is_medium(value)):
             items = _items(value)
             found += [(item, f"{key!r} holds {len(items)} item(s)") for item in items]
     for message in messages:
@@ -66,20 +71,22 @@ def refuse_media(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], 
 
 def _placeholder(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str:
     """Where a text has a placeholder that another column is about: a media column, if only an empty one, or a file."""
+    texts = [text for m in messages if isinstance(text := m.get("content"), str) and ("<" in text or "[" in text)]
+    found = next((mark for text in texts if (mark := PLACEHOLDER.search(text))), None)
+    if found is None:
+        return ""
     extra = row.get("extra_info")
     cells = [*row.items(), *(extra.items() if isinstance(extra, Mapping) else ())]
-    about = [str(key) for key, value in cells if is_media_column(str(key)) or _is_file(value)]
-    texts = (m["content"] for m in messages if isinstance(m.get("content"), str)) if about else ()
-    found = next((mark for text in texts if (mark := PLACEHOLDER.search(text))), None)
-    return f"a message holds {found.group()!r} and the row has {about[0]!r}" if found else ""
+    about = next((key for key, value in cells if is_media_column(str(key)) or _is_file(value)), None)
+    return "" if about is None else f"a message holds {found.group()!r} and the row has {about!r}"
 
 
 def _is_medium(value: Any) -> bool:
     """Whether a value is a medium under whatever name: the features of `datasets`, or bytes of a known format."""
     if isinstance(value, list):
-        return bool(value) and _is_medium(value[0])
-    if isinstance(value, Mapping):
-        return value.keys() in _HF_FEATURE and _holds(value)
+        return bool(value) and type(value[0]) in (dict, bytes) and _is_medium(value[0])
+    if isinstance(value, dict):
+        return "path" in value and value.keys() in _HF_FEATURE and _holds(value)
     return isinstance(value, bytes) and value.startswith(MAGIC)
 
 

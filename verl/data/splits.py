@@ -1,0 +1,72 @@
+"""Which files of a folder or a pattern are read together: those of one split, each of them once."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SPLITS: Mapping[str, str] = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("test", "testing"), "test"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "validation"),
+    **dict.fromkeys(("eval", "evaluation", "heldout", "holdout"), "evaluation"),
+}
+"""A word of a file's name -> the split that it says."""
+METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files that the `datasets` library writes beside the rows."""
+SHOWN_FILES = 2
+
+
+def split_of(path: str) -> str:
+    """Return the split that a file's name says, "" for none."""
+    return SPLITS.get(_split_word(path), "")
+
+
+def _split_word(path: str) -> str:
+    words = re.split(r"[^a-z]+", path.rpartition("/")[2].lower())
+    return next((word for word in words if word in SPLITS), "")
+
+
+def is_beside_rows(path: str) -> bool:
+    """Whether a file is no rows though its name ends like that of rows: metadata, and hidden files."""
+    name = path.rpartition("/")[2]
+    return name in METADATA or name.startswith(".")
+
+
+def refuse_mixed(url: str, paths: Sequence[str], stems: Sequence[str]) -> None:
+    """Refuse files of several splits, held-out files beside files that say no split, and one name in two formats."""
+    of_split: dict[str, list[str]] = {}
+    for path in paths:
+        of_split.setdefault(split_of(path), []).append(path.rpartition("/")[2])
+    named = of_split.keys() - {""}
+    if len(named) > 1 or ("" in of_split and named - {"train"}):
+        held = [
+            f"{split or 'no split'} ({', '.join(names[:SHOWN_FILES])}{', ...' if len(names) > SHOWN_FILES else ''})"
+            for split, names in of_split.items()
+        ]
+        first = max(filter(split_of, paths), key=lambda path: split_of(path) == "train")
+        pattern = f"{first.rpartition('/')[0]}/*{_split_word(first)}*"
+        raise ValueError(
+            f"{url}: files of several splits: {'; '.join(held)}. Fix: name the files of one, e.g. {pattern}"
+        )
+    twice = next((stem for k, stem in enumerate(stems) if stem in stems[:k]), None)
+    if twice is not None:
+        both = [path.rpartition("/")[2] for path, stem in zip(paths, stems) if stem == twice]
+        raise ValueError(
+            f"{url}: the same name in several formats: {', '.join(both)}; the rows would be read more than once."
+            " Fix: name the files of one format"
+        )
+
+
+def saved_splits(dataset_dict: bytes) -> list[str]:
+    """Return the splits that the dataset_dict.json of `DatasetDict.save_to_disk` lists."""
+    found: Any = json.loads(dataset_dict)
+    return [str(name) for name in found.get("splits", ())]
+
+
+def saved_files(state: bytes) -> list[str]:
+    """Return the names of the files of rows that the state.json of `Dataset.save_to_disk` lists, in their order."""
+    found: Any = json.loads(state)
+    return [str(file["filename"]) for file in found.get("_data_files", ())]
