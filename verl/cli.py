@@ -47,6 +47,8 @@ All keys: `verl show config`; verl's own keys (data.train_batch_size=..., actor_
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
+    if not {"", os.getcwd()} & {*sys.path}:  # `python -m verl` has it: modules of the user's are found there
+        sys.path.append(os.getcwd())
     if not args or args[0] in ("-h", "--help", "help"):
         return guarded(lambda: print(USAGE) or (0 if args else 2))
     if args[0] in ("-V", "--version", "version"):
@@ -234,6 +236,7 @@ def generate(args: list[str]) -> int:
     if "prompt" not in given:
         raise ValueError('give a prompt: verl generate model.path=DIR prompt="2+2="')
     resolved = _load([a for a in args if a.partition("=")[0] not in given])
+    _refuse_agents(resolved)
     count = given.get("n", "1")
     if not count.isdigit() or int(count) < 1:
         raise ValueError(f"n={count}: the number of answers, 1 or more")
@@ -245,6 +248,19 @@ def generate(args: list[str]) -> int:
     for i, (text, stop, mean_logprob) in enumerate(generate_once(resolved.config, prompt, int(count))):
         print(f"[{i}] ({stop}, mean log-prob {mean_logprob:.3f})\n{text}")
     return 0
+
+
+def _refuse_agents(resolved: Resolved) -> None:
+    """Refuse `agent.*` of the command line, which no answer to one prompt reads; of a recipe, print that."""
+    from verl.config.tree import text_of, values_of
+
+    values, why = values_of(resolved.config), "verl generate answers a prompt in one turn, without tools"
+    idle = {key: origin for key, origin in resolved.origins.items() if key.startswith("agent.") and origin != "default"}
+    fix = "leave it out; verl eval plays rows with tools"
+    if said := [key for key, origin in idle.items() if origin == "command line" or origin.startswith("verl key")]:
+        raise ValueError("\n".join(f"{key}={text_of(values[key])}: {why}: {fix}" for key in said))
+    if idle:
+        print(f"{', '.join(idle)} ({next(iter(idle.values()))}): {why}")
 
 
 def serve(args: list[str]) -> int:

@@ -199,4 +199,4 @@ def test_who_plays_and_with_what_is_compared_and_an_older_run_had_neither(made, 
     assert compare(played, made(*tools[:1], tools[1], "agent.tool_timeout_s=3"))[1].keys() == {"agent.tool_timeout_s"}
     older = {key: value for key, value in start.values.items() if not key.startswith("agent.")}
     before = type(start)(older, start.contents)
-    assert compare(before, start) == ([], {}) and compare(before, made("agent.max_turns=3"))[0]
+    assert compare(before, start) == ([], {}) and compare(before, made(*tools, "agent.max_turns=3"))[0]

@@ -621,7 +621,6 @@ def test_mistakes_with_tools_are_refused_at_the_start(tmp_path):
     plain = hermes_tokenizer(HERMES.replace("if tools", "if false"))
     mute = hermes_tokenizer(HERMES.replace("<tool_call>", "<call>").replace("</tool_call>", "</call>"))
     cases = [
-        ({"loop": "tool_agent"}, tokenizer, "without a tool"),
         ({"tools": [str(tmp_path / "gone.py")]}, tokenizer, "no such file"),
         ({"tools": ["no_such_module"]}, tokenizer, "no module named"),
         ({"tools": [ok, str(tmp_path / "twice.py")]}, tokenizer, "two tools are called 'add'"),
@@ -633,7 +632,6 @@ def test_mistakes_with_tools_are_refused_at_the_start(tmp_path):
         ({"tools": [ok]}, picky, "chat template of .* cannot render the schema of add: .*no adding"),
         ({"tools": [ok]}, mute, "set agent.format"),
         ({"tools": [ok], "format": "morse"}, tokenizer, "agent.format=morse"),
-        ({"loop": "nothing"}, tokenizer, "there are single_turn, tool_agent"),
         ({"loop": f"{tmp_path / 'loop.py'}:Loop"}, tokenizer, "no subclass of"),
     ]
     for agent, model, said in cases:

@@ -43,10 +43,8 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
     """config: the whole configuration, which user's loops are given. ValueError for a loop or a tool that cannot be
     loaded, and for tools with a model whose template has no place for them."""
     agent: AgentConfig = config.agent
-    default, _ = played_by(agent.loop)
+    default, _ = played_by(agent.loop, agent.tools)
     own = {} if default in (SINGLE, TOOL) else _own_loops(default)
-    if default == TOOL and not agent.tools:
-        raise ValueError("agent.loop=tool_agent without a tool: agent.tools=[FILE.py] (functions under @function_tool)")
     tools = load_tools(agent.tools, agent.tool_timeout_s)
     kit: ToolKit | None = None
     notes: tuple[str, ...] = ()
@@ -84,7 +82,7 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
 
 def of_the_user(agent: AgentConfig) -> bool:
     """Whether code of the user's plays, that is not said to be fit for the driver's process."""
-    name, in_driver = played_by(agent.loop)
+    name, in_driver = played_by(agent.loop, agent.tools)
     servers = all(entry.endswith(".json") for entry in agent.tools)  # processes of their own
     return not in_driver and (name not in (SINGLE, TOOL) or not servers)
 
@@ -92,11 +90,7 @@ def of_the_user(agent: AgentConfig) -> bool:
 def _own_loops(text: str) -> dict[str, type[AgentLoopBase]]:
     """The one that is named, and those of its file by their names, for rows."""
     path, _, name = text.partition(":") if ":" in text else text.rpartition(".")
-    if not path or not name:
-        raise ValueError(
-            f"agent.loop={text}: there are {SINGLE}, {TOOL}, and your own as FILE.py:Class or module:Class"
-        )
-    module = load_user_module(path, "agent.loop")
+    module = load_user_module(path, f"agent.loop={text}")
     found = vars(module).get(name)
     if not inspect.isclass(found) or not issubclass(found, AgentLoopBase):
         raise ValueError(f"agent.loop={text}: {name} is no subclass of verl.agent_loop.base.AgentLoopBase")

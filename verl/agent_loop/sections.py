@@ -9,10 +9,10 @@ from verl.bounds import Positive, PositiveInt
 
 @dataclass
 class AgentConfig:
-    loop: str = "single_turn"
-    """single_turn · tool_agent · `FILE.py:Class` or `module:Class`, a loop of your own. A row's `agent_name` may name
-    another one of these, or another class of your file. `NAME@driver`: loops and tools of yours run in the driver's
-    process, not beside it."""
+    loop: str = "auto"
+    """auto: tool_agent if there are tools, else single_turn · single_turn · tool_agent · `FILE.py:Class` or
+    `module:Class`, a loop of your own. A row's `agent_name` may name another one of these, or another class of your
+    file. `NAME@driver`: loops and tools of yours run in the driver's process, not beside it."""
     tools: list[str] = field(default_factory=list)
     """`FILE.py` or `module` (its functions under @function_tool), one of them as `FILE.py:name`, verl's tool YAML, MCP
     servers as `FILE.json` (`mcpServers`)."""

@@ -11,6 +11,7 @@ import asyncio
 import functools
 import inspect
 import json
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -357,21 +358,19 @@ def _of_entry(entry: str, timeout_s: float) -> list[Tool]:
     return _of_yaml(entry, timeout_s) if entry.endswith((".yaml", ".yml")) else _of_module(entry, timeout_s)
 
 
-def load_user_module(text: str, key: str) -> ModuleType:
-    """A `.py` file or a module that the configuration names at `key`; ValueError if there is none."""
+def load_user_module(text: str, given: str, fix: str = "FILE.py, or a module in the current folder") -> ModuleType:
+    """Load a `.py` file or a module; ValueError with `given`, what the user wrote, if there is none."""
     if text.endswith(".py") and not Path(text).expanduser().is_file():
-        raise ValueError(f"{key}={text}: no such file; give the path of a Python file, or a module on PYTHONPATH")
+        raise ValueError(f"{given}: no such file. Fix: {fix}")
     try:
         return load_module(text, "agent")
     except (Unloadable, ImportError) as e:
-        raise ValueError(
-            f"{key}={text}: {one_line(e).partition(' Fix:')[0]} Fix: FILE.py, or a module on PYTHONPATH"
-        ) from e
+        raise ValueError(f"{given}: {one_line(e).partition(' Fix:')[0]} Fix: {fix}, or on PYTHONPATH") from e
 
 
 def _of_module(entry: str, timeout_s: float) -> list[Tool]:
     path, _, name = entry.partition(":")
-    module = load_user_module(path, "agent.tools")
+    module = load_user_module(path, f"agent.tools={entry}")
     if name and not callable(vars(module).get(name)):
         there = ", ".join(n for n, f in vars(module).items() if inspect.isfunction(f)) or "none"
         raise ValueError(f"agent.tools={entry}: no function {name!r} there; there are {there}")
@@ -450,9 +449,12 @@ def _of_yaml(entry: str, timeout_s: float) -> list[Tool]:
 
 def _of_row(row: Mapping[str, Any], entry: str, timeout_s: float) -> Tool:
     path, _, name = str(row["class_name"]).rpartition(".")
-    found = vars(load_user_module(path, "agent.tools")).get(name) if path else None
+    given, folder = f"agent.tools={entry}: class_name={row['class_name']}", Path(entry).expanduser().absolute().parent
+    if str(folder) not in sys.path:  # at the end: a module beside the file is found, and shadows no other
+        sys.path.append(str(folder))
+    found = vars(load_user_module(path, given, "a module beside this file")).get(name) if path else None
     if not inspect.isclass(found) or not issubclass(found, BaseTool):
-        raise ValueError(f"agent.tools={entry}: class_name={row['class_name']} is no verl.tools.base_tool.BaseTool")
+        raise ValueError(f"{given} is no verl.tools.base_tool.BaseTool")
     config = dict(row.get("config") or {})
     if (kind := config.get("type", "native")) != "native":
         raise ValueError(

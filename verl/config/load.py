@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -24,8 +24,9 @@ import yaml
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config.agent import idle_agent_keys, idle_line
 from verl.config.backends import complete_options
-from verl.config.compat.table import unknown_key
+from verl.config.compat.table import find_row, unknown_key
 from verl.config.compat.translate import Note, VerlDefaults, translated
 from verl.config.model_files import cached_model_folder, context_tokens
 from verl.config.overrides import parse_argument
@@ -87,10 +88,12 @@ def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None 
         masked = _resolve(values, origins)
     except ValueError as exc:
         faults += str(exc).splitlines()
+    notes = list(said.notes)
+    faults += [] if faults else _idle_agent(values, origins, notes)
     if faults:
         more = _also_wrong(values, "sft" if verl_defaults == "sft" else "train") if verl_defaults else []
         raise ValueError("\n".join(dict.fromkeys([*faults, *more])))
-    return Resolved(build(values), origins, tuple(said.notes), masked, verl_names=verl_defaults is not None)
+    return Resolved(build(values), origins, tuple(notes), masked, verl_names=verl_defaults is not None)
 
 
 def _also_wrong(values: dict[str, Any], command: Literal["train", "sft"]) -> list[str]:
@@ -100,6 +103,23 @@ def _also_wrong(values: dict[str, Any], command: Literal["train", "sft"]) -> lis
     except ValueError as exc:
         return str(exc).splitlines()
     return []
+
+
+def _idle_agent(values: dict[str, Any], origins: dict[str, str], notes: list[Note]) -> list[str]:
+    """Return a line for each given `agent.*` key that nothing reads. One of verl's keys has no effect there, as in
+    verl: its note is changed in place, and the key has its default again. A recipe's keys may be without effect where
+    the command line takes its tools away."""
+    faults = []
+    emptied = "command line" in (origins["agent.tools"], origins["agent.loop"])
+    for key in idle_agent_keys(values):
+        if origins[key] == "command line" or (origins[key].startswith("recipe") and not emptied):
+            faults.append(idle_line(key, values[key], origins[key]))
+        elif origins[key].startswith("verl key"):
+            values[key], origins[key] = leaves()[key].default, "default"
+            idle = [i for i, note in enumerate(notes) if (row := find_row(note.key)) and row.targets == (key,)]
+            for i in idle:
+                notes[i] = replace(notes[i], action="ignored", text="no tools are given: every row is one answer")
+    return faults
 
 
 def _of_its_algorithm(recipe: list[Setting], given: Sequence[Setting]) -> list[Setting]:

@@ -14,6 +14,7 @@ from verl.algorithms.presets import knobs, settled, unknown_option
 from verl.algorithms.sections import POLICY, is_url, split_key
 from verl.algorithms.specs import function
 from verl.config.adapter import base_of, read_adapter
+from verl.config.agent import agent_faults
 from verl.config.backends import complete_options, longest_sequence, rollout_caches
 from verl.config.cluster import cluster_faults
 from verl.config.model_files import check_tokenizer, context_tokens, describe_model, find_model_folder
@@ -39,6 +40,7 @@ def validate(config: Config, command: Command = "train") -> None:
         found += [*_optimizer(config), *_reward(config), *_evaluation(config, command), *_names(config)]
         found += [*_files(config, command), *cluster_faults(config, command)]
         found += server_faults(config, command) if command in SAMPLES else []
+        found += agent_faults(config) if command in ("train", "eval") else []
     if found:
         raise ValueError("\n".join(found))
 

@@ -28,7 +28,7 @@ PREFERENCE = "`verl dpo` or `verl rm` read these"
 COMPLETION_KEYS = ("completion", "response")
 TOOLS_KEY = "tools"
 """The column of tools where `data.tools_key` names no other."""
-SINGLE_TURN, TOOL_AGENT = "single_turn", "tool_agent"
+AUTO, SINGLE_TURN, TOOL_AGENT = "auto", "single_turn", "tool_agent"
 AGENT_NAMES = MappingProxyType({"single_turn_agent": SINGLE_TURN})
 """verl's name of a loop -> ours, where they differ."""
 IN_DRIVER = "@driver"
@@ -58,10 +58,11 @@ class ConversationRow(NamedTuple):
     enable_thinking: bool | None
 
 
-def played_by(loop: str) -> tuple[str, bool]:
-    """(the loop's name, whether `agent.loop` says that loops and tools run in the driver's process)."""
+def played_by(loop: str, tools: Sequence[str]) -> tuple[str, bool]:
+    """Return the loop that `agent.loop` and `agent.tools` choose, and whether it runs in the driver's process."""
     name = loop.removesuffix(IN_DRIVER)
-    return AGENT_NAMES.get(name, name), name != loop
+    chosen = (TOOL_AGENT if tools else SINGLE_TURN) if name == AUTO else AGENT_NAMES.get(name, name)
+    return chosen, name != loop
 
 
 class Players(NamedTuple):

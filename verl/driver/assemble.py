@@ -29,7 +29,7 @@ from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
 from verl.data.render import feedback_of
 from verl.data.source import Cursor, TaskTable, load_tasks
 from verl.driver.assemble_fleet import fleet_of
-from verl.driver.assemble_loops import loops_of
+from verl.driver.assemble_loops import all_played, loops_of
 from verl.driver.assemble_rewards import check_graders, reward_of, sandbox_of, to_rehearse
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.home import home_of, server_place
@@ -92,7 +92,7 @@ async def assemble(
     loops = await loops_of(config, tokenizer)
     async with contextlib.AsyncExitStack() as refused:  # whoever refused the start may be asked again in this process
         refused.push_async_callback(loops.close)
-        tasks, eval_tasks = tasks_of(config, tokenizer, loops.players)
+        tasks, eval_tasks = all_played(config, *tasks_of(config, tokenizer, loops.players))
         claimed = open_run_dir(resolved, command, loops.contents)
         refused.callback(claimed.lock.close)
         data, progress = (tokenizer, loops, tasks, eval_tasks), progress or LiveProgress()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from verl.agent_loop.registry import Loops, load_loops, of_the_user
 from verl.agent_loop.runner import Runner, hosted_loops
 from verl.config.schema import Config
+from verl.config.tree import text_of
+from verl.data.formats import SINGLE_TURN, TOOL_AGENT, played_by
+from verl.data.source import TaskTable
 from verl.driver.setup import eos_ids, load_tokenizer_of, set_up_process
 from verl.track.events import next_attempt
-from verl.types import derive_seed
+from verl.types import Task, derive_seed
 from verl.workers.host import free_bytes
 
 
@@ -23,6 +27,18 @@ async def loops_of(config: Config, tokenizer: Any) -> Loops:
     memory_mb = free_bytes() / 2 / 2**20
     runner = Runner(loops_there, (config, attempt), silent_s=config.agent.tool_timeout_s, memory_mb=memory_mb)
     return await hosted_loops(runner, config, tokenizer)
+
+
+def all_played(config: Config, tasks: TaskTable, eval_tasks: list[Task]) -> tuple[TaskTable, list[Task]]:
+    """Return the tasks; ValueError for tools that no row plays with."""
+    default, _ = played_by(config.agent.loop, config.agent.tools)
+    every = (tasks[i] for i in range(len(tasks)))
+    built_in = default in (SINGLE_TURN, TOOL_AGENT)  # a loop of the user's own may read the tools of the configuration
+    if config.agent.tools and built_in and not any(t.agent == TOOL_AGENT for t in chain(every, eval_tasks)):
+        why = f"agent.loop is {default}, and no row's agent_name is {TOOL_AGENT}"
+        fix = f"set agent.loop={TOOL_AGENT} or the rows' agent_name, or leave agent.tools out"
+        raise ValueError(f"agent.tools={text_of(config.agent.tools)}: no row plays with them: {why}; {fix}")
+    return tasks, eval_tasks
 
 
 def loops_there(given: tuple[Config, int], start: int) -> Loops:

@@ -25,7 +25,7 @@ from verl.config.model_files import find_model_folder
 from verl.config.schema import Config
 from verl.config.tree import leaves, values_of
 from verl.data.files import expand_files, fingerprint
-from verl.data.formats import played_by
+from verl.data.formats import SINGLE_TURN, played_by
 
 MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -111,7 +111,7 @@ def _source(name: str | None) -> str | None:
 
 def _loop(name: str, in_driver: bool) -> str | None:
     """Wherever it is played."""
-    return None if name == leaves()["agent.loop"].default else _source(name)
+    return None if name == SINGLE_TURN else _source(name)
 
 
 def _teacher(path: str | None, policy: str) -> str | None:
@@ -131,7 +131,7 @@ CONTENT: Mapping[str, Callable[[Config], str | None]] = MappingProxyType(
         "data.eval_files": lambda c: _rows(c.data.eval_files),
         "algorithm.loss": lambda c: _source(c.algorithm.loss),
         "algorithm.advantage": lambda c: _source(c.algorithm.advantage),
-        "agent.loop": lambda c: _loop(*played_by(c.agent.loop)),
+        "agent.loop": lambda c: _loop(*played_by(c.agent.loop, c.agent.tools)),
         "agent.tools": lambda c: "\n".join(_source(entry) or "" for entry in c.agent.tools) or None,
         "critic.path": lambda c: _model(c.critic.path),
         "teacher.path": lambda c: _teacher(c.teacher.path, c.model.path),

@@ -343,10 +343,12 @@ def _async(given: Given) -> Result:
 
 def _tools(given: Given) -> Result:
     """Files of tools, wherever verl is told them; the data set renders their schemas, the loop runs them."""
-    given.ignore("a row's agent_name, or default_agent_loop, says who plays it", f"{TURNS}enable")
+    given.ignore("rows with tools are played in turns, the others are one answer", f"{TURNS}enable")
     owners = (TURNS, "data.")
     found = [given.said(owner + key) for owner in owners for key in ("tool_config_path", "function_tool_path")]
     tools = list(dict.fromkeys(str(path) for path in found if path is not None))
+    if tools and given.said(f"{TURNS}enable") is False:
+        raise ValueError(f"{TURNS}enable=False with tools ({', '.join(tools)}): set it to True, or leave the tools out")
     return {"agent.tools": tools} if tools else {}
 
 
