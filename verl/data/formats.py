@@ -13,7 +13,7 @@ Preference rows are in data/preference.py. A wrong row is a ValueError that star
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
