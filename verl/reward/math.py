@@ -8,6 +8,7 @@ import string
 import threading
 from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
+from typing import Any
 
 CLIP_CHARS = 300  # verl looks for the answer in the last 300 characters only
 MAX_ANSWER_CHARS = 1000  # longer than any true answer; sympy would only burn its time limit on it
@@ -98,7 +99,9 @@ def normalize_math(text: str) -> str:
 
 _SYMBOLS = {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "∅": r"\emptyset "}
 _SYMBOLS |= {"≤": r"\le ", "≥": r"\ge ", "°": r"^\circ ", r"\varnothing": r"\emptyset ", r"\left": "", r"\right": ""}
+_SYMBOLS |= {"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}"}
 _SYMBOL = re.compile("|".join(rf"{re.escape(sign)}(?![a-zA-Z])" if "\\" in sign else sign for sign in _SYMBOLS))
+_EMPTY = re.compile(r"(?i)(\\text\{)?\s*(the\s+)?(empty set|null set|no (real )?(solutions?|roots?))\s*\}?\.?")
 _OR = re.compile(r"\\(?:lor|vee)(?![a-zA-Z])|\\text\{\s*(?:or|and)\s*\}|(?<=\s)(?:or|and)(?=\s)")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{(\d+)\}")
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?[eE][+-]?\d{1,2})(?![\w.])")
@@ -112,13 +115,31 @@ _UNIT = re.compile(
     r"|\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?P<degrees>)$"
 )
 _UNIT_NAMES = {"centimet": "cm", "millimet": "mm", "kilomet": "km", "met": "m"}
+_SIZES = {
+    **{"mm": ("m", r"10^{-3}"), "cm": ("m", r"10^{-2}"), "m": ("m", "1"), "km": ("m", r"10^3")},
+    **{
+        "cm2": ("m2", r"10^{-4}"),
+        "m2": ("m2", "1"),
+        "km2": ("m2", r"10^6"),
+        "cm3": ("m3", r"10^{-6}"),
+        "m3": ("m3", "1"),
+    },
+    **{"mg": ("g", r"10^{-3}"), "g": ("g", "1"), "kg": ("g", r"10^3"), "ml": ("l", r"10^{-3}"), "l": ("l", "1")},
+    **dict.fromkeys(("s", "sec", "second"), ("s", "1")),
+    **dict.fromkeys(("min", "minute"), ("s", "60")),
+    **dict.fromkeys(("h", "hr", "hour"), ("s", "3600")),
+}
+"""Unit -> what it is a multiple of, and the multiple."""
+_BASE = re.compile(r"_\s*\{?\s*(\d+)\s*\}?\s*$")
 _NAME = re.compile(r"^\s*([A-Za-z]{1,2})\s*=(?!=)")
 _EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)")
 
 
 def _canonical(text: str) -> str:
     """One spelling for what math-verify misreads: signs beyond ASCII, "or", repeating decimals, 3e5, 1 1/2."""
-    out = _OR.sub(" , ", _SYMBOL.sub(lambda found: _SYMBOLS[found[0]], text))
+    out = _EMPTY.sub(r"\\emptyset", text) if _EMPTY.fullmatch(text.strip()) else text
+    out = _OR.sub(" , ", _SYMBOL.sub(lambda found: _SYMBOLS[found[0]], out))
+    out = re.sub(r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}", out)
     out = re.sub(r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}", out.strip().strip("$").strip())
     out = re.sub(r"^\\\{\s*\\\}$", r"\\emptyset", out).replace(r"\emptyset ", r"\emptyset")
     out = re.sub(r"\\text\{\s*(-?[\d.,/]+)\s+([A-Za-z][A-Za-z/ ]*)\}", r"\1\\text{ \2}", out)
@@ -161,6 +182,40 @@ def _word(text: str) -> bool:
     return bare.isalpha() and (bare != text or len(bare) > 3 or (bare.isupper() and len(bare) > 1))
 
 
+def _listed(text: str) -> int:
+    """The number of values in a list or a tuple, 0 where a text is something else: a set, a relation, an interval, a
+    sign for several values. The comma of thousands separates none."""
+    if re.search(r"\\(pm|mp|le|ge|in|cup|infty|begin|ldots|dots)(?![a-z])|[<>=]|^\\?\{", text):
+        return 0
+    bare = re.sub(r"(?<=\d)(?:,(?:\\!)?|\{,\}|\\,)(?=\d{3}(?!\d))", "", text).strip(" ,")
+    inside = re.fullmatch(r"[(\[]([^()\[\]]*)[)\]]", bare)
+    depth, count = 0, 1
+    for char in inside[1] if inside else bare:
+        depth += (char in "([{") - (char in ")]}")
+        count += char == "," and depth == 0
+    return count
+
+
+def _differ_as_written(given: str, true: str) -> bool:
+    """Whether two texts differ in what math-verify reads over: how often a value is listed, square brackets about one
+    value, the terms of a ratio, the case of a letter, the base of a number."""
+    if given == true:
+        return False
+    counts = _listed(given), _listed(true)
+    if 0 not in counts and counts[0] != counts[1]:
+        return True
+    single = [re.fullmatch(r"\[[^,\[\]]*\]", text) is not None for text in (given, true)]
+    if single[0] != single[1] and not any(text.startswith(("(", r"\{")) for text in (given, true)):
+        return True
+    ratios = [re.fullmatch(r"(\d+)\s*:\s*(\d+)", text) for text in (given, true)]
+    if ratios[0] and ratios[1]:
+        return ratios[0].groups() != ratios[1].groups()
+    if len(given) == len(true) == 1 and given.isalpha() and true.isalpha():
+        return True
+    bases = [_BASE.search(text) if text[:1].isdigit() else None for text in (given, true)]
+    return bases[0] is not None and (bases[1] is None or bases[0][1] != bases[1][1])
+
+
 def _brackets(text: str) -> str:
     """ "{" for a written set, "(" for what stands in round or square brackets, "" for neither."""
     if text.startswith(r"\{") and text.endswith(r"\}"):
@@ -190,6 +245,11 @@ def math_equal(answer: str, truth: str) -> bool:
         return spelled[0].casefold() == spelled[1].casefold()
     (given_value, given_unit), (true_value, true_unit) = _unit(given), _unit(true)
     if given_unit and true_unit and given_unit != true_unit:
+        sizes = _SIZES.get(given_unit), _SIZES.get(true_unit)
+        if sizes[0] is None or sizes[1] is None or sizes[0][0] != sizes[1][0]:
+            return False
+        return _same(*(rf"({v}) \cdot {size[1]}" for v, size in zip((given_value, true_value), sizes) if size))
+    if _differ_as_written(given, true):
         return False
     names = _NAME.match(given), _NAME.match(true)
     if names[0] and names[1] and names[0][1] != names[1][1]:
@@ -227,7 +287,10 @@ def _same(answer: str, truth: str) -> bool:
     try:
         gold, given = (parse(f"${text}$", parsing_timeout=limit_s, raise_on_error=True) for text in exact)
         options = {"allow_set_relation_comp": True, "raise_on_error": True}
-        return bool(verify(gold, given, timeout_seconds=limit_s, **options))
+        if verify(gold, given, timeout_seconds=limit_s, **options):
+            return True
+        constants = _with_constants(gold), _with_constants(given)
+        return constants != (gold, given) and bool(verify(*constants, timeout_seconds=limit_s, **options))
     except TimeoutException:
         raise TimeoutError(f"math-verify gave no verdict on {answer[:80]!r} within {VERIFY_TIMEOUT_S} s") from None
     except MemoryError:
@@ -235,6 +298,19 @@ def _same(answer: str, truth: str) -> bool:
     except Exception:
         # The text comes from the model, and sympy raises anything at all on what is not mathematics: not equal.
         return False
+
+
+def _with_constants(parsed: list[Any]) -> list[Any]:
+    """What math-verify read, with the letters e and i as the numbers, where it has them as symbols."""
+    from sympy import E, Expr, I
+
+    numbers = {"e": E, "i": I}
+    return [
+        part.subs({s: numbers[str(s)] for s in part.free_symbols if str(s) in numbers})
+        if isinstance(part, Expr)
+        else part
+        for part in parsed
+    ]
 
 
 def _fraction(found: re.Match[str]) -> str:
