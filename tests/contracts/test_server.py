@@ -235,7 +235,7 @@ ASKED = {"messages": [{"role": "user", "content": "what is two plus two?"}]}
 def test_chat_renders_the_template_and_parses_tool_calls():
     async def body():
         of = tokenizer()
-        engine = Scripted(of, CALL, CALL, CALL, "four", "<tool_call>{broken</tool_call>")
+        engine = Scripted(of, CALL, CALL, CALL, "four", "<tool_call>{broken</tool_call>", "quatre")
         async with serving(engine, of) as (client, _):
             found = await ok(client, "/v1/chat/completions", {**ASKED, "tools": [TOOL], "logprobs": True})
             choice = found["choices"][0]
@@ -257,6 +257,10 @@ def test_chat_renders_the_template_and_parses_tool_calls():
             assert '"arguments": {"a": 2}' in of.decode(engine.prompts[3]), "an object, as templates expect"
             broken = await ok(client, "/v1/chat/completions", {**ASKED, "tools": [TOOL]})
             assert broken["choices"][0]["message"]["content"] == "<tool_call>{broken</tool_call>"
+            rule = [{"type": "text", "text": "French "}, {"type": "text", "text": "only"}]
+            developer = {"messages": [{"role": "developer", "content": rule}, *ASKED["messages"]]}
+            await ok(client, "/v1/chat/completions", developer)
+            assert of.decode(engine.prompts[5]).startswith("<|user|>system: French only<|end|>")
 
     run(body)
 
@@ -410,6 +414,10 @@ BAD: list[tuple[str, Any, int, str]] = [
     (H, {"messages": [{"role": "user", "content": 5}]}, 400, "no text"),
     (H, {"messages": [{"role": "assistant", "content": "x", "tool_calls": 5}]}, 400, "tool_calls is no list"),
     (H, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "more than text"),
+    (H, {"messages": [{"role": "assitant", "content": "x"}]}, 400, "a role that neither"),
+    (H, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "has no text"),
+    (H, {"messages": [{"role": "assistant", "content": "x", "reasoning": "y"}]}, 400, "reasoning_content, which"),
+    (H, {"messages": [{"role": "user", "content": "x", "images": ["a.png"]}]}, 400, "looks like media"),
     (H, {**ASKED, "response_format": {"type": "json_object"}}, 400, "response_format"),
     (H, {**ASKED, "top_logprobs": 2, "logprobs": True}, 400, "top_logprobs=2"),
     (H, {**ASKED, "tool_choice": "required", "tools": [TOOL]}, 400, "tool_choice"),

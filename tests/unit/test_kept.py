@@ -127,6 +127,15 @@ def test_what_a_template_drops_is_refused_with_file_and_line(tmp_path: Path) -> 
         assert audit.spelling.parts == frozenset()
 
 
+def test_keys_that_nothing_reads_are_listed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    turn = {"role": "assistant", "content": "4", "timestamp": 3, "annotations": [], "title": "x"}
+    (tmp_path / "k.jsonl").write_text((json.dumps({"messages": [USER, turn]}) + "\n") * 2)
+    tokenizer = of(CHATML + "{# m.title #}")
+    load_conversations([str(tmp_path / "k.jsonl")], tokenizer, DataConfig(cache_dir=str(tmp_path / "c"), num_workers=0))
+    (said,) = [r.getMessage() for r in caplog.records if "neither verl nor" in r.getMessage()]
+    assert said.endswith(f"'timestamp' (first {tmp_path}/k.jsonl:1)") and "title" not in said
+
+
 def test_arguments_and_schemas_are_looked_for() -> None:
     tokenizer, two = tokenizer_for("qwen2_5"), [WEATHER, {"type": "function", "function": {"name": "idle"}}]
     audit = audit_template(tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import marshal
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ import numpy as np
 
 from verl.chat.bridge import PlainText, plain_text
 from verl.chat.conversation import Rendered, render_conversation
-from verl.chat.messages import Messages
+from verl.chat.messages import KNOWN_KEYS, Messages
 from verl.chat.spelling import PLAIN_SPELLING, Spelling
 from verl.chat.template import (
     Message,
@@ -62,7 +63,8 @@ class Counts:
     characters: by file, [of the messages, of those the ones without a token]; lost: by file, the first of them;
     special: special tokens in the messages' text; judged: the place of the first row that asks for a judge; truths: of
     the rows that a reward function scores, by data_source, kinds of ground truth; unread: columns that are named as a
-    truth and hold another one, with the first such row."""
+    truth and hold another one, with the first such row; unread_keys: keys of messages that nothing
+    reads, with theirs."""
 
     rows_read: int = 0
     rows_kept: int = 0
@@ -77,6 +79,7 @@ class Counts:
     judged: str = ""
     truths: Found = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
+    unread_keys: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: Counts) -> None:
         for name in ("rows_read", "rows_kept", "rows_filtered", "rows_truncated"):
@@ -90,6 +93,7 @@ class Counts:
             self.characters[file] = [a + b for a, b in zip(self.characters.get(file, (0, 0)), found, strict=True)]
         self.lost = other.lost | self.lost
         self.unread = other.unread | self.unread
+        self.unread_keys = other.unread_keys | self.unread_keys
         add_found(self.special, other.special)
         add_found(self.truths, other.truths)
 
@@ -128,9 +132,12 @@ class RenderJob:
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
         raise NotImplementedError
 
-    def count_text(self, messages: Iterable[Message], where: str, counts: Counts) -> None:
-        """Of the text of a row, what has no ids, and what is read as control tokens."""
+    def count_text(self, messages: Sequence[Message], where: str, counts: Counts) -> None:
+        """Count of a row's messages: text without ids, text that is read as control tokens, keys that are not read."""
         file, texts = where.rpartition(":")[0], texts_of(messages)
+        for key in {key for m in messages for key in m.keys() - KNOWN_KEYS}:
+            if not re.search(rf"\b{re.escape(key)}\b", str(self.tokenizer.chat_template)):
+                counts.unread_keys.setdefault(key, where)
         found = counts.characters.setdefault(file, [0, 0])
         if held := set().union(*map(self.special.held, texts)):
             add_found(counts.special, {file: {token: [1, where] for token in held}})

@@ -190,6 +190,9 @@ def load_arrays(
         f"column {column!r} is not read: the ground truth is another (first {where})"
         for column, where in counts.unread.items()
     ]
+    if keys := counts.unread_keys:
+        where = ", ".join(f"{key!r} (first {where})" for key, where in keys.items())
+        unread.append(f"keys of messages that neither verl nor the chat template reads: {where}")
     for line in [*lost_lines(counts.characters, counts.lost), *special, *unread]:
         logger.warning("data: %s", line)
     return arrays, report, key
