@@ -757,6 +757,154 @@ MUTANTS = (
         "tests/unit/test_reward_shaping.py",
     ),
     Mutant("reward/shaping.py", "cap=self.cap,", "cap=True,", "tests/unit/test_reward_shaping.py"),
+    # -- what no test noticed once: experience, dispatch, publishes, groups, tools, pairs, parts
+    Mutant(
+        "driver/step.py",
+        "updates = shape.updates_per_step * shape.epochs_per_step",
+        "updates = shape.updates_per_step",
+        "tests/numerics/test_virtual_ranks.py::test_one_update_reports_the_mismatch_that_several_report",
+    ),
+    Mutant(
+        "driver/step.py",
+        'rows = chosen.of("train")  # base',
+        "rows = chosen  # base",
+        "tests/numerics/test_virtual_ranks.py::test_baselines_are_compared_with_and_not_trained_on",
+    ),
+    Mutant(
+        "driver/step.py",
+        "drawn = dict(zip(scores, chosen.draw(list(scores.values()), rng)))",
+        "drawn = dict.fromkeys(scores, 1)",
+        "tests/unit/test_step.py",
+    ),
+    Mutant(
+        "driver/step.py",
+        'rng = random.Random(derive_seed(learner.config.run.seed, "choose", step.index, group_id))',
+        'rng = random.Random(derive_seed(learner.config.run.seed, "choose", group_id))',
+        "tests/unit/test_step.py",
+    ),
+    Mutant(
+        "driver/step.py",
+        "if len(broken) > min(most * len(rows), len(rows) - 1):",
+        "if len(broken) > most * len(rows):",
+        "tests/unit/test_step.py",
+    ),
+    Mutant(
+        "driver/step.py",
+        'share = Metric(float(cut.sum()), float(len(cut)), "sequence")',
+        'share = Metric(float(cut.sum()), 1.0, "sequence")',
+        "tests/numerics/test_term_masks.py",
+    ),
+    Mutant(
+        "algorithms/resolve.py",
+        'entropy = {"coef": spec.entropy_coef, "outputs": ("entropy",), **common}',
+        'entropy = {"coef": spec.entropy_coef, "outputs": ("entropy",)}',
+        "tests/numerics/test_term_masks.py",
+    ),
+    Mutant(
+        "algorithms/resolve.py",
+        'coef=spec.positive_nll_coef, over="positive")',
+        "coef=spec.positive_nll_coef)",
+        "tests/numerics/test_term_masks.py",
+    ),
+    Mutant("algorithms/resolve.py", "delta=spec.off_policy_delta)", "delta=0.0)", "tests/numerics/test_term_masks.py"),
+    Mutant(
+        "algorithms/resolve.py",
+        'outputs = tuple(dict.fromkeys((*outputs, "logprobs")))',
+        "pass",
+        "tests/numerics/test_term_masks.py",
+    ),
+    Mutant("driver/dispatch.py", "(1 + refs[i].total_tokens / ATTENTION_TOKENS)", "1", "tests/unit/test_dispatch.py"),
+    Mutant(
+        "driver/dispatch.py", "if shares_prefix and k else 0", "if shares_prefix else 0", "tests/unit/test_dispatch.py"
+    ),
+    Mutant(
+        "driver/publisher.py",
+        "self.published(report.failed_replicas)",
+        "self.published({})",
+        "tests/unit/test_publisher.py",
+    ),
+    Mutant(
+        "driver/publisher.py",
+        "self._asked - len(report.failed_replicas)",
+        "self._asked",
+        "tests/unit/test_publisher.py",
+    ),
+    Mutant("driver/publisher.py", "self.replicas[: self._asked],", "self.replicas,", "tests/unit/test_publisher.py"),
+    Mutant("driver/publisher.py", "exclusive=self.exclusive", "exclusive=True", "tests/unit/test_publisher.py"),
+    Mutant("driver/publisher.py", "failed(error)", "pass", "tests/unit/test_publisher.py"),
+    Mutant(
+        "driver/publisher.py",
+        "found, self._metrics = self._metrics, {}",
+        "found = self._metrics",
+        "tests/unit/test_publisher.py",
+    ),
+    Mutant("agent_loop/tool_agent.py", "head = (most + 1) // 2", "head = most // 2", "tests/unit/test_tool_agent.py"),
+    Mutant(
+        "agent_loop/tool_agent.py",
+        "play.turns += bool(out.token_ids)",
+        "play.turns += 1",
+        "tests/unit/test_tool_agent.py",
+    ),
+    Mutant(
+        "agent_loop/tool_agent.py",
+        "self.server_manager.take(play.used - len(given))",
+        "pass",
+        "tests/unit/test_environment.py",
+    ),
+    Mutant(
+        "algorithms/preference.py",
+        "rejected[torch.argsort(pair[rejected])]",
+        "rejected",
+        "tests/numerics/test_preference_terms.py",
+    ),
+    Mutant(
+        "algorithms/preference.py",
+        '"rewards/accuracies": (chosen > rejected).double()',
+        '"rewards/accuracies": (chosen >= rejected).double()',
+        "tests/numerics/test_preference_terms.py",
+    ),
+    Mutant(
+        "algorithms/preference.py",
+        '"rewards/chosen": beta * chosen',
+        '"rewards/chosen": chosen',
+        "tests/numerics/test_preference_terms.py",
+    ),
+    Mutant("driver/rollouts.py", "least=4 * self.samples_per_prompt", "least=1", "tests/unit/test_rollouts_flow.py"),
+    Mutant(
+        "driver/rollouts.py",
+        "self.played = 0\n            self.reasons",
+        "self.reasons",
+        "tests/unit/test_rollouts_flow.py",
+    ),
+    Mutant(
+        "driver/rollouts.py",
+        'if t.outcome == "ok" and t.purpose == "train"\n        ]',
+        'if t.outcome == "ok"\n        ]',
+        "tests/unit/test_rollouts_flow.py",
+    ),
+    Mutant(
+        "driver/rollouts.py",
+        "for group_id in reversed(group_ids):",
+        "for group_id in group_ids:",
+        "tests/unit/test_rollouts_flow.py",
+    ),
+    Mutant(
+        "driver/rollouts.py",
+        "for s in samples_of(t) if s.loss_tokens > 0",
+        "for s in samples_of(t)",
+        "tests/unit/test_rollouts_flow.py",
+    ),
+    Mutant(
+        "driver/rollouts.py",
+        "self._failure = self._failure or broken",
+        "self._failure = broken",
+        "tests/unit/test_rollouts_flow.py",
+    ),
+    Mutant(
+        "driver/scheduler.py", "self.extra = math.ceil(", "self.extra = math.floor(", "tests/unit/test_scheduler.py"
+    ),
+    Mutant("batch.py", "while count and len(parts) > count:", "while False:", "tests/unit/test_batch.py"),
+    Mutant("batch.py", "held |= path", "pass", "tests/unit/test_batch.py"),
 )
 
 

@@ -36,8 +36,10 @@ def test_the_epsilon_beside_the_deviation_of_a_group():
 
 
 def test_an_answer_that_is_alone_may_keep_its_score():
-    """verl's way; where advantages of the others are unchanged, and nothing is learned from an invalid one."""
-    c = columns([3.0, 1.0, 4.0, 7.0], ["a", "a", "b", "c"], valid=[True, True, True, False], tokens=[1, 2, 1, 1])
+    """verl's way; where advantages of the others are unchanged, and nothing is learned from an invalid one, which has
+    a KL penalty alone."""
+    valid, penalty = [True, True, True, False], f64(0, 0, 0, 0, 0.5)
+    c = columns([3.0, 1.0, 4.0, 7.0], ["a", "a", "b", "b"], valid=valid, tokens=[1, 2, 1, 1], penalty=penalty)
     std = math.sqrt(2)
     for fn, options, expected in (
         (adv.grpo, {}, (1 / (std + 1e-6), 4 / (1 + 1e-6))),

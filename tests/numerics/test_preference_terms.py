@@ -146,3 +146,22 @@ def test_the_odds_of_answers_that_are_all_but_certain():
     assert loss.item() == pytest.approx(math.log(1 + math.exp(-log_odds)), rel=1e-5)
     assert torch.autograd.grad(loss, w)[0].item() == pytest.approx(-1e6 / (1 + math.exp(log_odds)), rel=1e-5)
     assert torch.isfinite(odds_ratio(torch.zeros(1), l, beta=1.0)).all()
+
+
+def test_halves_of_pairs_are_matched_by_number_and_not_by_place():
+    """Two pairs, of which the rejected answers come in the other order; one token each."""
+    lp, side, number = [-0.5, -2.0, -1.0, -0.25], [CHOSEN, CHOSEN, REJECTED, REJECTED], [4.0, 9.0, 9.0, 4.0]
+    token = {n: torch.tensor(v, dtype=F64) for n, v in (("logprobs", lp), ("side", side), ("pair", number))}
+    token["ref_logprobs"] = torch.zeros(4, dtype=F64)
+    at = torch.arange(4)
+    c = Columns(token=token, sequence={}, sequence_of=at, num_sequences=4, mask=torch.ones(4, dtype=torch.bool))
+    [term] = preference_terms("dpo", beta=0.5)
+    found = term.fn(c)
+    each = [-2 * log_sigmoid(0.5 * (w - l)) for w, l in ((lp[0], lp[3]), (lp[1], lp[2]))]  # noqa: E741
+    assert found.values.tolist() == pytest.approx([*each, 0.0, 0.0])
+    figures = {name: values.sum().item() / 4 for name, (values, _) in found.metrics.items()}
+    assert figures["rewards/chosen"] == pytest.approx(0.5 * (-0.5 - 2.0) / 2)
+    assert figures["rewards/rejected"] == pytest.approx(0.5 * (-0.25 - 1.0) / 2)
+    assert figures["rewards/accuracies"] == 0.0 and figures["rewards/margins"] == pytest.approx(0.5 * (-0.25 - 1.0) / 2)
+    tie = c.with_token({"logprobs": torch.full((4,), -1.0, dtype=F64)})
+    assert not term.fn(tie).metrics["rewards/accuracies"][0].any(), "a tie is no right answer"

@@ -107,29 +107,52 @@ def test_answers_that_the_budget_cut_are_in_no_loss_and_in_no_denominator():
 
     refs = put(MemoryQueue(), [replace(_sample("a", 3), truncated=True), _sample("b", 1)])
     columns = columns_of(refs, {"keep": torch.tensor([True, True, True, False])})
-    assert without_truncated(columns)["keep"].tolist() == [False] * 4, "what a correction rejected stays rejected"
+    found = without_truncated(columns)
+    assert found["keep"].tolist() == [False] * 4, "what a correction rejected stays rejected"
+    assert found["actor/truncated_masked"].value == 0.5
     keep = without_truncated(columns_of(refs, {}))["keep"]
     assert keep.tolist() == [False, False, False, True]
     got = gradient(resolve("dapo", {"mask_truncated": True}).terms, OLD, keep=keep.tolist())
     assert got == pytest.approx([0.0, 0.0, 0.0, 1.0])
 
 
-def test_the_kl_term_has_the_aggregation_of_the_policy_loss():
-    """k2: the gradient of a token is its weight times log(pi / ref). Two answers of 3 and 1 tokens, horizon 5."""
+AGGREGATED = {  # weights of two answers of 3 and 1 tokens, horizon 5
+    "token-mean": [1 / 4] * 4,
+    "token-sum": [1.0] * 4,
+    "seq-mean-token-sum": [1 / 2] * 4,
+    "seq-mean-token-mean": [1 / 6] * 3 + [1 / 2],
+    "seq-mean-token-sum-norm": [1 / 10] * 4,
+}
+
+
+def test_the_terms_beside_the_policy_loss_have_its_aggregation():
+    """k2: the gradient of a token is its weight times log(pi / ref)."""
     ref = [-1.1, -2.1, -0.3, -2.0]
     gaps = [new - old for new, old in zip(NEW, ref)]
-    weights = {
-        "token-mean": [1 / 4] * 4,
-        "token-sum": [1.0] * 4,
-        "seq-mean-token-sum": [1 / 2] * 4,
-        "seq-mean-token-mean": [1 / 6] * 3 + [1 / 2],
-        "seq-mean-token-sum-norm": [1 / 10] * 4,
-    }
-    for aggregation, each in weights.items():
+    for aggregation, each in AGGREGATED.items():
         given = {"aggregation": aggregation, "horizon_tokens": 5, "kl_loss_coef": 0.5, "kl_loss_form": "k2"}
-        terms = tuple(t for t in resolve("grpo", given).terms if t.name == "kl_loss")
+        terms = resolve("grpo", {**given, "entropy_coef": 0.25, "divergence_coef": 2.0}).terms
+        kl = tuple(t for t in terms if t.name == "kl_loss")
         expected = [0.5 * w * gap for w, gap in zip(each, gaps)]
-        assert gradient(terms, NEW, ref_logprobs=ref) == pytest.approx(expected, rel=1e-9), aggregation
+        assert gradient(kl, NEW, ref_logprobs=ref) == pytest.approx(expected, rel=1e-9), aggregation
+        found = term_weights(columns([1.0, 0.0], tokens=[3, 1]), terms)
+        for name, coef in (("pg_loss", 1.0), ("kl_loss", 0.5), ("entropy_loss", 0.25), ("divergence_loss", 2.0)):
+            assert found[f"w/{name}"].tolist() == pytest.approx([coef * w for w in each]), (aggregation, name)
+
+
+def test_vapo_learns_the_text_of_the_right_answers_alone():
+    found = term_weights(columns([1.0, 0.0, 1.0], tokens=[3, 1, 1]), resolve("vapo").terms)
+    assert found["w/positive_nll"].tolist() == pytest.approx([0.1 / 4] * 3 + [0.0, 0.1 / 4])
+
+
+def test_a_bad_answer_is_dropped_where_the_policy_left_it_by_more_than_delta():
+    """The mean of log(sampler / pi) is 0.4 for the first answer, whose advantage is negative."""
+    sampler, bad = [x + 0.4 for x in NEW[:3]] + NEW[3:], (-1.0, -1.0, -1.0, 1.0)
+    for delta, kept in ((0.39, False), (0.41, True)):
+        terms = resolve("dapo", {**WIDE, "off_policy_delta": delta}).terms
+        found = gradient(terms, NEW, advantages=bad, rollout_logprobs=sampler)
+        assert [g != 0 for g in found] == [kept] * 3 + [True], delta
+    assert "logprobs" in resolve("gkd", {"off_policy_delta": 0.5}).terms[0].outputs
 
 
 def test_a_row_without_a_teacher_leaves_the_terms_that_read_one_and_no_other():

@@ -140,11 +140,22 @@ def test_the_gradient_of_every_optimizer_step_is_that_of_one_rank(name, tiny_mod
 
 
 def test_one_update_reports_the_mismatch_that_several_report(tiny_model):
-    """Of one update the first pass is the policy that was sampled from; of several a pass of its own."""
-    found = []
-    for updates in (1, 2):
+    """Of one update the first pass is the policy that was sampled from; of several, also of several epochs, a pass of
+    its own."""
+    found = {}
+    for shape in ((1, 1), (2, 1), (1, 2)):
         config = config_of("grpo", tiny_model, tiny_model, 1, 16384)
-        config.step.updates_per_step, config.step.epochs_per_step = updates, 1
-        metrics = turn(config, samples(0))[1]
-        found.append({n: v for n, v in metrics.items() if n.startswith("mismatch/")})
-    assert len(found[0]) == 5 and found[0] == pytest.approx(found[1], rel=1e-9)
+        config.step.updates_per_step, config.step.epochs_per_step = shape
+        _, metrics, queue, refs = turn(config, samples(0))
+        found[shape] = {n: v for n, v in metrics.items() if n.startswith("mismatch/")}
+        assert ("old_logprobs" in queue.columns(refs)) == (shape != (1, 1)), shape
+    assert len(found[1, 1]) == 5
+    for shape, theirs in found.items():
+        assert theirs == pytest.approx(found[1, 1], rel=1e-9), shape
+
+
+def test_baselines_are_compared_with_and_not_trained_on(tiny_model):
+    config = config_of("remax", tiny_model, tiny_model, 1, 16384)
+    config.step.updates_per_step = config.step.epochs_per_step = 1
+    _, _, queue, refs = turn(config, samples(1))
+    assert queue.having(refs, "w/pg_loss") == refs.of("train") and len(refs) == 20

@@ -8,7 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.batch import Batch, Columns, loss_index, make_microbatches, pack, part_of, segment_sum, select_rows, unshare
+from verl.batch import (
+    Batch,
+    Columns,
+    exactly,
+    loss_index,
+    make_microbatches,
+    pack,
+    part_of,
+    segment_sum,
+    select_rows,
+    unshare,
+)
 from verl.types import Sample, Segment
 
 VOCAB = 5  # few ids, so that equal segments and duplicated rows are common
@@ -302,3 +313,37 @@ def test_a_pass_over_no_row_has_no_weight_of_any_kind():
     idle = part_of(batch.with_row_columns({"w/loss": torch.ones(2)}), np.zeros(0, np.int64))
     assert idle.num_rows == 1 and idle.columns["advantages"].tolist() == [1.0] * 3
     assert not any(idle.columns[n].any() for n in ("w/pg_loss", "m/pg_loss")) and not idle.row_columns["w/loss"].any()
+
+
+def test_parts_are_made_as_many_as_all_ranks_have():
+    """Empty ones are added; of too many, the two neighbours with the fewest rows are joined."""
+    parts = [np.array(p) for p in ([0, 1, 2], [3], [4, 5], [6, 7, 8])]
+    assert [p.tolist() for p in exactly(parts, 3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert [p.tolist() for p in exactly(parts, 1)] == [list(range(9))]
+    assert [p.tolist() for p in exactly(parts, 6)][4:] == [[], []] and len(exactly(parts, 6)) == 6
+    assert [p.tolist() for p in exactly(parts, 0)] == [p.tolist() for p in parts] and len(parts) == 4
+
+
+def test_what_two_later_answers_share_counts_once_in_a_micro_batch():
+    """2 prompt tokens and 3 of the first answer, then 4 + 1 of the second, of whose 4 the third goes on with 1."""
+
+    def sampled(first, n):
+        ids = np.arange(first, first + n)
+        return Segment(ids=ids, source="sampled", logprobs=np.zeros(n, np.float32), version=0)
+
+    tool = Segment(ids=np.array([9]), source="env")
+    answers = [(sampled(20, 3),), (sampled(30, 4), tool, sampled(40, 1)), (sampled(30, 4), tool, sampled(50, 1))]
+    rows = [
+        Sample(
+            sample_id=str(i),
+            trajectory_id=str(i),
+            group_id="g",
+            purpose="train",
+            segments=(Segment(ids=np.arange(2), source="prompt"), *segments),
+        )
+        for i, segments in enumerate(answers)
+    ]
+    batch = pack(rows)
+    assert batch.num_tokens == 2 + 3 + 6 + 1
+    assert [p.tolist() for p in make_microbatches(batch, 12)] == [[0, 1, 2]]
+    assert [p.tolist() for p in make_microbatches(batch, 11)] == [[0, 1], [2]]

@@ -79,6 +79,15 @@ def test_one_rank_keeps_the_order_and_cuts_as_it_likes():
     assert shares(Refs(), 3, max_tokens=100)[2].rows == ()
 
 
+def test_a_long_row_costs_more_than_its_tokens_and_a_group_its_prompt_once():
+    """By tokens alone the row of 16,000 would get a companion; a prompt of 1,000 counts for the first of its rows."""
+    long = Refs([ref(0, 0, 0, 16000), *(ref(g, 0, 0, 4000) for g in range(1, 7))])
+    assert [len(p.refs) for p in shares(long, 2, max_tokens=10**6)] == [1, 6]
+    prompts = Refs([ref(0, 0, 1000, 10), ref(0, 1, 1000, 10), ref(1, 0, 10, 500), ref(2, 0, 10, 500)])
+    found = [sorted(p.refs.groups()) for p in shares(prompts, 2, max_tokens=10**6)]
+    assert sorted(found) == [["0"], ["1", "2"]]
+
+
 def test_every_rank_makes_the_passes_of_the_one_that_needs_most():
     """One long answer beside many short ones: 100 tokens fit, so that the short ones of the other rank need more."""
     refs = Refs([ref(0, 0, 10, 900), *(ref(g, 0, 10, 80) for g in range(1, 10))])

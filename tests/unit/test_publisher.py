@@ -27,19 +27,28 @@ class Replica:
 class Sync:
     """Delivers at once, and keeps what each publish was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, failed: dict[int, str] | None = None, broken: Exception | None = None) -> None:
         self.given: list[tuple[int, int, tuple[str, ...]]] = []  # version, replicas, their modes
+        self.exclusive: set[bool] = set()
+        self.failed, self.broken = failed or {}, broken
 
-    def publish(self, trainer: Any, replicas: Any, *, version: int, on_inflight: Any, **_: Any) -> Any:
+    def publish(self, trainer: Any, replicas: Any, *, version: int, on_inflight: Any, exclusive: bool, **_: Any) -> Any:
         self.given.append((version, len(replicas), on_inflight))
+        self.exclusive.add(exclusive)
         done = asyncio.get_running_loop().create_future()
-        done.set_result(SyncReport(version, 1, 1, 1, 0.0, True, whole_s=1.0))
+        if self.broken is not None and version > 0:
+            done.set_exception(self.broken)
+        else:
+            done.set_result(SyncReport(version, 1, 1, 1, 0.0, True, whole_s=1.0, failed_replicas=self.failed))
         return done
 
 
-def publisher_of(*replicas: Any, engine: Any = None, partial_rollout: bool = False) -> Publisher:
-    given: dict[str, Any] = {"waits": Waits(), "timeout_s": 60.0, "note": print, "published": None, "trainer": None}
-    return Publisher(engine=engine, replicas=replicas, exclusive=True, partial_rollout=partial_rollout, **given)
+def publisher_of(
+    *replicas: Any, engine: Any = None, partial_rollout: bool = False, exclusive: bool = True, published: Any = None
+) -> Publisher:
+    given: dict[str, Any] = {"waits": Waits(), "timeout_s": 60.0, "note": print, "trainer": None}
+    given |= {"exclusive": exclusive, "partial_rollout": partial_rollout, "published": published}
+    return Publisher(engine=engine, replicas=replicas, **given)
 
 
 def test_the_parts_of_a_publish_are_metrics_of_the_step() -> None:
@@ -79,3 +88,37 @@ def test_every_publish_has_the_next_version() -> None:
 
     assert asyncio.run(run()) == committed == [6, 7, 8] and not failed
     assert [version for version, *_ in sync.given] == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_what_a_publish_is_given_and_what_is_known_of_it_afterwards(exclusive: bool) -> None:
+    """Two replicas joined, a third is not asked; one of the two did not take the weights."""
+    sync, reported = Sync(failed={1: "out of memory"}), list[Any]()
+    replicas = [Replica(True), Replica(True)]
+
+    async def run() -> Publisher:
+        made = publisher_of(*replicas, engine=sync, exclusive=exclusive, published=reported.append)
+        await made.start(0)
+        made.replicas = [*replicas, Replica(True)]
+        made.publish(lambda report: None, lambda error: None)
+        await made.settle()
+        return made
+
+    made = asyncio.run(run())
+    assert [count for _, count, _ in sync.given] == [2, 2] and sync.exclusive == {exclusive}
+    assert reported == [{1: "out of memory"}] * 2
+    assert made.take_metrics()["sync/replicas"].value == 1 and made.take_metrics() == {}
+
+
+def test_a_publish_that_breaks_in_the_background_is_reported_once() -> None:
+    broken, failed = RuntimeError("the wire is cut"), list[BaseException]()
+
+    async def run() -> int:
+        made = publisher_of(Replica(True), engine=Sync(broken=broken))
+        await made.start(0)
+        made.publish(lambda report: None, failed.append)
+        with pytest.raises(RuntimeError, match="the wire is cut"):
+            await made.settle()
+        return made.version
+
+    assert asyncio.run(run()) == 0 and failed == [broken]

@@ -20,6 +20,7 @@ from each import each
 from fakes import FakeEngine
 from stage import SAMPLING, Stage, by_id, group_id, groups_of, jitter, play, seed_of
 
+from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.resolve import Algorithm, resolve
 from verl.algorithms.specs import GroupSpec
 from verl.driver.rollouts import InvalidShare, RunEnded
@@ -119,15 +120,85 @@ def test_dynamic_sampling_rejects_flat_groups_and_refills(tmp_path):
     play(test)
 
 
-def test_a_curriculum_is_given_the_mean_score_of_each_draw(tmp_path, monkeypatch):
+@pytest.mark.parametrize("algorithm", ["grpo", "remax"])
+def test_a_curriculum_is_given_the_mean_score_of_each_draw(tmp_path, monkeypatch, algorithm):
+    """Of the answers that are trained: a baseline is not one of them."""
+
     async def test():
-        stage, found = Stage(tmp_path, prompts=2), {}
+        stage, found = Stage(tmp_path, prompts=2, algorithm=resolve(algorithm)), {}
         monkeypatch.setattr(stage.cursor, "scored", lambda draw, score: found.setdefault(draw.draw, score))
         async with stage.groups:
             await stage.step()
         names = {g: [f"{group_id(g)}/train{i}.0" for i in range(4)] for g in range(2)}
         mean = {g: sum((derive_seed(n) % 1000) / 1000 for n in own) / 4 for g, own in names.items()}
         assert {g: found[g] for g in mean} == pytest.approx(mean)
+
+    play(test)
+
+
+def test_one_bad_group_at_the_beginning_ends_no_run(tmp_path):
+    """Four of four trajectories are invalid: what share of all that is can be told from 16 on."""
+
+    async def test():
+        first = f"{group_id(0)}/"
+        reward = lambda r: Invalid("crash", "x") if r.request_id.startswith(first) else by_id(r)  # noqa: E731
+        stage = Stage(tmp_path, prompts=1, reward=reward, max_invalid_share=0.1)
+        async with stage.groups:
+            assert groups_of(await stage.step()) == [group_id(1)]
+
+    play(test)
+
+
+def test_a_share_of_invalid_answers_is_of_those_since_it_was_judged():
+    share = InvalidShare(0.2, least=4, span=4)
+    share.played, share.reasons["crash"], share.examples["crash"] = 100, 10, "x"
+    share.step_ended()
+    assert (share.played, share.reasons, share.examples) == (0, Counter(), {})
+    share.played, share.reasons["crash"], share.examples["crash"] = 40, 40, "x"
+    with pytest.raises(RunEnded, match="40 of 40"):
+        share.check()
+
+
+def test_of_what_breaks_beside_each_other_the_first_is_the_cause(tmp_path):
+    async def breaks(text):
+        raise RuntimeError(text)
+
+    async def test():
+        stage = Stage(tmp_path)
+        for text in ("first", "second"):
+            task = asyncio.ensure_future(breaks(text))
+            await asyncio.wait([task])
+            stage.groups._ended("g", task)
+        with pytest.raises(RuntimeError, match="first"):
+            stage.groups.check()
+
+    play(test)
+
+
+def test_a_branch_of_which_no_token_is_trained_is_no_row(tmp_path):
+    """The second branch repeats the first: its tokens are trained there."""
+
+    class Twice(SingleTurnLoop):
+        async def run(self, sampling_params, **kwargs):
+            out = await super().run(sampling_params, **kwargs)
+            return [out, replace(out)]
+
+    async def test():
+        stage = Stage(tmp_path, prompts=1, n=2, loop=lambda s, _: Twice(None, s, None))
+        async with stage.groups:
+            refs = await stage.step()
+        assert len(refs) == 2 and all(r.loss_tokens > 0 for r in refs)
+
+    play(test)
+
+
+def test_surplus_goes_back_to_the_cursor_latest_first(tmp_path):
+    async def test():
+        stage = Stage(tmp_path, prompts=2, n=2, oversample=1.0)
+        async with stage.groups:
+            taken = groups_of(await stage.step())
+        left = [group_id(i) for i in range(4) if group_id(i) not in taken]
+        assert [e["group_id"] for e in stage.log("released")] == left[::-1] and len(left) == 2
 
     play(test)
 

@@ -160,6 +160,11 @@ def test_oversampling_takes_the_first_complete_and_drops_the_rest() -> None:
     assert not s.holds("a")
 
 
+def test_a_part_of_a_group_more_is_a_group_more() -> None:
+    s = scheduler(3, oversample=0.1)
+    assert s.free_slots() == 4 and s.extra == 1
+
+
 def test_oversampled_surplus_is_kept_while_its_deadline_allows() -> None:
     s = scheduler(2, oversample=1.0, sync_every=2)
     assert len(admit_all(s, "abcdef")) == 6

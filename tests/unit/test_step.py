@@ -1,6 +1,9 @@
 """The driver's step over stored columns, without a model: what replaces what."""
 
 import asyncio
+import random
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +13,9 @@ from verl.algorithms.resolve import resolve
 from verl.batch import Ragged
 from verl.config.load import load_config
 from verl.driver.roles import Learner
-from verl.driver.step import Step, _advantages, _critic_is_warm, optimizer_steps
+from verl.driver.step import Step, _advantages, _chosen, _critic_is_warm, _drawn, _tell_failed, optimizer_steps
 from verl.transfer_queue.memory import MemoryQueue
-from verl.types import Metric, Refs, Sample, Segment, ref_of
+from verl.types import Metric, Refs, Sample, Segment, derive_seed, ref_of
 from verl.workers.compute import Compute
 from verl.workers.inproc import InprocGroup
 from verl.workers.model_workers import ComputeWorker
@@ -92,18 +95,24 @@ def test_the_adaptive_coefficient_follows_the_kl_and_not_the_penalty():
     assert advantages_of(given, "reinforce_plus_plus")[2] == pytest.approx(0.3 * (1 + 0.1 * 2 / 10), rel=1e-9)
 
 
+def row(name, group, reward=0.0, trajectory=None):
+    answer = Segment(ids=np.array([2]), source="sampled", logprobs=np.zeros(1, np.float32), version=0)
+    made = Sample(
+        sample_id=name,
+        trajectory_id=trajectory or name,
+        group_id=group,
+        purpose="train",
+        segments=(answer,),
+        reward=reward,
+    )
+    return ref_of(made)
+
+
 @pytest.mark.parametrize(
     ("groups", "updates", "sizes"), [(5, 2, [2, 3]), (7, 3, [2, 3, 2]), (2, 4, [1, 1]), (4, 2, [2, 2])]
 )
 def test_every_group_is_trained_once_per_epoch_also_where_they_do_not_divide(groups, updates, sizes):
-    answer = Segment(ids=np.array([2]), source="sampled", logprobs=np.zeros(1, np.float32), version=0)
-    rows = Refs(
-        ref_of(
-            Sample(sample_id=f"{g}/{i}", trajectory_id=f"{g}/{i}", group_id=str(g), purpose="train", segments=(answer,))
-        )
-        for g in range(groups)
-        for i in range(2)
-    )
+    rows = Refs(row(f"{g}/{i}", str(g)) for g in range(groups) for i in range(2))
     steps = optimizer_steps(rows, updates, 2, seed=3, index=0)
     assert len(steps) == 2 * len(sizes)
     for epoch in (0, 1):
@@ -128,3 +137,54 @@ def test_the_critic_is_warm_once_it_explains_enough_and_stays_so():
     late = Step(50)
     late.metrics = step.metrics
     assert _critic_is_warm(learner, late, algorithm), "after the warm-up's steps it trains whatever it explains"
+
+
+def learner_of(name, **settings):
+    config = load_config(["model.path=/models/m", "run.seed=7", "pipeline.max_invalid_share=1.0"]).config
+    return SimpleNamespace(algorithm=resolve(name, settings), config=config, models={}, done=_done)
+
+
+async def _done(future, what):
+    return future.result()
+
+
+def test_answers_are_chosen_anew_in_every_step_and_group():
+    """The best and a random other one of four; a trajectory of two rows is chosen whole."""
+    rows = Refs(
+        row(f"{g}/{i}/{k}", g, float(i), f"{g}/{i}") for g in "ab" for i in range(4) for k in range(1 + (i == 3))
+    )
+    learner, found = learner_of("pf_ppo", selection="br"), set()
+    for index in range(8):
+        kept = _chosen(learner, Step(index), rows)
+        names = [r.sample_id for r in kept]
+        assert [n[:3] for n in names].count("a/3") == [n[:3] for n in names].count("b/3") == 2 and len(names) == 6
+        found.add(tuple(n for n in names if "/3" not in n))
+        assert [r.sample_id for r in _chosen(learner, Step(index), rows)] == names
+    assert len({a[2] for a, _ in found}) == 3 and any(a[2] != b[2] for a, b in found)
+
+
+def test_draws_with_replacement_are_copies_of_whole_answers():
+    scores = {"a": 1.0, "b": 3.0, "c": 0.0, "d": 2.0}
+    rows = Refs(row(f"{n}{k}", n, s, n) for n, s in scores.items() for k in range(1 + (n == "b")))
+    learner = learner_of("pf_ppo", selection="pow", weight_pow=1.0)
+    for index in range(4):
+        drawn = learner.algorithm.sample_filter.draw(
+            list(scores.values()), random.Random(derive_seed(7, "draw", index))
+        )
+        expected = {n: k for n, k in zip(scores, drawn) if k}
+        found = _drawn(learner, Step(index), rows)
+        assert {r.trajectory_id: r.copies for r in found} == expected and sum(expected.values()) == 4
+        assert len(found) == len(expected) + ("b" in expected)
+    assert _drawn(learner_of("ppo"), Step(0), rows) is rows
+
+
+def test_a_step_of_which_a_teacher_has_nothing_is_refused_whatever_share_may_fail():
+    counted: Future = Future()
+    counted.set_result({})
+    learner = learner_of("opd")
+    learner.models["teacher"] = SimpleNamespace(take_metrics=lambda: counted)
+    rows, step = Refs([row("a", "g"), row("b", "g")]), Step(0)
+    asyncio.run(_tell_failed(learner, step, "teacher", rows, frozenset({"a"})))
+    assert step.metrics["teacher/invalid"].value == 0.5
+    with pytest.raises(ValueError, match=r"teacher: 2 of 2 samples have no finite number"):
+        asyncio.run(_tell_failed(learner, step, "teacher", rows, frozenset({"a", "b"})))

@@ -178,6 +178,10 @@ def test_what_ran_out_is_the_stop_reason():
         (played([MULTIPLY], *map(other, range(9)), wall_s=0.0), "wall", 1),
         (played([MULTIPLY], CALL, "ok"), "eos", 2),
     ]
+    counted = {reason: out[-1].num_turns for (*_, out), reason, _ in cases if reason in ("max_turns", "wall", "eos")}
+    assert counted == {"max_turns": 7, "wall": 3, "eos": 4}, (
+        "a call without room is no turn; an answer of a tool is one"
+    )
     for (_, engine, _, found, _), reason, calls in cases:
         assert (found.stop_reason in CUT) == (found.stop_reason not in ("no_progress", "eos"))
         assert found.stop_reason in reason and (calls is None or engine.calls == calls), (found.stop_reason, reason)
@@ -240,6 +244,18 @@ def test_long_results_lose_their_middle_and_say_so():
         env = next(s for s in found.segments if s.source == "env").ids
         text = tokenizer.decode(env)
         assert len(env) < 130 and " tokens cut]\n" in text and "\nax" in text and "xz\n" in text
+
+
+def test_of_an_odd_number_of_tokens_the_head_has_one_more():
+    tokenizer, kit = kit_of([MULTIPLY], max_tool_result_tokens=5)
+    words = " ".join("abcdefghijklmnop")
+    ids = tokenizer(words, add_special_tokens=False)["input_ids"]
+    loop = ToolAgentLoop(None, ServerManager(FakeEngine(), Sampling(max_tokens=9), seed_parts=()), tokenizer, kit=kit)
+    head, cut, tail = loop._cut(words).split("\n")
+    assert (head, tail) == (
+        tokenizer.decode(ids[:3]),
+        tokenizer.decode(ids[-2:]),
+    ) and cut == f"[{len(ids) - 5} tokens cut]"
 
 
 def test_a_tool_may_have_a_length_of_its_own():
