@@ -32,6 +32,12 @@ def without_end(folder):
     describe(folder, "special_tokens_map.json", eos_token=None)
     describe(folder, "generation_config.json", eos_token_id=None)
     describe(folder, eos_token_id=None)
+    for file in ("chat_template.jinja", "tokenizer_config.json"):
+        unmarked = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        if (folder / file).is_file() and file.endswith(".jinja"):
+            (folder / file).write_text(unmarked)
+        else:
+            describe(folder, file, chat_template=unmarked)
 
 
 def larger_tokenizer(folder):

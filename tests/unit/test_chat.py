@@ -316,17 +316,17 @@ def test_only_a_whole_tag_counts_as_already_in_the_prompt() -> None:
     assert trained("r1", rows) == ["> weigh\n</think>\n\nA one<|end_of_sentence|>"]
 
 
-def test_one_row_for_all_turns_refuses_a_history_stripping_template_by_itself() -> None:
+def test_a_history_that_cannot_be_one_row_is_a_row_for_each_turn_whatever_the_audit_says() -> None:
     messages = conversation("Hi", THINK, "More", THINK)
     for name in ("stripping", "qwen3"):
         lied_to = dataclasses.replace(audit_of(name), append_only=True)
-        with pytest.raises(RowRefused, match="history is rewritten"):
-            render_conversation(tokenizer_of(name), messages, lied_to, template_kwargs={})
+        rows = render_conversation(tokenizer_of(name), messages, lied_to, template_kwargs={})
+        assert trained(name, rows) == [THINK + "<|im_end|>"] * 2
 
 
 def test_a_token_that_merges_over_the_boundary_is_refused() -> None:
     messages = conversation("Hi", "It is 42.")
-    with pytest.raises(RowRefused, match="no end-of-turn token"):
+    with pytest.raises(RowRefused, match="merge"):
         render_conversation(tokenizer_of("plain_text"), messages, audit_of("plain_text"), template_kwargs={})
     lied_to = dataclasses.replace(audit_of("plain_text"), append_only=True)
     with pytest.raises(RowRefused, match="merge with the first of the answer"):

@@ -138,7 +138,7 @@ def _kit(
         history, prompt = (renderer.text([USER], prompt=p) for p in (False, True))
         parser = TurnParser(FORMATS.get(name), opening_of(name, prompt[shared(history, prompt) :]), own)
         bridge = bridge_of(tokenizer, audit, template_kwargs)
-    ends = frozenset((*eos_ids, *audit.ends_turn_with[-1:]))
+    ends = frozenset((*eos_ids, *audit.ends))
     kit = ToolKit(
         tools=tools,
         parser=parser,

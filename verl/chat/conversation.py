@@ -6,6 +6,9 @@ the template (chat/template.py) is not trusted alone.
     prompt  P = ids(messages[:i], generation prompt)      what the engine sees before assistant turn i
     turn    E = ids(messages[:i+1])                        P ++ [ assistant tokens, end of turn ] ++ trailing
                                                                  ^ the loss mask               ^ never trained
+
+Where a template ends turns with no token, the end is the special token that begins the next turn (GLM-4.5: `<|user|>`),
+or, behind the last turn, the end-of-sequence token at which inference stops: each turn is a row of its own then.
 """
 
 from __future__ import annotations
@@ -38,10 +41,12 @@ from verl.types import Sample, Segment
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """One training row. ids [t] int64 · mask [t] bool, True where the token is an assistant's own and trained on."""
+    """One training row. ids [t] int64 · mask [t] bool, True where the token is an assistant's own and trained on ·
+    unthinking: behind the generation prompt of enable_thinking=false."""
 
     ids: np.ndarray
     mask: np.ndarray
+    unthinking: bool = False
 
     def __post_init__(self) -> None:
         assert self.ids.shape == self.mask.shape and self.ids.ndim == 1, f"{self.ids.shape} ids, {self.mask.shape} mask"
@@ -56,11 +61,13 @@ def render_conversation(
     tools: Sequence[Tool] | None = None,
     train_from: int = 0,
     last_only: bool = False,
+    may_skip_thinking: bool = False,
 ) -> list[Rendered]:
     """Training rows of a conversation: one for an append-only template, else one per assistant turn, as at inference.
 
     Assistant turns before message `train_from`, without any prompt, or with weight 0 are context; with `last_only` all
-    but the last are. RowRefused if no exact row exists.
+    but the last are. RowRefused if no exact row exists. may_skip_thinking: a turn without a thought, whose prompt opens
+    one, is rendered with enable_thinking=false, where the template knows that.
     """
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= max(train_from, 1)]
     if not turns:
@@ -71,9 +78,16 @@ def render_conversation(
     refuse_unsupported(messages, audit, tools)
     r = Renderer(tokenizer, template_kwargs, tools, audit.spelling)
     try:
-        if audit.append_only:
+        row = _row_without_thinking if may_skip_thinking and audit.thinking_is_optional else _turn_row
+        if not audit.append_only or not all(audit.ending(messages[i])[0] for i in turns):
+            return [row(r, messages, i, audit) for i in turns]
+        try:
             return [_whole_row(r, messages, turns, audit)]
-        return [_turn_row(r, messages, i, audit) for i in turns]
+        except RowRefused as whole:  # a thought that later turns drop, or tokens that merge between two turns
+            try:
+                return [row(r, messages, i, audit) for i in turns]
+            except RowRefused:
+                raise whole from None
     except RenderError as exc:
         raise RowRefused("the chat template refuses the messages", str(exc)) from exc
 
@@ -86,13 +100,15 @@ def _whole_row(r: Renderer, messages: Sequence[Message], turns: Sequence[int], a
     for i in turns:
         prompt = r.ids(messages[:i], prompt=True)
         turn = ids if i == turns[-1] else r.ids(messages[: i + 1], prompt=False)
-        end = _end_of_turn(turn, audit, i)
+        end = _end_of_turn(turn, messages[i], audit, i)
         if not is_prefix(turn[:end], ids):
             raise RowRefused("history is rewritten or its tokens merge across a turn boundary", f"message {i + 1}")
         if not is_prefix(prompt, turn[:end]):
             raise RowRefused("the prompt's tokens merge with the first of the answer", f"message {i + 1}")
         if str(messages[i].get("content")).lstrip().startswith("<"):
             _refuse_doubled(messages[i], *(r.text(messages[:n], prompt=n == i) for n in (i, i + 1)))
+        if messages[i].get("tool_calls") and messages[i].get("content"):
+            _refuse_misplaced_text(messages[i], r.added_text(messages, i, prompt=True), i)
         mask[len(prompt) : end] = True
     return Rendered(ids, mask)
 
@@ -106,11 +122,43 @@ def _turn_row(r: Renderer, messages: Sequence[Message], i: int, audit: TemplateA
         return _appended_row(r, messages, i, prompt, audit)
     refuse_dropped(text, messages[: i + 1], r.tools, (i,))
     _refuse_doubled(messages[i], asked, text)
-    end = _end_of_turn(turn, audit, i)
+    if messages[i].get("tool_calls") and messages[i].get("content"):
+        _refuse_misplaced_text(messages[i], text[shared(asked, text) :], i)
+    end = _end_of_turn(turn, messages[i], audit, i)
     if end <= len(prompt):
         raise RowRefused("an assistant turn without any token", f"message {i + 1}")
+    if not audit.ending(messages[i])[0]:
+        turn = np.append(turn, _end_by_the_next(messages, i, audit))
+        end = len(turn)
     positions = np.arange(len(turn))
     return Rendered(turn, (positions >= len(prompt)) & (positions < end))
+
+
+def _end_by_the_next(messages: Sequence[Message], i: int, audit: TemplateAudit) -> int:
+    """Return the token that ends turn i of a template whose turns have no end of their own."""
+    role = messages[i + 1]["role"] if i + 1 < len(messages) else None
+    end = audit.next_turns.get(role, audit.last_end) if role else audit.last_end
+    if end is None:
+        fix = "Fix: eos_token in tokenizer_config.json"
+        raise RowRefused(f"the template ends turns with no token, and the tokenizer has no eos_token. {fix}")
+    return end
+
+
+def _row_without_thinking(r: Renderer, messages: Sequence[Message], i: int, audit: TemplateAudit) -> Rendered:
+    """`_turn_row`, or, for a turn that has no thought behind a prompt that opens one, the row of enable_thinking=false,
+    if that prompt with the turn is what the template renders."""
+    try:
+        return _turn_row(r, messages, i, audit)
+    except RowRefused:
+        message = messages[i]
+        thought = message.get("reasoning_content") or "<think>" in str(message.get("content"))
+        if thought or "</think>" in str(message.get("content")) or "enable_thinking" in r.template_kwargs:
+            raise
+        r = replace(r, template_kwargs={**r.template_kwargs, "enable_thinking": False})
+        prompt, turn = r.turn(messages, i)
+        if not is_prefix(prompt, turn) or not keeps_text(message, r.added_text(messages, i, prompt=True)):
+            raise
+        return replace(_turn_row(r, messages, i, audit), unthinking=True)
 
 
 def _appended_row(
@@ -121,20 +169,59 @@ def _appended_row(
     For templates that drop part of a turn (R1: the reasoning) or open it in the prompt (`<think>`).
     """
     message = messages[i]
+    if (row := _row_behind_its_prompt(r, messages, i, prompt, audit)) is not None:
+        return row
     if not isinstance(message.get("content"), str) or message.get("tool_calls") or message.get("reasoning_content"):
         raise RowRefused(
             "the template rewrites the assistant turn, and it is not plain text that could be appended to its prompt",
             f"message {i + 1}",
         )
-    if not audit.ends_turn_with:
-        raise RowRefused("the template rewrites the assistant turn and has no end-of-turn token", f"message {i + 1}")
     history, text = (r.text(messages[:i], prompt=p) for p in (False, True))
     answer = _after_opening(text[shared(history, text) :], message["content"])
     encoded = as_ids(r.tokenizer(text + answer, add_special_tokens=False))
     if not is_prefix(prompt, encoded) or len(encoded) == len(prompt):
         raise RowRefused("the prompt's tokens merge with the first of the answer", f"message {i + 1}")
-    ids = np.concatenate([encoded, np.asarray(audit.ends_turn_with, np.int64)])
+    end = audit.ends_turn_with or (_end_by_the_next(messages, i, audit),)
+    ids = np.concatenate([encoded, np.asarray(end, np.int64)])
     return Rendered(ids, np.arange(len(ids)) >= len(prompt))
+
+
+def _row_behind_its_prompt(
+    r: Renderer, messages: Sequence[Message], i: int, prompt: np.ndarray, audit: TemplateAudit
+) -> Rendered | None:
+    """The turn as it is rendered behind a history without thoughts, appended to the prompt that the engine saw; None if
+    that rendering is not whole either. For templates that take thoughts out of the history once this turn is there
+    (gpt-oss: those of calls before an answer)."""
+    bare = [*map(_without_thought, messages[:i]), messages[i]]
+    if bare == [*messages[: i + 1]]:
+        return None
+    before, turn = r.turn(bare, i)
+    whole = is_prefix(before, turn) and keeps_text(messages[i], r.added_text(bare, i, prompt=True))
+    if not whole or not len(prompt) or before[-1] != prompt[-1]:
+        return None
+    row = _turn_row(r, bare, i, audit)
+    ids = np.concatenate([prompt, row.ids[len(before) :]])
+    mask = np.concatenate([np.zeros(len(prompt), bool), row.mask[len(before) :]])
+    return Rendered(ids, mask)
+
+
+def _without_thought(message: Message) -> Message:
+    """The message without its reasoning; beside a call its text counts as such."""
+    if message["role"] != "assistant":
+        return message
+    kept = {name: value for name, value in message.items() if name not in ("reasoning_content", "thinking")}
+    return {**kept, "content": ""} if message.get("tool_calls") else kept
+
+
+def _refuse_misplaced_text(message: Message, added: str, i: int) -> None:
+    """RowRefused for a template that drops the text of a turn with calls (Llama 3.1), or writes it behind the
+    calls, where no model writes it (Gemma 4)."""
+    squeezed, text = "".join(added.split()), "".join(str(message["content"]).split())
+    if text not in squeezed:
+        raise RowRefused("text beside a tool call, which this chat template does not render", f"message {i + 1}")
+    name = str(message["tool_calls"][-1].get("function", {}).get("name"))
+    if name not in squeezed[squeezed.find(text) + len(text) :]:
+        raise RowRefused("text beside a tool call, which this chat template writes behind the call", f"message {i + 1}")
 
 
 def _after_opening(opening: str, content: str) -> str:
@@ -164,12 +251,13 @@ def _refuse_doubled(message: Message, prompt: str, turn: str) -> None:
         raise RowRefused(f"the generation prompt opens {tag}, and so does the assistant message", fix)
 
 
-def _end_of_turn(turn: np.ndarray, audit: TemplateAudit, i: int) -> int:
-    """One past the end-of-turn token of the last turn in `turn`."""
-    suffix = audit.ends_turn_with[-1:] + audit.trailing_ids
+def _end_of_turn(turn: np.ndarray, message: Message, audit: TemplateAudit, i: int) -> int:
+    """One past the end-of-turn token of the last turn in `turn`; its length, where turns have none."""
+    end, trailing = audit.ending(message)
+    suffix = end[-1:] + trailing
     if tuple(turn[len(turn) - len(suffix) :].tolist()) != suffix:
         raise RowRefused("an assistant turn does not end as the template's turns do", f"message {i + 1}")
-    return len(turn) - len(audit.trailing_ids)
+    return len(turn) - len(trailing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,11 @@ class TemplateAudit:
     append_only: bool  # a prompt with its answer appended is what every later turn renders: one row per conversation
     ends_turn_with: tuple[int, ...]  # trained: the ids after assistant content up to its special end-of-turn token
     trailing_ids: tuple[int, ...]  # not trained: what the template puts after that (a newline, a final eos)
+    ends_call_with: tuple[int, ...]  # the same two of a turn with tool calls
+    call_trailing_ids: tuple[int, ...]
+    next_turns: Mapping[str, int]  # where turns have no end token: the special token that begins the next one, by role
+    last_end: int | None  # what ends the last turn of a conversation then: the end-of-sequence token
+    thinking_is_optional: bool  # enable_thinking=false renders another generation prompt
     supports_system: bool
     supports_tools: bool
     supports_tool_calls: bool
@@ -64,6 +69,18 @@ class TemplateAudit:
     supports_uncalled_results: bool  # a tool's message may come after a turn without calls
     spelling: Spelling = PLAIN_SPELLING
     named_roles: frozenset[str] = frozenset()  # besides those of every template
+
+    def ending(self, message: Message) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the (end of turn, trailing ids) of this assistant message."""
+        if message.get("tool_calls"):
+            return self.ends_call_with, self.call_trailing_ids
+        return self.ends_turn_with, self.trailing_ids
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Return every token that ends a turn of the assistant, in order and without repeats."""
+        last = (*self.ends_turn_with[-1:], *self.ends_call_with[-1:], *self.next_turns.values())
+        return tuple(dict.fromkeys(last))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +175,14 @@ def refuse_unsupported(messages: Sequence[Message], audit: TemplateAudit, tools:
         raise RowRefused("a system message, which this chat template has no place for")
     if not audit.supports_tools and tools:
         raise RowRefused("tools, which this chat template does not show to the model")
-    if not audit.supports_tool_calls and any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
+    results = audit.supports_tool_calls or audit.supports_uncalled_results
+    if any(
+        (m["role"] == "tool" and not results) or (m.get("tool_calls") and not audit.supports_tool_calls)
+        for m in messages
+    ):
         raise RowRefused("tool calls or tool results, which this chat template does not render")
+    if not audit.supports_parallel_calls and any(len(m.get("tool_calls") or ()) > 1 for m in messages):
+        raise RowRefused("several tool calls in one turn, of which this chat template renders one")
 
 
 def one_line(exc: BaseException) -> str:
@@ -175,41 +198,66 @@ SYSTEM = {"role": "system", "content": "Reply as a quokka."}
 FUNCTION = {"name": "quokka_sum", "arguments": {"a": 6}}
 CALLS = [{"id": "abcdef123", "type": "function", "function": FUNCTION}]
 CALL = {"role": "assistant", "content": "", "tool_calls": CALLS}
+TWICE = {**CALL, "tool_calls": [*CALLS, {**CALLS[0], "function": {**FUNCTION, "name": "dingo_sum"}}]}
 ANSWER = {"role": "tool", "name": "quokka_sum", "tool_call_id": "abcdef123", "content": "wombat 42"}
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "description": "A number."}}}
 TOOL = {"type": "function", "function": {"name": "quokka_sum", "description": "Adds.", "parameters": PARAMETERS}}
 
 
-def audit_template(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None) -> TemplateAudit:
-    """Measure the tokenizer's chat template with a few small conversations. Costs some milliseconds."""
-    plain = _spelled(Renderer(tokenizer, template_kwargs or {}))
+def audit_template(
+    tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None, stops: Sequence[int] = ()
+) -> TemplateAudit:
+    """Measure the tokenizer's chat template with a few small conversations. Costs some milliseconds.
+
+    stops: the tokens that end an answer at inference, beside the tokenizer's end-of-sequence token."""
+    kwargs, eos = dict(template_kwargs or {}), tokenizer.eos_token_id
+    plain = _spelled(Renderer(tokenizer, kwargs))
     with_tools = replace(plain, tools=(TOOL,))
-    ending, trailing = _turn_ending(plain)
+    stops = (*((eos,) if eos is not None else ()), *stops)
+    ending, trailing = _turn_ending(plain, stops)
     system = _shows_role(plain, [SYSTEM, USER], "system")
     tools = _shows(lambda: with_tools.text([USER], prompt=True), "quokka_sum")
     r = _spelled_calls(with_tools if tools else plain)
     plain = replace(plain, spelling=r.spelling)
     called: list[dict[str, Any]] = [USER, CALL]
-    both = {**CALL, "tool_calls": [*CALLS, {**CALLS[0], "function": {**FUNCTION, "name": "dingo_sum"}}]}
     calls = _shows(lambda: r.added_text(called, 1), "quokka_sum") and _shows_role(r, [*called, ANSWER], "tool")
+    call_ending, call_trailing = _call_ending(r, ending, trailing) if calls else ((), ())
     turns = [USER, PLAIN, AGAIN, PLAIN]
     probes = [(plain, turns), (plain, [USER, THINK, AGAIN, THINK])]
     if system:
         probes.append((plain, [SYSTEM, *turns]))
     if calls:
         probes.append((r, [*called, ANSWER, PLAIN, AGAIN, THINK]))
+    cuts = len(trailing), len(call_trailing)
+    follows = {} if ending else {"user": _next_turn(plain, [USER, PLAIN], AGAIN)}
+    if calls and not call_ending:
+        follows["tool"] = _next_turn(r, called, ANSWER)
     return TemplateAudit(
-        append_only=all(_appends(renderer, messages, len(trailing)) for renderer, messages in probes),
+        append_only=all(_appends(renderer, messages, cuts) for renderer, messages in probes),
         ends_turn_with=ending,
         trailing_ids=trailing,
+        ends_call_with=call_ending,
+        call_trailing_ids=call_trailing,
+        next_turns={role: token for role, token in follows.items() if token is not None},
+        last_end=next(iter(stops), None),
+        thinking_is_optional="enable_thinking" not in kwargs and _is_silenced(plain),
         supports_system=system,
         supports_tools=tools,
         supports_tool_calls=calls,
-        supports_parallel_calls=calls and _shows(lambda: r.added_text([USER, both], 1), "quokka_sum", "dingo_sum"),
-        supports_uncalled_results=calls and _shows_role(r, [USER, PLAIN, ANSWER], "tool"),
+        supports_parallel_calls=calls and _shows(lambda: r.added_text([USER, TWICE], 1), "quokka_sum", "dingo_sum"),
+        supports_uncalled_results=_shows_role(r, [USER, PLAIN, ANSWER], "tool"),
         spelling=r.spelling,
         named_roles=roles_named(str(tokenizer.chat_template)),
     )
+
+
+def _is_silenced(r: Renderer) -> bool:
+    """Whether enable_thinking=false renders another generation prompt."""
+    silent = replace(r, template_kwargs={**r.template_kwargs, "enable_thinking": False})
+    try:
+        return silent.text([USER], prompt=True) != r.text([USER], prompt=True)
+    except RenderError:
+        return False
 
 
 def _spelled(r: Renderer) -> Renderer:
@@ -274,16 +322,64 @@ def _spelled_calls(r: Renderer) -> Renderer:
     return r
 
 
-def _turn_ending(r: Renderer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(end of turn, trailing): what follows assistant content, cut after its first special token."""
+def _special_ids(tokenizer: Tokenizer) -> tuple[set[int], set[int]]:
+    """Return the ids of the special tokens, and those of all added tokens."""
+    added = tokenizer.added_tokens_decoder
+    return {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}, {*added}
+
+
+def _common_suffix(turns: Sequence[list[int]]) -> list[int]:
+    """Return the ids that all of these have in common at their end."""
+    return turns[0][len(turns[0]) - min(shared(turns[0][::-1], t[::-1]) for t in turns[1:]) :]
+
+
+def _turn_ending(r: Renderer, stops: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (end of turn, trailing): what follows assistant content, cut after its first special token, or after a
+    later one that is among the stops, where an answer does not stop at the first."""
     # Three contents that share no last token: what their renderings have in common at the end is the template's.
-    answers = ({"role": "assistant", "content": c} for c in ("Kea", "It is 7", "why?"))
-    turns = [r.ids([USER, answer], prompt=False).tolist() for answer in answers]
-    suffix = turns[0][len(turns[0]) - min(shared(turns[0][::-1], t[::-1]) for t in turns[1:]) :]
-    added = r.tokenizer.added_tokens_decoder
-    special = {*r.tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-    ends = [k for wanted in (special, added) for k, i in enumerate(suffix, start=1) if i in wanted]
-    return (tuple(suffix[: ends[0]]), tuple(suffix[ends[0] :])) if ends else ((), ())
+    answers = [{"role": "assistant", "content": c} for c in ("Kea", "It is 7", "why?")]
+    suffix = _common_suffix([r.ids([USER, answer], prompt=False).tolist() for answer in answers])
+    ends = [k for wanted in _special_ids(r.tokenizer) for k, i in enumerate(suffix, start=1) if i in wanted]
+    if not ends:
+        return (), ()
+    cut = ends[0]
+    if suffix[cut - 1] not in stops and (later := next((k for k in ends if suffix[k - 1] in stops), 0)):
+        try:  # Cohere's templates write it behind every turn, Phi-3's only behind the last
+            whole, follows = (r.ids(m, prompt=False) for m in ([USER, answers[0]], [USER, answers[0], AGAIN]))
+            cut = later if is_prefix(whole[: len(whole) - len(suffix) + later], follows) else cut
+        except RenderError:
+            pass
+    return tuple(suffix[:cut]), tuple(suffix[cut:])
+
+
+def _call_ending(r: Renderer, end: Sequence[int], trailing: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (end of turn, trailing) of a turn with tool calls: those of any turn, or else the last special token that
+    closes no call (gpt-oss: `<|call|>`, Gemma 4: `<|tool_response>`); empty if there is none."""
+    made = [{**CALL, "tool_calls": [{**CALLS[0], "function": {**FUNCTION, "arguments": {"a": a}}}]} for a in (6, 7, 85)]
+    try:
+        turns = [r.ids([USER, turn], prompt=False).tolist() for turn in made]
+    except RenderError:
+        return (), ()
+    suffix, wanted = _common_suffix(turns), [*end[-1:], *trailing]
+    if end and suffix[len(suffix) - len(wanted) :] == wanted:
+        return tuple(end), tuple(trailing)
+    try:
+        twice = r.ids([USER, TWICE], prompt=False).tolist()
+    except RenderError:  # a template that renders one call a turn
+        twice = []
+    special, _ = _special_ids(r.tokenizer)
+    ends = [k for k, i in enumerate(suffix, 1) if end and i in special and twice.count(i) <= turns[0].count(i)]
+    return ((suffix[ends[-1] - 1],), tuple(suffix[ends[-1] :])) if ends else ((), ())
+
+
+def _next_turn(r: Renderer, history: Sequence[Message], message: Message) -> int | None:
+    """Return the special token with which this message begins right behind the history; None if there is none."""
+    try:
+        before, after = r.ids(history, prompt=False), r.ids([*history, message], prompt=False)
+    except RenderError:
+        return None
+    found = int(after[len(before)]) if is_prefix(before, after) and len(after) > len(before) else None
+    return found if found in _special_ids(r.tokenizer)[0] else None
 
 
 def _shows(render: Callable[[], str], *names: str) -> bool:
@@ -308,15 +404,18 @@ def _shows_role(r: Renderer, messages: list[dict[str, Any]], role: str) -> bool:
         return True
 
 
-def _appends(r: Renderer, messages: list[dict[str, Any]], trailing: int) -> bool:
-    """Whether no turn of this conversation changes what came before it; the trailing tokens of a turn may differ."""
+def _appends(r: Renderer, messages: list[dict[str, Any]], cuts: tuple[int, int]) -> bool:
+    """Whether no turn of this conversation changes what came before it; the trailing tokens of a turn may differ.
+    cuts: how many they are, of a plain turn and of one with calls."""
     try:
         full, full_text = r.ids(messages, prompt=False), r.text(messages, prompt=False)
         turns = [(m, *r.turn(messages, i)) for i, m in enumerate(messages) if m["role"] == "assistant"]
     except RenderError:
         return False
     return all(
-        is_prefix(turn[: len(turn) - trailing], full) and is_prefix(prompt, turn) and keeps_text(message, full_text)
+        is_prefix(turn[: len(turn) - cuts[bool(message.get("tool_calls"))]], full)
+        and is_prefix(prompt, turn)
+        and keeps_text(message, full_text)
         for message, prompt, turn in turns
     )
 

@@ -87,10 +87,11 @@ def load_pairs(
     needs_gap: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
     max_rows: int | None = None,
+    stops: tuple[int, ...] = (),
 ) -> PairTable:
     """Read, render and check every row. Rows longer than data.max_tokens_per_row are an error, or dropped with
-    truncation left or right (a cut answer is not the one that was judged)."""
-    job = PairJob(tokenizer, cfg, template_kwargs or {}, paired=paired, needs_gap=needs_gap)
+    truncation left or right (a cut answer is not the one that was judged). stops: see `RenderJob`."""
+    job = PairJob(tokenizer, cfg, template_kwargs or {}, stops, paired=paired, needs_gap=needs_gap)
     arrays, report, key = load_arrays(files, job, max_rows)
     refuse_empty(report)
     answers, pairs = ConversationTable(arrays, report, key), list[Pair]()

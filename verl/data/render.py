@@ -64,13 +64,14 @@ class Counts:
     special: special tokens in the messages' text; judged: the place of the first row that asks for a judge; truths: of
     the rows that a reward function scores, by data_source, kinds of ground truth; unread: columns that are named as a
     truth and hold another one, with the first such row; unread_keys: keys of messages that nothing
-    reads, with theirs."""
+    reads, with theirs; rows_unthinking: with turns behind the prompt of enable_thinking=false."""
 
     rows_read: int = 0
     rows_kept: int = 0
     rows_filtered: int = 0
     shortest_filtered_tokens: int = 0
     rows_truncated: int = 0
+    rows_unthinking: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     example: str = ""
     characters: dict[str, list[int]] = field(default_factory=dict)
@@ -82,7 +83,7 @@ class Counts:
     unread_keys: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: Counts) -> None:
-        for name in ("rows_read", "rows_kept", "rows_filtered", "rows_truncated"):
+        for name in ("rows_read", "rows_kept", "rows_filtered", "rows_truncated", "rows_unthinking"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         shortest = (self.shortest_filtered_tokens, other.shortest_filtered_tokens)
         self.shortest_filtered_tokens = min(filter(None, shortest), default=0)
@@ -117,6 +118,7 @@ class RenderJob:
     tokenizer: Tokenizer
     cfg: DataConfig
     template_kwargs: Mapping[str, Any]
+    stops: tuple[int, ...] = ()  # the tokens at which an answer ends, beside the tokenizer's end-of-sequence token
     audit: TemplateAudit = field(init=False)
     coverage: Coverage = field(init=False)
     special: SpecialTokens = field(init=False)
@@ -126,7 +128,7 @@ class RenderJob:
 
     def __post_init__(self) -> None:
         with bounded_memory():
-            self.audit = audit_template(self.tokenizer, self.template_kwargs)
+            self.audit = audit_template(self.tokenizer, self.template_kwargs, self.stops)
         self.coverage, self.special = Coverage(self.tokenizer), SpecialTokens(self.tokenizer)
 
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
@@ -293,8 +295,15 @@ class ConversationJob(RenderJob):
         if row.enable_thinking is not None:
             kwargs["enable_thinking"] = row.enable_thinking
         rendered = render_conversation(
-            self.tokenizer, row.messages, self.audit, kwargs, tools=row.tools, train_from=row.train_from
+            self.tokenizer,
+            row.messages,
+            self.audit,
+            kwargs,
+            tools=row.tools,
+            train_from=row.train_from,
+            may_skip_thinking=True,
         )
+        counts.rows_unthinking += any(r.unthinking for r in rendered)
         return [{"ids": r.ids, "mask": r.mask} for r in [self._fit(r, raw.where, counts) for r in rendered]]
 
     def _fit(self, row: Rendered, where: str, counts: Counts) -> Rendered:

@@ -59,6 +59,10 @@ class LoadReport(Counts):
             parts.append(f"{self.rows_filtered} filtered as too long")
         if self.rows_truncated:
             parts.append(f"{self.rows_truncated} truncated")
+        if self.rows_unthinking:
+            parts.append(
+                f"{self.rows_unthinking} with turns without a thought, behind the prompt of enable_thinking=false"
+            )
         parts += [f"{count} refused: {reason}" for reason, count in self.refused.items()]
         where = "cached" if self.from_cache else f"{self.wall_s:.1f} s"
         return f"{', '.join(parts)}; {self.total_tokens} tokens, longest {self.longest_tokens} ({where})"
@@ -112,9 +116,11 @@ def load_tasks(
     template_kwargs: Mapping[str, Any] | None = None,
     max_rows: int | None = None,
     players: Players = ONE_ANSWER,
+    stops: tuple[int, ...] = (),
 ) -> TaskTable:
-    """Render, tokenise and filter RL prompts. players: the loops and tools of the run."""
-    arrays, report, key = load_arrays(files, PromptJob(tokenizer, cfg, template_kwargs or {}, players), max_rows)
+    """Render, tokenise and filter RL prompts. players: the loops and tools of the run · stops: see `RenderJob`."""
+    job = PromptJob(tokenizer, cfg, template_kwargs or {}, stops, players=players)
+    arrays, report, key = load_arrays(files, job, max_rows)
     if report.refused:
         refuse_empty(report)
     if not report.entries:
@@ -134,14 +140,16 @@ def load_conversations(
     *,
     template_kwargs: Mapping[str, Any] | None = None,
     max_rows: int | None = None,
+    stops: tuple[int, ...] = (),
 ) -> ConversationTable:
-    """Render and tokenise SFT conversations with exact loss masks. Rows without one are dropped and counted."""
+    """Render and tokenise SFT conversations with exact loss masks. Rows without one are dropped and counted. stops: see
+    `RenderJob`."""
     if cfg.truncation == "middle":
         raise ValueError(
             "data.truncation=middle: a conversation cut in its middle joins words that nobody wrote."
             " Fix: error, left or right"
         )
-    arrays, report, key = load_arrays(files, ConversationJob(tokenizer, cfg, template_kwargs or {}), max_rows)
+    arrays, report, key = load_arrays(files, ConversationJob(tokenizer, cfg, template_kwargs or {}, stops), max_rows)
     refuse_empty(report)
     return ConversationTable(arrays, report, key)
 

@@ -48,7 +48,6 @@ from verl.driver.setup import (
     data_seed,
     decoder,
     device_of,
-    eos_ids,
     free_bytes_of,
     load_tokenizer_of,
     max_context_tokens,
@@ -56,6 +55,7 @@ from verl.driver.setup import (
     require_an_end,
     set_up_process,
     set_up_worker,
+    stop_ids,
     torch_dtype,
 )
 from verl.driver.trajectories import TrajectoryRunner
@@ -409,8 +409,8 @@ def reporter_of(
 
 def tasks_of(config: Config, tokenizer: Any, players: Players = ONE_ANSWER) -> tuple[TaskTable, list[Task]]:
     """Training rows and evaluation tasks, each with somebody who can score it, or a ValueError."""
-    data, kwargs = config.data, config.model.template_kwargs
-    read = partial(load_tasks, tokenizer=tokenizer, cfg=data, template_kwargs=kwargs, players=players)
+    data, kwargs, stops = config.data, config.model.template_kwargs, stop_ids(config, tokenizer)
+    read = partial(load_tasks, tokenizer=tokenizer, cfg=data, template_kwargs=kwargs, players=players, stops=stops)
     teachers = tuple(config.teacher.paths) if config.teacher.pick == "task" else ()
     learners = players._replace(teachers=teachers, hint_key=config.teacher.hint_key)
     loss = settled(config.algorithm.name, config.algorithm.given()).loss
@@ -446,7 +446,7 @@ def rollout_engine(
         hf_config=hf_config,
         max_context_tokens=max_context_tokens(config, hf_config),
         dtype=torch_dtype(config.model.dtype if r.dtype == "auto" else r.dtype),
-        eos_token_ids=eos_ids(config, tokenizer),
+        eos_token_ids=stop_ids(config, tokenizer),
         decode=decoder(tokenizer),
         device=device,
         max_concurrent_sequences=r.max_concurrent_sequences,

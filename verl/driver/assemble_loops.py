@@ -13,16 +13,21 @@ from verl.config.schema import Config
 from verl.config.tree import text_of
 from verl.data.formats import SINGLE_TURN, TOOL_AGENT, played_by
 from verl.data.source import TaskTable
-from verl.driver.setup import eos_ids, load_tokenizer_of, set_up_process
+from verl.driver.setup import end_lines, load_tokenizer_of, set_up_process, stop_ids
 from verl.track.events import next_attempt
 from verl.types import Task, derive_seed
 from verl.workers.host import free_bytes
 
 
 async def loops_of(config: Config, tokenizer: Any) -> Loops:
-    """In a process of their own where code of the user's plays."""
+    """In a process of their own where code of the user's plays. Their notes begin with where the answers end."""
+    loops = await _loops_of(config, tokenizer)
+    return replace(loops, notes=(*end_lines(config, tokenizer), *loops.notes))
+
+
+async def _loops_of(config: Config, tokenizer: Any) -> Loops:
     if not of_the_user(config.agent):
-        return load_loops(config, tokenizer, eos_ids(config, tokenizer))
+        return load_loops(config, tokenizer, stop_ids(config, tokenizer))
     attempt = next_attempt(Path(config.run.root_dir) / config.run.name)
     memory_mb = free_bytes() / 2 / 2**20
     runner = Runner(loops_there, (config, attempt), silent_s=config.agent.tool_timeout_s, memory_mb=memory_mb)
@@ -48,4 +53,4 @@ def loops_there(given: tuple[Config, int], start: int) -> Loops:
     seed = derive_seed(config.run.seed, "loops", attempt, start)
     set_up_process(replace(config, run=replace(config.run, seed=seed)))
     tokenizer = load_tokenizer_of(config)
-    return load_loops(config, tokenizer, eos_ids(config, tokenizer))
+    return load_loops(config, tokenizer, stop_ids(config, tokenizer))

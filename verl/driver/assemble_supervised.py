@@ -25,7 +25,16 @@ from verl.driver.models import hf_export, trained, workers_of
 from verl.driver.reporter import OnStep
 from verl.driver.roles import Learner
 from verl.driver.run_dir import RunDir, open_run_dir
-from verl.driver.setup import data_seed, device_of, load_tokenizer_of, pad_id, refuse_unembedded, set_up_worker
+from verl.driver.setup import (
+    data_seed,
+    device_of,
+    end_lines,
+    load_tokenizer_of,
+    pad_id,
+    refuse_unembedded,
+    set_up_worker,
+    stop_ids,
+)
 from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, reference_logprobs
 from verl.driver.supervised import TRAINER, SupervisedRun
 from verl.driver.together import open_together
@@ -73,7 +82,8 @@ async def _run_of(
     refused: contextlib.ExitStack,
 ) -> SupervisedRun:
     config, (stage, eval_stage, summary) = resolved.config, stages
-    progress.message(f"data: {summary}")
+    for line in (f"data: {summary}", *(end_lines(config, tokenizer) if command != "rm" else ())):
+        progress.message(line)
     num_steps = total_steps_of(config, len(stage.table), config.supervised.rows_per_step)
     head: Literal["lm", "score"] = "score" if command == "rm" else "lm"
     share, waits = command != "sft", Waits((claimed.records or claimed.path) / "waits.json")
@@ -139,10 +149,10 @@ def _drivers(config: Config, stages: tuple[Stage, Stage | None, str]) -> Drivers
 
 def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage | None, str]:
     """The training stage, the evaluation stage if there are such files, and a line about the rows."""
-    kwargs, p = config.model.template_kwargs, config.preference
+    kwargs, p, stops = config.model.template_kwargs, config.preference, stop_ids(config, tokenizer)
     files = ((config.data.train_files, config.data.max_rows), (config.data.eval_files, config.data.max_eval_rows))
     if command == "sft":
-        read = partial(load_conversations, tokenizer=tokenizer, cfg=config.data, template_kwargs=kwargs)
+        read = partial(load_conversations, tokenizer=tokenizer, cfg=config.data, template_kwargs=kwargs, stops=stops)
         tables = [read(f, max_rows=n) if f else None for f, n in files]
         assert tables[0] is not None, "validated"
         refuse_unembedded(config, tokenizer, *(table.report for table in tables if table))
@@ -158,7 +168,7 @@ def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage 
         raise ValueError(
             "supervised.rows_per_step=1: kto compares rows with the other rows of a step; set at least 2 (64 is usual)"
         )
-    kind: dict[str, Any] = {"paired": paired, "needs_gap": needs_gap, "template_kwargs": kwargs}
+    kind: dict[str, Any] = {"paired": paired, "needs_gap": needs_gap, "template_kwargs": kwargs, "stops": stops}
     pairs = [load_pairs(f, tokenizer, config.data, max_rows=n, **kind) if f else None for f, n in files]
     assert pairs[0] is not None, "validated"
     refuse_unembedded(config, tokenizer, *(table.report for table in pairs if table))

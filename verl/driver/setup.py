@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from verl.chat import load_tokenizer, require_chat_template
+from verl.chat import TemplateAudit, audit_template, load_tokenizer, require_chat_template
 from verl.checkpoint.loadable import check_loadable
 from verl.config.backends import longest_sequence
 from verl.config.model_files import describe_model
@@ -174,14 +174,51 @@ def eos_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(i) for i in found if i is not None))
 
 
+def stop_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens at which an answer ends: those of `eos_ids`, and those with which the chat template ends a turn."""
+    named = eos_ids(config, tokenizer)
+    return tuple(dict.fromkeys((*named, *_audited(config, tokenizer, named).ends)))
+
+
+def _audited(config: Config, tokenizer: Any, stops: tuple[int, ...]) -> TemplateAudit:
+    return audit_template(tokenizer, config.model.template_kwargs, stops)
+
+
+def end_lines(config: Config, tokenizer: Any) -> list[str]:
+    """What is to be said at the start where the template's end of a turn is not what the files name as the end of an
+    answer, or where it writes none."""
+    named = eos_ids(config, tokenizer)
+    audit, lines = _audited(config, tokenizer, named), list[str]()
+
+    def spelled(ids: Iterable[int]) -> str:
+        return ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in ids) or "nothing"
+
+    if not audit.ends_turn_with:
+        behind = (
+            f"{spelled(audit.next_turns.values())} where the next turn begins with it, " if audit.next_turns else ""
+        )
+        last = () if audit.last_end is None else (audit.last_end,)
+        lines.append(f"chat template: it writes no end of a turn; answers end with {behind}else {spelled(last)}")
+    extra = [i for i in audit.ends if i not in (*named, *config.rollout.stop_token_ids)]
+    if extra:
+        lines.append(
+            f"chat template: turns end with {spelled(extra)}, and the tokenizer and generation_config.json name "
+            f"{spelled(named)} as the end of an answer: answers stop at both here, and other engines run on. Fix: "
+            f"eos_token in tokenizer_config.json or eos_token_id in generation_config.json; rollout.stop_token_ids="
+            f"[{','.join(map(str, extra))}] says that it is meant"
+        )
+    return lines
+
+
 def require_an_end(config: Config, tokenizer: Any) -> None:
     """ValueError where nothing ends an answer but its limit."""
     r = config.rollout
-    if not (eos_ids(config, tokenizer) or r.stop or r.stop_token_ids or r.ignore_eos):
+    if not (stop_ids(config, tokenizer) or r.stop or r.stop_token_ids or r.ignore_eos):
         raise ValueError(
             f"model.path={config.model.path}: no end-of-sequence token in the tokenizer, generation_config.json or "
-            "config.json: every answer would run to rollout.max_response_tokens. Set eos_token in tokenizer_config.json"
-            ", or rollout.stop=[TEXT] or rollout.stop_token_ids=[ID]; rollout.ignore_eos=true if that is meant"
+            "config.json, and no end of a turn in the chat template: every answer would run to "
+            "rollout.max_response_tokens. Set eos_token in tokenizer_config.json, or rollout.stop=[TEXT] or "
+            "rollout.stop_token_ids=[ID]; rollout.ignore_eos=true if that is meant"
         )
 
 
