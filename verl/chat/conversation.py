@@ -214,11 +214,8 @@ def _without_thought(message: Message) -> Message:
 
 
 def _refuse_misplaced_text(message: Message, added: str, i: int) -> None:
-    """RowRefused for a template that drops the text of a turn with calls (Llama 3.1), or writes it behind the
-    calls, where no model writes it (Gemma 4)."""
+    """RowRefused for a template that writes the text of a turn behind its calls, where no model writes it (Gemma 4)."""
     squeezed, text = "".join(added.split()), "".join(str(message["content"]).split())
-    if text not in squeezed:
-        raise RowRefused("text beside a tool call, which this chat template does not render", f"message {i + 1}")
     name = str(message["tool_calls"][-1].get("function", {}).get("name"))
     if name not in squeezed[squeezed.find(text) + len(text) :]:
         raise RowRefused("text beside a tool call, which this chat template writes behind the call", f"message {i + 1}")
