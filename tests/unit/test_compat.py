@@ -1171,6 +1171,80 @@ def test_rollout_correction_becomes_ours_with_the_bounds_turned_over() -> None:
     assert (a.options["bypass"], a.loss, a.options.get("correction")) == (True, "ppo_clip", None)
 
 
+# -- values that switch a feature off, and keys that both sides have ---------------------------------------------------
+
+OVERRIDE = f"{ACTOR}megatron.override_transformer_config."
+
+
+@pytest.mark.parametrize(
+    ("given", "harmless", "acts"),
+    [
+        (f"{OVERRIDE}fp8", ("False", "null", "none"), ("hybrid", "e4m3", "True")),
+        (f"{OVERRIDE}context_parallel_size", ("1", "null"), ("2",)),
+        (f"{OVERRIDE}tensor_model_parallel_size", ("1",), ("4",)),
+        (f"{OVERRIDE}moe_input_jitter_eps", ("null", "0"), ("0.1",)),
+        (f"{OVERRIDE}fp32_residual_connection", ("False",), ("True",)),
+        (f"{ACTOR}engine.qat.enable", ("False",), ("True",)),
+        (f"{ACTOR}engine.router_replay.mode", ("disabled",), ("R2",)),
+        (f"{ACTOR}engine.use_dist_checkpointing", ("False",), ("True",)),
+        (f"{ACTOR}engine.override_transformer_config.fp8", ("False",), ("e4m3",)),
+        ("data.output_path", ("null",), ("out.parquet",)),
+    ],
+)
+def test_a_value_that_switches_a_feature_off_is_accepted(
+    given: str, harmless: tuple[str, ...], acts: tuple[str, ...]
+) -> None:
+    for value in harmless:
+        assert [note.action for note in translate([f"{given}={value}"]).notes] == ["ignored"], value
+    for value in acts:
+        with pytest.raises(ValueError, match=re.escape(f"{given}={value}: ")):
+            translate([f"{given}={value}"])
+
+
+def test_our_keys_win_over_verls_and_over_its_defaults() -> None:
+    script = ["model.path=m", "data.train_batch_size=1024", f"{ACTOR}ppo_mini_batch_size=256", f"{ACTOR}optim.lr=1e-5"]
+    ours = ["step.prompts_per_step=4", "step.updates_per_step=1", "optim.lr=1e-4", "algorithm.clip_high=0.3"]
+    for options in ({}, {"verl_defaults": "rl"}):
+        config = load_config([*script, *ours], **options).config  # type: ignore[arg-type]
+        assert (config.step.prompts_per_step, config.step.updates_per_step, config.optim.lr) == (4, 1, 1e-4)
+        assert config.algorithm.given()["clip_high"] == 0.3
+    alone = load_config(["model.path=m", *ours[:2]], verl_defaults="rl").config
+    assert (alone.step.prompts_per_step, alone.step.updates_per_step) == (4, 1), "verl's default of 256 is not read"
+
+
+@pytest.mark.parametrize(("steps", "rollouts", "expected"), [(5, 80, 5), (500, 80, 10), (7, None, 7)])
+def test_a_run_ends_with_the_first_of_two_bounds(steps: int, rollouts: int | None, expected: int) -> None:
+    more = [] if rollouts is None else [f"rollout.total_rollout_steps={rollouts}"]
+    args = ["model.path=m", "data.train_batch_size=8", f"{ACTOR}ppo_mini_batch_size=8"]
+    resolved = load_config([*args, f"trainer.total_training_steps={steps}", *more], verl_defaults="rl")
+    assert resolved.config.run.total_steps == expected
+
+
+def test_a_device_that_is_not_here_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("npu", "gpu"):
+        (note,) = translate([f"trainer.device={name}"]).notes
+        assert "model.device=auto" in note.text and f"{name} is not here" in note.text and "its CPU" in note.text
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert "is not here" not in translate(["trainer.device=gpu"]).notes[0].text
+    assert translate(["trainer.device=cuda"]).settings[0].value == "cuda"
+
+
+def test_a_list_in_one_pair_of_quotes_more_is_that_list() -> None:
+    assert load_config(["model.path=m", "optim.betas='[0.9,0.95]'"]).config.optim.betas == [0.9, 0.95]
+    assert load_config(["model.path=m", "data.train_files='[a.jsonl, b.jsonl]'"]).config.data.train_files == [
+        "a.jsonl",
+        "b.jsonl",
+    ]
+    assert load_config(["model.path=m", "data.train_files=a[1].jsonl"]).config.data.train_files == ["a[1].jsonl"]
+
+
+def test_sizes_of_an_engine_group_are_the_layout() -> None:
+    args = [f"{ACTOR}engine.{key}" for key in ("tp_size=2", "pp_size=1", "ep_size=4", "distributed_strategy=fsdp2")]
+    found = {s.key: s.value for s in translate([*args, "cluster.backend=ray", "trainer.n_gpus_per_node=8"]).settings}
+    assert (found["parallel.tensor"], found["parallel.expert"]) == (2, 4) and "parallel.pipeline" not in found
+
+
 if __name__ == "__main__":
     head, _, rest = PAGE.read_text().partition("<!-- keys -->")
     tail = rest.partition("<!-- end of keys -->")[2]

@@ -132,7 +132,7 @@ def convert(value: Any, hint: Any, text: str | None = None) -> Any:
     elif kind is str and isinstance(value, dict) and text is not None:
         value = text  # `{name: x}` of a prompt
     elif kind is list and isinstance(value, str):
-        value = [value]
+        value = _listed(value)
     elif kind is dict and isinstance(value, Mapping):
         value = copy.deepcopy(dict(value))
     try:
@@ -143,6 +143,17 @@ def convert(value: Any, hint: Any, text: str | None = None) -> Any:
         if ", got" in str(exc):
             raise ValueError(f"expected {type_name(hint)}") from None
         raise ValueError(_out_of_bounds(value, hint)) from None
+
+
+def _listed(text: str) -> list[Any]:
+    """Return the list that is written in `text` ("[0.9,0.95]", quoted once more than it needs), else `text` alone."""
+    if text.startswith("[") and text.endswith("]"):
+        try:
+            found = yaml.safe_load(text)
+        except yaml.YAMLError:
+            return [text]
+        return found if isinstance(found, list) else [text]
+    return [text]
 
 
 def _out_of_bounds(value: Any, hint: Any) -> str:

@@ -74,8 +74,8 @@ class MetricLine:
 
 
 class MetricsLog:
-    """One strict JSON object per call: step, attempt, time_s (epoch), then every metric under its own name; non-finite
-    ones are "NaN", "Infinity", "-Infinity". It is on disk when `log` returns. Units are kept when first seen."""
+    """One strict JSON object per call: step, attempt, time_s (epoch), then every metric under its own name, null where
+    it is not finite. It is on disk when `log` returns. Units are kept when first seen."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ def read_metrics(run_dir: Path) -> list[MetricLine]:
     lines = []
     for record in map(record_of, (*whole_lines(run_dir / METRICS_FILE), *whole_lines(run_dir / KEPT_FILE))):
         step, attempt, time_s = (record.pop(name) for name in _HEAD)
-        lines.append(MetricLine(step, attempt, time_s, {name: float(value) for name, value in record.items()}))
+        lines.append(MetricLine(step, attempt, time_s, {name: _number(value) for name, value in record.items()}))
     began: dict[int, int] = {}
     for line in lines:
         began[line.attempt] = min(line.step, began.get(line.attempt, line.step))
@@ -138,8 +138,14 @@ def read_units(run_dir: Path) -> dict[str, str]:
     return {name: unit for record in records for name, unit in record["units"].items()}
 
 
-def _strict_values(values: Mapping[str, float]) -> dict[str, float | str]:
-    return {n: float(v) if math.isfinite(v) else json.dumps(float(v)) for n, v in values.items()}
+def _strict_values(values: Mapping[str, float]) -> dict[str, float | None]:
+    """Return what JSON has a number for; null for NaN and the infinities."""
+    return {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
+
+
+def _number(value: float | str | None) -> float:
+    """Return a value of the log: NaN for null; the text "NaN" or "Infinity" is what earlier versions wrote."""
+    return math.nan if value is None else float(value)
 
 
 def phase_order(names: Iterable[str]) -> list[str]:

@@ -18,10 +18,22 @@ ONE_PROCESS = (
     "one; the maths does not depend on it"
 )
 NODES, DEVICES, SHARDS = "trainer.nnodes", "trainer.n_gpus_per_node", f"{ACTOR}fsdp_config.fsdp_size"
-TENSOR = (f"{ACTOR}megatron.tensor_model_parallel_size", "engine.tensor_model_parallel_size")
-PIPELINE = (f"{ACTOR}megatron.pipeline_model_parallel_size", "engine.pipeline_model_parallel_size")
-EXPERT = (f"{ACTOR}megatron.expert_model_parallel_size", "engine.expert_model_parallel_size")
+_ENGINE = f"{ACTOR}engine."
+TENSOR = (
+    *(f"{ACTOR}megatron.tensor_model_parallel_size", "engine.tensor_model_parallel_size"),
+    *(f"{_ENGINE}{key}" for key in ("tp_size", "tensor_parallel_size", "tensor_model_parallel_size")),
+)
+PIPELINE = (
+    *(f"{ACTOR}megatron.pipeline_model_parallel_size", "engine.pipeline_model_parallel_size"),
+    *(f"{_ENGINE}{key}" for key in ("pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size")),
+)
+EXPERT = (
+    *(f"{ACTOR}megatron.expert_model_parallel_size", "engine.expert_model_parallel_size"),
+    *(f"{_ENGINE}{key}" for key in ("ep_size", "expert_parallel_size", "expert_model_parallel_size")),
+)
 SEQUENCE = (
+    *(f"{_ENGINE}{key}" for key in ("cp_size", "context_parallel_size", "ulysses_parallel_size")),
+    f"{_ENGINE}ulysses_sequence_parallel_size",
     *(f"{ACTOR}{key}" for key in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")),
     *(f"{ACTOR}{key}" for key in ("veomni.ulysses_parallel_size", "megatron.context_parallel_size")),
     *("engine.ulysses_sequence_parallel_size", "engine.ulysses_parallel_size", "engine.context_parallel_size"),
@@ -78,6 +90,17 @@ def layout(given: Given) -> Result:
     return out
 
 
+def device(given: Given) -> Result:
+    """The devices that are here, with a remark where another kind was asked for."""
+    name = given.said("trainer.device")
+    if name in ("cuda", "cpu"):
+        return {"model.device": name}
+    if name == "npu" or (name == "gpu" and local_gpus() == 0):
+        found = "CUDA devices" if local_gpus() else "its CPU"
+        given.remarks["trainer.device"] = f"{name} is not here: the run is on what this machine has, {found}"
+    return {"model.device": "auto"}
+
+
 def over_ray(given: Given) -> bool:
     """Whether the run is one of Ray's processes, as `layout` decides."""
     asked = given.native.get("cluster.backend")
@@ -113,4 +136,4 @@ def _size(given: Given, key: str) -> int:
     return max(1, size)
 
 
-RULES = (layout, offload)
+RULES = (layout, offload, device)

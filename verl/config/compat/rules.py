@@ -125,6 +125,13 @@ def _batch(given: Given) -> Result:
         if prompts is None:
             raise ValueError(f"rollout.total_rollout_steps={rollouts} counts prompts: give run.total_steps instead")
         out["run.total_steps"] = max(1, rollouts // prompts)
+    steps, steps_key = given.said("trainer.total_training_steps"), "trainer.total_training_steps"
+    if steps is not None:  # the run ends with the first of the two, as in verl
+        out["run.total_steps"] = min(steps, out.get("run.total_steps", steps))
+        if rollouts is not None:
+            given.remarks[steps_key] = given.remarks["rollout.total_rollout_steps"] = "the smaller of the two ends it"
+    elif steps_key in given.values and rollouts is None:
+        out["run.total_steps"] = None
     return out
 
 

@@ -186,8 +186,10 @@ class _Work:
         given = [k for k in self.values if k in free]
         if not given and not (self.use_defaults and any(k in self.defaults for k in free)):
             return
-        values = {k: v for k, v in self.values.items() if k in free or k not in rows}
-        view = Given(values, self.defaults, self.use_defaults, self.native, self.prompts_per_step)
+        values, defaults = (
+            {k: v for k, v in layer.items() if k in free or k not in rows} for layer in (self.values, self.defaults)
+        )
+        view = Given(values, defaults, self.use_defaults, self.native, self.prompts_per_step)
         try:
             results = JOINT[rule](view)
         except ValueError as exc:
