@@ -337,7 +337,7 @@ def test_long_conversations(tokenizer: Any, config: Any, tmp_path: Path) -> None
     file = write(
         tmp_path / "a.jsonl", [{"prompt": "abcd", "completion": "efgh"}, {"prompt": "a" * 20, "completion": "b"}]
     )
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: the conversation has 12 tokens, data\.max_tokens_per_row is 9"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: the row has 12 tokens, data\.max_tokens_per_row is 9"):
         load_conversations([file], tokenizer, config(max_tokens_per_row=9))
     right = load_conversations([file], tokenizer, config(max_tokens_per_row=9, truncation="right"))
     assert tokenizer.decode(right[0].ids[right[0].mask]) == "ef" and len(right) == 1

@@ -13,6 +13,7 @@ import numpy as np
 
 from verl.chat.bridge import PlainText, plain_text
 from verl.chat.conversation import Rendered, render_conversation
+from verl.chat.load import require_chat_template
 from verl.chat.messages import KNOWN_KEYS, Messages
 from verl.chat.spelling import PLAIN_SPELLING, Spelling
 from verl.chat.template import (
@@ -45,6 +46,7 @@ from verl.data.formats import (
 from verl.data.lost import Coverage, texts_of
 from verl.data.media import refuse_media
 from verl.data.memory import bounded_memory
+from verl.data.plain import IDS, TEXT, ids_row, plain_column, text_row
 from verl.data.special import Found, SpecialTokens, add_found
 from verl.data.truths import kind_of_truth, unread_truths
 from verl.data.values import content_hash
@@ -62,9 +64,9 @@ class Counts:
     """What became of rows. refused: those without an exact rendering, by reason; example: the first, with its place.
     characters: by file, [of the messages, of those the ones without a token]; lost: by file, the first of them;
     special: special tokens in the messages' text; judged: the place of the first row that asks for a judge; truths: of
-    the rows that a reward function scores, by data_source, kinds of ground truth; unread: columns that are named as a
-    truth and hold another one, with the first such row; unread_keys: keys of messages that nothing
-    reads, with theirs; rows_unthinking: with turns behind the prompt of enable_thinking=false."""
+    the rows that a reward function scores, by data_source, kinds of ground truth; unread: lines about columns that are
+    not read where another is, with the first such row; unread_keys: keys of messages that nothing reads;
+    rows_unthinking: with turns behind the prompt of enable_thinking=false."""
 
     rows_read: int = 0
     rows_kept: int = 0
@@ -119,7 +121,7 @@ class RenderJob:
     cfg: DataConfig
     template_kwargs: Mapping[str, Any]
     stops: tuple[int, ...] = ()  # the tokens at which an answer ends, beside the tokenizer's end-of-sequence token
-    audit: TemplateAudit = field(init=False)
+    measured: TemplateAudit | None = field(init=False, default=None)
     coverage: Coverage = field(init=False)
     special: SpecialTokens = field(init=False)
 
@@ -128,8 +130,17 @@ class RenderJob:
 
     def __post_init__(self) -> None:
         with bounded_memory():
-            self.audit = audit_template(self.tokenizer, self.template_kwargs, self.stops)
+            if self.tokenizer.chat_template:
+                self.measured = audit_template(self.tokenizer, self.template_kwargs, self.stops)
         self.coverage, self.special = Coverage(self.tokenizer), SpecialTokens(self.tokenizer)
+
+    @property
+    def audit(self) -> TemplateAudit:
+        """What the chat template was measured to do. ValueError where there is none and a row has messages."""
+        if self.measured is None:
+            require_chat_template(self.tokenizer, self.tokenizer.name_or_path)
+        assert self.measured is not None
+        return self.measured
 
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
         raise NotImplementedError
@@ -152,7 +163,7 @@ class RenderJob:
 
     def options(self) -> dict[str, Any]:
         """Everything but the tokenizer and the files that the result depends on."""
-        made = ("tokenizer", "cfg", "audit", "coverage", "special")
+        made = ("tokenizer", "cfg", "measured", "coverage", "special")
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in made}
         data = {name: value for name, value in asdict(self.cfg).items() if name not in SAME_TABLE}
         return {"job": type(self).__name__, **own, **data}
@@ -233,7 +244,8 @@ class PromptJob(RenderJob):
         read_otherwise = (self.cfg.prompt_key, self.players.hint_key, self.players.answer_key)
         for column in unread_truths(raw.row, task.ground_truth):
             if column not in read_otherwise:
-                counts.unread.setdefault(column, raw.where)
+                said = f"column {column!r} is not read: the ground truth is another"
+                counts.unread.setdefault(said, raw.where)
 
     def _answer(self, raw: RawRow, task: TaskRow, prompt: np.ndarray, counts: Counts) -> np.ndarray:
         """[A] int64: the row's stored answer as it stands behind its prompt, with the end of the turn; empty where the
@@ -289,7 +301,15 @@ class ConversationJob(RenderJob):
     flat: ClassVar = {"ids": np.int32, "mask": np.bool_}
 
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
+        if (column := plain_column(raw.row, self.cfg)) is not None:
+            refuse_media(raw.row, (), raw.where)
+            if column == TEXT and isinstance(raw.row[TEXT], str):
+                self.count_text([{"content": raw.row[TEXT]}], raw.where, counts)
+            found = text_row(self.tokenizer, raw.row, raw.where) if column == TEXT else ids_row(raw.row, raw.where)
+            return [{"ids": r.ids, "mask": r.mask} for r in [self._fit(found, raw.where, counts)]]
         row = conversation_row(raw, self.cfg)
+        for column in (key for key in (TEXT, IDS) if raw.row.get(key)):
+            counts.unread.setdefault(f"column {column!r} is not read: the row has a conversation", raw.where)
         self.count_text(row.messages, raw.where, counts)
         kwargs = dict(self.template_kwargs)
         if row.enable_thinking is not None:
@@ -312,7 +332,7 @@ class ConversationJob(RenderJob):
             return row
         if self.cfg.truncation == "error":
             raise ValueError(
-                f"{where}: the conversation has {length} tokens, data.max_tokens_per_row is {limit}."
+                f"{where}: the row has {length} tokens, data.max_tokens_per_row is {limit}."
                 " Fix: data.truncation=left|right, or a higher limit"
             )
         keep = kept_positions(length, limit, self.cfg.truncation)

@@ -194,10 +194,7 @@ def load_arrays(
     )
     logger.info("data: %s", report.summary())
     special = special_lines(counts.special, job.tokenizer.special_tokens_map)
-    unread = [
-        f"column {column!r} is not read: the ground truth is another (first {where})"
-        for column, where in counts.unread.items()
-    ]
+    unread = [f"{line} (first {where})" for line, where in counts.unread.items()]
     if keys := counts.unread_keys:
         where = ", ".join(f"{key!r} (first {where})" for key, where in keys.items())
         unread.append(f"keys of messages that neither verl nor the chat template reads: {where}")

@@ -56,7 +56,7 @@ async def assemble_supervised(
     config = resolved.config
     launch = launched()
     set_up_worker(config, None, Place(neighbours=launch.local_world_size if launch else 1))
-    tokenizer = load_tokenizer_of(config)
+    tokenizer = load_tokenizer_of(config, needs_template=False)
     if command == "rm":
         hf_export(config, head="score")  # refuses what could not be saved
     stages = _stages(config, command, tokenizer)

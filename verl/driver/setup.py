@@ -95,12 +95,15 @@ def torch_dtype(name: str) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
 
 
-def load_tokenizer_of(config: Config) -> Any:
+def load_tokenizer_of(config: Config, *, needs_template: bool = True) -> Any:
+    """The tokenizer, once it is clear that it and the model's folder go together. needs_template: rows are messages,
+    whatever they hold; else the first that is says what is missing."""
     path = config.model.tokenizer_path or config.model.path
     tokenizer = load_tokenizer(
         path, trust_remote_code=config.model.trust_remote_code, chat_template_file=config.model.chat_template
     )
-    require_chat_template(tokenizer, path)
+    if needs_template:
+        require_chat_template(tokenizer, path)
     folder = Path(config.model.path)
     hf_config = check_loadable(folder, trust_remote_code=config.model.trust_remote_code)
     _refuse_other_vocabulary(tokenizer, hf_config.get_text_config().vocab_size, folder)

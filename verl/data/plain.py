@@ -1,0 +1,106 @@
+"""SFT rows that no chat template renders: texts to go on training with, and rows that were tokenised before.
+
+{text}                                                       every token but the first is trained, and the end
+{input_ids, labels? | loss_mask? ..., attention_mask?}       what labels and masks leave is trained
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from verl.chat.conversation import Rendered
+from verl.chat.template import RowRefused, Tokenizer, as_ids
+from verl.config.schema import DataConfig
+from verl.data.values import kind_of
+
+TEXT, IDS = "text", "input_ids"
+MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "completion_mask")
+"""Columns that are 1 where a token is trained; where there are several, all have to be."""
+NOT_TRAINED = -100
+"""Of `labels`, as Hugging Face has them: at the place of the token itself."""
+NEVER_READ = {"token_type_ids", "attention_mask", "position_ids"}
+
+
+def plain_column(row: Mapping[str, Any], cfg: DataConfig) -> str | None:
+    """Return the column that holds a row without a conversation; None for a row with one, or with neither."""
+    if any(
+        row.get(k) is not None for k in (cfg.messages_key, "conversations", cfg.prompt_key, "question", "instruction")
+    ):
+        return None
+    return next((key for key in (IDS, TEXT) if row.get(key) is not None), None)
+
+
+def text_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """[t] int64: the ids of a text with what the tokenizer puts around it, and the end token behind it."""
+    ids = as_ids(tokenizer(text))
+    end = tokenizer.eos_token_id
+    return ids if end is None or ids[-1:].tolist() == [end] else np.append(ids, np.int64(end))
+
+
+def text_row(tokenizer: Tokenizer, row: Mapping[str, Any], where: str) -> Rendered:
+    """Return the row of a text: every token is trained but the first, which nothing predicts."""
+    text = row[TEXT]
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: {TEXT!r} must be text, got {kind_of(text)}")
+    if not text.strip():
+        raise RowRefused("an empty text")
+    return _trained(text_ids(tokenizer, text), np.array(True))
+
+
+def ids_row(row: Mapping[str, Any], where: str) -> Rendered:
+    """Return the row that was tokenised before, without its padding."""
+    ids = _integers(row[IDS], where, IDS)
+    if not len(ids) or ids.min() < 0:
+        raise ValueError(f"{where}: {IDS!r} must be a list of token ids, got {row[IDS][:8]}")
+    mask = np.ones(len(ids), bool)
+    if (labels := row.get("labels")) is not None:
+        labels = _beside(ids, labels, where, "labels")
+        mask &= labels != NOT_TRAINED
+        if not (labels == ids)[mask].all():
+            shifted = len(ids) > 1 and (labels[:-1] == ids[1:])[mask[:-1]].all()
+            said = "those of the next token" if shifted else "other ids"
+            raise ValueError(
+                f"{where}: 'labels' are {said} than {IDS!r} where they are not {NOT_TRAINED}."
+                f" Fix: labels at the place of their own token, {NOT_TRAINED} where nothing is trained"
+            )
+    for key in row:
+        if key in MASKS and row[key] is not None:
+            mask &= _beside(ids, row[key], where, key, least=0, most=1) == 1
+        elif (key.endswith("mask") or key.endswith("masks")) and key not in NEVER_READ and row[key] is not None:
+            raise ValueError(f"{where}: {key!r} is not read beside {IDS!r}. Fix: one of {', '.join(MASKS)}, or labels")
+    real = np.ones(len(ids), bool)
+    if (attended := row.get("attention_mask")) is not None:
+        real = _beside(ids, attended, where, "attention_mask", least=0, most=1) == 1
+    if (positions := row.get("position_ids")) is not None:
+        positions = _beside(ids, positions, where, "position_ids")[real]
+        if not np.array_equal(positions, np.arange(len(positions))):
+            raise ValueError(f"{where}: 'position_ids' begin anew: several rows in one. Fix: a row for each")
+    if len(row.get("seq_lengths") or ()) > 1:
+        raise ValueError(f"{where}: 'seq_lengths' has several rows in one. Fix: a row for each")
+    return _trained(ids[real], mask[real])
+
+
+def _trained(ids: np.ndarray, mask: np.ndarray) -> Rendered:
+    mask = np.array(np.broadcast_to(mask, len(ids)))
+    mask[:1] = False
+    if not mask.any():
+        raise RowRefused("no token to train behind the first", f"{len(ids)} tokens")
+    return Rendered(ids, mask)
+
+
+def _beside(ids: np.ndarray, value: Any, where: str, column: str, least: int = NOT_TRAINED, most: int = 1 << 31) -> Any:
+    found = _integers(value, where, column)
+    if len(found) != len(ids):
+        raise ValueError(f"{where}: {column!r} has {len(found)} values and {IDS!r} has {len(ids)}. Fix: as many")
+    if len(found) and not least <= found.min() <= found.max() <= most:
+        raise ValueError(f"{where}: {column!r} must be from {least} to {most}, got {found.min()} to {found.max()}")
+    return found
+
+
+def _integers(value: Any, where: str, column: str) -> np.ndarray:
+    if not isinstance(value, list) or not all(type(item) in (int, bool) for item in value):
+        raise ValueError(f"{where}: {column!r} must be a list of integers, got {kind_of(value)}")
+    return np.array(value, np.int64)
