@@ -276,16 +276,18 @@ def _assemble(
 
 
 def _drawn_columns(drawn: Sequence[Segment]) -> dict[str, Tensor]:
-    """What the sampler recorded of each loss token; of a stored one NaN and no version."""
+    """What the sampler recorded of each loss token; of a stored one NaN, no version and side channels of 0."""
     logprobs = [np.full(len(s.ids), np.nan) if s.logprobs is None else s.logprobs for s in drawn]
     flat = np.concatenate(logprobs) if logprobs else np.zeros(0)
     versions = np.repeat(np.array([s.version for s in drawn], np.int64), [len(s.ids) for s in drawn])
     columns = {"rollout_logprobs": torch.from_numpy(flat.astype(np.float32)), "versions": torch.from_numpy(versions)}
     for name in sorted({name for s in drawn for name in s.side}):
-        without = sum(name not in s.side for s in drawn)
+        without = sum(name not in s.side for s in drawn if s.source != "stored")
         if without:
             raise ValueError(f"side channel {name!r} is missing in {without} of {len(drawn)} sampled segments")
-        columns[f"side/{name}"] = torch.from_numpy(np.concatenate([s.side[name] for s in drawn]))
+        like = next(s.side[name] for s in drawn if name in s.side)
+        none = [np.zeros((0 if name in s.side else len(s.ids), *like.shape[1:]), like.dtype) for s in drawn]
+        columns[f"side/{name}"] = torch.from_numpy(np.concatenate([s.side.get(name, z) for s, z in zip(drawn, none)]))
     return columns
 
 

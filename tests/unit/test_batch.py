@@ -256,6 +256,15 @@ def test_versions_of_spans_and_side_channels_are_columns_of_the_loss_tokens():
         pack([sample("a", prompt(1), drawn([2], 4)), sample("b", prompt(1), sampled([2]))])
 
 
+def test_stored_answers_stand_beside_drawn_ones_with_side_channels():
+    drawn = replace(sampled([5, 6]), side={"turn": np.array([1, 2]), "state": np.ones((2, 3), np.float32)})
+    batch = pack([sample("a", prompt(1), drawn), sample("b", prompt(1), Segment(ids=np.array([7]), source="stored"))])
+    assert batch.columns["side/turn"].tolist() == [1, 2, 0]
+    assert batch.columns["side/state"].sum(-1).tolist() == [3, 3, 0]
+    with pytest.raises(ValueError, match="side channel 'state' is missing in 1 of 2 sampled"):
+        pack([sample("a", prompt(1), drawn), sample("b", prompt(1), sampled([7]))])
+
+
 def test_a_row_without_tokens_is_refused_and_one_without_targets_is_not():
     with pytest.raises(ValueError, match="sample empty has no tokens"):
         pack([sample("empty", prompt())])

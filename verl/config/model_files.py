@@ -144,6 +144,18 @@ def _context_tokens(config: Mapping[str, Any]) -> int | None:
     return _optional_int(config, "max_position_embeddings", "n_positions")
 
 
+def rope_note(path: str, longest: int | None) -> str | None:
+    """What to print about a model whose RoPE transformers chooses by the longest row of a pass (nn/rope.py); None for
+    other models."""
+    config = text_config(read_model_config(find_model_folder(path)))
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    each = [of for of in given.values() if isinstance(of, dict)] or [given]
+    kinds = [str(of.get("rope_type", of.get("type", ""))) for of in each]
+    found = next((kind for kind in kinds if kind == "longrope" or "dynamic" in kind), None)
+    rows = "the model's positions" if longest is None else f"the longest row of this run, {longest} tokens"
+    return found and f"model: {found} RoPE is fixed for all rows as {rows}, has it"
+
+
 def read_model_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():

@@ -343,6 +343,7 @@ def context_of(
     crash_dir: Path | None = None,
     drivers: Drivers | None = None,
     say: Callable[[str], None] = print,
+    longest: int | None = None,
 ) -> ModelContext:
     """What the models of these roles have in common, and where they live."""
     device, layout = device_of(config), layout_of(config)
@@ -362,7 +363,7 @@ def context_of(
     cluster = load(CLUSTER[config.cluster.backend].build)(config.cluster, made)
     queue = load(backend_of(config, "queue").build)(options_of(config, "queue"))
     devices = {role: pools[at].computes_on for role, at in lives.items()}
-    return ModelContext(config, queue, device, updates, crash_dir, cluster, say, devices)
+    return ModelContext(config, queue, device, updates, crash_dir, cluster, say, devices, longest=longest)
 
 
 def checkpoint_engine(config: Config, probes: Sequence[np.ndarray] = ()) -> CheckpointEngine:

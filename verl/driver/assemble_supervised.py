@@ -88,7 +88,8 @@ async def _run_of(
     head: Literal["lm", "score"] = "score" if command == "rm" else "lm"
     share, waits = command != "sft", Waits((claimed.records or claimed.path) / "waits.json")
     crash_dir, roles = claimed.path / "crash", (TRAINER, "compute")
-    context = context_of(config, roles, updates=num_steps, crash_dir=crash_dir, drivers=drivers)
+    longest = config.data.max_tokens_per_row
+    context = context_of(config, roles, updates=num_steps, crash_dir=crash_dir, drivers=drivers, longest=longest)
     refused.callback(context.cluster.close)
     export = hf_export(config, head=head, pad_token_id=pad_id(tokenizer))
     trainer = workers_of(context, trained(context, TRAINER, head=head, share_prefix=share, hf_export=export))

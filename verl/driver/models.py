@@ -20,7 +20,7 @@ from verl.checkpoint.score import classifier_config
 from verl.config.adapter import base_of
 from verl.config.backends import backend_of, load, longest_sequence, options_of
 from verl.config.cluster import dtype_of
-from verl.config.model_files import describe_model, has_tokenizer
+from verl.config.model_files import describe_model, has_tokenizer, rope_note
 from verl.config.plan import warmup_steps
 from verl.config.schema import Config
 from verl.model_engine.base import EngineContext, ModelEngine, ServedAt, TeacherHead
@@ -51,6 +51,7 @@ class ModelContext:
     devices: Mapping[str, str] = field(default_factory=dict)  # of roles
     peers: Peers = field(default_factory=Peers)  # of the rollout's servers
     actor: ModelWorkers | None = None  # the policy's workers, once they are there
+    longest: int | None = None  # row of a supervised stage; None: prompt and response
 
 
 def workers_of(
@@ -95,6 +96,8 @@ def trained(
         min_lr_ratio=o.min_lr_ratio,
     )
     spec = role_spec(context, name, optim=optim, head=head)
+    if note := rope_note(context.config.model.path, spec.context.longest):
+        context.say(note)
     if name == "actor":
         t, own = context.config.teacher, teacher_head(context.config)
         student = replace(spec.context, teacher=own, top_k=t.top_k, optim=replace(optim, average=t.ema))
@@ -277,5 +280,6 @@ def role_spec(
             trust_remote_code=config.model.trust_remote_code,
             dump_dir=context.crash_dir if optim is not None else None,
             layout=context.cluster.layout,
+            longest=context.longest or longest_sequence(config),
         ),
     )

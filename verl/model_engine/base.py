@@ -101,7 +101,7 @@ class EngineContext:
     (policy, reference, teacher), value (critic) or score (reward model) · optim: None for a frozen model · dump_dir:
     where a batch with a non-finite gradient is written · layout: of the ranks that hold the model together · teacher:
     of a student · top_k: how many ids a teacher names · adapter: of a frozen model, which is in the weights of the
-    folder."""
+    folder · longest: row of the run, in tokens, by which RoPE is fixed (nn/rope.py); None: the model's positions."""
 
     folder: Path
     head: Head = "lm"
@@ -116,6 +116,7 @@ class EngineContext:
     teacher: TeacherHead | None = None
     top_k: int = 0
     adapter: Path | None = None
+    longest: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ from verl.model_engine.torch_engine import build as build_torch
 from verl.nn.attention import make_plan
 from verl.nn.expert_parallel import ExpertParallel
 from verl.nn.precision import rounded_in_place
+from verl.nn.rope import fix_rope
 from verl.nn.sequence_parallel import Exchange, check_heads
 from verl.nn.tensor_parallel import TensorParallel
 
@@ -217,6 +218,7 @@ class ShardedEngine(TorchEngine):
         with torch.device("meta"):
             own: Any = type(self.model)(copy.deepcopy(self.model.config)).eval().requires_grad_(False)
         own.set_attn_implementation(self._models_attention)
+        fix_rope(own, self._longest)
         sharded = dict(self.model.named_parameters(remove_duplicate=False))
         layers = {id(module) for module in self._layers(own)}
         inside = set()

@@ -38,8 +38,9 @@ from verl.nn.fused import fuse, unfuse
 from verl.nn.heads import Head, ValueHead
 from verl.nn.linear_logprob import Vocabulary
 from verl.nn.linear_teacher import HeadWeights
-from verl.nn.packing import check_packing, probe_sequences, refuse_noise
+from verl.nn.packing import check_packing, refuse_neighbours, refuse_noise, refused, short_windows
 from verl.nn.precision import computing_in, native_bf16, rounded
+from verl.nn.rope import fix_rope
 from verl.objective import Term
 from verl.types import Metric, Metrics, merge_metrics
 
@@ -58,7 +59,7 @@ class TorchEngine:
     model: an instantiated causal LM · head: lm (policy, reference) or value (critic, reward model) · optim: None for a
     frozen model · attention_mode: auto | padded · dump_dir: where a batch with a non-finite gradient is written ·
     emulate_bf16: None asks the hardware · score: the weight [1, H] that a value or score head starts with · teacher,
-    top_k: see `EngineContext`.
+    top_k, longest: see `EngineContext`.
     """
 
     _vocabulary: Vocabulary | None = None
@@ -81,6 +82,7 @@ class TorchEngine:
         score: Tensor | None = None,
         teacher: Teacher | None = None,
         top_k: int = 0,
+        longest: int | None = None,
         offload: Sequence[Part] = (),
     ) -> None:
         if dtype not in DTYPES:
@@ -95,6 +97,7 @@ class TorchEngine:
         self._rounded = self.dtype == torch.bfloat16 and emulate
         self._compute = self.master if self._rounded else self.dtype
         self.model = model.to(self.master)
+        self._longest, self._row_limit = longest, fix_rope(self.model, longest)
         refuse_altered_logits(self.model)
         self._logit_cap = float(vars(self.model.config.get_text_config()).get("final_logit_softcapping") or 0.0)
         self._models_attention = self.model.config._attn_implementation or "eager"
@@ -220,6 +223,8 @@ class TorchEngine:
 
     def _hidden(self, batch: Batch) -> Tensor:
         """[T, H] hidden states after the final norm."""
+        if self._row_limit is not None and (tokens := int(batch.positions.max()) + 1) > self._row_limit:
+            raise ValueError(f"a row has {tokens} tokens; the model's RoPE is fixed for {self._row_limit} in this run")
         return self._hidden_packed(batch) if self._packed else self._hidden_padded(batch)
 
     def _autocast(self) -> AbstractContextManager[None]:
@@ -250,34 +255,29 @@ class TorchEngine:
 
     @needs("weights")
     def check_packing(self, *, share_prefix: bool) -> float:
-        """Prove at start that a pass computes the model and nothing else: no noise, no leak between packed rows, all of
-        the head. ValueError where it does not. Returns the largest difference."""
-        text = self.model.config.get_text_config()
+        """Prove at start that a pass computes the model and nothing else: no noise, no leak between packed rows, its
+        sliding windows, all of the head. ValueError where it does not. Returns the largest difference."""
+        text, what = self.model.config.get_text_config(), type(self.model).__name__
         output = "logprobs" if self.head == "lm" else "values"
-        refuse_noise(
-            lambda batch: self.infer(batch, (output,))[output], text.vocab_size, what=type(self.model).__name__
-        )
+        compute, longest = self._compute, self._longest or getattr(text, "max_position_embeddings", None)
 
         def ours(batch: Batch) -> Tensor:
             return self._policy_outputs(batch)["logprobs"].to("cpu", self.master)
 
-        compute = self._compute
-        self._compute = self.master
-        try:
-            with torch.no_grad():
-                probes = probe_sequences(text.vocab_size)
-                found = zip(probes, self._models_own(probes, self.master), strict=True)
-                expected = {ids.numpy().tobytes(): logprobs for ids, logprobs in found}
-                return check_packing(
-                    ours,
-                    lambda ids: expected[ids.numpy().tobytes()],
-                    text.vocab_size,
-                    share_prefix=share_prefix,
-                    what=type(self.model).__name__,
-                    padded=not self._packed,
-                )
-        finally:
-            self._compute = compute
+        with refused(what, padded=not self._packed), torch.no_grad():
+            refuse_noise(lambda batch: self.infer(batch, (output,))[output], text.vocab_size, what=what)
+            self._compute = self.master
+            try:
+                own = partial(self._models_own, dtype=self.master)
+                given: Any = {"share_prefix": share_prefix, "what": what, "padded": not self._packed}
+                if not self._packed:
+                    return check_packing(ours, own, text.vocab_size, **given)
+                with short_windows(self.model):
+                    worst = check_packing(ours, own, text.vocab_size, **given)
+                refuse_neighbours(ours, text.vocab_size, longest=longest, what=what)
+                return worst
+            finally:
+                self._compute = compute
 
     @needs("weights")
     def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
@@ -496,5 +496,6 @@ def build(
         score=score,
         teacher=None if c.teacher is None else read_teacher(c.teacher),
         top_k=c.top_k,
+        longest=c.longest,
         offload=options.offload(trained=c.optim is not None),
     )

@@ -24,6 +24,7 @@ from verl.batch import Batch, ranges
 from verl.nn.flash import flash_attn
 
 PACKED = "verl_packed"
+WAY_OUT = "use model.engine_options.attention=padded"
 # Blocks up to this many keys keep their probabilities for the backward pass (bmm is faster than SDPA there on CPU).
 _SMALL_KEYS = 256
 # Score elements of padding that cost less than the dozen kernel launches of another block.
@@ -199,11 +200,13 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """The function transformers calls. query [1, H, T, D], key and value [1, KV, T, D] -> [1, T, H, D]."""
     if s_aux is not None:
-        raise ValueError("this model's attention has sinks; use model.engine_options.attention=padded")
-    assert verl_plan is not None and attention_mask is None, "packed attention is driven by a plan, never by a mask"
+        raise ValueError(f"this model's attention has sinks; {WAY_OUT}")
+    if verl_plan is None:
+        raise ValueError(f"{type(module).__name__} does not take what packed attention needs; {WAY_OUT}")
+    window = window_of(attention_mask, sliding_window)
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    return attend(verl_plan, q, k, v, scale, sliding_window, softcap or 0.0)[None], None
+    return attend(verl_plan, q, k, v, scale, window, softcap or 0.0)[None], None
 
 
 def attend(
@@ -341,8 +344,24 @@ class _Gather(torch.autograd.Function):
 def register() -> None:
     """Make the packed attention known to transformers."""
     AttentionInterface.register(PACKED, packed_attention)
-    AttentionMaskInterface.register(PACKED, _no_mask)
+    AttentionMaskInterface.register(PACKED, _mask)
 
 
-def _no_mask(*args: object, **kwargs: object) -> None:
-    return None
+def _mask(*, config: Any, local_size: int | None = None, use_vmap: bool = False, **_: object) -> Tensor:
+    """The stand-in [1, 1, 1, 1] for a mask that transformers makes for some layers of a model: their sliding window, 0
+    without one. Families give the window to the attention function as well, or only to the mask."""
+    if use_vmap:
+        raise ValueError(f"this model adds to the causal mask; {WAY_OUT}")
+    if local_size and local_size == getattr(config, "attention_chunk_size", None):
+        raise ValueError(f"this model attends within chunks of {local_size} tokens; {WAY_OUT}")
+    return torch.full((1, 1, 1, 1), local_size or 0)
+
+
+def window_of(mask: Tensor | None, given: int | None = None) -> int | None:
+    """The sliding window of a layer: what its mask is made of. `given`: to the attention function, which decides where
+    the model makes no mask."""
+    if mask is None:
+        return given
+    if mask.numel() != 1 or mask.dtype != torch.int64:
+        raise ValueError(f"this model makes an attention mask of its own; {WAY_OUT}")
+    return int(mask) or None

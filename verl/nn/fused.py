@@ -6,7 +6,6 @@ Same mathematics, never less precision; the engine's start-up check compares the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -15,21 +14,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from verl.accel.cpu import training
-from verl.nn.attention import attend
+from verl.nn.attention import attend, window_of
 
-# The sliding window of an attention module, by model type: the types whose modules are known to be these.
-_WINDOW: Mapping[str, Callable[[Any], int | None]] = {
-    "llama": lambda module: None,
-    "mistral": lambda module: getattr(module.config, "sliding_window", None),
-    "qwen2": lambda module: module.sliding_window,
-    "qwen3": lambda module: module.sliding_window,
-}
+# The model types whose modules are known to be these.
+_KNOWN = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def fuse(model: nn.Module, *, packed: bool) -> bool:
     """Speed up the norms of `model`, and its attention if it runs on packed batches. False: the type is unknown."""
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    if config.model_type not in _WINDOW:
+    if config.model_type not in _KNOWN:
         return False
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
@@ -56,12 +50,15 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
 
 
 def _attention_forward(
-    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: None, **kwargs: Any
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """hidden_states [1, T, hidden], cos and sin [1, T, D] -> [1, T, hidden]."""
-    driven = attention_mask is None and kwargs.get("past_key_values") is None
-    assert driven, "packed attention is driven by a plan alone"
-    window, rows = _WINDOW[self.config.model_type](self), (hidden_states.shape[1], -1, self.head_dim)
+    assert kwargs.get("past_key_values") is None, "packed attention is driven by a plan alone"
+    window, rows = window_of(attention_mask), (hidden_states.shape[1], -1, self.head_dim)
     q, k, v = (project(hidden_states).view(rows) for project in (self.q_proj, self.k_proj, self.v_proj))
     if hasattr(self, "q_norm"):
         q, k = self.q_norm(q), self.k_norm(k)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +13,9 @@ from torch import Tensor
 
 from verl.batch import Batch, pack, unshare
 from verl.types import Sample, Segment
+
+_TOLERANCE = 1e-3
+_WAY_OUT = "Set model.engine_options.attention=padded (and model.engine_options.share_prefix=false)."
 
 
 def probe_batch(vocab_size: int, *, share_prefix: bool) -> Batch:
@@ -36,7 +42,7 @@ def refuse_noise(infer: Callable[[Batch], Tensor], vocab_size: int, *, what: str
     """ValueError where two passes over a probe differ."""
     batch = probe_batch(vocab_size, share_prefix=False)
     first, second = infer(batch), infer(batch)
-    if not torch.allclose(first, second, rtol=1e-3, atol=1e-3, equal_nan=True):
+    if not torch.allclose(first, second, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
         raise ValueError(
             f"{what}: two passes over the same tokens differ by {float((first - second).abs().max()):.3g}: the model "
             "draws random numbers (a dropout that its config.json does not switch off?), so its log-probs are not "
@@ -44,9 +50,61 @@ def refuse_noise(infer: Callable[[Batch], Tensor], vocab_size: int, *, what: str
         )
 
 
+@contextmanager
+def short_windows(model: Any, tokens: int = 4) -> Iterator[None]:
+    """Cut the sliding windows of `model` to so many tokens, fewer than a row of the probe has. They are numbers of its
+    configuration, which its modules copy."""
+    holders = {id(x): x for x in (model.config, model.config.get_text_config(), *model.modules())}
+    found = [(vars(x), n, v) for x in holders.values() for n, v in vars(x).items() if _is_window(n, v)]
+    for attributes, name, _ in found:
+        attributes[name] = tokens
+    try:
+        yield
+    finally:
+        for attributes, name, value in found:
+            attributes[name] = value
+
+
+def _is_window(name: str, value: object) -> bool:
+    wide = name == "attention_chunk_size" or ("window" in name and "layer" not in name and "pattern" not in name)
+    return wide and type(value) is int and value > 0
+
+
+@contextmanager
+def refused(what: str, *, padded: bool) -> Iterator[None]:
+    """Turn the errors of a model that cannot be called so into a ValueError with the way out."""
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, NotImplementedError) as e:
+        if padded:
+            raise
+        raise ValueError(f"{what} cannot be called on packed sequences ({e}). {_WAY_OUT}") from e
+
+
+def refuse_neighbours(ours: Callable[[Batch], Tensor], vocab_size: int, *, longest: int | None, what: str) -> None:
+    """ValueError where the log-probs of a row depend on how long another row of its pass is: on the positions that a
+    row of `longest` tokens ends with."""
+    batch = probe_batch(vocab_size, share_prefix=False)
+    start, end = int(batch.seg_start[np.flatnonzero(batch.parent < 0)[-1]]), batch.num_tokens
+    if longest is None or longest <= end - start:
+        return
+    far = batch.positions.clone()
+    far[..., start:end] += longest - (end - start)
+    rows = slice(0, int(batch.row_start[-2]))
+    near = ours(batch)[rows]
+    worst = float((ours(replace(batch, positions=far))[rows] - near).abs().max())
+    if not worst <= _TOLERANCE:
+        raise ValueError(
+            f"{what}: a row of {longest} tokens changes the log-probs of the short rows of its pass by {worst:.3g} "
+            "(RoPE that follows the longest row?), so what shares a micro-batch would decide a gradient: there is no "
+            "way to train it here with rows so long; lower data.max_prompt_tokens, rollout.max_response_tokens or "
+            "data.max_tokens_per_row"
+        )
+
+
 def check_packing(
     ours: Callable[[Batch], Tensor],  # -> log-probs [L]
-    alone: Callable[[Tensor], Tensor],  # ids [t] -> log-probs [t-1] by the model's own forward pass and full logits
+    own: Callable[[Sequence[Tensor]], list[Tensor]],  # ids [t] each -> log-probs [t-1] by the model's own forward pass
     vocab_size: int,
     *,
     share_prefix: bool,
@@ -58,13 +116,12 @@ def check_packing(
     batch = probe_batch(vocab_size, share_prefix=share_prefix)
     got = ours(batch)
     worst = 0.0
-    for row, ids in enumerate(probe_sequences(vocab_size)):
+    for row, expected in enumerate(own(probe_sequences(vocab_size))):
         span = slice(int(batch.row_start[row]), int(batch.row_start[row + 1]))
-        expected = alone(ids)[-(span.stop - span.start) :]
-        worst = max(worst, float((got[span] - expected).abs().max()))
-    if not worst <= 1e-3:
+        worst = max(worst, float((got[span] - expected[-(span.stop - span.start) :]).abs().max()))
+    if not worst <= _TOLERANCE:
         how = "padded" if padded else "packed"
-        fix = "Set model.engine_options.attention=padded (and model.engine_options.share_prefix=false)."
+        fix = _WAY_OUT
         if padded:
             fix = "It does more to its logits than an output layer does: there is no way to train it here."
         raise ValueError(

@@ -140,12 +140,15 @@ def _launch(python: str, options: Options, context: RolloutContext, place: Serve
 
 
 def serve_command(python: str, options: Options, context: RolloutContext, model: str, port: int) -> list[str]:
+    from verl.nn.rope import first_lengths
     from verl.rollout.api import positions_of
     from verl.rollout.launching import flags
 
     on_cpu = str(context.device) == "cpu"
     room = context.max_context_tokens
     length = min(room + 1, positions_of(context) or room)  # to score a full context draws one token more
+    if room in first_lengths(context.hf_config.get_text_config()):
+        length = room  # one token more would give all rows the RoPE of long ones
     given: dict[str, Any] = {
         "served-model-name": "policy",
         "host": "127.0.0.1",

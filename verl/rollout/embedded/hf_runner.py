@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from verl.nn.rope import fix_rope
 from verl.rollout.base import RolloutContext, Scores, WeightReader, check_positive
 from verl.rollout.embedded.core import Admission, Sampled, check_context
 from verl.rollout.embedded.receive import Destination, receive
@@ -29,6 +30,8 @@ class HfRunner:
         check_context(self.max_context_tokens, getattr(text, "max_position_embeddings", None))
         self._config, self._dtype, self._device = context.hf_config, context.dtype, torch.device(context.device)
         self._max_prefill_tokens, self._module, self._loaded = max_prefill_tokens, module, False
+        if module is not None:
+            fix_rope(module, self.max_context_tokens)
         self._arguments: frozenset[str] = frozenset()  # of the module's forward
         self._cache: Any = None  # transformers.Cache of the resident rows
         self._mask = torch.zeros(0, 0, dtype=torch.int64)  # [rows, cached tokens], 0 is left padding
@@ -55,6 +58,7 @@ class HfRunner:
         module = self._module
         if module is None:
             module = AutoModelForCausalLM.from_config(copy.deepcopy(self._config), dtype=self._dtype)
+            fix_rope(module, self.max_context_tokens)
         module.to(self._device).eval()  # dtype: of parameters only, buffers such as RoPE frequencies stay in fp32
         state = module.state_dict(keep_vars=True)  # tied tensors appear under each of their names
         fresh: dict[int, Destination] = {}
