@@ -38,7 +38,7 @@ def prompt_of(name: str, *messages: dict[str, Any], tools: Any = None) -> str:
     audit, tokenizer = audited(name), tokenizer_for(name)
     assert audit is not None
     refuse_unsupported(messages, audit, tools)
-    return tokenizer.decode(render_prompt(tokenizer, messages, {}, tools, audit.spelling))
+    return tokenizer.decode(render_prompt(tokenizer, messages, {}, tools, audit))
 
 
 def test_a_developer_is_rendered_as_system_where_the_template_has_none() -> None:
@@ -82,7 +82,7 @@ def test_a_template_of_parts_gets_parts() -> None:
     audit = audit_template(tokenizer)
     assert audit.spelling.parts >= {"user", "assistant"} and audit.append_only
     said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "four"}]
-    assert "User:2+2?<" in tokenizer.decode(render_prompt(tokenizer, said[:1], {}, None, audit.spelling))
+    assert "User:2+2?<" in tokenizer.decode(render_prompt(tokenizer, said[:1], {}, None, audit))
     with pytest.raises(RenderError, match="drops the text of a question"):
         audit_template(of(IDEFICS.replace("'text'", "'image'")))
 
@@ -127,6 +127,18 @@ def test_what_a_template_drops_is_refused_with_file_and_line(tmp_path: Path) -> 
         assert audit.spelling.parts == frozenset()
 
 
+def test_a_short_text_that_is_there_by_chance_is_missed() -> None:
+    """qwen3_vl drops a system message that is not the first; `Hi` is in the user's `Hindi`, and `4` in a date."""
+    late = [{"role": "user", "content": "Hindi"}, *ANSWERS[1:], {"role": "system", "content": "Hi"}, USER]
+    for name, messages, role in (
+        ("qwen3_vl", late, "system"),
+        ("llama3_1", [USER, {**ASSISTANT, "content": "4"}, ANSWERS[0]], "assistant"),
+    ):
+        for _ in range(2):
+            with pytest.raises(RowRefused, match=f"the content of a message of '{role}'"):
+                prompt_of(name, *messages)
+
+
 def test_keys_that_nothing_reads_are_listed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     turn = {"role": "assistant", "content": "4", "timestamp": 3, "annotations": [], "title": "x"}
     (tmp_path / "k.jsonl").write_text((json.dumps({"messages": [USER, turn]}) + "\n") * 2)
@@ -141,7 +153,7 @@ def test_arguments_and_schemas_are_looked_for() -> None:
     audit = audit_template(tokenizer)
     long = {"a": "x" * 300, "b": {"c": ['say "hi"\n', "é", 3, None, True, 0.5]}}
     turn = {**ASSISTANT, "tool_calls": [CALL, {"type": "function", "function": {"name": "add", "arguments": long}}]}
-    assert "say" in tokenizer.decode(render_prompt(tokenizer, [USER, turn, *ANSWERS], {}, two, audit.spelling))
+    assert "say" in tokenizer.decode(render_prompt(tokenizer, [USER, turn, *ANSWERS], {}, two, audit))
     for old, new in (
         ("tool_call.arguments | tojson", "'{}'"),
         ("{{- tool | tojson }}", "{{- tools[0] | tojson }}"),
@@ -149,9 +161,7 @@ def test_arguments_and_schemas_are_looked_for() -> None:
     ):
         assert old in tokenizer.chat_template
         with pytest.raises(RowRefused, match="tool call|a tool's schema"):
-            render_prompt(
-                of(tokenizer.chat_template.replace(old, new)), [USER, turn, *ANSWERS], {}, two, audit.spelling
-            )
+            render_prompt(of(tokenizer.chat_template.replace(old, new)), [USER, turn, *ANSWERS], {}, two, audit)
 
 
 def test_a_block_that_the_prompt_opens_is_trained_once() -> None:
@@ -166,8 +176,12 @@ def test_a_block_that_the_prompt_opens_is_trained_once() -> None:
     opens = CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}").replace(
         "m['content']", "('<think>\n\n</think>\n\n' if m.role == 'assistant' else '') + m['content']"
     )
-    with pytest.raises(RowRefused, match="opens <think>, and so does the assistant message"):
-        render_conversation(of(opens), [USER, block], audit_template(of(opens)), {})
+    rest = {**block, "content": block["content"].removeprefix("<think>")}
+    for turn in (block, rest):
+        with pytest.raises(RowRefused, match="opens <think>, and so does the assistant message"):
+            render_conversation(of(opens), [USER, turn], audit_template(of(opens)), {})
+    (third,) = render_conversation(tokenizer, [USER, rest, USER, rest], audit, {})
+    assert np.array_equal(first[0].ids, third.ids) and np.array_equal(first[0].mask, third.mask)
 
 
 def test_every_template_of_trl_keeps_a_plain_conversation() -> None:

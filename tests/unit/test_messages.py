@@ -39,6 +39,7 @@ def test_one_conversation_in_every_spelling() -> None:
         [{"function": {"name": "weather", "arguments": {"city": "Oslo", "a": None}}}],
         [{"name": "weather", "arguments": {"city": "Oslo"}}],
         [{"type": "function", "function": {"name": "weather", "parameters": {"city": "Oslo"}}}],
+        json.dumps([CALL]),
     ]
     spelled: list[dict[str, Any]] = [
         {**ASSISTANT, "content": content, "tool_calls": c} for c in calls for content in ("", None)
@@ -57,6 +58,7 @@ def test_one_conversation_in_every_spelling() -> None:
         share = [{"from": user, "value": "Weather?"}, spelled[-1], {"from": tool, "value": "4 C"}]
         assert read(*share, {"from": assistant, "value": "4 C."}) == WHOLE, names
     thought = read({"from": "function_call", "value": f"<think>\nwhere\n</think>\n\n{json.dumps(function)}"})
+    assert read_messages(USER, "f:1", "prompt") == (USER,)
     assert thought == ({**ASSISTANT, "content": "<think>\nwhere\n</think>"},)
     for key in ("reasoning", "thinking", "reasoning_content"):
         assert read({"role": "assistant", "content": "4", key: "2+2"})[0]["reasoning_content"] == "2+2"
@@ -117,6 +119,11 @@ def test_nulls_of_arrow_are_in_no_schema_and_no_call(tmp_path: Path) -> None:
     assert without_nulls({"search": {"create_kwargs": {"k": 1, "other": None}}, "calc": None}) == {
         "search": {"create_kwargs": {"k": 1}}
     }
+
+
+def test_a_schema_without_its_wrapper_gets_it() -> None:
+    for tools in ([WEATHER["function"]], json.dumps([WEATHER["function"]]), [json.dumps(WEATHER)], [WEATHER]):
+        assert conversation_row(RawRow("f:1", {"messages": WHOLE, "tools": tools}), DataConfig()).tools == (WEATHER,)
 
 
 def test_nulls_that_say_something_stay() -> None:

@@ -95,7 +95,7 @@ def render_conversation(
 def _whole_row(r: Renderer, messages: Sequence[Message], turns: Sequence[int], audit: TemplateAudit) -> Rendered:
     """One row for all turns; every trained span is verified to be what incremental rendering says it is."""
     text, ids = r.both(messages[: turns[-1] + 1], prompt=False)
-    refuse_dropped(text, messages[: turns[-1] + 1], r.tools, turns)
+    refuse_dropped(r, text, messages[: turns[-1] + 1], audit, turns, prompt=False)
     mask = np.zeros(len(ids), bool)
     for i in turns:
         prompt = r.ids(messages[:i], prompt=True)
@@ -105,7 +105,7 @@ def _whole_row(r: Renderer, messages: Sequence[Message], turns: Sequence[int], a
             raise RowRefused("history is rewritten or its tokens merge across a turn boundary", f"message {i + 1}")
         if not is_prefix(prompt, turn[:end]):
             raise RowRefused("the prompt's tokens merge with the first of the answer", f"message {i + 1}")
-        if str(messages[i].get("content")).lstrip().startswith("<"):
+        if "</" in str(messages[i].get("content")):
             _refuse_doubled(messages[i], *(r.text(messages[:n], prompt=n == i) for n in (i, i + 1)))
         if messages[i].get("tool_calls") and messages[i].get("content"):
             _refuse_misplaced_text(messages[i], r.added_text(messages, i, prompt=True), i)
@@ -118,9 +118,9 @@ def _turn_row(r: Renderer, messages: Sequence[Message], i: int, audit: TemplateA
     asked, prompt = r.both(messages[:i], prompt=True)
     text, turn = r.both(messages[: i + 1], prompt=False)
     if not is_prefix(prompt, turn) or not keeps_text(messages[i], text[shared(asked, text) :]):
-        refuse_dropped(asked, messages[:i], r.tools)
+        refuse_dropped(r, asked, messages[:i], audit, prompt=True)
         return _appended_row(r, messages, i, prompt, audit)
-    refuse_dropped(text, messages[: i + 1], r.tools, (i,))
+    refuse_dropped(r, text, messages[: i + 1], audit, (i,), prompt=False)
     _refuse_doubled(messages[i], asked, text)
     if messages[i].get("tool_calls") and messages[i].get("content"):
         _refuse_misplaced_text(messages[i], text[shared(asked, text) :], i)
@@ -240,11 +240,13 @@ def _after_opening(opening: str, content: str) -> str:
 
 
 def _refuse_doubled(message: Message, prompt: str, turn: str) -> None:
-    """Refuse a turn whose first block (`<think>`) the prompt has opened and the rendering opens once more."""
+    """Refuse a turn that closes the block which its prompt opens (`<think>`), if the rendering closes it before."""
     opened, content = re.search(r"<(\w+)>\s*\Z", prompt), str(message.get("content"))
-    tag = f"<{opened.group(1)}>" if opened else ""
-    if tag and content.lstrip().startswith(tag) and turn[shared(prompt, turn) :].count(tag) >= content.count(tag):
-        fix = "give the block as reasoning_content, or without its first tag"
+    tag, close = (f"<{opened.group(1)}>", f"</{opened.group(1)}>") if opened else ("", "")
+    if not close or close not in content or message.get("reasoning_content"):
+        return
+    if turn[shared(prompt, turn) :].count(close) > content.count(close):
+        fix = "give the block as reasoning_content"
         raise RowRefused(f"the generation prompt opens {tag}, and so does the assistant message", fix)
 
 

@@ -8,6 +8,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+TEXT_KEYS = ("content", "reasoning_content")
+SHORT = 12  # characters of a text that may be in a rendering by chance
 THOUGHT_ENDS = ("</think>", "[/THINK]", "<channel|>", "</thinking>", "</reasoning>")
 
 
@@ -44,6 +46,22 @@ def dropped(
             at = at if anywhere else max(at, end)
         previous = role
     return None
+
+
+def holds_short(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether some text of the messages is so short that it may be found where the template wrote another."""
+    return any(0 < len(str(m.get(key) or "").strip()) < SHORT for m in messages for key in TEXT_KEYS)
+
+
+def with_sentinels(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:
+    """Return the shape of the messages and messages of that shape whose texts are found nowhere else."""
+    shape, made = [], []
+    for i, message in enumerate(messages):
+        held = [key for key in TEXT_KEYS if str(message.get(key) or "").strip()]
+        texts = {key: f"kea{i}{key[0]}weka" for key in held}
+        shape.append((message["role"], *texts, len(message.get("tool_calls") or ())))
+        made.append({**message, **texts})
+    return tuple(shape), made
 
 
 def _pieces(message: Mapping[str, Any], *, whole: bool) -> Iterator[tuple[str, str, str]]:

@@ -59,6 +59,7 @@ def read_messages(
         if not value.strip():
             raise ValueError(f"{where}: {column!r} is empty text")
         value = messages_of_text(value, where, column) or [{"role": role, "content": value}]
+    value = [value] if isinstance(value, Mapping) else value
     if not isinstance(value, Sequence) or not value:
         what = "an empty list" if isinstance(value, Sequence) else kind_of(value)
         raise ValueError(f"{where}: {column!r} must be text or a list of {{role, content}} messages, got {what}")
@@ -109,6 +110,7 @@ def read_message(value: Any, where: str, tools: Tools = (), filled: bool = True)
     if role == FUNCTION_CALL:
         message |= {"role": "assistant", **_called_in_content(message, where)}
     if calls := message.get("tool_calls"):
+        calls = _json_list(calls) if isinstance(calls, str) else calls
         if not isinstance(calls, list):
             raise ValueError(f"{where}: tool_calls is no list, got {kind_of(calls)}")
         message["tool_calls"] = [_call(call, where, tools, filled) for call in calls]
@@ -248,6 +250,13 @@ def _call(value: Any, where: str, tools: Tools, filled: bool) -> dict[str, Any]:
     else:
         raise ValueError(f"{where}: the arguments of {name!r} must be an object, got {kind_of(arguments)}")
     return {**call, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _json_list(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _arguments_of_text(text: str, name: str, where: str) -> dict[str, Any]:

@@ -10,15 +10,15 @@ from typing import Any
 
 from verl.chat.messages import REASONING_KEYS
 
-THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+THOUGHT = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
     """parts: roles whose text the template reads from content parts alone · text_arguments: it wants the arguments of a
     call as JSON text · reasoning: the key of a turn's
-    reasoning; "" if it renders none · developer: the role in the place of `developer` · splits: a `<think>` block that
-    begins a turn's content has to be given as its reasoning."""
+    reasoning; "" if it renders none · developer: the role in the place of `developer` · splits: what ends with
+    `</think>` in a turn's content has to be given as its reasoning."""
 
     parts: frozenset[str] = frozenset()
     text_arguments: bool = False

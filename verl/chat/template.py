@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import numpy as np
 
-from verl.chat.kept import dropped
+from verl.chat.kept import dropped, holds_short, with_sentinels
 from verl.chat.messages import REASONING_KEYS, ROLES
 from verl.chat.spelling import PLAIN_SPELLING, Spelling, roles_named
 
@@ -25,6 +25,8 @@ else:
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
+
+MOST_SHAPES = 4096  # of messages, of which it is kept whether the template drops text of them
 
 # Arguments of apply_chat_template that this module sets itself.
 RESERVED_KWARGS = frozenset(
@@ -69,6 +71,8 @@ class TemplateAudit:
     supports_uncalled_results: bool  # a tool's message may come after a turn without calls
     spelling: Spelling = PLAIN_SPELLING
     named_roles: frozenset[str] = frozenset()  # besides those of every template
+    shapes: dict[Any, tuple[str, str] | None] = field(default_factory=dict, compare=False, repr=False)
+    """What renderings lack by the shape of their messages: measured once for each (`refuse_dropped`)."""
 
     def ending(self, message: Message) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the (end of turn, trailing ids) of this assistant message."""
@@ -146,21 +150,48 @@ def render_prompt(
     messages: Sequence[Message],
     template_kwargs: Mapping[str, Any],
     tools: Sequence[Tool] | None = None,
-    spelling: Spelling = PLAIN_SPELLING,
+    audit: TemplateAudit | None = None,
 ) -> np.ndarray:
     """Return [P] int64: the messages with the generation prompt, tokenised once. RowRefused if it lacks their text."""
-    text, ids = Renderer(tokenizer, template_kwargs, tools, spelling).both(messages, prompt=True)
-    refuse_dropped(text, messages, tools)
+    r = Renderer(tokenizer, template_kwargs, tools, audit.spelling if audit else PLAIN_SPELLING)
+    text, ids = r.both(messages, prompt=True)
+    refuse_dropped(r, text, messages, audit, prompt=True)
     return ids
 
 
 def refuse_dropped(
-    text: str, messages: Sequence[Message], tools: Sequence[Tool] | None, whole: Collection[int] = ()
+    r: Renderer,
+    text: str,
+    messages: Sequence[Message],
+    audit: TemplateAudit | None,
+    whole: Collection[int] = (),
+    *,
+    prompt: bool,
 ) -> None:
-    """RowRefused if a rendering lacks text of its messages or tools. whole: turns that it has to hold with their
-    reasoning."""
-    if lacks := dropped(text, messages, tools, whole):
+    """RowRefused if `text`, a rendering of r, lacks text of its messages or tools. whole: turns that it has to hold
+    with their reasoning. Short texts may be there by chance: sentinels are rendered once for each shape of messages.
+    """
+    lacks = dropped(text, messages, r.tools, whole)
+    if not lacks and audit is not None and holds_short(messages):
+        shape, sentinels = with_sentinels(messages)
+        key = (shape, tuple(whole), prompt, bool(r.tools), repr(r.template_kwargs))
+        if key not in audit.shapes:
+            if len(audit.shapes) >= MOST_SHAPES:
+                audit.shapes.clear()
+            audit.shapes[key] = _lacking(r, sentinels, whole, prompt=prompt)
+        lacks = audit.shapes[key]
+    if lacks:
         raise RowRefused(f"{lacks[0]}, which this chat template drops", lacks[1])
+
+
+def _lacking(
+    r: Renderer, messages: Sequence[Message], whole: Collection[int], *, prompt: bool
+) -> tuple[str, str] | None:
+    try:
+        lacks = dropped(r.text(messages, prompt=prompt), messages, None, whole)
+    except RenderError:  # what the sentinels replaced is what the template wants
+        return None
+    return (lacks[0], lacks[1].partition(",")[0]) if lacks else None
 
 
 def refuse_unsupported(messages: Sequence[Message], audit: TemplateAudit, tools: Sequence[Tool] | None) -> None:

@@ -28,6 +28,8 @@ PREFERENCE = "`verl dpo` or `verl rm` read these"
 COMPLETION_KEYS = ("completion", "response")
 TOOLS_KEY = "tools"
 """The column of tools where `data.tools_key` names no other."""
+BARE = {"name", "parameters"}
+"""Keys of a function's schema that is given without {type: function, function: ...} around it."""
 AUTO, SINGLE_TURN, TOOL_AGENT = "auto", "single_turn", "tool_agent"
 AGENT_NAMES = MappingProxyType({"single_turn_agent": SINGLE_TURN})
 """verl's name of a loop -> ours, where they differ."""
@@ -316,4 +318,5 @@ def tools_in(value: Any, where: str, column: str, *, names: bool = False) -> tup
         return ()
     if not isinstance(value, list) or not all(isinstance(t, (Mapping, str) if names else Mapping) for t in value):
         raise ValueError(f"{where}: {column!r} must be a list of tool schemas, got {kind_of(value)}")
-    return tuple({"type": "function", "function": {"name": t}} if isinstance(t, str) else dict(t) for t in value)
+    functions = ({"name": t} if isinstance(t, str) else t for t in value)
+    return tuple({"type": "function", "function": dict(t)} if set(t) & BARE else dict(t) for t in functions)

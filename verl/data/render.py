@@ -275,7 +275,7 @@ class PromptJob(RenderJob):
         try:
             refuse_unsupported(messages, self.audit, task.tools)
             self._refuse_control(task.tools or (), where)
-            ids = render_prompt(self.tokenizer, messages, self.template_kwargs, task.tools, self.audit.spelling)
+            ids = render_prompt(self.tokenizer, messages, self.template_kwargs, task.tools, self.audit)
         except RowRefused as exc:
             fix = "Fix: another model.chat_template, or no such part"
             raise ValueError(f"{where}: the prompt has {exc}. {fix}") from exc

@@ -37,7 +37,7 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
         print(f"warning: {line}")
     messages = [{"role": "user", "content": prompt}]
     kwargs = config.model.template_kwargs
-    ids = render_prompt(tokenizer, messages, kwargs, spelling=audit_template(tokenizer, kwargs).spelling)
+    ids = render_prompt(tokenizer, messages, kwargs, audit=audit_template(tokenizer, kwargs))
     if len(ids) > config.data.max_prompt_tokens:
         raise ValueError(f"the prompt has {len(ids)} tokens, data.max_prompt_tokens={config.data.max_prompt_tokens}")
     decode = decoder(tokenizer)

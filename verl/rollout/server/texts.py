@@ -67,7 +67,7 @@ class Texts:
                 renderer = Renderer(self.tokenizer, kwargs, tools, self.audit.spelling)
                 text = renderer.text(messages, prompt=True)  # which may leave out much of them
                 self.check_size(len(text), "messages", max_context_tokens)
-            return render_prompt(self.tokenizer, messages, kwargs, tools, self.audit.spelling)
+            return render_prompt(self.tokenizer, messages, kwargs, tools, self.audit)
         except RowRefused as e:
             raise ApiError(400, f"messages: {e}", param="messages", code="unsupported_message") from None
         except ValueError as e:
