@@ -15,10 +15,12 @@ _API = (
     *("DAPOTrainer", "PPOTrainer", "Trainer", "Policy", "RewardModel", "SingleController", "MultiController"),
 )
 _FACE = {**dict.fromkeys(_API, "verl.api"), "AgentLoopBase": "verl.agent_loop.base", "DataProto": "verl.protocol"}
+_FACE |= {"AgentLoop": "verl.agent_loop.base"}
+_NAMED = {"AgentLoop": "AgentLoopBase"}  # where the module has it under another name
 __all__ = ["__version__", *_FACE]
 
 
 def __getattr__(name: str) -> Any:
     if name in _FACE:
-        return getattr(importlib.import_module(_FACE[name]), name)
+        return getattr(importlib.import_module(_FACE[name]), _NAMED.get(name, name))
     raise AttributeError(f"module 'verl' has no attribute {name!r}")

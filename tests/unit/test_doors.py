@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
 
+from verl.agent_loop.registry import _own_loops
 from verl.cli import main
+from verl.config.load import load_config
+from verl.experimental.fully_async_policy import fully_async_main
 from verl.model_merger.__main__ import main as merge
-from verl.trainer import is_spare_rank
+from verl.trainer import is_spare_rank, main_generation_server
 from verl.trainer.main_ppo import main as ppo
 from verl.workers.sections import ClusterConfig
 from verl.workers.torchrun import is_spare, take_part
@@ -61,3 +65,69 @@ def test_what_torchrun_started_and_what_is_asked_for_must_agree(monkeypatch: pyt
     assert (section.backend, section.nodes, section.ranks_per_node) == ("torchrun", 2, 3) and is_spare()
     with pytest.raises(ValueError, match="cluster.backend=ray, but torchrun started 6 processes"):
         take_part(ClusterConfig(backend="ray"))
+
+
+DOORS = (
+    *(
+        "verl.trainer.main_ppo",
+        "verl.trainer.main_ppo_sync",
+        "verl.trainer.sft_trainer",
+        "verl.trainer.sft_trainer_ray",
+    ),
+    *("verl.trainer.main_generation_server", "verl.experimental.fully_async_policy.fully_async_main"),
+)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_every_entry_point_says_how_it_is_called(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--help", "-h"):
+        assert importlib.import_module(name).main([flag]) == 0
+        said = capsys.readouterr()
+        assert said.out.startswith("usage: python -m verl.") and "key=value" in said.out and not said.err
+
+
+def test_the_asynchronous_entry_point_has_verls_defaults_below_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(fully_async_main, "ppo", lambda args, module: ran.append(args) or 0)
+    actor = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
+    fully_async_main.main([actor, "async_training.staleness_threshold=0.5", "model.path=m"])
+    config = load_config(ran[0], verl_defaults="rl").config
+    pipeline = config.pipeline
+    assert (pipeline.staleness, pipeline.sync_every, pipeline.partial_rollout) == (0.5, 4, True)
+    assert (config.step.prompts_per_step, config.step.updates_per_step) == (8, 1)
+    fully_async_main.main(["--config-path=/a", "--config-name=b"])
+    assert ran[1] == ["--config-path=/a", "--config-name=b"], "a file of the user's has its own"
+
+
+def test_generation_of_verl_is_refused_with_what_does_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_generation_server.main(["data.train_files=x", "data.output_path=y"]) == 2
+    assert "verl eval model.path=FOLDER data.eval_files=[FILE]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "fix"),
+    [
+        ("verl.interactions.base", "agent.loop=FILE.py:Class"),
+        ("verl.single_controller.base", "verl.GRPOTrainer"),
+        ("verl.workers.reward_manager", "reward.path=FILE.py"),
+        ("verl.tools.sandbox_fusion_tools", "verl.tools.code_interpreter"),
+        ("verl.tools.mcp_base_tool", "agent.tools=[FILE.json]"),
+    ],
+)
+def test_a_module_of_verls_that_is_not_here_is_refused_with_the_fix(module: str, fix: str) -> None:
+    with pytest.raises(ImportError, match="is not in this version") as refused:
+        importlib.import_module(module)
+    assert fix in str(refused.value)
+
+
+def test_a_loop_is_found_under_verls_names(tmp_path: Path) -> None:
+    from verl import AgentLoop
+    from verl.experimental.agent_loop import AgentLoopBase, register
+    from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+
+    assert AgentLoop is AgentLoopBase and AgentLoopOutput.__name__ == "AgentLoopOutput" and callable(register)
+    head = "from verl.experimental.agent_loop import AgentLoopBase, register\n"
+    one = "class Mine(AgentLoopBase):\n    async def run(self, sampling_params, **kwargs):\n        pass\n"
+    (tmp_path / "loops.py").write_text(f"{head}\n@register('my_agent')\n{one}\nclass Child(Mine):\n    pass\n")
+    loops = _own_loops(f"{tmp_path / 'loops.py'}:Mine")
+    assert loops["my_agent"] is loops["Mine"] and [c.registered for c in loops.values()].count("my_agent") == 3

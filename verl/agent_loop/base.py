@@ -238,13 +238,27 @@ def sampling_params_of(sampling: Sampling) -> dict[str, Any]:
     return {"max_tokens": sampling.max_tokens, **drawn, "repetition_penalty": 1.0, "logprobs": True}
 
 
+def register(name: str) -> Callable[[type[AgentLoopBase]], type[AgentLoopBase]]:
+    """Return verl's decorator of a loop: rows may name the class by `name` too."""
+
+    def named(cls: type[AgentLoopBase]) -> type[AgentLoopBase]:
+        cls.registered = name
+        return cls
+
+    return named
+
+
 class AgentLoopBase:
     """Subclass and write `run`. One instance per trajectory."""
 
     ends_when_cancelled = False
     """True for a loop that surely does: it needs no task of its own, which could be left behind. Not inherited."""
 
+    registered = ""
+    """The name that `register` gave this very class."""
+
     def __init_subclass__(cls) -> None:
+        cls.registered = ""
         cls.ends_when_cancelled = cls.__dict__.get("ends_when_cancelled", False)
 
     def __init__(

@@ -95,6 +95,7 @@ def _own_loops(text: str) -> dict[str, type[AgentLoopBase]]:
     if not inspect.isclass(found) or not issubclass(found, AgentLoopBase):
         raise ValueError(f"agent.loop={text}: {name} is no subclass of verl.agent_loop.base.AgentLoopBase")
     there = {n: c for n, c in vars(module).items() if inspect.isclass(c) and c.__module__ == module.__name__}
+    there |= {c.registered: c for c in there.values() if issubclass(c, AgentLoopBase) and c.registered}
     return {text: found, **{n: c for n, c in there.items() if issubclass(c, AgentLoopBase)}}
 
 

@@ -2,12 +2,15 @@
 
 import sys
 
-from verl.cli import guarded, train
-from verl.trainer import is_spare_rank
+from verl.cli import train
+from verl.trainer import door, is_spare_rank
 
 
-def main(args: list[str]) -> int:
-    return 0 if is_spare_rank() else guarded(lambda: train(args, verl_defaults="rl"), args)
+def main(args: list[str], module: str = "verl.trainer.main_ppo") -> int:
+    def work() -> int:
+        return 0 if is_spare_rank() else train(args, verl_defaults="rl")
+
+    return door(module, "train", "Reinforcement learning.", work, args)
 
 
 if __name__ == "__main__":

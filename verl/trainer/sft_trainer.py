@@ -2,11 +2,15 @@
 
 import sys
 
-from verl.cli import guarded, supervised
+from verl.cli import supervised
+from verl.trainer import door
 
 
 def main(args: list[str]) -> int:
-    return guarded(lambda: supervised(args, "sft", verl_defaults="sft"), args)
+    def work() -> int:
+        return supervised(args, "sft", verl_defaults="sft")
+
+    return door("verl.trainer.sft_trainer", "sft", "Supervised fine-tuning.", work, args)
 
 
 if __name__ == "__main__":

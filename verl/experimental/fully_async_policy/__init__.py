@@ -1,0 +1,1 @@
+"""The entry point of asynchronous runs under verl's name."""
