@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from verl.config.model_files import read_model_config, read_weight_headers, refuse_quantised
+from verl.config.model_files import read_model_config, read_weight_headers, refuse_adapter, refuse_quantised
 
 # What transformers and a model's own code raise for a config.json that they cannot build.
 BUILD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError)
@@ -28,6 +28,7 @@ def check_loadable(folder: Path, *, trust_remote_code: bool = False) -> Any:
     here, and weights of other shapes than config.json says. No weight is read: the model is built without storage."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    refuse_adapter(folder)
     tensors = read_weight_headers(folder) if any(folder.glob("*.safetensors")) else {}
     refuse_quantised(folder, read_model_config(folder), tensors)
     try:

@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 
 from verl.config.model_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     EMBEDDING,
     TensorHeader,
     cached_model_folder,
@@ -21,7 +23,7 @@ from verl.config.model_files import (
 )
 from verl.config.schema import Config
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_CONFIG, ADAPTER_WEIGHTS
 _MERGE = "merge it into its base (merge_and_unload of PEFT), save that, and give its folder"
 _ONLY: Mapping[str, tuple[Any, ...]] = {  # other initialisations take something out of the base
     "peft_type": ("LORA",),

@@ -10,7 +10,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias)$")
 _CAUSAL_MASK = re.compile(r"(^|\.)attn\.bias$")
 _INTEGER_TABLES = ("_ids", "bias", "mask")  # positions and causal masks that some checkpoints store
 EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
+HEAD = "lm_head.weight"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -54,9 +56,13 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
+    """file, begin: where its bytes are."""
+
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+    file: Path = field(default=Path(), compare=False)
+    begin: int = field(default=0, compare=False)
 
     @property
     def numel(self) -> int:
@@ -93,6 +99,7 @@ def _hub_cache() -> Path:
 def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     """Everything that sizes depend on. A folder that cannot be trained is one ValueError."""
     folder = find_model_folder(path)
+    refuse_adapter(folder)
     full = read_model_config(folder)
     config = text_config(full)
     tensors = read_weight_headers(folder)
@@ -100,9 +107,9 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     hidden = _size(folder, config, "hidden_size", "n_embd", "d_model")
     heads = _size(folder, config, "num_attention_heads", "n_head")
     trained = {n: t for n, t in tensors.items() if not _is_buffer(n, t)}
-    output = [n for n in trained if n.endswith("lm_head.weight")]
-    declared = full.get("tie_word_embeddings", config.get("tie_word_embeddings"))
-    tied = not output if declared is None else bool(declared)
+    output = [n for n in trained if n.endswith(HEAD)]
+    declared = declared_tie(full)
+    tied = not output if declared is None else declared
     counted = {n: t for n, t in trained.items() if not (tied and n in output)}
     dtypes: Counter[str] = Counter()
     for tensor in tensors.values():
@@ -169,6 +176,36 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, dict) else config
 
 
+def declared_tie(config: Mapping[str, Any]) -> bool | None:
+    """Whether a config.json ties the output layer to the embedding; None where it does not say."""
+    declared = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings"))
+    return None if declared is None else bool(declared)
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Refuse a folder that holds an adapter, alone or beside a whole model; and one that holds two whole models."""
+    adapter = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin") if (folder / name).is_file()]
+    files = (p.name for pattern in ("*.safetensors", "pytorch_model*.bin") for p in folder.glob(pattern))
+    weights = sorted(name for name in files if not name.startswith("adapter_"))
+    merge = "merge it into its base (merge_and_unload of PEFT), save that, and give its folder"
+    if adapter and weights:
+        said = f"a whole model ({weights[0]}) and an adapter ({adapter[0]}): it cannot be told which is meant"
+        raise ValueError(f"model.path={folder}: {said}; move the adapter's files away, or {merge}")
+    if adapter:
+        config = folder / ADAPTER_CONFIG
+        base = json_object(config, config.read_bytes()).get("base_model_name_or_path") if config.is_file() else None
+        raise ValueError(
+            f"model.path={folder}: an adapter ({adapter[0]}) of {base or 'another model'}, and no model;"
+            f" {merge}, or give the base"
+        )
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file() and index.is_file():
+        named = {str(name) for name in json_object(index, index.read_bytes()).get("weight_map", {}).values()}
+        if named != {whole.name}:
+            said = f"{whole.name} and {index.name}, which names other files: two models"
+            raise ValueError(f"model.path={folder}: {said}; move the files of one of them away")
+
+
 def refuse_quantised(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> None:
     """ValueError for weights that stand for other numbers than they hold: there is nothing to train in them."""
     fix = "take the model's weights in bfloat16, float16 or float32 (the folder that this one was quantised from)"
@@ -205,7 +242,8 @@ def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
             gone = f"{', '.join(missing)} is missing, which {index.name} names"
             raise ValueError(f"{folder}: {gone}; download the model again")
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        whole = folder / "model.safetensors"  # beside it, some folders have the model once more under its maker's names
+        files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         other = sorted(f.name for f in [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.gguf")])
         found = f" (there is {other[0]}: save it again with safe_serialization=True)" if other else ""
@@ -231,7 +269,9 @@ def _file_headers(file: Path) -> dict[str, TensorHeader]:
         if name != "__metadata__":
             begin, stop = entry["data_offsets"]
             end = max(end, stop)
-            tensors[name] = TensorHeader(str(entry["dtype"]), tuple(entry["shape"]), stop - begin)
+            tensors[name] = TensorHeader(
+                str(entry["dtype"]), tuple(entry["shape"]), stop - begin, file, 8 + length + begin
+            )
     if size != 8 + length + end:
         raise ValueError(f"{file}: {size} bytes, but its header says {8 + length + end}: it was cut; download it again")
     return tensors
@@ -275,8 +315,8 @@ def chat_template_of(folder: Path) -> str:
     """The text of the tokenizer's template, of several all; "": none."""
     if (file := folder / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8", errors="replace")
-    for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
-        found = json_object(file, file.read_bytes()).get("chat_template") if file.is_file() else None
-        if found:
-            return found if isinstance(found, str) else "\n".join(str(one.get("template", "")) for one in found)
-    return ""
+    file = folder / "tokenizer_config.json"  # chat_template.json is a processor's: no tokenizer reads it
+    found = json_object(file, file.read_bytes()).get("chat_template") if file.is_file() else None
+    if not found:
+        return ""
+    return found if isinstance(found, str) else "\n".join(str(one.get("template", "")) for one in found)

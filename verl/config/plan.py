@@ -22,6 +22,7 @@ from verl.chat import parsing
 from verl.config.backends import SYNC, options_of, rollout_caches
 from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, on_cuda, rollout_dtype, teacher_share
 from verl.config.model_files import ModelFacts, chat_template_of, describe_model, find_model_folder, json_object
+from verl.config.model_folder import check_folder, folder_lines
 from verl.config.schema import Config
 from verl.config.spread import Spread, on_this_machine, spread_of
 from verl.data.files import expand_files, format_of
@@ -106,6 +107,9 @@ class Plan:
 def make_plan(config: Config) -> Plan:
     """Derive the sizes of a validated configuration."""
     model, step = describe_model(config.model.path, config.model.tokenizer_path), step_sizes(config)
+    own, tokenizer = config.model.chat_template, tokenizer_folder(config)
+    template = Path(own).expanduser().read_text(encoding="utf-8") if own and Path(own).expanduser().is_file() else None
+    check_folder(Path(model.folder), tokenizer, template)
     length = _run_length(config, step)
     update_tokens = step.max_tokens // step.updates
     one, kept = checkpoint_bytes(config), checkpoints_kept(config, length.steps)
@@ -130,6 +134,10 @@ def make_plan(config: Config) -> Plan:
         teacher_share=teacher_share(config),
         calls=written_calls(config, Path(config.model.tokenizer_path or model.folder).expanduser()),
     )
+
+
+def tokenizer_folder(config: Config) -> Path:
+    return Path(config.model.tokenizer_path or find_model_folder(config.model.path)).expanduser()
 
 
 def written_calls(config: Config, folder: Path) -> str:
@@ -343,6 +351,8 @@ def needs_reference(config: Config) -> bool:
 
 def _warnings(config: Config, model: ModelFacts, length: RunLength) -> Iterator[str]:
     """What is allowed but worth a word."""
+    if config.model.chat_template is None:
+        yield from folder_lines(tokenizer_folder(config))
     if not model.has_chat_template and config.model.chat_template is None:
         yield "the tokenizer has no chat template: prompts that are messages need model.chat_template=FILE.jinja"
     if not model.has_output_head:

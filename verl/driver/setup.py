@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -19,13 +20,16 @@ from transformers.utils import logging as transformers_logging
 from verl.chat import TemplateAudit, audit_template, load_tokenizer, require_chat_template
 from verl.checkpoint.loadable import check_loadable
 from verl.config.backends import longest_sequence
-from verl.config.model_files import describe_model
+from verl.config.model_files import declared_tie, describe_model, read_model_config, read_weight_headers
+from verl.config.model_folder import folder_lines, refuse_other_head, refuse_other_vocabulary
 from verl.config.schema import Config
 from verl.data.source import LoadReport
 from verl.driver.home import Home
 from verl.rollout.base import Capabilities
 from verl.workers.group import Place
 from verl.workers.pools import main_pool
+
+logger = logging.getLogger(__name__)
 
 
 def set_up_process(config: Config) -> None:
@@ -106,26 +110,21 @@ def load_tokenizer_of(config: Config, *, needs_template: bool = True) -> Any:
         require_chat_template(tokenizer, path)
     folder = Path(config.model.path)
     hf_config = check_loadable(folder, trust_remote_code=config.model.trust_remote_code)
-    _refuse_other_vocabulary(tokenizer, hf_config.get_text_config().vocab_size, folder)
+    declared = declared_tie(read_model_config(folder))
+    by_class = getattr(hf_config.get_text_config(), "tie_word_embeddings", False)
+    if (by_class if declared is None else declared) and any(folder.glob("*.safetensors")):
+        refuse_other_head(folder, read_weight_headers(folder))
+    special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    rows, template = hf_config.get_text_config().vocab_size, str(tokenizer.chat_template)
+    refuse_other_vocabulary(folder, rows, tokenizer.get_vocab(), special, template)
+    if config.model.chat_template is None:
+        for line in folder_lines(Path(path).expanduser()):
+            logger.warning("model: %s", line)
     return tokenizer
 
 
-def _refuse_other_vocabulary(tokenizer: Any, rows: int, folder: Path) -> None:
-    """ValueError for a token that the embedding has no row for. Special tokens of other members of a family (an image's
-    placeholder) are let through where the chat template does not write them."""
-    template, added = str(tokenizer.chat_template), tokenizer.added_tokens_decoder
-    unused = {i for i, token in added.items() if token.special and token.content not in template}
-    beyond = sorted((i, text) for text, i in tokenizer.get_vocab().items() if i >= rows and i not in unused)
-    if beyond:
-        last, text = beyond[-1]
-        raise ValueError(
-            f"model.path={folder}: the tokenizer has {len(beyond)} tokens that the model has no embedding for ({rows} "
-            f"rows; the last is {text!r}, id {last}); take both from the same model, or set model.tokenizer_path"
-        )
-
-
 def refuse_unembedded(config: Config, tokenizer: Any, *reports: LoadReport) -> None:
-    """ValueError for rows with an id that the embedding has no row for: a special token of `_refuse_other_vocabulary`
+    """ValueError for rows with an id that the embedding has no row for: a special token of `refuse_other_vocabulary`
     that their own text spells out."""
     vocab = describe_model(config.model.path).vocab
     for report in reports:

@@ -1,0 +1,111 @@
+"""Whether a Hugging Face folder agrees with itself, from its headers and small files, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.config.model_files import (
+    EMBEDDING,
+    HEAD,
+    TensorHeader,
+    chat_template_of,
+    declared_tie,
+    json_object,
+    read_model_config,
+    read_weight_headers,
+    text_config,
+)
+
+COMPARED_BYTES = 1 << 24
+"""Read at a time of two tensors that are compared."""
+
+
+def check_folder(folder: Path, tokenizer_folder: Path | None = None, template: str | None = None) -> None:
+    """Refuse a folder whose tie, or whose tokenizer, is not that of its weights. template: another chat template."""
+    config = read_model_config(folder)
+    if declared_tie(config):
+        refuse_other_head(folder, read_weight_headers(folder))
+    where = tokenizer_folder or folder
+    if (file := where / "tokenizer.json").is_file():
+        rows = text_config(config).get("vocab_size")
+        tokens, special = _vocabulary(json_object(file, file.read_bytes()))
+        if isinstance(rows, int):
+            refuse_other_vocabulary(
+                folder, rows, tokens, special, chat_template_of(where) if template is None else template
+            )
+
+
+def refuse_other_head(folder: Path, tensors: Mapping[str, TensorHeader]) -> None:
+    """Refuse a head beside the embedding that it is tied to, where their numbers differ: it would not be loaded."""
+    heads = [name for name in tensors if name.endswith(HEAD)]
+    for head in heads:
+        body = [name for name in tensors if EMBEDDING.search(name) and tensors[name].shape == tensors[head].shape]
+        if not any(_equal(tensors[head], tensors[name]) for name in body):
+            raise ValueError(
+                f"model.path={folder}: config.json ties the output layer to the embedding (tie_word_embeddings), and"
+                f" the weights hold another {head}, which would not be loaded; set tie_word_embeddings to false in"
+                " config.json if that one is the model's, or take it out of the weights"
+            )
+
+
+def _equal(a: TensorHeader, b: TensorHeader) -> bool:
+    """Whether two tensors of one shape hold the same numbers; only these are read."""
+    with a.file.open("rb") as first, b.file.open("rb") as second:
+        first.seek(a.begin)
+        second.seek(b.begin)
+        for start in range(0, a.numel, COMPARED_BYTES // 8):
+            count = min(COMPARED_BYTES // 8, a.numel - start)
+            read = [(s.read(count * t.num_bytes // t.numel), t.dtype) for s, t in ((first, a), (second, b))]
+            parts = [_numbers(data, "" if a.dtype == b.dtype else dtype) for data, dtype in read]
+            if not np.array_equal(parts[0], parts[1]):
+                return False
+    return True
+
+
+def _numbers(data: bytes, dtype: str) -> Any:
+    """The numbers of a type in float, or without one the bytes."""
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    return np.frombuffer(data, {"F16": "<f2", "F32": "<f4", "F64": "<f8"}.get(dtype, "u1"))
+
+
+def _vocabulary(tokenizer: Mapping[str, Any]) -> tuple[dict[str, int], dict[int, str]]:
+    """(id of each token, text of the special ones by id) of a tokenizer.json."""
+    vocab = tokenizer.get("model", {}).get("vocab") or {}
+    tokens = dict(vocab) if isinstance(vocab, dict) else {str(entry[0]): i for i, entry in enumerate(vocab)}
+    added = tokenizer.get("added_tokens") or ()
+    tokens |= {token["content"]: token["id"] for token in added}
+    return tokens, {token["id"]: token["content"] for token in added if token.get("special")}
+
+
+def refuse_other_vocabulary(
+    folder: Path, rows: int, tokens: Mapping[str, int], special: Mapping[int, str], template: str
+) -> None:
+    """Refuse a token that the embedding has no row for. Special tokens of other members of a family (an image's
+    placeholder) are let through where the chat template does not write them."""
+    beyond = [(i, text) for text, i in tokens.items() if i >= rows and (i not in special or special[i] in template)]
+    if beyond:
+        last, text = max(beyond)
+        raise ValueError(
+            f"model.path={folder}: the tokenizer has {len(beyond)} tokens that the model has no embedding for ({rows} "
+            f"rows; the last is {text!r}, id {last}); take both from the same model, or set model.tokenizer_path"
+        )
+
+
+def folder_lines(folder: Path) -> Iterator[str]:
+    """Yield what a person should know of a tokenizer's folder: which of two chat templates is used."""
+    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if not file.is_file() or not config.is_file():
+        return
+    other = json_object(config, config.read_bytes()).get("chat_template")
+    if isinstance(other, list):
+        other = next((one.get("template") for one in other if one.get("name") == "default"), None)
+    if isinstance(other, str) and other.strip() != file.read_text(encoding="utf-8", errors="replace").strip():
+        yield (
+            f"{folder}: {file.name} and the chat_template of {config.name} are different templates; the first is used "
+            "(model.chat_template=FILE for another)"
+        )
