@@ -29,6 +29,7 @@ from verl.reward.compute import compute_score
 from verl.sandbox import code as sandboxes
 from verl.sandbox import guardian, launcher
 from verl.sandbox.code import CodeSandbox, Limits, Ran, SandboxGone, _Link
+from verl.tools.code_interpreter import told
 from verl.tools.function_tool import ToolBroken
 from verl.types import Task
 
@@ -181,9 +182,9 @@ def test_every_cell_has_its_own_seconds_and_all_that_it_said(sandbox):
     burn = "import time\nuntil = time.process_time() + 0.7\nwhile time.process_time() < until: pass\n"
     with CodeSandbox(sandbox.tier, Limits(wall_s=20, cpu_s=1)) as small:
         session = small.session()
-        assert [session.run(burn + "1").stdout for _ in range(4)] == ["1\n"] * 4
-        ran = [session.run(f"import sys\nprint({i})\nprint({i}, file=sys.stderr)") for i in range(200)]
-        assert [(one.stdout, one.stderr) for one in ran] == [(f"{i}\n", f"{i}\n") for i in range(200)]
+        assert [session.run(burn + "1").stdout for _ in range(2)] == ["1\n"] * 2
+        ran = [session.run(f"import sys\nprint({i})\nprint({i}, file=sys.stderr)") for i in range(80)]
+        assert [(one.stdout, one.stderr) for one in ran] == [(f"{i}\n", f"{i}\n") for i in range(80)]
         assert session.run("while True: pass").status == "timeout"
         session.close()
 
@@ -299,6 +300,105 @@ def test_a_session_is_held_to_its_memory_between_its_cells_too(sandbox):
         session.close()
 
 
+SOCKETS = """
+import os, socket, time
+for _ in range(2): os.fork()
+held = []
+while True:
+    held += socket.socketpair()
+    for one in held[-2:]:
+        one.setblocking(False)
+        try:
+            while one.send(bytes(1 << 15)): pass
+        except BlockingIOError: pass
+"""
+BACKLOG = """
+import socket, time
+server = socket.socket(socket.AF_UNIX)
+server.bind("s")
+server.listen(4096)
+while True:
+    with socket.socket(socket.AF_UNIX) as one:  # closed, and what it sent is kept
+        one.setblocking(False)
+        one.connect("s")
+        try:
+            while one.send(bytes(1 << 15)): pass
+        except BlockingIOError: pass
+"""
+
+
+@pytest.mark.parametrize("code", [SOCKETS, BACKLOG], ids=["pairs", "a backlog"])
+def test_what_sockets_hold_is_memory_of_the_sandbox(sandbox, code):
+    with CodeSandbox(sandbox.tier, Limits(wall_s=20, memory_mb=64)) as small:
+        ran = small.run(code)
+        assert ran.status == "memory" and "of 64" in ran.why, ran
+
+
+@contextlib.contextmanager
+def boxes_over(*programs):
+    """A sandbox of the launcher for each program, which has not been looked at, and the program's output."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for program in programs:
+            guard, ours = (stack.enter_context(one) for one in socket.socketpair())
+            popen = stack.enter_context(subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE))
+            stack.callback(popen.kill)
+            box = launcher._Box(guard, 128.0, "", outer=True)
+            box.pid = popen.pid
+            found.append((box, popen.stdout, ours))
+        yield found
+
+
+WORKS = "import os\nwhile os.times().system < 0.4: os.stat('/')" + "\nos.write(1, b'.')\nwhile True: pass"
+SLEEPS = "import time; print('.', flush=True); time.sleep(60)"
+
+
+def test_what_the_kernel_grows_by_is_of_the_sandbox_that_it_works_for():
+    with boxes_over(WORKS, SLEEPS) as found:
+        for box, _, _ in found:
+            box.look(guardian.Machine(9000, 9999, 100))
+        for _, output, _ in found:
+            output.read(1)
+        for grown_mb in (127, 200):
+            assert not any(box.told for box, _, _ in found)
+            for box, _, _ in found:
+                box.look(guardian.Machine(8000, 9999, 100 + grown_mb))
+        assert [box.told for box, _, _ in found] == [True, False]
+        assert json.loads(found[0][2].recv(999)) == {"status": "memory", "why": "it used 200 MB of 128"}
+
+
+def test_a_machine_without_memory_ends_the_sandbox_that_ran_while_it_went():
+    with boxes_over(SLEEPS, SLEEPS) as ((first, _, _), (last, _, _)):
+        first.look(guardian.Machine(5000, 64_000))
+        last.look(guardian.Machine(1500, 64_000))
+        for free_mb, total_mb in ((1100, 64_000), (900, 16_000)):
+            launcher.end_for_want([last, first], guardian.Machine(free_mb, total_mb))
+            assert not first.told and not last.told
+        launcher.end_for_want([last, first], guardian.Machine(900, 64_000))
+        assert (first.told, last.told) == (True, False)
+
+
+def test_the_end_of_process_1_is_that_of_the_code_that_it_runs(sandbox):
+    """However code comes to it: a reward is 0, and a model is told. What is no answer would be asked for again."""
+    name = f"H17{os.getpid()}"
+    code = f"import ctypes, time; ctypes.CDLL(None).prctl(15, b'{name}', 0, 0, 0); time.sleep(60)"
+    with CodeSandbox(sandbox.tier, Limits(wall_s=60)) as small:
+        session, found = small.session(), []
+        for run in (small.run, session.run):
+            thread = threading.Thread(target=lambda run=run: found.append(run(code)))
+            thread.start()
+            until_s = time.monotonic() + 20
+            while not (comm := sandbox_escapes.named_processes(name)) and time.monotonic() < until_s:
+                time.sleep(0.02)
+            os.kill(int(Path(comm[0]).with_name("stat").read_text().rpartition(")")[2].split()[1]), 9)  # its parent
+            thread.join()
+            assert (found[-1].status, found[-1].why) == ("killed", "it ended the process that ran it")
+            assert not until_gone([comm[0]], os.path.exists)
+        assert session.lost and "it ended the process that ran it" in told(found[-1], session.lost, small.limits)
+        assert session.run("2").stdout == "2\n"
+        session.close()
+
+
 def test_no_sandbox_holds_what_another_was_asked(sandbox):
     """Each is a fork of the launcher, and may read all that it holds."""
     with CodeSandbox(sandbox.tier) as small:
@@ -337,7 +437,7 @@ def answered(said=b"", told=b"", close=True):
     thread = threading.Thread(target=play)
     thread.start()
     try:
-        return _Link(cell, guard).ask({}, -1.0), launcher.recv(9)
+        return _Link(cell, guard, ready=True).ask({}, -1.0), launcher.recv(9)
     except SandboxGone as e:
         return str(e), launcher.recv(9)
     finally:
@@ -354,7 +454,8 @@ def test_a_sandbox_speaks_for_itself_alone_and_only_when_it_is_asked(monkeypatch
         assert "turn" in (said := answered(json.dumps(forged).encode() + b"\n")[0]) or "no answer" in said
     assert "no answer" in answered(b"[" * 100_000 + b"\n")[0] and "no answer" in answered(b"\xff\n")[0]
     assert answered(b'{"status": "gone", "why": "no sandbox here"}\n')[0] == "no sandbox here"
-    assert answered()[0] == "the sandbox ended by itself"
+    ended = answered(told=b'{"status": "killed", "why": "process 1 ended"}')[0]
+    assert (ended["status"], ended["gone"]) == ("killed", True), "its end is the doing of the code"
     full = answered(told=b'{"status": "memory", "why": "all of it"}')[0]
     assert (full["status"], full["why"], full["gone"]) == ("memory", "all of it", True)
     late = answered(b"{", close=False)[0]
@@ -402,7 +503,7 @@ def test_none_keeps_nothing_in_but_has_its_limits_and_leaves_nothing(tmp_path):
     with CodeSandbox("none", Limits(wall_s=20, memory_mb=256), workspace=tmp_path / "files") as naked:
         assert naked.run(f"print(open('{tmp_path}/secret').read())").stdout == "ours\n"
         where, again = naked.run("import os, tempfile; print(os.getcwd(), tempfile.gettempdir())").stdout.split()
-        assert "verl-none-" in where and where == again
+        assert "/none-" in where and where == again
         ran = naked.run(DAEMONS)
         pids = [int(line) for line in ran.stdout.split()]
         assert ran.status == "ok" and len(pids) == 3 and not until_gone(pids)
@@ -435,8 +536,7 @@ def test_none_keeps_nothing_in_but_has_its_limits_and_leaves_nothing(tmp_path):
                 f"import os, signal, time\nopen('{tmp_path}/{how}', 'w').write(f'{{os.getppid()}} {{os.getcwd()}}')\n"
             )
             turns = f"{said}os.kill(os.getppid(), signal.{how})\ntime.sleep(600)"
-            with contextlib.suppress(SandboxGone):
-                assert short.run(turns).status == "timeout"
+            assert short.run(turns).status == ("timeout" if how == "SIGSTOP" else "killed")
             pid, where = (tmp_path / how).read_text().split()
             assert not until_gone([int(pid)]) and not until_gone([where], os.path.exists)
         code, link = f"{DAEMONS}open('{tmp_path}/up', 'w').close()\ntime.sleep(600)", short._next("")

@@ -3,27 +3,26 @@
     launcher == one socket, a JSON line each way ==> this process -- fork, pipes --> the tested code
 
 The tested code never holds that socket: what it prints or returns comes here over pipes of one run, and is sent on with
-the nonce of the request, so that it can speak for nothing but itself. Process 1 cannot be signalled from inside; when
-it ends, the kernel ends whatever is left. Standard library only: with bubblewrap this file is all that is there.
+the nonce of the request, so that it can speak for nothing but itself. Process 1 cannot be signalled from inside, nor
+its limits set; when it ends, the kernel ends whatever is left, and the end counts as that of the code. Standard library
+only: with bubblewrap this file and kept.py are all that is there.
 """
 
 from __future__ import annotations
 
 import atexit
-import binascii
 import builtins
 import contextlib
 import ctypes
 import gc
-import io
 import json
 import math
+import mmap
 import os
 import resource
 import select
 import signal
 import socket
-import stat
 import struct
 import sys
 import time
@@ -31,15 +30,16 @@ import types
 
 TYPE_CHECKING = False  # `typing`, `ast`, `tarfile` and the like: without them bubblewrap's sandboxes are up sooner
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from typing import Any
 
     Json = dict[str, Any]
 
 CHUNK_BYTES = 1 << 16
-MAX_KEPT_BYTES = 32 << 20  # of a snapshot, packed: as text it is a line of the socket
 FAR_S = 10**9  # of CPU, for a process that stays: each of its cells has its own limit
-PR_SET_DUMPABLE, NOBODY = 4, 65534
+PR_SET_DUMPABLE, PR_SET_SECCOMP, NOBODY = 4, 22, 65534
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 0x20, 0x1000
+READY = {"status": "ready"}  # the first line of process 1
 SHOW = sys.__excepthook__  # as the interpreter itself does
 
 
@@ -50,28 +50,40 @@ def serve(channel: socket.socket) -> None:
     gc.disable()
     lines = channel.makefile("rb")
     kernel: _Kernel | None = None
-    files = _Files()
+    files = None
+    channel.sendall(json.dumps(READY).encode() + b"\n")
     while line := lines.readline():
         request = json.loads(line)
-        if request["kind"] == "run":
-            answer = _run(request)
-        elif request["kind"] in ("begin", "keep"):
-            answer = files.answer(request)
-        else:
-            kernel = kernel or _Kernel(request["limits"])
-            answer = kernel.run(request)
-            kernel = kernel if answer["alive"] else None
+        try:
+            if request["kind"] == "run":
+                answer = _run(request)
+            elif request["kind"] in ("begin", "keep"):
+                files = files or _kept().Files()
+                answer = files.answer(request)
+            else:
+                kernel = kernel or _Kernel(request["limits"])
+                answer = kernel.run(request)
+                kernel = kernel if answer["alive"] else None
+        except _NoProcess as e:
+            answer = {"status": "gone", "why": str(e)}
         channel.sendall(json.dumps(answer | {"nonce": request["nonce"]}).encode() + b"\n")
+
+
+class _NoProcess(Exception):
+    """The machine has none for the code: nothing of it ran."""
 
 
 class _Child:
     """A fork that runs `work`, and our ends of its pipes: what it is given, and what it prints and sends."""
 
     def __init__(self, limits: Json, work: Callable[[], int]) -> None:
-        ends = [os.pipe() for _ in range(5)]  # stdin, stdout, stderr, what it sends, what it is told
-        theirs = [pair[0 if i in (0, 4) else 1] for i, pair in enumerate(ends)]
         sys.stdout.flush()
-        self.pid = os.fork()
+        try:
+            ends = [os.pipe() for _ in range(5)]  # stdin, stdout, stderr, what it sends, what it is told
+            self.pid = os.fork()
+        except OSError as e:
+            raise _NoProcess(f"no process for the code: {e}") from e
+        theirs = [pair[0 if i in (0, 4) else 1] for i, pair in enumerate(ends)]
         if self.pid == 0:
             _become_child(theirs, limits, work)
         for fd in theirs:
@@ -198,88 +210,16 @@ class _Kernel:
         return _answer(why, code, said, child) | {"alive": alive}
 
 
-class _Files:
-    """What is in /tmp and is not of the workspace, as text. Its code is anyone's, and so are the names and kinds of
-    its files: all of this is done as nobody, inside, and outside no one reads what was kept."""
+def _kept() -> Any:
+    """The module of files that are kept, which lies beside this file in bubblewrap, and few sandboxes need."""
+    if __name__ != "__main__":
+        from verl.sandbox import kept
 
-    def __init__(self) -> None:
-        self._first: dict[str, tuple[int, int, int]] = {}  # of the workspace, by path
-
-    def answer(self, request: Json) -> Json:
-        import tarfile
-        import zlib
-
-        try:
-            value = self._begin(request) if request["kind"] == "begin" else self._keep(request["limits"])
-        except (OSError, EOFError, ValueError, LookupError, TypeError, tarfile.TarError, zlib.error) as e:
-            return {"status": "error", "why": f"{type(e).__name__}: {e}"[:500], "alive": True}
-        return {"status": "ok", "value": value, "alive": True}
-
-    def _begin(self, request: Json) -> str:
-        import shutil
-        import tarfile
-
-        self._first = {path: _stamp(about) for path, about in _below(request["most"])}
-        if request["kept"]:
-            kept = json.loads(request["kept"])
-            for path in (f"./{path}" for path in kept["gone"]):
-                if os.path.lexists(path):
-                    shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
-            with tarfile.open(fileobj=io.BytesIO(binascii.a2b_base64(kept["files"])), mode="r:gz") as archive:
-                archive.extraction_filter = lambda member, path: member  # it may do what its code might
-                archive.extractall(".")
-        return ""
-
-    def _keep(self, limits: Json) -> str:
-        import tarfile
-
-        most, room, packed = 64 * limits["tmp_mb"], limits["tmp_mb"] << 20, _Bounded()
-        gone = dict.fromkeys(self._first)
-        with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
-            for path, about in _below(most + len(self._first)):
-                first, now = self._first.get(path), _stamp(about)
-                if first == now or (first and stat.S_ISDIR(first[0]) and stat.S_ISDIR(about.st_mode)):
-                    del gone[path]
-                if first == now or not any(kind(about.st_mode) for kind in (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)):
-                    continue  # pipes and sockets are nobody's at the end
-                info = archive.gettarinfo(f"./{path}", path)
-                most, room = most - 1, room - (info.size if info.isreg() else 0)
-                if most < 0 or room < 0:
-                    raise ValueError(f"more than tmp_mb={limits['tmp_mb']} MB, or {64 * limits['tmp_mb']} files")
-                if info.isreg():  # or a pipe by now: no wait
-                    with open(os.open(f"./{path}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-                        archive.addfile(info, file)
-                else:
-                    archive.addfile(info)
-        return json.dumps({"gone": list(gone), "files": binascii.b2a_base64(packed.getvalue()).decode()})
-
-
-class _Bounded(io.BytesIO):
-    def write(self, part: Any) -> int:
-        if self.tell() + len(part) > MAX_KEPT_BYTES:
-            raise ValueError(f"more than {MAX_KEPT_BYTES >> 20} MB when packed")
-        return super().write(part)
-
-
-def _stamp(about: os.stat_result) -> tuple[int, int, int]:
-    """Another one for a file that was written to: no code can set the last of it."""
-    return about.st_mode, about.st_size, about.st_ctime_ns
-
-
-def _below(most: int) -> Iterator[tuple[str, os.stat_result]]:
-    """All that is in /tmp, by its path in it; no link is followed. ValueError for more than so many."""
-    todo = [""]
-    while todo:
-        folder = todo.pop()
-        with os.scandir(f"./{folder}") as entries:
-            for entry in entries:
-                about = entry.stat(follow_symlinks=False)
-                most -= 1
-                if most < 0:
-                    raise ValueError("too many files")
-                yield folder + entry.name, about
-                if stat.S_ISDIR(about.st_mode):
-                    todo.append(f"{folder}{entry.name}/")
+        return kept
+    module = types.ModuleType("kept")
+    with open("/kept.py", "rb") as source:  # no import: that would look for what is compiled where code may write
+        exec(compile(source.read(), "/kept.py", "exec"), module.__dict__)
+    return module
 
 
 def _answer(why: str, code: int, said: dict[int, bytearray], child: _Child) -> Json:
@@ -314,6 +254,8 @@ def _become_child(theirs: list[int], limits: Json, work: Callable[[], int]) -> N
         sys.path = [path for path in sys.path if os.path.isdir(path)]
         for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
             del sys.modules[name]
+        if os.getppid() == 1:
+            mmap.mmap = _Shared  # type: ignore[misc]
         vars(builtins).update(exit=sys.exit, quit=sys.exit)  # what `site` adds, which is not loaded
         gc.enable()
         code = work()
@@ -325,6 +267,30 @@ def _become_child(theirs: list[int], limits: Json, work: Callable[[], int]) -> N
         with contextlib.suppress(BaseException):
             sys.stderr.flush()
         os._exit(code)
+
+
+class _Shared(mmap.mmap):
+    """`mmap.mmap(-1, n)`, a piece of /tmp, whose size is limited: shared memory of no file counts for no process."""
+
+    def __new__(
+        cls,
+        fileno: int,
+        length: int,
+        flags: int = mmap.MAP_SHARED,
+        prot: int = 3,
+        access: int = 0,
+        *rest: Any,
+        **named: Any,
+    ) -> _Shared:
+        if fileno != -1 or not flags & mmap.MAP_SHARED or access == mmap.ACCESS_COPY:
+            return super().__new__(cls, fileno, length, flags, prot, access, *rest, **named)
+        file = os.open(path := f"/tmp/.shared-{os.urandom(8).hex()}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.unlink(path)
+            os.posix_fallocate(file, 0, length)
+            return super().__new__(cls, file, length, flags & ~mmap.MAP_ANONYMOUS, prot, access, *rest, **named)
+        finally:
+            os.close(file)
 
 
 def _limit(limits: Json) -> None:
@@ -423,13 +389,61 @@ def _guarded(work: Callable[[], None], *, at_end: bool) -> int:
     return code
 
 
-if __name__ == "__main__":
+# -- before there is any code: what bubblewrap and our own namespaces have in common -----------------------------------
+
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def called(what: str, result: int) -> int:
+    """Return what a call of the C library gave; OSError if it failed."""
+    if result < 0:
+        raise OSError(number := ctypes.get_errno(), f"{what}: {os.strerror(number)}")
+    return result
+
+
+def mount(kind: str, at: str, options: str, flags: int = MS_NOSUID | MS_NODEV) -> None:
+    texts = [text.encode() or None for text in (kind, at, kind)]
+    called(f"mount {at}", libc.mount(*texts, ctypes.c_ulong(flags), options.encode() or None))
+
+
+def make_zeros(path: str) -> None:
+    """Make an endless file of zeros, in the place of /dev/zero: what is mapped of the device counts for no process."""
+    with open(path, "xb") as file:
+        file.truncate(1 << 42)
+    os.chmod(path, 0o444)
+
+
+def filter_calls(program: bytes) -> None:
+    """From here on this process, and all that it starts, can make the calls that the filter lets through alone."""
+    words = ctypes.create_string_buffer(program, len(program))
+    filter_ = struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(words))
+    called("seccomp", libc.prctl(PR_SET_SECCOMP, 2, filter_, 0, 0))
+
+
+def become_nobody() -> None:
+    """Without a capability, also one that could be inherited, and without a memory that others may read."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    if ctypes.CDLL(None).capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)):  # what could be inherited, too
-        sys.exit("no capability may be left")
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    sys.path += sys.argv[2:]
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    called("capset", libc.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)))
+    called("dumpable", libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
+
+
+def main(channel: str, filter_fd: str, quota: str, *packages: str) -> None:
+    """In bubblewrap, with the right to mount. quota: of /tmp; "": that is there."""
+    if quota:
+        mount("tmpfs", "/tmp", quota)
+    os.chdir("/tmp")
+    make_zeros("/dev/zero")
+    mount("", "/dev", "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    become_nobody()
+    with open(int(filter_fd), "rb") as program:
+        filter_calls(program.read())
+    sys.path += packages
+    serve(socket.socket(fileno=int(channel)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from verl.sandbox import launcher
+from verl.sandbox.cell import READY
 from verl.sandbox.workspace import MAX_FILES, Base, Workspaces
 
 TIERS = ("bubblewrap", "launcher")
@@ -71,17 +72,20 @@ class Ran:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Link:
-    """Two sockets of one sandbox: of process 1 in it, and of the launcher, which ends it when this end is closed."""
+    """Two sockets of one sandbox: of process 1 in it, and of the launcher, which ends it when this end is closed.
+    ready: process 1 is up, so that its end is the doing of the code."""
 
     cell: socket.socket
     guard: socket.socket
+    ready: bool = False
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """Its answer, `gone` if it can give no other. Raises SandboxGone."""
         nonce = os.urandom(16).hex()
         try:
+            self._await_ready()
             self.cell.settimeout(launcher.START_S)
             with contextlib.suppress(ConnectionError):  # it may have said why
                 self.cell.sendall(json.dumps(request | {"nonce": nonce}).encode() + b"\n")
@@ -92,9 +96,16 @@ class _Link:
             raise SandboxGone(answer.get("why") or "the sandbox spoke out of turn")
         return answer
 
-    def _heard(self, limit_s: float, gone: dict[str, Any]) -> dict[str, Any]:
+    def _await_ready(self) -> None:
+        if not self.ready:
+            answer = self._heard(launcher.START_S, {}, watch=False)
+            self.ready = answer["status"] == READY["status"]
+            if not self.ready:
+                raise SandboxGone(answer.get("why") or "the sandbox does not start")
+
+    def _heard(self, limit_s: float, gone: dict[str, Any], *, watch: bool = True) -> dict[str, Any]:
         """A line of process 1, or what is said in its place."""
-        got, deadline, watched = bytearray(), time.monotonic() + limit_s, False
+        got, deadline, watched = bytearray(), time.monotonic() + limit_s, not watch
         poller = select.poll()
         poller.register(self.cell, select.POLLIN)
         while (left_s := deadline - time.monotonic()) > 0:
@@ -109,17 +120,20 @@ class _Link:
                 part = self.cell.recv(1 << 18)
             got += part
             if not part:
-                with contextlib.suppress(BlockingIOError):
-                    said = self.guard.recv(1 << 16, socket.MSG_DONTWAIT)
-                    return gone | json.loads(said or "{}")
-                return gone | {"status": "gone", "why": "the sandbox ended by itself"}
+                return gone | self._end()
             if got.endswith(b"\n"):
-                if watched:
+                if watched and watch:
                     self.guard.sendall(launcher.REST)
                 return dict(json.loads(got), gone=False)
             if len(got) > MAX_LINE_BYTES:
                 return gone | {"status": "output", "why": "its answer has no end"}
         return gone | {"status": "timeout", "why": f"no answer in {limit_s:g} s"}
+
+    def _end(self) -> dict[str, Any]:
+        """How process 1 ended, from the launcher: no answer if that ended too, which then took process 1 with it."""
+        self.guard.settimeout(launcher.GRACE_S)
+        said = self.guard.recv(1 << 16)
+        return dict(json.loads(said)) if said else {"status": "gone", "why": "the launcher of sandboxes ended"}
 
     def close(self) -> None:
         self.guard.close()

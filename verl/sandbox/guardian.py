@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import mmap
 import os
 import select
@@ -25,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 WATCH_S = 0.2  # how often memory is summed
 KILL_S = 5.0  # how long the guardian tries to kill and reap everything
@@ -206,12 +207,49 @@ def _children_by_scan(pid: int) -> list[int]:
     return found
 
 
-def over_limit_mb(limit_mb: float, pids: list[int]) -> float | None:
-    """Megabytes in use by all of these if that is too much, else None."""
-    if sum(map(resident_mb, pids)) <= limit_mb:
+def over_limit_mb(limit_mb: float, pids: list[int], beside_mb: float = 0.0) -> float | None:
+    """Megabytes in use by all of these if that is too much, else None. beside_mb: what the kernel holds for them."""
+    if sum(map(resident_mb, pids)) + beside_mb <= limit_mb:
         return None
-    used_mb = sum(map(proportional_mb, pids))  # slower, but does not count what forks share more than once
+    used_mb = sum(map(proportional_mb, pids)) + beside_mb  # slower, but counts once what forks share
     return used_mb if used_mb > limit_mb else None
+
+
+def sockets_mb(pid: int) -> float:
+    """Return what the sockets of its network can hold at most, also those that are closed and not yet read."""
+    try:
+        used = int(Path(f"/proc/{pid}/net/sockstat").read_text().split()[2])  # "sockets: used 3"
+        return used * int(Path("/proc/sys/net/core/wmem_default").read_text()) / 2**20
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def system_s(pids: list[int]) -> float:
+    """Return the seconds that the kernel worked for these processes, and for those that they waited for."""
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it ended
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[12]) + int(fields[14])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Machine(NamedTuple):
+    """Megabytes of memory: what programs could still take, all of it, what the kernel holds and cannot give back."""
+
+    free_mb: float = math.inf
+    total_mb: float = math.inf
+    kernel_mb: float = 0.0
+
+
+def machine() -> Machine:
+    """Return the memory of this machine, without an end where there is no /proc."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = {line.split()[0]: int(line.split()[1]) / 1024 for line in lines}
+        return Machine(found["MemAvailable:"], found["MemTotal:"], found["SUnreclaim:"])
+    except (OSError, KeyError, ValueError):
+        return Machine()
 
 
 def resident_mb(pid: int) -> float:

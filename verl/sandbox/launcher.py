@@ -27,7 +27,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl.sandbox import cell, guardian, namespaces
+from verl.leftovers import own_folder
+from verl.sandbox import cell, guardian, kept, namespaces, syscalls
+from verl.sandbox.workspace import PREFIX
 
 WARM = (
     *("math", "cmath", "re", "collections", "itertools", "functools", "operator", "random", "string", "heapq"),
@@ -39,6 +41,8 @@ LOOK_S = 0.05  # how often memory is summed, of what takes longer than that
 REST_S = 0.5  # and of a session between its cells, where what they left behind goes on
 GRACE_S = 2.0  # past the limit of a request, for process 1 to say so itself
 START_S = 30.0
+KERNEL_MB_S = 1024.0  # what the kernel can be made to hold in a second of its work
+MIN_FREE_MB = 1024.0  # or 1/32 of the machine's memory, if that is less: below, sandboxes are ended
 WATCH, REST = b"+", b"-"
 
 
@@ -48,7 +52,7 @@ def main() -> None:
     channel = socket.socket(fileno=os.dup(0))
     os.dup2(1, 0)  # nowhere
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's Ctrl-C: it closes the channel when it is done
-    namespaces.seccomp_program()  # for all forks
+    syscalls.program()  # for all forks
     gc.freeze()
     channel.sendall(b"+")
     _Sandboxes(channel).run()
@@ -56,17 +60,36 @@ def main() -> None:
 
 
 class _Box:
-    """One sandbox. guard: at its end it ends · pid: on which all of it hangs; 0: it has ended."""
+    """One sandbox. guard: at its end it ends · pid: on which all of it hangs; 0: it has ended · folder: of tier "none",
+    whose network is the machine's · outer: pid is that of bubblewrap itself, outside of the sandbox."""
 
-    def __init__(self, guard: socket.socket, memory_mb: float, folder: str) -> None:
+    def __init__(self, guard: socket.socket, memory_mb: float, folder: str, outer: bool = False) -> None:
         self.guard, self.memory_mb, self.folder, self.pid, self.watched = guard, memory_mb, folder, 0, False
-        self.told = False
+        self.outer, self.told = outer, False
+        self._began: tuple[guardian.Machine, float] | None = None  # at the first look at what runs now
 
-    def look(self) -> None:
+    def begin(self) -> None:
+        """A request: what the machine and this sandbox did before it is not its doing."""
+        self._began = None
+
+    def look(self, now: guardian.Machine) -> None:
+        """End it if it is over its memory. What the kernel holds for it is in no sum of processes: its sockets are
+        counted; of the rest, as much as the kernel grew is its own if the kernel worked as long for it."""
         pids = [self.pid, *guardian.descendants(self.pid)] if self.pid else []
-        if (used_mb := guardian.over_limit_mb(self.memory_mb, pids)) is not None:
+        inside = [] if self.folder else pids[self.outer :]
+        sockets_mb = guardian.sockets_mb(inside[0]) if inside else 0.0
+        used_mb = guardian.over_limit_mb(self.memory_mb, pids, sockets_mb)
+        began, began_s = self._began = self._began or (now, guardian.system_s(pids))
+        grown_mb = now.kernel_mb - began.kernel_mb
+        if used_mb is None and grown_mb > self.memory_mb:
+            used_mb = grown_mb if guardian.system_s(pids) - began_s > grown_mb / KERNEL_MB_S else None
+        if used_mb is not None:
             self.tell("memory", f"it used {used_mb:.0f} MB of {self.memory_mb:g}")
             self.end()
+
+    def lost_mb(self, now: guardian.Machine) -> float:
+        """Return how much less is free on the machine since the first look."""
+        return self._began[0].free_mb - now.free_mb if self._began else 0.0
 
     def tell(self, status: str, why: str) -> None:
         """Once: one that is ended for its memory may be seen with it again before it is gone."""
@@ -85,17 +108,33 @@ class _Box:
             os.kill(self.pid, signal.SIGKILL)  # nobody waited for it yet: it is no one else
 
 
+def end_for_want(boxes: list[_Box], now: guardian.Machine) -> None:
+    """Where the machine is about to run out of memory, end the sandbox that ran while most of it went."""
+    left = [box for box in boxes if box.pid and not box.told]
+    if left and now.free_mb < min(MIN_FREE_MB, now.total_mb / 32):
+        box = max(left, key=lambda box: box.lost_mb(now))
+        box.tell("memory", f"the machine had {now.free_mb:.0f} MB left while it ran")
+        box.end()
+
+
 class _Sandboxes:
     """Those that this process started, and one loop over their sockets and their ends."""
 
-    def __init__(self, channel: socket.socket | None) -> None:
+    def __init__(self, channel: socket.socket | None, folder: Path | None = None) -> None:
         namespaces.adopt_orphans()  # of a bubblewrap that was killed while it started
         self._channel = channel
         self._boxes: list[_Box] = []
         self._poller, self._children, self._orphans = select.poll(), set[int](), set[int]()
         self._then: dict[int, Callable[[], None]] = {}
+        self._folder, self._first = folder, channel is not None
         if channel is not None:
             self._hear(channel.fileno(), self._begin)
+
+    def _scratch(self) -> Path:
+        """Return the folder of those of tier "none". Sessions, which are forks, hold it too."""
+        if self._folder is None:
+            self._folder, _ = own_folder(Path(tempfile.gettempdir()), PREFIX)
+        return self._folder
 
     def run(self) -> None:
         """Until the channel and all sandboxes have ended."""
@@ -107,9 +146,14 @@ class _Sandboxes:
                 self._then[fd]()
             if watched and time.monotonic() - looked_s >= look_s:
                 looked_s = time.monotonic()
+                now = guardian.machine()
                 for box in watched:
-                    box.look()
+                    box.look(now)
+                end_for_want(watched, now)
             self._boxes = [box for box in self._boxes if box.pid or box.guard.fileno() >= 0]
+        if self._folder is not None and self._first:
+            with contextlib.suppress(OSError):  # a session lives, and the next launcher removes it
+                self._folder.rmdir()
 
     def _hear(self, fd: int, then: Callable[[], None]) -> None:
         self._then[fd] = then
@@ -127,13 +171,15 @@ class _Sandboxes:
             self._channel = None
             return
         job, (guard, theirs) = json.loads(said), [socket.socket(fileno=fd) for fd in fds]
+        if job["tier"] == "none":
+            self._scratch()  # one for all
         if not job["stays"]:
             return self.start(job, guard, theirs)
         if (pid := os.fork()) == 0:  # it outlives this process
             try:
                 for one in (self._channel, *(box.guard for box in self._boxes)):
                     one.close()
-                alone = _Sandboxes(None)
+                alone = _Sandboxes(None, self._folder)
                 alone.start(job, guard, theirs)
                 alone.run()
             finally:
@@ -143,8 +189,8 @@ class _Sandboxes:
         theirs.close()
 
     def start(self, job: dict[str, Any], guard: socket.socket, theirs: socket.socket) -> None:
-        folder = f"{tempfile.gettempdir()}/verl-none-{os.urandom(8).hex()}" if job["tier"] == "none" else ""
-        box = _Box(guard, float(job["memory_mb"]), folder)
+        folder = f"{self._scratch()}/none-{os.urandom(8).hex()}" if job["tier"] == "none" else ""
+        box = _Box(guard, float(job["memory_mb"]), folder, outer=job["tier"] == "bubblewrap")
         self._boxes.append(box)
         self._hear(guard.fileno(), lambda: self._listen(box))
         try:
@@ -162,6 +208,8 @@ class _Sandboxes:
         with contextlib.suppress(ConnectionResetError):  # it did not hear what it was told
             said = box.guard.recv(64)
         box.watched = said.endswith(WATCH)
+        if WATCH in said:
+            box.begin()
         if not said:
             self._leave(box.guard.fileno())
             box.guard.close()
@@ -183,7 +231,9 @@ class _Sandboxes:
             self._orphans.add(orphan)
             self._wait_for(orphan, box)  # without namespaces it may have been the box's, and still write there
         if box is not None:
-            box.pid = 0 if pid == box.pid else box.pid
+            if pid == box.pid:
+                box.pid = 0
+                box.tell("killed", "it ended the process that ran it")
             if box.folder and not box.pid:
                 shutil.rmtree(box.folder, ignore_errors=True)
 
@@ -195,6 +245,8 @@ def _forked(wanted: int, theirs: socket.socket, begin: Callable[[], None]) -> in
     if pid == 0:
         try:
             os.close(go)
+            with contextlib.suppress(OSError):  # if the machine runs out of memory, the kernel takes this, not the run
+                Path("/proc/self/oom_score_adj").write_text("1000")
             if os.read(mapped, 1) == b"+":
                 os.close(mapped)
                 begin()
@@ -247,13 +299,14 @@ def _start_cell(job: dict[str, Any], theirs: socket.socket, folder: str) -> int:
         sys.path[:] = [*sys.path[1:], *job["packages"]]  # what may be written there is nothing to import from
         cell.serve(theirs)
 
-    return _forked(0 if folder else namespaces.NEW_NAMESPACES, theirs, begin)
+    return _forked(0 if folder else syscalls.NEW_NAMESPACES, theirs, begin)
 
 
 def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket) -> int:
     command = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     command += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--hostname", "sandbox"]
-    command += ["--cap-drop", "ALL", "--dir", "/dev"]
+    command += ["--cap-drop", "ALL", "--perms", "755", "--size", str(1 << 16), "--tmpfs", "/dev"]
+    command += ["--cap-add", "CAP_SYS_ADMIN"]  # the cell mounts its /tmp itself: bubblewrap's has any number of files
     if os.geteuid() == 0:  # the cell becomes nobody, outside too: nobody's name for root would still be root
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
@@ -271,16 +324,18 @@ def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket) -> int:
     found = [path for path in (importlib.util.cache_from_source(cell.__file__), cell.__file__) if os.path.exists(path)]
     newest = max(found, key=os.path.getmtime)  # compiled code, or its source: an interpreter runs either
     command += ["--symlink", "/tmp", "/dev/shm", "--ro-bind", newest, "/cell.py"]
+    command += ["--ro-bind", kept.__file__, "/kept.py"]
     if job["base"]:
         command += ["--bind", f"{job['base']}/at", "/tmp"]
     else:
-        command += ["--size", str(job["tmp_mb"] << 20), "--perms", "1777", "--tmpfs", "/tmp"]
+        command += ["--dir", "/tmp"]
     command += ["--remount-ro", "/", "--chdir", "/tmp"]
     with tempfile.TemporaryFile() as program:
-        program.write(namespaces.seccomp_program())
+        program.write(syscalls.program())
         program.seek(0)
-        command += ["--seccomp", str(program.fileno()), "--", job["python"], "-I", "-S", "/cell.py"]
-        command += [str(theirs.fileno()), *job["packages"]]
+        quota = "" if job["base"] else namespaces.quota_of(job["tmp_mb"])
+        command += ["--", job["python"], "-I", "-S", "/cell.py", str(theirs.fileno()), str(program.fileno())]
+        command += [quota, *job["packages"]]
 
         def begin() -> None:
             for fd in (theirs.fileno(), program.fileno()):

@@ -16,9 +16,11 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.sandbox.namespaces import NOBODY
+from verl.leftovers import own_folder
+from verl.sandbox.cell import NOBODY
 
 MAX_FILES, MAX_BYTES = 100_000, 4 << 30  # of one workspace
+PREFIX = "verl-sandbox-"
 
 
 @dataclass(slots=True)
@@ -39,14 +41,19 @@ class Workspaces:
         self._bases: dict[str, Base] = {}
         self._lock = threading.Lock()
         self.check("")
-        self.scratch = tempfile.mkdtemp(prefix="verl-workspace-")
+        made, self._held = own_folder(Path(tempfile.gettempdir()), PREFIX)
+        self.scratch = str(made)
 
     def check(self, name: str) -> Path:
         """The folder of this name, "" for the whole root. ValueError if it is none of those under the root."""
-        found = (self.root / name).resolve()
+        try:
+            found = (self.root / name).resolve()
+            folder = found.is_dir()
+        except (OSError, ValueError, TypeError, RuntimeError) as e:  # too long, no text, links in a circle
+            raise ValueError(f"workspace={name!r} cannot be read: {e}. Fix: name a folder in {self.root}") from e
         if not found.is_relative_to(self.root):
             raise ValueError(f"workspace={name!r} is outside of {self.root}: name a folder in it")
-        if not found.is_dir():
+        if not folder:
             raise ValueError(f"workspace: {found} is no folder")
         return found
 
@@ -80,6 +87,9 @@ class Workspaces:
 
     def close(self) -> None:
         shutil.rmtree(self.scratch, ignore_errors=True)
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
 
 
 def read_tree(top: str | os.PathLike[str], to: str = "") -> str:

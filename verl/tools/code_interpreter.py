@@ -84,7 +84,7 @@ def told(ran: Ran, lost: bool, limits: Limits) -> str:
         "timeout": f"it took more than {min(limits.wall_s, limits.cpu_s):g} s",
         "memory": f"it used more than {limits.memory_mb} MB",
         "output": f"it printed more than {limits.output_bytes} bytes",
-        "killed": f"it was ended by signal {-ran.code}",
+        "killed": ran.why or f"it was ended by signal {-ran.code}",
     }
     parts = [ran.stdout.rstrip(), ran.stderr.rstrip()]
     if ran.status in reasons:

@@ -12,10 +12,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import socket
 import struct
-import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,25 +148,6 @@ def _size_class(nbytes: int) -> int:
     """Four to a doubling, so that a segment suits the next write of about that size."""
     step = max(PAGE, 1 << max(0, nbytes.bit_length() - 3))
     return PAGE + -(-nbytes // step) * step
-
-
-# -- the folder --------------------------------------------------------------------------------------------------------
-
-
-def make_folder() -> tuple[Path, int]:
-    """(a folder of this process, a descriptor that locks it as long as the process lives). Those of dead ones go."""
-    for left in ROOT.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # of another user, or just gone
-            fd = os.open(left, os.O_RDONLY)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left)
-            finally:
-                os.close(fd)
-    made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{os.getpid()}-", dir=ROOT))
-    fd = os.open(made, os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    return made.rename(made.with_name(made.name[1:])), fd  # others look for it from here on, and find it locked
 
 
 # -- the socket --------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ import numpy as np
 import psutil
 
 from verl.batch import Ragged
+from verl.leftovers import own_folder
 from verl.transfer_queue.index import (
     Commit,
     Drop,
@@ -49,6 +50,7 @@ from verl.transfer_queue.segments import (
     GENERATION,
     HERE,
     PAGE,
+    PREFIX,
     ROOT,
     Keeper,
     Reply,
@@ -57,7 +59,6 @@ from verl.transfer_queue.segments import (
     Server,
     Space,
     Store,
-    make_folder,
     receive,
     send,
 )
@@ -71,7 +72,7 @@ def build(options: Shared) -> SharedQueue:
     """A new queue, whose segments go with it. ValueError where /dev/shm cannot hold it."""
     if not ROOT.is_dir():
         raise ValueError(f"queue.engine=shared needs {ROOT}, which this machine does not have; use queue.engine=memory")
-    folder, lock = make_folder()
+    folder, lock = own_folder(ROOT, PREFIX)
     room = os.statvfs(ROOT)
     free = room.f_bavail * room.f_frsize
     max_bytes = options.max_bytes or min(free, psutil.virtual_memory().available) // 2
