@@ -34,10 +34,13 @@ def exported(root: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(root / "r" / "checkpoints" / f"step_{step}" / "hf" / "model.safetensors")
 
 
-def start(args: list[str], door: str = "verl.cli", cwd: Path = TESTS.parent) -> subprocess.Popen[str]:
-    """The run in a process of its own, as the command line starts it."""
+def start(
+    args: list[str], door: str = "verl.cli", cwd: Path = TESTS.parent, group: bool = False
+) -> subprocess.Popen[str]:
+    """The run in a process of its own, as the command line starts it; with `group` it leads a process group."""
     command = [sys.executable, "-m", door, "train", *args]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd)
+    own = {"process_group": 0 if group else None}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, **own)
 
 
 def until_step(root: Path, number: int, run: subprocess.Popen[str]) -> None:
@@ -218,6 +221,25 @@ def test_killed_processes_cost_a_restart_and_nothing_else(tmp_path, tiny_model, 
     seen = Counter(i for ids in trained(tmp_path / "r").values() for i in ids)
     assert set(seen.values()) == {1}, "a sample was trained twice"
     assert {i.partition("/")[0] for i in seen} <= set(dispatched(tmp_path / "r"))
+
+
+def test_a_signal_to_the_process_group_saves_and_ends_as_one_to_the_driver(tmp_path, tiny_model, arithmetic_data):
+    """`timeout` and Slurm send it so: the Ray that the run started gets no signal, and ends with it."""
+    more = ("run.total_steps=300", "run.eval_every_steps=0", "track.sinks=[jsonl]", "cluster.backend=ray")
+    args = small_args(tmp_path, tiny_model, arithmetic_data[:1], *more, "run.save_every_steps=0")
+    run = start(args, group=True)
+    end_s = time.monotonic() + 180
+    while not metrics_of(tmp_path / "r"):
+        assert run.poll() is None and time.monotonic() < end_s, run.stdout.read()
+        time.sleep(0.1)
+    children = psutil.Process(run.pid).children(recursive=True)
+    assert {"gcs_server", "raylet"} <= {child.name() for child in children}
+    os.killpg(run.pid, signal.SIGTERM)
+    text = run.communicate(timeout=60)[0]
+    assert run.returncode == 75, text
+    (saved,) = CheckpointStore(tmp_path / "r" / "checkpoints", read_only=True).steps()
+    assert saved == max(metrics_of(tmp_path / "r")) and f"stopped before step {saved + 1} of 300" in text, text
+    assert not psutil.wait_procs(children, timeout=30)[1]
 
 
 @pytest.mark.skipif(

@@ -110,6 +110,7 @@ class _Worker:
             stdout=self._log,
             stderr=self._log,
             env={**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"},  # one row at a time
+            start_new_session=True,  # a signal to the group of this process is not for it; it ends with its pipe
         )
         theirs.close()
 

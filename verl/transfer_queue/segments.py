@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from verl.leftovers import own_folder
 from verl.transfer_queue.index import Answer, Asked, Commit, Found, Full, Index, Refused, never_fit
 
 ROOT, PREFIX = Path("/dev/shm"), "verl-queue-"
@@ -148,6 +149,11 @@ def _size_class(nbytes: int) -> int:
     """Four to a doubling, so that a segment suits the next write of about that size."""
     step = max(PAGE, 1 << max(0, nbytes.bit_length() - 3))
     return PAGE + -(-nbytes // step) * step
+
+
+def make_folder() -> tuple[Path, int]:
+    """See `own_folder`."""
+    return own_folder(ROOT, PREFIX)
 
 
 # -- the socket --------------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ import numpy as np
 import psutil
 
 from verl.batch import Ragged
-from verl.leftovers import own_folder
 from verl.transfer_queue.index import (
     Commit,
     Drop,
@@ -50,7 +49,6 @@ from verl.transfer_queue.segments import (
     GENERATION,
     HERE,
     PAGE,
-    PREFIX,
     ROOT,
     Keeper,
     Reply,
@@ -59,6 +57,7 @@ from verl.transfer_queue.segments import (
     Server,
     Space,
     Store,
+    make_folder,
     receive,
     send,
 )
@@ -72,7 +71,7 @@ def build(options: Shared) -> SharedQueue:
     """A new queue, whose segments go with it. ValueError where /dev/shm cannot hold it."""
     if not ROOT.is_dir():
         raise ValueError(f"queue.engine=shared needs {ROOT}, which this machine does not have; use queue.engine=memory")
-    folder, lock = own_folder(ROOT, PREFIX)
+    folder, lock = make_folder()
     room = os.statvfs(ROOT)
     free = room.f_bavail * room.f_frsize
     max_bytes = options.max_bytes or min(free, psutil.virtual_memory().available) // 2

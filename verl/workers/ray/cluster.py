@@ -10,8 +10,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import psutil
@@ -217,10 +218,25 @@ def _connect(address: str | None, pools: Mapping[str, Pool]) -> Reaper | None:
     reaper, cpus = Reaper(), max(os.cpu_count() or 1, int(wanted) + BESIDE_CPUS)
     others = set(psutil.Process().children(recursive=True))
     try:
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=OWN_RAY, **quiet)
+        with _in_sessions_of_their_own():
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=OWN_RAY, **quiet)
     finally:
         reaper.watch([child.pid for child in psutil.Process().children(recursive=True) if child not in others])
     return reaper
+
+
+@contextlib.contextmanager
+def _in_sessions_of_their_own() -> Iterator[None]:
+    """What Ray starts here gets no signal that is sent to the process group of this process, as `timeout`, Slurm and a
+    terminal do: the run is to save, and needs it until then. Ray has no setting for it."""
+    from ray._private import services
+
+    before = services.ConsolePopen
+    services.ConsolePopen = partial(before, start_new_session=True)  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before  # type: ignore[misc]
 
 
 def _hello(host: str, port: int) -> None:
