@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from verl.chat.limits import refuse_powers
 from verl.chat.template import Tokenizer, one_line
 
 
@@ -41,3 +42,4 @@ def require_chat_template(tokenizer: Tokenizer, path: str | Path) -> None:
             f"the tokenizer of {str(path)!r} has no chat template, so messages cannot become a prompt."
             " Fix: model.chat_template=FILE (a Jinja file), or use an instruction-tuned model"
         )
+    refuse_powers(str(tokenizer.chat_template))

@@ -15,6 +15,7 @@ import jinja2
 import numpy as np
 
 from verl.chat.kept import dropped, holds_short, with_sentinels
+from verl.chat.limits import bounded_rendering
 from verl.chat.messages import REASONING_KEYS, ROLES
 from verl.chat.spelling import PLAIN_SPELLING, Spelling, roles_named
 
@@ -36,12 +37,12 @@ RESERVED_KWARGS = frozenset(
 )
 
 
+# What a template raises that is given what it does not take: "..." + None, x[3], 1 / 0, too long a range.
+REFUSALS = (jinja2.TemplateError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
+
+
 class RenderError(ValueError):
     """The template refused these messages (no system role, roles must alternate, a field is missing ...)."""
-
-
-class TemplateTooLarge(ValueError):
-    """No fault of the row: rendering it would take the machine's memory."""
 
 
 class RowRefused(ValueError):
@@ -129,18 +130,16 @@ class Renderer:
         if not messages:
             raise RenderError("no messages to render")
         try:
-            return self.tokenizer.apply_chat_template(
-                list(map(self.spelling, messages)),
-                tools=[dict(t) for t in self.tools] if self.tools else None,
-                add_generation_prompt=prompt,
-                tokenize=tokenize,
-                return_dict=tokenize,
-                **self.template_kwargs,
-            )
-        except MemoryError as exc:
-            fix = "see what it repeats, and set another with model.chat_template=FILE"
-            raise TemplateTooLarge(f"the chat template takes more memory than rendering may: {fix}") from exc
-        except (jinja2.TemplateError, TypeError) as exc:  # TypeError: "..." + None inside a template
+            with bounded_rendering():
+                return self.tokenizer.apply_chat_template(
+                    list(map(self.spelling, messages)),
+                    tools=[dict(t) for t in self.tools] if self.tools else None,
+                    add_generation_prompt=prompt,
+                    tokenize=tokenize,
+                    return_dict=tokenize,
+                    **self.template_kwargs,
+                )
+        except REFUSALS as exc:
             roles, why = ", ".join(str(m.get("role")) for m in messages), f"{type(exc).__name__}: {one_line(exc)}"
             raise RenderError(f"the chat template refuses messages with roles [{roles}]: {why}") from exc
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from verl.chat.bridge import PlainText, plain_text
 from verl.chat.conversation import Rendered, render_conversation
+from verl.chat.limits import TemplateOverrun, bounded_memory
 from verl.chat.load import require_chat_template
 from verl.chat.messages import KNOWN_KEYS, Messages
 from verl.chat.spelling import PLAIN_SPELLING, Spelling
@@ -22,7 +23,6 @@ from verl.chat.template import (
     RenderError,
     RowRefused,
     TemplateAudit,
-    TemplateTooLarge,
     Tokenizer,
     audit_template,
     refuse_unsupported,
@@ -45,7 +45,6 @@ from verl.data.formats import (
 )
 from verl.data.lost import Coverage, texts_of
 from verl.data.media import refuse_media
-from verl.data.memory import bounded_memory
 from verl.data.plain import IDS, TEXT, ids_row, plain_column, text_row
 from verl.data.special import Found, SpecialTokens, add_found
 from verl.data.truths import kind_of_truth, unread_truths
@@ -177,7 +176,7 @@ class RenderJob:
             except RowRefused as exc:
                 counts.refused[exc.reason] = counts.refused.get(exc.reason, 0) + 1
                 counts.example = counts.example or f"{raw.where}: {exc}"
-            except TemplateTooLarge as exc:
+            except TemplateOverrun as exc:
                 raise ValueError(f"{raw.where}: {exc}") from exc
             else:
                 kept += found

@@ -16,6 +16,7 @@ from verl.chat.template import RESERVED_KWARGS, Renderer, RowRefused, TemplateAu
 from verl.rollout.base import Completion, DecodeFn
 from verl.rollout.server.requests import ApiError, ChatBody, shown
 
+LARGEST_NUMBER = 2.0**31  # of template arguments: a template may repeat a text so many times
 OPENING_TOKENS = 16  # at the end of a prompt, where a thought may be begun
 LEAST_LONGEST = 64  # characters of a token: unknown words and runs of spaces are one, whatever the vocabulary has
 COMPARED = 1024  # beginnings of stop strings that are compared with the end of a text for each piece of it
@@ -59,6 +60,9 @@ class Texts:
         kwargs = {**self.template_kwargs, **body.chat_template_kwargs}
         if clash := sorted(RESERVED_KWARGS & kwargs.keys()):
             said = f"chat_template_kwargs={clash}: set by the server itself; leave them out"
+            raise ApiError(400, said, param="chat_template_kwargs", code="invalid_value")
+        if (beyond := _largest(body.chat_template_kwargs)) > LARGEST_NUMBER:
+            said = f"chat_template_kwargs: {beyond:.3g} is beyond {LARGEST_NUMBER:.3g}, which no template needs"
             raise ApiError(400, said, param="chat_template_kwargs", code="invalid_value")
         messages, tools = [_message(m, i) for i, m in enumerate(body.messages)], tools_of(body)
         try:
@@ -117,6 +121,13 @@ class Texts:
         """token and its bytes."""
         text = f"token_id:{token_id}" if as_id else self.spell([token_id])
         return {"token": text, "bytes": list(text.encode())}
+
+
+def _largest(value: Any) -> float:
+    """Return the largest absolute number in a value of JSON."""
+    if isinstance(value, Mapping | list):
+        return max(map(_largest, value.values() if isinstance(value, Mapping) else value), default=0.0)
+    return min(abs(value), 1e300) if isinstance(value, int | float) else 0.0
 
 
 def tools_of(body: ChatBody) -> list[dict[str, Any]] | None:
