@@ -25,7 +25,7 @@ from verl.driver.setup import end_lines, eos_ids, require_an_end, stop_ids
 Turn = dict[str, Any]
 ASKED, AGAIN = {"role": "user", "content": "six times 7?"}, {"role": "user", "content": "And 5?"}
 SAID = {"role": "assistant", "content": "It is 42."}
-THOUGHT = {**SAID, "reasoning_content": "well", "thinking": "well"}
+THOUGHT = {**SAID, "reasoning_content": "well"}
 
 
 def calls(*numbers: int, **more: str) -> Turn:
@@ -38,7 +38,7 @@ def result(k: int = 0) -> Turn:
     return {"role": "tool", "name": "multiply", "tool_call_id": f"call{k:05d}", "content": "42"}
 
 
-THOUGHT_CALL = calls(6, reasoning_content="hm so", thinking="hm so")
+THOUGHT_CALL = calls(6, reasoning_content="hm so")
 CONVERSATIONS: dict[str, list[Turn]] = {
     "plain": [ASKED, SAID, AGAIN, SAID],
     "call": [ASKED, calls(6)],
