@@ -9,7 +9,7 @@ import torch
 from small_columns import F64, columns, f64
 
 from verl.algorithms import estimators as adv
-from verl.algorithms import turns
+from verl.algorithms import losses, turns
 from verl.algorithms.presets import settled
 
 
@@ -107,3 +107,30 @@ def test_the_teachers_signal_counts_less_after_a_drift():
     plain = adv.opd(c)["advantages"]
     close(plain[c.mask], *likes[0], *likes[1])
     assert found[2] == plain[2] == 0
+
+
+def test_the_teachers_signal_is_clamped_as_verl_does():
+    """Log-probs are raised to the floor first; then log(teacher / policy), or the divergence, is bounded on both
+    sides, and what is clamped has no gradient."""
+    c = columns([0.0, 0.0], tokens=[3, 1], mask=[True, True, True, True])
+    teacher, ours = f64(-20.0, -0.5, -30.0, -1.0), f64(-1.0, -8.0, -25.0, -0.9)
+    c = c.with_token({"teacher_logprobs": teacher, "rollout_logprobs": ours})
+    close(adv.opd(c)["advantages"], -19.0, 7.5, -5.0, -0.1)
+    close(adv.opd(c, teacher_clamp=5.0)["advantages"], -5.0, 5.0, -5.0, -0.1)
+    close(adv.opd(c, teacher_floor=-10.0)["advantages"], -9.0, 7.5, 0.0, -0.1)
+    close(adv.opd(c, teacher_floor=-10.0, teacher_clamp=8.0)["advantages"], -8.0, 7.5, 0.0, -0.1)
+    student = torch.log(f64(0.9, 1e-9, 0.1 - 1e-9)).repeat(4, 1).requires_grad_()
+    theirs = torch.log(f64(1e-9, 0.9, 0.1 - 1e-9)).repeat(4, 1)
+    c = c.with_token({"logprobs_at": student, "teacher_topk": theirs})
+    raw = 0.9 * (np.log(0.9) - np.log(1e-9)) + 1e-9 * (np.log(1e-9) - np.log(0.9))
+    low = 0.9 * (np.log(0.9) + 10) + np.exp(-10) * (-10 - np.log(0.9))
+    close(losses.gkd_topk(c, beta=0.0).values.detach(), *[raw] * 4)
+    close(losses.gkd_topk(c, beta=0.0, floor=-10.0).values.detach(), *[low] * 4)
+    bounded = losses.gkd_topk(c, beta=0.0, clamp=10.0).values
+    close(bounded.detach(), *[10.0] * 4)
+    bounded.sum().backward()
+    assert float(student.grad.abs().max()) == 0
+    for at in (0, 1):
+        student.grad = None
+        losses.gkd_topk(c, beta=0.0, floor=-10.0).values.sum().backward()
+        assert (float(student.grad[0, at]) != 0) == (at == 0), "the student's log-prob below the floor is not pulled"

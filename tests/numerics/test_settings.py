@@ -25,7 +25,7 @@ BASE = {  # settings without which another one does nothing
     "lam_critic": {"lam_critic": 0.9},
     "kl_loss_form": {"kl_loss_coef": 0.1},
     "kl_loss_ratio_corrected": {"kl_loss_coef": 0.1},
-    "divergence_beta": {"divergence_coef": 0.1},
+    **{key: {"divergence_coef": 0.1} for key in ("divergence_beta", "divergence_clamp", "divergence_floor")},
     "kl_reward_form": {"kl_reward_coef": 0.1},
     "reward_weights": {"reward_weights": [1.0, 1.0]},
     **{f"correction_{key}": _MASK for key in ("level", "low", "high", "batch_normalize", "denominator")},
@@ -38,8 +38,9 @@ BASE = {  # settings without which another one does nothing
     "coef_schedule": {"entropy_coef": 0.3},
 }
 _KL = ("kl_reward_coef", "kl_reward_form")
-_BESIDE = ("divergence_coef", "divergence_beta")
-REFUSED = {"gdpo": _KL, "vapo": ("lam",), "gkd": (*_KL, *_BESIDE, "beta"), "gkd_topk": (*_KL, *_BESIDE)}
+_BESIDE = ("divergence_coef", "divergence_beta", "divergence_clamp", "divergence_floor")
+_BOUNDS = ("teacher_clamp", "teacher_floor")
+REFUSED = {"gdpo": _KL, "vapo": ("lam",), "gkd": (*_KL, *_BESIDE, "beta", *_BOUNDS), "gkd_topk": (*_KL, *_BESIDE)}
 """Settings that cannot reach what is computed; giving one is refused. (gkd's beta is the engine's: test_teacher.py.)"""
 NO_LOSERS = {"pass_at_k": ("off_policy_delta", "clip_low", "clip_dual")}
 """Settings of negative advantages, where there are none."""
@@ -60,6 +61,8 @@ OTHER = {
     "kl_loss_coef": lambda now: (now or 0) + 0.1,
     "divergence_coef": lambda now: (now or 0) + 0.1,
     "divergence_beta": lambda now: now / 2,
+    **dict.fromkeys(("divergence_clamp", "teacher_clamp"), lambda now: 0.05),
+    **dict.fromkeys(("divergence_floor", "teacher_floor"), lambda now: -0.5),
     "kl_loss_form": lambda now: "k1" if now != "k1" else "k3",
     "kl_loss_ratio_corrected": lambda now: not now,
     "kl_reward_coef": lambda now: (now or 0) + 0.1,

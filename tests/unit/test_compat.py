@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from handmade_model import write_model, write_rows
 from translating import translate
 
 from verl.config.compat import rules
@@ -17,6 +18,8 @@ from verl.config.compat.translate import render_notes, verl_default_values
 from verl.config.load import load_config
 from verl.config.overrides import parse_argument
 from verl.config.tree import leaf_of
+from verl.data.files import RawRow
+from verl.data.formats import Players, task_row
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 PUBLISHED = [
@@ -1113,22 +1116,53 @@ def test_two_teachers_are_those_of_their_keys() -> None:
     assert one.config.teacher.path == "T" and not one.config.teacher.paths
 
 
+def test_a_teacher_has_any_name_and_the_rows_name_it_by_their_source() -> None:
+    keys = {"geo3k": '"hiyouga/geometry3k"', "gsm8k": '"openai/gsm8k"'}
+    parts = ("key={}", "model_path=T", "num_replicas=1", "inference.name=vllm", "inference.expert_parallel_size=2")
+    named = [f"+{TEACHERS}{name}.{part.format(key)}" for name, key in keys.items() for part in parts]
+    args = [*distilled("k1", True, False), *named, "distillation.teacher_key=data_source", "distillation.nnodes=1"]
+    config = load_config(args, verl_defaults="rl").config
+    assert config.teacher.paths == {"hiyouga_geometry3k": "T", "openai_gsm8k": "T"}
+    players = Players(teachers=tuple(config.teacher.paths))
+    row = {"prompt": [{"role": "user", "content": "x"}], "answer": "1", "data_source": "openai/gsm8k"}
+    assert task_row(RawRow("f:1", row), config.data, players).teacher == "openai_gsm8k"
+    with pytest.raises(ValueError, match="the row's teacher is 'math'"):
+        task_row(RawRow("f:1", row | {"data_source": "math"}), config.data, players)
+
+
+def test_what_verl_clamps_is_clamped() -> None:
+    clamps = ("loss_max_clamp=10.0", "log_prob_min_clamp=-9.0")
+    for args, prefix in (
+        (distilled("k1", True, False, *clamps), "teacher"),
+        (distilled("forward_kl_topk", False, False, *clamps), "teacher"),
+        (distilled("forward_kl_topk", False, True, *clamps), "divergence"),
+    ):
+        options = load_config(args).config.algorithm.options
+        assert (options[f"{prefix}_clamp"], options[f"{prefix}_floor"]) == (10.0, -9.0), args
+
+
+def test_a_refused_algorithm_says_nothing_of_the_default_one(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", 4)
+    args = [f"model.path={write_model(tmp_path / 'm')}", f"data.train_files={rows}", "data.val_files=null"]
+    with pytest.raises(ValueError, match="loss_mode=reverse_kl_topk") as refused:
+        load_config([*args, *distilled("reverse_kl_topk", False, False)[1:], f"{ROLLOUT}n=1"], verl_defaults="rl")
+    assert "compares the answers" not in str(refused.value) and "grpo" not in str(refused.value)
+
+
 def test_a_distillation_that_is_not_here_is_refused_with_those_that_are() -> None:
     for args, said in (
         (["model.path=m", *TEACH], "give distillation.distillation_loss.loss_mode"),
         (distilled("k3", False, False), "forward_kl_topk with False (gkd_topk)"),
         (distilled("k1", False, False), "k1 with use_policy_gradient=True (algorithm.name=opd)"),
         ([*distilled("forward_kl_topk", False, True), "algorithm.adv_estimator=rloo"], "not mapped; set grpo"),
-        (distilled("k1", True, False, "loss_max_clamp=10.0"), "nothing is clamped here; leave it out"),
+        (distilled("k1", True, False, "policy_loss_mode=gspo"), "write actor.policy_loss.loss_mode"),
         ([*distilled("k1", True, True), "algorithm.adv_estimator=rloo"], "its part is GRPO's here"),
-        ([*distilled("k1", True, False), *SECOND[:1]], "named by letters, digits and _"),
-        (
-            [*distilled("k1", True, False), *SECOND, "distillation.teacher_models.gsm8k.key=openai/gsm8k"],
-            "gsm8k.key=openai/gsm8k with",
-        ),
+        ([*distilled("k1", True, False), *SECOND[:1]], "gsm8k.key=null beside other teachers"),
         ([*distilled("k1", True, False), *SECOND, f"{TEACHERS}gsm8k.key=math"], "one teacher would be left out"),
         ([*distilled("k1", True, False), f"{ACTOR}policy_loss.loss_mode=gspo"], "leave one of them out"),
-        (["model.path=m", "distillation.teacher_key=data_source"], "write teacher.* and algorithm.*"),
+        (["model.path=m", "distillation.teacher_key=domain"], "rename the column teacher"),
+        (["model.path=m", "distillation.new=1"], "write teacher.* and algorithm.*"),
+        ([*distilled("k1", True, False), f"{TEACHERS}x.inference.quantization=fp8"], "computes in model.dtype"),
     ):
         assert said in refusal(*args), (args, refusal(*args))
     off = ["model.path=m", "distillation.enabled=False", f"{DISTIL}loss_max_clamp=10.0", "algorithm.adv_estimator=grpo"]

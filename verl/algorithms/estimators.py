@@ -270,13 +270,19 @@ def opd(
     reward_coef: float = 0.0,
     agree_only: bool = False,
     prefix_gain: float = 0.0,
+    teacher_clamp: float | None = None,
+    teacher_floor: float | None = None,
 ) -> dict[str, Tensor | Metric]:
     """teacher_coef x the discounted sum of log(teacher / student) over this token and those after it, which the student
     drew: at gamma 0 the policy gradient of the reverse KL token by token, at 1 that of whole answers (2306.08543). Plus
     reward_coef x GRPO's advantage; agree_only: of tokens alone that the teacher moves in the same direction.
     prefix_gain: the signal of a token is multiplied by 1 + prefix_gain x (1 - the share of the answer's sum of
-    |log(teacher / student)| that stands before it), so that what follows a drift counts less (IW-OPD, 2606.22600)."""
-    (likes, taught), usable = _likes(columns, "teacher_logprobs"), _usable_tokens(columns)
+    |log(teacher / student)| that stands before it), so that what follows a drift counts less (IW-OPD, 2606.22600).
+    teacher_floor: both log-probs are raised to at least this, teacher_clamp: then |log(teacher / student)| is at most
+    this, as verl clamps its k1 loss."""
+    (likes, taught), usable = _likes(columns, "teacher_logprobs", teacher_floor), _usable_tokens(columns)
+    if teacher_clamp is not None:
+        likes = likes.clamp(-teacher_clamp, teacher_clamp)
     signal = likes * (1 + prefix_gain * (1 - _drift(columns, likes))) if prefix_gain else likes
     total = teacher_coef * to_go(columns.with_token({"rewards": signal}), gamma)
     made: dict[str, Tensor | Metric] = {}
@@ -303,12 +309,15 @@ def with_teacher(columns: Columns, *, inner: Callable[[Columns], Any]) -> Any:
     return {**found, **of_teacher(columns)} if isinstance(found, Mapping) else found
 
 
-def _likes(columns: Columns, name: str) -> tuple[Tensor, Tensor]:
-    """[L] log(teacher / sampler) of what was drawn, the teacher's in the column `name`; [L] bool, whether it taught: it
-    is 0 elsewhere."""
+def _likes(columns: Columns, name: str, floor: float | None = None) -> tuple[Tensor, Tensor]:
+    """[L] log(teacher / sampler) of what was drawn, the teacher's in the column `name`, both at least `floor`; [L]
+    bool, whether it taught: it is 0 elsewhere."""
     clean = columns.cleaned()
     taught = columns.sequence.get("taught", columns.sequence["valid"])[columns.sequence_of]
-    return taught * (clean[name].double() - clean["rollout_logprobs"].double()), taught
+    theirs, ours = (clean[key].double() for key in (name, "rollout_logprobs"))
+    if floor is not None:
+        theirs, ours = theirs.clamp(min=floor), ours.clamp(min=floor)
+    return taught * (theirs - ours), taught
 
 
 def of_teacher(columns: Columns, *, name: str = "teacher_logprobs") -> dict[str, Metric]:

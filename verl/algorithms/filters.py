@@ -194,9 +194,11 @@ class Correction(Spec):
 @dataclass(frozen=True, kw_only=True)
 class Divergence(Spec):
     """Of the policy and a teacher, over its likeliest tokens and the rest, as a term beside a policy loss. beta: as of
-    `GKDTopK`."""
+    `GKDTopK`, clamp and floor: as its teacher_clamp and teacher_floor."""
 
     prefix: ClassVar[str] = "divergence_"
     switches = ("coef",)
     coef: float = knob(0.0, option=True, least=0)
     beta: float = knob(0.5, option=True, least=0, most=1)
+    clamp: float | None = knob(None, option=True, above=0)
+    floor: float | None = knob(None, option=True, below=0)

@@ -284,12 +284,17 @@ def divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return beta * kl[0] + (1 - beta) * kl[1]
 
 
-def gkd_topk(columns: Columns, *, beta: float = 0.5, mixed: bool = False) -> TermValue:
+def gkd_topk(
+    columns: Columns, *, beta: float = 0.5, mixed: bool = False, clamp: float | None = None, floor: float | None = None
+) -> TermValue:
     """The divergence over the teacher's k likeliest ids and one bucket for all others, [L, k + 1] of both. mixed:
-    stored answers are among those of the policy."""
+    stored answers are among those of the policy · floor: log-probs of both are at least this · clamp: the divergence of
+    a token is at most this; what is clamped has no gradient."""
     student = columns["logprobs_at"]
     teacher = columns["teacher_topk"].to(student.dtype)
-    value = divergence(student, teacher, beta)
+    sides_of = (student, teacher) if floor is None else (student.clamp(min=floor), teacher.clamp(min=floor))
+    value = divergence(*sides_of, beta)
+    value = value if clamp is None else value.clamp(-clamp, clamp)
     sides = {"teacher": teacher, "student": student.detach()}
     metrics: Metrics = {f"{name}_coverage": (1 - x[:, -1].exp(), "mean") for name, x in sides.items()}
     same = student[:, :-1].argmax(-1) == teacher[:, :-1].argmax(-1)

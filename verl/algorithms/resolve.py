@@ -105,7 +105,8 @@ def _terms(preset: Preset) -> tuple[Term, ...]:
         out.append(Term(name="kl_loss", fn=term, coef=kl.coef, inputs=("ref_logprobs",), **common))
     if d := preset.divergence:
         own = {"inputs": specs.GKDTopK.inputs, "outputs": specs.GKDTopK.outputs, **common}
-        out.append(Term(name="divergence_loss", fn=partial(losses.gkd_topk, beta=d.beta), coef=d.coef, **own))
+        fn = partial(losses.gkd_topk, beta=d.beta, clamp=d.clamp, floor=d.floor)
+        out.append(Term(name="divergence_loss", fn=fn, coef=d.coef, **own))
     if spec.entropy_coef:
         entropy = {"coef": spec.entropy_coef, "outputs": ("entropy",), **common}
         out.append(Term(name="entropy_loss", fn=losses.entropy_bonus, **entropy))

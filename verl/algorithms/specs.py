@@ -169,6 +169,8 @@ class OPD(Discounted):
     reward_coef: float = knob(0.0, option=True, least=0)
     agree_only: bool = knob(False, option=True)
     prefix_gain: float = knob(0.0, option=True, least=0)
+    teacher_clamp: float | None = knob(None, option=True, above=0)
+    teacher_floor: float | None = knob(None, option=True, below=0)
 
     def faults(self) -> Iterator[str]:
         yield from Spec.faults(self)
@@ -353,9 +355,12 @@ class GKDTopK(LossSpec):
     beta: float = knob(0.5, option=True, least=0, most=1)
     on_policy_share: float = knob(1.0, option=True, least=0, most=1)
     stored_key: str | None = knob(None, option=True)
+    teacher_clamp: float | None = knob(None, option=True, above=0)
+    teacher_floor: float | None = knob(None, option=True, below=0)
 
     def arguments(self) -> dict[str, Any]:
-        return {"beta": self.beta, "mixed": self.on_policy_share < 1}
+        bounds = {"clamp": self.teacher_clamp, "floor": self.teacher_floor}
+        return {"beta": self.beta, "mixed": self.on_policy_share < 1, **bounds}
 
     def faults(self) -> Iterator[str]:
         yield from LossSpec.faults(self)
@@ -379,6 +384,12 @@ class GKD(GKDTopK):
 
     def arguments(self) -> dict[str, Any]:
         return {"mixed": self.on_policy_share < 1}
+
+    def faults(self) -> Iterator[str]:
+        yield from GKDTopK.faults(self)
+        for key in ("teacher_clamp", "teacher_floor"):
+            if (value := getattr(self, key)) is not None:
+                yield f"algorithm.options.{key}={value:g}: gkd clamps nothing; set algorithm.name=gkd_topk or opd"
 
 
 @dataclass(frozen=True, kw_only=True)

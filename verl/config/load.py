@@ -91,17 +91,20 @@ def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None 
     notes = list(said.notes)
     faults += [] if faults else _idle_agent(values, origins, notes)
     if faults:
-        more = _also_wrong(values, "sft" if verl_defaults == "sft" else "train") if verl_defaults else []
+        command: Literal["train", "sft"] = "sft" if verl_defaults == "sft" else "train"
+        more = _also_wrong(values, command, "algorithm.name" not in said.unknown) if verl_defaults else []
         raise ValueError("\n".join(dict.fromkeys([*faults, *more])))
     return Resolved(build(values), origins, tuple(notes), masked, verl_names=verl_defaults is not None)
 
 
-def _also_wrong(values: dict[str, Any], command: Literal["train", "sft"]) -> list[str]:
-    """What `validate` will say of the keys that were taken, so that a launch script is mended in one go."""
+def _also_wrong(values: dict[str, Any], command: Literal["train", "sft"], named: bool) -> list[str]:
+    """What `validate` will say of the keys that were taken, so that a launch script is mended in one go. named: the
+    algorithm is known; lines about the one that stands there by default would be false."""
     try:
         validate(build(values), command)
     except ValueError as exc:
-        return str(exc).splitlines()
+        default = re.compile(rf"\b{re.escape(str(values['algorithm.name']))}\b")
+        return [line for line in str(exc).splitlines() if named or not default.search(line)]
     return []
 
 

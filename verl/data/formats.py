@@ -13,6 +13,7 @@ Preference rows are in data/preference.py. A wrong row is a ValueError that star
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -131,10 +132,17 @@ def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> Tas
 def _teacher(row: Mapping[str, Any], source: str | None, where: str, teachers: tuple[str, ...]) -> str:
     """Of several, the one that the row names, by its column or its source."""
     asked = row.get("teacher") or source
-    if teachers and asked not in teachers:
+    if teachers and isinstance(asked, str) and (name := teacher_name(asked)) in teachers:
+        return asked if asked in teachers else name
+    if teachers:
         fix = f"teacher.paths has {', '.join(teachers)}. Fix: name one in the column 'teacher', or add {asked!r} there"
         raise ValueError(f"{where}: the row's teacher is {asked!r}, and {fix}")
-    return asked if teachers and isinstance(asked, str) else ""
+    return ""
+
+
+def teacher_name(text: str) -> str:
+    """Return the name of teacher.paths that stands for `text` of a row: openai/gsm8k is openai_gsm8k."""
+    return re.sub(r"\W", "_", text)
 
 
 def hinted(row: Mapping[str, Any], key: str, messages: Messages, where: str) -> Messages:

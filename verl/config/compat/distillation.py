@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
+from typing import Any
 
 from verl.config.compat.given import ACTOR, Given, Result
+from verl.data.formats import teacher_name
 
-_LOSS = "distillation.distillation_loss."
-_CLAMPS = (f"{_LOSS}loss_max_clamp", f"{_LOSS}log_prob_min_clamp")
-_NAMED = tuple(f"distillation.teacher_models.{name}." for name in ("teacher_model", "gsm8k"))
-_PATHS, _ROWS = (tuple(named + key for named in _NAMED) for key in ("model_path", "key"))
+_LOSS, _TEACHERS = "distillation.distillation_loss.", "distillation.teacher_models."
+_CLAMPS = {f"{_LOSS}loss_max_clamp": "clamp", f"{_LOSS}log_prob_min_clamp": "floor"}
+"""verl's key -> ours behind teacher_ or divergence_."""
 _SETTINGS = tuple(_LOSS + name for name in ("loss_mode", "topk", "use_policy_gradient", "use_task_rewards"))
 _COEF = f"{_LOSS}distillation_loss_coef"
-KEYS = (*_CLAMPS, *_PATHS, *_ROWS, *_SETTINGS, _COEF)
-"""What counts with distillation.enabled=True only."""
+
+
+def keys_of(given: Given) -> list[str]:
+    """Return the given keys that count with distillation.enabled=True only."""
+    named = [key for key in given.values if key.startswith(_TEACHERS)]
+    return [*_CLAMPS, *(key for key in named if key.endswith((".model_path", ".key"))), *_SETTINGS, _COEF]
 
 
 def distilled(given: Given) -> Result:
@@ -24,9 +29,7 @@ def distilled(given: Given) -> Result:
     for key in (_SETTINGS[0], *_SETTINGS[2:]):
         if given.said(key) is None:
             raise ValueError(f"distillation.enabled=True: give {key}, whose default is not the same in verl's versions")
-    for key in _CLAMPS:
-        if given.said(key) is not None:
-            raise ValueError(f"{key}={given.said(key)}: nothing is clamped here; leave it out")
+    clamps = {name: value for key, name in _CLAMPS.items() if (value := given.said(key)) is not None}
     out = _teachers(given)
     estimator, loss = given.get("algorithm.adv_estimator"), given.get(f"{ACTOR}policy_loss.loss_mode") or "vanilla"
     if loss != "vanilla":
@@ -38,37 +41,46 @@ def distilled(given: Given) -> Result:
             )
         given.ignore("only read by loss_mode=forward_kl_topk", f"{_LOSS}topk")
         coefs = {"teacher_coef": given.said(_COEF, 1.0), "reward_coef": 1.0 if rewarded else 0.0}
-        return out | {"algorithm.name": "opd", **{f"algorithm.options.{name}": value for name, value in coefs.items()}}
+        return out | {"algorithm.name": "opd"} | _options({**coefs, **_named("teacher_", clamps)})
     if mode == "forward_kl_topk" and not by_gradient:
         given.remarks[_SETTINGS[0]] = "all other tokens are one more outcome here; verl leaves them out"
         if rewarded and estimator not in (None, "grpo"):
             raise ValueError(f"algorithm.adv_estimator={estimator} with use_task_rewards: not mapped; set grpo")
         if rewarded:
             coef = given.said(_COEF, 1.0)
-            out |= {"algorithm.options.divergence_coef": coef, "algorithm.options.divergence_beta": 0.0}
-            out["algorithm.name"] = "grpo"
+            own = {"divergence_coef": coef, "divergence_beta": 0.0, **_named("divergence_", clamps)}
+            out |= {"algorithm.name": "grpo"} | _options(own)
         else:
             given.ignore("the divergence is the whole loss: its factor is the learning rate's", _COEF, _SETTINGS[3])
-            out |= {"algorithm.name": "gkd_topk", "algorithm.options.beta": 0.0}
+            out |= {"algorithm.name": "gkd_topk"} | _options({"beta": 0.0, **_named("teacher_", clamps)})
         return out if k is None else out | {"teacher.top_k": k}
     fix = "there are k1 with use_policy_gradient=True (algorithm.name=opd) and forward_kl_topk with False (gkd_topk)"
     raise ValueError(f"{_SETTINGS[0]}={mode} with use_policy_gradient={by_gradient}: {fix}")
 
 
+def _named(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}{name}": value for name, value in values.items()}
+
+
+def _options(values: Mapping[str, Any]) -> Result:
+    return _named("algorithm.options.", values)
+
+
 def _teachers(given: Given) -> Result:
-    """One teaches every row; several are named by what their `key` is in the rows."""
-    paths = {row: path for row, key in zip(_ROWS, _PATHS) if (path := given.said(key)) is not None}
+    """One teaches every row; several are named by what their `key` is in the rows. verl drops its default entry,
+    teacher_model, where others are named."""
+    paths = {key: given.said(key) for key in given.values if key.startswith(_TEACHERS) and key.endswith(".model_path")}
+    paths = {key.removesuffix("model_path") + "key": path for key, path in paths.items() if path is not None}
     if len(paths) < 2:
-        given.ignore("one teacher teaches every row", *_ROWS)
+        rows = (key for key in given.values if key.startswith(_TEACHERS) and key.endswith(".key"))
+        given.ignore("one teacher teaches every row", *rows)
         return dict(zip(["teacher.path"], paths.values()))
-    for row in paths:
-        if not re.fullmatch(r"\w+", str(named := given.said(row) or "")):
-            why = "here a teacher is named by letters, digits and _, as the rows' column `teacher` or data_source is"
-            fix = "name it so in a column `teacher`, and write teacher.paths={NAME: FOLDER, OTHER: FOLDER}"
-            raise ValueError(f"{row}={named or 'null'} with {' and '.join(_PATHS)}: {why}; {fix}")
-    if len({given.said(row) for row in paths}) < len(paths):
-        fix = "give each a key of its own, which the rows name"
-        raise ValueError(
-            f"{' and '.join(paths)} are equal ({given.said(_ROWS[0])}): one teacher would be left out; {fix}"
-        )
-    return {"teacher.paths": {str(given.said(row)): path for row, path in paths.items()}}
+    names = {row: teacher_name(str(given.said(row) or "")) for row in paths}
+    for row, name in names.items():
+        if not name:
+            fix = "give what the rows of its task have as data_source (or in the column `teacher`)"
+            raise ValueError(f"{row}=null beside other teachers: {fix}")
+    if len({*names.values()}) < len(names):
+        said = " and ".join(f"{row}={given.said(row)}" for row in names)
+        raise ValueError(f"{said}: one teacher would be left out; give each a key of its own, which the rows name")
+    return {"teacher.paths": {names[row]: path for row, path in paths.items()}}

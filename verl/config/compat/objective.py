@@ -7,8 +7,7 @@ from typing import Any
 
 from verl.algorithms.presets import LOSSES, PRESETS
 from verl.algorithms.specs import BY_HORIZON
-from verl.config.compat.distillation import KEYS as TEACHERS
-from verl.config.compat.distillation import distilled
+from verl.config.compat.distillation import distilled, keys_of
 from verl.config.compat.given import ACTOR, Given, Result
 
 _COVARIANCE = {
@@ -27,7 +26,7 @@ def objective(given: Given) -> Result:
             return {**found, "algorithm.normalize_by_std": std}
         given.ignore("a teacher's presets normalise as the paper does", "algorithm.norm_adv_by_std_in_grpo")
         return found
-    given.ignore("only read with distillation.enabled", "distillation.enabled", *TEACHERS)
+    given.ignore("only read with distillation.enabled", "distillation.enabled", *keys_of(given))
     loss_key, by_std_key = f"{ACTOR}policy_loss.loss_mode", "algorithm.norm_adv_by_std_in_grpo"
     preset, loss = given.get("algorithm.adv_estimator"), given.get(loss_key) or "vanilla"
     if loss not in ("vanilla", *PRESETS, *LOSSES):

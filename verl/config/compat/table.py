@@ -143,11 +143,16 @@ def _becomes(row: KeyRow) -> str:
     return (f"except at {','.join(row.harmless)}: " if row.action == "refused" and row.rule else "") + row.text
 
 
+_TEACHER = re.compile(r"(distillation\.teacher_models\.)(?!teacher_model\.)\w+\.")
+
+
 def find_row(key: str) -> KeyRow | None:
-    """The row of `key`: its own, else the first `prefix.*` above it."""
+    """The row of `key`: its own, else the first `prefix.*` above it. Every teacher has the rows of `teacher_model`."""
     rows = key_rows()
     if key in rows:
         return rows[key]
+    if (one := _TEACHER.match(key)) is not None and (row := find_row(f"{one[1]}teacher_model.{key[one.end() :]}")):
+        return replace(row, key=key)
     for row in rows.values():
         if row.key.endswith(".*") and key.startswith(row.key[:-1]):
             tail = key[len(row.key) - 1 :]

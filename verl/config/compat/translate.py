@@ -41,11 +41,13 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """`settings` of our keys; `defaults`: verl's own, which belong below any recipe."""
+    """`settings` of our keys; `defaults`: verl's own, which belong below any recipe · unknown: our keys whose values
+    could not be found, since what was said of them was refused."""
 
     settings: list[Setting]
     defaults: list[Setting]
     notes: list[Note]
+    unknown: frozenset[str] = frozenset()
 
 
 def translated(
@@ -76,7 +78,7 @@ def translated(
     work = _Work(foreign, {s.key: s.value for s in native}, prompts_per_step, verl_defaults)
     work.run()
     defaults = [s for key, s in work.by_default.items() if key not in work.found]
-    said = Translation([*work.found.values(), *native], defaults, work.notes)
+    said = Translation([*work.found.values(), *native], defaults, work.notes, frozenset(work.unknown))
     return said, list(dict.fromkeys((*problems, *work.problems)))
 
 
@@ -107,6 +109,7 @@ class _Work:
     by_default: dict[str, Setting] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unknown: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.defaults, self.use_defaults = verl_default_values(self.kind or "rl"), self.kind is not None
@@ -194,6 +197,7 @@ class _Work:
             results = JOINT[rule](view)
         except ValueError as exc:
             self.problems.append(str(exc))
+            self.unknown |= {target for key in free for target in rows[key].targets} - {*self.native}
             return
         for target, value in results.items():
             self._set(target, value, [k for k in given if target in rows[k].targets])
