@@ -25,10 +25,11 @@ def test_the_lines_of_the_house():
     object store, and saves beside training under torchrun, weights that pass
     through buckets, also on a GPU and to other hosts, adapters that a server loads, a router of others before SGLang,
     whose answers count by who gave their weights, as the tokens of a lost server do, limits of what a request may
-    take, and replicas that wait with their start while others have the device. Then rows as people really write them (one
-    normaliser of messages, truths, media, splits, shapes), ends of turns, limits of templates, a list of allowed calls
-    and the memory of the host for what models write, a server that answers whatever one caller sends. The plan was 35,000 with adapters that
-    are trained, vision and Megatron as well: what those bring has to be taken out elsewhere."""
+    take, and replicas that wait with their start while others have the device. Then rows as people really write them
+    (one normaliser of messages, truths, media, splits, shapes), ends of turns, limits of templates, a list of allowed
+    calls and the memory of the host for what models write, a server that answers whatever one caller sends. The plan
+    was 35,000 with adapters that are trained, vision and Megatron as well: what those bring has to be taken out
+    elsewhere."""
     lines = sum(bool(line.strip()) for path in FILES for line in path.read_text().splitlines())
     assert lines <= 47_200, lines
 
