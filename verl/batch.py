@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from verl.runs import cut_runs, cuts_of, runs_of, slice_of
-from verl.types import LEARNED, Sample, Segment
+from verl.types import LEARNED, TEMPLATE, Sample, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,12 +149,12 @@ OBSERVED = -2
 
 
 def observed(sample: Sample) -> Sample:
-    """The row with the environment's tokens behind the policy's first as loss tokens too. What stands before, a prompt
-    and the history of a rewritten row, is context."""
+    """The row with the environment's tokens behind the policy's first as loss tokens too, but for those that are known
+    to be the template's. What is before, a prompt and the history of a rewritten row, is context."""
     sides = {name: channel for s in sample.segments for name, channel in s.side.items()}
     out, drawn = list[Segment](), False
     for s in sample.segments:
-        if s.source == "env" and drawn:
+        if s.source == "env" and drawn and s.version != TEMPLATE:
             n = len(s.ids)
             side = {name: np.zeros((n, *channel.shape[1:]), channel.dtype) for name, channel in sides.items()}
             s = replace(

@@ -102,9 +102,14 @@ class Task:
     row: Mapping[str, Any] = field(default_factory=dict)
 
 
+TEMPLATE = -3
+"""The version of a run of the environment that the chat template wrote around a tool's answer: ends of turns, headers,
+the generation prompt."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A run of tokens with one source and, if sampled, one weight version.
+    """A run of tokens with one source and, if sampled, one weight version; see also `TEMPLATE`.
 
     ids [t] int64; logprobs [t] float32 behaviour log-probs (sampled alone); side {name: [t, ...]} length-checked.
     """

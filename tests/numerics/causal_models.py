@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -21,7 +22,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "query_pre_attn_scalar", "rotary_dim"), 8),
-    **{"num_key_value_heads": 2, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    **{"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     **{"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 0},
 }
 LARGE = frozenset(("blt", "dots3_note", "emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4"))
@@ -34,20 +35,25 @@ def families() -> list[str]:
 
 def build(name: str, **more: Any) -> Any:
     """A model of this model_type, or None where the sizes above do not make one."""
+    for heads in (2, 4):  # latent attention has as many keys as queries
+        try:
+            return _build(name, {**SIZES, "num_key_value_heads": heads, **more})
+        except Exception:  # a family that wants sizes of another kind
+            continue
+    return None
+
+
+def _build(name: str, sizes: dict[str, Any]) -> Any:
     kind = CONFIG_MAPPING[name]
     known = {*vars(kind()), *inspect.signature(kind.__init__).parameters, *getattr(kind, "attribute_map", {})}
-    try:
-        given = {key: value for key, value in {**SIZES, **more}.items() if key in known}
-        with torch.device("meta"):
-            small = AutoModelForCausalLM.from_config(kind(**given)).num_parameters() < 2e6
-        if not small:
-            return None
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(kind(**given), dtype=torch.float32).eval()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(torch.randn_like(p) * 0.1)
-            model(input_ids=torch.arange(3, 9)[None], use_cache=False)
-    except Exception:  # a family that wants sizes of another kind
-        return None
+    config = kind(**{key: value for key, value in sizes.items() if key in known})
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(copy.deepcopy(config)).num_parameters()
+    assert parameters < 2e6, parameters
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+        model(input_ids=torch.arange(3, 9)[None], use_cache=False)
     return model

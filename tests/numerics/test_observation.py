@@ -7,14 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fakes import put
 from passes import turn
 from test_virtual_ranks import config_of, samples
 
 from verl.algorithms.resolve import resolve
 from verl.batch import OBSERVED, observed, pack
 from verl.model_engine.hf_model import load_causal_lm
-from verl.transfer_queue.rows import columns_of, observed_tokens
-from verl.types import Segment
+from verl.transfer_queue.memory import MemoryQueue
+from verl.transfer_queue.rows import columns_of, observed_tokens, read_samples
+from verl.types import TEMPLATE, Segment
 
 RNG = np.random.default_rng(8)
 
@@ -111,6 +113,23 @@ def test_what_stands_before_the_policy_and_in_other_rows_is_context():
         assert torch.equal(batch.targets[~seen], plain.targets)
         assert torch.equal(batch.columns["rollout_logprobs"][~seen], plain.columns["rollout_logprobs"])
         assert batch.num_tokens == plain.num_tokens
+
+
+def test_what_the_template_wrote_around_an_answer_is_context():
+    first = samples(0)[0]
+    body, scaffold = of("env", 3), replace(of("env", 2), version=TEMPLATE)
+    for rest, learned in (
+        ((body, of("sampled", 2), scaffold, body, scaffold, of("sampled", 1)), [body]),
+        ((of("sampled", 2), scaffold, body, body), [body, body]),
+        ((body, of("sampled", 2), scaffold), []),
+    ):
+        sample = replace(first, segments=(first.segments[0], *rest))
+        queue = MemoryQueue()
+        (sample,) = read_samples(queue, put(queue, [sample]))
+        batch = pack([observed(sample)])
+        seen = batch.columns["versions"] == OBSERVED
+        assert batch.targets[seen].tolist() == [i for s in learned for i in s.ids.tolist()]
+        assert int(seen.sum()) == observed_tokens(columns_of(sample)["segments"])
 
 
 def test_side_channels_are_0_where_nobody_drew():

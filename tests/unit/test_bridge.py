@@ -57,6 +57,20 @@ def test_the_bridge_is_what_the_template_writes(name, turns, results):
 
 
 @each("name", BRIDGED)
+def test_what_the_messages_say_is_told_from_what_the_template_writes(name):
+    tokenizer, bridge = tokenizer_of(name), BRIDGES[name]
+    assert isinstance(bridge, Bridge)
+    said = ["kiwi: 5", "tool", "a<|im_end|>b"]
+    for sampled in ([5, bridge.end[-1]], [5]):
+        messages = [{"role": "tool", "name": "f", "tool_call_id": "abcdef123", "content": text} for text in said]
+        ids, written = bridge.after(np.array(sampled), messages)
+        assert ids.tolist() == bridge.ids(np.array(sampled), messages).tolist()
+        runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(written)) + 1)
+        found = [tokenizer.decode(ids[run]) for run in runs if written[run[0]]]
+        assert [text.strip() for text in found] == said, "a token may hold the white space beside it"
+
+
+@each("name", BRIDGED)
 def test_no_text_of_a_message_is_a_control_token(name):
     tokenizer, bridge = tokenizer_of(name), BRIDGES[name]
     assert isinstance(bridge, Bridge)

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from verl.rollout.base import Completion, Generates
-from verl.types import Sampling, Segment, StopReason, Task, as_ids, derive_seed
+from verl.types import TEMPLATE, Sampling, Segment, StopReason, Task, as_ids, derive_seed
 
 T = TypeVar("T")
 
@@ -32,7 +32,8 @@ class AgentLoopMetrics:
 
 @dataclass(slots=True)
 class AgentLoopOutput:
-    """response_mask: 1 = sampled by the model, 0 = tool or environment. None reward_score: the reward function's."""
+    """response_mask: 1 = sampled by the model, 0 = tool or environment · written: of those with 0, 1 where a tool wrote
+    the token and 0 where the template did; None: a tool wrote all · reward_score None: the reward function's."""
 
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
@@ -45,6 +46,7 @@ class AgentLoopOutput:
     metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = field(default_factory=dict)
     mm_processor_kwargs: Mapping[str, Any] | None = None
+    written: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +384,9 @@ def _row(
     room = max(0, first + max_tokens - manager.taken - len(prompt_ids))
     cut = len(ids) > room
     ids, mask = ids[:room], mask[:room]
+    written = np.ones(len(ids), bool) if output.written is None else np.asarray(output.written, bool)[:room]
+    if len(written) != len(ids):
+        raise ValueError(f"written has {len(written)} values for {len(ids)} response_ids")
     owner = np.where(mask, _owners(prompt_ids, ids, manager.record, trained), -1)
     if len(invented := np.flatnonzero(mask & (owner < 0))):
         raise ValueError(
@@ -393,7 +398,9 @@ def _row(
     reason: StopReason = "error"
     for a, b in _runs(owner):
         if owner[a] < 0:
-            segments.append(Segment(ids=ids[a:b], source="env"))
+            for c, d in _runs(written[a:b]):
+                version = -1 if written[a + c] else TEMPLATE
+                segments.append(Segment(ids=ids[a + c : a + d], source="env", version=version))
             continue
         call, known = manager.record[owner[a]], trained[owner[a]]
         start = len(call.prompt_ids) - len(prompt_ids)

@@ -63,7 +63,7 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
     """An AgentLoopOutput. keep: leading ids of the trajectory's last call that stand in it, before `ids` (int64); the
-    first `prompt` of them all are its prompt · mask: uint8."""
+    first `prompt` of them all are its prompt · mask: uint8, 1 = sampled, 2 = written by a tool."""
 
     prompt: int
     keep: int
@@ -280,11 +280,13 @@ def _output(one: AgentLoopOutput, known: Ids) -> Output:
     prompt, response = as_ids(one.prompt_ids), as_ids(one.response_ids)
     whole = np.concatenate([prompt, response])
     keep = known.agreeing(whole)
+    mask = np.asarray(one.response_mask, bool).astype(np.uint8)
+    mask |= np.uint8(2) * (np.ones(len(mask), bool) if one.written is None else np.asarray(one.written, bool))
     return Output(
         prompt=len(prompt),
         keep=keep,
         ids=whole[keep:].tobytes(),
-        mask=np.asarray(one.response_mask, bool).tobytes(),
+        mask=mask.tobytes(),
         reward_score=one.reward_score,
         num_turns=int(one.num_turns),
         generate_s=float(one.metrics.generate_sequences),

@@ -244,8 +244,10 @@ class Runner:
 def _output(said: Output, known: Ids) -> AgentLoopOutput:
     whole = known.whole(said.keep, np.frombuffer(said.ids, np.int64))
     prompt, response = whole[: said.prompt], whole[said.prompt :]
+    mask = np.frombuffer(said.mask, np.uint8)
     return AgentLoopOutput(
-        *(prompt, response, np.frombuffer(said.mask, np.bool_)),  # type: ignore[arg-type]
+        *(prompt, response, mask & 1 > 0),  # type: ignore[arg-type]
+        written=mask & 2 > 0,  # type: ignore[arg-type]
         reward_score=said.reward_score,
         num_turns=said.num_turns,
         metrics=AgentLoopMetrics(generate_sequences=said.generate_s, tool_calls=said.tool_s),

@@ -59,6 +59,7 @@ class Play:
     box: Toolbox
     used: int = 0
     mask: list[tuple[int, int]] = field(default_factory=list)
+    written: list[np.ndarray] = field(default_factory=list)  # of each run, which tokens are not the template's
     ended: list[AgentLoopOutput] = field(default_factory=list)  # branches
     turns: int = 1
     calls: int = 0
@@ -82,7 +83,7 @@ class Play:
         at = self.used - self.mask[-1][0]
         return self.held[:at], self.ids[at:]
 
-    def append(self, ids: Sequence[int] | np.ndarray, sampled: int) -> None:
+    def append(self, ids: Sequence[int] | np.ndarray, sampled: int, written: np.ndarray | None = None) -> None:
         end = self.used + len(ids)
         if end > len(self.held):
             grown = np.empty(2 * end, np.int64)
@@ -91,6 +92,7 @@ class Play:
         self.held[self.used : end] = as_ids(ids)
         self.used = end
         self.mask.append((len(ids), sampled))
+        self.written.append(np.ones(len(ids), bool) if written is None else written)
         self.env_tokens += 0 if sampled else len(ids)
 
     def output(self, **fields: Any) -> AgentLoopOutput:
@@ -98,6 +100,7 @@ class Play:
         start = len(self.ids) - int(counts.sum())
         return AgentLoopOutput(
             *(self.ids[:start], self.ids[start:], np.repeat(flags, counts)),  # type: ignore[arg-type]
+            written=np.concatenate([np.ones(0, bool), *self.written]),  # type: ignore[arg-type]
             num_turns=self.turns,
             metrics=AgentLoopMetrics(generate_sequences=self.generate_s, tool_calls=self.tool_s),
             **fields,
@@ -255,7 +258,8 @@ class ToolAgentLoop(AgentLoopBase):
             new = [{"role": "user", "content": m["content"]} for m in new]
         play.turns += 1
         if kit.bridge is not None:
-            play.append(kit.bridge.ids(play.ids, new), 0)
+            ids, written = kit.bridge.after(play.ids, new)
+            play.append(ids, 0, written)
             return
         added = kit.package.ids(*play.latest, new) if kit.package is not None else None
         play.messages += [_assistant(turn), *({**m, "content": kit.plain.marked(m["content"])} for m in new)]
@@ -270,6 +274,7 @@ class ToolAgentLoop(AgentLoopBase):
         kit = self._kit
         shown = replace(kit.renderer, tools=[dict(tool.schema) for tool in play.box.tools.values()])
         play.held, play.mask = kit.plain.encode(shown.text(play.messages, prompt=True)), []
+        play.written = []
         play.used = len(play.held)
 
     def _cut(self, text: str, name: str = "") -> str:

@@ -8,7 +8,7 @@ property of the template, measured here with several (`bridge_of`); one without 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,14 +60,36 @@ class PlainText:
 
     def encode(self, text: str) -> np.ndarray:
         """[t] int64 of rendered text: control tokens where the template wrote them, plain text at the markers."""
-        plain = list(self.control.values())
-        ids: list[int] = []
+        return np.concatenate([np.zeros(0, np.int64), *(ids for ids, _ in self._parts(text))])
+
+    def encode_within(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """The same ids, and [t] bool: whether a token has a character of these (start, end) of the text. All True where
+        the tokenizer does not return the characters of a token."""
+        inside = np.zeros(len(text) + 1, np.int64)
+        for a, b in spans:
+            inside[a + 1 : b + 1] = 1  # at the place behind each character
+        before, ids, flags = np.cumsum(inside), [np.zeros(0, np.int64)], [np.zeros(0, bool)]
+        for part, characters in self._parts(text, places=True):
+            start, end = np.array(characters, np.int64).reshape(-1, 2).T
+            ids.append(part)
+            flags.append(before[end] > before[start])
+        known = bool(getattr(self.tokenizer, "is_fast", False))
+        return np.concatenate(ids), np.concatenate(flags) if known else np.ones(sum(map(len, ids)), bool)
+
+    def _parts(self, text: str, *, places: bool = False) -> Iterator[tuple[np.ndarray, list[tuple[int, int]]]]:
+        """The ids of each part between and at the markers; places: with the (start, end) of each id in the text."""
+        plain, at = list(self.control.values()), 0
+        more = {"return_offsets_mapping": True} if places and getattr(self.tokenizer, "is_fast", False) else {}
         for i, part in enumerate(re.split(f"{_OPEN}(\\d+){_CLOSE}", text)):
             if i % 2:
-                ids += plain[int(part)]
+                ids, size = np.array(plain[int(part)], np.int64), len(part) + 2
+                yield ids, [(at, at + size)] * len(ids)
+                at += size
             elif part:
-                ids += as_ids(self.tokenizer(part, add_special_tokens=False)).tolist()
-        return np.array(ids, np.int64)
+                found: Any = self.tokenizer(part, add_special_tokens=False, **more)
+                ids = as_ids(found)
+                yield ids, [(at + a, at + b) for a, b in found["offset_mapping"]] if more else [(0, 0)] * len(ids)
+                at += len(part)
 
 
 def plain_text(tokenizer: Tokenizer) -> PlainText:
@@ -94,15 +116,31 @@ class Bridge:
 
     def ids(self, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
         """[t] int64 after the sampled ids: the rest of the turn's end, the messages, the generation prompt."""
-        end = self.end if not len(sampled) or sampled[-1] != self.end[-1] else ()
-        return np.concatenate([np.array(end, np.int64), self.added(messages)])
+        return self.after(sampled, messages)[0]
+
+    def after(self, sampled: np.ndarray, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
+        """The same ids, and [t] bool: those of the messages' content are True, those of the template False; all True
+        where that is not known."""
+        text, at, spans = self._text(messages), 0, list[tuple[int, int]]()
+        for content in (self.plain.marked(str(m["content"])).strip() for m in messages):
+            start = text.find(content, at)
+            at = start + len(content)
+            spans.append((start, at))
+        ids, written = self.plain.encode_within(text, spans)
+        if any(start < 0 for start, _ in spans):  # the template writes it in other characters
+            written[:] = True
+        end = np.array(self.end if not len(sampled) or sampled[-1] != self.end[-1] else (), np.int64)
+        return np.concatenate([end, ids]), np.concatenate([np.zeros(len(end), bool), written])
 
     def added(self, messages: Sequence[Message]) -> np.ndarray:
+        return self.plain.encode(self._text(messages))
+
+    def _text(self, messages: Sequence[Message]) -> str:
         marked = [{**m, "content": self.plain.marked(str(m["content"]))} for m in messages]
         text = self.renderer.text([*self.dummy, *marked], prompt=True)
         if not text.startswith(self.before):
             raise RenderError("the chat template rewrites the history for these messages")
-        return self.plain.encode(text[len(self.before) :])
+        return text[len(self.before) :]
 
 
 def bridge_of(tokenizer: Tokenizer, audit: TemplateAudit, template_kwargs: Mapping[str, Any]) -> Bridge | None:

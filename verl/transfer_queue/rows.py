@@ -20,7 +20,7 @@ import numpy as np
 
 from verl.batch import Ragged
 from verl.transfer_queue.base import TransferQueue
-from verl.types import LEARNED, Ref, Refs, Sample, Segment, Source, StopReason
+from verl.types import LEARNED, TEMPLATE, Ref, Refs, Sample, Segment, Source, StopReason
 
 SOURCES: tuple[Source, ...] = ("prompt", "sampled", "env", "stored")
 SAMPLE_COLUMNS = ("ids", "segments", "rollout_logprobs", "temperature", "reward", "facts")
@@ -105,10 +105,10 @@ def read_samples(queue: TransferQueue, refs: Refs) -> list[Sample]:
 
 
 def observed_tokens(segments: np.ndarray) -> int:
-    """Tokens of the environment behind the policy's first, of the column `segments` of a row (see `batch.observed`)."""
+    """The tokens that `batch.observed` makes loss tokens, of the column `segments` of a row."""
     drawn = np.flatnonzero(segments[:, 1] == _CODE["sampled"])
     behind = segments[drawn[0] :] if len(drawn) else segments[:0]
-    return int(behind[behind[:, 1] == _CODE["env"], 0].sum())
+    return int(behind[(behind[:, 1] == _CODE["env"]) & (behind[:, 2] != TEMPLATE), 0].sum())
 
 
 def _split(column: Ragged) -> list[np.ndarray]:
