@@ -30,8 +30,8 @@ QUICKSTART: Mapping[str, Mapping[str, str]] = {
     "pass_at_k": {"step.prompts_per_step": "64", "step.samples_per_prompt": "4"},
     **dict.fromkeys(("rloo", "remax", "reinforce_plus_plus"), _EXACT),
     **dict.fromkeys(("gspo", "gspo_token", "cispo", "sapo", "gmpo", "kl_cov", "clip_cov", "decoupled_ppo"), _REUSED),
-    **dict.fromkeys(("dppo_tv", "dppo_kl", "dro"), _REUSED),
-    **dict.fromkeys(("opd", "gkd", "gkd_topk"), _TAUGHT),
+    **dict.fromkeys(("dppo_tv", "dppo_kl", "dro", "luspo", "vespo", "intellect_ipo"), _REUSED),
+    **dict.fromkeys(("opd", "iw_opd", "gkd", "gkd_topk"), _TAUGHT),
 }
 """Overrides that suit a run of the quickstart's size (arithmetic, about 35 tokens an answer); its card says why."""
 
@@ -62,6 +62,9 @@ def fixes(preset: Preset) -> str:
     kl = [f"in the loss, {k.form}, {k.coef:g}" for k in (preset.kl_loss,) if k]
     kl += [f"in the reward, {k.form}, {k.coef:g}" for k in (preset.kl_reward,) if k]
     c = preset.correction
+    corrected = "none" if c is None else "bypass: the sampler is the old policy"
+    if c is not None and c.form is not None:
+        corrected = f"{c.form}, {c.level}, at most {c.high:g}"
     selection = "groups without spread are replaced" if preset.group_filter.filter_groups else "all"
     rows = [
         ("group", answers + (f", {group.baselines} greedy one as baseline" if group.baselines else "")),
@@ -70,7 +73,7 @@ def fixes(preset: Preset) -> str:
         ("loss", short(preset.loss.fn)),
         ("aggregation", preset.loss.aggregation),
         ("KL", "; ".join(kl) or "none"),
-        ("correction", f"{c.form}, {c.level}, at most {c.high:g}" if c else "none"),
+        ("correction", corrected),
         ("critic", "yes" if preset.critic else "no"),
     ]
     own = {k: v for k, v in changed(preset).items() if k not in AXES}

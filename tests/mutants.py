@@ -196,8 +196,8 @@ MUTANTS = (
     ),
     Mutant(
         A + "resolve.py",
-        '"two_pass": spec.two_pass, "corrected"',
-        '"corrected"',
+        '"two_pass": spec.two_pass}',
+        '"two_pass": False}',
         f"{SPLIT} tests/unit/test_new_algorithm.py",
     ),
     Mutant(A + "filters.py", "high - low <= 1e-6 * max(1.0, abs(high), abs(low))", "high == low", FORMS),
@@ -905,6 +905,83 @@ MUTANTS = (
     ),
     Mutant("batch.py", "while count and len(parts) > count:", "while False:", "tests/unit/test_batch.py"),
     Mutant("batch.py", "held |= path", "pass", "tests/unit/test_batch.py"),
+    # -- algorithms that came later
+    Mutant(
+        "algorithms/losses.py",
+        "k = torch.where(a < 0, k_negative, k_positive)",
+        "k = torch.where(a < 0, k_positive, k_negative)",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/losses.py",
+        "phi = (k * logs + rate * (1 - logs.exp())).exp()",
+        "phi = (k * logs + rate * logs.exp()).exp()",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/losses.py",
+        "logs = columns.sum(d.detach())",
+        "logs = columns.mean(d.detach())",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/losses.py",
+        'columns.sum(given) if weighed == "token" else columns.mean(given)',
+        "columns.sum(given)",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/losses.py",
+        "valid = (p - old <= clip_high) & (p - old >= -clip_low)",
+        "valid = (p - old <= clip_high) | (p - old >= -clip_low)",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/losses.py",
+        "+ drift_coef * d * d, _clip",
+        "+ drift_coef * d, _clip",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/losses.py",
+        "found = entropy[columns.mask].sort().values",
+        "found = entropy.sort().values",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/losses.py",
+        "at = (1 - share) * max(0, len(found) - 1)",
+        "at = (1 - share) * len(found)",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/losses.py", "kept = entropy >= low", "kept = entropy > low", "tests/numerics/test_peer_options.py"
+    ),
+    Mutant(
+        "algorithms/estimators.py",
+        "torch.where(g.mean > 0, g.centred / g.mean.clamp(min=EPS), 0.0)",
+        "g.centred / g.mean.abs().clamp(min=EPS)",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant("algorithms/resolve.py", '(*inputs, "is_weights")', "inputs", "tests/numerics/test_peer_options.py"),
+    Mutant(
+        "algorithms/resolve.py",
+        'if bypass or spec.corrected == "own":',
+        "if bypass:",
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/resolve.py",
+        'outputs, own["two_pass"] = tuple(dict.fromkeys((*outputs, "entropy"))), True',
+        'outputs = tuple(dict.fromkeys((*outputs, "entropy")))',
+        "tests/numerics/test_peer_options.py",
+    ),
+    Mutant(
+        "algorithms/presets.py",
+        '"aggregation": "seq-mean-token-sum", "clip_low": 2e-3',
+        '"aggregation": "seq-mean-token-mean", "clip_low": 2e-3',
+        "tests/numerics/test_peer_options.py",
+    ),
 )
 
 

@@ -41,6 +41,7 @@ NEEDED = {
     "drgrpo": {"horizon_tokens": 3},
     "gdpo": {"reward_components": ["a", "b"]},
     "opd": {"reward_coef": 1.0},  # beside a teacher that is the policy itself
+    "iw_opd": {"reward_coef": 1.0},
 }
 BY_TEACHER = ("gkd", "gkd_topk")  # their loss reads no reward: test_teacher.py
 BY_REWARD = tuple(name for name in PRESETS if name not in BY_TEACHER)
@@ -202,6 +203,8 @@ def worse_is_lowered(name, length, moved):
         policy, rewards = Policy(UNEVEN, length), one_differs(action, -1.0)
         if name == "pass_at_k":  # only a sole best answer has an advantage; the others lose what it gains
             rewards[(action + 1) % 4] = 0.5
+        if name == "max_rl":  # of scores that are not below 0
+            rewards = [reward + 1.0 for reward in rewards]
         step = prepared(algo, policy, torch.arange(4), rewards, values=-0.25, moved=moved)
         after = moved_by(algo.terms, step, policy)
         assert after.probability(action) < policy.probability(action), f"action {action}"
@@ -318,8 +321,9 @@ def first_gradient(name):
         **dict.fromkeys(
             ("grpo", "dapo", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "kl_cov", "clip_cov", "decoupled_ppo"), grpo
         ),
-        **dict.fromkeys(("dppo_tv", "dppo_kl", "opd", "turn_discount", "gigpo"), grpo),
-        **dict.fromkeys(("drgrpo", "gpg", "opo", "dro"), centred),
+        **dict.fromkeys(("dppo_tv", "dppo_kl", "opd", "iw_opd", "turn_discount", "gigpo", "luspo", "vespo"), grpo),
+        **dict.fromkeys(("drgrpo", "gpg", "opo", "dro", "intellect_ipo"), centred),
+        "max_rl": centred / s.mean(),
         **dict.fromkeys(
             ("ppo", "vapo", "pf_ppo", "turn_ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"), white
         ),
@@ -423,6 +427,7 @@ SIGNAL = {  # exactly 0 for a group of one or without variance
     "otb": fed(adv.otb),
     "turn_discount": fed(turns.turn_discount),
     "gigpo": fed(turns.gigpo),
+    "max_rl": fed(adv.max_rl),
 }
 EVERY = {
     **SIGNAL,
@@ -434,6 +439,7 @@ EVERY = {
     "rf++_baseline": adv.reinforce_plus_plus_baseline,
     "reinforce": adv.reinforce,
     "opd": fed(adv.opd, gamma=0.5, reward_coef=0.3),
+    "iw_opd": fed(adv.opd, prefix_gain=0.5),
 }
 
 
@@ -545,6 +551,9 @@ LOSSES = {
     "dppo_tv": losses.dppo_tv,
     "dppo_kl": losses.dppo_kl,
     "dro": losses.dro,
+    "vespo": losses.vespo,
+    "vespo_weighed": partial(losses.vespo, weighed="token"),
+    "intellect_ipo": losses.intellect_ipo,
     "opsm": partial(losses.off_policy_sequence_mask, inner=losses.ppo_clip, delta=0.1),
     "bypass": partial(losses.bypass_reinforce, correction=Correction(form="truncate", high=2.0)),
     "kl": partial(losses.kl_loss, ratio_corrected=True),
@@ -557,6 +566,7 @@ PARTS = [3, 1, 4, 2]
 def case(seed, mask, garbage=None):
     g = torch.Generator().manual_seed(seed)
     token = {n: torch.randn(10, generator=g, dtype=F64) for n in (*NAMES, "logprobs", "values")}
+    token["is_weights"] = torch.rand(10, generator=g, dtype=F64) * 2
     c = columns([0.0] * 4, tokens=PARTS, mask=mask)
     if garbage is not None:
         token = {n: torch.where(c.mask, x, garbage) for n, x in token.items()}

@@ -2,6 +2,7 @@
 gradient."""
 
 import random
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -40,7 +41,17 @@ BASE = {  # settings without which another one does nothing
 _KL = ("kl_reward_coef", "kl_reward_form")
 _BESIDE = ("divergence_coef", "divergence_beta", "divergence_clamp", "divergence_floor")
 _BOUNDS = ("teacher_clamp", "teacher_floor")
-REFUSED = {"gdpo": _KL, "vapo": ("lam",), "gkd": (*_KL, *_BESIDE, "beta", *_BOUNDS), "gkd_topk": (*_KL, *_BESIDE)}
+_MASK_OF_POLICY = ("top_entropy_quantile",)
+REFUSED = {
+    "gdpo": _KL,
+    "vapo": ("lam",),
+    "intellect_ipo": (
+        "correction",
+        *(f"correction_{key}" for key in ("level", "low", "high", "batch_normalize", "denominator")),
+    ),
+    "gkd": (*_KL, *_BESIDE, *_MASK_OF_POLICY, "beta", *_BOUNDS),
+    "gkd_topk": (*_KL, *_BESIDE, *_MASK_OF_POLICY),
+}
 """Settings that cannot reach what is computed; giving one is refused. (gkd's beta is the engine's: test_teacher.py.)"""
 NO_LOSERS = {"pass_at_k": ("off_policy_delta", "clip_low", "clip_dual")}
 """Settings of negative advantages, where there are none."""
@@ -102,6 +113,9 @@ OTHER = {
     "alpha_counts": lambda now: "nonzero",
     "f_norm": lambda now: 2.0,
     "prefix_gain": lambda now: now + 0.5,
+    "top_entropy_quantile": lambda now: 0.4,
+    **dict.fromkeys(("k_positive", "k_negative", "lambda_positive", "lambda_negative"), lambda now: now * 2),
+    "drift_coef": lambda now: now + 0.5,
     "turn_discount": lambda now: now / 2,
     "step_coef": lambda now: now + 0.5,
     "coef_schedule": lambda now: {"entropy_coef": [[1, 0.5]]},
@@ -187,8 +201,10 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 @each("name", PRESETS)
 def test_every_setting_changes_what_is_computed(name):
     columns, ignored, unknown = step_columns(), [], []
+    if name == "max_rl":  # of scores that are not below 0
+        columns = replace(columns, sequence={**columns.sequence, "score": columns.sequence["score"].abs()})
     required = {"gdpo": {"reward_components": ["a", "b"]}, "drgrpo": {"horizon_tokens": 12}}
-    required = (required | {"opd": {"reward_coef": 0.5}}).get(name, {})
+    required = (required | {name: {"reward_coef": 0.5} for name in ("opd", "iw_opd")}).get(name, {})
     for spec in PRESETS[name].parts().values():
         for key in spec.knobs():
             if key in NOT_HERE or key in (*NO_LOSERS.get(name, ()), *REFUSED.get(name, ())):

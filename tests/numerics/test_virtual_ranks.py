@@ -159,3 +159,21 @@ def test_baselines_are_compared_with_and_not_trained_on(tiny_model):
     config.step.updates_per_step = config.step.epochs_per_step = 1
     _, _, queue, refs = turn(config, samples(1))
     assert queue.having(refs, "w/pg_loss") == refs.of("train") and len(refs) == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("dapo", {"top_entropy_quantile": 0.3}), ("vespo", {"correction": "truncate", "correction_high": 1.5})],
+)
+def test_options_that_look_at_the_whole_step_see_no_rank_and_no_micro_batch(name, options, tiny_model):
+    found = []
+    for ranks, budget in ((1, 16384), (2, 40)):
+        config = config_of(name, tiny_model, tiny_model, ranks, budget)
+        config.algorithm.options |= options
+        grads = turn(config, samples(0))[0]
+        found.append([torch.cat([grad.flatten() for grad in each.values()]) for each in grads])
+    plain = turn(config_of(name, tiny_model, tiny_model, 1, 16384), samples(0))[0]
+    first = torch.cat([grad.flatten() for grad in plain[0].values()])
+    assert float((first - found[0][0]).abs().max()) > 1e-3 * float(first.abs().max())
+    for a, b in zip(*found, strict=True):
+        assert float((a - b).abs().max()) <= 1e-10 * max(1.0, float(a.abs().max()))

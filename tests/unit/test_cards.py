@@ -22,6 +22,7 @@ from verl.show import show
 
 FOLDER = Path(__file__).parents[2] / "docs" / "algorithms"
 NEEDED = {"drgrpo": {"horizon_tokens": 3}, "gdpo": {"reward_components": ["a", "b"]}}
+NEEDED |= {"intellect_ipo": {"clip_low": 0.15, "clip_high": 0.15}}  # 0.2 would be the very bound of the example
 TEACHER = torch.tensor([0.6, 0.5, 0.8], dtype=torch.float64)
 WORDS = {
     "sqrt": math.sqrt,
@@ -103,6 +104,8 @@ def solve(name: str) -> Solved:
         mask=torch.tensor([True, True, True]),
     )
     if algo.correction is not None:
+        if algo.correction.bypass:
+            columns = columns.with_token({"old_logprobs": columns["rollout_logprobs"]})
         weighed = correct(columns, algo.correction)
         columns = columns.with_token({k: v for k, v in weighed.items() if isinstance(v, torch.Tensor)})
     kl = algo.kl_reward

@@ -218,7 +218,7 @@ def test_the_keys_of_the_tree_are_the_settings_of_the_specs() -> None:
     keys = {key.removeprefix("algorithm.") for key in leaves() if key.startswith("algorithm.")}
     assert keys - {"name", "options", "loss", "advantage"} == {key for key, option in knobs().items() if not option}
     assert "ppo_clip" in LOSSES, "compat/rules.py names it for verl's rloo"
-    assert len(PRESETS) == 34
+    assert len(PRESETS) == 39
 
 
 ALGORITHM_FAULTS = [

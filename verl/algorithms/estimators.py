@@ -352,6 +352,13 @@ def opo(columns: Columns, *, singleton: str = "zero") -> Advantage:
     return {"advantages": _broadcast(columns, g.with_singletons(torch.where(g.varied, g.s - mean, 0.0), singleton))}
 
 
+def max_rl(columns: Columns) -> Advantage:
+    """(s - mean_g) / mean_g, for scores of at least 0: the gradient of the maximum likelihood of a right answer, to the
+    order of the group's size (MaxRL, 2602.02710). 0 in a group whose mean is not above 0."""
+    g = _Groups(columns)
+    return {"advantages": _broadcast(columns, torch.where(g.mean > 0, g.centred / g.mean.clamp(min=EPS), 0.0))}
+
+
 def gpg(columns: Columns, *, alpha_counts: str = "varied", f_norm: float = 1.0, singleton: str = "zero") -> Advantage:
     """B / (B - M) (s - mean_g) / f_norm, with M of the B sequences in groups without variance (2504.02546).
     alpha_counts=nonzero: B - M counts the scores that are not 0 (verl) · singleton=raw: an answer that is alone has its

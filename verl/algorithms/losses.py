@@ -16,6 +16,8 @@ from verl.objective import TermValue
 from verl.types import Kind
 
 Metrics = dict[str, tuple[Tensor, Kind]]
+LEAST_LOG_WEIGHT = math.log(1e-8)
+"""Of a sequence's weight in VESPO."""
 
 
 SAME = 1e-5
@@ -240,6 +242,41 @@ def _gated(columns: Columns, a: Tensor, d: Tensor, valid: Tensor, ratio_max: flo
     return TermValue(loss, _clip_metrics(d, ~valid))
 
 
+def intellect_ipo(
+    columns: Columns, *, clip_low: float = 0.2, clip_high: float = 0.2, drift_coef: float = 1e-3
+) -> TermValue:
+    """-A r where -clip_low <= pi - pi_old <= clip_high, whatever the sign of A, plus drift_coef d^2 everywhere
+    (INTELLECT policy optimisation of prime-rl)."""
+    a, d, r = _ratio(columns)
+    p, old = _probabilities(columns)
+    valid = (p - old <= clip_high) & (p - old >= -clip_low)
+    return TermValue(torch.where(valid, -a * r, 0.0) + drift_coef * d * d, _clip_metrics(d, ~valid))
+
+
+def vespo(
+    columns: Columns,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+    weighed: str | None = None,
+) -> TermValue:
+    """-sg(phi(w)) A log pi with phi(w) = w^k exp(lambda (1 - w)), of the product w of the sequence's ratios, and other
+    k and lambda where A < 0 (VESPO, 2602.10693). weighed: the level of the importance weights `is_weights` that w holds
+    too, token or another, of a whole sequence. A sequence must be whole in its micro-batch."""
+    a, d, _ = _ratio(columns)
+    logs = columns.sum(d.detach())
+    if weighed is not None:
+        given = columns["is_weights"].to(d.dtype).log().clamp(min=LEAST_LOG_WEIGHT)
+        logs = logs + (columns.sum(given) if weighed == "token" else columns.mean(given))
+    logs = logs.clamp(LEAST_LOG_WEIGHT, LOG_RATIO_BOUND)[columns.sequence_of]
+    k = torch.where(a < 0, k_negative, k_positive).to(d.dtype)
+    rate = torch.where(a < 0, lambda_negative, lambda_positive).to(d.dtype)
+    phi = (k * logs + rate * (1 - logs.exp())).exp()
+    return TermValue(-phi * a * columns["logprobs"], {"ppo_kl": (-d.detach(), "mean"), "vespo_weight": (phi, "mean")})
+
+
 def dro(columns: Columns, *, dro_beta: float = 0.1) -> TermValue:
     """-(A log pi - dro_beta / 2 d^2) (DRO, 2405.19107)."""
     a, d, _ = _ratio(columns)
@@ -319,6 +356,19 @@ def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], Ter
     dropped = ((a < 0) & (gap > delta))[columns.sequence_of]
     metrics: Metrics = {**value.metrics, "off_policy_fraction": (dropped.to(lp.dtype), "mean")}
     return TermValue(torch.where(dropped, 0.0, value.values), metrics, value.where)
+
+
+def high_entropy(columns: Columns, *, inner: Callable[[Columns], TermValue], share: float) -> TermValue:
+    """`inner`, and 0 for tokens whose entropy is below the quantile 1 - `share` of all tokens (2506.01939; TRL's
+    top_entropy_quantile). A two-pass term, as `kl_cov`; the tokens that are left out stay in the denominators."""
+    value, entropy = inner(columns), columns["entropy"].detach()
+    found = entropy[columns.mask].sort().values
+    at = (1 - share) * max(0, len(found) - 1)
+    low = found[math.floor(at)] if len(found) else entropy.new_zeros(())
+    high = found[math.ceil(at)] if len(found) else low
+    kept = entropy >= low + (at - math.floor(at)) * (high - low)
+    metrics: Metrics = {**value.metrics, "high_entropy_fraction": (kept.to(entropy.dtype), "mean")}
+    return TermValue(torch.where(kept, value.values, 0.0), metrics, value.where)
 
 
 def bypass_reinforce(columns: Columns, *, correction: Correction) -> TermValue:

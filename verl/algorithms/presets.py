@@ -119,15 +119,18 @@ class Preset:
         for what in (what for what, on in drawn.items() if on and self.stored_share()):
             said = f"algorithm.options.on_policy_share={1 - self.stored_share():g} with {what}"
             yield f"{said}, which is of answers that the policy drew: nobody drew a stored one; leave one of them out"
+        if self.loss.top_entropy_quantile is not None and isinstance(self.loss, specs.GKDTopK):
+            said = f"algorithm.options.top_entropy_quantile={self.loss.top_entropy_quantile:g}"
+            yield f"{said} with algorithm.name={self.name}: it is of policy losses, and this loss is a divergence"
         if self.divergence and isinstance(self.loss, specs.GKDTopK):
             said = f"algorithm.options.divergence_coef={self.divergence.coef:g} with algorithm.name={self.name}"
             yield f"{said}, whose loss is a divergence: it goes with a policy loss, as algorithm.name=grpo has"
         c, loss = self.correction, short(self.loss.fn)
         if c is None or not c.bypass:
             return
-        if loss not in ("ppo_clip", "reinforce"):
+        if loss not in ("ppo_clip", "reinforce", "intellect_ipo"):
             yield f"algorithm.bypass=true with algorithm.loss={loss}: set ppo_clip or reinforce"
-        elif loss == "ppo_clip" and c.form is not None:
+        elif loss != "reinforce" and c.form is not None:
             fix = "a correction would count it twice; set algorithm.correction=null, or algorithm.loss=reinforce"
             yield f"algorithm.bypass=true puts the sampler's log-probs in the ratio already: {fix}"
         elif loss == "reinforce" and c.form is None:
@@ -213,6 +216,8 @@ LOSSES: Mapping[str, specs.LossSpec] = {
     "dppo_tv": specs.DPPO(),
     "dppo_kl": _DPPO_KL,
     "dro": specs.DRO(),
+    "vespo": specs.VESPO(),
+    "intellect_ipo": specs.IntellectIPO(),
     "gkd": specs.GKD(),
     "gkd_topk": specs.GKDTopK(),
     "reinforce": REINFORCE,
@@ -224,6 +229,7 @@ _BY_CONSTANT = PPOClip(aggregation=specs.BY_HORIZON)
 _SUMMED = replace(REINFORCE, aggregation="seq-mean-token-sum")
 _ALONE = specs.GroupSpec(least=1)
 _GSPO: Mapping[str, Any] = {"aggregation": "seq-mean-token-mean", "clip_low": 3e-4, "clip_high": 4e-4}
+_LUSPO: Mapping[str, Any] = {"aggregation": "seq-mean-token-sum", "clip_low": 2e-3, "clip_high": 2.5e-3}
 _KL = specs.KLReward(coef=0.01)
 _DAPO_CLIP = PPOClip(clip_high=0.28)
 _MASKED = filters.Correction(form="mask", high=5.0, denominator="before_rejection")
@@ -254,6 +260,8 @@ _TABLE = (
     Preset("dapo", "DAPO, 2503.14476", GRPO, _DAPO_CLIP, group_filter=filters.GroupFilter(filter_groups=True)),
     Preset("gspo", "GSPO, 2507.18071", GRPO, Clipped(_L + "gspo", **_GSPO)),
     Preset("gspo_token", "GSPO-token, 2507.18071", GRPO, Clipped(_L + "gspo_token", **_GSPO)),
+    Preset("luspo", "LUSPO, 2602.05261", GRPO, Clipped(_L + "gspo", **_LUSPO)),
+    Preset("vespo", "VESPO, 2602.10693", GRPO, specs.VESPO()),
     Preset("cispo", "CISPO, MiniMax-M1, 2506.13585; the cap of ScaleRL, 2510.13786", GRPO, specs.CISPO(ratio_max=5.0)),
     Preset("sapo", "SAPO, 2511.20347", GRPO, specs.SAPO(aggregation="seq-mean-token-mean")),
     Preset("gmpo", "GMPO, 2507.20673", GRPO, _GMPO),
@@ -262,6 +270,7 @@ _TABLE = (
     Preset("dppo_tv", "DPPO, total variation, 2602.04879", GRPO, specs.DPPO()),
     Preset("dppo_kl", "DPPO, binary KL, 2602.04879", GRPO, _DPPO_KL),
     Preset("dro", "DRO, 2405.19107, the group's mean as its value", specs.GRPO(normalize_by_std=False), specs.DRO()),
+    Preset("max_rl", "MaxRL, 2602.02710", EstimatorSpec(_A + "max_rl"), REINFORCE),
     Preset("gdpo", "GDPO, 2601.05242", specs.GDPO(), _BY_SEQUENCE),
     Preset("gpg", "GPG, 2504.02546", specs.GPG(), REINFORCE),
     Preset("opo", "OPO, 2505.23585", specs.Singletons(_A + "opo"), PPO_CLIP),
@@ -279,7 +288,15 @@ _TABLE = (
     Preset("turn_ppo", "PPO, 1707.06347, with a turn as one action", specs.TurnGAE(), PPO_CLIP, group=_ALONE, **_PPO),
     Preset("pf_ppo", "PF-PPO, 2409.06957", GAE, PPO_CLIP, sample_filter=_BEST_AND_WORST, **_PPO),
     Preset("decoupled_ppo", "Decoupled PPO, AReaL, 2505.24298", GRPO, PPO_CLIP, correction=_MASKED),
+    Preset(
+        "intellect_ipo",
+        "INTELLECT policy optimisation of prime-rl",
+        specs.GRPO(normalize_by_std=False),
+        specs.IntellectIPO(),
+        correction=filters.Correction(bypass=True),
+    ),
     Preset("opd", "On-policy distillation, 2306.08543; Thinking Machines 2025", specs.OPD(), PPO_CLIP, group=_ALONE),
+    Preset("iw_opd", "IW-OPD, 2606.22600", specs.OPD(prefix_gain=0.5), PPO_CLIP, group=_ALONE),
     Preset("gkd", "GKD, 2306.13649", _FIGURE, specs.GKD(), group=_ALONE),
     Preset("gkd_topk", "GKD, 2306.13649, of the likeliest tokens", _FIGURE, specs.GKDTopK(), group=_ALONE),
 )

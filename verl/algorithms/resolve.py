@@ -82,18 +82,26 @@ def _terms(preset: Preset) -> tuple[Term, ...]:
     if ":" in short(spec.fn):  # a user's own
         _try(fn, spec.fn, preset)
         fn = partial(own_loss, fn=fn)
+    own: dict[str, Any] = {"corrected": spec.corrected, "two_pass": spec.two_pass}
+    bypass = correction is not None and correction.bypass
+    if bypass or spec.corrected == "own":
+        own["corrected"] = "no"
+    if correction is not None and bypass and short(spec.fn) == "reinforce":
+        # weights of the current policy, on the mask before rejection
+        kept = ("keep",) if correction.of_step or (preset.truncation and preset.truncation.mask_truncated) else ()
+        fn, inputs = partial(losses.bypass_reinforce, correction=correction), (*inputs, "rollout_logprobs", *kept)
+        own["sees_rejected"] = True
+    elif correction is not None and correction.form is not None and spec.corrected == "own":
+        level: Mapping[str, Any] = {"weighed": correction.level}
+        fn, inputs = partial(fn, **level), (*inputs, "is_weights")
     if spec.off_policy_delta is not None:
         fn = partial(losses.off_policy_sequence_mask, inner=fn, delta=spec.off_policy_delta)
         inputs = tuple(dict.fromkeys((*inputs, "advantages", "rollout_logprobs")))
         outputs = tuple(dict.fromkeys((*outputs, "logprobs")))
-    own: dict[str, Any] = {"outputs": outputs, "two_pass": spec.two_pass, "corrected": spec.corrected}
-    if correction is not None and correction.bypass:
-        own["corrected"] = "no"
-        if short(spec.fn) == "reinforce":  # weights of the current policy, on the mask before rejection
-            kept = ("keep",) if correction.of_step or (preset.truncation and preset.truncation.mask_truncated) else ()
-            fn = partial(losses.bypass_reinforce, correction=correction)
-            inputs = (*inputs, "rollout_logprobs", *kept)
-            own["sees_rejected"] = True
+    if spec.top_entropy_quantile is not None:
+        fn = partial(losses.high_entropy, inner=fn, share=spec.top_entropy_quantile)
+        outputs, own["two_pass"] = tuple(dict.fromkeys((*outputs, "entropy"))), True
+    own["outputs"] = outputs
     common: dict[str, Any] = {
         "aggregate": spec.aggregation,
         "horizon_tokens": spec.horizon_tokens,

@@ -233,18 +233,21 @@ class GDPO(Scaled):
 class LossSpec(Spec):
     """The policy loss `fn`, its aggregation, and the small terms beside it. `inputs`: columns it reads, `outputs`: of
     the model; `recorded`: more of its first pass, for figures (columns train_NAME). `two_pass`: it has statistics over
-    the whole step. `corrected`: how importance weights enter it. `coef_schedule`: coefficient -> [[step, factor],
-    ...] (see `factors`). The settings that a subclass adds are keyword arguments of `fn`."""
+    the whole step. `corrected`: how importance weights enter it (own: `fn` reads them, of the level `weighed`).
+    `top_entropy_quantile`: the share of tokens, those of the highest entropy, that have a loss (null: all).
+    `coef_schedule`: coefficient -> [[step, factor], ...] (see `factors`). The settings that a subclass adds are keyword
+    arguments of `fn`."""
 
     fn: str = field(kw_only=False)
     inputs: tuple[str, ...] = ("advantages",)
     outputs: tuple[str, ...] = ("logprobs",)
     recorded: tuple[str, ...] = ()
     two_pass: bool = False
-    corrected: Literal["token", "geometric"] = "token"
+    corrected: Literal["token", "geometric", "own"] = "token"
     aggregation: str = knob("token-mean", choices=AGGREGATIONS)
     horizon_tokens: int | None = knob(None, least=1)
     off_policy_delta: float | None = knob(None, option=True)
+    top_entropy_quantile: float | None = knob(None, option=True, above=0, most=1)
     entropy_coef: float = knob(0.0)
     positive_nll_coef: float = knob(0.0, option=True)
     observation_coef: float = knob(0.0, option=True, least=0)
@@ -300,6 +303,26 @@ class DPPO(Clipped):
     clip_low: float = knob(0.15, least=0)
     clip_high: float = knob(0.15, least=0)
     ratio_max: float | None = knob(20.0, option=True, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntellectIPO(LossSpec):
+    fn: str = "verl.algorithms.losses:intellect_ipo"
+    clip_low: float = knob(0.2, least=0)
+    clip_high: float = knob(0.2, least=0)
+    drift_coef: float = knob(1e-3, option=True, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VESPO(LossSpec):
+    """`lambda_*` set how fast the weight of a sequence falls that became likelier, `k_*` of one that became rarer."""
+
+    fn: str = "verl.algorithms.losses:vespo"
+    corrected: Literal["token", "geometric", "own"] = "own"
+    k_positive: float = knob(2.0, option=True, least=0)
+    lambda_positive: float = knob(3.0, option=True, least=0)
+    k_negative: float = knob(3.0, option=True, least=0)
+    lambda_negative: float = knob(2.0, option=True, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
