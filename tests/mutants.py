@@ -301,7 +301,7 @@ MUTANTS = (
     Mutant("model_engine/served.py", "self._kept.move_to_end(key)", "pass", SERVED),
     Mutant("model_engine/served.py", 'f"Bearer {self._options.key}"', '"Bearer "', SERVED),
     Mutant("algorithms/weights.py", "mask=seen.mask & taught", "mask=seen.mask", FEEDBACK),
-    Mutant("algorithms/estimators.py", "taught * (clean", "(clean", FEEDBACK),
+    Mutant("algorithms/estimators.py", "taught * (theirs", "(theirs", FEEDBACK),
     Mutant("workers/role.py", "if s.context is None and not s.untaught]", "if s.context is None]", FEEDBACK),
     Mutant("data/render.py", "if len(ids) > self.longest else", "if False else", FEEDBACK),
     Mutant("driver/trajectories.py", "math.floor(draw * share + start)", "math.floor(draw * share)", STORED),
