@@ -18,7 +18,7 @@ from verl.chat.template import RowRefused
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow, expand_files, read_rows
 from verl.data.formats import conversation_row, task_row
-from verl.data.preference import pair_row, unpaired_row
+from verl.data.pairs import pair_row, unpaired_rows
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "w", "parameters": CITY}}
@@ -86,7 +86,7 @@ def test_json_text_is_read_as_messages_in_every_column() -> None:
         assert conversation_row(*raw(row)).messages == said, row
     pair = pair_row(*raw({"prompt": text, "chosen": answer, "rejected": answer.replace("4", "5")}))
     assert pair.prompt == (USER,) and pair.chosen == said[1:]
-    assert unpaired_row(*raw({"prompt": text, "completion": answer, "label": True})).chosen == said[1:]
+    assert unpaired_rows(*raw({"prompt": text, "completion": answer, "label": True}))[0].chosen == said[1:]
     for own in ('{"answer": 4}', "[1, 2]", '{"role": "admin", "content": "x"}', "[x] or {y}?", '[{"a": 1}]'):
         assert read_messages(own, "f:1", "prompt") == ({"role": "user", "content": own},), own
     for broken in (str([USER]), text[:-3]):
@@ -124,6 +124,8 @@ def test_nulls_of_arrow_are_in_no_schema_and_no_call(tmp_path: Path) -> None:
 def test_a_schema_without_its_wrapper_gets_it() -> None:
     for tools in ([WEATHER["function"]], json.dumps([WEATHER["function"]]), [json.dumps(WEATHER)], [WEATHER]):
         assert conversation_row(RawRow("f:1", {"messages": WHOLE, "tools": tools}), DataConfig()).tools == (WEATHER,)
+    old = {"messages": WHOLE, "functions": [{**WEATHER["function"], "strict": None}]}
+    assert conversation_row(RawRow("f:1", old), DataConfig()).tools == (WEATHER,)
 
 
 def test_nulls_that_say_something_stay() -> None:
@@ -182,7 +184,7 @@ def test_marks_of_context_are_refused_where_they_say_train() -> None:
         lambda: conversation_row(*raw({"prompt": asked, "completion": "5"})),
         lambda: pair_row(*raw({"prompt": asked, "chosen": "4", "rejected": "5"})),
         lambda: pair_row(*raw({"prompt": "a", "chosen": [marked, USER, answer], "rejected": "5"})),
-        lambda: unpaired_row(*raw({"prompt": asked, "completion": "5", "label": True})),
+        lambda: unpaired_rows(*raw({"prompt": asked, "completion": "5", "label": True})),
     ):
         with pytest.raises(ValueError, match=r"^f:1: .*marks a turn to be trained \(weight=1\).*Fix"):
             call()

@@ -216,20 +216,19 @@ def check_sft(name: str, rng: random.Random) -> bool:
     found = entries(name, ConversationJob, row)
     if found is None:
         return False
-    tokenizer, audit = tokenizer_for(name), audited(name)
-    assert audit is not None
+    tokenizer = tokenizer_for(name)
     masked = [WORD.findall(tokenizer.decode(e["ids"][e["mask"]])) for e in found]
     wanted = [turns[i].words | set(turns[i].thought) for i in sorted(trained)]
     words = [set(w) for w in masked]
-    if audit.append_only:
+    if whole := len(found) == 1:
         wanted = [set().union(*wanted)]
     assert words == wanted, f"{name}: trained {words}, the row says {wanted}: {row}"
-    last = sorted(trained) if not audit.append_only else [max(trained)]
+    last = [max(trained)] if whole else sorted(trained)
     for entry, i in zip(found, last, strict=True):
         text = tokenizer.decode(entry["ids"])
         assert "null" not in text and "None" not in text, f"{name}: {text!r}"
         assert text.count("<think>") <= max(2 * text.count("</think>"), 1)
-        check_context(name, turns[: i + 1], text, trained if audit.append_only else {i})
+        check_context(name, turns[: i + 1], text, trained if whole else {i})
     return True
 
 

@@ -37,13 +37,15 @@ def dropped(
             if (end := rendering.end_of_name(call["function"]["name"], start)) < 0:
                 return "a tool call", f"message {i + 1}, {call['function']['name'][:60]!r}"
             at = max(at, end)
+        near = start  # most texts of a message are in their order: a message of many is read in one go
         for what, piece, shorter in _pieces(message, whole=i in whole):
-            end = rendering.end_of(piece, 0 if anywhere else start)
-            if end < 0 and shorter != piece:
-                end = rendering.end_of(shorter, start)
+            end = rendering.end_of(piece, 0 if anywhere else near)
+            if end < 0 and not anywhere:
+                end = max(rendering.end_of(text, start) for text in {piece, shorter})
             if end < 0:
                 return f"the {what} of a message of {str(role)!r}", f"message {i + 1}, {piece[:60]!r}"
-            at = at if anywhere else max(at, end)
+            near = max(near, end)
+        at = at if anywhere else max(at, near)
         previous = role
     return None
 

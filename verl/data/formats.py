@@ -277,6 +277,8 @@ def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
 def named_row(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
     """The row with what ShareGPT's and Alpaca's columns say under the names that are read here."""
     row, system = raw.row, raw.row.get("system")
+    if _are_schemas(functions := row.get("functions")) and row.get(TOOLS_KEY) is None:  # OpenAI's name of old
+        row = {**row, TOOLS_KEY: functions}
     first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
     if isinstance(text := row.get("conversations"), str) and text.strip():
         if (turns := messages_of_text(text, raw.where, "conversations")) is None:
@@ -296,6 +298,10 @@ def named_row(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
     prompt = [*first, *turns, {"role": "user", "content": asked}]
     output = {"completion": row["output"], "solution": row["output"]} if row.get("output") is not None else {}
     return {**row, cfg.prompt_key: prompt, **output}
+
+
+def _are_schemas(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(f, Mapping) and f.get("name") for f in value)
 
 
 def with_system(messages: Messages, cfg: DataConfig) -> Messages:
