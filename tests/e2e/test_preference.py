@@ -184,9 +184,8 @@ def test_reference_logprobs_are_computed_once_and_kept(tmp_path, tiny_model, pai
     "row,message",
     [
         ({"prompt": "1+1=", "chosen": "2"}, "no 'rejected' beside 'chosen'"),
-        ({"prompt": "1+1=", "chosen": "2", "rejected": "2"}, "are the same"),
-        ({"prompt": "1+1=", "chosen": "2", "rejected": "  "}, "empty"),
-        ({"chosen": "2", "rejected": "3"}, "do not begin with the same messages"),
+        ({"chosen": "2", "rejected": "3"}, "do not begin with the same text"),
+        ({"chosen": [{"role": "user", "content": "2"}], "rejected": "3"}, "do not begin with the same messages"),
         ({"prompt": "1+1=", "chosen": [{"role": "user", "content": "2"}], "rejected": "3"}, "assistant"),
     ],
 )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from verl.config.load import load_config
 from verl.config.schema import DataConfig
 from verl.data.source import ConversationTable, load_conversations
+from verl.driver.assemble_supervised import _stages
+from verl.driver.setup import end_lines, load_tokenizer_of
 from verl.models import tiny
 
 IDS = [5, 6, 7, 8]
@@ -100,3 +104,17 @@ def test_a_conversation_is_read_and_what_is_beside_it_named(
         assert tokenizer.decode(got.ids[got.mask]).startswith("2")
         said = [r.message for r in caplog.records if "is not read" in r.message]
         assert len(said) == 2 and "'text'" in said[0] and "'input_ids'" in said[1] and "rows.jsonl:1" in said[0], row
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "rm"])
+def test_rows_that_need_no_template_start_without_one(tmp_path: Path, tiny_model: Path, command: Any) -> None:
+    folder, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    shutil.copytree(tiny_model, folder)
+    (folder / "chat_template.jinja").unlink()
+    rows.write_text(json.dumps({"text": "1+1=2"} if command == "sft" else {"chosen": "1+1=2", "rejected": "1+1=3"}))
+    named = [f"model.path={folder}", f"data.train_files=[{rows}]", f"data.cache_dir={tmp_path}/cache"]
+    config = load_config(named).config
+    tokenizer = load_tokenizer_of(config, needs_template=False)
+    assert not tokenizer.chat_template and not end_lines(config, tokenizer)
+    stage, _, summary = _stages(config, command, tokenizer)
+    assert len(stage.table) == 1 and "1 of 1 rows" in summary

@@ -179,11 +179,13 @@ def eos_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
 def stop_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
     """The tokens at which an answer ends: those of `eos_ids`, and those with which the chat template ends a turn."""
     named = eos_ids(config, tokenizer)
-    return tuple(dict.fromkeys((*named, *_audited(config, tokenizer, named).ends)))
+    audit = _audited(config, tokenizer, named)
+    return tuple(dict.fromkeys((*named, *(audit.ends if audit else ()))))
 
 
-def _audited(config: Config, tokenizer: Any, stops: tuple[int, ...]) -> TemplateAudit:
-    return audit_template(tokenizer, config.model.template_kwargs, stops)
+def _audited(config: Config, tokenizer: Any, stops: tuple[int, ...]) -> TemplateAudit | None:
+    """What the chat template was measured to do; None without one."""
+    return audit_template(tokenizer, config.model.template_kwargs, stops) if tokenizer.chat_template else None
 
 
 def end_lines(config: Config, tokenizer: Any) -> list[str]:
@@ -191,6 +193,8 @@ def end_lines(config: Config, tokenizer: Any) -> list[str]:
     answer, or where it writes none."""
     named = eos_ids(config, tokenizer)
     audit, lines = _audited(config, tokenizer, named), list[str]()
+    if audit is None:
+        return lines
 
     def spelled(ids: Iterable[int]) -> str:
         return ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in ids) or "nothing"
