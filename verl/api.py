@@ -9,7 +9,6 @@ import difflib
 import importlib.util
 import inspect
 import json
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from verl.driver.launch import Finished, run_rl
 from verl.driver.models import hf_export, role_spec, workers_around
 from verl.driver.setup import decoder
 from verl.driver.step import Step, experience_and_update
+from verl.leftovers import OwnFolder
 from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
@@ -311,7 +311,7 @@ class GRPOTrainer:
         eval_data: str | Path | Sequence[Mapping[str, Any]] | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="verl-data-")
+        self._folder = OwnFolder("verl-given-")
         self.args = [
             f"algorithm.name={self.algorithm_name}",
             f"model.path={model}",
@@ -331,7 +331,7 @@ class GRPOTrainer:
     def _file(self, data: str | Path | Sequence[Mapping[str, Any]], name: str) -> str:
         if isinstance(data, str | Path):
             return str(data)
-        path = Path(self._folder.name) / f"{name}.jsonl"
+        path = self._folder.path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(dict(row)) + "\n" for row in data))
         return str(path)
 

@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 
 
@@ -28,3 +29,17 @@ def own_folder(parent: Path, prefix: str) -> tuple[Path, int]:
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX)
     return made.rename(made.with_name(made.name[1:])), fd  # others look for it from here on, and find it held
+
+
+class OwnFolder:
+    """A temporary folder, as `tempfile.TemporaryDirectory`: `cleanup()`, its own end or that of the process removes it,
+    and after a kill the next one of this prefix does."""
+
+    def __init__(self, prefix: str) -> None:
+        self.path, held = own_folder(Path(tempfile.gettempdir()), prefix)
+        self.cleanup = weakref.finalize(self, _remove, self.path, held)
+
+
+def _remove(folder: Path, held: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(held)

@@ -154,7 +154,7 @@ def test_two_ranks_make_the_run_of_one_process_and_one_process_goes_on_with_it(t
         ]
         assert files[0] == files[1], "only the first rank owns the run directory"
     assert not failed, failed
-    assert not list(tmp_path.glob("tmp*/verl-rank-*")), "what the others wrote is gone with them"
+    assert not list(tmp_path.glob("tmp*/verl-records-*")), "what the others wrote is gone with them"
     again = command("sft", tmp_path / "sft", tiny_model, rows, "run.total_steps=5")
     for name in ("one", "two"):  # both by one process
         assert main([*again, f"run.name={name}", f"data.cache_dir={tmp_path / 'cache_one'}"]) == 0

@@ -66,7 +66,7 @@ def run(job: Any, timeout_s: float = 60.0, workers: int = 1) -> list[int]:
 
 
 def leftovers() -> list[Path]:
-    return list(Path(tempfile.gettempdir()).glob("verl-data-*"))
+    return list(Path(tempfile.gettempdir()).glob("verl-rows-*"))
 
 
 @pytest.fixture(autouse=True)

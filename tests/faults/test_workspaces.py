@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import pytest
 import verl
 from verl.agent_loop.tools import Toolbox, close_tools, contents_of, load_tools
 from verl.chat.parsing import ToolCall
-from verl.leftovers import own_folder
+from verl.leftovers import OwnFolder, own_folder
 from verl.sandbox import workspace as workspaces
 from verl.sandbox.code import CodeSandbox, Limits, Snapshot
 from verl.sandbox.workspace import Workspaces, read_tree
@@ -342,6 +343,27 @@ def test_a_tier_that_cannot_lay_files_over_a_folder_is_none(tier, base, monkeypa
     monkeypatch.setattr(Workspaces, "folder", lambda held: f"{held.scratch}/none")
     with pytest.raises(ValueError, match=f"{tier}: no sandbox here: .*No such file"):
         CodeSandbox(tier, workspace=base)
+
+
+def test_a_temporary_folder_goes_with_its_owner_or_after_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = (
+        f"import tempfile, time; tempfile.tempdir = {str(tmp_path)!r}; from verl.leftovers import OwnFolder\n"
+        "left = OwnFolder('mine-'); print(left.path, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as popen:
+        left = Path(popen.stdout.readline().strip())
+        own = OwnFolder("mine-")
+        assert left.is_dir(), "it lives"
+        popen.kill()
+    other = OwnFolder("mine-")
+    assert not left.exists() and own.path.is_dir()
+    own.cleanup()
+    own.cleanup()
+    assert not own.path.exists()
+    path = other.path
+    del other
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("first", ["the run", "the launcher"])

@@ -29,6 +29,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+from verl.leftovers import OwnFolder
+
 # Called with a chunk and a function to report progress with (rows of the chunk that are done).
 OnChunk = Callable[[Sequence[Any], Callable[[int], None]], Any]
 MESSAGE_BYTES = 2000
@@ -52,7 +54,8 @@ def run_chunks(
         packed = pickle.dumps(function)
     except (pickle.PicklingError, TypeError, AttributeError) as exc:
         raise ValueError(f"the tokenizer cannot be sent to worker processes ({exc}). Fix: data.num_workers=0") from exc
-    folder = Path(tempfile.mkdtemp(prefix="verl-data-"))
+    own = OwnFolder("verl-rows-")
+    folder = own.path
     workers: list[_Worker] = []
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     threads = ThreadPoolExecutor(num_workers, thread_name_prefix="verl-data")
@@ -91,7 +94,7 @@ def run_chunks(
         threads.shutdown(cancel_futures=True)
         for worker in workers:
             worker.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        own.cleanup()
 
 
 class _Worker:

@@ -18,6 +18,7 @@ from verl.driver.home import home_of
 from verl.driver.identity import compare, identity_of
 from verl.driver.run_dir import RunDir, Store, open_run_dir
 from verl.driver.state import read_state
+from verl.leftovers import own_folder
 from verl.workers.answers import told_of
 from verl.workers.group import Drivers, WorkerDied
 
@@ -46,7 +47,7 @@ def open_together(resolved: Resolved, command: str, drivers: Drivers) -> RunDir:
     home.enter()
     if others := compare(identity, identity_of(resolved, command))[0]:
         raise ValueError(f"rank {drivers.number} runs something else than rank 0:\n" + "\n".join(others))
-    records = Path(tempfile.mkdtemp(prefix="verl-rank-"))
+    records, _ = own_folder(Path(tempfile.gettempdir()), "verl-records-")
     atexit.register(shutil.rmtree, records, ignore_errors=True)
     return RunDir(
         path,

@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from verl.config.adapter import CONFIG, WEIGHTS, copy_adapter, rank_of, read_adapter
 from verl.config.model_files import read_weight_headers
+from verl.leftovers import OwnFolder
 from verl.rollout.api import Api, Deadlines, Expected
 from verl.rollout.base import Capabilities, RolloutContext, check_inputs
 from verl.rollout.calls import Call
@@ -60,7 +61,7 @@ class AdaptedServer(Server):
         self._own = self._model
         self._changing = set[str]()  # names that are loaded or dropped now
         self._strays: list[str] = []  # names there of those of which it is not known whether they are
-        self._copies: tempfile.TemporaryDirectory[str] | None = None
+        self._copies: OwnFolder | None = None
 
     async def load_adapter(self, name: str, folder: str) -> None:
         self._check_alive()
@@ -126,8 +127,8 @@ class AdaptedServer(Server):
     def _new_folder(self) -> Path:
         """A new one, as long as this engine is there."""
         if self._copies is None:
-            self._copies = tempfile.TemporaryDirectory(prefix="verl-adapters-", ignore_cleanup_errors=True)
-        return Path(tempfile.mkdtemp(dir=self._copies.name))
+            self._copies = OwnFolder("verl-adapter-copies-")
+        return Path(tempfile.mkdtemp(dir=self._copies.path))
 
     def _drawn_by(self, what: str, adapter: str | None) -> str:
         """The name by which requests ask for it, or for the model."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from verl.config.adapter import copy_adapter
+from verl.leftovers import OwnFolder
 from verl.rollout.base import Capabilities, Completion, PauseMode, ReplicaLost, SoFar, WeightReader
 from verl.rollout.replica import Replica, Start
 from verl.types import Sampling
@@ -55,7 +56,7 @@ class Router:
         self._drawing = Counter[str]()  # requests, by their adapter
         self._changing, self._dropped = set[str](), set[str]()  # adapters: that are loaded or dropped now; that were
         self._changes = set[asyncio.Future[None]]()
-        self._copies: tempfile.TemporaryDirectory[str] | None = None
+        self._copies: OwnFolder | None = None
         self._made = partial(Replica, starts=restarts, at_url=at_urls, adapters=self._adapters)
         self.replicas = [self._made(i, start, lost=self._lost) for i, start in enumerate(starts)]
 
@@ -202,8 +203,8 @@ class Router:
     async def _load_everywhere(self, name: str, folder: str) -> None:
         with self._changed("load_adapter", name):
             if self._copies is None:
-                self._copies = tempfile.TemporaryDirectory(prefix="verl-adapters-", ignore_cleanup_errors=True)
-            copied = tempfile.mkdtemp(dir=self._copies.name)
+                self._copies = OwnFolder("verl-adapter-copies-")
+            copied = tempfile.mkdtemp(dir=self._copies.path)
             await asyncio.to_thread(copy_adapter, Path(folder), Path(copied))
             for error in await self._of_all(lambda one: one.load_adapter(name, copied)):
                 if name not in self._adapters:

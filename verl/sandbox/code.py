@@ -131,7 +131,7 @@ class _Link:
 
     def _end(self) -> dict[str, Any]:
         """How process 1 ended, from the launcher: no answer if that ended too, which then took process 1 with it."""
-        self.guard.settimeout(launcher.GRACE_S)
+        self.guard.settimeout(launcher.START_S)
         said = self.guard.recv(1 << 16)
         return dict(json.loads(said)) if said else {"status": "gone", "why": "the launcher of sandboxes ended"}
 

@@ -16,7 +16,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.leftovers import own_folder
+from verl.leftovers import OwnFolder
 from verl.sandbox.cell import NOBODY
 
 MAX_FILES, MAX_BYTES = 100_000, 4 << 30  # of one workspace
@@ -41,8 +41,8 @@ class Workspaces:
         self._bases: dict[str, Base] = {}
         self._lock = threading.Lock()
         self.check("")
-        made, self._held = own_folder(Path(tempfile.gettempdir()), PREFIX)
-        self.scratch = str(made)
+        self._scratch = OwnFolder(PREFIX)
+        self.scratch = str(self._scratch.path)
 
     def check(self, name: str) -> Path:
         """The folder of this name, "" for the whole root. ValueError if it is none of those under the root."""
@@ -86,10 +86,7 @@ class Workspaces:
         return folder
 
     def close(self) -> None:
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        if self._held >= 0:
-            os.close(self._held)
-            self._held = -1
+        self._scratch.cleanup()
 
 
 def read_tree(top: str | os.PathLike[str], to: str = "") -> str:
