@@ -9,6 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import torch
 from far_hosts import played
 
-from verl.weight_sync import shm
+from verl.weight_sync import disk, shm
 from verl.weight_sync.base import SyncError
 from verl.weight_sync.sender import entry_of
 
@@ -54,6 +55,19 @@ def test_two_files_take_turns_and_are_mapped_once(outlet: shm.ShmOutlet, monkeyp
         stream = shm.open_weights(str(path))
         assert stream.version == version and same(read(path), now)
     assert made == ["verl-weights-1-test-0", "verl-weights-1-test-1"]
+
+
+def test_other_users_cannot_read_the_weights(outlet: shm.ShmOutlet, tmp_path: Path) -> None:
+    """In shared memory, in buckets, and in folders among temporary files, whatever the umask."""
+    before = os.umask(0)
+    try:
+        blank = tmp_path / "bucket"
+        shm.blank(blank, 4096)
+        paths = [stage(outlet, 0, weights(1.0)), blank, disk.own_folder(Path(tempfile.gettempdir()))]
+        assert [path.stat().st_mode & 0o077 for path in paths] == [0, 0, 0]
+        paths[-1].rmdir()
+    finally:
+        os.umask(before)
 
 
 def test_a_file_that_is_gone_or_of_another_size_is_made_anew(outlet: shm.ShmOutlet) -> None:
@@ -183,7 +197,7 @@ for line in sys.stdin:
 WRITER = """
 import os, sys, torch
 from pathlib import Path
-from verl.weight_sync import shm
+from verl.weight_sync import disk, shm
 from verl.weight_sync.sender import entry_of
 
 outlet = shm.ShmOutlet(f"{shm.PREFIX}-{os.getpid()}-dies")

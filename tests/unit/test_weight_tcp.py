@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -203,6 +204,27 @@ def test_nobody_without_the_key_gets_weights(elsewhere, outlet_of):
     place = stage(outlet_of(), 0, weights()).rpartition("/")[0]
     with pytest.raises(SyncError, match=r"cannot be fetched from 127\.0\.0\.1:\d+: the other end closed"):
         elsewhere(f"{place}/{'0' * 32}")
+
+
+def test_peers_without_the_key_cost_no_thread_and_are_left_after_a_time(elsewhere, outlet_of, monkeypatch):
+    monkeypatch.setattr(tcp, "MOST_SILENT", 8)
+    now = weights()
+    address = stage(outlet_of(), 1, now)
+    threads, silent = threading.active_count(), []
+    host, _, port = address.partition("/")[0].rpartition(":")
+    for i in range(24):
+        silent.append(socket.create_connection((host, int(port)), timeout=20))
+        silent[-1].sendall(b"x" * i)
+    wrong = socket.create_connection((host, int(port)), timeout=20)
+    wrong.sendall(b"x" * tcp.ASK.size)
+    assert wrong.recv(1) == b"" and threading.active_count() <= threads
+    assert same(elsewhere(address), now)
+    assert [peer.recv(1) for peer in silent[:16]] == [b""] * 16, "the oldest make room"
+    monkeypatch.setattr(tcp, "ASK_S", 0.1)
+    late = socket.create_connection((host, int(port)), timeout=20)
+    assert late.recv(1) == b""
+    for peer in (*silent, wrong, late):
+        peer.close()
 
 
 def test_a_sender_that_is_gone_is_one_line(elsewhere):

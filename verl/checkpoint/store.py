@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 import psutil
 
+from verl.bounds import size_text
 from verl.track.files import sync_folder
 
 MANIFEST = "manifest.json"
@@ -38,7 +39,7 @@ FORMAT = 1
 _STEP = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"(step_\d+)\.(tmp|old|trash)-(.+)-(\d+)")
 _HASH_THREADS = 4
-_SLACK_BYTES = 16 << 20  # directories, manifest, other writers on the same disk
+SLACK_BYTES = 16 << 20  # beside the checkpoints: directories, manifest, other writers on the same disk
 _ABANDONED_S = 3600.0  # nobody writes for so long: the writer is dead, also on another host
 logger = logging.getLogger(__name__)
 
@@ -108,8 +109,8 @@ class CheckpointStore:
 
     def _check_space(self, needed_bytes: int) -> None:
         free = shutil.disk_usage(self.directory).free
-        if free < needed_bytes + _SLACK_BYTES:
-            what = f"a checkpoint needs about {needed_bytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+        if free < needed_bytes + SLACK_BYTES:
+            what = f"a checkpoint needs about {size_text(needed_bytes + SLACK_BYTES)}, {size_text(free)} are free"
             fix = "(free some, or lower run.keep_last_checkpoints)"
             raise DiskFull(errno.ENOSPC, f"{what} {fix}", str(self.directory))
 

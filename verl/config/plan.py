@@ -18,7 +18,9 @@ from pathlib import Path
 import msgspec
 
 from verl.algorithms.presets import find, settled
+from verl.bounds import size_text
 from verl.chat import parsing
+from verl.checkpoint.store import SLACK_BYTES
 from verl.config.backends import SYNC, options_of, rollout_caches
 from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, on_cuda, rollout_dtype, teacher_share
 from verl.config.model_files import ModelFacts, chat_template_of, describe_model, find_model_folder, json_object
@@ -198,15 +200,17 @@ def _made(every_steps: int | None) -> str:
 
 
 def small_disk(config: Config, needed_bytes: int) -> Iterator[str]:
-    """A line where the disk does not hold the checkpoints beside what is on it; those of the run itself make room."""
+    """A line where the disk does not hold the checkpoints beside what is on it, with the room that each save wants;
+    those of the run itself make room."""
+    needed_bytes += SLACK_BYTES
     run_dir = Path(config.run.root_dir) / config.run.name
     there = sum(p.stat().st_size for p in (run_dir / "checkpoints").rglob("*") if p.is_file())
     place = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if p.is_dir())
     free = shutil.disk_usage(place).free
     if there + free < needed_bytes:
         yield (
-            f"{run_dir}: the checkpoints need {_gib(needed_bytes)}, but the disk has {_gib(free)} free: free some, "
-            "lower run.keep_last_checkpoints, or set another run.root_dir"
+            f"{run_dir}: the checkpoints need {size_text(needed_bytes)}, but the disk has {size_text(free)} free: free "
+            "some, lower run.keep_last_checkpoints, or set another run.root_dir"
         )
 
 
@@ -217,9 +221,10 @@ def small_memory(memory: Memory, has: int) -> Iterator[str]:
         teacher = sum(memory.items[item] for item in phase if item.startswith("teacher"))
         fix = "lower step.max_tokens_per_microbatch or rollout.max_concurrent_sequences, or take a smaller model"
         if teacher and memory.peak_bytes - teacher <= has:
-            fix = f"without the teacher ({_gib(teacher)}) they would fit: serve it elsewhere (teacher.path=http://HOST:PORT)"
-            fix += ", or set model.engine_options.offload_frozen=true"
-        yield f"{memory.peak_phase} wants {_gib(memory.peak_bytes)} of memory, and there are {_gib(has)}: {fix}"
+            fix = f"without the teacher ({size_text(teacher)}) they would fit: serve it elsewhere "
+            fix += "(teacher.path=http://HOST:PORT), or set model.engine_options.offload_frozen=true"
+        wants, there = size_text(memory.peak_bytes), size_text(has)
+        yield f"{memory.peak_phase} wants {wants} of memory, and there are {there}: {fix}"
 
 
 # -- sizes of a step ---------------------------------------------------------------------------------------------------
@@ -393,14 +398,15 @@ def render_plan(plan: Plan) -> str:
     """The plan as aligned plain text."""
     step, one, kept = plan.step, plan.checkpoint_bytes, plan.checkpoints_kept
     tokens = f"at most {step.max_tokens:,} per step, {step.longest_row_tokens:,} per row, "
-    parts = " + ".join(f"{name} {_gib(size)}" for name, size in plan.checkpoint_parts.items())
+    every = size_text(kept * one)
+    parts = " + ".join(f"{name} {size_text(size)}" for name, size in plan.checkpoint_parts.items())
     lines = {
         "model": _model_line(plan.model),
         "step": _step_line(step),
         "tokens": f"{tokens}{step.max_tokens_per_microbatch:,} per micro-batch",
         "run": _run_line(plan.length),
         "rollout": _rollout_line(plan.rollout),
-        "disk": f"checkpoint {_gib(one)} ({parts}), at most {kept} at once: {_gib(kept * one)} in {plan.run_dir}",
+        "disk": f"checkpoint {size_text(one)} ({parts}), at most {kept} at once: {every} in {plan.run_dir}",
         "saved": plan.checkpoints_made,
     }
     if plan.teacher_share is not None:
@@ -423,7 +429,7 @@ def _model_line(m: ModelFacts) -> str:
     tied = ", tied embeddings" if m.tied else ""
     return (
         f"{m.architecture}: {m.layers} layers, hidden {m.hidden}, {heads}, vocabulary {m.vocab:,}; "
-        f"{m.parameters:,} parameters{tied}; stored {_gib(m.stored_bytes)} {m.stored_dtype}"
+        f"{m.parameters:,} parameters{tied}; stored {size_text(m.stored_bytes)} {m.stored_dtype}"
     )
 
 
@@ -447,10 +453,12 @@ def _run_line(n: RunLength) -> str:
 
 def _rollout_line(r: RolloutSizes) -> str:
     slots = _count(r.slots, "slot") + (f" + {r.surplus} surplus" if r.surplus else "")
-    cache = f" + prefix cache {_gib(r.prefix_cache_tokens * r.kv_bytes_per_token)}" if r.prefix_cache_tokens else ""
+    cache = (
+        f" + prefix cache {size_text(r.prefix_cache_tokens * r.kv_bytes_per_token)}" if r.prefix_cache_tokens else ""
+    )
     return (
         f"{r.engine}, {slots} = {r.trajectories_in_flight:,} trajectories in flight, {r.concurrent_sequences} at a time"
-        f"; KV {r.kv_tokens:,} tokens x {r.kv_bytes_per_token:,} B = {_gib(r.kv_tokens * r.kv_bytes_per_token)}{cache}"
+        f"; KV {r.kv_tokens:,} tokens x {r.kv_bytes_per_token:,} B = {size_text(r.kv_tokens * r.kv_bytes_per_token)}{cache}"
     )
 
 
@@ -458,7 +466,7 @@ def _cluster_lines(s: Spread) -> dict[str, str]:
     """Who lives where."""
     where = f"at {s.address}" if s.address else "started for this run on this machine"
     whose = " of each host" if SYNC[s.sync].hosts else ""
-    shared = f"2 x {_gib(s.shared_bytes // 2)} of shared memory{whose}"
+    shared = f"2 x {size_text(s.shared_bytes // 2)} of shared memory{whose}"
     lines = {"cluster": f"{s.backend}, {where}; rows through queue {s.queue}, weights through sync {s.sync} ({shared})"}
     lines["layout"] = s.layout
     for name, pool in s.pools.items():
@@ -475,20 +483,11 @@ def _memory_lines(memory: Memory, title: str = "memory (estimate)") -> list[str]
     phases = memory.phases.values()
     rows = [title.ljust(width) + "".join(f"{name:>14}" for name in memory.phases)]
     for item, size in memory.items.items():
-        rows.append(item.ljust(width) + "".join(f"{_gib(size) if item in parts else '-':>14}" for parts in phases))
-    rows.append("sum".ljust(width) + "".join(f"{_gib(size):>14}" for size in memory.peaks.values()))
-    return [*rows, f"peak {_gib(memory.peak_bytes)} in {memory.peak_phase}"]
+        rows.append(item.ljust(width) + "".join(f"{size_text(size) if item in parts else '-':>14}" for parts in phases))
+    rows.append("sum".ljust(width) + "".join(f"{size_text(size):>14}" for size in memory.peaks.values()))
+    return [*rows, f"peak {size_text(memory.peak_bytes)} in {memory.peak_phase}"]
 
 
 def _count(number: int | float, noun: str) -> str:
     several = {"trajectory": "trajectories", "micro-batch": "micro-batches"}.get(noun, f"{noun}s")
     return f"{number:,g} {noun}" if number == 1 else f"{number:,.10g} {several}"
-
-
-def _gib(size: int) -> str:
-    """Three significant digits: 942 MiB, 1.84 GiB."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            value = size / scale
-            return f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"
-    return f"{size} B"

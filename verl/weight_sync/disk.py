@@ -155,10 +155,11 @@ def _machine() -> str:
 
 
 def own_folder(parent: Path) -> Path:
-    """A new one of this process, that the next one on this machine removes if it is killed."""
+    """A new one of this process, that the next one on this machine removes if it is killed. Among temporary files it is
+    closed to other users; in a folder that was named it is as open as new folders are there."""
     remove_of_the_dead(parent)
     root = parent / f"{PREFIX}-{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-    root.mkdir(parents=True)
+    root.mkdir(parents=True, mode=0o700 if parent == Path(tempfile.gettempdir()).absolute() else 0o777)
     return root
 
 

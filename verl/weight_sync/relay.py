@@ -5,7 +5,6 @@ version there are two buckets on the trainer's host and one for each far replica
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import secrets
 import socket
@@ -20,7 +19,6 @@ from verl.weight_sync.buckets import BucketOutlet, BucketStream, Part, ledger_of
 from verl.weight_sync.shm import PREFIX, SHM, TAIL_BYTES, ShmStream, blank, first_byte, remove_of_the_dead
 from verl.weight_sync.tcp import PIECE_BYTES, connected, filled, gone_with_this_process, listening, received, tag_of
 
-ASK_S = 10.0  # for a peer to say who it is
 QUIET_S = 600.0  # of the other side, where nobody gives it up before
 ASK = struct.Struct("<32sqqq")  # the key; version, turn and reader
 ROOM = struct.Struct("<qq")  # of the longest index, and of the largest bucket: bytes
@@ -48,17 +46,14 @@ class RelayOutlet(BucketOutlet):
             self.name = f"{PREFIX}-{os.getpid()}-{self.tag}"
             gone_with_this_process(os.getpid(), self.name)
             super().announce(shapes)
-            self._address = f"{listening(self._host, self._answer)}/{self._key}/{self.name}"
+            self._address = f"{listening(self._host, self._key, ASK, self._answer)}/{self._key}/{self.name}"
         return self._address
 
-    def _answer(self, peer: socket.socket) -> None:
-        """One reader, in a thread of its own. One that goes away or has no key is nobody's fault here."""
+    def _answer(self, peer: socket.socket, version: int, turn: int, reader: int) -> None:
+        """Serve one reader. One that goes away is no fault of ours."""
         with peer, contextlib.suppress(OSError):
-            peer.settimeout(ASK_S)
-            key, version, turn, reader = ASK.unpack(received(peer, ASK.size))
-            if hmac.compare_digest(key, self._key.encode()):
-                peer.settimeout(QUIET_S)
-                self._pass_on(peer, BucketStream(f"{self.name}:{version}:{turn}:{reader}"))
+            peer.settimeout(QUIET_S)
+            self._pass_on(peer, BucketStream(f"{self.name}:{version}:{turn}:{reader}"))
 
     def _pass_on(self, peer: socket.socket, stream: BucketStream) -> None:
         peer.sendall(ROOM.pack(*self.room))

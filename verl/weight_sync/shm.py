@@ -212,7 +212,7 @@ def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
     """A new file of this size, whose memory is there: a full /dev/shm is an OSError here, not a crash later."""
     if path.exists() and path.stat().st_size != num_bytes:
         path.unlink()  # a late reader keeps what it has
-    with path.open("a+b") as file:
+    with open(path, "a+b", opener=_private) as file:
         try:
             if not path.stat().st_size:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
@@ -221,6 +221,11 @@ def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
             free = f"{shutil.disk_usage(path.parent).free / 1e6:.0f} MB free"
             raise OSError(e.errno, f"{num_bytes / 1e6:.0f} MB of weights do not fit into {path.parent} ({free})") from e
     return _there(path)
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that other users of the machine cannot read: a policy is its owner's."""
+    return os.open(path, flags, 0o600)
 
 
 def _there(path: Path) -> mmap.mmap:

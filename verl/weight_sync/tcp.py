@@ -18,6 +18,7 @@ import math
 import os
 import secrets
 import select
+import selectors
 import socket
 import struct
 import threading
@@ -39,6 +40,8 @@ from verl.weight_sync.shm import PREFIX, SHM, ShmOutlet, ShmStream, end, remove,
 
 NOTHING = -1  # a version
 QUIET_S = 60.0  # to connect, and of a peer for a piece
+ASK_S = 10.0  # for a peer to send its key
+MOST_SILENT = 256  # peers that have not sent it yet
 PIECE_BYTES = 16 << 20
 FETCH_S, LOOK_S = 600.0, 0.01  # to wait for another process that fetches; between two looks
 ASK = struct.Struct("<32sq")  # the key, and the version that the replica has
@@ -92,21 +95,16 @@ class TcpOutlet:
         return self._address
 
     def _serve(self) -> None:
-        at = listening(self._host, self._answer)
+        at = listening(self._host, self._key, ASK, self._answer)
         self._address = f"{at}/{self._key}"
         self._shm = ShmOutlet(f"{PREFIX}-{os.getpid()}-{self.tag}", two=self._delta)
 
-    def _answer(self, peer: socket.socket) -> None:
-        """One version for one host. A peer that goes away or has no key is nobody's fault here."""
-        with peer:
+    def _answer(self, peer: socket.socket, has: int) -> None:
+        """Send one version to one host. A peer that goes away is no fault of ours."""
+        with peer, contextlib.suppress(OSError):
             peer.settimeout(QUIET_S)
-            try:
-                key, has = ASK.unpack(received(peer, ASK.size))
-                known = hmac.compare_digest(key, self._key.encode())
-                if known and self._held is not None and self._held[0].version > NOTHING:  # it is whole
-                    self._tell(peer, has)
-            except OSError:
-                return
+            if self._held is not None and self._held[0].version > NOTHING:  # it is whole
+                self._tell(peer, has)
 
     def _tell(self, peer: socket.socket, has: int) -> None:
         """The latest version, to a host that has that one."""
@@ -241,23 +239,59 @@ def _unreachable(place: str, e: OSError) -> SyncError:
     )
 
 
-def listening(host: str | None, answer: Callable[[socket.socket], None]) -> str:
-    """The address (host:port) at which every peer is answered from now on, in a thread of its own. host: None: that of
-    this machine's way out."""
+def listening(host: str | None, key: str, ask: struct.Struct, answer: Callable[..., None]) -> str:
+    """The address (host:port) at which every peer that sends `ask` with the key is answered from now on, in a thread of
+    its own: answer(peer, the other fields). host: None: that of this machine's way out."""
     host = host or _way_out()
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-
-    def accept() -> None:
-        while True:
-            try:
-                peer, _ = listener.accept()
-            except OSError:  # no file is left, say: it asks again
-                time.sleep(LOOK_S)
-                continue
-            threading.Thread(target=answer, args=(peer,), name="weights", daemon=True).start()
-
-    threading.Thread(target=accept, name="weights", daemon=True).start()
+    threading.Thread(target=_accept, args=(listener, key.encode(), ask, answer), name="weights", daemon=True).start()
     return f"{host}:{listener.getsockname()[1]}"
+
+
+def _accept(listener: socket.socket, key: bytes, ask: struct.Struct, answer: Callable[..., None]) -> None:
+    """Read what peers ask, all in this thread. A peer that does not send it within ASK_S, or is the oldest of more than
+    MOST_SILENT, or has another key, is closed: no stranger costs a thread."""
+    waiting: dict[socket.socket, tuple[float, bytearray]] = {}
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as looked_at:
+        looked_at.register(listener, selectors.EVENT_READ)
+
+        def leave(peer: socket.socket) -> None:
+            looked_at.unregister(peer)
+            del waiting[peer]
+
+        while True:
+            found = [ready.fileobj for ready, _ in looked_at.select(ASK_S / 10)]
+            for peer in [one for one in found if isinstance(one, socket.socket) and one is not listener]:
+                heard = waiting[peer][1]
+                try:
+                    heard += (piece := peer.recv(ask.size - len(heard)))
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    piece = b""
+                if piece and len(heard) < ask.size:
+                    continue
+                leave(peer)
+                if not piece or not hmac.compare_digest(bytes(heard[: len(key)]), key):
+                    peer.close()
+                    continue
+                peer.setblocking(True)
+                given = (peer, *ask.unpack(heard)[1:])
+                threading.Thread(target=answer, args=given, name="weights", daemon=True).start()
+            if listener in found:
+                try:
+                    peer, _ = listener.accept()
+                except OSError:  # no file is left, say, or it went away: it is tried again
+                    time.sleep(LOOK_S)
+                    continue
+                peer.setblocking(False)
+                waiting[peer] = time.monotonic() + ASK_S, bytearray()
+                looked_at.register(peer, selectors.EVENT_READ)
+            late = [peer for peer, (until_s, _) in waiting.items() if until_s < time.monotonic()]
+            for peer in late or [*waiting][: max(0, len(waiting) - MOST_SILENT)]:
+                leave(peer)
+                peer.close()
 
 
 def open_weights(address: str) -> HostStream:
