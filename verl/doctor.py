@@ -10,6 +10,7 @@ import platform
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from verl.sandbox.code import describe
 
@@ -71,6 +72,15 @@ def _holder(lock: Path) -> tuple[str, bool]:
         return handle.read().strip(), False
 
 
+def _record(path: Path) -> dict[str, Any] | None:
+    """The JSON object of a file; None where there is none, or it is damaged."""
+    try:
+        found = json.loads(path.read_text()) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _run(run_dir: Path) -> None:
     from verl.track.events import FINISHED, read_events
     from verl.track.metrics import read_metrics
@@ -86,11 +96,11 @@ def _run(run_dir: Path) -> None:
     elif holder:
         print(f"run: dead (process {holder} is gone) {done}; the same command goes on from the last checkpoint")
     waits = run_dir / "waits.json"
-    if alive and waits.is_file():
-        found = json.loads(waits.read_text())
+    found = _record(waits)
+    if alive and found is not None:
         print(f"waits as of {time.time() - found['at_unix_s']:.0f} s ago:")
         for wait in found["pending"]:
             print(f"  {wait['who']} waits {wait['waiting_s']} s of {wait['timeout_s']:.0f} s for {wait['what']}")
     for record in sorted((run_dir / "crash").glob("*.json"))[-3:]:
-        found = json.loads(record.read_text())
-        print(f"crash {record.name}: {found['first_cause']}")
+        cause = _record(record)
+        print(f"crash {record.name}: {'cannot be read' if cause is None else cause.get('first_cause')}")

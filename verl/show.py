@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -146,9 +147,13 @@ def _runs(args: Sequence[str]) -> None:
         if len(paths) > 1:
             raise ValueError("trajectory=ID is shown of one run")
         return _timeline(paths[0], options[-1][2])
-    print_runs(paths)
-    for path in paths:
-        print(f"report: {write_report(path)}")
+    noted = dict[str, None]()  # the table and the report read the same files
+    print_runs(paths, note=lambda text: noted.setdefault(text))
+    reports = [write_report(path, lambda text: noted.setdefault(text)) for path in paths]
+    for text in noted:
+        print(f"warning: {text}", file=sys.stderr)
+    for report in reports:
+        print(f"report: {report}")
 
 
 WORDS: Mapping[str, Callable[[Sequence[str]], None]] = MappingProxyType(

@@ -17,7 +17,7 @@ from each import each
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from verl.checkpoint.store import CheckpointStore, DiskFull, SaveFailed, damage
+from verl.checkpoint.store import CheckpointStore, DiskFull, SaveFailed, _digest, damage
 
 
 def content(text: str = "x"):
@@ -116,7 +116,48 @@ def tamper_manifest(path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
+def sealed(path: Path, **fields) -> None:
+    """Write a manifest with these fields whose digest is right."""
+    fields = {**json.loads((path / "manifest.json").read_text()), **fields}
+    fields["digest"] = _digest(fields)
+    (path / "manifest.json").write_text(json.dumps(fields))
+
+
+def with_weights(path: Path, written: bytes) -> None:
+    (path / "w.safetensors").write_bytes(written)
+    entry = {"bytes": len(written), "sha256": hashlib.sha256(written).hexdigest()}
+    sealed(path, files={"w.safetensors": entry})
+
+
+def header(entry: object) -> bytes:
+    text = json.dumps({"a": entry}).encode()
+    return len(text).to_bytes(8, "little") + text + b"\0" * 8
+
+
+def pipe(path: Path) -> None:
+    (path / "manifest.json").unlink()
+    os.mkfifo(path / "manifest.json")
+
+
+def loop(path: Path) -> None:
+    (path / "manifest.json").unlink()
+    (path / "manifest.json").symlink_to("manifest.json")
+
+
+ENTRY = {"bytes": 1, "sha256": ""}
 TAMPERINGS = [
+    (pipe, "manifest.json is no file"),
+    (loop, "manifest.json cannot be read"),
+    (lambda p: (p / "manifest.json").write_text("[" * 200_000), "manifest.json cannot be read"),
+    (lambda p: os.truncate(p / "manifest.json", 1 << 40), "manifest.json has 1099511627776 bytes"),
+    (lambda p: sealed(p, serial="x"), "manifest.json cannot be read"),
+    (lambda p: sealed(p, files=[]), "manifest.json cannot be read"),
+    (lambda p: sealed(p, format=None), "manifest.json has format None"),
+    (lambda p: sealed(p, files={"../step_1/weights.bin": ENTRY}), "which is no file of the checkpoint"),
+    (lambda p: with_weights(p, (2**62).to_bytes(8, "little") + b"{}"), "not a safetensors file"),
+    (lambda p: with_weights(p, header({"dtype": "F64", "shape": [1], "data_offsets": [8, 0]})), "its header says"),
+    (lambda p: with_weights(p, header({"dtype": "F64", "shape": [2**40], "data_offsets": [0, 8]})), "its header says"),
+    (lambda p: with_weights(p, header([])), "its header says"),
     (tamper_grow, "weights.bin has 6001 bytes instead of 6000"),
     (tamper_flip, "weights.bin has another content than was written"),
     (tamper_manifest, "manifest.json was changed after it was written"),
@@ -291,7 +332,7 @@ def test_a_replaced_checkpoint_comes_back_if_the_new_one_never_got_the_name(tmp_
 
 def test_disk_space_is_looked_at_before_the_first_byte(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    with pytest.raises(DiskFull, match=r"needs about 1000000.00 GB, .* are free \(free some"):
+    with pytest.raises(DiskFull, match=r"needs about 909 TiB, .* are free \(free some"):
         store.save(1, lambda p: pytest.fail("wrote"), needed_bytes=10**15)
     assert list(tmp_path.iterdir()) == []
 

@@ -9,7 +9,14 @@ import pytest
 from each import each
 from handmade_model import qwen2_tensors, write_model, write_qwen_half_billion, write_safetensors
 
-from verl.config.model_files import check_tokenizer, describe_model, find_model_folder, read_weight_headers
+from verl.checkpoint.loadable import check_loadable
+from verl.config.model_files import (
+    check_tokenizer,
+    describe_model,
+    find_model_folder,
+    read_weight_headers,
+    refuse_foreign,
+)
 from verl.config.schema import Config
 from verl.driver.run_dir import _refuse_another_model
 
@@ -132,6 +139,40 @@ def test_broken_folders_are_one_line(tmp_path: Path, how: str, reason: str) -> N
     with pytest.raises(ValueError, match=reason) as caught:
         describe_model(str(folder))
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+@each("name", ["../other/model.safetensors", "/etc/passwd", "a/../../x.safetensors", ""])
+def test_an_index_names_files_of_its_own_folder_alone(tmp_path: Path, name: str) -> None:
+    """In that of safetensors, and in that of pytorch_model.bin, which transformers follows as well."""
+    write_model(tmp_path / "m")
+    write_model(tmp_path / "other")
+    index = json.dumps({"weight_map": {"a": name}})
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match="is no file of this folder"):
+        read_weight_headers(tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors.index.json").unlink()
+    (tmp_path / "m" / "pytorch_model.bin.index.json").write_text(index)
+    with pytest.raises(ValueError, match="is no file of this folder"):
+        check_loadable(tmp_path / "m")
+
+
+@each(
+    "more",
+    [
+        {"attn_implementation": "org/kernel"},
+        {"_attn_implementation": "org/kernel@main:f"},
+        {"attn_implementation": {"text_config": "org/kernel"}},
+        {"text_config": {"attn_implementation": "org/kernel"}},
+    ],
+)
+def test_code_of_a_hub_is_not_run_unless_that_is_wanted(tmp_path: Path, more: dict) -> None:
+    folder = write_model(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **more}))
+    with pytest.raises(ValueError, match=r"config\.json: attn_implementation='org/kernel.*trust_remote_code=true"):
+        check_loadable(folder)
+    refuse_foreign(folder, {**config, **more}, trust_remote_code=True)
+    refuse_foreign(folder, {**config, "attn_implementation": "sdpa"}, trust_remote_code=False)
 
 
 def test_folders_and_tokenizers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -439,6 +439,7 @@ def test_checkpoints_of_a_run_and_the_disk_that_holds_them(folder: Path, tmp_pat
     import shutil
     from collections import namedtuple
 
+    from verl.checkpoint.store import SLACK_BYTES
     from verl.cli import main
 
     cases = [  # settings, at most so many at once, when they are made
@@ -453,7 +454,7 @@ def test_checkpoints_of_a_run_and_the_disk_that_holds_them(folder: Path, tmp_pat
 
     one = make_plan(config_of(folder, model="tiny")).checkpoint_bytes
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, int(2.5 * one)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 3 * one + SLACK_BYTES - 1))
     place = (f"run.root_dir={tmp_path}", "run.name=small", "step.max_tokens_per_microbatch=99999")
     assert any("the disk has" in w for w in make_plan(config_of(folder, *place, model="tiny")).warnings)
     args = [f"model.path={folder}/tiny", f"data.train_files={folder}/train.jsonl", *place, "data.max_prompt_tokens=9"]

@@ -3,13 +3,16 @@
 import json
 import math
 import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
 import pytest
+from each import each
 
 from verl.track.events import EventLog, next_attempt, read_events
-from verl.track.files import write_atomic
+from verl.track.files import remove_leftovers, write_atomic
 from verl.track.log import MOST_WAITING, Log, whole_lines
 from verl.track.metrics import MetricsLog, read_metrics, read_units, units_of
 from verl.types import Metric
@@ -73,7 +76,7 @@ def test_a_log_cut_at_any_byte_loses_at_most_its_last_record(tmp_path):
         assert len(seen(tmp_path)) == expected + 1
 
 
-def test_a_tail_of_garbage_is_cut_and_damage_inside_is_an_error(tmp_path):
+def test_a_tail_of_garbage_is_cut_and_damage_inside_costs_that_record(tmp_path):
     log_of(tmp_path, 0, [("drawn", 1), ("trained", 1)])
     path = tmp_path / "events" / "attempt_0000.log"
     good = path.read_bytes()
@@ -82,8 +85,11 @@ def test_a_tail_of_garbage_is_cut_and_damage_inside_is_an_error(tmp_path):
     log_of(tmp_path, 1, [("trained", 2)])  # opening a later attempt cuts the earlier tail
     assert path.read_bytes() == good
     path.write_bytes(good.replace(b'"drawn"', b'"drown"'))
-    with pytest.raises(ValueError, match=r"attempt_0000\.log:1: damaged record"):
-        seen(tmp_path)
+    noted: list[str] = []
+    assert [event.kind for event in read_events(tmp_path, note=noted.append)] == ["trained", "trained"]
+    assert noted == [f"{path}: 1 damaged records are left out, the first is line 1"]
+    log_of(tmp_path, 2, [("trained", 3)])
+    assert path.read_bytes().endswith(good.splitlines(keepends=True)[-1]), "what is behind the damage stays"
 
 
 def test_a_log_without_checksums_is_cut_too(tmp_path):
@@ -99,8 +105,9 @@ def test_a_log_without_checksums_is_cut_too(tmp_path):
         path.write_bytes(path.read_bytes() + b'{"step":2,"attem')
         assert len(list(whole_lines(path))) == attempt + 1
     path.write_bytes(path.read_bytes() + b"\n" + line + b"\n")
-    with pytest.raises(ValueError, match=r"log:3: damaged record"):
-        list(whole_lines(path))
+    noted: list[str] = []
+    assert len(list(whole_lines(path, noted.append))) == 3
+    assert noted == [f"{path}: 1 damaged records are left out, the first is line 3"]
 
 
 def test_records_carry_attempt_time_and_exact_data(tmp_path):
@@ -254,3 +261,40 @@ def test_units_are_kept_beside_the_metrics(tmp_path):
         log.close()
     assert read_units(tmp_path) == {"actor/entropy": "mean per token", "actor/grad_norm": "max over updates"}
     assert len(list(whole_lines(tmp_path / "metrics_units.jsonl"))) == 4, "a unit is written once per attempt"
+
+
+def test_temporary_files_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_path):
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    (tmp_path / "samples").mkdir()
+    dead, mine = int(gone.stdout), os.getpid()
+    names = (".metrics_kept.jsonl.{}-01234567.tmp", "samples/.step_000001.parquet.{}-89abcdef.tmp")
+    for name in names:
+        for pid in (dead, mine):
+            (tmp_path / name.format(pid)).write_text("x")
+    kept = [".other.tmp", "metrics.jsonl", ".x.1-0123456.tmp"]
+    for name in kept:
+        (tmp_path / name).write_text("x")
+    remove_leftovers(tmp_path)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {*kept, *(name.format(mine) for name in names)}
+
+
+@each(
+    "line", ["", "{", "\0" * 9, "{}", '{"step":2}', "[" * 100_000, '{"a":' * 5000 + "1" + "}" * 5000, '{"step":null}']
+)
+def test_a_damaged_line_of_metrics_costs_that_line(tmp_path, line):
+    for attempt in (0, 1):
+        log = MetricsLog(tmp_path, attempt)
+        log.log(1 + attempt, {"loss": 0.5}, {"loss": "mean per token"})
+        log.close()
+    path, noted = tmp_path / "metrics.jsonl", list[str]()
+    first, second = path.read_text().splitlines()
+    path.write_text(f"{first}\n{line}\n{second}\n")
+    assert [found.step for found in read_metrics(tmp_path, noted.append)] == [1, 2]
+    assert len(noted) == 1 and str(path) in noted[0]
+    assert next_attempt(tmp_path) == 2
+    MetricsLog(tmp_path, 2).close()
+    assert [found.step for found in read_metrics(tmp_path, noted.append)] == [1, 2], "opening it cuts nothing"
+    units = tmp_path / "metrics_units.jsonl"
+    units.write_text(f"{line}\n" + units.read_text())
+    assert read_units(tmp_path, noted.append) == {"loss": "mean per token"}

@@ -16,7 +16,10 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from each import each
 
 from verl.report.data import RunReader, series, summary, thin, time_ledger
 from verl.report.live import LiveServer
@@ -31,9 +34,10 @@ from verl.report.samples import (
     spread,
     token_pieces,
 )
+from verl.show import _runs
 from verl.track.events import EventLog
 from verl.track.metrics import MetricLine, MetricsLog
-from verl.track.samples import SampleRow, write_samples
+from verl.track.samples import SampleRow, samples_path, write_samples
 
 HOSTILE = '</script><script>document.title="pwned"</script><img src=x onerror="alert(1)"><!-- {{data}} & \u2028 \ud83d'
 
@@ -137,6 +141,59 @@ def test_hostile_strings_stay_text(tmp_path):
     shown = HOSTILE.replace("\ud83d", "?")
     assert data["samples"]["files"][0]["groups"][0]["rows"][0]["text"] == shown
     assert json.loads(json_in_script({"a": HOSTILE.encode("utf-8", "replace").decode()})) == {"a": shown}
+
+
+def other_columns(path):
+    pq.write_table(pa.table({"sample_id": [1, 2], "components": ["{", "{"]}), path)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def dangling(path):
+    path.unlink()
+    path.symlink_to(path.with_name("gone.parquet"))
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder_of(path):
+    path.unlink()
+    path.mkdir()
+
+
+@each(
+    "damage",
+    [lambda p: p.write_bytes(b""), lambda p: p.write_bytes(b"PAR1"), cut, other_columns, dangling, pipe, folder_of],
+)
+def test_a_damaged_file_of_samples_costs_that_file_and_is_named_once(tmp_path, damage):
+    make_run(tmp_path)
+    path = samples_path(tmp_path, 3)
+    damage(path)
+    noted = []
+    reader = RunReader(tmp_path, noted.append)
+    for _ in range(2):
+        steps = [file["step"] for file in reader.payload()["samples"]["files"] if file["kind"] == "train"]
+        assert steps == [1, 2, 4, 5, 6]
+    assert len(noted) == 1 and str(path) in noted[0] and "\n" not in noted[0]
+
+
+def test_other_damaged_files_cost_themselves_and_a_trained_run_has_not_failed(tmp_path, capsys):
+    make_run(tmp_path)
+    (tmp_path / "config.yaml").write_text("a: [")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("junk\n" + '{"step":6,"attempt":0,"time_s":1,"loss":0.25}\n')
+    samples_path(tmp_path, 2).write_bytes(b"x")
+    _runs([str(tmp_path)])
+    found = capsys.readouterr()
+    for name in ("config.yaml", "tokenizer.json", "metrics.jsonl", "step_000002.parquet"):
+        assert len([line for line in found.err.splitlines() if name in line]) == 1, found.err
+    assert "report: " in found.out and data_of((tmp_path / "report.html").read_text())["run"]["steps"] == 6
 
 
 def test_the_page_is_bounded_and_says_so(tmp_path):
@@ -330,8 +387,7 @@ def test_the_live_server_serves_and_follows(tmp_path):
         with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
             LiveServer(tmp_path, port)
         (tmp_path / "metrics.jsonl").write_bytes(b"{broken\n{}\n")
-        with pytest.raises(urllib.error.HTTPError, match="500"):
-            get(server.url)
+        assert data_of(get(server.url))["run"]["steps"] == 0, "what is damaged is left out"
     with pytest.raises(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         pass
 

@@ -6,18 +6,23 @@ from pathlib import Path
 
 from verl.checkpoint.store import CheckpointStore
 from verl.track.events import read_events
+from verl.track.log import Note
 
 
 def find_latest(run_dir: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint of a run, and a line for each thing that is not as it was saved."""
     notes: list[str] = []
     store = CheckpointStore(run_dir / "checkpoints", read_only=True)
-    found = store.latest_valid(note=lambda text: notes.append(f"warning: {text}"))
-    saved = max((event.step for event in read_events(run_dir, {"saved"})), default=0)
+    found = store.latest_valid(note=_warned(notes))
+    saved = max((event.step for event in read_events(run_dir, {"saved"}, _warned(notes))), default=0)
     if saved and saved not in store.steps():
         left = f"{found.name} is the newest that is left" if found else "no checkpoint is left"
         notes.append(f"warning: step_{saved} was saved in {store.directory} and is not there any more; {left}")
     return found, notes
+
+
+def _warned(notes: list[str]) -> Note:
+    return lambda text: notes.append(f"warning: {text}")
 
 
 def beyond(run_dir: str | Path, step: int, total_steps: int) -> list[str]:

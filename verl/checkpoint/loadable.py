@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from verl.config.model_files import read_model_config, read_weight_headers, refuse_adapter, refuse_quantised
+from verl.config.model_files import (
+    read_model_config,
+    read_weight_headers,
+    refuse_adapter,
+    refuse_foreign,
+    refuse_quantised,
+)
 
 # What transformers and a model's own code raise for a config.json that they cannot build.
 BUILD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError)
@@ -29,8 +35,10 @@ def check_loadable(folder: Path, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     refuse_adapter(folder)
+    described = read_model_config(folder)
+    refuse_foreign(folder, described, trust_remote_code=trust_remote_code)
     tensors = read_weight_headers(folder) if any(folder.glob("*.safetensors")) else {}
-    refuse_quantised(folder, read_model_config(folder), tensors)
+    refuse_quantised(folder, described, tensors)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         with torch.device("meta"):

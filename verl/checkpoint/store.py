@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,9 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import psutil
 
 from verl.bounds import size_text
+from verl.config.model_files import check_weights_file
 from verl.track.files import sync_folder
 
 MANIFEST = "manifest.json"
@@ -39,6 +42,7 @@ FORMAT = 1
 _STEP = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"(step_\d+)\.(tmp|old|trash)-(.+)-(\d+)")
 _HASH_THREADS = 4
+_MOST_BYTES = 64 << 20  # of a manifest that is read
 SLACK_BYTES = 16 << 20  # beside the checkpoints: directories, manifest, other writers on the same disk
 _ABANDONED_S = 3600.0  # nobody writes for so long: the writer is dead, also on another host
 logger = logging.getLogger(__name__)
@@ -58,6 +62,20 @@ class _Manifest:
     serial: int  # counts saves: a run that was rewound to an earlier step saves lower steps later
     meta: Mapping[str, Any]
     files: Mapping[str, Mapping[str, Any]]  # relative path -> {"bytes": int, "sha256": str}
+
+
+class _Entry(msgspec.Struct):
+    bytes: int
+    sha256: str
+
+
+class _Fields(msgspec.Struct):
+    """What a manifest holds."""
+
+    step: int
+    serial: int
+    meta: dict[str, Any]
+    files: dict[str, _Entry]
 
 
 class CheckpointStore:
@@ -165,6 +183,8 @@ class CheckpointStore:
         skipped: list[str] = []
         for path in (*unreadable, *(self._path(m.step) for m in reversed(readable))):
             problem = damage(path)
+            if problem is None and path in unreadable:
+                problem = f"{MANIFEST} is of another step"
             if problem is None:
                 return path
             note(f"{path} is damaged and left out: {problem}")
@@ -181,8 +201,8 @@ class CheckpointStore:
 
     def _manifests(self) -> list[_Manifest]:
         """Those that can be read, in the order of saving."""
-        found = (_read_manifest(self._path(step)) for step in self.steps())
-        return sorted((m for m in found if isinstance(m, _Manifest)), key=lambda m: m.serial)
+        found = ((step, _read_manifest(self._path(step))) for step in self.steps())
+        return sorted((m for step, m in found if isinstance(m, _Manifest) and m.step == step), key=lambda m: m.serial)
 
     def _prune(self, just_saved: int) -> None:
         """Remove what retention does not keep. Never the one just saved, the best, the kept steps, or one whose
@@ -213,7 +233,8 @@ class CheckpointStore:
 
 
 def damage(path: Path, *, quick: bool = False) -> str | None:
-    """What is wrong with the checkpoint; None if it is whole. quick: sizes only, no hashes."""
+    """What is wrong with the checkpoint; None if it is whole: with the contents that were written, and weights that can
+    be read. quick: sizes only, no hashes."""
     manifest = _read_manifest(path)
     if isinstance(manifest, str):
         return manifest
@@ -229,21 +250,40 @@ def damage(path: Path, *, quick: bool = False) -> str | None:
         for (name, entry), found in zip(manifest.files.items(), hashes):
             if found != entry["sha256"]:
                 return f"{name} has another content than was written (sha256 {found[:12]}, not {entry['sha256'][:12]})"
+        try:
+            for name in manifest.files:
+                if name.endswith(".safetensors"):
+                    check_weights_file(path / name)
+        except ValueError as e:
+            return str(e)
     return None
 
 
 def _read_manifest(path: Path) -> _Manifest | str:
+    """The manifest of a checkpoint folder, or what is wrong with it, whatever lies there under its name."""
+    file = path / MANIFEST
     try:
-        content = json.loads((path / MANIFEST).read_text())
+        if not stat.S_ISREG((found := file.stat()).st_mode):
+            return f"{MANIFEST} is no file"
+        if found.st_size > _MOST_BYTES:
+            return f"{MANIFEST} has {found.st_size} bytes"
+        content = json.loads(file.read_text())
+        if not isinstance(content, dict) or content.get("digest") != _digest(content):
+            return f"{MANIFEST} was changed after it was written"
     except FileNotFoundError:
         return f"no {MANIFEST}"
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, RecursionError) as e:
         return f"{MANIFEST} cannot be read: {e}"
-    if not isinstance(content, dict) or content.get("digest") != _digest(content):
-        return f"{MANIFEST} was changed after it was written"
-    if content["format"] != FORMAT:
-        return f"{MANIFEST} has format {content['format']}, this version reads {FORMAT}"
-    return _Manifest(content["step"], content["serial"], content["meta"], content["files"])
+    if content.get("format") != FORMAT:
+        return f"{MANIFEST} has format {content.get('format')}, this version reads {FORMAT}"
+    try:
+        read = msgspec.convert(content, _Fields)
+    except msgspec.ValidationError as e:
+        return f"{MANIFEST} cannot be read: {e}"
+    if outside := [name for name in read.files if Path(name).is_absolute() or ".." in Path(name).parts]:
+        return f"{MANIFEST} names {outside[0][:80]!r}, which is no file of the checkpoint"
+    entries = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in read.files.items()}
+    return _Manifest(read.step, read.serial, read.meta, entries)
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -235,8 +235,7 @@ def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
     """name -> header of every tensor in the folder's safetensors files."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = json_object(index, index.read_bytes()).get("weight_map", {})
-        files = sorted({folder / str(name) for name in weight_map.values()})
+        files = sorted(folder / name for name in _indexed(index))
         missing = [f.name for f in files if not f.is_file()]
         if missing:
             gone = f"{', '.join(missing)} is missing, which {index.name} names"
@@ -254,8 +253,47 @@ def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
     return tensors
 
 
+def refuse_foreign(folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool) -> None:
+    """ValueError for a folder whose weights are files elsewhere, or whose configuration names code of a hub."""
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (folder / name).is_file():
+            _indexed(folder / name)
+    if not trust_remote_code and (named := _hub_code(config)) is not None:
+        raise ValueError(
+            f"{folder / 'config.json'}: attn_implementation={named!r} is code that transformers would fetch and run; "
+            "leave it out, or set model.trust_remote_code=true"
+        )
+
+
+def _hub_code(config: Any) -> str | None:
+    """The first implementation that is a repository and no word, at any depth of a configuration."""
+    if isinstance(config, list):
+        return next(filter(None, map(_hub_code, config)), None)
+    if not isinstance(config, dict):
+        return None
+    named = [value for key, value in config.items() if str(key).strip("_").startswith("attn_implementation")]
+    every = [one for value in named for one in (value.values() if isinstance(value, dict) else [value])]
+    found = next((one for one in every if isinstance(one, str) and "/" in one), None)
+    return found or next(filter(None, map(_hub_code, config.values())), None)
+
+
+def _indexed(index: Path) -> frozenset[str]:
+    """The files that an index names, each of which lies in its folder."""
+    weight_map = json_object(index, index.read_bytes()).get("weight_map", {})
+    names = frozenset(map(str, weight_map.values())) if isinstance(weight_map, dict) else frozenset({""})
+    for name in names:
+        if not name or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{index}: {name[:80]!r} is no file of this folder; download the model again")
+    return names
+
+
+def check_weights_file(file: Path) -> None:
+    """ValueError for a safetensors file that cannot be read as one."""
+    _file_headers(file)
+
+
 def _file_headers(file: Path) -> dict[str, TensorHeader]:
-    """The header of one file; a file cut short (a broken download) is refused."""
+    """The header of one file; a file cut short (a broken download), or with another header, is refused."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         first = stream.read(8)
@@ -267,20 +305,33 @@ def _file_headers(file: Path) -> dict[str, TensorHeader]:
     tensors, end = {}, 0
     for name, entry in header.items():
         if name != "__metadata__":
-            begin, stop = entry["data_offsets"]
+            tensors[name], stop = _tensor_header(file, name, entry, 8 + length)
             end = max(end, stop)
-            tensors[name] = TensorHeader(
-                str(entry["dtype"]), tuple(entry["shape"]), stop - begin, file, 8 + length + begin
-            )
     if size != 8 + length + end:
         raise ValueError(f"{file}: {size} bytes, but its header says {8 + length + end}: it was cut; download it again")
     return tensors
 
 
+def _tensor_header(file: Path, name: str, entry: Any, first: int) -> tuple[TensorHeader, int]:
+    """A tensor's header, and the byte where it ends, from the `first` of the file's tensors on."""
+    try:
+        begin, stop = entry["data_offsets"]
+        shape, dtype = tuple(entry["shape"]), str(entry["dtype"])
+        whole = all(type(n) is int and 0 <= n < 2**63 for n in (begin, stop, *shape)) and begin <= stop
+    except (TypeError, KeyError, ValueError):
+        whole = False
+    if whole:
+        bits = 8 if dtype == "BOOL" else int((re.findall(r"\d+", dtype) or ["0"])[0])
+        whole = bits == 0 or math.prod(shape) * bits == 8 * (stop - begin)
+    if not whole:
+        raise ValueError(f"{file}: its header says of {name[:80]}: {str(entry)[:120]}; download it again")
+    return TensorHeader(dtype, shape, stop - begin, file, first + begin), stop
+
+
 def json_object(file: Path, text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ValueError(f"{file}: not JSON ({exc})") from exc
     if not isinstance(found, dict):
         raise ValueError(f"{file}: must hold a JSON object")

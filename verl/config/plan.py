@@ -458,7 +458,8 @@ def _rollout_line(r: RolloutSizes) -> str:
     )
     return (
         f"{r.engine}, {slots} = {r.trajectories_in_flight:,} trajectories in flight, {r.concurrent_sequences} at a time"
-        f"; KV {r.kv_tokens:,} tokens x {r.kv_bytes_per_token:,} B = {size_text(r.kv_tokens * r.kv_bytes_per_token)}{cache}"
+        f"; KV {r.kv_tokens:,} tokens x {r.kv_bytes_per_token:,} B = "
+        f"{size_text(r.kv_tokens * r.kv_bytes_per_token)}{cache}"
     )
 
 

@@ -50,6 +50,7 @@ class Reporter:
     history: list[dict[str, float]] = field(default_factory=list)
     last_eval: dict[str, float] = field(default_factory=dict)
     _raised: dict[str, int] = field(default_factory=dict)  # alarm -> length of the history when it was raised last
+    _warned: set[str] = field(default_factory=set)
     _recording: asyncio.Task[None] | None = None
     _record_now: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -132,12 +133,17 @@ class Reporter:
         return values
 
     def write_report(self) -> Path | None:
-        """None: there is no room for it."""
+        """None: there is no room for it, or what it shows is damaged: no reason for a run to end, or to have failed."""
         try:
-            return write_report(self.run_dir)
-        except OSError as e:
+            return write_report(self.run_dir, self._warn_once)
+        except (OSError, ValueError, KeyError, TypeError) as e:
             self.progress.message(f"warning: the report in {self.run_dir} was not written: {e}")
             return None
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self.progress.message(f"warning: {text}")
 
     def report_due(self, number: int) -> bool:
         return due(number, self.config.track.report_every_steps)

@@ -18,7 +18,7 @@ from verl.config.schema import Config
 from verl.driver.identity import Identity, compare, identity_of
 from verl.driver.state import DriverState, read_state
 from verl.track.events import next_attempt
-from verl.track.files import write_atomic
+from verl.track.files import remove_leftovers, write_atomic
 
 _NAMED, _NUMBER = re.compile(r"^(model|transformer)\."), re.compile(r"\d+")
 """What a folder's names may begin with, or not; the number of a layer in them."""
@@ -89,6 +89,7 @@ def open_run_dir(resolved: Resolved, command: str, contents: Mapping[str, str] |
     except BaseException:
         lock.close()
         raise
+    remove_leftovers(run_dir)
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()

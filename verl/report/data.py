@@ -16,6 +16,7 @@ import yaml
 from verl.report.samples import SamplePicker, number
 from verl.track.events import read_events
 from verl.track.health import Alarm, Limits, scan
+from verl.track.log import Note, logger
 from verl.track.metrics import METRICS_FILE, PHASES, MetricLine, held_out_word, phase_order, read_metrics, read_units
 
 CONFIG_FILE = "config.yaml"
@@ -49,16 +50,33 @@ CARDS = (
 class RunReader:
     """Reads one run directory again and again while it grows; samples that did not change are not decoded twice."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, note: Note = logger.warning) -> None:
+        """note: is told once of each thing that is damaged and left out."""
         if not is_run_dir(run_dir):
             known = f"{METRICS_FILE}, {CONFIG_FILE} nor events/"
             raise ValueError(f"{run_dir} is not a run directory: it has neither {known}")
         self.run_dir = run_dir
         path = run_dir / CONFIG_FILE
-        self._config_text = path.read_text("utf-8") if path.exists() else ""
-        self._config = yaml.safe_load(self._config_text) or {}
+        self._noted: set[str] = set()
+        self._note_of = note
+        self._config_text, self._config = self._read_config(path)
         folders = (lookup(self._config, key) for key in ("model.tokenizer_path", "model.path"))
-        self._picker = SamplePicker(run_dir, [Path(folder) for folder in folders if folder])
+        self._picker = SamplePicker(run_dir, [Path(str(folder)) for folder in folders if folder], self._note)
+
+    def _note(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            self._note_of(text)
+
+    def _read_config(self, path: Path) -> tuple[str, Mapping[str, Any]]:
+        """The text of the configuration and its tree; nothing of one that is damaged."""
+        try:
+            text = path.read_text("utf-8") if path.is_file() else ""
+            tree = yaml.safe_load(text) or {}
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as e:
+            self._note(f"{path} cannot be read, and is left out: {' '.join(str(e).split())[:200]}")
+            return "", {}
+        return text, tree if isinstance(tree, dict) else {}
 
     def version(self) -> str:
         """Changes whenever something that the page shows was written."""
@@ -71,7 +89,7 @@ class RunReader:
         return f"{hash(tuple(stamps)) & (2**64 - 1):016x}"
 
     def payload(self) -> dict[str, Any]:
-        lines = read_metrics(self.run_dir)
+        lines = read_metrics(self.run_dir, self._note)
         last_step = lines[-1].step if lines else None
         times = (line.values.get("perf/time_per_step", 0.0) for line in lines)
         run = {
@@ -84,7 +102,7 @@ class RunReader:
             "wall_s": number(sum(seconds for seconds in times if math.isfinite(seconds))),
         }
         found = [(label, key, lookup(self._config, key)) for label, key in HIGHLIGHTS]
-        begun = [event.data.get("told", ()) for event in read_events(self.run_dir, {"resumed"})]
+        begun = [event.data.get("told", ()) for event in read_events(self.run_dir, {"resumed"}, self._note)]
         found += [(what, "at the start", how) for what, _, how in (s.partition(": ") for s in (begun or [()])[-1])]
         return {
             "run": run,
@@ -92,9 +110,9 @@ class RunReader:
             "config": self._config_text,
             "summary": summary(lines),
             "held_out": held_out_word(line.values for line in lines),
-            "series": series(lines, read_units(self.run_dir)),
+            "series": series(lines, read_units(self.run_dir, self._note)),
             "time": time_ledger(lines),
-            "alarms": alarms(self.run_dir, lines, self._config),
+            "alarms": alarms(self.run_dir, lines, self._config, self._note),
             "resumes": [{"step": b.step, "attempt": b.attempt} for a, b in pairwise(lines) if a.attempt != b.attempt],
             "samples": self._picker.pick(last_step),
         }
@@ -196,14 +214,15 @@ def _accuracies(lines: Sequence[MetricLine]) -> list[tuple[str, str]]:
     return [(label(name), name) for name in found]
 
 
-def alarms(run_dir: Path, lines: Sequence[MetricLine], config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def alarms(run_dir: Path, lines: Sequence[MetricLine], config: Mapping[str, Any], note: Note) -> list[dict[str, Any]]:
     """Alarms that the run recorded (events of kind `alarm`) and those that its metrics raise, one entry per name and
     unbroken stretch of steps."""
-    section = lookup(config, "health") or {}
+    section = lookup(config, "health")
+    section = section if isinstance(section, Mapping) else {}
     limits = Limits(**{key: section[key] for key in Limits.__dataclass_fields__ if key in section})
     found = [(lines[i].step, alarm) for i, alarm in scan([line.values for line in lines], limits)]
     seen = {(step, alarm.name) for step, alarm in found}
-    recorded = [(event.step, Alarm(**{"metric": "", **event.data})) for event in read_events(run_dir, {"alarm"})]
+    recorded = [(event.step, Alarm(**{"metric": "", **event.data})) for event in read_events(run_dir, {"alarm"}, note)]
     found += [(step, alarm) for step, alarm in recorded if (step, alarm.name) not in seen]
     place = {line.step: i for i, line in enumerate(lines)}
     out: list[dict[str, Any]] = []

@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.report.data import RunReader
 from verl.track.files import write_atomic
+from verl.track.log import Note, logger
 
 REPORT_FILE = "report.html"
 _SCRIPTS = ("charts.js", "samples.js", "report.js")
@@ -19,10 +20,11 @@ _SLOT = re.compile(r"\{\{(\w+)\}\}")
 _UNSAFE = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write `report.html` of a run directory, finished or not, and return its path."""
+def write_report(run_dir: Path, note: Note = logger.warning) -> Path:
+    """Write `report.html` of a run directory, finished or not, and return its path. `note` is told of what is damaged
+    and left out."""
     path = run_dir / REPORT_FILE
-    page = render_page(RunReader(run_dir).payload())
+    page = render_page(RunReader(run_dir, note).payload())
     write_atomic(path, page.encode("utf-8", "replace"))
     return path
 

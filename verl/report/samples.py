@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from verl.track.samples import Kind, SampleRow, read_samples, read_scalars, sample_steps, samples_path
+from verl.track.log import Note, logger
+from verl.track.samples import DamagedSamples, Kind, SampleRow, read_samples, read_scalars, sample_steps, samples_path
 
 Decode = Callable[[list[int]], str]
 T = TypeVar("T")
@@ -37,15 +38,16 @@ LIMITS: Mapping[Kind, Limits] = {
 class SamplePicker:
     """Chooses and packs the samples of a run; what it packed is kept for as long as the file does not change."""
 
-    def __init__(self, run_dir: Path, tokenizer_folders: Sequence[Path]) -> None:
-        self._run_dir, self._folders = run_dir, tokenizer_folders
+    def __init__(self, run_dir: Path, tokenizer_folders: Sequence[Path], note: Note = logger.warning) -> None:
+        """note: is told of each file that is damaged and left out."""
+        self._run_dir, self._folders, self._note_of = run_dir, tokenizer_folders, note
         self._decode: Decode | None = None
         self._packed: dict[tuple[Kind, int], tuple[object, dict[str, Any]]] = {}
 
     def pick(self, last_step: int | None) -> dict[str, Any]:
         """{files: [{kind, step, groups, ...}], note, decoded}. Steps after `last_step` belong to a past attempt."""
         if self._decode is None:
-            self._decode = find_decoder(self._run_dir, self._folders)
+            self._decode = find_decoder(self._run_dir, self._folders, self._note_of)
         files: list[dict[str, Any]] = []
         for kind, limits in LIMITS.items():
             steps = [s for s in sample_steps(self._run_dir, kind) if last_step is None or s <= last_step]
@@ -57,7 +59,11 @@ class SamplePicker:
         files = []
         for i, step in enumerate(chosen):
             quota = max(1, (limits.groups + i) // len(chosen))
-            about = samples_path(self._run_dir, step, kind).stat()
+            try:
+                about = samples_path(self._run_dir, step, kind).stat()
+            except OSError as e:
+                self._note_of(f"{e.filename} cannot be read: {e.strerror}; it is left out")
+                continue
             stamp = (about.st_mtime_ns, about.st_size, quota)
             if self._packed.get((kind, step), (None,))[0] != stamp:
                 self._packed[kind, step] = stamp, self._pack(kind, step, quota, limits)
@@ -66,6 +72,13 @@ class SamplePicker:
         return [file for file in files if file["groups"]]
 
     def _pack(self, kind: Kind, step: int, quota: int, limits: Limits) -> dict[str, Any]:
+        try:
+            return self._packed_file(kind, step, quota, limits)
+        except DamagedSamples as e:
+            self._note_of(f"{e}; it is left out")
+            return {"kind": kind, "step": step, "groups": [], "all_rows": 0, "all_groups": 0}
+
+    def _packed_file(self, kind: Kind, step: int, quota: int, limits: Limits) -> dict[str, Any]:
         scalars = read_scalars(self._run_dir, step, kind)
         wanted = choose_groups(scalars, quota, limits.rows_per_group, by_reward=kind == "train")
         ids = [sample_id for group in wanted for sample_id in group]
@@ -185,7 +198,7 @@ def token_pieces(ids: Sequence[int], decode: Decode) -> list[str]:
     return pieces
 
 
-def find_decoder(run_dir: Path, folders: Sequence[Path]) -> Decode | None:
+def find_decoder(run_dir: Path, folders: Sequence[Path], note: Note = logger.warning) -> Decode | None:
     """The run's tokenizer.json: in the run directory, in its latest checkpoint, or where the model came from."""
     saved = [path for path in run_dir.glob("checkpoints/step_*/hf") if path.parent.name[5:].isdigit()]
     saved.sort(key=lambda path: -int(path.parent.name[5:]))
@@ -194,7 +207,11 @@ def find_decoder(run_dir: Path, folders: Sequence[Path]) -> Decode | None:
         return None
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(path))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as e:  # the package has no narrower one
+        note(f"{path} cannot be read, and tokens are shown without their texts: {' '.join(str(e).split())[:200]}")
+        return None
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 

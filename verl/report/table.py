@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verl.track.console import compact
+from verl.track.log import Note, logger
 from verl.track.metrics import read_metrics
 
 COLUMNS: Mapping[str, str] = MappingProxyType(
@@ -34,13 +35,13 @@ LETTERS = "ABCDEFGH"
 CELL = 9  # characters of a column with its space
 
 
-def print_runs(paths: Sequence[Path], console: Console | None = None) -> None:
+def print_runs(paths: Sequence[Path], console: Console | None = None, note: Note = logger.warning) -> None:
     """Print the metrics of one run, or of up to eight side by side: under each heading a column for every run. Below
     are the metrics that the headings stand for, and those for which the console is too narrow."""
     console = console or Console()
     if len(paths) > len(LETTERS):
         raise ValueError(f"verl show takes up to {len(LETTERS)} runs, and {len(paths)} are given")
-    runs = [{line.step: line.values for line in read_metrics(path)} for path in paths]
+    runs = [{line.step: line.values for line in read_metrics(path, note)} for path in paths]
     there = {name for run in runs for values in run.values() for name in values}
     found = [name for name in COLUMNS if name in there]
     shown = found[: max(1, (console.width - CELL) // (CELL * len(runs)))]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.track.log import Hide, Log, cut_torn_line, logger, record_of, redone_from, whole_lines
+from verl.track.log import Hide, Log, Note, cut_torn_line, logger, record_of, records, redone_from, whole_lines
 from verl.track.metrics import METRICS_FILE
 
 FOLDER = "events"
@@ -56,18 +56,18 @@ class EventLog(Log):
         self.put({"kind": kind, "step": step}, {"data": data})
 
 
-def read_events(run_dir: Path, kinds: Collection[str] | None = None) -> Iterator[Event]:
+def read_events(run_dir: Path, kinds: Collection[str] | None = None, note: Note = logger.warning) -> Iterator[Event]:
     """The records of a run in order of writing, also while the run goes on, without those of an attempt at or after the
-    step where a later attempt began."""
+    step where a later attempt began. `note` is told of damaged ones, which are left out."""
     files = _files(run_dir)
-    began = {event.attempt: event.step for _, path in files for event in _events(path, {"resumed"})}
+    began = {event.attempt: event.step for _, path in files for event in _events(path, {"resumed"}, lambda _: None)}
     for attempt, path in files:
         redone = redone_from(began, attempt)
-        yield from (event for event in _events(path, kinds) if event.step < redone)
+        yield from (event for event in _events(path, kinds, note) if event.step < redone)
 
 
-def _events(path: Path, kinds: Collection[str] | None) -> Iterator[Event]:
-    for line in whole_lines(path):
+def _events(path: Path, kinds: Collection[str] | None, note: Note) -> Iterator[Event]:
+    for line in whole_lines(path, note):
         # The kind is a line's first field: a long log is searched for few records without parsing the others.
         if kinds is None or line.split(b'"', 4)[3].decode() in kinds:
             yield Event(**record_of(line))
@@ -76,8 +76,9 @@ def _events(path: Path, kinds: Collection[str] | None) -> Iterator[Event]:
 def next_attempt(run_dir: Path) -> int:
     """The number of the attempt that starts now: 0 in a new run directory."""
     used = [attempt for attempt, _ in _files(run_dir)]
-    last_metrics = deque(whole_lines(run_dir / METRICS_FILE), maxlen=1)  # a supervised run records no events
-    return max(used + [record_of(line)["attempt"] for line in last_metrics], default=-1) + 1
+    last = list(deque(records(run_dir / METRICS_FILE, lambda _: None), maxlen=1))  # a supervised run records no events
+    by_metrics = [int(record["attempt"]) for record in last if isinstance(record.get("attempt"), int)]
+    return max(used + by_metrics, default=-1) + 1
 
 
 def _files(run_dir: Path) -> list[tuple[int, Path]]:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+import psutil
+
+_TEMPORARY = re.compile(r"\..+\.(\d+)-[0-9a-f]{8}\.tmp")
+_ABANDONED_S = 3600.0  # nothing was written for so long: its writer is gone, also from another machine
 
 
 @contextmanager
@@ -28,6 +35,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             e.filename = str(path)
         raise
     sync_folder(path.parent)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files in a folder, and in the folders in it, whose writers were killed."""
+    for path in (*folder.glob(".*.tmp"), *folder.glob("*/.*.tmp")):
+        match = _TEMPORARY.fullmatch(path.name)
+        with suppress(OSError):  # it went meanwhile, or is not ours to remove
+            if match is None or path.is_dir():
+                continue
+            if not psutil.pid_exists(int(match[1])) or time.time() - path.lstat().st_mtime > _ABANDONED_S:
+                path.unlink()
 
 
 def write_atomic(path: Path, content: bytes) -> None:

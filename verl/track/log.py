@@ -25,6 +25,7 @@ import numpy as np
 from verl.track.files import sync_folder
 
 logger = logging.getLogger(__name__)
+Note = Callable[[str], None]  # is given a line for a person
 MOST_WAITING = 256  # records that a killed process may lose
 MOST_BYTES = 64 << 20  # of text that waits for room on the disk; what comes then is lost, and counted
 
@@ -122,21 +123,40 @@ class Log:
             raise wrong
 
 
-def whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a log without their newline, also while it is written; a torn last line is left out. Writers cut
-    before they append, so a broken line elsewhere means that the file was damaged or edited."""
-    if not path.exists():
+def whole_lines(path: Path, note: Note = logger.warning) -> Iterator[bytes]:
+    """The lines of a log without their newline, also while it is written. A torn last line is left out; so are damaged
+    lines before others, of which `note` is told: writers cut before they append, so something else changed them."""
+    yield from (raw[:-1] for _, raw in _whole(path, note))
+
+
+def _whole(path: Path, note: Note) -> Iterator[tuple[int, bytes]]:
+    """The whole lines of a log, each with the byte where it ends."""
+    if not path.is_file():
         return
-    broken = 0
+    damaged: list[int] = []
+    end = last = 0
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
-            if broken:
-                raise ValueError(f"{path}:{broken}: damaged record (it is not the last one; was the file edited?)")
-            line = raw[:-1]
-            if raw.endswith(b"\n") and _is_whole(line):
-                yield line
+            end += len(raw)
+            if raw.endswith(b"\n") and _is_whole(raw[:-1]):
+                last = number
+                yield end, raw
             else:
-                broken = number
+                damaged.append(number)
+    if inside := [number for number in damaged if number < last]:
+        note(f"{path}: {len(inside)} damaged records are left out, the first is line {inside[0]}")
+
+
+def records(path: Path, note: Note = logger.warning) -> Iterator[dict[str, Any]]:
+    """The records of a log; `note` is told of what is left out."""
+    wrong = 0
+    for line in whole_lines(path, note):
+        try:
+            yield record_of(line)
+        except (ValueError, RecursionError):
+            wrong += 1
+    if wrong:
+        note(f"{path}: {wrong} records that are no JSON are left out")
 
 
 def record_of(line: bytes) -> dict[str, Any]:
@@ -144,7 +164,8 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 
 def cut_torn_line(path: Path) -> None:
-    kept = sum(len(line) + 1 for line in whole_lines(path))
+    """Cut what is behind the last whole line."""
+    kept = max((end for end, _ in _whole(path, lambda _: None)), default=0)
     if kept < path.stat().st_size:
         os.truncate(path, kept)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl.track.files import write_atomic
-from verl.track.log import Log, logger, record_of, redone_from, whole_lines
+from verl.track.log import Log, Note, logger, records, redone_from
 from verl.types import Metric
 
 METRICS_FILE = "metrics.jsonl"
@@ -86,7 +86,7 @@ class MetricsLog:
     ) -> None:
         self._values = Log(run_dir / METRICS_FILE, attempt, clock=clock, report=report)
         self._kept, self._clock = run_dir / KEPT_FILE, clock
-        for record in map(record_of, whole_lines(self._kept)):  # of an attempt that ended before it logged the step
+        for record in records(self._kept):  # of an attempt that ended before it logged the step
             self._values.restore(record)
         self._values.flush(fsync=True)
         self._kept.unlink(missing_ok=True)
@@ -115,13 +115,19 @@ class MetricsLog:
         self._units.close()
 
 
-def read_metrics(run_dir: Path) -> list[MetricLine]:
+def read_metrics(run_dir: Path, note: Note = logger.warning) -> list[MetricLine]:
     """One entry per step, in order. Where a step was logged again, by name the later value counts; what an earlier
-    attempt logged after the step where a later one began is left out, so that curves never overlap."""
-    lines = []
-    for record in map(record_of, (*whole_lines(run_dir / METRICS_FILE), *whole_lines(run_dir / KEPT_FILE))):
-        step, attempt, time_s = (record.pop(name) for name in _HEAD)
-        lines.append(MetricLine(step, attempt, time_s, {name: _number(value) for name, value in record.items()}))
+    attempt logged after the step where a later one began is left out, so that curves never overlap. `note` is told of
+    damaged lines, which are left out."""
+    lines, damaged = list[MetricLine](), 0
+    for record in (*records(run_dir / METRICS_FILE, note), *records(run_dir / KEPT_FILE, note)):
+        try:
+            step, attempt, time_s = int(record.pop("step")), int(record.pop("attempt")), float(record.pop("time_s"))
+            lines.append(MetricLine(step, attempt, time_s, {name: _number(value) for name, value in record.items()}))
+        except (KeyError, ValueError, TypeError, OverflowError):
+            damaged += 1
+    if damaged:
+        note(f"{run_dir / METRICS_FILE}: {damaged} records that are no metrics of a step are left out")
     began: dict[int, int] = {}
     for line in lines:
         began[line.attempt] = min(line.step, began.get(line.attempt, line.step))
@@ -133,9 +139,9 @@ def read_metrics(run_dir: Path) -> list[MetricLine]:
     return [steps[step] for step in sorted(steps)]
 
 
-def read_units(run_dir: Path) -> dict[str, str]:
-    records = map(record_of, whole_lines(run_dir / UNITS_FILE))
-    return {name: unit for record in records for name, unit in record["units"].items()}
+def read_units(run_dir: Path, note: Note = logger.warning) -> dict[str, str]:
+    units = (record.get("units") for record in records(run_dir / UNITS_FILE, note))
+    return {name: str(unit) for found in units if isinstance(found, dict) for name, unit in found.items()}
 
 
 def _strict_values(values: Mapping[str, float]) -> dict[str, float | None]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -109,14 +110,29 @@ SCHEMA = pa.schema(list(_TYPES.items()))
 SCALARS = [name for name in _TYPES if name not in (*_ARRAY_FIELDS, *_TEXTS, "segments")]
 
 
+class DamagedSamples(ValueError):
+    """A file of samples that cannot be read."""
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        if not path.is_file():
+            raise OSError("no file")
+        yield
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise DamagedSamples(f"{path} cannot be read: {' '.join(str(e).split())[:200]}") from e
+
+
 def samples_path(run_dir: Path, step: int, kind: Kind = "train") -> Path:
     return run_dir / FOLDER / f"{'eval_' if kind == 'eval' else ''}step_{step:06d}.parquet"
 
 
 def sample_steps(run_dir: Path, kind: Kind = "train") -> list[int]:
     """The steps that have samples, in order."""
-    found = [_FILE_NAME.fullmatch(path.name) for path in (run_dir / FOLDER).glob("*")]
-    return sorted(int(match[2]) for match in found if match and bool(match[1]) == (kind == "eval"))
+    names = {path.name for path in (run_dir / FOLDER).glob("*.parquet")}
+    steps = {int(match[2]) for match in map(_FILE_NAME.fullmatch, names) if match}
+    return sorted(step for step in steps if samples_path(run_dir, step, kind).name in names)
 
 
 def write_samples(run_dir: Path, step: int, rows: Sequence[SampleRow], kind: Kind = "train") -> Path:
@@ -137,7 +153,11 @@ def read_samples(
     """The rows of one step as they were written; `sample_ids` keeps only those rows (in the order of the file)."""
     path = _existing(run_dir, step, kind)
     filters = None if sample_ids is None else [("sample_id", "in", list(sample_ids))]
-    table = pq.read_table(path, schema=SCHEMA, filters=filters)
+    with _readable(path):
+        return _rows_of(pq.read_table(path, schema=SCHEMA, filters=filters))
+
+
+def _rows_of(table: pa.Table) -> list[SampleRow]:
     columns: dict[str, Sequence[Any]] = {}
     for name in SCHEMA.names:
         if name in _ARRAY_FIELDS:
@@ -154,7 +174,8 @@ def read_samples(
 
 def read_scalars(run_dir: Path, step: int, kind: Kind = "train") -> list[dict[str, Any]]:
     """The scalar columns (`SCALARS`) of one step, without texts and arrays: what selecting and plotting need."""
-    return pq.read_table(_existing(run_dir, step, kind), columns=SCALARS).to_pylist()
+    with _readable(path := _existing(run_dir, step, kind)):
+        return pq.read_table(path, columns=SCALARS).to_pylist()
 
 
 def _existing(run_dir: Path, step: int, kind: Kind) -> Path:
