@@ -141,11 +141,14 @@ def test_a_short_text_that_is_there_by_chance_is_missed() -> None:
 
 def test_keys_that_nothing_reads_are_listed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     turn = {"role": "assistant", "content": "4", "timestamp": 3, "annotations": [], "title": "x"}
-    (tmp_path / "k.jsonl").write_text((json.dumps({"messages": [USER, turn]}) + "\n") * 2)
+    named = {**USER, "name": "Ada"}
+    (tmp_path / "k.jsonl").write_text((json.dumps({"messages": [named, turn]}) + "\n") * 2)
     tokenizer = of(CHATML + "{# m.title #}")
     load_conversations([str(tmp_path / "k.jsonl")], tokenizer, DataConfig(cache_dir=str(tmp_path / "c"), num_workers=0))
     (said,) = [r.getMessage() for r in caplog.records if "neither verl nor" in r.getMessage()]
-    assert said.endswith(f"'timestamp' (first {tmp_path}/k.jsonl:1)") and "title" not in said
+    assert (
+        "'timestamp' (first" in said and f"'name of user' (first {tmp_path}/k.jsonl:1)" in said and "title" not in said
+    )
 
 
 def test_arguments_and_schemas_are_looked_for() -> None:

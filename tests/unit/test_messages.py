@@ -58,7 +58,9 @@ def test_one_conversation_in_every_spelling() -> None:
         share = [{"from": user, "value": "Weather?"}, spelled[-1], {"from": tool, "value": "4 C"}]
         assert read(*share, {"from": assistant, "value": "4 C."}) == WHOLE, names
     thought = read({"from": "function_call", "value": f"<think>\nwhere\n</think>\n\n{json.dumps(function)}"})
-    assert read_messages(USER, "f:1", "prompt") == (USER,)
+    struct = {"role": ["user", "assistant"], "content": ["Weather?", "4 C."]}
+    assert read_messages(USER, "f:1", "prompt") == read(json.dumps(USER)) == (USER,)
+    assert read_messages(struct, "f:1", "messages") == (USER, ANSWERS[1])
     assert thought == ({**ASSISTANT, "content": "<think>\nwhere\n</think>"},)
     for key in ("reasoning", "thinking", "reasoning_content"):
         assert read({"role": "assistant", "content": "4", key: "2+2"})[0]["reasoning_content"] == "2+2"

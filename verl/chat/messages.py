@@ -59,12 +59,15 @@ def read_messages(
         if not value.strip():
             raise ValueError(f"{where}: {column!r} is empty text")
         value = messages_of_text(value, where, column) or [{"role": role, "content": value}]
-    value = [value] if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):  # one message, or the list of messages as a struct of lists
+        lists = bool(value) and all(isinstance(v, list) for v in value.values())
+        value = [dict(zip(value, turn)) for turn in zip(*value.values())] if lists else [value]
     if not isinstance(value, Sequence) or not value:
         what = "an empty list" if isinstance(value, Sequence) else kind_of(value)
         raise ValueError(f"{where}: {column!r} must be text or a list of {{role, content}} messages, got {what}")
-    places = (f"{where}: {column!r} message {k}" for k in range(1, len(value) + 1))
-    return tuple(read_message(m, place, tools, filled) for m, place in zip(value, places))
+    every = [(messages_of_text(m, where, column) or [m])[0] if isinstance(m, str) else m for m in value]
+    places = (f"{where}: {column!r} message {k}" for k in range(1, len(every) + 1))
+    return tuple(read_message(m, place, tools, filled) for m, place in zip(every, places))
 
 
 def messages_of_text(text: str, where: str, column: str) -> list[Any] | None:

@@ -195,11 +195,11 @@ def _lacking(
 
 def refuse_unsupported(messages: Sequence[Message], audit: TemplateAudit, tools: Sequence[Tool] | None) -> None:
     """RowRefused for what the template would drop, or render as something else, without a word."""
-    for message in messages:
+    for i, message in enumerate(messages, start=1):
         if (role := message["role"]) not in ROLES and role not in audit.named_roles:
             raise RowRefused("a role that neither chat templates in general nor this one know", repr(role))
         if role == "assistant" and not audit.spelling.reasoning and message.get("reasoning_content"):
-            raise RowRefused("reasoning_content, which this chat template does not render")
+            raise RowRefused("reasoning_content, which this chat template does not render", f"message {i}")
     systems = ("system", "developer") if audit.spelling.developer == "system" else ("system",)
     if not audit.supports_system and any(m["role"] in systems for m in messages):
         raise RowRefused("a system message, which this chat template has no place for")
@@ -308,7 +308,8 @@ def _spelled(r: Renderer) -> Renderer:
     r = replace(r, spelling=Spelling(parts=frozenset(parts)))
     text = r.text([USER], prompt=True)
     if not keeps_text(USER, text):
-        raise RenderError("the chat template drops the text of a question, given as text and as a content part")
+        said = "the chat template drops the text of a question, given as text and as a content part"
+        raise RenderError(f"{said}. Fix: model.chat_template=FILE")
     developer = {**SYSTEM, "role": "developer"}
     thoughts = [(key, {**turn, key: "six sevens"}) for turn in (PLAIN, CALL) for key in REASONING_KEYS]
     read = [key for key, turn in thoughts if _shows(partial(r.text, [USER, turn], prompt=False), "six sevens")]

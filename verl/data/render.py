@@ -148,8 +148,9 @@ class RenderJob:
         """Count of a row's messages: text without ids, text that is read as control tokens, keys that are not read."""
         file, texts = where.rpartition(":")[0], texts_of(messages)
         for key in {key for m in messages for key in m.keys() - KNOWN_KEYS}:
-            if not re.search(rf"\b{re.escape(key)}\b", str(self.tokenizer.chat_template)):
-                counts.unread_keys.setdefault(key, where)
+            self._count_key(rf"\b{re.escape(key)}\b", key, where, counts)
+        if role := next((m["role"] for m in messages if m.get("name") and m["role"] != "tool"), None):
+            self._count_key(r"\bm\w*(\.name\b|\[.name.\])", f"name of {role}", where, counts)
         found = counts.characters.setdefault(file, [0, 0])
         if held := set().union(*map(self.special.held, texts)):
             add_found(counts.special, {file: {token: [1, where] for token in held}})
@@ -159,6 +160,11 @@ class RenderJob:
             found[1] += len(lost)
             if lost and file not in counts.lost:
                 counts.lost[file] = f"{lost[:20]!r} of {text[:60]!r} ({where})"
+
+    def _count_key(self, pattern: str, key: str, where: str, counts: Counts) -> None:
+        """Count a key of a message, unless the source of the chat template has it."""
+        if not re.search(pattern, str(self.tokenizer.chat_template)):
+            counts.unread_keys.setdefault(key, where)
 
     def options(self) -> dict[str, Any]:
         """Everything but the tokenizer and the files that the result depends on."""
