@@ -963,7 +963,12 @@ MUTANTS = (
         "g.centred / g.mean.abs().clamp(min=EPS)",
         "tests/numerics/test_peer_options.py",
     ),
-    Mutant("algorithms/resolve.py", '(*inputs, "is_weights")', "inputs", "tests/numerics/test_peer_options.py"),
+    Mutant(
+        "algorithms/resolve.py",
+        '(*inputs, "is_weights")',
+        "inputs",
+        "tests/numerics/test_virtual_ranks.py::test_options_that_look_at_the_whole_step_see_no_rank_and_no_micro_batch",
+    ),
     Mutant(
         "algorithms/resolve.py",
         'if bypass or spec.corrected == "own":',

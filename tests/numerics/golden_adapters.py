@@ -20,7 +20,7 @@ from verl.algorithms import estimators as adv
 from verl.algorithms import losses, weights
 from verl.algorithms.corrections import correct
 from verl.algorithms.filters import Correction, SampleFilter, reject_flat
-from verl.batch import Batch, Columns, pack, segment_sum
+from verl.batch import Batch, Columns, pack
 from verl.driver.stages import SFT_TERMS
 from verl.model_engine.objective import evaluate_terms
 from verl.nn.linear_logprob import linear_logprob
@@ -52,7 +52,9 @@ def labels(index: np.ndarray) -> Tensor:
     return torch.tensor([names.setdefault(str(i), len(names)) for i in index])
 
 
-def _rewarded(case: Case) -> Columns:
+def _rewarded(case: Case, to_go: bool = False) -> Columns:
+    """The case's rewards on its tokens. One that stands outside of the mask is counted by verl's estimators of whole
+    answers, and by ours where the score stands; returns from a token on (to_go) are of the mask alone."""
     mask = case["in_response_mask"]
     rewards = np.asarray(case["in_token_level_rewards"], np.float64)
     index = case["in_index"] if "in_index" in case else np.arange(len(mask))
@@ -62,30 +64,16 @@ def _rewarded(case: Case) -> Columns:
         "valid": torch.ones(len(mask), dtype=torch.bool),
     }
     columns = columns_of(mask, {}, sequence)
-    if ((rewards != 0) & (mask > 0)).sum() == (rewards != 0).sum():
-        return columns.with_token({"rewards": torch.from_numpy(rewards.reshape(-1))})
+    if to_go or ((rewards != 0) & (mask > 0)).sum() == (rewards != 0).sum():
+        return columns.with_token({"rewards": torch.from_numpy(np.where(mask > 0, rewards, 0.0).reshape(-1))})
     return columns.with_token({"rewards": adv.token_rewards(columns)})
 
 
-def _advantage(
-    fn: Callable[[Columns], Mapping[str, Tensor]], returns: bool = False
-) -> Callable[[Case], dict[str, np.ndarray]]:
+def _advantage(fn: Callable[[Columns], Mapping[str, Tensor]]) -> Callable[[Case], dict[str, np.ndarray]]:
     def run(case: Case) -> dict[str, np.ndarray]:
-        got = fn(_rewarded(case))
-        shape = case["in_response_mask"].shape
-        out = {"out_advantages": got["advantages"].numpy().reshape(shape)}
-        if returns:
-            out["out_returns"] = got["returns"].numpy().reshape(shape)
-        return out
+        return {"out_advantages": fn(_rewarded(case))["advantages"].numpy().reshape(case["in_response_mask"].shape)}
 
     return run
-
-
-def _raw_singletons(columns: Columns, a: Tensor, divided_by: float = 1.0) -> Tensor:
-    """verl gives the answer of a group of one its raw score; ours is 0 there."""
-    alone = _alone(columns)
-    assert not a[alone].any()
-    return torch.where(columns.mask & alone, (columns.sum(columns["rewards"]) / divided_by)[columns.sequence_of], a)
 
 
 def _alone(columns: Columns) -> Tensor:
@@ -94,19 +82,17 @@ def _alone(columns: Columns) -> Tensor:
     return (torch.bincount(group)[group] == 1)[columns.sequence_of]
 
 
+RAW: Mapping[str, Any] = {"singleton": "raw"}
+"""verl gives the answer of a group of one its own score."""
+
+
 def grpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    by_std, eps = hp.get("norm_adv_by_std_in_grpo", True), hp.get("epsilon", 1e-6)
-    assert eps == adv.EPS
-
-    def run(c: Columns) -> dict[str, Tensor]:
-        a = adv.grpo(c, normalize_by_std=by_std)["advantages"]
-        return {"advantages": _raw_singletons(c, a, 1 + eps if by_std else 1.0)}
-
-    return _advantage(run)(case)
+    options = {"normalize_by_std": hp.get("norm_adv_by_std_in_grpo", True), "epsilon": hp.get("epsilon", 1e-6)}
+    return _advantage(partial(adv.grpo, **options, **RAW))(case)
 
 
 def rloo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return _advantage(lambda c: {"advantages": _raw_singletons(c, adv.rloo(c)["advantages"])})(case)
+    return _advantage(partial(adv.rloo, **RAW))(case)
 
 
 def rloo_vectorized(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -114,19 +100,12 @@ def rloo_vectorized(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def rfpp(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return _advantage(lambda c: adv.reinforce_plus_plus(c, gamma=hp.get("gamma", 1.0)), returns=True)(case)
+    got = adv.reinforce_plus_plus(_rewarded(case, to_go=True), gamma=hp.get("gamma", 1.0))
+    return _inside(case, got, case["in_response_mask"])
 
 
 def rfpp_baseline(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """verl whitens the raw scores of groups of one with the others; without such a group ours is the same."""
-
-    def run(c: Columns) -> dict[str, Tensor]:
-        ours, centred = adv.reinforce_plus_plus_baseline(c)["advantages"], adv.grpo(c, normalize_by_std=False)
-        torch.testing.assert_close(ours, adv.whiten(centred["advantages"], c.mask))
-        with_raw = adv.whiten(_raw_singletons(c, centred["advantages"]), c.mask)
-        return {"advantages": with_raw if _alone(c).any() else ours}
-
-    return _advantage(run)(case)
+    return _advantage(partial(adv.reinforce_plus_plus_baseline, **RAW))(case)
 
 
 def gae(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -168,39 +147,29 @@ def _inside(case: Case, got: Mapping[str, Tensor], mask: np.ndarray) -> dict[str
 
 
 def remax(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """verl leaves returns in holes of the mask; ours are 0 there."""
+    columns = _rewarded(case, to_go=True)
     baseline = torch.from_numpy(np.asarray(case["in_reward_baselines"], np.float64))
-    return _advantage(lambda c: adv.remax(replace(c, sequence={**c.sequence, "baseline": baseline})), returns=True)(
-        case
-    )
+    got = adv.remax(replace(columns, sequence={**columns.sequence, "baseline": baseline}))
+    return _inside(case, got, case["in_response_mask"])
 
 
 def opo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return _advantage(lambda c: {"advantages": _raw_singletons(c, adv.opo(c)["advantages"])})(case)
+    return _advantage(partial(adv.opo, **RAW))(case)
 
 
 def gpg(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """verl scales by B / the number of scores that are not 0, the paper by B / those in groups with variance."""
-    assert hp["f_norm"] == 1.0
-
-    def run(c: Columns) -> dict[str, Tensor]:
-        scores, group = c.sum(c["rewards"]), c.sequence["group"]
-        size = torch.bincount(group)
-        away = scores - (segment_sum(scores, group, len(size)) / size)[group]
-        informative = (segment_sum(away**2, group, len(size)) > 1e-12)[group]
-        return {"advantages": adv.gpg(c)["advantages"] * int(informative.sum()) / int((scores != 0).sum())}
-
-    return _advantage(run)(case)
+    return _advantage(partial(adv.gpg, alpha_counts="nonzero", f_norm=hp["f_norm"], **RAW))(case)
 
 
 def gpg_paper(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    assert hp["f_norm"] == 1.0
-    return _advantage(adv.gpg)(case)
+    return _advantage(partial(adv.gpg, f_norm=hp["f_norm"]))(case)
 
 
 def pass_at_k(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    by_std = hp["norm_adv_by_std_in_grpo"]
-    assert hp["epsilon"] == adv.EPS
-    return _advantage(lambda c: adv.pass_at_k(c, normalize_by_std=by_std))(case)
+    return _advantage(partial(adv.pass_at_k, normalize_by_std=hp["norm_adv_by_std_in_grpo"], epsilon=hp["epsilon"]))(
+        case
+    )
 
 
 def gdpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -222,8 +191,10 @@ def otb(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
         "old_logprobs": torch.from_numpy(np.asarray(case["in_old_log_probs"], np.float64).reshape(-1)),
         "sum_pi_squared": torch.from_numpy(np.asarray(case["in_sum_pi_squared"], np.float64).reshape(-1)),
     }
+    if "in_rollout_is_weights" in case:
+        token["is_weights"] = torch.from_numpy(np.asarray(case["in_rollout_is_weights"], np.float64).reshape(-1))
     assert hp["handle_zero_tail"] and hp["epsilon"] == 1e-8
-    columns = _rewarded(case).with_token(token)
+    columns = _rewarded(case, to_go=True).with_token(token)
     got = adv.otb(columns)
     alone = _alone(columns) & columns.mask  # a group of one has no baseline in verl: its reward to go
     got = {**got, "advantages": torch.where(alone, got["returns"], got["advantages"])}
@@ -233,8 +204,7 @@ def otb(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def nemo_grpo_loo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     assert hp["use_leave_one_out_baseline"]
     columns = _outcomes(case["in_rewards"], labels(case["in_index"]))
-    assert hp["epsilon"] == adv.EPS
-    got = adv.grpo(columns, leave_one_out=True, normalize_by_std=hp["normalize_rewards"])
+    got = adv.grpo(columns, leave_one_out=True, normalize_by_std=hp["normalize_rewards"], epsilon=hp["epsilon"])
     return {"out_advantages": got["advantages"].numpy()}
 
 
@@ -247,11 +217,8 @@ def trl_rloo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     )
     penalty, _ = losses.kl_penalty(columns, coef=hp["beta"], form="k1")
     columns = columns.with_token({"rewards": adv.token_rewards(columns, penalty)})
-    a = columns.mean(adv.rloo(columns, reward_clip=hp["reward_clip_range"] or ())["advantages"])
-    if hp["normalize_advantages"]:  # TRL adds another number to the deviation
-        options = {"reward_clip": hp["reward_clip_range"] or (), "normalize_advantages": True}
-        white = columns.mean(adv.rloo(columns, **options)["advantages"])
-        a = white * (a.var() + 1e-8).sqrt() / (a.std() + 1e-4)
+    options = {"reward_clip": hp["reward_clip_range"] or (), "normalize_advantages": hp["normalize_advantages"]}
+    a = columns.mean(adv.rloo(columns, **options, whiten_epsilon=1e-4)["advantages"])
     return {"out_advantages": a.numpy()}
 
 
@@ -275,10 +242,8 @@ def trl_grpo_advantage(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarra
     score[per_fn.isnan().all(1)] = float("nan")
     group = torch.arange(len(score)) // hp["num_generations"]
     columns = _outcomes(score.nan_to_num().numpy(), group, ~score.isnan())
-    a = adv.grpo(columns, scale_rewards=hp["scale_rewards"])["advantages"]
-    centred = adv.grpo(columns, normalize_by_std=False)["advantages"]
-    std = torch.where(a != 0, centred / a - adv.EPS, 1.0)  # TRL adds another number to the deviation
-    return {"out_advantages": torch.where(a != 0, centred / (std + hp["eps"]), 0.0).numpy()}
+    a = adv.grpo(columns, scale_rewards=hp["scale_rewards"], epsilon=hp["eps"])["advantages"]
+    return {"out_advantages": a.numpy()}
 
 
 def _batch(columns: Columns) -> Batch:
@@ -384,20 +349,24 @@ LOSSES: Mapping[str, Callable[[Mapping[str, Any]], Callable[[Columns], TermValue
 
 
 def policy_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
-    """verl's registered losses. Its mean over rows in GMPO is seq-mean-token-mean here."""
+    """verl's registered losses. Its mean over rows in GMPO is seq-mean-token-mean here, and so is SAPO's aggregation,
+    whatever is set."""
     columns, leaf = _policy_columns(case)
-    info = hp.get("global_batch_info", {})
-    aggregate = "seq-mean-token-mean" if hp["loss_mode"] == "geo_mean" else hp["loss_agg_mode"]
+    mode, info = hp["loss_mode"], dict(hp.get("global_batch_info", {}))
+    aggregate = hp.get("loss_agg_mode")
+    if mode in ("geo_mean", "sapo"):
+        aggregate = "seq-mean-token-mean"
     term = Term(
         name="pg",
         aggregate=aggregate,
-        horizon_tokens=info.get("loss_scale_factor"),
-        corrected="geometric" if hp["loss_mode"] == "geo_mean" else "token",
-        fn=LOSSES[hp["loss_mode"]](hp),
+        horizon_tokens=info.get("loss_scale_factor") or case["in_response_mask"].shape[1],
+        corrected="geometric" if mode == "geo_mean" else "token",
+        fn=LOSSES[mode](hp),
     )
-    scale = info.get("dp_size", 1)
-    if "batch_num_tokens" in info:
-        scale = scale * float(columns.mask.sum()) / info["batch_num_tokens"]
+    if mode == "geo_mean":  # the mean over all rows of the case, empty ones too, whatever the sizes of the batch
+        scale = int((columns.counts() > 0).sum()) / columns.num_sequences
+    else:
+        scale = _share(columns, {**info, "loss_agg_mode": aggregate}) * info.get("dp_size", 1)
     out = _total(case, columns, leaf, (term,), scale)
     # GMPO: verl counts tokens outside the band, we those that the clip changed; KL-Cov: its ppo_kl is the mean of |d|
     return {n: x for n, x in out.items() if not (n.startswith("metric:") and hp["loss_mode"] in ("geo_mean", "kl_cov"))}
@@ -406,43 +375,57 @@ def policy_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
 TRL_AGGREGATIONS = {
     "grpo": "seq-mean-token-mean",
     "sapo": "seq-mean-token-mean",
+    "luspo": "seq-mean-token-sum",
     "dr_grpo": "seq-mean-token-sum-norm",
-    "dapo": "token-mean",
+    **dict.fromkeys(("dapo", "bnpo", "cispo", "vespo"), "token-mean"),
 }
+ABOVE = {"truncate": "truncate", "mask": "icepop"}
+"""What becomes of importance weights above the cap: they are the cap, or 0, as tokens that stay in the denominators."""
 
 
 def trl_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
-    mode = TRL_AGGREGATIONS.get(hp["loss_type"], "token-mean")
+    kind, mode, level = hp["loss_type"], TRL_AGGREGATIONS[hp["loss_type"]], hp["importance_sampling_level"]
     columns, leaf = _policy_columns(case)
+    weighed = None
     if hp["vllm_is_cap"] is not None:
-        capped = Correction(form="truncate", high=hp["vllm_is_cap"])
+        weighed, above = hp.get("vllm_importance_sampling_mode", "token_truncate").split("_")
+        capped = Correction(form=ABOVE[above], high=hp["vllm_is_cap"], level=weighed)  # type: ignore[arg-type]
         columns = columns.with_token({"is_weights": correct(columns, capped)["is_weights"]})
     clip = {"clip_low": hp["epsilon_low"], "clip_high": hp["epsilon_high"]}
     tau = dict(zip(("tau_positive", "tau_negative"), hp["sapo_tau"], strict=True))
     fn: Callable[[Columns], TermValue]
-    if hp["loss_type"] == "cispo":
+    if kind == "vespo":
+        sides = {"k_pos": "k_positive", "lambda_pos": "lambda_positive", "k_neg": "k_negative"}
+        sides |= {"lambda_neg": "lambda_negative"}
+        given = {ours: hp[f"vespo_{theirs}"] for theirs, ours in sides.items() if f"vespo_{theirs}" in hp}
+        fn = partial(losses.vespo, weighed=weighed, **given)
+    elif kind == "cispo":
         fn = partial(losses.cispo, ratio_max=hp["epsilon_high"])
-    elif hp["loss_type"] == "sapo":
+    elif kind == "sapo":
         fn = partial(losses.sapo, **tau)
-    elif hp["importance_sampling_level"] == "sequence":
+    elif level == "sequence":
         assert hp["delta"] is None
         fn = partial(losses.gspo, **clip)
     else:
-        assert (hp["importance_sampling_level"], hp["loss_type"] in TRL_AGGREGATIONS) == ("token", True)
+        assert level == "token" and kind != "luspo"
         fn = partial(losses.ppo_clip, ratio_max=hp["delta"], **clip)
     if hp["off_policy_mask_threshold"] is not None:
         fn = partial(losses.off_policy_sequence_mask, inner=fn, delta=hp["off_policy_mask_threshold"])
+    if (share := hp.get("top_entropy_quantile", 1.0)) < 1:
+        entropy = case["in_entropies"] if "in_entropies" in case else case["in_entropy"]
+        columns = columns.with_token({"entropy": torch.from_numpy(np.asarray(entropy, np.float64).reshape(-1))})
+        fn = partial(losses.high_entropy, inner=fn, share=share)
     common: dict[str, Any] = {"aggregate": mode, "horizon_tokens": hp["max_completion_length"]}
-    parts = [Term(name="pg", fn=fn, corrected="token", **common)]
+    parts = [Term(name="pg", fn=fn, corrected="no" if kind == "vespo" else "token", **common)]
     if hp["beta"]:
         kl_term = partial(losses.kl_loss, form="k3", ratio_corrected=hp["use_bias_correction_kl"])
         parts.append(Term(name="kl", fn=kl_term, coef=hp["beta"], **common))
     return _total(case, columns, leaf, tuple(parts))
 
 
-def nemo_kl(columns: Columns, *, behind: str, bound: float | None) -> TermValue:
-    """k3 with its value clamped, times pi / pi of `behind`: the sampler, or the detached policy itself."""
-    value = losses.kl_estimate(columns["logprobs"], columns["ref_logprobs"], "k3")
+def nemo_kl(columns: Columns, *, behind: str, bound: float | None, form: str) -> TermValue:
+    """The estimate with its value clamped, times pi / pi of `behind`: the sampler, or the detached policy itself."""
+    value = losses.kl_estimate(columns["logprobs"], columns["ref_logprobs"], form)
     if bound is not None:
         value = value.clamp(-bound, bound)
     return TermValue(value * losses.log_ratio(columns["logprobs"], columns[behind].detach()).exp())
@@ -451,11 +434,18 @@ def nemo_kl(columns: Columns, *, behind: str, bound: float | None) -> TermValue:
 def nemo_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     columns, leaf = _policy_columns(case)
     clip = {"clip_low": hp["ratio_clip_min"], "clip_high": hp["ratio_clip_max"]}
-    fn = (
-        partial(losses.gspo, **clip)
-        if hp["sequence_level_importance_ratios"]
-        else partial(losses.ppo_clip, clip_dual=hp["ratio_clip_c"], **clip)
-    )
+    fn: Callable[[Columns], TermValue]
+    if hp.get("force_on_policy_ratio", False):
+        columns = columns.with_token({"old_logprobs": columns["logprobs"].detach()})
+    if hp.get("disable_ppo_ratio", False):
+        fn = losses.reinforce
+    elif hp.get("use_cispo", False):
+        assert not hp["sequence_level_importance_ratios"]
+        fn = partial(losses.cispo, ratio_min=1 - clip["clip_low"], ratio_max=1 + clip["clip_high"])
+    elif hp["sequence_level_importance_ratios"]:
+        fn = partial(losses.gspo, **clip)
+    else:
+        fn = partial(losses.ppo_clip, clip_dual=hp["ratio_clip_c"], **clip)
     mode = "token-mean" if hp["token_level_loss"] else "seq-mean-token-mean"
     parts = [Term(name="pg", fn=fn, aggregate=mode, corrected="token")]
     if hp["use_importance_sampling_correction"]:
@@ -467,35 +457,51 @@ def nemo_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
         columns = columns.with_token({"is_weights": correct(columns, spec)["is_weights"]})
     if hp["reference_policy_kl_penalty"]:
         behind = "rollout_logprobs" if hp["use_on_policy_kl_approximation"] else "logprobs"
-        kl_term = partial(nemo_kl, behind=behind, bound=hp["kl_output_clamp_value"])
+        form = hp.get("reference_policy_kl_type", "k3")
+        kl_term = partial(nemo_kl, behind=behind, bound=hp["kl_output_clamp_value"], form=form)
         parts.append(Term(name="kl", fn=kl_term, coef=hp["reference_policy_kl_penalty"], aggregate=mode))
+    positive = torch.from_numpy(case["in_rewards"] > 0)
     if hp["positive_example_nll_weight"]:
-        positive = torch.from_numpy(case["in_rewards"] > 0)
         columns = replace(columns, sequence={**columns.sequence, "positive": positive})
         parts.append(Term(name="nll", fn=losses.nll, coef=hp["positive_example_nll_weight"], over="positive"))
     return _total(case, columns, leaf, tuple(parts))
 
 
 def openrlhf_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
-    """Its TIS clamps on both sides; everything else is PPO clip at 0.2, token-mean."""
-    assert hp["vllm_is_correction_type"] == "tis"
+    """Its TIS clamps on both sides; icepop is 0 outside; seq-mask-tis drops sequences by the geometric mean, and its
+    weights have no bound. What is dropped stays in the denominators."""
     columns, leaf = _policy_columns(case)
-    low, high = hp["vllm_is_truncated_threshold"]
-    columns = columns.with_token(
-        {"is_weights": correct(columns, Correction(form="clamp", low=low, high=high))["is_weights"]}
-    )
-    return _total(case, columns, leaf, (Term(name="pg", fn=losses.ppo_clip, corrected="token"),))
+    clip = {"clip_low": hp.get("clip_eps_low", 0.2), "clip_high": hp.get("clip_eps_high", 0.2)}
+    if hp.get("enable_vllm_is_correction", True):
+        (low, high), kind = hp["vllm_is_truncated_threshold"], hp["vllm_is_correction_type"]
+        spec = {
+            "tis": Correction(form="clamp", low=low, high=high),
+            "icepop": Correction(form="icepop", low=low, high=high),
+            "seq-mask-tis": Correction(form="truncate", high=1e30, reject=(f"seq_mean_k1:{low!r}:{high!r}",)),
+        }[kind]
+        found = correct(columns, spec)
+        columns = columns.with_token({n: found[n] for n in ("is_weights", *(("keep",) if spec.reject else ()))})
+    loss = hp.get("policy_loss_type", "ppo")
+    fn: Callable[[Columns], TermValue] = {
+        "ppo": partial(losses.ppo_clip, clip_dual=hp.get("dual_clip"), **clip),
+        "gspo": partial(losses.gspo, **clip),
+    }[loss]
+    assert loss == "ppo" or not hp.get("enable_vllm_is_correction", True), "its ratio is then against the sampler"
+    mode = "token-mean" if hp.get("token_level_loss", True) and loss == "ppo" else "seq-mean-token-mean"
+    term = Term(name="pg", fn=fn, corrected="token", aggregate=mode, denominator="before_rejection")
+    return _total(case, columns, leaf, (term,))
 
 
 def areal_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
-    """Decoupled PPO: weights of the proximal against the behaviour policy; the denominator keeps the dropped tokens."""
+    """Decoupled PPO: weights of the proximal against the behaviour policy, of a token or the geometric mean of its
+    sequence; the denominator keeps the dropped tokens."""
     columns, leaf = _policy_columns(case)
     rule = hp["rejection_sampling"]
-    assert (rule["level"], rule["metric"]) == ("token", "ratio")
-    found = correct(
-        columns,
-        Correction(form={"mask": "mask", "clamp": "truncate"}[rule["action"]], low=rule["lower"], high=rule["upper"]),
-    )
+    assert rule["metric"] == "ratio" and rule["agg"] == "mean"
+    level = {"token": "token", "sequence": "geometric"}[rule["level"]]
+    form = {"mask": "mask", "clamp": "truncate" if rule["lower"] is None else "clamp"}[rule["action"]]
+    bounds = {"low": rule["lower"], "high": rule["upper"]}
+    found = correct(columns, Correction(form=form, level=level, **bounds))  # type: ignore[arg-type]
     columns = columns.with_token({"is_weights": found["is_weights"], "keep": found["keep"]})
     fn = partial(
         losses.ppo_clip,
@@ -507,12 +513,17 @@ def areal_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _share(columns: Columns, hp: Mapping[str, Any]) -> float:
-    """What the case holds of the batch whose counts verl divides by."""
-    mode = hp.get("loss_agg_mode", "token-mean")
-    if mode == "token-mean" and "batch_num_tokens" in hp:
-        return float(columns.mask.sum()) / hp["batch_num_tokens"]
-    if mode.startswith("seq-mean") and "global_batch_size" in hp:
-        return int((columns.counts() > 0).sum()) / hp["global_batch_size"]
+    """What the case holds of the batch whose counts verl divides by; sizes that its aggregation does not read are read
+    here, and count for nothing."""
+    tokens, sequences, mode = (
+        hp.get("batch_num_tokens"),
+        hp.get("global_batch_size"),
+        hp.get("loss_agg_mode", "token-mean"),
+    )
+    if mode == "token-mean" and tokens is not None:
+        return float(columns.mask.sum()) / tokens
+    if mode.startswith("seq-mean") and sequences is not None:
+        return int((columns.counts() > 0).sum()) / sequences
     return 1.0
 
 
@@ -521,7 +532,8 @@ def value_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     columns = columns_of(mask, {"old_values": case["in_values"], "returns": case["in_returns"]})
     leaf = torch.from_numpy(np.asarray(case["in_vpreds"], np.float64).reshape(-1)).requires_grad_()
     fn = partial(losses.value_clip, clip=hp["cliprange_value"])
-    term = Term(name="vf", fn=fn, outputs=("values",), aggregate=hp["loss_agg_mode"])
+    horizon = hp.get("loss_scale_factor") or mask.shape[1]
+    term = Term(name="vf", fn=fn, outputs=("values",), aggregate=hp["loss_agg_mode"], horizon_tokens=horizon)
     scale = _share(columns, hp) * hp.get("dp_size", 1)
     loss, grad, found = _evaluated(columns, (term,), leaf, scale, "values")
     return {
@@ -704,8 +716,8 @@ def kl_in_reward(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def masked_whiten(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     mask = case["in_mask"] > 0
-    assert hp["shift_mean"]
-    got = adv.whiten(torch.from_numpy(np.asarray(case["in_values"], np.float64)), torch.from_numpy(mask))
+    values = torch.from_numpy(np.asarray(case["in_values"], np.float64))
+    got = adv.whiten(values, torch.from_numpy(mask), shift_mean=hp["shift_mean"])
     return {"out_whitened": np.where(mask, got.numpy(), case["out_whitened"])}
 
 

@@ -35,13 +35,8 @@ NEUTRAL = {
     "use_bias_correction_kl": (False,),
     "importance_sampling_level": ("token",),
     "multi_objective_aggregation": ("sum_then_normalize",),
-    "agg": ("mean",),  # of a token's own ratio: nothing to aggregate
     "atol": (1e-6,),
     "replacement": (True,),
-    "enable_vllm_is_correction": (True,),
-    "disable_ppo_ratio": (False,),
-    "force_on_policy_ratio": (False,),
-    "use_cispo": (False,),
     "use_kl_in_reward": (False,),
     "use_on_policy_kl_approximation": (False,),
     "reference_policy_kl_type": ("k3",),
@@ -52,16 +47,24 @@ NEUTRAL = {
     "truncated_importance_sampling_ratio_min": (None,),
 }
 """Values that say nothing where no adapter asks for them; any other value of these is refused."""
-IDLE = ("clip_ratio", "loss_mode", "discopop_tau", "batch_num_tokens", "global_batch_size", "num_samples")
-"""Said beside what counts: verl's dead key, the function's own name, sizes that the aggregation does not divide by."""
+IDLE = ("clip_ratio", "loss_mode", "discopop_tau", "num_samples")
+"""Given beside what counts: verl's dead key, and the function's own name."""
+RESTATED = (
+    *(f"in_{ref}{side}_logps" for ref in ("", "ref_") for side in ("chosen", "rejected")),
+    *("in_chosen_len", "in_rejected_len", "in_logps"),
+)
+"""Inputs that are sums of others, which the adapter reads."""
 
 
 class Read(Mapping):
-    """Hyper-parameters of a case, with those that an adapter looked at."""
+    """Hyper-parameters or arrays of a case, with those that an adapter looked at."""
 
     def __init__(self, values):
         self._values = {k: Read(v) if isinstance(v, dict) else v for k, v in values.items()}
         self._seen = set()
+
+    def __contains__(self, key):
+        return key in self._values
 
     def __getitem__(self, key):
         self._seen.add(key)
@@ -72,6 +75,10 @@ class Read(Mapping):
 
     def __len__(self):
         return len(self._values)
+
+    def unread(self) -> list[str]:
+        """Inputs that no adapter looked at."""
+        return [k for k in self._values if k.startswith("in_") and k not in (*self._seen, *RESTATED)]
 
     def ignored(self) -> dict:
         """What no adapter asked for, and what is not known to say nothing."""
@@ -84,9 +91,10 @@ class Read(Mapping):
 
 
 def golden(case):
-    arrays = dict(np.load(GOLDEN / case["file"], allow_pickle=True))
+    arrays = Read(dict(np.load(GOLDEN / case["file"], allow_pickle=True)))
     given = Read(case["hyperparameters"])
     got = ADAPTERS[case["function"]](arrays, given)
+    assert not arrays.unread(), f"{case['file']}: inputs that no adapter reads: {arrays.unread()}"
     assert not given.ignored(), f"{case['file']}: hyper-parameters that no adapter understands: {given.ignored()}"
     assert got, "an adapter that compares nothing proves nothing"
     rtol = 1e-5 if "float32" in (case.get("notes") or "") else 1e-6
