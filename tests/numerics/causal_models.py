@@ -25,6 +25,13 @@ SIZES: dict[str, Any] = {
     **{"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     **{"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 0},
 }
+_BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
+OWN: dict[str, dict[str, Any]] = {
+    "gemma4_text": {**_BOTH, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40, "global_head_dim": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
+    "cohere_compass_text": _BOTH,
+}
 LARGE = frozenset(("blt", "dots3_note", "emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4"))
 """Models that also see or hear: what they are made of has sizes that are not among `SIZES`."""
 
@@ -35,9 +42,9 @@ def families() -> list[str]:
 
 def build(name: str, **more: Any) -> Any:
     """A model of this model_type, or None where the sizes above do not make one."""
-    for heads in (2, 4):  # latent attention has as many keys as queries
+    for attempt in ({"num_key_value_heads": 2}, {"num_key_value_heads": 4}, {"num_key_value_heads": 2, "head_dim": 8}):
         try:
-            return _build(name, {**SIZES, "num_key_value_heads": heads, **more})
+            return _build(name, {**SIZES, **attempt, **OWN.get(name, {}), **more})
         except Exception:  # a family that wants sizes of another kind
             continue
     return None

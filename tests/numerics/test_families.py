@@ -3,6 +3,8 @@ longer than its sliding window, or the start check refuses to pack it and names 
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -12,11 +14,12 @@ from each import FULL_GRID, each
 from verl.batch import pack
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn import attention
+from verl.nn.packing import refused
 from verl.types import Sample, Segment
 
 LENGTHS = (30, 7, 19)
 WINDOWED = ("gemma2", "mistral", "phimoe", "qwen2_moe")
-UNPACKED = ("bloom", "doge", "stablelm")
+UNPACKED = ("bloom", "doge", "stablelm")  # by other positions, by a mask of their own, by arguments they do not take
 
 
 def rows() -> list[Sample]:
@@ -69,6 +72,28 @@ def test_a_model_that_cannot_be_packed_is_refused_with_the_way_out(name):
         TorchEngine(build(name), dtype="float32").check_packing(share_prefix=False)
     padded = TorchEngine(build(name), dtype="float32", attention_mode="padded")
     assert padded.check_packing(share_prefix=False) < 1e-4
+
+
+def test_masks_that_packed_attention_does_not_know_are_refused():
+    config = build("mistral").config
+    with pytest.raises(ValueError, match=r"adds to the causal mask; use model\.engine_options\.attention=padded"):
+        attention._mask(config=config, use_vmap=True)
+    config.attention_chunk_size = 7
+    with pytest.raises(ValueError, match=r"attends within chunks of 7 tokens; use model\.engine_options"):
+        attention._mask(config=config, local_size=7)
+    with pytest.raises(ValueError, match="makes an attention mask of its own"):
+        attention.window_of(torch.zeros(1, 1, 9, 9))
+    assert attention.window_of(attention._mask(config=config, local_size=5)) == 5
+    assert attention.window_of(attention._mask(config=config)) is None and attention.window_of(None, 3) == 3
+
+
+def test_a_model_that_cannot_be_called_is_refused_and_what_is_no_fault_of_its_is_not():
+    for error, padded in product((TypeError("no such argument"), RuntimeError("shapes cannot be")), (True, False)):
+        with pytest.raises(ValueError, match="no way to train" if padded else "attention=padded"):
+            with refused("Model", padded=padded):
+                raise error
+    with pytest.raises(RuntimeError, match="out of memory"), refused("Model", padded=False):
+        raise RuntimeError("out of memory")
 
 
 @pytest.mark.skipif(not FULL_GRID, reason="builds every model of transformers; WINDOWED are a sample")

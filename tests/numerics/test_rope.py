@@ -120,7 +120,7 @@ def test_a_row_that_would_change_the_factors_is_refused():
         logprobs(engine, SHORT, LONGEST)
 
 
-@each("name", MODELS)
+@each("name", ["phi3", "phimoe"])
 def test_what_is_not_fixed_is_refused_at_start(name, monkeypatch):
     monkeypatch.setattr(torch_engine, "fix_rope", lambda model, longest: None)
     engine = TorchEngine(make(name), dtype="float32", longest=LONGEST)

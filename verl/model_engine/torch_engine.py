@@ -257,25 +257,22 @@ class TorchEngine:
     def check_packing(self, *, share_prefix: bool) -> float:
         """Prove at start that a pass computes the model and nothing else: no noise, no leak between packed rows, its
         sliding windows, all of the head. ValueError where it does not. Returns the largest difference."""
-        text, what = self.model.config.get_text_config(), type(self.model).__name__
-        output = "logprobs" if self.head == "lm" else "values"
-        compute, longest = self._compute, self._longest or getattr(text, "max_position_embeddings", None)
+        text, what, compute = self.model.config.get_text_config(), type(self.model).__name__, self._compute
+        vocab, output = text.vocab_size, "logprobs" if self.head == "lm" else "values"
+        longest = min(filter(None, (self._longest, getattr(text, "max_position_embeddings", None))), default=0)
 
         def ours(batch: Batch) -> Tensor:
             return self._policy_outputs(batch)["logprobs"].to("cpu", self.master)
 
         with refused(what, padded=not self._packed), torch.no_grad():
-            refuse_noise(lambda batch: self.infer(batch, (output,))[output], text.vocab_size, what=what)
-            self._compute = self.master
+            refuse_noise(lambda batch: self.infer(batch, (output,))[output], vocab, what=what)
+            self._compute, own = self.master, partial(self._models_own, dtype=self.master)
             try:
-                own = partial(self._models_own, dtype=self.master)
-                given: Any = {"share_prefix": share_prefix, "what": what, "padded": not self._packed}
                 if not self._packed:
-                    return check_packing(ours, own, text.vocab_size, **given)
+                    return check_packing(ours, own, vocab, share_prefix=share_prefix, what=what, padded=True)
                 with short_windows(self.model):
-                    worst = check_packing(ours, own, text.vocab_size, **given)
-                refuse_neighbours(ours, text.vocab_size, longest=longest, what=what)
-                return worst
+                    worst = check_packing(ours, own, vocab, share_prefix=share_prefix, what=what)
+                return max(worst, refuse_neighbours(ours, vocab, longest, what=what))
             finally:
                 self._compute = compute
 

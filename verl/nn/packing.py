@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -66,28 +67,30 @@ def short_windows(model: Any, tokens: int = 4) -> Iterator[None]:
 
 
 def _is_window(name: str, value: object) -> bool:
-    wide = name == "attention_chunk_size" or ("window" in name and "layer" not in name and "pattern" not in name)
+    wide = "window" in name and "layer" not in name and "pattern" not in name
     return wide and type(value) is int and value > 0
 
 
 @contextmanager
 def refused(what: str, *, padded: bool) -> Iterator[None]:
-    """Turn the errors of a model that cannot be called so into a ValueError with the way out."""
+    """Turn the errors of a model that cannot be called as an engine calls it into a ValueError with the way out."""
     try:
         yield
-    except (TypeError, AttributeError, LookupError, NotImplementedError) as e:
-        if padded:
-            raise
-        raise ValueError(f"{what} cannot be called on packed sequences ({e}). {_WAY_OUT}") from e
+    except (TypeError, AttributeError, LookupError, NotImplementedError, RuntimeError) as e:
+        ours = isinstance(e, RuntimeError) and not isinstance(e, NotImplementedError)
+        if ours and not re.search("shape|size of tensor", str(e)):
+            raise  # no memory, a rank that is gone
+        how, fix = ("padded", "There is no way to train it here.") if padded else ("packed", _WAY_OUT)
+        raise ValueError(f"{what} cannot be called on {how} sequences ({e}). {fix}") from e
 
 
-def refuse_neighbours(ours: Callable[[Batch], Tensor], vocab_size: int, *, longest: int | None, what: str) -> None:
-    """ValueError where the log-probs of a row depend on how long another row of its pass is: on the positions that a
-    row of `longest` tokens ends with."""
+def refuse_neighbours(ours: Callable[[Batch], Tensor], vocab_size: int, longest: int, *, what: str) -> float:
+    """The largest difference that a row of `longest` tokens makes to the log-probs of short rows of its pass, of which
+    the probe has the last positions. ValueError where it makes one."""
     batch = probe_batch(vocab_size, share_prefix=False)
     start, end = int(batch.seg_start[np.flatnonzero(batch.parent < 0)[-1]]), batch.num_tokens
-    if longest is None or longest <= end - start:
-        return
+    if longest <= end - start:
+        return 0.0
     far = batch.positions.clone()
     far[..., start:end] += longest - (end - start)
     rows = slice(0, int(batch.row_start[-2]))
@@ -100,6 +103,7 @@ def refuse_neighbours(ours: Callable[[Batch], Tensor], vocab_size: int, *, longe
             "way to train it here with rows so long; lower data.max_prompt_tokens, rollout.max_response_tokens or "
             "data.max_tokens_per_row"
         )
+    return worst
 
 
 def check_packing(
