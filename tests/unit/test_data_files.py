@@ -63,6 +63,17 @@ def test_a_folder_of_several_splits_is_refused(tmp_path: Path) -> None:
         assert len(rows_of(folder)) == len(rows_of(folder / "*.jsonl")) == 2
 
 
+def test_splits_in_folders_of_their_own(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        written(tmp_path / split, "rows.jsonl")
+    said = says(tmp_path / "*" / "*.jsonl")
+    assert "test (test/rows.jsonl); train (train/rows.jsonl)" in said and said.endswith(f"e.g. {tmp_path}/train/*"), (
+        said
+    )
+    under = written(tmp_path / "test" / "more", "a.jsonl", "b.jsonl")
+    assert len(rows_of(under)) == 2, "what stands above all of the files says nothing"
+
+
 def test_one_name_in_two_formats_is_refused(tmp_path: Path) -> None:
     folder = written(tmp_path / "a", "train.jsonl")
     pq.write_table(pa.Table.from_pylist([ROW]), folder / "train.parquet")
@@ -152,6 +163,9 @@ def test_names_and_fields_of_a_table_are_stripped_where_it_is_padded(tmp_path: P
         assert rows_of(file) == [{"prompt": "1+1=", "answer": "2"}], text
     file.write_text('prompt, answer\n"1, 2", "a ""b"", c"\n')
     assert rows_of(file) == [{"prompt": "1, 2", "answer": 'a "b", c'}]
+    for separator, more in ((";", ""), ("\t", "name it .tsv")):
+        file.write_text(separator.join(("prompt", "answer\n1+1=", "2\n")))
+        assert f"separated by {separator!r}. Fix" in says(file) and more in says(file)
     file.write_text("prompt,answer\n 1+1=, 2\n")
     assert rows_of(file) == [{"prompt": " 1+1=", "answer": " 2"}], "text is kept where the names are not padded"
 

@@ -323,7 +323,11 @@ def test_sft_rows() -> None:
 def test_sft_tools_thinking_and_null_content() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     got = conversation({"messages": [*USER, call], "tools": '[{"type": "function"}]', "enable_thinking": False})
-    assert got.messages[1]["content"] == "" and got.tools == ({"type": "function"},) and got.enable_thinking is False
+    assert (
+        got.messages[1]["content"] == ""
+        and got.tools == ({"type": "function"},)
+        and got.template_kwargs == {"enable_thinking": False}
+    )
 
 
 WRONG_SFT_ROWS = [

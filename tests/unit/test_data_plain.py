@@ -104,6 +104,12 @@ def test_a_conversation_is_read_and_what_is_beside_it_named(
         assert tokenizer.decode(got.ids[got.mask]).startswith("2")
         said = [r.message for r in caplog.records if "is not read" in r.message]
         assert len(said) == 2 and "'text'" in said[0] and "'input_ids'" in said[1] and "rows.jsonl:1" in said[0], row
+    caplog.clear()
+    loaded(tmp_path, tokenizer, {"messages": turns, "conversations": turns, "prompt": "1", "response": "3"})
+    assert [r.message.split("'")[1] for r in caplog.records if "is not read" in r.message] == [
+        "conversations",
+        "response",
+    ]
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo", "rm"])

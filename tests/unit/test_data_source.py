@@ -18,6 +18,7 @@ from verl.data import render, source
 from verl.data.files import RawRow
 from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
 from verl.data.parallel import run_chunks
+from verl.data.preference import load_pairs
 from verl.data.render import ConversationJob, kept_positions
 from verl.data.source import load_conversations, load_tasks
 from verl.data.values import content_hash
@@ -359,6 +360,37 @@ def test_enable_thinking_of_a_row_reaches_the_template(tokenizer: Any, config: A
     file = write(tmp_path / "a.jsonl", [{"messages": pair, "enable_thinking": t} for t in (True, False, None)])
     table = load_conversations([file], other, config(), template_kwargs={"enable_thinking": True})
     assert [tokenizer.decode(table[k].ids)[0] for k in range(3)] == ["T", "N", "T"]
+
+
+def test_what_a_row_sets_for_the_template_is_used_or_refused(tokenizer: Any, config: Any, tmp_path: Path) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{{ mood }}" + TEMPLATE
+    pair = {"prompt": "x", "completion": "y", "chosen": "y", "rejected": "z"}
+    files = [
+        write(tmp_path / f"{k}.jsonl", [{**pair, **more}])
+        for k, more in enumerate(({}, {"chat_template_kwargs": {"mood": "M"}}))
+    ]
+    for load in (
+        lambda file: load_conversations([file], other, config())[0],
+        lambda file: load_pairs([file], other, config())[0].chosen,
+    ):
+        plain, set_by_row = (other.decode(load(file).ids) for file in files)
+        assert set_by_row == "M" + plain
+    rows = [
+        {"prompt": "x", "chat_template_kwargs": {"mood": "M", "other": None}},
+        {"prompt": "x", "enable_thinking": False},
+    ]
+    for row, fix in zip(rows, ("model.template_kwargs.mood=M", "model.template_kwargs.enable_thinking=False")):
+        with pytest.raises(ValueError, match=rf"a\.jsonl:1: the row sets .*{fix}"):
+            load_tasks([write(tmp_path / "a.jsonl", [row])], other, config())
+    load_tasks([write(tmp_path / "a.jsonl", rows[:1])], other, config(), template_kwargs={"mood": "M"})
+    both = {
+        "messages": [{"role": "user", "content": "x"}],
+        "enable_thinking": True,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    with pytest.raises(ValueError, match="contradict each other"):
+        load_conversations([write(tmp_path / "a.jsonl", [both])], other, config())
 
 
 def test_gsm8k_supervised(tokenizer: Any, config: Any) -> None:

@@ -26,17 +26,20 @@ COMPARED_BYTES = 1 << 24
 
 def check_folder(folder: Path, tokenizer_folder: Path | None = None, template: str | None = None) -> None:
     """Refuse a folder whose tie, or whose tokenizer, is not that of its weights. template: another chat template."""
-    config = read_model_config(folder)
-    if declared_tie(config):
-        refuse_other_head(folder, read_weight_headers(folder))
+    check_tie(folder)
     where = tokenizer_folder or folder
     if (file := where / "tokenizer.json").is_file():
-        rows = text_config(config).get("vocab_size")
+        rows = text_config(read_model_config(folder)).get("vocab_size")
         tokens, special = _vocabulary(json_object(file, file.read_bytes()))
         if isinstance(rows, int):
             refuse_other_vocabulary(
                 folder, rows, tokens, special, chat_template_of(where) if template is None else template
             )
+
+
+def check_tie(folder: Path) -> None:
+    if declared_tie(read_model_config(folder)):
+        refuse_other_head(folder, read_weight_headers(folder))
 
 
 def refuse_other_head(folder: Path, tensors: Mapping[str, TensorHeader]) -> None:

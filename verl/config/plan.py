@@ -21,10 +21,11 @@ from verl.algorithms.presets import find, settled
 from verl.bounds import size_text
 from verl.chat import parsing
 from verl.checkpoint.store import SLACK_BYTES
+from verl.config.adapter import teacher_models
 from verl.config.backends import SYNC, options_of, rollout_caches
 from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, on_cuda, rollout_dtype, teacher_share
 from verl.config.model_files import ModelFacts, chat_template_of, describe_model, find_model_folder, json_object
-from verl.config.model_folder import check_folder, folder_lines
+from verl.config.model_folder import check_folder, check_tie, folder_lines
 from verl.config.schema import Config
 from verl.config.spread import Spread, on_this_machine, spread_of
 from verl.data.files import expand_files, format_of
@@ -112,6 +113,8 @@ def make_plan(config: Config) -> Plan:
     own, tokenizer = config.model.chat_template, tokenizer_folder(config)
     template = Path(own).expanduser().read_text(encoding="utf-8") if own and Path(own).expanduser().is_file() else None
     check_folder(Path(model.folder), tokenizer, template)
+    for path in teacher_models(config).values():
+        check_tie(find_model_folder(path))
     length = _run_length(config, step)
     update_tokens = step.max_tokens // step.updates
     one, kept = checkpoint_bytes(config), checkpoints_kept(config, length.steps)

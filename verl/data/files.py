@@ -274,6 +274,11 @@ def _table_rows(url: str, stream: Any, separator: str) -> Iterator[RawRow]:
         padded = any(name != name.strip() for name in first.rstrip("\r\n").split(separator))
         rows = csv.reader(itertools.chain([first], text), delimiter=separator, strict=True, skipinitialspace=padded)
         names = [name.strip() for name in next(rows, [])]
+        if len(names) == 1 and (other := next((c for c in ";\t|" if c in names[0]), None)):
+            raise ValueError(
+                f"{url}:1: one column {names[0]!r}: its fields are separated by {other!r}. Fix: save it with"
+                f" {separator!r} between them" + (", or name it .tsv" if other == "\t" else "")
+            )
         if twice := _twice(filter(None, names)):
             raise ValueError(f"{url}:1: the column {twice!r} is there twice. Fix: keep one, or rename it")
         for fields in rows:

@@ -58,7 +58,7 @@ class ConversationRow(NamedTuple):
     messages: Messages
     tools: tuple[dict[str, Any], ...]
     train_from: int
-    enable_thinking: bool | None
+    template_kwargs: dict[str, Any]
 
 
 def played_by(loop: str, tools: Sequence[str]) -> tuple[str, bool]:
@@ -268,10 +268,20 @@ def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
         raise ValueError(f"{where}: a preference row: its answers are in 'chosen' and 'rejected'. Fix: {PREFERENCE}")
     refuse_media(row, prompt + answer, where)
     messages = with_system(prompt + answer, cfg)
-    thinking = row.get("enable_thinking")
-    if thinking is not None and not isinstance(thinking, bool):
+    return ConversationRow(messages, tools, len(messages) - len(answer) if prompt else 0, row_kwargs(row, where))
+
+
+def row_kwargs(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what a row sets for the chat template: `chat_template_kwargs`, and `enable_thinking` of a column."""
+    given = object_in(row.get("chat_template_kwargs"), where, "chat_template_kwargs")
+    kwargs, thinking = {k: v for k, v in given.items() if v is not None}, row.get("enable_thinking")
+    if thinking is None:
+        return kwargs
+    if not isinstance(thinking, bool):
         raise ValueError(f"{where}: 'enable_thinking' must be true or false, got {kind_of(thinking)}")
-    return ConversationRow(messages, tools, len(messages) - len(answer) if prompt else 0, thinking)
+    if kwargs.setdefault("enable_thinking", thinking) != thinking:
+        raise ValueError(f"{where}: 'enable_thinking' and 'chat_template_kwargs' contradict each other. Fix: drop one")
+    return kwargs
 
 
 def named_row(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from verl.chat.conversation import Rendered
 from verl.chat.template import RowRefused, Tokenizer, as_ids
 from verl.config.schema import DataConfig
+from verl.data.formats import COMPLETION_KEYS
 from verl.data.values import kind_of
 
 TEXT, IDS = "text", "input_ids"
@@ -31,6 +32,15 @@ def plain_column(row: Mapping[str, Any], cfg: DataConfig) -> str | None:
     ):
         return None
     return next((key for key in (IDS, TEXT) if row.get(key) is not None), None)
+
+
+def unread_columns(row: Mapping[str, Any], cfg: DataConfig) -> Iterator[str]:
+    """Yield the filled columns of a row that hold a conversation or a text, behind the one that is read."""
+    asked = row.get(cfg.prompt_key) is not None or row.get("instruction") is not None
+    columns = (cfg.messages_key, "conversations", *(COMPLETION_KEYS if asked else ()), TEXT, IDS)
+    filled = [key for key in columns if row.get(key)]
+    read = {cfg.messages_key, "conversations", *COMPLETION_KEYS}
+    yield from filled[1:] if filled and filled[0] in read else filled
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:

@@ -14,6 +14,7 @@ from verl.chat.conversation import Rendered, render_conversation
 from verl.chat.template import RowRefused, Tokenizer, shared
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
+from verl.data.formats import row_kwargs
 from verl.data.media import refuse_media
 from verl.data.pairs import PreferenceRow, gap_of, pair_of_texts, pair_row, unpaired_rows
 from verl.data.plain import text_ids
@@ -100,7 +101,7 @@ class PairJob(RenderJob):
         refuse_media(raw.row, every, raw.where)
         self.count_text(every, raw.where, counts)
         conversations = [row.prompt + answer for answer in (row.chosen, row.rejected) if answer is not None]
-        kwargs, start = self.template_kwargs, len(row.prompt)
+        kwargs, start = {**self.template_kwargs, **row_kwargs(raw.row, raw.where)}, len(row.prompt)
         rendered = [
             render_conversation(
                 self.tokenizer, messages, self.audit, kwargs, tools=row.tools, train_from=start, last_only=True

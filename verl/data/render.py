@@ -38,6 +38,7 @@ from verl.data.formats import (
     asks_for_a_judge,
     conversation_row,
     hinted,
+    row_kwargs,
     stored_answer,
     task_row,
     with_hint,
@@ -45,7 +46,7 @@ from verl.data.formats import (
 )
 from verl.data.lost import Coverage, texts_of
 from verl.data.media import refuse_media
-from verl.data.plain import IDS, TEXT, ids_row, plain_column, text_row
+from verl.data.plain import TEXT, ids_row, plain_column, text_row, unread_columns
 from verl.data.special import Found, SpecialTokens, add_found
 from verl.data.truths import kind_of_truth, unread_truths
 from verl.data.values import content_hash
@@ -214,6 +215,10 @@ class PromptJob(RenderJob):
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
         task, limit = task_row(raw, self.cfg, self.players), self.cfg.max_prompt_tokens
         refuse_media(raw.row, task.messages, raw.where)
+        for name, value in row_kwargs(raw.row, raw.where).items():
+            if name not in self.template_kwargs or self.template_kwargs[name] != value:
+                said = f"the row sets {name}={value!r} for the chat template, and a run has one setting for all rows"
+                raise ValueError(f"{raw.where}: {said}. Fix: model.template_kwargs.{name}={value}, or drop the column")
         self.count_text(task.messages, raw.where, counts)
         ids, context = self._prompt(task.messages, task, raw.where), np.zeros(0, np.int64)
         if (key := self.players.hint_key) is not None:
@@ -313,12 +318,10 @@ class ConversationJob(RenderJob):
             found = text_row(self.tokenizer, raw.row, raw.where) if column == TEXT else ids_row(raw.row, raw.where)
             return [{"ids": r.ids, "mask": r.mask} for r in [self._fit(found, raw.where, counts)]]
         row = conversation_row(raw, self.cfg)
-        for column in (key for key in (TEXT, IDS) if raw.row.get(key)):
-            counts.unread.setdefault(f"column {column!r} is not read: the row has a conversation", raw.where)
+        for column in unread_columns(raw.row, self.cfg):
+            counts.unread.setdefault(f"column {column!r} is not read: the row has another conversation", raw.where)
         self.count_text(row.messages, raw.where, counts)
-        kwargs = dict(self.template_kwargs)
-        if row.enable_thinking is not None:
-            kwargs["enable_thinking"] = row.enable_thinking
+        kwargs = {**self.template_kwargs, **row.template_kwargs}
         rendered = render_conversation(
             self.tokenizer,
             row.messages,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,12 +21,12 @@ SHOWN_FILES = 2
 
 
 def split_of(path: str) -> str:
-    """Return the split that a file's name says, "" for none."""
+    """Return the split that a file's name, or the folders before it, say; "" for none."""
     return SPLITS.get(_split_word(path), "")
 
 
 def _split_word(path: str) -> str:
-    words = re.split(r"[^a-z]+", path.rpartition("/")[2].lower())
+    words = re.split(r"[^a-z]+", path.lower())
     return next((word for word in words if word in SPLITS), "")
 
 
@@ -37,23 +38,26 @@ def is_beside_rows(path: str) -> bool:
 
 def refuse_mixed(url: str, paths: Sequence[str], stems: Sequence[str]) -> None:
     """Refuse files of several splits, held-out files beside files that say no split, and one name in two formats."""
+    root = os.path.commonpath([path.rpartition("/")[0] or "." for path in paths])
+    names = [path.removeprefix(f"{root}/") for path in paths]
     of_split: dict[str, list[str]] = {}
-    for path in paths:
-        of_split.setdefault(split_of(path), []).append(path.rpartition("/")[2])
+    for name in names:
+        of_split.setdefault(split_of(name), []).append(name)
     named = of_split.keys() - {""}
     if len(named) > 1 or ("" in of_split and named - {"train"}):
         held = [
-            f"{split or 'no split'} ({', '.join(names[:SHOWN_FILES])}{', ...' if len(names) > SHOWN_FILES else ''})"
-            for split, names in of_split.items()
+            f"{split or 'no split'} ({', '.join(these[:SHOWN_FILES])}{', ...' if len(these) > SHOWN_FILES else ''})"
+            for split, these in of_split.items()
         ]
-        first = max(filter(split_of, paths), key=lambda path: split_of(path) == "train")
-        pattern = f"{first.rpartition('/')[0]}/*{_split_word(first)}*"
+        first = max(filter(split_of, names), key=lambda name: split_of(name) == "train")
+        folder, _, name = first.rpartition("/")
+        pattern = f"{root}/*{_split_word(name)}*" if not folder else f"{root}/{folder}/*"
         raise ValueError(
             f"{url}: files of several splits: {'; '.join(held)}. Fix: name the files of one, e.g. {pattern}"
         )
     twice = next((stem for k, stem in enumerate(stems) if stem in stems[:k]), None)
     if twice is not None:
-        both = [path.rpartition("/")[2] for path, stem in zip(paths, stems) if stem == twice]
+        both = [name for name, stem in zip(names, stems) if stem == twice]
         raise ValueError(
             f"{url}: the same name in several formats: {', '.join(both)}; the rows would be read more than once."
             " Fix: name the files of one format"
