@@ -33,6 +33,75 @@ Adapter = Callable[[Case, Mapping[str, Any]], dict[str, Any]]
 """(arrays, hyperparameters) -> {array's name: value} and {\"metric:NAME\": value} to compare with the case's own."""
 
 
+NEUTRAL = {
+    "garbage_padding": (False, True),  # what the case's inputs hold
+    "loss_agg_mode": ("token-mean",),  # verl's GMPO reads none
+    "clip_ratio_low": (0.2,),
+    "clip_ratio_high": (0.2,),
+    "clip_ratio_c": (3.0,),
+    "bypass_mode": (False,),
+    "_target_": ("",),
+    "label_smoothing": (0.0,),
+    "simpo_gamma": (0.5,),
+    "delta": (None,),
+    "use_bias_correction_kl": (False,),
+    "importance_sampling_level": ("token",),
+    "multi_objective_aggregation": ("sum_then_normalize",),
+    "atol": (1e-6,),
+    "replacement": (True,),
+    "use_kl_in_reward": (False,),
+    "use_on_policy_kl_approximation": (False,),
+    "reference_policy_kl_type": ("k3",),
+    "kl_input_clamp_value": (20.0,),
+    "kl_output_clamp_value": (10.0,),
+    "ratio_clip_c": (None,),
+    **dict.fromkeys(("truncated_importance_sampling_type", "truncated_importance_sampling_ratio"), (None,)),
+    "truncated_importance_sampling_ratio_min": (None,),
+}
+"""Values that say nothing where no adapter asks for them; any other value of these is refused."""
+IDLE = ("clip_ratio", "loss_mode", "discopop_tau", "num_samples")
+"""Given beside what counts: verl's dead key, and the function's own name."""
+RESTATED = (
+    *(f"in_{ref}{side}_logps" for ref in ("", "ref_") for side in ("chosen", "rejected")),
+    *("in_chosen_len", "in_rejected_len", "in_logps"),
+)
+"""Inputs that are sums of others, which the adapter reads."""
+
+
+class Read(Mapping):
+    """Hyper-parameters or arrays of a case, with those that an adapter looked at."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = {k: Read(v) if isinstance(v, dict) else v for k, v in values.items()}
+        self._seen: set[str] = set()
+
+    def __contains__(self, key):
+        return key in self._values
+
+    def __getitem__(self, key):
+        self._seen.add(key)
+        return self._values[key]
+
+    def __iter__(self):
+        return iter(self._values)
+
+    def __len__(self):
+        return len(self._values)
+
+    def unread(self) -> list[str]:
+        """Inputs that no adapter looked at."""
+        return [k for k in self._values if k.startswith("in_") and k not in (*self._seen, *RESTATED)]
+
+    def ignored(self) -> dict:
+        """What no adapter asked for, and what is not known to say nothing."""
+        unasked = {k: v for k, v in self._values.items() if k not in (*self._seen, *IDLE)}
+        out = {k: v for k, v in unasked.items() if v not in NEUTRAL.get(k, ())}
+        for k, v in self._values.items():
+            if isinstance(v, Read) and k in self._seen and v.ignored():
+                out[k] = v.ignored()
+        return out
+
+
 def columns_of(
     mask: np.ndarray, token: Mapping[str, np.ndarray], sequence: Mapping[str, Tensor] | None = None
 ) -> Columns:
@@ -865,3 +934,17 @@ ADAPTERS: Mapping[str, Adapter] = {
     "verl-recipe dapo/dapo_ray_trainer.py RayDAPOTrainer.fit (filter section)": dynamic_sampling,
     "dynamic sampling with floating point rewards": dynamic_sampling,
 }
+
+
+def golden_of(
+    function: str,
+    arrays: Mapping[str, Any],
+    expected: Mapping[str, np.ndarray],
+    options: Mapping[str, Any] | None = None,
+) -> None:
+    """Compare what the adapter of a peer's function makes of a handmade case with the expected arrays."""
+    read, given = Read({**arrays, **expected}), Read(options or {})
+    found = ADAPTERS[function](read, given)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-9, err_msg=name)
+    assert not read.unread() and not given.ignored()
