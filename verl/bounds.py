@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
+import yaml
 from msgspec import Meta
 
+MOST_VALUES = 1_000_000  # of a YAML file
 _FINITE = sys.float_info.max
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
@@ -29,3 +31,27 @@ def size_text(size: int) -> str:
             value = size / scale
             return f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"
     return f"{size} B"
+
+
+def bounded_yaml(text: str) -> str:
+    """The text of a YAML file as it is. ValueError for one that cannot be read as YAML, or whose aliases make more than
+    MOST_VALUES values of it: whatever walks over them would not end."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = 0 if root is None else _values(root, {})
+    except RecursionError:
+        raise ValueError("it is nested too deeply, or holds itself") from None
+    except yaml.YAMLError as e:
+        raise ValueError(f"not YAML: {' '.join(str(e).split())}") from None
+    if values > MOST_VALUES:
+        raise ValueError(f"its aliases make {values:.3g} values of it, at most {MOST_VALUES:,}")
+    return text
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node is, each alias counted as what it repeats."""
+    if id(node) not in known:
+        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        within = 0 if isinstance(node, yaml.ScalarNode) else sum(_values(part, known) for part in parts)
+        known[id(node)] = 1 + within
+    return known[id(node)]

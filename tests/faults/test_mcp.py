@@ -32,6 +32,7 @@ SERVER = '''
 import anyio, os, subprocess, sys, time
 from pathlib import Path
 from mcp.server.mcpserver import MCPServer
+from pydantic import BaseModel, Field
 
 server, count, here = MCPServer("s"), [0], Path(__file__).parent
 
@@ -84,6 +85,16 @@ def child() -> str:
     script = "setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $!"  # an orphan in a session of its own
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True).stdout.strip()
 
+class Strange(BaseModel):
+    """Its pattern takes longer than anybody waits for this value."""
+
+    text: str = Field(json_schema_extra={"pattern": "^(a+)+$"})
+
+@server.tool()
+def strange() -> Strange:
+    """Answers what its own schema does not hold."""
+    return Strange(text="a" * 60 + "!")
+
 if (here / "more").exists():
     server.add_tool(lambda: "x", name="more", description="More.")
 print("hello, no message of the protocol", flush=True)
@@ -132,13 +143,14 @@ def gone(pid: int, within_s: float = 5.0) -> bool:
     return True
 
 
-def test_what_a_server_logs_is_kept_within_bounds(tmp_path, monkeypatch):
+def test_what_a_server_logs_is_kept_within_bounds_and_its_patterns_are_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr(mcp, "MOST_SAID_BYTES", 100_000)
     tools = load_tools(given(tmp_path, s=stdio(tmp_path)))
     server, sizes = server_of(tools), []
 
     async def body() -> None:
         box = box_of(tools)
+        assert (await say(box, "strange"))["text"].endswith("a!"), "what a server declares is not checked here"
         for _ in range(8):
             assert (await say(box, "talk")).text == "said"
             sizes.append(os.fstat(server._said.fileno()).st_size)

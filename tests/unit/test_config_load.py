@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from each import each
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from verl.agent_loop.tools import load_tools
 from verl.algorithms.presets import knobs
 from verl.cli import USAGE
 from verl.config.backends import TABLES, Backend, load, option_keys, options_of
@@ -510,3 +512,29 @@ def test_a_row_that_is_not_whole_is_one_line_with_the_module_and_the_fix(tmp_pat
         with pytest.raises(ValueError, match=f"^{name}: {words}") as caught:
             load(name)
         assert len(str(caught.value).splitlines()) == 1
+
+
+BOMBS = {
+    "aliases": "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
+    + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)),
+    "itself": "a: &a [*a]\n",
+    "depth": "a: " + "[" * 20_000 + "]" * 20_000,
+}
+
+
+@each("name", list(BOMBS))
+def test_yaml_that_repeats_itself_without_bound_is_one_line_wherever_it_is_read(tmp_path, name):
+    file = tmp_path / "f.yaml"
+    file.write_text(BOMBS[name])
+    readers = [
+        lambda: read_config(file),
+        lambda: load_config([f"recipe={file}"]),
+        lambda: load_config([f"rollout.engine_options=@{file}"]),
+        lambda: load_config([f"--config-path={tmp_path}", "--config-name=f"], verl_defaults="rl"),
+        lambda: load_tools([str(file)]),
+    ]
+    for read in readers:
+        with pytest.raises(ValueError, match="aliases make|nested too deeply") as caught:
+            read()
+        (line,) = [line for line in str(caught.value).splitlines() if re.search("aliases make|too deeply", line)]
+        assert "f.yaml" in line and len(line) < 400

@@ -22,6 +22,7 @@ from uuid import uuid4
 
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.threads import Ended, Places, in_thread, started, value_of
+from verl.bounds import bounded_yaml
 from verl.chat.parsing import ToolCall, wrong_arguments
 from verl.chat.template import one_line
 from verl.sandbox.worker import Unloadable, load_module
@@ -436,6 +437,7 @@ def _of_yaml(entry: str, timeout_s: float) -> list[Tool]:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
+        bounded_yaml(Path(entry).read_text(encoding="utf-8"))
         read: Any = OmegaConf.to_container(OmegaConf.load(entry), resolve=True)
     except (OSError, ValueError, OmegaConfBaseException) as e:
         raise ValueError(f"agent.tools={entry}: cannot be read: {one_line(e)}") from e

@@ -24,6 +24,7 @@ import yaml
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.bounds import bounded_yaml
 from verl.config.agent import idle_agent_keys, idle_line
 from verl.config.backends import complete_options
 from verl.config.compat.table import find_row, unknown_key
@@ -180,7 +181,9 @@ def _recipe_settings(recipe: str, chain: tuple[str, ...], folder: Path | None = 
 
 def _parse_recipe(name: str, text: str) -> dict[str, Any]:
     try:
-        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        tree = OmegaConf.to_container(OmegaConf.create(bounded_yaml(text)), resolve=False)
+    except ValueError as exc:
+        raise ValueError(f"recipe {name}: {exc}") from exc
     except (yaml.YAMLError, OmegaConfBaseException) as exc:
         raise ValueError(f"recipe {name}: not YAML: {' '.join(str(exc).split())}") from exc
     if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree):
@@ -354,9 +357,9 @@ def _line(text: str, origin: str) -> str:
 def read_config(path: str | os.PathLike[str]) -> Config:
     """The tree back from a `config.yaml`, with today's environment. Keys that it does not name have their defaults."""
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as exc:
-        raise ValueError(f"{path}: not YAML: {' '.join(str(exc).split())}") from exc
+        tree = yaml.safe_load(bounded_yaml(Path(path).read_text(encoding="utf-8")))
+    except (ValueError, yaml.YAMLError) as exc:
+        raise ValueError(f"{path}: {' '.join(str(exc).split())}") from exc
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: must be a mapping of sections ({', '.join(sections())})")
     values = {key: _converted(key, value, str(path)) for key, value in _flatten(tree, "", str(path))}

@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
 
+from verl.bounds import bounded_yaml
 from verl.config.tree import leaf_of
 
 _NO_SPACE = re.compile(r"[{,]\s*[\w.-]+:[^\s]")  # {a:1} is Hydra's mapping; YAML reads one name
@@ -74,8 +75,8 @@ def _as_written(key: str, text: str) -> Any:
     if text[:1] not in ("[", "{") or _is_text(key):
         return text
     try:
-        return None if _NO_SPACE.search(text) else yaml.safe_load(text)
-    except yaml.YAMLError:
+        return None if _NO_SPACE.search(text) else yaml.safe_load(bounded_yaml(text))
+    except (yaml.YAMLError, ValueError):
         return None
 
 
@@ -84,10 +85,10 @@ def _from_file(key: str, text: str) -> tuple[Any, str]:
     file, fix = Path(text[1:]).expanduser(), f"a text that begins with @ is quoted: {key}='\"{text}\"'"
     try:
         content = file.read_text(encoding="utf-8").removesuffix("\n")
-        return (content if _is_text(key) else yaml.safe_load(content)), content
+        return (content if _is_text(key) else yaml.safe_load(bounded_yaml(content))), content
     except OSError as exc:
         raise ValueError(f"{key}={text}: {file} cannot be read ({exc.strerror}); {fix}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as exc:
+    except (ValueError, yaml.YAMLError) as exc:
         raise ValueError(f"{key}={text}: {file}: {' '.join(str(exc).split())}; {fix}") from None
 
 

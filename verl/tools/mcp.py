@@ -149,7 +149,7 @@ class McpServer:
             self._pings.add(task)
             task.add_done_callback(self._pings.discard)
             raise
-        except (OSError, RuntimeError, ValueError) as e:  # an answer that breaks its own schema, a broken pipe
+        except (OSError, RuntimeError, ValueError) as e:  # a broken pipe, an answer that is none
             return Answer(f"Error: {type(e).__name__}: {one_line(e)}", error="exception", note=self._news())
         finally:
             for one in (call, over):
@@ -281,13 +281,20 @@ class McpServer:
             more: Any = {"env": dict(entry.get("env") or {}), "cwd": entry.get("cwd")}
             self._said.truncate(0)
             transport = stdio_client(StdioServerParameters(command=sys.executable, args=command, **more), self._said)
-        return await stack.enter_async_context(Client(transport, message_handler=heard))
+        client: Any = await stack.enter_async_context(Client(transport, message_handler=heard))
+        client.session.validate_tool_result = _not_validated
+        return client
 
     def _last_words(self) -> str:
         self._said.seek(0)
         tail = " ".join(self._said.read()[-4000:].split())[-300:]
         garbage = f"; no message of the protocol: {self._garbage}" if self._garbage else ""
         return garbage + (f"; it said: {tail}" if tail else "")
+
+
+async def _not_validated(name: str, result: Any) -> None:
+    """Take an answer as it is, whatever its server declared of its structure: the model reads its text, and checking it
+    would run the server's own patterns in this process, without an end."""
 
 
 def _of_use(attempt: asyncio.Task[Session]) -> bool:

@@ -11,12 +11,14 @@ import contextlib
 import time
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
 
+from verl.bounds import bounded_yaml
 from verl.transfer_queue.options import Package
 from verl.transfer_queue.ray import RayQueue, start
 
@@ -35,6 +37,8 @@ def build(options: Package) -> PackageQueue:
         raise ValueError(f"queue.engine=package needs the TransferQueue package ({exc}): {wanted}") from None
     from omegaconf import OmegaConf
 
+    if options.config:
+        bounded_yaml(Path(options.config).read_text(encoding="utf-8"))
     own = OmegaConf.load(options.config) if options.config else OmegaConf.create()
     simple = OmegaConf.select(own, "backend.storage_backend", default=SIMPLE) == SIMPLE
     cpus = 1 + (OmegaConf.select(own, UNITS, default=2) if simple else 0)  # of Ray: its controller, and each unit

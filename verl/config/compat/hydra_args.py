@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from verl.bounds import bounded_yaml
 from verl.config.compat.table import find_row
 from verl.config.overrides import Argument, parse_argument
 from verl.config.tree import leaf_of
@@ -66,9 +67,12 @@ def _of_file(folder: Path, name: str, chain: tuple[str, ...]) -> Iterator[Argume
         raise ValueError(f"--config-name={' -> '.join([*chain, name])}: a file cannot be its own base")
     if path.is_file():
         try:
+            bounded_yaml(path.read_text(encoding="utf-8"))
             tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)  # 1e-6 is a number there, as in verl
         except yaml.YAMLError as exc:
             raise ValueError(f"{path}: not YAML: {' '.join(str(exc).split())}") from exc
+        except ValueError as exc:
+            raise ValueError(f"{path}: {exc}") from exc
         if not isinstance(tree, dict):
             raise ValueError(f"{path}: must be a mapping of keys")
         for base in tree.pop("defaults", ()):
