@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from verl.algorithms.presets import PRESETS, Preset, changed
-from verl.algorithms.specs import BY_HORIZON, GDPO, short
+from verl.algorithms.meanings import MEANINGS
+from verl.algorithms.presets import PRESETS, Preset, changed, knobs
+from verl.algorithms.specs import GDPO, short
 
 INDEX = "README.md"
 AXES = ("aggregation", "selection")
@@ -44,7 +46,6 @@ def recommended(name: str) -> dict[str, str]:
 def launch(preset: Preset) -> tuple[str, str]:
     """The plain command line, and one for a task of the quickstart's size."""
     needed = {" teacher.path=DIR": "teacher" in preset.roles()}
-    needed[" algorithm.horizon_tokens=1024"] = preset.loss.aggregation == BY_HORIZON
     needed[" algorithm.options.reward_components=[a,b] reward.path=my_reward.py"] = isinstance(preset.estimator, GDPO)
     more = "".join(text for text, due in needed.items() if due)
     small = " ".join(f"{k}={v}" for k, v in recommended(preset.name).items())
@@ -92,12 +93,22 @@ def renewed_index(page: str, titles: dict[str, str]) -> str:
         (f"[{titles[n]}]({n}.md)", f"`{n}`", short(p.estimator.fn), short(p.loss.fn), p.loss.aggregation, p.source)
         for n, p in PRESETS.items()
     ]
-    return _between(
-        page,
-        "single ones.\n\n",
-        "\n\n```",
-        _table(("card", "name", "estimator", "loss", "aggregation", "source"), rows),
-    )
+    head = ("card", "name", "estimator", "loss", "aggregation", "source")
+    page = _between(page, "single ones.\n\n", "\n\n```", _table(head, rows))
+    return _between(page, "<!-- settings -->\n\n", "\n\n<!-- end of settings -->", settings())
+
+
+def settings() -> str:
+    """Every setting with its meaning, its default and the algorithms that have it."""
+    had = {n: p.settings() for n, p in PRESETS.items()}
+    rows = []
+    for key, option in knobs().items():
+        values = {n: of[key] for n, of in had.items() if key in of}
+        usual = Counter(map(str, values.values())).most_common(1)[0][0]
+        of = ", ".join(f"`{n}`" for n in values) if len(values) < 9 else f"{len(values)} of them"
+        of = "all" if len(values) == len(PRESETS) else of
+        rows.append((f"`algorithm.{'options.' if option else ''}{key}`", MEANINGS.get(key, ""), usual, of))
+    return _table(("key", "what", "default", "of"), rows)
 
 
 def pages(folder: Path) -> dict[str, str]:

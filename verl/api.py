@@ -20,8 +20,9 @@ from torch import nn
 
 from verl.algorithms.presets import PRESETS
 from verl.algorithms.resolve import resolve
+from verl.algorithms.settings import spelled
 from verl.config.load import load_config
-from verl.config.model_files import cached_model_folder
+from verl.config.model_files import find_model_folder
 from verl.config.schema import Config
 from verl.config.served import reachable
 from verl.driver.assemble import checkpoint_engine, context_of, learner_of, rollout_engine
@@ -48,12 +49,31 @@ class AutoModelForCausalLMWithValueHead:
     @classmethod
     def from_pretrained(cls, path: str | Path) -> AutoModelForCausalLMWithValueHead:
         """A folder, or a hub id that is in the local cache; ValueError else (no hub is asked)."""
-        folder = cached_model_folder(str(path)) or Path(path)
+        folder = find_model_folder(str(path))
         return cls(load_causal_lm(folder), folder)
 
 
-def create_reference_model(model: AutoModelForCausalLMWithValueHead) -> AutoModelForCausalLMWithValueHead:
+def _wrapped(model: AutoModelForCausalLMWithValueHead | nn.Module) -> AutoModelForCausalLMWithValueHead:
+    """Return the model; of one of transformers the weights as they are now, in float32, loaded as the folder is that it
+    was read from. ValueError if there is no such folder."""
+    if isinstance(model, AutoModelForCausalLMWithValueHead):
+        return model
+    name = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if not isinstance(model, nn.Module) or not name:
+        fix = "give AutoModelForCausalLMWithValueHead.from_pretrained(FOLDER), or a model of transformers from a folder"
+        raise ValueError(f"model is a {type(model).__name__} without a folder: {fix}")
+    wrapped = AutoModelForCausalLMWithValueHead.from_pretrained(name)
+    try:
+        wrapped.pretrained_model.load_state_dict(model.state_dict())
+    except RuntimeError as exc:
+        fix = "give the causal language model itself, not one with another head or an adapter around it"
+        raise ValueError(f"model is a {type(model).__name__} with other tensors than {name}: {fix}") from exc
+    return wrapped
+
+
+def create_reference_model(model: AutoModelForCausalLMWithValueHead | nn.Module) -> AutoModelForCausalLMWithValueHead:
     """A frozen copy of the model as it is now."""
+    model = _wrapped(model)
     copied = copy.deepcopy(model.pretrained_model)
     for p in copied.parameters():
         p.requires_grad_(False)
@@ -90,15 +110,17 @@ class VerlTrainer:
         self,
         *,
         config: VerlConfig,
-        model: AutoModelForCausalLMWithValueHead,
+        model: AutoModelForCausalLMWithValueHead | nn.Module,
         tokenizer: Any,
-        ref_model: AutoModelForCausalLMWithValueHead | None = None,
+        ref_model: AutoModelForCausalLMWithValueHead | nn.Module | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        name = config.algorithm.lower().replace("-", "_").replace("++", "_plus_plus")
+        name = _algorithm_name(config.algorithm)
         if name not in PRESETS:
             raise ValueError(f"algorithm={config.algorithm!r} is not in the table: {', '.join(PRESETS)}")
+        _refuse_runs_only(name)
+        model, ref_model = _wrapped(model), None if ref_model is None else _wrapped(ref_model)
         self.algorithm = resolve(name, _facade_settings(name, config, ref_model is not None))
         if config.samples_per_prompt < self.algorithm.group.least:
             warnings.warn(
@@ -248,6 +270,19 @@ async def _gather(plays: Sequence[Any]) -> list[Completion]:
     return list(await asyncio.gather(*plays))
 
 
+def _algorithm_name(text: str) -> str:
+    """Return the name of the table that `text` is in another spelling (Dr.GRPO, Reinforce++), else `text`."""
+    return {spelled(name): name for name in PRESETS}.get(spelled(text), text)
+
+
+def _refuse_runs_only(name: str) -> None:
+    """Refuse an algorithm that reads what single steps from Python do not have: a teacher, or rewards of turns."""
+    lacks = [f"the role {role}" for role in sorted(PRESETS[name].roles() - {"ref", "critic"})]
+    if lacks := [*lacks, *(["rewards of turns"] if PRESETS[name].credits_turns() else [])]:
+        run = f"verl.GRPOTrainer(MODEL, train_data=ROWS, overrides=['algorithm.name={name}', ...])"
+        raise ValueError(f"algorithm={name!r} reads {' and '.join(lacks)}, which VerlTrainer has not: {run} runs it")
+
+
 def _facade_settings(name: str, config: VerlConfig, has_reference: bool) -> dict[str, Any]:
     """The preset, with its KL terms only if a reference model was given; lengths from max_length."""
     out = dict(config.settings)
@@ -311,6 +346,9 @@ class GRPOTrainer:
         eval_data: str | Path | Sequence[Mapping[str, Any]] | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
+        if not isinstance(model, str | Path):
+            fix = "a run loads its weights itself: give the folder (model.save_pretrained(FOLDER) writes one)"
+            raise ValueError(f"model is a {type(model).__name__}: {fix}")
         self._folder = OwnFolder("verl-given-")
         self.args = [
             f"algorithm.name={self.algorithm_name}",
@@ -407,7 +445,7 @@ class Trainer:
                 'Trainer has no "data": give rows ({"prompt": [...], "data_source": ...}) or a JSONL or Parquet file'
             )
         actor = config["actor"] if isinstance(config["actor"], Policy) else Policy(config["actor"])
-        name = str(config.get("algorithm", "grpo")).lower().replace("-", "_")
+        name = _algorithm_name(str(config.get("algorithm", "grpo")))
         reward = config.get("reward")
         inner = GRPOTrainer(
             actor.path,

@@ -76,24 +76,26 @@ def _algorithms(args: Sequence[str]) -> None:
 
 
 def _algorithm(name: str, overrides: Sequence[str]) -> None:
-    from verl.algorithms.presets import changed, find, settled
-    from verl.algorithms.specs import BY_HORIZON, GDPO
+    from verl.algorithms.meanings import MEANINGS
+    from verl.algorithms.presets import changed, find, knobs, settled
+    from verl.algorithms.specs import GDPO
     from verl.config.load import load_config
 
-    config = load_config([f"algorithm.name={name}", *overrides, "model.path=MODEL_FOLDER"]).config
-    preset, given = find(name), config.algorithm.given()
+    resolved = load_config([f"algorithm.name={name}", *overrides, "model.path=MODEL_FOLDER"])
+    preset, given = find(name), resolved.config.algorithm.given()
     needed: dict[str, Any] = {}  # what a run must give itself; a fitting value is shown
-    if given.get("aggregation", preset.loss.aggregation) == BY_HORIZON:
-        needed["horizon_tokens"] = config.rollout.max_response_tokens
     if isinstance(preset.estimator, GDPO):
         needed["reward_components"] = ["COMPONENT", "COMPONENT"]
-    table = Table("setting", "value", "from", box=None)
+    table = Table("algorithm.", "value", "from", "what", box=None)
     of_paper = {"estimator", "loss", *changed(preset)}
+    filled = {key for key in given if resolved.origins.get(f"algorithm.{key}", "").startswith("default")}
     for key, value in settled(name, {**needed, **given}).settings().items():
-        where = "given" if key in given else "needed" if key in needed else "paper" if key in of_paper else "preset"
-        table.add_row(key, str(value), where)
+        where = "needed" if key in needed and key not in given else "paper" if key in of_paper else "preset"
+        where = "given" if key in given and key not in filled else where
+        path = f"options.{key}" if knobs().get(key) else key
+        table.add_row(path, str(value), where, MEANINGS.get(key, ""))
     print(f"{name}: {preset.source}")
-    Console().print(table)
+    Console(width=max(160, Console().width)).print(table)
     origins = "paper: the algorithm's own · preset: as in every algorithm · given: on this command line"
     print(f"{origins} · needed: a run has to give it")
 

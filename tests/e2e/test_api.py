@@ -244,3 +244,32 @@ def test_a_reward_of_an_unguarded_script_is_refused_with_the_line(tmp_path):
         said.append((process.wait(120), log.read_text()))
     assert said[0][0] == 1 and 'below `if __name__ == "__main__":`' in said[0][1]
     assert said[1][0] == 0 and "reward.name=compute_score" in said[1][1]
+
+
+def test_a_model_of_transformers_is_taken_with_its_weights_of_now(tiny_model):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from verl import create_reference_model
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.25)
+    wrapped = create_reference_model(model)
+    taken = wrapped.pretrained_model.model.norm.weight
+    assert taken.dtype == torch.float32 and torch.equal(taken, model.model.norm.weight.float())
+    tokenizer, config = AutoTokenizer.from_pretrained(tiny_model), VerlConfig(algorithm="Dr.GRPO", samples_per_prompt=2)
+    VerlTrainer(config=config, model=model, ref_model=model, tokenizer=tokenizer).close()
+    for given in (3, torch.nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match="without a folder: give AutoModelForCausalLM"):
+            VerlTrainer(config=config, model=given, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"model is a Qwen3ForCausalLM: a run loads its weights itself"):
+        PPOTrainer(model, train_data=[])
+    for name, lacks in (("opd", "the role teacher"), ("gigpo", "rewards of turns")):
+        with pytest.raises(ValueError, match=f"algorithm='{name}' reads {lacks}, which VerlTrainer has not"):
+            VerlTrainer(config=VerlConfig(algorithm=name), model=model, tokenizer=tokenizer)
+
+
+def test_a_hub_id_that_is_not_in_the_cache_is_told_how_it_gets_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="hf download org/model --local-dir FOLDER"):
+        AutoModelForCausalLMWithValueHead.from_pretrained("org/model")

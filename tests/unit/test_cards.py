@@ -206,8 +206,8 @@ def test_the_launch_lines_are_accepted():
 def shown(capsys, *args) -> dict[str, tuple[str, str]]:
     """Setting -> (value, where it is from) as `verl show` prints it."""
     assert show(list(args)) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:-1]]
-    return {r[0]: (" ".join(r[1:-1]), r[-1]) for r in rows if len(r) > 2}
+    rows = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()[2:-1]]
+    return {r[0].removeprefix("options."): (r[1], r[2]) for r in rows if len(r) > 2}
 
 
 def test_show_prints_every_resolved_setting(capsys):
@@ -224,7 +224,7 @@ def test_show_tells_where_vapos_settings_are_from(capsys):
     assert found["clip_high"] == ("0.3", "given") and found["length_adaptive_alpha"] == ("0.1", "given")
     assert found["positive_nll_coef"] == ("0.1", "paper") and found["critic_warmup_steps"] == ("50", "paper")
     assert found["clip_low"] == ("0.2", "preset") and "cov_ratio" not in found, "what vapo does not read is not shown"
-    assert shown(capsys, "algorithm=drgrpo")["horizon_tokens"] == ("1024", "needed")
+    assert shown(capsys, "algorithm=drgrpo")["horizon_tokens"] == ("1024", "preset")
 
 
 def test_show_names_the_nearest_algorithm():

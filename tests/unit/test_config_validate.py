@@ -97,8 +97,10 @@ FAULTS = [
     (["optim.warmup_steps=5", "optim.warmup_ratio=0.1"], "leave one out"),
     (["algorithm.name=grop"], "did you mean grpo"),
     (["algorithm.aggregation=token_mean"], "did you mean token-mean"),
-    (["algorithm.aggregation=seq-mean-token-sum-norm"], "set it to the longest response, 1024"),
-    (["algorithm.name=drgrpo"], "algorithm.horizon_tokens is missing"),
+    (
+        ["algorithm.options.correction=truncate"],
+        "write algorithm.correction=truncate algorithm.options.correction_high",
+    ),
     (["algorithm.horizon_tokens=100"], "does nothing here"),
     (["algorithm.kl_loss_form=k4"], "k1, abs, k2"),
     (["algorithm.kl_loss_coef=-0.1"], "must be >= 0"),
@@ -222,7 +224,7 @@ def test_the_keys_of_the_tree_are_the_settings_of_the_specs() -> None:
 
 
 ALGORITHM_FAULTS = [
-    (["algorithm.options.clip_low=0.1"], "algorithm.options.clip_low: unknown; did you mean algorithm.clip_low?"),
+    (["algorithm.options.clip_low=0.1"], "algorithm.options.clip_low: a key of its own: write algorithm.clip_low=0.1"),
     (["algorithm.options.tau_positve=1"], "did you mean tau_positive?"),
     (["algorithm.name=sapo", "algorithm.options.tau_positive=hot"], "must be a number"),
     (["algorithm.options.leave_one_out=1"], "must be true or false"),

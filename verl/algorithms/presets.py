@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from verl.algorithms import filters, specs
@@ -377,16 +378,43 @@ def find(name: str) -> Preset:
     return _named(PRESETS, "algorithm.name", name)
 
 
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("gae", "ppo_trainer"), "ppo"),
+        **dict.fromkeys(("grpo_passk", "pass@k", "passk"), "pass_at_k"),
+        **dict.fromkeys(("optimal_token_baseline", "tir_optimal_token_baseline"), "otb"),
+        **dict.fromkeys(("grpo_done_right", "grpo_dr"), "drgrpo"),
+        **dict.fromkeys(("on_policy_distillation", "distillation"), "opd"),
+        **{"grpo_vectorized": "grpo", "rloo_vectorized": "rloo", "geo_mean": "gmpo", "rpp": "reinforce_plus_plus"},
+    }
+)
+"""What others call an algorithm of the table, for the near name of an error."""
+
+
 def _named(table: Mapping[str, T], key: str, name: str) -> T:
     if name not in table:
-        raise ValueError(f"{key}={name}: unknown{did_you_mean(name, list(table))}; there are: {', '.join(table)}")
+        near = did_you_mean(name, list(table), {k: v for k, v in ALIASES.items() if v in table})
+        raise ValueError(f"{key}={name}: unknown{near}; there are: {', '.join(table)}")
     return table[name]
 
 
-def unknown_option(key: str) -> str:
+def unknown_option(key: str, value: Any = "VALUE") -> str:
+    """Return a line for `algorithm.options.KEY=value`, which is no option: the key of its own, or the nearest name."""
+    if key in setting_types() or key in ("loss", "advantage"):
+        return f"algorithm.options.{key}: a key of its own: write {written(key, value)}"
     options = [k for k, option in knobs().items() if option]
     hint = did_you_mean(key, options) or f"; known: {', '.join(options)}"
     return f"algorithm.options.{key}: unknown{hint}"
+
+
+def written(key: str, value: Any = "VALUE") -> str:
+    """Return the setting as a command line has it, with what it needs beside it."""
+    said = f"algorithm.{'options.' if knobs().get(key) else ''}{key}={value}"
+    if key == "correction":
+        return f"{said} algorithm.options.correction_high=2.0"
+    if key in ("correction_level", "correction_low", "correction_high", "correction_batch_normalize"):
+        return f"{said} beside algorithm.correction=truncate (or clamp, icepop, mask)"
+    return said
 
 
 def settled(name: str, given: Mapping[str, Any] | None = None, *, longest: int | None = None) -> Preset:

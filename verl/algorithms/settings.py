@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 
@@ -71,12 +73,19 @@ def _as_written(annotation: Any) -> str:  # they are strings where a spec's modu
     return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
 
 
-def did_you_mean(word: object, known: Sequence[str]) -> str:
-    """`; did you mean X?`, or nothing where no word is near."""
+def did_you_mean(word: object, known: Sequence[str], aliases: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return `; did you mean X?`, or nothing where no word is near. Case, dots, dashes and underscores do not count;
+    aliases: other spellings -> one of `known`."""
     import difflib
 
-    near = difflib.get_close_matches(str(word), known, 1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    simple = {spelled(name): name for name in known} | {spelled(name): one for name, one in aliases.items()}
+    near = difflib.get_close_matches(spelled(str(word)), simple, 1, cutoff=0.6)
+    return f"; did you mean {simple[near[0]]}?" if near else ""
+
+
+def spelled(name: str) -> str:
+    """Return `name` in lower case without what writers put between its letters: Reinforce++ is reinforceplusplus."""
+    return re.sub(r"[^a-z0-9]", "", name.lower().replace("+", "plus"))
 
 
 def knob(default: Any, **limits: Any) -> Any:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from verl.algorithms.presets import unknown_option
 from verl.config.schema import Config
-from verl.config.tree import convert, did_you_mean, leaves
+from verl.config.tree import convert, did_you_mean, leaves, text_of
 from verl.model_engine.layout import Layout
 
 
@@ -193,8 +194,8 @@ def option_keys() -> Iterator[str]:
 
 def complete_options(values: dict[str, Any]) -> list[str]:
     """Fill every `engine_options` with its engine's defaults, in place -> what is wrong, a line per fault."""
-    own = [name for name in values.get("algorithm.options", ()) if f"algorithm.{name}" in leaves()]
-    faults = [f"algorithm.options.{name}: unknown; did you mean algorithm.{name}?" for name in own]
+    given = values.get("algorithm.options", {})
+    faults = [unknown_option(name, text_of(given[name])) for name in given if f"algorithm.{name}" in leaves()]
     for section, table in TABLES.items():
         engine, key = values[f"{section}.engine"], f"{section}.engine_options"
         if engine not in table:

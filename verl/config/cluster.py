@@ -59,6 +59,9 @@ def cluster_faults(config: Config, command: str) -> Iterator[str]:
         yield f"{needs_ray[0]}=ray: Ray is {PIP}"
     if config.sync.engine == "nixl" and find_spec("nixl") is None:
         yield "sync.engine=nixl: NIXL is missing: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
+    if config.queue.engine == "package" and find_spec("transfer_queue") is None:
+        packages = "TransferQueue==0.1.11 tensordict==0.15.3 pyvers pyzmq prometheus_client cloudpickle"
+        yield f"queue.engine=package: TransferQueue is missing: pip install --no-deps {packages}"
     given = config.sync.engine_options
     if given.get("delta") and given.get("bucket_mb") is not None:
         why = "what changed is told of whole versions, which no host has where they pass through buckets"

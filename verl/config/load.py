@@ -24,6 +24,8 @@ import yaml
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.algorithms.presets import PRESETS
+from verl.algorithms.specs import BY_HORIZON
 from verl.bounds import bounded_yaml
 from verl.config.agent import idle_agent_keys, idle_line
 from verl.config.backends import complete_options
@@ -276,6 +278,7 @@ def _resolve(values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
     named: dict[str, str] = values["teacher.paths"]
     values["teacher.paths"] = {n: str(cached_model_folder(p) or os.path.expanduser(p)) for n, p in named.items()}
     _fit_lengths(values, origins)
+    _fill_horizon(values, origins)
     faults = complete_options(values)
     if faults:
         raise ValueError("\n".join(faults))
@@ -310,6 +313,14 @@ def _fit_lengths(values: dict[str, Any], origins: dict[str, str]) -> None:
     for key, value in fitted.items():
         if value != values[key]:
             values[key], origins[key] = value, f"{FITTED} {room} positions"
+
+
+def _fill_horizon(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """In place: the constant that an aggregation divides by is the longest response, where it is not given."""
+    preset, key = PRESETS.get(values["algorithm.name"]), "algorithm.horizon_tokens"
+    aggregation = values["algorithm.aggregation"] or (preset.loss.aggregation if preset else None)
+    if aggregation == BY_HORIZON and values[key] is None:
+        values[key], origins[key] = values["rollout.max_response_tokens"], "default: rollout.max_response_tokens"
 
 
 def _interpolated(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, tuple[Any, str]]:

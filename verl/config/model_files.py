@@ -69,16 +69,17 @@ class TensorHeader:
         return math.prod(self.shape)
 
 
-def find_model_folder(path: str) -> Path:
-    """The folder itself, or that of a hub id in the local Hugging Face cache. Nothing is downloaded."""
+def find_model_folder(path: str, key: str = "model.path") -> Path:
+    """The folder itself, or that of a hub id in the local Hugging Face cache. Nothing is downloaded; ValueError, with
+    the key that names it, if there is none."""
     folder = Path(path).expanduser()
     found = folder if folder.is_dir() else cached_model_folder(path)
     if found is not None:
         return found
     if _HUB_ID.fullmatch(path):
-        fix = f"download it first: hf download {path} --local-dir FOLDER, then model.path=FOLDER"
-        raise ValueError(f"model.path={path}: no such folder, and not in the cache {_hub_cache()}; {fix}")
-    raise ValueError(f"model.path={path}: no such folder; give {_WANTED}")
+        fix = f"download it first: hf download {path} --local-dir FOLDER, then {key}=FOLDER"
+        raise ValueError(f"{key}={path}: no such folder, and not in the cache {_hub_cache()}; {fix}")
+    raise ValueError(f"{key}={path}: no such folder; give {_WANTED}")
 
 
 def cached_model_folder(path: str) -> Path | None:

@@ -100,7 +100,7 @@ def _settings(config: Config) -> Iterator[str]:
             settled(config.algorithm.name, config.algorithm.given(), longest=config.rollout.max_response_tokens)
     except ValueError as exc:
         yield from str(exc).splitlines()
-    yield from map(unknown_option, unknown)
+    yield from (unknown_option(name, text_of(config.algorithm.options[name])) for name in unknown)
 
 
 def _algorithm(config: Config) -> Iterator[str]:
@@ -284,14 +284,21 @@ def _reward(config: Config) -> Iterator[str]:
         signature = f"def {r.name}(data_source, solution_str, ground_truth, extra_info=None)"
         yield f"reward.path={r.path}: no such file; a Python file with `{signature}`"
     if r.model is not None and not (Path(r.model).expanduser() / "config.json").is_file():
-        made = "give a folder that `verl rm` made (RUN/checkpoints/step_N/hf)"
-        yield f"reward.model={r.model}: no config.json there; {made}"
+        yield _no_reward_model(r.model)
     if r.stage == "batch" and r.model is None:
         yield "reward.stage=batch needs reward.model: function rewards are always scored as answers end"
     elif r.stage == "batch" and r.path is None and config.data.eval_files:
         yield "reward.stage=batch has no score for evaluations: reward.stage=stream, or reward.path for what they do"
     if not r.name.isidentifier():
         yield f"reward.name={r.name!r}: must be the name of a function in reward.path"
+
+
+def _no_reward_model(path: str) -> str:
+    try:
+        find_model_folder(path, "reward.model")
+    except ValueError as exc:
+        return str(exc)
+    return f"reward.model={path}: no config.json there; give a folder that `verl rm` made (RUN/checkpoints/step_N/hf)"
 
 
 def _evaluation(config: Config, command: Command) -> Iterator[str]:
@@ -341,6 +348,11 @@ def _files(config: Config, command: Command) -> Iterator[str]:
     except ValueError as exc:
         yield str(exc)
         return
+    if config.critic.path is not None and command in RL:
+        try:
+            find_model_folder(config.critic.path, "critic.path")
+        except ValueError as exc:
+            yield str(exc)
     what, longest = "data.max_tokens_per_row", config.data.max_tokens_per_row
     if command in SAMPLES:
         what, longest = "data.max_prompt_tokens + rollout.max_response_tokens", longest_sequence(config)

@@ -11,6 +11,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
 
+from verl.algorithms.presets import knobs, written
 from verl.config.backends import option_keys
 from verl.config.tree import leaves, nearest
 
@@ -173,7 +174,7 @@ def same_value(value: Any, text: str) -> bool:
     return str(value).lower() == text.lower()
 
 
-def unknown_key(key: str, origin: str = "") -> str:
+def unknown_key(key: str, origin: str = "", value: str = "VALUE") -> str:
     """One line: the key is unknown, and which are near it in either vocabulary."""
     said = f"unknown key {key!r}" + (f" ({origin})" if origin else "")
     below = [name for name in leaves() if name.startswith(f"{key}.")]
@@ -184,6 +185,10 @@ def unknown_key(key: str, origin: str = "") -> str:
     rows = key_rows()
     if key in rows and rows[key].action == "mapped":
         return f"{said}: verl's name, only on the command line; here it is {' and '.join(rows[key].targets)}"
+    section, _, name = key.rpartition(".")
+    if section in ("", "algorithm") and name in knobs():
+        return f"{said}: write {written(name, value)}"
     theirs = (k for k in rows if not k.endswith(".*") and k not in leaves())
-    near = nearest(key, [*leaves(), *option_keys(), *theirs])
+    options = (f"algorithm.options.{name}" for name, option in knobs().items() if option and section == "algorithm")
+    near = nearest(key, [*leaves(), *option_keys(), *options, *theirs])
     return f"{said}: " + (f"did you mean {' or '.join(near)}?" if near else "see `verl show config` for all keys")

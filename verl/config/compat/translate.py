@@ -67,7 +67,7 @@ def translated(
         if leaf_of(parsed.key):
             native.append(Setting(parsed.key, parsed.value, "command line", parsed.text.strip("'\"")))
         elif row is None:
-            problems.append(unknown_key(parsed.key))
+            problems.append(unknown_key(parsed.key, value=parsed.text))
         elif parsed.error and row.action != "ignored":
             problems.append(parsed.error)
         else:
