@@ -13,6 +13,7 @@ from test_chat import CHATML
 from test_messages import ANSWERS, ASSISTANT, CALL, USER, WEATHER
 
 from verl.chat.conversation import render_conversation
+from verl.chat.kept import dropped
 from verl.chat.messages import read_messages
 from verl.chat.template import Renderer, RenderError, RowRefused, audit_template, refuse_unsupported, render_prompt
 from verl.config.schema import DataConfig
@@ -165,6 +166,30 @@ def test_arguments_and_schemas_are_looked_for() -> None:
         assert old in tokenizer.chat_template
         with pytest.raises(RowRefused, match="tool call|a tool's schema"):
             render_prompt(of(tokenizer.chat_template.replace(old, new)), [USER, turn, *ANSWERS], {}, two, audit)
+
+
+def test_texts_are_found_in_their_order_and_in_the_forms_of_templates() -> None:
+    ask, tell = {"role": "user", "content": "alpha beta"}, {"role": "assistant", "content": "gamma\ndelta"}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"a": 'x "y"'}}}],
+    }
+    thought = {**tell, "content": "<think>why</think> gamma"}
+    for text, messages, whole, lacks in (
+        ("alpha beta gamma delta", [ask, tell], (), None),
+        ("gamma\ndelta alpha beta", [ask, tell], (), "the content of a message of 'assistant'"),
+        ('alpha beta "gamma\\ndelta"', [ask, tell], (), None),
+        ("gamma alpha beta", [{**ask, "role": "system"}, thought], (), None),
+        ("alpha beta gamma", [ask, thought], (1,), "the content of a message of 'assistant'"),
+        ("alpha beta gamma", [ask, {**thought, "role": "tool"}], (), "the content of a message of 'tool'"),
+        ('alpha beta f {"a": "x \\"y\\""}', [ask, call], (), None),
+        ('alpha beta of {"a": "x \\"y\\""}', [ask, call], (), "a tool call"),
+        ('alpha beta f {"a": "x"}', [ask, call], (), "the tool call's arguments of a message of 'assistant'"),
+        ("alpha beta two one", [ask, *({"role": "tool", "content": text} for text in ("one", "two"))], (), None),
+    ):
+        found = dropped(text, messages, None, whole)
+        assert (found and found[0]) == lacks, (text, messages)
 
 
 def test_a_block_that_the_prompt_opens_is_trained_once() -> None:

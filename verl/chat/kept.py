@@ -3,6 +3,7 @@ does not know without an error."""
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -98,7 +99,8 @@ def _leaves(value: Any) -> Iterator[str]:
 class _Rendering:
     def __init__(self, text: str) -> None:
         self._text = text
-        self._squeezed: str | None = None
+        self._squeezed = ""  # the text without its white space, once a piece was found only there
+        self._places: list[int] = []  # where its characters are in the text
 
     def end_of_name(self, name: str, start: int) -> int:
         """Return where the first occurrence of a name, as a word of its own, ends; -1 if there is none."""
@@ -108,12 +110,19 @@ class _Rendering:
     def end_of(self, piece: str, start: int) -> int:
         """Return where the first occurrence of a piece at or after `start` ends; -1 if there is none."""
         piece = piece.strip()
-        if (at := self._text.find(piece, start)) >= 0:
-            return at + len(piece)
-        for ascii_only in (False, True):
-            escaped = json.dumps(piece, ensure_ascii=ascii_only)[1:-1]
-            if (at := self._text.find(escaped, start)) >= 0:
-                return at + len(escaped)
-        if self._squeezed is None:
+        if self._places and (end := self._end_without_space(piece, start)) >= 0:
+            return end
+        for text in (piece, *(json.dumps(piece, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))):
+            if (at := self._text.find(text, start)) >= 0:
+                return at + len(text)
+        return -1 if self._places else self._end_without_space(piece, start)
+
+    def _end_without_space(self, piece: str, start: int) -> int:
+        if not self._places:
+            self._places = [i for i, c in enumerate(self._text) if not c.isspace()]
             self._squeezed = "".join(self._text.split())
-        return start if "".join(piece.split()) in self._squeezed else -1
+        squeezed = "".join(piece.split())
+        at = self._squeezed.find(squeezed, bisect.bisect_left(self._places, start))
+        if at < 0 or not squeezed:
+            return at if squeezed else start
+        return self._places[at + len(squeezed) - 1] + 1
