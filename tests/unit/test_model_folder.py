@@ -14,6 +14,7 @@ from handmade_model import write_model, write_rows
 from safetensors.numpy import load_file, save_file
 
 from verl.checkpoint.loadable import check_loadable
+from verl.config import model_folder
 from verl.config.load import load_config
 from verl.config.model_files import chat_template_of, describe_model, read_weight_headers
 from verl.config.model_folder import check_folder, folder_lines
@@ -33,7 +34,10 @@ def put(folder: Path, name: str, numbers: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_head_beside_the_embedding_that_it_is_tied_to(tmp_path: Path, shards: int) -> None:
+def test_a_head_beside_the_embedding_that_it_is_tied_to(
+    tmp_path: Path, shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_folder, "COMPARED_BYTES", 8000)
     folder = write_model(tmp_path / "m", tied=False, shards=shards, config={"tie_word_embeddings": True})
     numbers = np.arange(1000 * 64) % 251 / 8
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -48,10 +52,10 @@ def test_a_head_beside_the_embedding_that_it_is_tied_to(tmp_path: Path, shards: 
         check_folder(folder)
 
 
-def plan(folder: Path, tmp_path: Path) -> Any:
+def plan(folder: Path, tmp_path: Path, *more: str) -> Any:
     write_rows(tmp_path / "train.jsonl", 8)
     named = [f"model.path={folder}", f"data.train_files={tmp_path}/train.jsonl", "step.prompts_per_step=4"]
-    return make_plan(load_config([*named, f"run.root_dir={tmp_path}/runs"]).config)
+    return make_plan(load_config([*named, f"run.root_dir={tmp_path}/runs", *more]).config)
 
 
 def test_a_plan_refuses_what_a_run_does(tmp_path: Path) -> None:
@@ -59,7 +63,9 @@ def test_a_plan_refuses_what_a_run_does(tmp_path: Path) -> None:
     put(folder, "lm_head.weight", np.ones(1000 * 64))
     with pytest.raises(ValueError, match="ties the output layer"):
         plan(folder, tmp_path)
-    folder = write_model(tmp_path / "n")
+    teacher, folder = folder, write_model(tmp_path / "n")
+    with pytest.raises(ValueError, match=f"model.path={teacher}: .*ties the output layer"):
+        plan(folder, tmp_path, "algorithm.name=opd", f"teacher.path={teacher}")
     added = [{"id": 1000, "content": "<|image|>", "special": True}]
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": added}))
     assert not plan(folder, tmp_path).model.tied or plan(folder, tmp_path).warnings == ()
