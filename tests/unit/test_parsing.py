@@ -13,7 +13,8 @@ from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.chat.parsing import FORMATS, ToolCall, Turn, TurnParser, format_of, opening_of, wrong_arguments
+from verl.chat.arguments import as_declared, wrong_arguments
+from verl.chat.parsing import FORMATS, ToolCall, Turn, TurnParser, format_of, opening_of
 
 PROPERTIES = {
     "text": {"type": "string"},
@@ -104,6 +105,9 @@ def gpt_oss(calls: list[ToolCall]) -> str:
     return "".join(rows).removeprefix("<|start|>assistant").removesuffix("<|call|>")
 
 
+QUOTE = '<|"|>'
+
+
 def gemma4(calls: list[ToolCall]) -> str:
     def one(value: Any) -> str:
         if isinstance(value, str):
@@ -118,6 +122,7 @@ def gemma4(calls: list[ToolCall]) -> str:
 OLDER: tuple[Write, ...] = (hermes, qwen3_coder, glm, kimi, deepseek)
 NEWER: tuple[Write, ...] = (llama3_json, pythonic, mistral, mistral_v11, gpt_oss, gemma4)
 WRITERS: dict[str, Write] = {f.__name__.replace("gpt_oss", "gpt-oss"): f for f in (*OLDER, *NEWER)}
+ONE_CALL = ("llama3_json",)
 WHOLE_TURN = ("llama3_json", "pythonic")  # nothing else is said in a turn with a call
 SAID = {
     "mistral_v11": ("", "Let me look.", "[THINK]hm, <b>[/THINK]"),
@@ -195,6 +200,59 @@ def test_a_mutated_call_is_whole_or_refused(name):
 def _plain(value: str) -> str:
     """What of a text is written in any family as it is."""
     return value.split("\\")[0].split('"')[0].split("\n")[0] if value.isascii() else ""
+
+
+OWN = {  # what the text of a value cannot hold, because the format has no way to write it
+    "qwen3_coder": ("<parameter=", "</parameter"),
+    "glm": ("<arg_key>", "<arg_value>", "</arg_value>"),
+    "gemma4": (QUOTE,),
+}
+MARKERS = sorted({mark for f in FORMATS.values() for mark in (f.open, f.close, *f.marks, *f.frame) if mark})
+NASTY = st.lists(
+    st.sampled_from(
+        [*MARKERS, "</think>", "<think>", '"', "\\", "\n", "{", "}", "[", "]", "'", ",", ": ", "a", "é", " b "]
+    ),
+    max_size=6,
+).map("".join)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(name=st.sampled_from(sorted(FORMATS)), texts=st.lists(NASTY, min_size=1, max_size=2), thought=st.booleans())
+def test_a_call_is_read_as_written_whatever_its_texts_hold(name, texts, thought):
+    texts = [t for t in texts if not any(mark in t for mark in OWN.get(name, ()))]
+    texts = [t.strip() for t in texts] if name == "qwen3_coder" else texts
+    calls = [ToolCall("f", {"text": t, "deep": {"k": [t]}}) for t in (texts[:1] if name in ONE_CALL else texts)]
+    said = "<think>\nhm <b>\n</think>\n\n" if thought and name not in SAID else ""
+    turn = PARSERS[name].parse(said + WRITERS[name](calls) if calls else said, TOOLS)
+    assert (turn.calls, turn.malformed) == (tuple(calls), None)
+
+
+NO_ARGUMENTS = [
+    ("hermes", '<tool_call>{"name": "w"}</tool_call>'),
+    ("hermes", '<tool_call>\n{"name": "w", "arguments": null}\n</tool_call>'),
+    ("llama3_json", '{"name": "w"}'),
+    ("mistral", '[TOOL_CALLS][{"name": "w", "id": "abcdef123"}]'),
+    ("mistral_v11", "[TOOL_CALLS]w[ARGS]"),
+    ("kimi", "<|tool_call_begin|>functions.w:0<|tool_call_argument_begin|><|tool_call_end|>"),
+    ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>w\n```json\n\n```<｜tool▁call▁end｜>"),
+    ("gpt-oss", "<|channel|>commentary to=functions.w<|message|><|call|>"),
+    ("qwen3_coder", "<tool_call>\n<function=w>\n</function>\n</tool_call>"),
+    ("glm", "<tool_call>w\n</tool_call>"),
+    ("pythonic", "[w()]"),
+    ("gemma4", "<|tool_call>call:w{}<tool_call|>"),
+]
+
+
+@each("name, text", NO_ARGUMENTS)
+def test_a_tool_without_parameters_is_called_without_arguments(name, text):
+    for parameters in ({}, {"type": "object", "properties": {}}):
+        tools = [*TOOLS, {"type": "function", "function": {"name": "w", "parameters": parameters}}]
+        assert PARSERS[name].parse(text, tools).calls == (ToolCall("w", {}),)
+    if name in ("hermes", "llama3_json", "mistral"):
+        thought = f"<think>so {text}</think>Yes."
+        assert PARSERS[name].parse(thought, tools).reasoning == f"so {text}", "what is thought stays as it is"
+        takes = [{"type": "function", "function": {"name": "w", "parameters": PARAMETERS}}]
+        assert PARSERS[name].parse(text, takes).malformed
 
 
 CUT = [
@@ -408,6 +466,26 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 def test_arguments_are_checked_by_the_schema(arguments, said):
     found = wrong_arguments(SCHEMA, arguments)
     assert found.startswith(said) and bool(found) == bool(said)
+
+
+OPEN_SCHEMA = {"properties": {"a": {"type": "integer"}}, "additionalProperties": True}
+
+
+def test_what_json_schema_allows_is_allowed():
+    """Unknown arguments where the schema is open, whole floats for integers; a text is no number."""
+    assert not wrong_arguments(OPEN_SCHEMA, {"a": 5.0, "z": "new"})
+    typed = {"properties": {}, "additionalProperties": {"type": "integer"}}
+    assert not wrong_arguments(typed, {"n": 1}) and wrong_arguments(typed, {"n": "1"})
+    assert wrong_arguments({**OPEN_SCHEMA, "additionalProperties": False}, {"z": 1}).startswith("unknown: z")
+    for value in ("5", 5.5, True, float("inf")):
+        assert wrong_arguments(OPEN_SCHEMA, {"a": value})
+    either = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    assert not wrong_arguments({"properties": {"a": either}}, {"a": "5"})
+    assert wrong_arguments({"properties": {"a": {"enum": [1]}}}, {"a": True})
+    schema = {"properties": {"a": {"type": "integer"}, "x": {"type": "number"}, "l": {"items": {"type": "integer"}}}}
+    found = as_declared(schema | {"additionalProperties": either}, {"a": 5.0, "x": 5.0, "l": [1.0, 2], "z": 3.0})
+    assert found == {"a": 5, "x": 5.0, "l": [1, 2], "z": 3}
+    assert [type(v) for v in (found["a"], found["x"], found["l"][0], found["z"])] == [int, float, int, int]
 
 
 @settings(max_examples=300, deadline=None)

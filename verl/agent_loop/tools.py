@@ -23,7 +23,8 @@ from uuid import uuid4
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.threads import Ended, Places, in_thread, started, value_of
 from verl.bounds import bounded_yaml
-from verl.chat.parsing import ToolCall, wrong_arguments
+from verl.chat.arguments import as_declared, wrong_arguments
+from verl.chat.parsing import ToolCall
 from verl.chat.template import one_line
 from verl.sandbox.worker import Unloadable, load_module
 from verl.tools.base_tool import BaseTool
@@ -184,6 +185,7 @@ class Toolbox:
             return _failed("unknown", f"there is no tool {call.name[:80]!r}; there are {', '.join(self.tools)}")
         if wrong := wrong_arguments(tool.parameters, call.arguments):
             return _failed("arguments", f"wrong arguments for {call.name}: {wrong}")
+        call = ToolCall(call.name, as_declared(tool.parameters, call.arguments))
         answer = _failed("timeout", "")
         for _ in range(1 + tool.limits.retries):
             answer = await self._once(tool, call)

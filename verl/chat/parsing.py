@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
+import json
 import re
 import tokenize
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -56,7 +58,8 @@ class Format:
     between them, whole · marks: texts of a chat template that teaches it · frame: what may stand around the calls ·
     open_pattern, close_pattern: where a text is not enough; a call with the latter may end with the turn, and only its
     content says whether it is whole · stray: what belongs to a call wherever it stands · read: calls of what no
-    content parser of transformers reads · answer: where the text is in a region of its own."""
+    content parser of transformers reads · answer: where the text is in a region of its own · value: of a text between
+    marks, which may hold markers of the format itself; where calls are JSON, its strings may."""
 
     open: str
     close: str
@@ -73,6 +76,7 @@ class Format:
     read: Callable[[str], list[dict[str, Any]]] | None = None
     reasoning: Mapping[str, str] = field(default_factory=lambda: {"open": "<think>", "close": "</think>"})
     answer: Mapping[str, str] | None = None
+    value: str = ""
 
     @property
     def template(self) -> dict[str, Any]:
@@ -91,6 +95,17 @@ class Format:
                 "content": pieces,  # every piece of it
             },
         }
+
+    @property
+    def opening(self) -> str:
+        """A pattern of what opens a call. Its groups have names of their own, where they are alternatives."""
+        number = itertools.count()
+        return re.sub(r"\?P<name>", lambda _: f"?P<name{next(number)}>", self.open_pattern or re.escape(self.open))
+
+    @property
+    def closing(self) -> str:
+        """A pattern of what closes a call."""
+        return self.close_pattern or re.escape(self.close.strip())
 
     def strays(self, text: str) -> str:
         """The first piece of the text that belongs to a call; "" if there is none."""
@@ -164,6 +179,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             body=rf"\s*(?:{_QWEN_TAG.replace('?P<key>', '?:').replace('?P<value>', '?:')}\s*)*",
             marks=("<tool_call>", "<function=", "<parameter="),
             open_pattern=r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            value=r"(?<=<parameter=)[^<>\n]+>((?:(?!<parameter=).)*?)</parameter>",
         ),
         # GLM-4.5: <tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>
         "glm": Format(
@@ -171,6 +187,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             body=rf"\s*(?:{_GLM_TAG.replace('?P<key>', '?:').replace('?P<value>', '?:')}\s*)*",
             marks=("<tool_call>", "<arg_key>", "<arg_value>"),
             open_pattern=r"<tool_call>(?P<name>[\w.-]+)\s*?(?=\n|<)",
+            value=r"<arg_value>((?:(?!<arg_(?:key|value)>).)*?)</arg_value>",
         ),
         # Kimi-K2: ...<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>...
         "kimi": Format(
@@ -246,6 +263,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             open_pattern=r"<\|tool_call>call:(?P<name>[\w.-]+)\s*(?=\{)",
             frame=("<|tool_response>",),
             reasoning={"open": "<|channel>thought", "close": "<channel|>"},
+            value=rf"{re.escape(_QUOTE)}(.*?){re.escape(_QUOTE)}",
         ),
     }
 )
@@ -296,11 +314,11 @@ class TurnParser:
         turn, where prompts differ in it. Never raises."""
         from transformers.utils.chat_parsing import ResponseParser
 
+        shown = _as_it_is if _holds_stand_ins(text) else _shown
         try:
-            parser = ResponseParser(
-                self._loaded[0], self.opening if opening is None else opening, tools=[dict(t) for t in tools]
-            )
-            events = parser.feed(text)
+            opening = self.opening if opening is None else opening
+            parser = ResponseParser(self._loaded[0], opening, tools=[dict(t) for t in tools])
+            events = parser.feed(self._hidden(text, tools, opening))
             message, left = parser.finalize()
             written = self._functions(message.get("tool_calls", ()))
         except (ValueError, KeyError, TypeError, RecursionError) as e:
@@ -312,7 +330,7 @@ class TurnParser:
         reason = self._unread(said, [*parser.initial_events, *events], left)
         calls: list[ToolCall] = []
         for function in written:
-            name, arguments = function["name"], function["arguments"]
+            name, arguments = function["name"], shown(function["arguments"])
             if not isinstance(name, str) or not name.strip():
                 reason = reason or "the name of the function is missing"
             elif not isinstance(arguments, dict):
@@ -320,8 +338,49 @@ class TurnParser:
             else:
                 calls.append(ToolCall(name.strip(), arguments))
         if reason:
-            return Turn(malformed=Malformed(reason, self._span(text)), text=text)
-        return Turn(tuple(calls), text=said, reasoning=str(message.get("reasoning_content", "")))
+            return Turn(malformed=Malformed(shown(reason), self._span(text)), text=text)
+        return Turn(tuple(calls), text=shown(said), reasoning=shown(str(message.get("reasoning_content", ""))))
+
+    def _hidden(self, text: str, tools: Sequence[Mapping[str, Any]], opening: str) -> str:
+        """The text with other characters in the place of those in the values of calls that could begin a marker, and
+        with arguments where a call of a tool that takes none has left them out. `_shown` takes both back."""
+        f = self.format
+        if f is None or self.template is not None or _holds_stand_ins(text):
+            return text
+        if f.value:
+            return _masked_groups(f.value, text, "<")  # a value that is a list begins with the other
+        if f.content != "json":
+            return text
+        bare = {t["name"] for t in (tool.get("function", tool) for tool in tools) if not _takes(t)}
+        spoken = _end_of_thought(text, f.reasoning, bool(opening))
+        pieces, at = list[str](), 0
+        for opened in re.finditer(f.opening, text):
+            start = re.compile(r"\s*").match(text, opened.end()).end()  # type: ignore[union-attr]  # it always matches
+            if opened.start() < at:
+                continue
+            name = next(filter(None, opened.groupdict().values()), None)
+            takes_none = bare if opened.start() >= spoken else set[str]()
+            if name in takes_none and not text.startswith("{", start) and re.compile(f.closing).match(text, start):
+                pieces += [text[at : opened.end()], _NO_ARGUMENTS]
+                at = opened.end()
+            elif (end := _end_of_json(text, start)) > start:
+                pieces += [text[at:start], self._filled(_masked_strings(text[start:end]), takes_none)]
+                at = end
+        return "".join([*pieces, text[at:]])
+
+    def _filled(self, body: str, bare: Collection[str]) -> str:
+        """The JSON of a call, or of a list of calls, with arguments for tools that take none."""
+        assert self.format is not None
+        key = self.format.transform.get("arguments", "").strip("{}").rpartition(".")[2]
+        if key not in ("arguments", "parameters"):
+            return body
+        found = json.loads(body)
+        rows = found if isinstance(found, list) else [found]
+        lacks = [isinstance(r, dict) and r.get("name") in bare and r.get(key) is None for r in rows]
+        if not any(lacks):
+            return body
+        filled = [r | {key: json.loads(_NO_ARGUMENTS)} if lack else r for r, lack in zip(rows, lacks, strict=True)]
+        return json.dumps(filled if isinstance(found, list) else filled[0], ensure_ascii=False)
 
     def _span(self, text: str) -> tuple[int, int]:
         """From the first piece of a call to the end."""
@@ -357,55 +416,68 @@ class TurnParser:
         return f"{found} does not belong to a call" if found else ""
 
 
+_STAND_INS = {"<": "\ue010", "[": "\ue011", "": "\ue012"}
+_NO_ARGUMENTS = '{"\ue012": null}'
+
+
+def _holds_stand_ins(text: str) -> bool:
+    return any(mark in text for mark in _STAND_INS.values())
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _masked_groups(pattern: str, text: str, marks: str) -> str:
+    """The text with stand-ins for these characters in the first group of every match."""
+    pieces, at = list[str](), 0
+    for found in re.finditer(pattern, text, re.DOTALL):
+        first, end = found.span(1)
+        pieces += [text[at:first], found[1].translate({ord(mark): _STAND_INS[mark] for mark in marks})]
+        at = end
+    return "".join([*pieces, text[at:]])
+
+
+def _masked_strings(text: str) -> str:
+    """JSON with its strings masked."""
+    return _masked_groups(r'("(?:[^"\\]|\\.)*")', text, "<[")
+
+
+def _shown(value: Any) -> Any:
+    """The value with all that `TurnParser._hidden` put in taken out."""
+    if isinstance(value, dict):
+        return {_shown(k): _shown(v) for k, v in value.items() if k != _STAND_INS[""]}
+    if isinstance(value, list):
+        return [_shown(v) for v in value]
+    if isinstance(value, str):
+        for mark, stand_in in _STAND_INS.items():
+            value = value.replace(stand_in, mark)
+    return value
+
+
+def _end_of_json(text: str, start: int) -> int:
+    """Where the JSON that begins at `start` ends; `start` if none does."""
+    try:
+        return json.JSONDecoder().raw_decode(text, start)[1] if text[start : start + 1] in ("{", "[") else start
+    except (ValueError, RecursionError):
+        return start
+
+
+def _end_of_thought(text: str, marks: Mapping[str, str], opened: bool) -> int:
+    """Where the last thought of a turn ends; its length if that never ends. opened: by the prompt."""
+    if (at := text.rfind(marks["close"])) >= 0:
+        return at + len(marks["close"])
+    return len(text) if opened or text.lstrip().startswith(marks.get("open", NEVER)) else 0
+
+
+def _takes(function: Mapping[str, Any]) -> bool:
+    """Whether a tool takes arguments."""
+    schema = function.get("parameters") or {}
+    return bool(schema.get("properties") or schema.get("additionalProperties"))
+
+
 def _why(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(error, RecursionError):
         return "the arguments are nested too deeply"
     return f"the call cannot be read: {one_line(cause if isinstance(cause, ValueError) else error)[:200]}"
-
-
-# -- arguments ---------------------------------------------------------------------------------------------------------
-
-_KINDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
-    {
-        "string": (str,),
-        "integer": (int,),
-        "number": (int, float),
-        "boolean": (bool,),
-        "array": (list,),
-        "object": (dict,),
-        "null": (type(None),),
-    }
-)
-
-
-def wrong_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-    """What is wrong with the arguments of a call by its tool's JSON schema, in words for the model; "": nothing."""
-    properties = schema.get("properties") or {}
-    if missing := [name for name in schema.get("required") or () if name not in arguments]:
-        return f"missing: {', '.join(missing)}"
-    if unknown := sorted(arguments.keys() - properties.keys()):
-        return f"unknown: {', '.join(unknown)[:200]}; it takes {', '.join(properties) or 'no arguments'}"
-    return next(filter(None, (_wrong(name, properties[name], value) for name, value in arguments.items())), "")
-
-
-def _wrong(name: str, schema: Any, value: Any) -> str:
-    if not isinstance(schema, Mapping):
-        return ""
-    options = [option for key in ("anyOf", "oneOf") for option in schema.get(key) or ()]
-    if options:
-        wrong = [_wrong(name, option, value) for option in options]
-        return "" if not all(wrong) else wrong[0]
-    if value is None and schema.get("nullable"):
-        return ""
-    declared = schema.get("type")
-    kinds = [k for k in ([declared] if isinstance(declared, str) else declared or ()) if k in _KINDS]
-    if kinds and not any(isinstance(value, _KINDS[k]) and (k == "boolean" or type(value) is not bool) for k in kinds):
-        return f"{name} must be {' or '.join(kinds)}, not {type(value).__name__}"
-    if schema.get("enum") and value not in schema["enum"]:
-        return f"{name} must be one of {', '.join(map(str, schema['enum']))}"
-    if isinstance(value, list):
-        return next(filter(None, (_wrong(f"{name}[{i}]", schema.get("items"), v) for i, v in enumerate(value))), "")
-    if isinstance(value, dict) and schema.get("properties"):
-        return (why := wrong_arguments(schema, value)) and f"{name}: {why}"
-    return ""
