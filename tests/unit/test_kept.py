@@ -186,6 +186,12 @@ def test_texts_are_found_in_their_order_and_in_the_forms_of_templates() -> None:
         ('alpha beta f {"a": "x \\"y\\""}', [ask, call], (), None),
         ('alpha beta of {"a": "x \\"y\\""}', [ask, call], (), "a tool call"),
         ('alpha beta f {"a": "x"}', [ask, call], (), "the tool call's arguments of a message of 'assistant'"),
+        (
+            'alpha beta f "a" x "y" one gamma',
+            [ask, {**call, "content": "gamma"}, {"role": "tool", "content": "one"}],
+            (),
+            None,
+        ),
         ("alpha beta two one", [ask, *({"role": "tool", "content": text} for text in ("one", "two"))], (), None),
     ):
         found = dropped(text, messages, None, whole)

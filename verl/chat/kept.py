@@ -28,26 +28,24 @@ def dropped(
         if isinstance(name, str) and rendering.end_of_name(name, 0) < 0:
             return "a tool's schema", f"tool {name[:60]!r}"
     at = start = 0
-    previous = None
     for i, message in enumerate(messages):
         role = message["role"]
         anywhere = role in ("system", "developer")
-        if not (role == previous == "tool"):  # results of one turn may be in another order
+        if role != "tool":  # results may be in another order, and before text beside their calls (Gemma 4)
             start = at
         for call in message.get("tool_calls") or ():
             if (end := rendering.end_of_name(call["function"]["name"], start)) < 0:
                 return "a tool call", f"message {i + 1}, {call['function']['name'][:60]!r}"
             at = max(at, end)
         near = start  # most texts of a message are in their order: a message of many is read in one go
-        for what, piece, shorter in _pieces(message, whole=i in whole):
+        for what, piece in _pieces(message, whole=i in whole):
             end = rendering.end_of(piece, 0 if anywhere else near)
-            if end < 0 and not anywhere:
-                end = max(rendering.end_of(text, start) for text in {piece, shorter})
+            if end < 0 and near > start:
+                end = rendering.end_of(piece, start)
             if end < 0:
                 return f"the {what} of a message of {str(role)!r}", f"message {i + 1}, {piece[:60]!r}"
             near = max(near, end)
         at = at if anywhere else max(at, near)
-        previous = role
     return None
 
 
@@ -67,16 +65,16 @@ def with_sentinels(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[Any, ..
     return tuple(shape), made
 
 
-def _pieces(message: Mapping[str, Any], *, whole: bool) -> Iterator[tuple[str, str, str]]:
-    """Yield (what it is, the text, the text without what a template may drop) of all that a message holds."""
+def _pieces(message: Mapping[str, Any], *, whole: bool) -> Iterator[tuple[str, str]]:
+    """Yield (what it is, the text) of all of a message that no template may drop."""
     if whole and isinstance(reasoning := message.get("reasoning_content"), str):
-        yield "reasoning_content", reasoning, reasoning
+        yield "reasoning_content", reasoning
     content = message.get("content")
     for text in [content] if isinstance(content, str) else ():
-        yield "content", text, text if whole or message["role"] != "assistant" else _without_thought(text)
+        yield "content", text if whole or message["role"] != "assistant" else _without_thought(text)
     for call in message.get("tool_calls") or ():
         for leaf in _leaves(call["function"]["arguments"]):
-            yield "tool call's arguments", leaf, leaf
+            yield "tool call's arguments", leaf
 
 
 def _without_thought(text: str) -> str:

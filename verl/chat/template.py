@@ -171,14 +171,14 @@ def refuse_dropped(
     with their reasoning. Short texts may be there by chance: sentinels are rendered once for each shape of messages.
     """
     lacks = dropped(text, messages, r.tools, whole)
-    if not lacks and audit is not None and holds_short(messages):
+    if audit is not None and holds_short(messages):
         shape, sentinels = with_sentinels(messages)
         key = (shape, tuple(whole), prompt, bool(r.tools), repr(r.template_kwargs))
         if key not in audit.shapes:
             if len(audit.shapes) >= MOST_SHAPES:
                 audit.shapes.clear()
             audit.shapes[key] = _lacking(r, sentinels, whole, prompt=prompt)
-        lacks = audit.shapes[key]
+        lacks = audit.shapes[key] or lacks
     if lacks:
         raise RowRefused(f"{lacks[0]}, which this chat template drops", lacks[1])
 
