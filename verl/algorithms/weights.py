@@ -1,5 +1,5 @@
 """One division: masks become weight columns before the first micro-batch of an optimizer step. After it the engine only
-sums weight x value, so micro-batches, packing, order and layout cannot matter."""
+sums weight x value, so micro-batches, packing, order and layout change nothing but rounding."""
 
 from __future__ import annotations
 
