@@ -89,7 +89,14 @@ def test_json_text_is_read_as_messages_in_every_column() -> None:
     pair = pair_row(*raw({"prompt": text, "chosen": answer, "rejected": answer.replace("4", "5")}))
     assert pair.prompt == (USER,) and pair.chosen == said[1:]
     assert unpaired_rows(*raw({"prompt": text, "completion": answer, "label": True}))[0].chosen == said[1:]
-    for own in ('{"answer": 4}', "[1, 2]", '{"role": "admin", "content": "x"}', "[x] or {y}?", '[{"a": 1}]'):
+    for own in (
+        '{"answer": 4}',
+        "[1, 2]",
+        '{"role": "admin", "content": "x"}',
+        "[x] or {y}?",
+        '[{"a": 1}]',
+        *(f"{t} Why?" for t in (text, str([USER]))),
+    ):
         assert read_messages(own, "f:1", "prompt") == ({"role": "user", "content": own},), own
     for broken in (str([USER]), text[:-3]):
         with pytest.raises(ValueError, match=r"f:1: 'prompt' is text that begins like a list of messages.*Fix"):

@@ -76,8 +76,10 @@ def messages_of_text(text: str, where: str, column: str) -> list[Any] | None:
         return None
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError):
-        if re.match(r"\s*\[\s*\{\s*['\"](role|from|content|value)['\"]\s*:", text):
+    except (ValueError, RecursionError) as e:
+        begins = re.match(r"\s*\[\s*\{\s*(['\"])(role|from|content|value)['\"]\s*:", text)
+        more = str(e).startswith("Extra data")  # JSON that other text follows is a text of its own
+        if begins and not more and (begins.group(1) == '"' or text.rstrip().endswith("]")):
             said = f"{column!r} is text that begins like a list of messages and is not JSON: {text.strip()[:60]!r}"
             raise ValueError(f"{where}: {said}. Fix: write the column as a list, or with json.dumps") from None
         return None
