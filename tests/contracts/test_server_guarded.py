@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 import zlib
 from typing import Any
 
@@ -14,6 +15,7 @@ from aiohttp import web
 from serving import Scripted, engine_of, model, serving, tokenizer, until
 
 from verl.rollout.server import app, door, requests
+from verl.rollout.server import service as service_module
 from verl.rollout.server.options import ServeConfig, check_serve
 from verl.rollout.server.responses import Form
 from verl.rollout.server.texts import Piecewise, Texts
@@ -82,8 +84,35 @@ def test_health_answers_while_a_request_is_read_tokenised_or_answered(monkeypatc
     run(ask)
 
 
+def test_pieces_of_many_answers_that_are_there_leave_turns_to_others(monkeypatch):
+    turns, at, plain = 0, list[int](), Form.piece
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def slow(self: Form, *given: Any) -> Any:
+        at.append(turns)
+        time.sleep(2 * service_module.TURN_S)
+        return plain(self, *given)
+
+    monkeypatch.setattr(Form, "piece", slow)
+
+    async def ask() -> None:
+        async with serving(await engine_of(model())) as (client, _):
+            turning = asyncio.ensure_future(turn())
+            asked = {"prompt": [5, 6], "n": 16, "max_tokens": 60, "ignore_eos": True, "stream": True}
+            assert (await post(client, C, asked))[0] == 200
+            turning.cancel()
+            assert len(at) >= 16 and len(set(at)) == len(at)
+
+    run(ask)
+
+
 def test_what_no_context_holds_is_refused_before_it_is_tokenised(monkeypatch):
-    """By its length; and a conversation of which the template shows little is not refused."""
+    """By its length, and a conversation by that of its rendering."""
     plain = Texts.encode
 
     def encode(self: Texts, text: str, **given: Any) -> Any:
@@ -109,7 +138,8 @@ def test_what_no_context_holds_is_refused_before_it_is_tokenised(monkeypatch):
                 status, said = await post(client, path, body)
                 assert status == 400 and json.loads(said)["error"]["code"] == "context_length_exceeded", said[:300]
             shown = {"messages": [{"role": "user", "content": long}], "max_tokens": 1}
-            assert (await post(client, H, shown))[0] == 200
+            status, said = await post(client, H, shown)
+            assert status == 400 and "which this chat template drops" in said, "what is rendered counts"
             status, said = await post(client, C, {"prompt": ["x"] * (service.options.max_sequences + 1)})
             assert status == 400 and "too_many_answers" in said
 

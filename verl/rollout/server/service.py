@@ -23,6 +23,7 @@ from verl.types import Sampling
 HEALTH_TIMEOUT_S = 10.0
 HEALTH_KEPT_S = 1.0
 KEPT_NAMES = 256  # of weights, the latest
+TURN_S = 0.01  # in which pieces of one answer are written, before others have their turn
 ABORT_TIMEOUT_S = 5.0  # for answers that were cut short to be told
 
 
@@ -191,7 +192,11 @@ class Service:
                 opened = [form.opening(i, answer) for i, answer in enumerate(answers)]
                 if any(opened):
                     yield form.chunk(opened)
+                began_s = time.monotonic()
                 while (heard := await news.get()) is not None:
+                    if time.monotonic() - began_s > TURN_S:  # neither news that are there nor a write waits for others
+                        await asyncio.sleep(0)
+                        began_s = time.monotonic()
                     i, ids, logprobs = heard
                     if (piece := form.piece(i, answers[i], ids, logprobs)) is not None:
                         yield form.chunk([piece])
