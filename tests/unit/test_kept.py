@@ -130,10 +130,16 @@ def test_what_a_template_drops_is_refused_with_file_and_line(tmp_path: Path) -> 
 
 def test_a_short_text_that_is_there_by_chance_is_missed() -> None:
     """qwen3_vl drops a system message that is not the first; `Hi` is in the user's `Hindi`, and `4` in a date."""
+    long = "The same words of two messages."
     late = [{"role": "user", "content": "Hindi"}, *ANSWERS[1:], {"role": "system", "content": "Hi"}, USER]
     for name, messages, role in (
         ("qwen3_vl", late, "system"),
         ("llama3_1", [USER, {**ASSISTANT, "content": "4"}, ANSWERS[0]], "assistant"),
+        (
+            "qwen3_vl",
+            [USER, *ANSWERS[1:], {"role": "system", "content": long}, {"role": "user", "content": long}],
+            "system",
+        ),
     ):
         for _ in range(2):
             with pytest.raises(RowRefused, match=f"the content of a message of '{role}'"):

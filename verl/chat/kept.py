@@ -49,9 +49,11 @@ def dropped(
     return None
 
 
-def holds_short(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether some text of the messages is so short that it may be found where the template wrote another."""
-    return any(0 < len(str(m.get(key) or "").strip()) < SHORT for m in messages for key in TEXT_KEYS)
+def holds_ambiguous(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether some text of the messages may be found where the template wrote another: it is short, or the same
+    as another one."""
+    texts = [text for m in messages for key in TEXT_KEYS if (text := str(m.get(key) or "").strip())]
+    return len(set(texts)) < len(texts) or any(len(text) < SHORT for text in texts)
 
 
 def with_sentinels(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:

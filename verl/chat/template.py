@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import numpy as np
 
-from verl.chat.kept import dropped, holds_short, with_sentinels
+from verl.chat.kept import dropped, holds_ambiguous, with_sentinels
 from verl.chat.limits import bounded_rendering
 from verl.chat.messages import REASONING_KEYS, ROLES
 from verl.chat.spelling import PLAIN_SPELLING, Spelling, roles_named
@@ -168,10 +168,10 @@ def refuse_dropped(
     prompt: bool,
 ) -> None:
     """RowRefused if `text`, a rendering of r, lacks text of its messages or tools. whole: turns that it has to hold
-    with their reasoning. Short texts may be there by chance: sentinels are rendered once for each shape of messages.
+    with their reasoning. Some texts may be there by chance: sentinels are rendered once for each shape of messages.
     """
     lacks = dropped(text, messages, r.tools, whole)
-    if audit is not None and holds_short(messages):
+    if audit is not None and holds_ambiguous(messages):
         shape, sentinels = with_sentinels(messages)
         key = (shape, tuple(whole), prompt, bool(r.tools), repr(r.template_kwargs))
         if key not in audit.shapes:
