@@ -988,6 +988,52 @@ MUTANTS = (
         '"aggregation": "seq-mean-token-mean", "clip_low": 2e-3',
         "tests/numerics/test_peer_options.py",
     ),
+    # -- deadlines, figures, shares of rows
+    Mutant(
+        "driver/step.py",
+        'step.log({"actor/reward_kl_penalty_coeff": Metric(controllers.kl_coef',
+        'step.log({"actor/reward_kl_penalty_coeff": Metric(0.0',
+        "tests/unit/test_step.py",
+    ),
+    Mutant(
+        "driver/step.py",
+        "len(returns) < 2 or",
+        "len(returns) < 3 or",
+        "tests/numerics/test_settings.py::test_explained_variance_by_hand",
+    ),
+    Mutant(
+        "driver/step.py",
+        'Refs(r for r in refs if r.purpose != "train" or r.trajectory_id in kept)',
+        "Refs(r for r in refs if r.trajectory_id in kept)",
+        "tests/unit/test_step.py",
+    ),
+    Mutant("driver/publisher.py", "for text in report.alarms:", "for text in ():", "tests/unit/test_publisher.py"),
+    Mutant("driver/publisher.py", "self._under_way.cancel()", "pass", "tests/unit/test_publisher.py"),
+    Mutant("driver/publisher.py", "timeout_s=2 * self.timeout_s)", "timeout_s=2e9)", "tests/unit/test_publisher.py"),
+    Mutant(
+        "driver/publisher.py",
+        'Metric(report.canary_mean_abs, 1, "step", "max")',
+        'Metric(report.num_bytes, 1, "step", "max")',
+        "tests/unit/test_publisher.py",
+    ),
+    Mutant(
+        "driver/dispatch.py",
+        "cost = own + (0 if shared else prompt if shares_prefix else prompt * len(rows))",
+        "cost = own + (0 if shared else prompt)",
+        "tests/unit/test_dispatch.py",
+    ),
+    Mutant(
+        "driver/dispatch.py",
+        "used = own + (prompt if shares_prefix else prompt * len(rows))",
+        "used = own + prompt",
+        "tests/unit/test_dispatch.py",
+    ),
+    Mutant(
+        "driver/scheduler.py",
+        "self._running -= not group.complete\n        self._batch",
+        "pass\n        self._batch",
+        "tests/unit/test_scheduler.py",
+    ),
 )
 
 

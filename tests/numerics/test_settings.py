@@ -316,6 +316,14 @@ def test_explained_variance_by_hand():
         assert explained_variance(columns)["critic/vf_explained_var"].value == pytest.approx(expected)
     flat = c.with_token({"returns": torch.ones_like(c["values"])})
     assert explained_variance(flat)["critic/vf_explained_var"].value == 0.0, "returns that do not vary"
+    two = Columns(
+        token={"returns": torch.tensor([1.0, 3.0]), "old_values": torch.tensor([1.0, 2.0])},
+        sequence={},
+        sequence_of=torch.tensor([0, 1]),
+        num_sequences=2,
+        mask=torch.ones(2, dtype=torch.bool),
+    )
+    assert explained_variance(two)["critic/vf_explained_var"].value == pytest.approx(1 - 0.5 / 2)
 
 
 def test_the_filters_settings_change_who_is_drawn():

@@ -1,6 +1,7 @@
 """Refs to one plan per rank: groups whole, costs balanced, the same number of micro-batches, results back in order."""
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -116,6 +117,16 @@ def test_the_predicted_micro_batches_are_those_that_the_batch_makes(shares_prefi
         for budget in (1, 60, 150, 10**6):
             made = make_microbatches(pack(samples, share_prefix=shares_prefix), budget)
             assert count_microbatches(refs, budget, shares_prefix=shares_prefix) == len(made), (seed, budget)
+
+
+def test_a_prompt_that_is_not_shared_counts_for_every_row_of_a_trajectory():
+    """Two rows of 10 prompt and 5 own tokens each: 20 where they share it, 30 where they do not."""
+    rows = Refs(replace(ref(t, i, 10, 5), trajectory_id=str(t), group_id="g") for t in range(2) for i in range(2))
+    for budget, shared, apart in ((60, 1, 1), (59, 1, 2), (30, 1, 2), (29, 2, 2)):
+        assert count_microbatches(rows, budget) == shared, budget
+        assert count_microbatches(rows, budget, shares_prefix=False) == apart, budget
+    three = Refs([*rows, *(replace(ref(2, i, 0, 1), trajectory_id="2", group_id="g") for i in range(1))])
+    assert count_microbatches(three, 60, shares_prefix=False) == 2
 
 
 class Scorer:

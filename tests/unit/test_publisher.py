@@ -39,7 +39,10 @@ class Sync:
         if self.broken is not None and version > 0:
             done.set_exception(self.broken)
         else:
-            done.set_result(SyncReport(version, 1, 1, 1, 0.0, True, whole_s=1.0, failed_replicas=self.failed))
+            alarms = ("slow",) if self.failed else ()
+            done.set_result(
+                SyncReport(version, 1, 10, 1, 0.25, True, whole_s=1.0, failed_replicas=self.failed, alarms=alarms)
+            )
         return done
 
 
@@ -93,11 +96,12 @@ def test_every_publish_has_the_next_version() -> None:
 @pytest.mark.parametrize("exclusive", [True, False])
 def test_what_a_publish_is_given_and_what_is_known_of_it_afterwards(exclusive: bool) -> None:
     """Two replicas joined, a third is not asked; one of the two did not take the weights."""
-    sync, reported = Sync(failed={1: "out of memory"}), list[Any]()
+    sync, reported, noted = Sync(failed={1: "out of memory"}), list[Any](), list[str]()
     replicas = [Replica(True), Replica(True)]
 
     async def run() -> Publisher:
         made = publisher_of(*replicas, engine=sync, exclusive=exclusive, published=reported.append)
+        made.note = noted.append
         await made.start(0)
         made.replicas = [*replicas, Replica(True)]
         made.publish(lambda report: None, lambda error: None)
@@ -107,7 +111,15 @@ def test_what_a_publish_is_given_and_what_is_known_of_it_afterwards(exclusive: b
     made = asyncio.run(run())
     assert [count for _, count, _ in sync.given] == [2, 2] and sync.exclusive == {exclusive}
     assert reported == [{1: "out of memory"}] * 2
-    assert made.take_metrics()["sync/replicas"].value == 1 and made.take_metrics() == {}
+    metrics = made.take_metrics()
+    assert {n: metrics[f"sync/{n}"].value for n in ("replicas", "version", "canary_mean_abs", "bytes", "seconds")} == {
+        "replicas": 1,
+        "version": 1,
+        "canary_mean_abs": 0.25,
+        "bytes": 10,
+        "seconds": 1.0,
+    }
+    assert made.take_metrics() == {} and noted == ["warning: weight sync: slow"] * 2
 
 
 def test_a_publish_that_breaks_in_the_background_is_reported_once() -> None:
@@ -122,3 +134,38 @@ def test_a_publish_that_breaks_in_the_background_is_reported_once() -> None:
         return made.version
 
     assert asyncio.run(run()) == 0 and failed == [broken]
+
+
+class Silent(Sync):
+    """Answers the first publish, and no other."""
+
+    def publish(self, trainer: Any, replicas: Any, *, version: int, **given: Any) -> Any:
+        if version == 0:
+            return super().publish(trainer, replicas, version=version, **given)
+        return asyncio.get_running_loop().create_future()
+
+
+def test_a_publish_that_never_ends_has_a_deadline_and_ends_with_its_publisher() -> None:
+    async def run(close: bool) -> Any:
+        made = publisher_of(Replica(True), engine=Silent())
+        await made.start(0)
+        made.timeout_s = 0.02 if not close else 60.0
+        failed = list[BaseException]()
+        made.publish(lambda report: None, failed.append)
+        await asyncio.sleep(0)
+        task = made._under_way
+        if close:
+            await made.close()
+            return task.cancelled() and not failed  # type: ignore[union-attr]
+        with pytest.raises(DeadlineExpired, match="the publish of version 1"):
+            await made.settle()
+        return True
+
+    assert asyncio.run(asyncio.wait_for(run(True), 10)) and asyncio.run(asyncio.wait_for(run(False), 10))
+
+
+def test_the_first_publish_has_a_deadline_too() -> None:
+    made = publisher_of(Replica(True), engine=Silent())
+    made.timeout_s = 0.02
+    with pytest.raises(DeadlineExpired, match="the publish of version 1"):
+        asyncio.run(asyncio.wait_for(made.start(1), 10))

@@ -254,6 +254,7 @@ def test_a_dropped_group_asks_the_cursor_again() -> None:
     s.trained(0)
     s.published(1)
     assert s.free_slots() == 3, "the dropped task may be back in the cursor"
+    assert s.take() == Wait("admission"), "what was dropped runs no more"
 
 
 def test_waits_name_what_must_happen() -> None:

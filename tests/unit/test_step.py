@@ -3,6 +3,7 @@
 import asyncio
 import random
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -48,6 +49,7 @@ def advantages_of(settings, name="dapo", cut=()):
     config = load_config(["model.path=/models/m"]).config
     learner = Learner(config=config, models={}, compute=compute, queue=queue, waits=Waits(), algorithm=algorithm)
 
+    step = Step(0)
     if algorithm.kl_reward:
         learner.controllers.kl_coef = algorithm.kl_reward.coef
 
@@ -55,8 +57,10 @@ def advantages_of(settings, name="dapo", cut=()):
         refs = await queue.put(rows)
         for column, values in (("old_logprobs", OLD), ("ref_logprobs", REFERENCE)):
             queue.write(refs, {column: Ragged(torch.tensor(values, dtype=torch.float64), np.array([0, 2, 4]))})
-        written = await _advantages(learner, Step(0), algorithm, refs)
+        written = await _advantages(learner, step, algorithm, refs)
         columns = {n: queue.read(refs, (n,))[n].values.tolist() for n in queue.columns(refs)}
+        if algorithm.kl_reward:
+            assert step.metrics["actor/reward_kl_penalty_coeff"].value == algorithm.kl_reward.coef
         return written, columns, learner.controllers.kl_coef
 
     try:
@@ -161,6 +165,8 @@ def test_answers_are_chosen_anew_in_every_step_and_group():
         found.add(tuple(n for n in names if "/3" not in n))
         assert [r.sample_id for r in _chosen(learner, Step(index), rows)] == names
     assert len({a[2] for a, _ in found}) == 3 and any(a[2] != b[2] for a, b in found)
+    greedy = replace(row("a/greedy", "a"), purpose="baseline")
+    assert greedy in _chosen(learner, Step(0), Refs([*rows, greedy])), "a baseline is not chosen from"
 
 
 def test_draws_with_replacement_are_copies_of_whole_answers():
