@@ -15,7 +15,7 @@ from verl.config.compat import rules
 from verl.config.compat.rules import JOINT
 from verl.config.compat.table import find_row, key_rows, keys_table
 from verl.config.compat.translate import render_notes, verl_default_values
-from verl.config.load import load_config
+from verl.config.load import load_config, validate
 from verl.config.overrides import parse_argument
 from verl.config.tree import leaf_of
 from verl.data.files import RawRow
@@ -1277,6 +1277,44 @@ def test_sizes_of_an_engine_group_are_the_layout() -> None:
     args = [f"{ACTOR}engine.{key}" for key in ("tp_size=2", "pp_size=1", "ep_size=4", "distributed_strategy=fsdp2")]
     found = {s.key: s.value for s in translate([*args, "cluster.backend=ray", "trainer.n_gpus_per_node=8"]).settings}
     assert (found["parallel.tensor"], found["parallel.expert"]) == (2, 4) and "parallel.pipeline" not in found
+
+
+# -- public scripts ----------------------------------------------------------------------------------------------------
+
+SCRIPTS = (Path(__file__).parents[1] / "data" / "verl_scripts.txt").read_text().split("\n\n")[1:]
+
+
+def test_public_scripts_are_taken_or_refused_for_what_is_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the validation of the whole: what is left is the reading of rows and of weights."""
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)  # as if no tracker were installed
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    rows = write_rows(tmp_path / "rows.jsonl", 2000)
+    model = write_model(tmp_path / "m", context=16384)
+    wrong, seen = [], set()
+    for script in SCRIPTS:
+        head, _, text = script.partition("\n")
+        name, _, reason = head.removeprefix("# ").partition(" refused: ")
+        args = shlex.split(re.sub(r"TRAIN|VAL", str(rows), text).replace("MODEL", str(model)))
+        seen.add(bool(reason))
+        try:
+            validate(load_config(args, verl_defaults="rl").config)
+            said = ""
+        except ValueError as exc:
+            said = str(exc)
+        if bool(said) != bool(reason) or reason not in said:
+            wrong.append((name, said))
+    assert not wrong and seen == {True, False} and len(SCRIPTS) > 10
+
+
+def test_the_turns_of_a_trajectory_are_bounded_by_every_key_that_says_so() -> None:
+    base = ["model.path=m", "agent.tools=[x]"]
+    for keys, most in ((["max_turns=8"], 8), (["max_turns=8", "max_assistant_turns=5"], 5), (["max_user_turns=3"], 4)):
+        assert load_config([*base, *(f"{ROLLOUT}multi_turn.{key}" for key in keys)]).config.agent.max_turns == most
+    for key in ("max_tokens_per_assistant_turn=9", "use_xml_tool_parser=true", "num_repeat_rollouts=2"):
+        assert "write the turns as a loop" in refusal(*base, f"{ROLLOUT}multi_turn.{key}")
+    assert "agent.loop=FILE.py:Class" in refusal(*base, f"{ROLLOUT}agent.agent_loop_manager_class=a.B")
 
 
 if __name__ == "__main__":

@@ -361,8 +361,8 @@ def _tools(given: Given) -> Result:
 
 def _turns(given: Given) -> Result:
     """The model's turns; users (tools) have a turn between two of them."""
-    assistant, user = (given.said(f"{TURNS}max_{who}_turns") for who in ("assistant", "user"))
-    most = [n for n in (assistant, None if user is None else user + 1) if n is not None]
+    assistant, user, turns = (given.said(f"{TURNS}max_{of}turns") for of in ("assistant_", "user_", ""))
+    most = [n for n in (assistant, turns, None if user is None else user + 1) if n is not None]
     return {"agent.max_turns": min(most)} if most else {}
 
 
