@@ -248,7 +248,8 @@ class PromptJob(RenderJob):
 
     def _count_truth(self, raw: RawRow, task: TaskRow, counts: Counts) -> None:
         if self.players.graded(task.agent):
-            add_found(counts.truths, {task.data_source: {kind_of_truth(task.ground_truth): [1, raw.where]}})
+            kinds = counts.truths.setdefault(task.data_source, {})
+            kinds.setdefault(kind_of_truth(task.ground_truth), [0, raw.where])[0] += 1
         if raw.row.get(self.cfg.prompt_key) is None and "question" in raw.row:
             return  # GSM8K as published: the truth is a part of the answer
         read_otherwise = (self.cfg.prompt_key, self.players.hint_key, self.players.answer_key)

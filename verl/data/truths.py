@@ -19,6 +19,7 @@ TRUTH_COLUMNS = (
     *("gt", "truth", "answers"),
 )
 """Where a truth is looked for, the first that is filled: in the row, and then in its extra_info."""
+_TRUTH_COLUMNS = frozenset(TRUTH_COLUMNS)
 NOTHING = "nothing"
 
 
@@ -37,8 +38,8 @@ def ground_truth_of(row: Mapping[str, Any], where: str, prompt_key: str) -> tupl
 
 def unread_truths(row: Mapping[str, Any], truth: Any) -> Iterator[str]:
     """Yield the columns of the row that are named as a truth and hold something else than the truth."""
-    for key in TRUTH_COLUMNS:
-        if key in row and row[key] not in (None, "", [], truth):
+    for key in _TRUTH_COLUMNS.intersection(row):
+        if row[key] not in (None, "", [], truth):
             yield key
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 
 def object_in(value: Any, where: str, column: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping | None):
+    if value is None or type(value) is dict:
+        return dict(value or {})
+    if not isinstance(value, Mapping):
         raise ValueError(f"{where}: {column!r} must be an object, got {kind_of(value)}")
     return dict(value or {})
 
