@@ -62,7 +62,8 @@ class Door:
         limit = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(timeout=limit) as session:
             try:
-                async with session.request(request.method, self.to + request.path_qs, data=body) as found:
+                head = {"Authorization": request.headers["Authorization"]}
+                async with session.request(request.method, self.to + request.path_qs, data=body, headers=head) as found:
                     answer = web.StreamResponse(status=found.status)
                     answer.content_type = found.content_type
                     await answer.prepare(request)
