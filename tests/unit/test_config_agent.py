@@ -166,3 +166,23 @@ def test_a_command_finds_modules_of_the_current_folder(tmp_path: Path, monkeypat
     cli.main(["--help"])
     assert sys.path[-1] == str(tmp_path), "at the end: it shadows nothing"
     assert list(load_tools(["m6_here"])) == ["f"]
+
+
+def test_a_recipe_names_code_that_lies_beside_it(
+    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "made").mkdir()
+    for name in ("reward.py", "tools.py"):
+        (tmp_path / "made" / name).write_text("x = 1\n")
+    (tmp_path / "made" / "r.yaml").write_text("reward:\n  path: reward.py\nagent:\n  tools: ['tools.py:multiply']\n")
+    monkeypatch.chdir(tmp_path)
+    found = load_config([*base, "recipe=made/r.yaml"]).config
+    assert Path(found.reward.path or "").samefile(tmp_path / "made" / "reward.py")
+    assert found.agent.tools == [f"{tmp_path / 'made' / 'tools.py'}:multiply"]
+    (tmp_path / "reward.py").write_text("x = 2\n")
+    assert load_config([*base, "recipe=made/r.yaml"]).config.reward.path == "reward.py", "the current folder's wins"
+
+
+def test_a_reward_that_is_no_module_is_refused_by_plan(base: list[str]) -> None:
+    assert "reward.path=my_rewards: no such file or module" in told([*base, "reward.path=my_rewards"])
+    assert told([*base, "reward.path=verl.recipes.arithmetic", "reward.name=compute_score"]) == ""

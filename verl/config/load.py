@@ -49,6 +49,8 @@ PATH_KEYS = (
     *("data.cache_dir", "run.root_dir", "run.resume", "reward.path", "teacher.path"),
 )
 """A leading ~ in these stands for the home directory."""
+CODE_KEYS = ("reward.path", "agent.loop", "agent.tools", "model.chat_template")
+"""Files of code that may lie beside the recipe which names them."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,18 @@ def _recipe_settings(recipe: str, chain: tuple[str, ...], folder: Path | None = 
     if base is not None:
         yield from _recipe_settings(str(base), (*chain, recipe), folder)
     for key, value in _flatten(tree, "", f"recipe {recipe}"):
-        yield Setting(key, value, f"recipe {recipe}")
+        yield Setting(key, _beside(key, value, folder), f"recipe {recipe}")
+
+
+def _beside(key: str, value: Any, folder: Path | None) -> Any:
+    """Return a recipe's file of code as the one beside the recipe, where the current folder has none of that name."""
+    if isinstance(value, list):
+        return [_beside(key, one, folder) for one in value] if key in CODE_KEYS else value
+    if folder is None or key not in CODE_KEYS or not isinstance(value, str):
+        return value
+    file, colon, name = value.partition(":")
+    here, there = Path(file).expanduser(), folder / file
+    return f"{there}{colon}{name}" if not here.is_file() and there.is_file() else value
 
 
 def _parse_recipe(name: str, text: str) -> dict[str, Any]:

@@ -283,6 +283,8 @@ def _reward(config: Config) -> Iterator[str]:
     if r.path is not None and ("/" in r.path or r.path.endswith(".py")) and not Path(r.path).is_file():
         signature = f"def {r.name}(data_source, solution_str, ground_truth, extra_info=None)"
         yield f"reward.path={r.path}: no such file; a Python file with `{signature}`"
+    elif r.path is not None and _is_no_module(r.path):
+        yield f"reward.path={r.path}: no such file or module; FILE.py, or a module in the current folder or PYTHONPATH"
     if r.model is not None and not (Path(r.model).expanduser() / "config.json").is_file():
         yield _no_reward_model(r.model)
     if r.stage == "batch" and r.model is None:
@@ -291,6 +293,12 @@ def _reward(config: Config) -> Iterator[str]:
         yield "reward.stage=batch has no score for evaluations: reward.stage=stream, or reward.path for what they do"
     if not r.name.isidentifier():
         yield f"reward.name={r.name!r}: must be the name of a function in reward.path"
+
+
+def _is_no_module(path: str) -> bool:
+    """Whether `path` is neither a file nor a module, as far as it is known without importing one."""
+    top = path.removeprefix("pkg://").partition(".")[0]
+    return not Path(path).is_file() and (not top.isidentifier() or find_spec(top) is None)
 
 
 def _no_reward_model(path: str) -> str:
