@@ -1034,6 +1034,24 @@ MUTANTS = (
         "pass\n        self._batch",
         "tests/unit/test_scheduler.py",
     ),
+    # -- rows without a teacher, calls of a turn
+    Mutant("algorithms/weights.py", "every & taught", "every", "tests/numerics/test_term_masks.py"),
+    Mutant(
+        "agent_loop/tool_agent.py", "play.calls += len(allowed)", "play.calls += 1", "tests/unit/test_tool_agent.py"
+    ),
+    # -- the end of a step
+    Mutant(
+        "driver/rollouts.py",
+        "self.cursor.step_ended()",
+        "pass",
+        "tests/unit/test_rollouts_flow.py::test_a_step_ends_for_the_cursor_and_for_the_share_of_invalid_answers",
+    ),
+    Mutant(
+        "driver/rollouts.py",
+        "self._invalid.step_ended()",
+        "pass",
+        "tests/unit/test_rollouts_flow.py::test_a_step_ends_for_the_cursor_and_for_the_share_of_invalid_answers",
+    ),
 )
 
 

@@ -164,6 +164,8 @@ def test_a_row_without_a_teacher_leaves_the_terms_that_read_one_and_no_other():
     found = term_weights(c, (policy, teacher))
     assert found["w/p"].tolist() == [1 / 4] * 4 and found["m/p"].tolist() == [True] * 4
     assert found["w/t"].tolist() == pytest.approx([1 / 3] * 3 + [0.0]) and found["m/t"].tolist() == [True] * 3 + [False]
+    before = term_weights(c, (replace(teacher, denominator="before_rejection"),))["w/t"]
+    assert before.tolist() == pytest.approx([1 / 3] * 3 + [0.0]), "its tokens are in no count of that term"
 
 
 def test_a_term_over_some_sequences_counts_only_their_tokens_before_a_rejection():

@@ -159,6 +159,21 @@ def test_a_share_of_invalid_answers_is_of_those_since_it_was_judged():
         share.check()
 
 
+def test_a_step_ends_for_the_cursor_and_for_the_share_of_invalid_answers(tmp_path, monkeypatch):
+    async def test():
+        stage, ended = Stage(tmp_path, prompts=1), []
+        stage.groups._invalid.span = stage.groups._invalid.least = 4
+        monkeypatch.setattr(stage.cursor, "step_ended", lambda: ended.append(stage.scheduler.next_step))
+        async with stage.groups:
+            for _ in range(3):
+                await stage.step(publish=False)
+                assert stage.groups._invalid.played == 0
+                stage.groups.on_published(stage.scheduler.version + 1)
+        assert ended == [1, 2, 3]
+
+    play(test)
+
+
 def test_of_what_breaks_beside_each_other_the_first_is_the_cause(tmp_path):
     async def breaks(text):
         raise RuntimeError(text)

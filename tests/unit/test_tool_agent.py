@@ -175,6 +175,12 @@ def other(k: int) -> str:
     return CALL.replace("34", str(k))
 
 
+def test_every_call_of_a_turn_counts_against_the_calls_of_a_trajectory():
+    two = f"{other(0)}\n{other(1)}"
+    _, engine, manager, found, _ = played([MULTIPLY], two, other(2), "never said", max_tool_calls=2)
+    assert (found.stop_reason, engine.calls, manager.counts["tool_calls"]) == ("max_tool_calls", 2, 2)
+
+
 def test_what_ran_out_is_the_stop_reason():
     cases = [
         (played([MULTIPLY], *map(other, range(9)), turns=3), "max_turns", 3),
