@@ -73,7 +73,7 @@ class FolderWeights:
 async def _serve(config: Config, sock: socket.socket) -> None:
     from verl.chat.template import audit_template
     from verl.driver.assemble import rollout_engine
-    from verl.driver.setup import decoder, device_of, end_lines, load_tokenizer_of, set_up_process
+    from verl.driver.setup import decoder, device_of, load_tokenizer_of, set_up_process, template_lines
     from verl.model_engine.hf_model import load_causal_lm
     from verl.rollout.server.app import make_app, run_app
     from verl.rollout.server.service import Service
@@ -92,7 +92,7 @@ async def _serve(config: Config, sock: socket.socket) -> None:
         vocab_size = module.config.get_text_config().vocab_size
         del module
         able = await engine.capabilities()
-        for note in (*end_lines(config, tokenizer), *able.notes):
+        for note in (*template_lines(config, tokenizer), *able.notes):
             print(note, flush=True)
         kwargs = config.model.template_kwargs
         texts = Texts(

@@ -58,6 +58,7 @@ from verl.driver.setup import (
     stop_ids,
     torch_dtype,
 )
+from verl.driver.stretched import stretched
 from verl.driver.trajectories import TrajectoryRunner
 from verl.reward.base import RewardFn
 from verl.rollout.base import Peers, RolloutContext, RolloutEngine
@@ -389,9 +390,10 @@ def reporter_of(
 ) -> Reporter:
     """The first that writes in the run directory: whatever refuses a start has done so."""
     config, attempt, done = resolved.config, claimed.attempt, claimed.state.step if claimed.state else 0
-    for note in (*claimed.notes, *beyond(claimed.path, done, total_steps)):
-        progress.message(note)
     records = claimed.records or claimed.path
+    lines = (*beyond(claimed.path, done, total_steps), *stretched(config, records, done, total_steps))
+    for note in (*claimed.notes, *lines):
+        progress.message(note)
     write_config(records, attempt, resolved)
     events = EventLog(records, attempt, report=progress.message, hide=resolved.hide)
     events.append("resumed", done + 1, claimed.begun(total_steps))

@@ -13,7 +13,7 @@ from verl.config.schema import Config
 from verl.config.tree import text_of
 from verl.data.formats import SINGLE_TURN, TOOL_AGENT, played_by
 from verl.data.source import TaskTable
-from verl.driver.setup import end_lines, load_tokenizer_of, set_up_process, stop_ids
+from verl.driver.setup import load_tokenizer_of, set_up_process, stop_ids, template_lines
 from verl.track.events import next_attempt
 from verl.types import Task, derive_seed
 from verl.workers.host import free_bytes
@@ -22,7 +22,7 @@ from verl.workers.host import free_bytes
 async def loops_of(config: Config, tokenizer: Any) -> Loops:
     """In a process of their own where code of the user's plays. Their notes begin with where the answers end."""
     loops = await _loops_of(config, tokenizer)
-    return replace(loops, notes=(*end_lines(config, tokenizer), *loops.notes))
+    return replace(loops, notes=(*template_lines(config, tokenizer), *loops.notes))
 
 
 async def _loops_of(config: Config, tokenizer: Any) -> Loops:

@@ -28,12 +28,12 @@ from verl.driver.run_dir import RunDir, open_run_dir
 from verl.driver.setup import (
     data_seed,
     device_of,
-    end_lines,
     load_tokenizer_of,
     pad_id,
     refuse_unembedded,
     set_up_worker,
     stop_ids,
+    template_lines,
 )
 from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, reference_logprobs
 from verl.driver.supervised import TRAINER, SupervisedRun
@@ -82,7 +82,7 @@ async def _run_of(
     refused: contextlib.ExitStack,
 ) -> SupervisedRun:
     config, (stage, eval_stage, summary) = resolved.config, stages
-    for line in (f"data: {summary}", *(end_lines(config, tokenizer) if command != "rm" else ())):
+    for line in (f"data: {summary}", *(template_lines(config, tokenizer) if command != "rm" else ())):
         progress.message(line)
     num_steps = total_steps_of(config, len(stage.table), config.supervised.rows_per_step)
     head: Literal["lm", "score"] = "score" if command == "rm" else "lm"

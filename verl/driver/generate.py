@@ -17,7 +17,7 @@ from verl.config.validate import validate
 from verl.data.lost import Coverage, lost_lines
 from verl.driver.assemble import checkpoint_engine, context_of, rollout_engine, sampling_of
 from verl.driver.models import role_spec, workers_of
-from verl.driver.setup import decoder, end_lines, load_tokenizer_of, require_an_end, set_up_process
+from verl.driver.setup import decoder, load_tokenizer_of, require_an_end, set_up_process, template_lines
 from verl.driver.stopping import unless_stopped
 from verl.rollout.base import Completion
 from verl.types import derive_seed
@@ -30,7 +30,7 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
     set_up_process(config)
     tokenizer = load_tokenizer_of(config)
     require_an_end(config, tokenizer)
-    for line in end_lines(config, tokenizer):
+    for line in template_lines(config, tokenizer):
         print(line)
     lost = Coverage(tokenizer).lost(prompt)
     for line in lost_lines({"prompt": (len(prompt), len(lost))}, {"prompt": repr(lost[:20])}):

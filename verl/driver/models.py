@@ -70,6 +70,23 @@ def workers_around(context: ModelContext, engine: ModelEngine, spec: RoleSpec) -
     return ModelWorkers(context.cluster.start(spec.name, partial(roles_of, engine), (spec,)))
 
 
+def policy_optim(config: Config, updates: int) -> OptimSpec:
+    """The optimizer of the trained model in a run of so many optimizer steps."""
+    o = config.optim
+    return OptimSpec(
+        lr=o.lr,
+        weight_decay=o.weight_decay,
+        betas=(o.betas[0], o.betas[1]),
+        eps=o.eps,
+        clip_grad_norm=o.clip_grad_norm,
+        schedule=o.schedule,
+        warmup_steps=warmup_steps(config, updates),
+        total_steps=max(1, updates),  # 0: a critic that warms up for the whole run; a schedule wants a length
+        decay_ratio=o.decay_ratio,
+        min_lr_ratio=o.min_lr_ratio,
+    )
+
+
 def trained(
     context: ModelContext,
     name: str,
@@ -82,19 +99,7 @@ def trained(
 ) -> RoleSpec:
     """The trained model. share_prefix: prompts will be shared · updates: its optimizer steps, where they are fewer than
     the run's (a critic's warm-up) · outlet: where its weights are published from."""
-    o, updates = context.config.optim, context.updates if updates is None else updates
-    optim = OptimSpec(
-        lr=o.lr,
-        weight_decay=o.weight_decay,
-        betas=(o.betas[0], o.betas[1]),
-        eps=o.eps,
-        clip_grad_norm=o.clip_grad_norm,
-        schedule=o.schedule,
-        warmup_steps=warmup_steps(context.config, updates),
-        total_steps=max(1, updates),  # 0: a critic that warms up for the whole run; a schedule wants a length
-        decay_ratio=o.decay_ratio,
-        min_lr_ratio=o.min_lr_ratio,
-    )
+    optim = policy_optim(context.config, context.updates if updates is None else updates)
     spec = role_spec(context, name, optim=optim, head=head)
     if note := rope_note(context.config.model.path, spec.context.longest):
         context.say(note)

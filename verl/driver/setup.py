@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from verl.chat import TemplateAudit, audit_template, load_tokenizer, require_chat_template
+from verl.chat.dates import date_line
+from verl.chat.template import Renderer
 from verl.checkpoint.loadable import check_loadable
 from verl.config.backends import longest_sequence
 from verl.config.model_files import declared_tie, describe_model, read_model_config, read_weight_headers
@@ -214,6 +216,12 @@ def end_lines(config: Config, tokenizer: Any) -> list[str]:
             f"[{','.join(map(str, extra))}] says that it is meant"
         )
     return lines
+
+
+def template_lines(config: Config, tokenizer: Any) -> list[str]:
+    """What is to be said of the chat template at the start: where its turns end, and that it prints the date."""
+    dated = date_line(Renderer(tokenizer, config.model.template_kwargs)) if tokenizer.chat_template else ""
+    return [*end_lines(config, tokenizer), *([dated] if dated else [])]
 
 
 def require_an_end(config: Config, tokenizer: Any) -> None:
