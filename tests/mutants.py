@@ -1052,6 +1052,19 @@ MUTANTS = (
         "pass",
         "tests/unit/test_rollouts_flow.py::test_a_step_ends_for_the_cursor_and_for_the_share_of_invalid_answers",
     ),
+    # -- budgets of steps, figures of reward models
+    Mutant(
+        "driver/scheduler.py",
+        "paid = self._refills_per_step * (1 + self.next_step - self._budget.first_step)",
+        "paid = self._refills_per_step",
+        "tests/unit/test_scheduler.py",
+    ),
+    Mutant(
+        "algorithms/preference.py",
+        'metrics["accuracy"] = (scores[w] > scores[l]).double()',
+        'metrics["accuracy"] = (scores[w] < scores[l]).double()',
+        "tests/numerics/test_preference_terms.py",
+    ),
 )
 
 

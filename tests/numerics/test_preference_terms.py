@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verl.algorithms.preference import CHOSEN, REJECTED, odds_ratio, preference_terms
+from verl.algorithms.preference import CHOSEN, REJECTED, odds_ratio, preference_terms, reward_terms
 from verl.algorithms.presets import PREFERENCES
 from verl.batch import Columns
 
@@ -165,3 +165,15 @@ def test_halves_of_pairs_are_matched_by_number_and_not_by_place():
     assert figures["rewards/accuracies"] == 0.0 and figures["rewards/margins"] == pytest.approx(0.5 * (-0.25 - 1.0) / 2)
     tie = c.with_token({"logprobs": torch.full((4,), -1.0, dtype=F64)})
     assert not term.fn(tie).metrics["rewards/accuracies"][0].any(), "a tie is no right answer"
+
+
+def test_the_figures_and_the_loss_of_a_reward_model():
+    """Two pairs; the scores of the first are right by 2, those of the second equal."""
+    values, number = torch.tensor([3.0, 1.0, 1.0, 1.0], dtype=F64), torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=F64)
+    token = {"values": values, "side": torch.tensor([CHOSEN, CHOSEN, REJECTED, REJECTED], dtype=F64), "pair": number}
+    at = torch.arange(4)
+    c = Columns(token=token, sequence={}, sequence_of=at, num_sequences=4, mask=torch.ones(4, dtype=torch.bool))
+    found = reward_terms()[0].fn(c)
+    figures = {name: each.sum().item() / 4 for name, (each, _) in found.metrics.items()}
+    assert figures == pytest.approx({"score/chosen": 2.0, "score/rejected": 1.0, "margin": 1.0, "accuracy": 0.5})
+    assert found.values.sum().item() / 4 == pytest.approx(-(log_sigmoid(2.0) + log_sigmoid(0.0)) / 2)

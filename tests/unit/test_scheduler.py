@@ -209,6 +209,19 @@ def test_the_draw_budget_thins_the_look_ahead_before_the_step() -> None:
     assert s._overdrawn() == 3 and s.free_slots() == 2 and len(s._groups) == 1
 
 
+def test_every_step_of_a_period_pays_for_lost_groups() -> None:
+    """One refill per step: in the second step before a publish two groups may have been lost."""
+    s = scheduler(2, sync_every=2, max_draws_per_group=1.5)
+    admit_all(s, "abcd")
+    for group_id in "ab":
+        s.complete(group_id)
+    assert isinstance(s.take(), StepBatch)
+    s.trained(0)
+    for group_id in "cd":
+        s.release(group_id, "rejected")
+    assert s.free_slots() == 2
+
+
 def test_an_empty_step_ends_the_run_whatever_the_policy() -> None:
     s = scheduler(2, max_draws_per_group=1, on_exhausted="smaller")
     for group_id in admit_all(s):
