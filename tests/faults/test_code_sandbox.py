@@ -119,7 +119,7 @@ def test_programs_do_what_they_do_elsewhere(sandbox):
         text, times = p["repeat"] or (p["stdin"], 1)
         ran = sandbox.run(p["code"], text * times)
         assert (ran.status, ran.stdout) == (p["status"], p["stdout"]), (p["name"], ran)
-    assert len(PROGRAMS) + len(EXPRESSIONS) == 120
+    assert len(PROGRAMS) + len(EXPRESSIONS) == 123
     # One process each, and one sandbox.
     ran = sandbox.run_all("import sys\nprint(eval(sys.stdin.read()))", [{"stdin": text} for text in EXPRESSIONS])
     assert [(one.status, one.stdout) for one in ran] == [("ok", f"{eval(text)}\n") for text in EXPRESSIONS]
