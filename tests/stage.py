@@ -119,6 +119,7 @@ class Stage:
             timeout_s=self.play_timeout_s,
             eager=self.staleness > 0,
             max_invalid_share=self.max_invalid_share,
+            unread=len,
         )
 
     async def step(self, *, publish: bool = True) -> Refs:

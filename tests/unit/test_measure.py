@@ -80,6 +80,8 @@ def stats(**more: Any) -> RolloutStats:
             played=16,
             flat=1,
             groups=4,
+            sampled=200,
+            unread=1,
         ),
         **more,
     )
@@ -110,6 +112,7 @@ def test_every_metric_of_a_handmade_batch_has_its_closed_form():
         "num_turns/min": 2.0,
         "reward/component/format": 0.75,
         "reward/invalid_share": 0.25,
+        "rollout/unread_share": 0.005,
         "pipeline/staleness_mean": 1.0,
         "pipeline/staleness_max": 2.0,
         "groups/zero_variance_share": 0.25,

@@ -176,6 +176,7 @@ def test_an_invalid_reward_is_tried_again_until_the_last_attempt(tmp_path):
         assert trajectory.reward == Invalid("timeout", "no result") and stage.engine.calls == 4 + 2
         assert len({s.seed for _, _, s in stage.engine.requests}) == 6
         assert stage.groups.stats.invalid == {"timeout": 1} and stage.groups.stats.played == 3
+        assert 0 < stage.groups.stats.unread == stage.groups.stats.sampled, "this test calls all of them so"
 
     play(test)
 

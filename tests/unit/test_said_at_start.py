@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
+import numpy as np
 from test_bridge_templates import FILES, tokenizer_for
 
 from verl.chat.dates import date_line
 from verl.chat.template import Renderer
 from verl.config.load import load_config
 from verl.config.schema import Config
-from verl.driver.setup import template_lines
+from verl.driver.setup import template_lines, unread_ids
 from verl.driver.stretched import stretched
 from verl.track.events import EventLog
 
@@ -45,3 +48,13 @@ def test_a_resume_says_that_the_schedule_is_stretched(tmp_path):
         ("linear", 60, 100, 50),
     ):
         assert not said(*same)
+
+
+def test_sampled_ids_that_are_no_text_are_counted(tmp_path):
+    tokenizer = copy.deepcopy(tokenizer_for("qwen3"))
+    tokenizer.add_tokens(["<|reserved_1|>"], special_tokens=True)
+    tokenizer.add_tokens(["<word>"])
+    config, text = load_config([f"model.path={tmp_path}"]).config, tokenizer("It is 42.<|im_end|><word>")["input_ids"]
+    count, reserved = unread_ids(config, tokenizer), tokenizer.convert_tokens_to_ids("<|reserved_1|>")
+    assert count(np.array(text)) == 0
+    assert count(np.array([*text, reserved, len(tokenizer), 10**6])) == 3

@@ -92,6 +92,7 @@ SINGLE = [
         {"teacher/invalid": 0.04, "teacher/invalid/a": 0.01, "teacher/invalid/b": 0.4},
         "the teacher b gave no finite number for 40.0% of its samples",
     ),
+    ("unread_tokens", {"rollout/unread_share": 0.002}, "0.2% of the sampled tokens are no text"),
     ("tool_errors", {"agent/tool_error_share": 0.6}, "60% of the calls of tools fail"),
     ("malformed_calls", {"agent/malformed_share": 0.4}, "40% of the calls cannot be read"),
     ("no_progress", {"agent/no_progress_share": 0.5}, "50% of the trajectories end in the same calls"),

@@ -57,6 +57,7 @@ from verl.driver.setup import (
     set_up_worker,
     stop_ids,
     torch_dtype,
+    unread_ids,
 )
 from verl.driver.stretched import stretched
 from verl.driver.trajectories import TrajectoryRunner
@@ -306,6 +307,7 @@ def _groups(
         waits=learner.waits,
         timeout_s=config.run.wait_timeout_s,
         eager=not _in_step(config),
+        unread=unread_ids(config, tokenizer),
         max_invalid_share=config.pipeline.max_invalid_share,
         inform=inform if config.teacher.hint_key == FEEDBACK else None,
         ahead=tuple(ahead.values()),

@@ -68,6 +68,7 @@ def batch_metrics(refs: Refs, stats: RolloutStats, version: int, *, max_prompt_t
         out[f"{COMPONENT_PREFIX}{name}"] = Metric(math.fsum(values), len(values), "sequence")
     ages = spread("pipeline/staleness", (version - t.version_min for t in train if t.version_min >= 0), "sequence")
     out |= {name.replace("staleness/", "staleness_"): m for name, m in ages.items() if not name.endswith("min")}
+    out["rollout/unread_share"] = Metric(stats.unread, max(1, stats.sampled), "token")
     out["reward/invalid_share"] = Metric(stats.invalid.total(), max(1, stats.played), "sequence")
     out["groups/zero_variance_share"] = Metric(stats.flat, max(1, stats.groups), "group")
     for reason in ("rejected", "invalid", "failed", "dropped"):

@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from verl.agent_loop.base import together
 from verl.algorithms.filters import reject_flat
 from verl.algorithms.resolve import Algorithm
@@ -48,7 +50,7 @@ class Draws(Protocol):
 @dataclass(slots=True)
 class RolloutStats:
     """Since the last step was trained. `invalid`: trajectories without a valid reward, by reason; `turns`: of those
-    with one, how many had so many."""
+    with one, how many had so many; `sampled`: tokens, `unread`: those of them that are no text."""
 
     released: Counter[str] = field(default_factory=Counter)
     invalid: Counter[str] = field(default_factory=Counter)
@@ -57,6 +59,12 @@ class RolloutStats:
     played: int = 0
     flat: int = 0
     groups: int = 0
+    sampled: int = 0
+    unread: int = 0
+
+
+def _none(ids: np.ndarray) -> int:
+    return 0
 
 
 @dataclass(slots=True)
@@ -102,7 +110,8 @@ class RolloutManager:
 
     timeout_s: for a wait that no trajectory is the cause of; those have deadlines of their own, which come first ·
     eager: admit as soon as a slot is free; else only when a batch is asked for (staleness 0) · inform: the task with
-    what its teacher reads of an attempt · ahead: who is asked for a group's rows once it is complete."""
+    what its teacher reads of an attempt · ahead: who is asked for a group's rows once it is complete · unread: how
+    many of sampled ids are no text."""
 
     scheduler: Scheduler
     cursor: Draws
@@ -119,6 +128,7 @@ class RolloutManager:
     max_invalid_share: float
     inform: Callable[[Task, Trajectory], Task] | None = None
     ahead: Sequence[Ahead] = ()
+    unread: Callable[[np.ndarray], int] = _none
 
     def __post_init__(self) -> None:
         self._wait_s = self.timeout_s + self.trajectories.longest_s
@@ -320,6 +330,9 @@ class RolloutManager:
     async def _finish(self, group: Group) -> None:
         """Count, select, and store or release a group whose trajectories have ended."""
         self.stats.played += len(group.trajectories)
+        for ids in (s.ids for t in group.trajectories for row in t.rows for s in row if s.source == "sampled"):
+            self.stats.sampled += len(ids)
+            self.stats.unread += self.unread(ids)
         bad = [t for t in group.trajectories if t.outcome != "ok"]
         self.stats.invalid.update(reason_of(t) for t in bad)
         self.stats.turns.update(t.turns for t in group.trajectories if t.outcome == "ok" and t.purpose == "train")

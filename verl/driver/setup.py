@@ -162,6 +162,18 @@ def decoder(tokenizer: Any, *, special_tokens: bool = False) -> Callable[[Sequen
     return partial(tokenizer.decode, skip_special_tokens=not special_tokens)
 
 
+def unread_ids(config: Config, tokenizer: Any) -> Callable[[np.ndarray], int]:
+    """A function that counts the ids that are no text: beyond the vocabulary, holes in it, and special tokens that
+    have no part of their own, that the chat template does not write, and that end no answer."""
+    known = np.zeros(max(tokenizer.get_vocab().values(), default=-1) + 1, bool)
+    known[list(tokenizer.get_vocab().values())] = True
+    template, ends = str(tokenizer.chat_template), stop_ids(config, tokenizer)
+    for i, token in tokenizer.added_tokens_decoder.items():
+        known[i] = not token.special or i in ends or token.content in template
+    known[tokenizer.all_special_ids] = True
+    return lambda ids: int(len(ids) - known[ids[ids < len(known)]].sum())
+
+
 def pad_id(tokenizer: Any) -> int | None:
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 

@@ -192,6 +192,7 @@ TABLE = (
     Row("teacher_disagrees", "teacher/likes_right", teacher_disagrees),
     Row("teacher_silent", "teacher/untaught", lambda s: s.now >= 1),
     Row("teacher_invalid", "teacher/invalid", teacher_fails),
+    Row("unread_tokens", "rollout/unread_share", lambda s: s.now > 0.001),
     Row("tool_errors", "agent/tool_error_share", lambda s: s.now > 0.5),
     Row("malformed_calls", "agent/malformed_share", lambda s: s.now > 0.3),
     Row("no_progress", "agent/no_progress_share", lambda s: s.now > 0.3),
@@ -217,6 +218,8 @@ MESSAGES: Mapping[str, str] = {
     "length_collapse": "responses shrank to {now:.0f} tokens from {usual:.0f}",
     "length_drift": "responses grew from {ends[0]:.0f} to {ends[1]:.0f} tokens in {steps} steps while the score went "
     "from {ends[2]:.3g} to {ends[3]:.3g}",
+    "unread_tokens": "{now:.1%} of the sampled tokens are no text (ids beyond the vocabulary, reserved tokens): "
+    "they are trained, and no reward function reads them; see whether rollout and trainer have the same weights",
     "truncated_share": "{now:.0%} of the responses were cut at the token limit (limit {limits.truncated_warn:.0%}): "
     "raise rollout.max_response_tokens or shape lengths",
     "zero_variance_share": "{now:.0%} of the groups have equal rewards and carry no signal "
