@@ -232,7 +232,8 @@ async def play(name: str, rng: random.Random) -> None:
             assert manager.counts["tool_calls"] == many.count(False)
         return
     assert len(rows) == 1
-    env = [s.ids.tolist() for s in rows[0] if s.source == "env"]
+    runs = itertools.groupby(rows[0], key=lambda s: s.source)  # a result has segments of its own in what was added
+    env = [[int(i) for s in run for i in s.ids] for source, run in runs if source == "env"]
     assert len(env) == turns
     messages, shown, at = list(asked), rng.randrange(turns), 0
     for _, _, calls in engine.said[: shown + 1]:
