@@ -40,7 +40,7 @@ def test_impossible_sizes_and_combinations(capsys, args):
     refused(capsys, args("rollout.top_p=0.9"), "top_p")
     refused(capsys, args("step.max_tokens_per_microbatch=8"), "max_tokens_per_microbatch")
     refused(capsys, args("rollout.max_response_tokens=4000"), "positions")
-    refused(capsys, args("algorithm.name=drgrpo"), "horizon")
+    refused(capsys, args("algorithm.name=Dr.GRPO"), "did you mean drgrpo")
 
 
 def test_missing_files_and_folders(capsys, args, tmp_path):
