@@ -11,11 +11,12 @@ from typing import Any
 __version__ = "0.1.0"
 
 _API = (
-    *("VerlTrainer", "VerlConfig", "create_reference_model", "AutoModelForCausalLMWithValueHead", "GRPOTrainer"),
+    *("VerlTrainer", "VerlConfig", "GRPOTrainer"),
     *("DAPOTrainer", "PPOTrainer", "Trainer", "Policy", "RewardModel", "SingleController", "MultiController"),
 )
 _FACE = {**dict.fromkeys(_API, "verl.api"), "AgentLoopBase": "verl.agent_loop.base", "DataProto": "verl.protocol"}
 _FACE |= {"AgentLoop": "verl.agent_loop.base"}
+_FACE |= dict.fromkeys(("create_reference_model", "AutoModelForCausalLMWithValueHead"), "verl.given_models")
 _NAMED = {"AgentLoop": "AgentLoopBase"}  # where the module has it under another name
 __all__ = ["__version__", *_FACE]
 

@@ -22,7 +22,6 @@ from verl.algorithms.presets import PRESETS
 from verl.algorithms.resolve import resolve
 from verl.algorithms.settings import spelled
 from verl.config.load import load_config
-from verl.config.model_files import find_model_folder
 from verl.config.schema import Config
 from verl.config.served import reachable
 from verl.driver.assemble import checkpoint_engine, context_of, learner_of, rollout_engine
@@ -30,54 +29,13 @@ from verl.driver.launch import Finished, run_rl
 from verl.driver.models import hf_export, role_spec, workers_around
 from verl.driver.setup import decoder
 from verl.driver.step import Step, experience_and_update
+from verl.given_models import AutoModelForCausalLMWithValueHead, wrapped
 from verl.leftovers import OwnFolder
-from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.rollout.base import Completion
 from verl.track.metrics import reduce
 from verl.types import Purpose, Sample, Sampling, Segment, as_ids, derive_seed
-
-
-class AutoModelForCausalLMWithValueHead:
-    """A causal LM from a Hugging Face folder. The value head is the critic's, made when an algorithm has one."""
-
-    def __init__(self, pretrained_model: nn.Module, path: Path) -> None:
-        self.pretrained_model = pretrained_model
-        self.path = path
-
-    @classmethod
-    def from_pretrained(cls, path: str | Path) -> AutoModelForCausalLMWithValueHead:
-        """A folder, or a hub id that is in the local cache; ValueError else (no hub is asked)."""
-        folder = find_model_folder(str(path))
-        return cls(load_causal_lm(folder), folder)
-
-
-def _wrapped(model: AutoModelForCausalLMWithValueHead | nn.Module) -> AutoModelForCausalLMWithValueHead:
-    """Return the model; of one of transformers the weights as they are now, in float32, loaded as the folder is that it
-    was read from. ValueError if there is no such folder."""
-    if isinstance(model, AutoModelForCausalLMWithValueHead):
-        return model
-    name = getattr(getattr(model, "config", None), "_name_or_path", "")
-    if not isinstance(model, nn.Module) or not name:
-        fix = "give AutoModelForCausalLMWithValueHead.from_pretrained(FOLDER), or a model of transformers from a folder"
-        raise ValueError(f"model is a {type(model).__name__} without a folder: {fix}")
-    wrapped = AutoModelForCausalLMWithValueHead.from_pretrained(name)
-    try:
-        wrapped.pretrained_model.load_state_dict(model.state_dict())
-    except RuntimeError as exc:
-        fix = "give the causal language model itself, not one with another head or an adapter around it"
-        raise ValueError(f"model is a {type(model).__name__} with other tensors than {name}: {fix}") from exc
-    return wrapped
-
-
-def create_reference_model(model: AutoModelForCausalLMWithValueHead | nn.Module) -> AutoModelForCausalLMWithValueHead:
-    """A frozen copy of the model as it is now."""
-    model = _wrapped(model)
-    copied = copy.deepcopy(model.pretrained_model)
-    for p in copied.parameters():
-        p.requires_grad_(False)
-    return AutoModelForCausalLMWithValueHead(copied, model.path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +78,7 @@ class VerlTrainer:
         if name not in PRESETS:
             raise ValueError(f"algorithm={config.algorithm!r} is not in the table: {', '.join(PRESETS)}")
         _refuse_runs_only(name)
-        model, ref_model = _wrapped(model), None if ref_model is None else _wrapped(ref_model)
+        model, ref_model = wrapped(model), None if ref_model is None else wrapped(ref_model)
         self.algorithm = resolve(name, _facade_settings(name, config, ref_model is not None))
         if config.samples_per_prompt < self.algorithm.group.least:
             warnings.warn(

@@ -1,0 +1,52 @@
+"""Models that a Python program holds: of a folder under verl's name, or of transformers, as the trainers take them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+from torch import nn
+
+from verl.config.model_files import find_model_folder
+from verl.model_engine.hf_model import load_causal_lm
+
+
+class AutoModelForCausalLMWithValueHead:
+    """A causal LM from a Hugging Face folder. The value head is the critic's, made when an algorithm has one."""
+
+    def __init__(self, pretrained_model: nn.Module, path: Path) -> None:
+        self.pretrained_model = pretrained_model
+        self.path = path
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> AutoModelForCausalLMWithValueHead:
+        """A folder, or a hub id that is in the local cache; ValueError else (no hub is asked)."""
+        folder = find_model_folder(str(path))
+        return cls(load_causal_lm(folder), folder)
+
+
+def wrapped(model: AutoModelForCausalLMWithValueHead | nn.Module) -> AutoModelForCausalLMWithValueHead:
+    """Return the model; of one of transformers the weights as they are now, in float32, loaded as the folder is that it
+    was read from. ValueError if there is no such folder."""
+    if isinstance(model, AutoModelForCausalLMWithValueHead):
+        return model
+    name = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if not isinstance(model, nn.Module) or not name:
+        fix = "give AutoModelForCausalLMWithValueHead.from_pretrained(FOLDER), or a model of transformers from a folder"
+        raise ValueError(f"model is a {type(model).__name__} without a folder: {fix}")
+    wrapped = AutoModelForCausalLMWithValueHead.from_pretrained(name)
+    try:
+        wrapped.pretrained_model.load_state_dict(model.state_dict())
+    except RuntimeError as exc:
+        fix = "give the causal language model itself, not one with another head or an adapter around it"
+        raise ValueError(f"model is a {type(model).__name__} with other tensors than {name}: {fix}") from exc
+    return wrapped
+
+
+def create_reference_model(model: AutoModelForCausalLMWithValueHead | nn.Module) -> AutoModelForCausalLMWithValueHead:
+    """A frozen copy of the model as it is now."""
+    model = wrapped(model)
+    copied = copy.deepcopy(model.pretrained_model)
+    for p in copied.parameters():
+        p.requires_grad_(False)
+    return AutoModelForCausalLMWithValueHead(copied, model.path)
