@@ -203,7 +203,9 @@ def test_wrong_settings_are_refused_before_a_model_is_loaded(tmp_path, tiny_mode
     with pytest.raises(ValueError, match="preference.loss=dpoo"):
         train("dpo", tmp_path, tiny_model, pairs, "preference.loss=dpoo")
     with pytest.raises(ValueError, match="'label' must be true"):
-        train("dpo", tmp_path, tiny_model, pairs, "preference.loss=kto")
+        path = tmp_path / "labelled.jsonl"
+        path.write_text(json.dumps({"prompt": "1+1=", "completion": "2", "label": "maybe"}) + "\n")
+        train("dpo", tmp_path, tiny_model, path, "preference.loss=kto")
     with pytest.raises(ValueError, match="no true rewards"):
         path = tmp_path / "plain.jsonl"
         path.write_text(json.dumps({"prompt": "1+1=", "chosen": "2", "rejected": "3"}) + "\n")

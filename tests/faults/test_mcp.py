@@ -370,7 +370,7 @@ def test_servers_end_with_the_process_that_started_them(tmp_path):
     """Killed, and with what the server started, in a session of its own."""
     code = f"""
 import asyncio, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from test_mcp import box_of, say
 from verl.agent_loop.tools import load_tools
 tools = load_tools([{given(tmp_path, s=stdio(tmp_path))[0]!r}])

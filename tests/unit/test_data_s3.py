@@ -159,7 +159,7 @@ def test_globs_folders_and_names_in_errors(s3: Server) -> None:
     s3.objects |= {"data/README.md": b"x", "data/deep/z.jsonl": b"{"}
     for url in ("s3://bucket/data/*.jsonl", "s3://bucket/data", "s3://bucket/data/part-[012].jsonl"):
         assert [r["prompt"] for r in read(url)] == ["0", "1", "2"], url
-    with pytest.raises(ValueError, match=r"^s3://bucket/data/deep/z\.jsonl:1: invalid JSON"):
+    with pytest.raises(ValueError, match=r"^s3://bucket/data/deep/z\.jsonl: invalid JSON at column 2"):
         read("s3://bucket/data/deep/*.jsonl")
 
 
@@ -177,7 +177,7 @@ def test_the_fingerprint_is_the_stores_tag(s3: Server) -> None:
 def test_missing_and_denied(s3: Server) -> None:
     for url, message in (
         ("s3://bucket/none.jsonl", "no such file"),
-        ("s3://bucket/none/*.jsonl", "no JSONL or Parquet file matches"),
+        ("s3://bucket/none/*.jsonl", "no JSONL, Parquet or CSV file matches"),
         (f"s3://bucket/{DENIED}", "permission denied"),
         ("s3://other/a.jsonl", "no such file"),
     ):

@@ -319,10 +319,10 @@ def test_it_is_asked_for_by_the_format_and_refused_in_one_line(tmp_path, monkeyp
     with pytest.raises(ValueError, match="a tool's text could open or close a turn"):
         loops(tokenizer, "renderers:qwen3", tmp_path)
     monkeypatch.setattr(renderers, "__version__", "0.2.0")
-    with pytest.raises(ValueError, match=r"the package is renderers 0.2.0. Fix: pip install 'verl\[renderers\]'"):
+    with pytest.raises(ValueError, match=r"the package is renderers 0.2.0. Fix: pip install '\.\[renderers\]'"):
         loops(tokenizer, "renderers:qwen3", tmp_path)
     monkeypatch.setitem(sys.modules, "renderers", None)
-    with pytest.raises(ValueError, match=r"Fix: pip install 'verl\[renderers\]'"):
+    with pytest.raises(ValueError, match=r"Fix: pip install '\.\[renderers\]'"):
         loops(tokenizer, "renderers:qwen3", tmp_path)
 
 

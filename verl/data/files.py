@@ -47,7 +47,9 @@ OTHER_FORMATS: Mapping[bytes, str] = {
 BLOCK_BYTES = 1 << 23
 PARQUET_BATCH_ROWS = 1024
 # The extra of ours, or the package, that brings a protocol which fsspec knows but cannot import.
-PACKAGE_OF = dict.fromkeys(("s3", "s3a"), "verl[s3]") | dict.fromkeys(("gs", "gcs"), "verl[gcs]")
+PACKAGE_OF = dict.fromkeys(("s3", "s3a"), "'.[s3]' in verl's folder") | dict.fromkeys(
+    ("gs", "gcs"), "'.[gcs]' in verl's folder"
+)
 PACKAGE_OF |= dict.fromkeys(("abfs", "az"), "adlfs")
 # Errors of storage clients that are no OSError. Looked up only where the client was imported anyway.
 CLIENT_ERRORS = (
@@ -89,7 +91,7 @@ def filesystem(url: str) -> tuple[Any, str]:
         fs, path = fsspec.core.url_to_fs(url)
     except ImportError as exc:
         package = PACKAGE_OF.get(protocol)
-        fix = f"pip install '{package}'" if package else str(exc)
+        fix = f"pip install {package}" if package else str(exc)
         raise ValueError(f"{url}: {protocol}:// needs a package that is not installed. Fix: {fix}") from exc
     except ValueError as exc:
         raise ValueError(f"{url}: {exc}. Fix: a path or a URL that fsspec knows (s3://, gs://, file://, ...)") from exc
