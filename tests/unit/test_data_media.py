@@ -15,7 +15,7 @@ COLUMNS = (
     *("image", "images", "img", "imgs", "Image", "image_path", "image_paths", "imagePath", "image-url", "image_urls"),
     *("image_file", "image_bytes", "image_base64", "picture", "photo", "video", "videos", "video_path", "video_url"),
     *("audio", "audios", "audio_path", "audio_file", "multi_modal_data", "multimodal_inputs", "mm_data"),
-    *("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw"),
+    *("image_1", "image2", "pixel_values", "pixel_values_videos", "input_features", "image_grid_thw"),
 )
 TEXT_COLUMNS = ("prompt", "images_count", "image_caption", "imagine", "video_title", "description", "extra_info", "id")
 
@@ -44,6 +44,12 @@ def test_text_columns_stay() -> None:
 def test_a_medium_under_another_name_is_refused() -> None:
     for value in ({"bytes": PNG, "path": None}, {"bytes": None, "path": "a.png"}, [{"bytes": PNG, "path": None}], PNG):
         assert "'scan'" in says({"scan": value})
+    for column in ("screenshot", "frames", "figure", "media", "file_name", "input_image", "image_id", "speech"):
+        assert repr(column) in says({column: "a.png"}) and repr(column) in says({column: ["a.png"]}), column
+        assert not says({column: "Berlin"}) and not says({column: 3}), column
+    for column in ("num_images", "image_id", "has_image"):
+        assert repr(column) in says({column: 2}, "<image>What is x?"), column
+    assert "'image_path'" in says({"metadata": {"image_path": "a"}}, "<image>What is x?")
     for mark in ("<image>", "<IMAGE>", "<video>", "<audio>", "<image 1>", "<image_2>", "<|image_pad|>", "[IMG]"):
         for row in ({"scan": "a.PNG"}, {"scan": ["a.mp4"]}, {"images": []}, {"extra_info": {"image": "1"}}):
             assert repr(mark) in says(row, f"{mark}What is x?"), (mark, row)

@@ -43,7 +43,7 @@ def prompt_of(name: str, *messages: dict[str, Any], tools: Any = None) -> str:
 
 
 def test_a_developer_is_rendered_as_system_where_the_template_has_none() -> None:
-    for name in ("qwen3", "qwen2_5", "qwen3_5_think", "llama3", "llama3_1", "ours: chatml", "phi3"):
+    for name in ("qwen3", "qwen2_5", "qwen3_5_think", "llama3", "llama3_1", "ours: chatml", "phi3", "llava_next"):
         system = {**DEVELOPER, "role": "system"}
         assert prompt_of(name, DEVELOPER, USER) == prompt_of(name, system, USER), name
         assert "developer" not in prompt_of(name, DEVELOPER, USER).replace("Answer in French only.", "")

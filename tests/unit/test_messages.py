@@ -164,8 +164,9 @@ def test_nulls_that_say_something_stay() -> None:
 def test_marks_choose_the_turns_that_are_trained() -> None:
     turns = conversation("2+2?", "WRONG five", "Sure?", "4")
     for key, no, yes in (
-        *((key, 0, 1) for key in ("weight", "train", "loss_mask", "loss", "trainable", "loss_weight")),
-        ("train", False, True),
+        *((key, 0, 1) for key in ("weight", "train", "loss_mask", "loss", "trainable", "step_loss_mask")),
+        *((key, False, True) for key in ("train", "do_train", "is_train", "compute_loss", "has_loss")),
+        *((key, True, False) for key in ("is_masked", "ignore", "no_loss")),
         ("weight", 0.0, 1.0),
         ("masked", True, False),
         ("weight", 0, None),
@@ -231,6 +232,10 @@ REFUSED = [
     ({"role": "tool", "content": "4", "masked": False}, "'masked' marks a message of 'tool'"),
     ({"role": "assistant", "content": "4", "loss_scale": 1}, "'loss_scale', which looks like a mark"),
     ({"role": "assistant", "content": "4", "train_on_turn": True}, "looks like a mark"),
+    *(
+        ({"role": "assistant", "content": "4", key: False}, "looks like a mark")
+        for key in ("is_loss", "learn", "train_it")
+    ),
     ({"role": "user", "content": "4", "images": ["a.png"]}, "'images', which looks like media"),
     ({"role": "system", "content": "4", "tools": [WEATHER]}, "'tools', which looks like tools"),
     ({"role": "assistant", "content": "4", "reasoning_details": [1]}, "looks like reasoning"),
@@ -249,5 +254,14 @@ def test_what_cannot_be_read_is_refused() -> None:
         if not re.search(says, str(error.value)):
             failed.append((message, str(error.value)))
     assert not failed
-    harmless = {"timestamp": 3, "finish_reason": "stop", "images": [], "refusal": None, "annotations": [], "id": "m1"}
+    harmless = {
+        "timestamp": 3,
+        "is_tool_error": False,
+        "has_image": 0,
+        "finish_reason": "stop",
+        "images": [],
+        "refusal": None,
+        "annotations": [],
+        "id": "m1",
+    }
     assert read_message({"role": "assistant", "content": "4", **harmless}, "f:1")["content"] == "4"

@@ -20,7 +20,11 @@ Tools = Sequence[Mapping[str, Any]]
 
 KNOWN_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "weight"})
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-MARKS = {"weight": 1, "train": 1, "loss_mask": 1, "loss": 1, "trainable": 1, "loss_weight": 1, "masked": 0}
+MARKS = {
+    **dict.fromkeys(("weight", "train", "loss_mask", "loss", "trainable", "loss_weight", "step_loss_mask"), 1),
+    **dict.fromkeys(("do_train", "is_train", "is_trained", "compute_loss", "has_loss"), 1),
+    **dict.fromkeys(("masked", "is_masked", "ignore", "ignored", "no_loss"), 0),
+}
 """Key of a message -> its value on a turn that is trained."""
 FUNCTION_CALL = "function_call"
 ROLES = {
@@ -34,8 +38,9 @@ ROLES = {
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", None})
 TEXT_PART_KEYS = frozenset({"type", "text", "cache_control", "annotations"})
 MEDIA_PART = re.compile(r"image|video|audio|file|document|media", re.IGNORECASE)
+A_MARK = re.compile(r"(^|_|is)(loss|mask|train|weight|ignor|learn|superv)", re.IGNORECASE)
 LOOKS_LIKE = (
-    (re.compile(r"(^|_|is)(loss|mask|train|weight|ignor)", re.IGNORECASE), "a mark of what is trained"),
+    (A_MARK, "a mark of what is trained"),
     (
         re.compile(r"(^|_)(image|video|audio|media|attachment|file|pixel)", re.IGNORECASE),
         "media, which is not rendered",
@@ -176,11 +181,11 @@ def _read_others(message: dict[str, Any], where: str) -> None:
             raise ValueError(f"{where} has 'function_call' and 'tool_calls'. Fix: drop one of them")
         message["tool_calls"] = [call]
     for key in message.keys() - KNOWN_KEYS:
-        if message[key] in ("", [], {}, False):
+        if (value := message[key]) in ("", [], {}):
             del message[key]
             continue
         for pattern, what in LOOKS_LIKE:
-            if pattern.search(key):
+            if pattern.search(key) and (value or pattern is A_MARK):
                 known = ", ".join(sorted({*KNOWN_KEYS, *MARKS}))
                 raise ValueError(
                     f"{where} has a key {key!r}, which looks like {what} and is not read (keys that are: {known})."

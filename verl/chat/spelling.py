@@ -31,7 +31,7 @@ class Spelling:
         made = {key: value for key, value in message.items() if key != "weight"}
         role = made.get("role")
         if role == "developer":
-            made["role"] = self.developer
+            made["role"] = role = self.developer
         elif role == "assistant":
             self._turn(made)
         if role in self.parts and isinstance(made.get("content"), str):

@@ -4,9 +4,10 @@
          {prompt, completion?, ground_truth | answer | solution}                                TRL
          {question, answer: "... #### 72"}                                                       GSM8K as published
     SFT  {messages, tools?} · {prompt, completion | response} · {question, answer}
-    both {conversations: [{from, value}, ...], system?}                                         ShareGPT
-         {instruction, input?, output, system?, history?}                                       Alpaca
+    both {conversations: [{from, value}, ...]}                                                  ShareGPT
+         {instruction, input | context?, output | response, history?}                           Alpaca, Dolly
 
+In all of them `system` or `system_prompt` may be the system message (data/columns.py).
 Preference rows are in data/preference.py. A wrong row is a ValueError that starts with where the row lies.
 """
 
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 from verl.chat.messages import Messages, messages_of_text, read_messages, refuse_trained, tool_without_nulls
 from verl.config.schema import DataConfig
+from verl.data.columns import are_schemas, asked_of, refuse_history, refuse_marks, refuse_schemas, system_of
 from verl.data.files import RawRow
 from verl.data.media import media_in, refuse_media
 from verl.data.truths import GSM8K_ANSWER, GSM8K_INSTRUCTION, GSM8K_SOURCE, ground_truth_of, gsm8k_number, gsm8k_texts
@@ -126,7 +128,7 @@ def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> Tas
         )
     media = tuple(reference for reference, _ in media_in(row, messages))
     teacher = _teacher(row, source, where, players.teachers)
-    return TaskRow(with_system(messages, cfg), source or "", truth, extra_info, tools, agent, media, teacher)
+    return TaskRow(with_system(messages, cfg, row), source or "", truth, extra_info, tools, agent, media, teacher)
 
 
 def _teacher(row: Mapping[str, Any], source: str | None, where: str, teachers: tuple[str, ...]) -> str:
@@ -211,6 +213,8 @@ def _played_tools(
     key = cfg.tools_key or TOOLS_KEY
     if agent not in (SINGLE_TURN, TOOL_AGENT):
         return agent, tools_in(row.get(key), where, key) if cfg.tools_key else ()
+    if cfg.tools_key is None:
+        refuse_schemas(row, where, key)
     shown_only = agent == SINGLE_TURN and cfg.tools_key is not None
     tools = tools_in(row.get(key), where, key, names=not shown_only or bool(players.tools))
     by_name = {tool["function"]["name"]: tool for tool in players.tools}
@@ -245,6 +249,7 @@ def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
     row, where, prompt = named_row(raw, cfg), raw.where, Messages()
     if row.get(cfg.messages_key) is None and row.get("conversations") is not None:
         row = {**row, cfg.messages_key: row["conversations"]}
+    refuse_marks(row, where)
     tools = shown_tools(row, where, cfg)
     completion_key = next((k for k in COMPLETION_KEYS if row.get(k) is not None), None)
     if row.get(cfg.messages_key) is not None:
@@ -267,7 +272,7 @@ def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
     if answer[-1]["role"] != "assistant" and row.get("chosen") is not None and row.get("rejected") is not None:
         raise ValueError(f"{where}: a preference row: its answers are in 'chosen' and 'rejected'. Fix: {PREFERENCE}")
     refuse_media(row, prompt + answer, where)
-    messages = with_system(prompt + answer, cfg)
+    messages = with_system(prompt + answer, cfg, row)
     return ConversationRow(messages, tools, len(messages) - len(answer) if prompt else 0, row_kwargs(row, where))
 
 
@@ -286,17 +291,15 @@ def row_kwargs(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def named_row(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
     """The row with what ShareGPT's and Alpaca's columns say under the names that are read here."""
-    row, system = raw.row, raw.row.get("system")
-    if _are_schemas(functions := row.get("functions")) and row.get(TOOLS_KEY) is None:  # OpenAI's name of old
-        row = {**row, TOOLS_KEY: functions}
-    first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    row = raw.row
+    if row.get("functions") and not row.get(TOOLS_KEY) and are_schemas(row["functions"]):  # OpenAI's name of old
+        row = {**row, TOOLS_KEY: row["functions"]}
     if isinstance(text := row.get("conversations"), str) and text.strip():
         if (turns := messages_of_text(text, raw.where, "conversations")) is None:
             raise ValueError(f"{raw.where}: 'conversations' is text and no list of messages: {text[:60]!r}")
         row = {**row, "conversations": turns}
-    if isinstance(turns := row.get("conversations"), list) and first:
-        return {**row, "conversations": [*first, *turns]}
     if any(row.get(k) is not None for k in (cfg.prompt_key, "question")) or not isinstance(row.get("instruction"), str):
+        refuse_history(row, raw.where)
         return row
     history = row.get("history") or ()
     if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
@@ -304,25 +307,24 @@ def named_row(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
     turns = [{"role": role, "content": text} for turn in history for role, text in zip(("user", "assistant"), turn)]
     if isinstance(row.get("output"), list):
         raise ValueError(f"{raw.where}: a preference row ('output' is a list of answers). Fix: {PREFERENCE}")
-    asked = "\n\n".join(str(text) for text in (row["instruction"], row.get("input")) if text)
-    prompt = [*first, *turns, {"role": "user", "content": asked}]
+    prompt = [*turns, {"role": "user", "content": asked_of(row)}]
     output = {"completion": row["output"], "solution": row["output"]} if row.get("output") is not None else {}
     return {**row, cfg.prompt_key: prompt, **output}
 
 
-def _are_schemas(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(f, Mapping) and f.get("name") for f in value)
-
-
-def with_system(messages: Messages, cfg: DataConfig) -> Messages:
-    if cfg.system_prompt is None or any(m["role"] in ("system", "developer") for m in messages):
+def with_system(messages: Messages, cfg: DataConfig, row: Mapping[str, Any]) -> Messages:
+    """Return the messages behind the row's system column, or data.system_prompt, if they have no system message."""
+    text = system_of(row) or cfg.system_prompt
+    if not text or any(m["role"] in ("system", "developer") for m in messages):
         return messages
-    return ({"role": "system", "content": cfg.system_prompt}, *messages)
+    return ({"role": "system", "content": text}, *messages)
 
 
 def shown_tools(row: Mapping[str, Any], where: str, cfg: DataConfig) -> tuple[dict[str, Any], ...]:
     """Return the tool schemas of a row that is learned from as it is written."""
     key = cfg.tools_key or TOOLS_KEY
+    if cfg.tools_key is None:
+        refuse_schemas(row, where, key)
     return tools_in(row.get(key), where, key)
 
 
@@ -343,4 +345,14 @@ def tools_in(value: Any, where: str, column: str, *, names: bool = False) -> tup
     if not isinstance(value, list) or not all(isinstance(t, (Mapping, str) if names else Mapping) for t in value):
         raise ValueError(f"{where}: {column!r} must be a list of tool schemas, got {kind_of(value)}")
     functions = ({"name": t} if isinstance(t, str) else t for t in value)
-    return tuple({"type": "function", "function": dict(t)} if set(t) & BARE else dict(t) for t in functions)
+    return tuple(map(_wrapped, functions))
+
+
+def _wrapped(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema as {type: function, function: {name, parameters, ...}}."""
+    if not tool.keys() & BARE:
+        return dict(tool)
+    function = {key: found for key, found in tool.items() if key != "type" or found != "function"}
+    if "input_schema" in function:  # Anthropic's name
+        function.setdefault("parameters", function.pop("input_schema"))
+    return {"type": "function", "function": function}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from verl.data.values import content_hash
@@ -12,10 +13,14 @@ from verl.data.values import content_hash
 _KIND = r"(image|img|picture|photo|video|audio)s?"
 _FORM = r"(path|file|filepath|filename|url|uri|link|byte|data|base64|b64|binary|list|input|content|feature|tensor)s?"
 COLUMN = re.compile(
-    rf"{_KIND}|{_KIND}_?{_FORM}|(multi_?modal|mm)_(data|input|feature)s?|pixel_values(_images|_videos)?|"
+    rf"{_KIND}|{_KIND}_?\d+|{_KIND}_?{_FORM}|(multi_?modal|mm)_(data|input|feature)s?|pixel_values(_images|_videos)?|"
     r"input_features|(image|video)_grid_thw"
 )
 """Names of columns that hold media, in lower case with underscores."""
+MAY_HOLD = re.compile(
+    rf"(.*_)?({_KIND}|media|screenshots?|figures?|frames?|clips?|speech|wav|file|file_?(name|path))(_.*)?"
+)
+"""Names of columns whose text is a medium if it is the name of a media file."""
 PLACEHOLDER = re.compile(
     r"</?\|?(start_of_|end_of_)?(image|img|picture|video|audio|vision)(_?(pad|start|end|token|\d+)| \d+)?\|?>|\[IMG\]",
     re.IGNORECASE,
@@ -31,12 +36,18 @@ _NOTHING = ("", "[]", "{}", "null", "none", "nan")
 
 
 @lru_cache(maxsize=256)
-def media_columns(names: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(filter(is_media_column, names))
+def media_columns(names: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return (the columns that hold media, those that may)."""
+    held = frozenset(filter(is_media_column, names))
+    return held, frozenset(name for name in names if name not in held and MAY_HOLD.fullmatch(_lower(name)))
 
 
 def is_media_column(name: str) -> bool:
-    return COLUMN.fullmatch(name.strip().lower().replace("-", "_").replace(" ", "_")) is not None
+    return COLUMN.fullmatch(_lower(name)) is not None
+
+
+def _lower(name: str) -> str:
+    return name.strip().lower().replace("-", "_").replace(" ", "_")
 
 
 def media_in(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -45,9 +56,10 @@ def media_in(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> I
     A reference is the item itself if it is a string (a path or a URL), else the hash of its content.
     """
     found: list[tuple[Any, str]] = []
-    named = media_columns(tuple(row))
+    named, others = media_columns(tuple(row))
     for key, value in row.items():
-        if key in named or (type(value) in (list, dict, bytes) and _is_medium(value)):
+        medium = key in named or (type(value) in (list, dict, bytes) and _is_medium(value))
+        if medium or (key in others and _is_file(value)):
             items = _items(value)
             found += [(item, f"{key!r} holds {len(items)} item(s)") for item in items]
     for message in messages:
@@ -75,10 +87,14 @@ def _placeholder(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) 
     found = next((mark for text in texts if (mark := PLACEHOLDER.search(text))), None)
     if found is None:
         return ""
-    extra = row.get("extra_info")
-    cells = [*row.items(), *(extra.items() if isinstance(extra, Mapping) else ())]
-    about = next((key for key, value in cells if is_media_column(str(key)) or _is_file(value)), None)
+    inner = (cell.items() for cell in row.values() if isinstance(cell, Mapping))
+    cells = [*row.items(), *chain.from_iterable(inner)]
+    about = next((key for key, value in cells if _is_about(str(key)) or _is_file(value)), None)
     return "" if about is None else f"a message holds {found.group()!r} and the row has {about!r}"
+
+
+def _is_about(name: str) -> bool:
+    return is_media_column(name) or MAY_HOLD.fullmatch(_lower(name)) is not None
 
 
 def _is_medium(value: Any) -> bool:

@@ -3,7 +3,7 @@
 {prompt, chosen, rejected} · {chosen, rejected}: whole conversations, whose common beginning is the prompt
 HH-style transcripts: "\\n\\nHuman: ... \\n\\nAssistant: ..." · {prompt, completion, label}: true is desirable
 ShareGPT {conversations, chosen, rejected} · Alpaca {instruction, input?, chosen, rejected | output: [better, worse]} ·
-{system?, question, chosen, rejected} · of ShareGPT and Alpaca also an answer with kto_tag
+{question, chosen, rejected} · of ShareGPT and Alpaca also an answer with kto_tag
 {prompt | instruction, completions: [{response, overall_score}, ...]}: the best against the worst
 
 A prompt that is given again in an answer is used once. Pairs that say nothing are a RowRefused, to be counted.
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from verl.chat.messages import Messages, Tools, read_messages, refuse_trained
 from verl.chat.template import RowRefused
 from verl.config.schema import DataConfig
+from verl.data.columns import refuse_history, refuse_marks, refuse_unasked
 from verl.data.files import RawRow
 from verl.data.formats import COMPLETION_KEYS, named_row, shown_tools, with_system
 from verl.data.values import kind_of, names_of
@@ -67,6 +68,7 @@ def pair_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
                 f"{where}: no {key!r} beside {other!r}: a pair needs a winner and a loser (columns: {names_of(row)}). "
                 "Fix: fill it, or verl dpo preference.loss=kto for rows with prompt, completion and label"
             )
+    refuse_marks(row, where)
     tools = shown_tools(row, where, cfg)
     texts = _without_prompt(row.get(prompt_key), row["chosen"], row["rejected"])
     chosen, rejected = (_answer(text, where, key, tools) for key, text in zip(("chosen", "rejected"), texts))
@@ -89,7 +91,7 @@ def pair_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
         raise RowRefused(SAME)
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
         _check_answer(prompt, messages, where, name)
-    return PreferenceRow(with_system(prompt, cfg), chosen, rejected, gap=gap_of(row, where), tools=tools)
+    return PreferenceRow(with_system(prompt, cfg, row), chosen, rejected, gap=gap_of(row, where), tools=tools)
 
 
 def pair_of_texts(raw: RawRow, cfg: DataConfig) -> tuple[str, str] | None:
@@ -102,6 +104,7 @@ def pair_of_texts(raw: RawRow, cfg: DataConfig) -> tuple[str, str] | None:
         return None
     if any(HH_TEXT.match(text) or text.lstrip()[:1] == "[" for text in texts if text is not None):
         return None
+    refuse_unasked(row, raw.where)
     chosen, rejected = (str(text) for text in texts)
     _refuse_blank(chosen, "chosen")
     _refuse_blank(rejected, "rejected")
@@ -113,7 +116,10 @@ def pair_of_texts(raw: RawRow, cfg: DataConfig) -> tuple[str, str] | None:
 def unpaired_rows(raw: RawRow, cfg: DataConfig) -> list[PreferenceRow]:
     """Return the answer of a row with its label, or the two of a pair as a good and a bad one."""
     row, where, prompt_key = named_row(raw, cfg), raw.where, cfg.prompt_key
-    label = row.get("label") if row.get("label") is not None else row.get("kto_tag")
+    labels = [row[key] for key in ("label", "kto_tag") if row.get(key) is not None]
+    if len(labels) > 1 and labels[0] != labels[1]:
+        raise ValueError(f"{where}: 'label' is {labels[0]!r} and 'kto_tag' is {labels[1]!r}. Fix: drop one of them")
+    label = labels[0] if labels else None
     if label is None and all(row.get(key) is not None for key in ("chosen", "rejected")):
         pair = pair_row(raw, cfg)
         assert pair.rejected is not None
@@ -133,13 +139,14 @@ def unpaired_rows(raw: RawRow, cfg: DataConfig) -> list[PreferenceRow]:
     for needed in (prompt_key, key):
         if row.get(needed) is None:
             raise ValueError(f"{where}: no {needed!r}: an unpaired row has prompt, completion and label {columns}")
+    refuse_marks(row, where)
     tools = shown_tools(row, where, cfg)
     prompt = _prompt(row[prompt_key], where, prompt_key, tools)
     context, answer = _behind(prompt, _answer(row[key], where, key, tools))
     prompt = _one_prompt(prompt, [context], where, prompt_key)
     refuse_trained((*prompt, *answer[:-1]), where, prompt_key)
     _check_answer(prompt, answer, where, key)
-    return [PreferenceRow(with_system(prompt, cfg), answer, None, desirable=desirable, tools=tools)]
+    return [PreferenceRow(with_system(prompt, cfg, row), answer, None, desirable=desirable, tools=tools)]
 
 
 # ---- the columns -----------------------------------------------------------------------------------------------------
@@ -148,7 +155,7 @@ def unpaired_rows(raw: RawRow, cfg: DataConfig) -> list[PreferenceRow]:
 def _named_pair(raw: RawRow, cfg: DataConfig) -> tuple[dict[str, Any], str]:
     """(the row, the column of its prompt), with what other formats call chosen, rejected and prompt under these names.
     ValueError where two columns could be meant."""
-    row, where, system = raw.row, raw.where, raw.row.get("system")
+    row, where = raw.row, raw.where
     named = next((keys for keys in ANSWERS if any(row.get(key) is not None for key in keys)), None)
     if named is not None:
         row = {**row, "chosen": row.get(named[0]), "rejected": row.get(named[1])}
@@ -160,6 +167,7 @@ def _named_pair(raw: RawRow, cfg: DataConfig) -> tuple[dict[str, Any], str]:
             raise ValueError(f"{where}: 'output' has {len(answers)} answers; a pair is [better, worse]")
         row = {**row, "chosen": answers[0], "rejected": answers[1], "output": None}
     if asked:
+        refuse_history(row, where)
         return row, cfg.prompt_key
     if isinstance(answers, list) and judged:
         raise ValueError(f"{where}: 'output' holds a pair, and so do 'chosen' and 'rejected'. Fix: drop one of them")
@@ -170,8 +178,7 @@ def _named_pair(raw: RawRow, cfg: DataConfig) -> tuple[dict[str, Any], str]:
     if row.get("conversations") is not None:
         return row, "conversations"
     if row.get(cfg.prompt_key) is None and isinstance(row.get("question"), str):
-        first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
-        row = {**row, cfg.prompt_key: [*first, {"role": "user", "content": row["question"]}]}
+        row = {**row, cfg.prompt_key: [{"role": "user", "content": row["question"]}]}
     return row, cfg.prompt_key
 
 

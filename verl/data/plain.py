@@ -14,6 +14,7 @@ import numpy as np
 from verl.chat.conversation import Rendered
 from verl.chat.template import RowRefused, Tokenizer, as_ids
 from verl.config.schema import DataConfig
+from verl.data.columns import CONTEXT_COLUMNS
 from verl.data.formats import COMPLETION_KEYS
 from verl.data.values import kind_of
 
@@ -41,6 +42,9 @@ def unread_columns(row: Mapping[str, Any], cfg: DataConfig) -> Iterator[str]:
     filled = [key for key in columns if row.get(key)]
     read = {cfg.messages_key, "conversations", *COMPLETION_KEYS}
     yield from filled[1:] if filled and filled[0] in read else filled
+    named = row.get(cfg.prompt_key) is not None or row.get("question") is not None
+    if named and row.get(cfg.messages_key) is None:
+        yield from (key for key in ("instruction", *CONTEXT_COLUMNS) if row.get(key) and key != cfg.prompt_key)
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:

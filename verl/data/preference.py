@@ -100,6 +100,7 @@ class PairJob(RenderJob):
         every = row.prompt + row.chosen + (row.rejected or ())
         refuse_media(raw.row, every, raw.where)
         self.count_text(every, raw.where, counts)
+        self.count_columns(raw, every, counts)
         conversations = [row.prompt + answer for answer in (row.chosen, row.rejected) if answer is not None]
         kwargs, start = {**self.template_kwargs, **row_kwargs(raw.row, raw.where)}, len(row.prompt)
         rendered = [

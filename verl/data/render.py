@@ -29,6 +29,7 @@ from verl.chat.template import (
     render_prompt,
 )
 from verl.config.schema import DataConfig
+from verl.data.columns import unread_reasoning, unread_system
 from verl.data.files import RawRow
 from verl.data.formats import (
     FEEDBACK,
@@ -56,6 +57,7 @@ ID_BYTES = 6
 # Settings that pick or order the rows and the work on them, so that the same files and rows give the same table.
 SAME_TABLE = ("train_files", "eval_files", "shuffle", "seed", "max_rows", "max_eval_rows", "num_workers", "cache_dir")
 CUT_AWAY = "no assistant token is left after truncation"
+OWN_SYSTEM = "column {!r} is not read: the messages have a system message of their own"
 Entry = dict[str, Any]
 
 
@@ -162,6 +164,14 @@ class RenderJob:
             if lost and file not in counts.lost:
                 counts.lost[file] = f"{lost[:20]!r} of {text[:60]!r} ({where})"
 
+    def count_columns(self, raw: RawRow, messages: Sequence[Message], counts: Counts) -> None:
+        """Count the columns of system messages and thoughts that the row's messages do not hold."""
+        for column in unread_system(raw.row, messages):
+            counts.unread.setdefault(OWN_SYSTEM.format(column), raw.where)
+        for column in unread_reasoning(raw.row, messages):
+            said = f"column {column!r} is not read. Fix: reasoning_content in the message of the assistant"
+            counts.unread.setdefault(said, raw.where)
+
     def _count_key(self, pattern: str, key: str, where: str, counts: Counts) -> None:
         """Count a key of a message, unless the source of the chat template has it."""
         if not re.search(pattern, str(self.tokenizer.chat_template)):
@@ -176,20 +186,20 @@ class RenderJob:
 
     def __call__(self, rows: Sequence[RawRow], progress: Callable[[int], None]) -> Chunk:
         counts, kept, numbers = Counts(rows_read=len(rows)), list[Entry](), list[int]()
-        for number, raw in enumerate(rows):
-            try:
-                with bounded_memory():
+        with bounded_memory():  # of all of them: to ask what the process has takes a tenth of a row's time
+            for number, raw in enumerate(rows):
+                try:
                     found = self.entries(raw, counts)
-            except RowRefused as exc:
-                counts.refused[exc.reason] = counts.refused.get(exc.reason, 0) + 1
-                counts.example = counts.example or f"{raw.where}: {exc}"
-            except TemplateOverrun as exc:
-                raise ValueError(f"{raw.where}: {exc}") from exc
-            else:
-                kept += found
-                numbers += [number] * len(found)
-                counts.rows_kept += bool(found)
-            progress(number + 1)
+                except RowRefused as exc:
+                    counts.refused[exc.reason] = counts.refused.get(exc.reason, 0) + 1
+                    counts.example = counts.example or f"{raw.where}: {exc}"
+                except TemplateOverrun as exc:
+                    raise ValueError(f"{raw.where}: {exc}") from exc
+                else:
+                    kept += found
+                    numbers += [number] * len(found)
+                    counts.rows_kept += bool(found)
+                progress(number + 1)
         arrays = {"numbers": np.array(numbers, np.int64)}
         for name, dtype in self.flat.items():
             parts = [entry[name] for entry in kept]
@@ -220,9 +230,11 @@ class PromptJob(RenderJob):
                 said = f"the row sets {name}={value!r} for the chat template, and a run has one setting for all rows"
                 raise ValueError(f"{raw.where}: {said}. Fix: model.template_kwargs.{name}={value}, or drop the column")
         self.count_text(task.messages, raw.where, counts)
+        for column in unread_system(raw.row, task.messages):
+            counts.unread.setdefault(OWN_SYSTEM.format(column), raw.where)
         ids, context = self._prompt(task.messages, task, raw.where), np.zeros(0, np.int64)
         if (key := self.players.hint_key) is not None:
-            messages = with_system(hinted(raw.row, key, task.messages, raw.where), self.cfg)
+            messages = with_system(hinted(raw.row, key, task.messages, raw.where), self.cfg, raw.row)
             if key != FEEDBACK:
                 self.count_text(messages[-1:], raw.where, counts)
                 context = self._prompt(messages, task, raw.where)
@@ -322,6 +334,7 @@ class ConversationJob(RenderJob):
         for column in unread_columns(raw.row, self.cfg):
             counts.unread.setdefault(f"column {column!r} is not read: the row has another conversation", raw.where)
         self.count_text(row.messages, raw.where, counts)
+        self.count_columns(raw, row.messages, counts)
         kwargs = {**self.template_kwargs, **row.template_kwargs}
         rendered = render_conversation(
             self.tokenizer,

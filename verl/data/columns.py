@@ -1,0 +1,126 @@
+"""Columns beside the conversation of a row that change what it says: used where it is read, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from verl.chat.messages import MARKS
+from verl.data.values import names_of
+
+SYSTEM_COLUMNS = ("system", "system_prompt")
+CONTEXT_COLUMNS = ("input", "context")
+"""Of an Alpaca row: what the instruction is about (Dolly has it as `context`)."""
+PROMPT_COLUMNS = (
+    *("input", "query", "problem", "user", "task", "context", "passage", "post", "dialogue", "conversation"),
+    *("history", "instruction", "messages", *SYSTEM_COLUMNS),
+)
+"""Columns that ask for the two answers of a pair, under names that are not read beside answers without a prompt."""
+REASONING_COLUMNS = ("reasoning", "reasoning_content", "thinking", "thought", "thoughts", "cot", "rationale")
+ROW_MARKS = {
+    **MARKS,
+    **dict.fromkeys(("weights", "loss_weights", "sample_weight", "sample_weights", "loss_masks", "train_mask"), 1),
+    **dict.fromkeys(("mask", "masks"), 1),
+}
+"""Columns that weigh or mark a row or its turns -> their value where the whole row is trained."""
+TURN_COLUMNS = ("train_on", "train_turns")
+"""Columns that name the turns to train."""
+
+
+def system_of(row: Mapping[str, Any]) -> str:
+    """Return the text of the row's column for the system message; "" if there is none."""
+    texts = (row.get(key) for key in SYSTEM_COLUMNS)
+    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
+
+
+def unread_system(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the columns of a system message that the messages, which have one of their own, do not hold."""
+    for key in SYSTEM_COLUMNS:
+        text = row.get(key)
+        if not isinstance(text, str) or not text.strip():
+            continue
+        if not any(m["role"] in ("system", "developer") and text.strip() in str(m["content"]) for m in messages):
+            yield key
+
+
+def asked_of(row: Mapping[str, Any]) -> str:
+    """Return the question of an Alpaca row: the instruction, and what it is about."""
+    parts = (row["instruction"], *(row.get(key) for key in CONTEXT_COLUMNS))
+    return "\n\n".join(str(text) for text in parts if text)
+
+
+def refuse_history(row: Mapping[str, Any], where: str) -> None:
+    """Refuse the turns of an Alpaca row's `history` beside another prompt than its `instruction`."""
+    history = row.get("history")
+    if isinstance(history, list) and history and all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        fix = "Fix: write the whole conversation as messages, or drop the column"
+        raise ValueError(f"{where}: 'history' holds turns, and it is read beside 'instruction' alone. {fix}")
+
+
+def refuse_unasked(row: Mapping[str, Any], where: str) -> None:
+    """Refuse two answers that are texts without a prompt, where another column could be their prompt."""
+    if column := next((key for key in PROMPT_COLUMNS if row.get(key)), ""):
+        said = f"no prompt is read for 'chosen' and 'rejected', and the row has {column!r} (columns: {names_of(row)})"
+        raise ValueError(f"{where}: {said}. Fix: data.prompt_key={column} if that is the prompt, or drop the column")
+
+
+def refuse_schemas(row: Mapping[str, Any], where: str, read: str) -> None:
+    """Refuse a column of tool schemas other than the one that is read."""
+    for key, value in row.items():
+        if key != read and isinstance(value, list | str) and value and are_schemas(value) and value != row.get(read):
+            said = f"column {key!r} holds the schemas of tools and is not read ({read!r} is)"
+            raise ValueError(f"{where}: {said}. Fix: data.tools_key={key}, or drop the column")
+
+
+def are_schemas(value: Any) -> bool:
+    """Return whether a value is a list of tool schemas, bare or in {type: function, function: ...}, or its JSON."""
+    if isinstance(value, str):
+        if not value.lstrip()[:200].startswith("[") or '"name"' not in value or "{" not in value[:20]:
+            return False
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return False
+    first = value[0] if isinstance(value, list) and value else None
+    if not isinstance(first, Mapping):
+        return False
+    function = first.get("function")
+    function = function if isinstance(function, Mapping) else first
+    described = any(isinstance(function.get(key), Mapping) for key in ("parameters", "input_schema"))
+    return isinstance(function.get("name"), str) and described and "arguments" not in function
+
+
+def refuse_marks(row: Mapping[str, Any], where: str) -> None:
+    """Refuse a row that a column weighs or marks, or whose turns one does: marks are read on messages."""
+    for key in [key for key in row if key in ROW_MARKS or key in TURN_COLUMNS]:
+        if (row[key] and key in TURN_COLUMNS) or not _trains_all(row[key], ROW_MARKS.get(key, 1), key):
+            said = f"column {key!r} is {str(row[key])[:60]}, and marks of what is trained are read on messages alone"
+            raise ValueError(
+                f"{where}: {said}. Fix: weight=0 or 1 on each message of the assistant, or drop the column"
+            )
+
+
+def _trains_all(value: Any, trained: int, column: str = "") -> bool:
+    """Whether a mark says nothing: it is empty, of another kind, or has the value `trained` throughout. A number as
+    `loss` is what was measured of the row."""
+    if isinstance(value, list):
+        return all(_trains_all(item, trained) for item in value)
+    if column == "loss" and not isinstance(value, bool):
+        return True
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return True
+    return not isinstance(value, int | float) or value == trained
+
+
+def unread_reasoning(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the columns of a thought that no message holds."""
+    for key in REASONING_COLUMNS:
+        text = row.get(key)
+        if isinstance(text, str) and text.strip():
+            said = (str(m.get(part)) for m in messages for part in ("content", "reasoning_content"))
+            if not any(text.strip() in part for part in said):
+                yield key
