@@ -56,14 +56,14 @@ def test_what_is_not_read_of_a_row_is_counted_with_its_name() -> None:
     counts, job = Counts(), ConversationJob(tokenizer_for("ours: chatml"), DataConfig(), {})
     own = {"messages": [{**SYSTEM, "content": "Its own."}, ASKED, SAID]}
     job.entries(RawRow("rows.jsonl:7", {**own, "system": "Its own."}), counts)
-    job.entries(RawRow("rows.jsonl:7", {**CHAT, "reasoning": A}), counts)
+    job.entries(RawRow("rows.jsonl:7", {**CHAT, "reasoning": A, "prompt": Q}), counts)
     assert not counts.unread
     job.entries(RawRow("rows.jsonl:8", {**own, "system": "Be terse."}), counts)
-    job.entries(RawRow("rows.jsonl:9", {**CHAT, "thinking": "Six and three."}), counts)
+    job.entries(RawRow("rows.jsonl:9", {**CHAT, "thinking": "Six and three.", "prompt": "Another."}), counts)
     job.entries(RawRow("rows.jsonl:9", {"question": Q, "answer": A, "context": "Some text."}), counts)
     job.entries(RawRow("rows.jsonl:9", {"prompt": Q, "completion": A, "instruction": "In French."}), counts)
     named = [line.split("'")[1] for line in counts.unread]
-    assert named == ["system", "thinking", "context", "instruction"]
+    assert named == ["system", "thinking", "prompt", "context", "instruction"]
 
 
 def test_a_dolly_row_has_its_context_behind_the_instruction() -> None:
@@ -88,6 +88,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (conversation_row, {**CHAT, "weight": "0.5"}, "column 'weight' is 0.5"),
     (conversation_row, {**CHAT, "train_turns": [1]}, "column 'train_turns'"),
     (pair_row, {**PAIR, "sample_weight": 2.0}, "column 'sample_weight'"),
+    (unpaired_rows, {"prompt": Q, "completion": A, "response": B, "label": True}, "'completion' and 'response'"),
     (unpaired_rows, {"prompt": Q, "completion": A, "label": True, "masked": True}, "column 'masked'"),
 ]
 

@@ -49,6 +49,7 @@ def test_a_medium_under_another_name_is_refused() -> None:
         assert not says({column: "Berlin"}) and not says({column: 3}), column
     for column in ("num_images", "image_id", "has_image"):
         assert repr(column) in says({column: 2}, "<image>What is x?"), column
+    assert not says({"file": "a.py", "media": "news", "has_image": False, "num_images": 0}, "An SVG has <image> in it")
     assert "'image_path'" in says({"metadata": {"image_path": "a"}}, "<image>What is x?")
     for mark in ("<image>", "<IMAGE>", "<video>", "<audio>", "<image 1>", "<image_2>", "<|image_pad|>", "[IMG]"):
         for row in ({"scan": "a.PNG"}, {"scan": ["a.mp4"]}, {"images": []}, {"extra_info": {"image": "1"}}):

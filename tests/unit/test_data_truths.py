@@ -33,6 +33,7 @@ def score(source: str, answer: str, truth: Any) -> float:
 
 def test_a_truth_is_found_under_its_usual_names() -> None:
     names = "label target targets gold final_answer reference expected_answer ground_truths solution golden_answers"
+    names += " reward_model.ground_truth"  # of a table whose objects were made flat
     for name in names.split():
         assert truth_of({name: "4"}) == truth_of({"extra_info": {name: "4"}}) == "4", name
     assert truth_of({"reward_model": {"ground_truth": "4"}, "answer": "5", "extra_info": {"answer": "6"}}) == "4"
@@ -42,6 +43,8 @@ def test_a_truth_is_found_under_its_usual_names() -> None:
 
 def test_a_truth_column_that_is_not_read_is_named() -> None:
     assert list(unread_truths({"answer": "4", "label": "5", "target": "", "gold": "4", "id": 3}, "4")) == ["label"]
+    assert list(unread_truths({"golden_answers": ["a", "b"]}, {"target": ["a", "b"]})) == []
+    assert set(unread_truths({"label": True, "answers": {"x": 1}}, {"inputs": []})) == {"label", "answers"}
 
 
 def test_what_says_one_text_is_read_as_it() -> None:

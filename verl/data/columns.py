@@ -113,12 +113,14 @@ def _trains_all(value: Any, trained: int, column: str = "") -> bool:
             value = float(value)
         except ValueError:
             return True
-    return not isinstance(value, int | float) or value == trained
+    return not isinstance(value, int | float) or value == trained or value != value  # NaN: pandas has no null
 
 
-def unread_reasoning(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the columns of a thought that no message holds."""
-    for key in REASONING_COLUMNS:
+def unread_texts(
+    row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], columns: Sequence[str]
+) -> Iterator[str]:
+    """Yield the columns whose text no message holds."""
+    for key in columns:
         text = row.get(key)
         if isinstance(text, str) and text.strip():
             said = (str(m.get(part)) for m in messages for part in ("content", "reasoning_content"))

@@ -17,10 +17,10 @@ COLUMN = re.compile(
     r"input_features|(image|video)_grid_thw"
 )
 """Names of columns that hold media, in lower case with underscores."""
-MAY_HOLD = re.compile(
-    rf"(.*_)?({_KIND}|media|screenshots?|figures?|frames?|clips?|speech|wav|file|file_?(name|path))(_.*)?"
-)
+MAY_HOLD = re.compile(rf"(.*_)?({_KIND}|media|screenshots?|figures?|frames?|clips?|speech|wav|file_?name)(_.*)?")
 """Names of columns whose text is a medium if it is the name of a media file."""
+ABOUT = re.compile(rf"(.*_)?({_KIND})(_.*)?")
+"""Names of columns that say something of a medium."""
 PLACEHOLDER = re.compile(
     r"</?\|?(start_of_|end_of_)?(image|img|picture|video|audio|vision)(_?(pad|start|end|token|\d+)| \d+)?\|?>|\[IMG\]",
     re.IGNORECASE,
@@ -89,12 +89,12 @@ def _placeholder(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) 
         return ""
     inner = (cell.items() for cell in row.values() if isinstance(cell, Mapping))
     cells = [*row.items(), *chain.from_iterable(inner)]
-    about = next((key for key, value in cells if _is_about(str(key)) or _is_file(value)), None)
+    about = next((key for key, value in cells if _is_about(str(key), value) or _is_file(value)), None)
     return "" if about is None else f"a message holds {found.group()!r} and the row has {about!r}"
 
 
-def _is_about(name: str) -> bool:
-    return is_media_column(name) or MAY_HOLD.fullmatch(_lower(name)) is not None
+def _is_about(name: str, value: Any) -> bool:
+    return is_media_column(name) or (bool(value) and ABOUT.fullmatch(_lower(name)) is not None)
 
 
 def _is_medium(value: Any) -> bool:

@@ -135,6 +135,9 @@ def unpaired_rows(raw: RawRow, cfg: DataConfig) -> list[PreferenceRow]:
     if desirable is None:
         got = repr(label) if isinstance(label, str | int | float) else kind_of(label)
         raise ValueError(f"{where}: 'label' must be true (desirable) or false, got {got} {columns}")
+    given = [key for key in COMPLETION_KEYS if raw.row.get(key) is not None]
+    if len(given) > 1 and row[given[0]] != row[given[1]]:
+        raise ValueError(f"{where}: {' and '.join(map(repr, given))} are different answers. Fix: drop one of them")
     key = next((key for key in COMPLETION_KEYS if row.get(key) is not None), "completion")
     for needed in (prompt_key, key):
         if row.get(needed) is None:

@@ -29,7 +29,7 @@ from verl.chat.template import (
     render_prompt,
 )
 from verl.config.schema import DataConfig
-from verl.data.columns import unread_reasoning, unread_system
+from verl.data.columns import REASONING_COLUMNS, unread_system, unread_texts
 from verl.data.files import RawRow
 from verl.data.formats import (
     FEEDBACK,
@@ -165,12 +165,13 @@ class RenderJob:
                 counts.lost[file] = f"{lost[:20]!r} of {text[:60]!r} ({where})"
 
     def count_columns(self, raw: RawRow, messages: Sequence[Message], counts: Counts) -> None:
-        """Count the columns of system messages and thoughts that the row's messages do not hold."""
+        """Count the columns of system messages, thoughts and prompts that the row's messages do not hold."""
         for column in unread_system(raw.row, messages):
             counts.unread.setdefault(OWN_SYSTEM.format(column), raw.where)
-        for column in unread_reasoning(raw.row, messages):
-            said = f"column {column!r} is not read. Fix: reasoning_content in the message of the assistant"
-            counts.unread.setdefault(said, raw.where)
+        whole = any(raw.row.get(key) is not None for key in (self.cfg.messages_key, "conversations"))
+        columns = (*REASONING_COLUMNS, self.cfg.prompt_key) if whole else REASONING_COLUMNS
+        for column in unread_texts(raw.row, messages, columns):
+            counts.unread.setdefault(f"column {column!r} is not read, and no message has its text", raw.where)
 
     def _count_key(self, pattern: str, key: str, where: str, counts: Counts) -> None:
         """Count a key of a message, unless the source of the chat template has it."""

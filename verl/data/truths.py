@@ -14,7 +14,16 @@ GSM8K_SOURCE = "openai/gsm8k"
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 TRUTH_COLUMNS = (
-    *("ground_truth", "answer", "solution", "final_answer", "expected_answer", "correct_answer", "reference_answer"),
+    *(
+        "reward_model.ground_truth",
+        "ground_truth",
+        "answer",
+        "solution",
+        "final_answer",
+        "expected_answer",
+        "correct_answer",
+        "reference_answer",
+    ),
     *("gold", "gold_answer", "golden_answers", "target", "targets", "label", "labels", "reference", "ground_truths"),
     *("gt", "truth", "answers"),
 )
@@ -40,7 +49,9 @@ def unread_truths(row: Mapping[str, Any], truth: Any) -> Iterator[str]:
     """Yield the columns of the row that are named as a truth and hold something else than the truth."""
     for key in _TRUTH_COLUMNS.intersection(row):
         if row[key] not in (None, "", [], truth):
-            yield key
+            texts = truth_texts(row[key])
+            if not texts or texts != truth_texts(truth):  # ["4"] is {"target": "4"}
+                yield key
 
 
 def truth_text(value: Any) -> str | None:
