@@ -57,18 +57,29 @@ def test_what_is_not_read_of_a_row_is_counted_with_its_name() -> None:
     own = {"messages": [{**SYSTEM, "content": "Its own."}, ASKED, SAID]}
     job.entries(RawRow("rows.jsonl:7", {**own, "system": "Its own."}), counts)
     job.entries(RawRow("rows.jsonl:7", {**CHAT, "reasoning": A, "prompt": Q}), counts)
+    job.entries(RawRow("rows.jsonl:7", {"prompt": json.dumps([ASKED]), "completion": A}), counts)
     assert not counts.unread
     job.entries(RawRow("rows.jsonl:8", {**own, "system": "Be terse."}), counts)
     job.entries(RawRow("rows.jsonl:9", {**CHAT, "thinking": "Six and three.", "prompt": "Another."}), counts)
     job.entries(RawRow("rows.jsonl:9", {"question": Q, "answer": A, "context": "Some text."}), counts)
     job.entries(RawRow("rows.jsonl:9", {"prompt": Q, "completion": A, "instruction": "In French."}), counts)
+    alpaca = {"instruction": Q, "output": A}
+    job.entries(RawRow("rows.jsonl:9", {**alpaca, "response": B, "documents": [{"text": "Some text."}]}), counts)
     named = [line.split("'")[1] for line in counts.unread]
-    assert named == ["system", "thinking", "prompt", "context", "instruction"]
+    assert named == ["system", "thinking", "prompt", "context", "instruction", "response", "documents"]
 
 
 def test_a_dolly_row_has_its_context_behind_the_instruction() -> None:
     row = {"instruction": "Sum it up.", "context": "Some text.", "response": A, "category": "closed_qa"}
     assert context(conversation_row, row)[0]["content"] == "Sum it up.\n\nSome text."
+
+
+def test_an_answer_beside_messages_that_end_with_a_question_is_the_one_that_is_trained() -> None:
+    turns = [ASKED, SAID, {"role": "user", "content": "Sure?"}]
+    for key in ("completion", "response"):
+        found = first(conversation_row, {"messages": turns, key: "Yes."})
+        assert [*found.messages] == [*turns, {"role": "assistant", "content": "Yes."}] and found.train_from == 3
+    assert first(conversation_row, {**CHAT, "completion": A}).train_from == 0
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
@@ -77,6 +88,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (unpaired_rows, {"prompt": Q, "completion": A, "label": True, "kto_tag": False}, "'kto_tag' is False"),
     *((task_row, {**TASK, key: [SCHEMA]}, f"tools_key={key}") for key in ("available_tools", "function", "apis")),
     (task_row, {**TASK, "available_tools": json.dumps([WEATHER])}, "tools_key=available_tools"),
+    (conversation_row, {**CHAT, "apis": [{"name": "w", "input_schema": {}}]}, "tools_key=apis"),
     (conversation_row, {**CHAT, "tool_list": json.dumps([SCHEMA])}, "tools_key=tool_list"),
     (conversation_row, {**CHAT, "tools": [SCHEMA], "functions": [{**WEATHER, "name": "other"}]}, "'functions'"),
     (pair_row, {**PAIR, "available_tools": [SCHEMA]}, "tools_key=available_tools"),
@@ -88,6 +100,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (conversation_row, {**CHAT, "weight": "0.5"}, "column 'weight' is 0.5"),
     (conversation_row, {**CHAT, "train_turns": [1]}, "column 'train_turns'"),
     (pair_row, {**PAIR, "sample_weight": 2.0}, "column 'sample_weight'"),
+    (conversation_row, {"prompt": [ASKED, SAID], "completion": " And ten."}, "turns are not continued"),
     (unpaired_rows, {"prompt": Q, "completion": A, "response": B, "label": True}, "'completion' and 'response'"),
     (unpaired_rows, {"prompt": Q, "completion": A, "label": True, "masked": True}, "column 'masked'"),
 ]
@@ -108,6 +121,7 @@ def test_columns_that_change_nothing_stay() -> None:
         "masked": 0,
         "mask": "a man",
         "loss": 0.35,
+        "sample_weight": float("nan"),
         "weights": [1, 1],
     }
     extra = {"history": [], "tools": "[]", "functions": None, "answers": [{"name": "f", "arguments": {}}], "input": ""}

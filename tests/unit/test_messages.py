@@ -241,9 +241,17 @@ REFUSED = [
     ({"role": "assistant", "content": "4", "reasoning_details": [1]}, "looks like reasoning"),
     ({"role": "assistant", "content": "4", "thinking": "a", "reasoning": "b"}, "another 'reasoning_content'"),
     ({"role": "assistant", "content": "4", "thinking": ["a"]}, "must be text"),
+    ({"role": "assistant", "content": "<think>\na\n</think>\n\n4", "thinking": "b"}, "another reasoning beside it"),
     ({"role": "user", "content": "4", "ground_truth": "4"}, "looks like the truth"),
     ({"role": "assistant", "content": "", "refusal": "no"}, "looks like text"),
 ]
+
+
+def test_a_thought_that_is_given_twice_is_read_once() -> None:
+    turn = {"role": "assistant", "content": "<think>\na b\n</think>\n\n4", "reasoning_content": "a b"}
+    assert read(turn)[0] == {**turn, "content": "4"}
+    for content in ("<think>\n\n</think>\n\n4", "4 </think>"):  # an empty block, and text that speaks of one
+        assert read({**turn, "content": content})[0]["content"] == content
 
 
 def test_what_cannot_be_read_is_refused() -> None:

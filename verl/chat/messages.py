@@ -143,10 +143,23 @@ def _read_content(message: dict[str, Any], where: str) -> None:
         message["content"] = content = _joined(content, where)
     if isinstance(content, str):
         refuse_surrogates(content, where)
+        if "</think>" in content and message.get(REASONING_KEYS[0]):
+            message["content"] = _without_thought(content, message[REASONING_KEYS[0]], where)
     elif content is None and message.get("tool_calls"):
         message["content"] = ""  # templates add it to text
     elif not isinstance(content, list):
         raise ValueError(f"{where} ({message['role']}) has no text: 'content' is {kind_of(content)}")
+
+
+def _without_thought(content: str, thought: Any, where: str) -> str:
+    """Return content without the `<think>` block at its beginning, if that is the turn's reasoning once more."""
+    found = re.match(r"\s*<think>(.*?)</think>\s*", content, re.DOTALL)
+    if found is None or not found.group(1).strip():
+        return content
+    if "".join(found.group(1).split()) != "".join(str(thought).split()):
+        said = "a <think> block in its content and another reasoning beside it"
+        raise ValueError(f"{where} has {said}: it would be trained twice. Fix: drop one of them")
+    return content[found.end() :]
 
 
 def _joined(parts: list[Any], where: str) -> Any:

@@ -88,7 +88,7 @@ def are_schemas(value: Any) -> bool:
     function = first.get("function")
     function = function if isinstance(function, Mapping) else first
     described = any(isinstance(function.get(key), Mapping) for key in ("parameters", "input_schema"))
-    return isinstance(function.get("name"), str) and described and "arguments" not in function
+    return isinstance(function.get("name"), str) and described
 
 
 def refuse_marks(row: Mapping[str, Any], where: str) -> None:

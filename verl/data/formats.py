@@ -254,6 +254,12 @@ def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
     completion_key = next((k for k in COMPLETION_KEYS if row.get(k) is not None), None)
     if row.get(cfg.messages_key) is not None:
         answer = read_messages(row[cfg.messages_key], where, cfg.messages_key, tools=tools)
+        if answer[-1]["role"] != "assistant" and completion_key:  # messages that ask, and the answer beside them
+            refuse_trained(answer, where, cfg.messages_key)
+            prompt, answer = (
+                answer,
+                read_messages(row[completion_key], where, completion_key, role="assistant", tools=tools),
+            )
     elif row.get(cfg.prompt_key) is not None and completion_key:
         prompt = read_messages(row[cfg.prompt_key], where, cfg.prompt_key, tools=tools)
         refuse_trained(prompt, where, cfg.prompt_key)
@@ -269,6 +275,9 @@ def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
             f" {list(COMPLETION_KEYS)}, or 'question' with 'answer' (columns: {names_of(row)})."
             " Fix: data.messages_key=COLUMN"
         )
+    if prompt and prompt[-1]["role"] == answer[0]["role"] == "assistant":
+        said = "the prompt ends with an assistant turn, and so does the answer begin; turns are not continued here"
+        raise ValueError(f"{where}: {said}. Fix: the whole turn in the answer")
     if answer[-1]["role"] != "assistant" and row.get("chosen") is not None and row.get("rejected") is not None:
         raise ValueError(f"{where}: a preference row: its answers are in 'chosen' and 'rejected'. Fix: {PREFERENCE}")
     refuse_media(row, prompt + answer, where)

@@ -18,7 +18,7 @@ from verl.data.columns import CONTEXT_COLUMNS
 from verl.data.formats import COMPLETION_KEYS
 from verl.data.values import kind_of
 
-TEXT, IDS = "text", "input_ids"
+TEXT, IDS, DOCUMENTS = "text", "input_ids", "documents"
 MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "completion_mask")
 """Columns that are 1 where a token is trained; where there are several, all have to be."""
 NOT_TRAINED = -100
@@ -37,12 +37,12 @@ def plain_column(row: Mapping[str, Any], cfg: DataConfig) -> str | None:
 
 def unread_columns(row: Mapping[str, Any], cfg: DataConfig) -> Iterator[str]:
     """Yield the filled columns of a row that hold a conversation or a text, behind the one that is read."""
-    asked = row.get(cfg.prompt_key) is not None or row.get("instruction") is not None
-    columns = (cfg.messages_key, "conversations", *(COMPLETION_KEYS if asked else ()), TEXT, IDS)
-    filled = [key for key in columns if row.get(key)]
-    read = {cfg.messages_key, "conversations", *COMPLETION_KEYS}
-    yield from filled[1:] if filled and filled[0] in read else filled
     named = row.get(cfg.prompt_key) is not None or row.get("question") is not None
+    alpaca = not named and row.get("instruction") is not None
+    answers = ("output", *COMPLETION_KEYS) if alpaca else COMPLETION_KEYS if row.get(cfg.prompt_key) is not None else ()
+    filled = [key for key in (cfg.messages_key, "conversations", *answers, TEXT, IDS, DOCUMENTS) if row.get(key)]
+    read = {cfg.messages_key, "conversations", *answers}
+    yield from filled[1:] if filled and filled[0] in read else filled
     if named and row.get(cfg.messages_key) is None:
         yield from (key for key in ("instruction", *CONTEXT_COLUMNS) if row.get(key) and key != cfg.prompt_key)
 
