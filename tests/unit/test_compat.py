@@ -671,7 +671,47 @@ TRANSFORMS = [
     (["rollout.total_epochs=3"], {"run.total_epochs": 3}),
     ([f"{ACTOR}optim.lr_decay_style=constant", f"{ACTOR}optim.lr_decay_steps=99"], {"optim.schedule": "constant"}),
     ([f"{ACTOR}{key}" for key in HARMLESS_OF_ENGINES], {}),
-    (["actor_rollout_ref.model.override_config.resid_pdrop=0.", "reward_model.overlong_buffer.enable=False"], {}),
+    (
+        ["actor_rollout_ref.model.override_config.resid_pdrop=0.", "reward_model.overlong_buffer.enable=False"],
+        {"reward.overlong_buffer_tokens": 0},
+    ),
+    (
+        ["reward_model.enable=True", "reward_model.model_path=rm", "reward_model.inference.name=x"],
+        {"reward.model": "rm"},
+    ),
+    *(
+        (
+            [f"{of}.overlong_buffer.{key}" for key in ("enable=True", "len=512", "penalty_factor=0.5")],
+            {"reward.overlong_buffer_tokens": 512, "reward.overlong_penalty": 0.5},
+        )
+        for of in ("reward_model", "custom_reward_function")
+    ),
+    ([f"{ACTOR}use_token_level_loss=True"], {"algorithm.aggregation": "token-mean"}),
+    ([f"{ACTOR}use_token_level_loss=False"], {"algorithm.aggregation": "seq-mean-token-mean"}),
+    (
+        ["algorithm.adv_estimator=gae", "critic.optim.lr_warmup_steps_ratio=0.05"],
+        {"algorithm.name": "ppo", "critic.warmup_steps": 0, "critic.warmup_ratio": 0.05},
+    ),
+    (
+        ["algorithm.adv_estimator=gae", "critic.optim.lr_warmup_steps_ratio=0.05", "critic.optim.lr_warmup_steps=3"],
+        {"algorithm.name": "ppo", "critic.warmup_steps": 3, "critic.warmup_ratio": 0.0},
+    ),
+    (["algorithm.adv_estimator=grpo", "critic.optim.lr_warmup_steps_ratio=0.05"], {"algorithm.name": "grpo"}),
+    (["trainer.test_freq=False"], {"run.eval_every_steps": 0, "run.eval_after": False}),
+    (
+        [f"{ACTOR}strategy=fsdp_turbo", f"{ACTOR}fsdp_config.turbo_config.memory.recompute=True"],
+        {"model.engine": "torch"},
+    ),
+    (["data.response_key=response", "use_remove_padding=True"], {}),
+    (["data.multiturn.tools_key=t"], {"data.tools_key": "t"}),
+    (["data.max_token_len_per_gpu=10", "ulysses_sequence_parallel_size=4"], {"step.max_tokens_per_microbatch": 40}),
+    (
+        [
+            f"{ACTOR}megatron.context_parallel_size=2",
+            f"{ACTOR}megatron.override_transformer_config.context_parallel_size=2",
+        ],
+        {},
+    ),
 ]
 
 
@@ -681,6 +721,22 @@ def test_values_mean_what_they_mean_in_verl() -> None:
 
 
 REFUSALS = [
+    (
+        [
+            f"{ACTOR}megatron.context_parallel_size=2",
+            f"{ACTOR}megatron.override_transformer_config.context_parallel_size=4",
+        ],
+        "write it there",
+    ),
+    ([f"{ACTOR}use_token_level_loss=True", f"{ACTOR}loss_agg_mode=seq-mean-token-mean"], "contradict"),
+    (["reward_model.overlong_buffer.enable=True"], "overlong_buffer.len"),
+    (["reward_model.enable=True", "reward_model.model_path=a", "reward_model.model.path=b"], "contradict"),
+    (["reward_model.enable=True", "reward_model.model.path=a", "reward_model.model.update=before"], "PRIME"),
+    (["reward_model.rm_mode=generator"], "generat"),
+    (["data.filter_accuracy=True"], "algorithm.filter_groups"),
+    (["data.response_dict_keys=[answer]"], "{prompt, response}"),
+    ([f"{ROLLOUT}agent.custom_agent_loop_loader=a.b"], "agent.loop=FILE.py:Class"),
+    (["trainer.test_freq=True"], "expected a number"),
     ([f"{ROLLOUT}name=vllm", "rollout.strict=True"], "refuses the native engine"),
     ([f"{ROLLOUT}name=mine"], "there are hf, native, vllm, sglang, trtllm"),
     (["model_engine=mine"], "there is no such model engine"),
@@ -784,7 +840,6 @@ REFUSALS = [
     (["actor_rollout_ref.model.override_config.attention_dropout=0.1"], "nothing is dropped"),
     (["algorithm.rollout_correction.use_policy_gradient=true"], "loss_type=reinforce"),
     (["algorithm.rollout_correction.rollout_token_veto_threshold=1e-4"], "older verl"),
-    (["reward_model.overlong_buffer.enable=True"], "overlong_buffer_cfg"),
     *(
         ([f"engine.override_transformer_config.{key}"], reason)
         for key, reason in (
@@ -804,13 +859,13 @@ def test_contradictions_and_refusals_say_the_fix() -> None:
 
 
 def test_the_positions_of_a_model_are_what_its_folder_says(tmp_path: Path) -> None:
-    """The scripts that override them ask for a config.json which was edited so; another number is another model."""
+    """The scripts that override them ask for a config.json which was edited so. Fewer change nothing, more are refused."""
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 32768}')
     args = [f"actor_rollout_ref.model.path={tmp_path}", "data.max_prompt_length=8"]
     for key in ("max_position_embeddings", "model_config.max_position_embeddings"):
         key = f"actor_rollout_ref.model.override_config.{key}"
-        assert refusal(*args, f"{key}=32768") == ""
-        assert f"{key}=4096: {tmp_path} has 32768; edit config.json" in refusal(*args, f"{key}=4096")
+        assert refusal(*args, f"{key}=32768") == refusal(*args, f"{key}=4096") == ""
+        assert f"{key}=65536: {tmp_path} has 32768; edit config.json" in refusal(*args, f"{key}=65536")
 
 
 def test_an_interpolation_may_name_a_key_that_has_verls_default() -> None:
@@ -1299,13 +1354,29 @@ def test_public_scripts_are_taken_or_refused_for_what_is_not_here(
         args = shlex.split(re.sub(r"TRAIN|VAL", str(rows), text).replace("MODEL", str(model)))
         seen.add(bool(reason))
         try:
-            validate(load_config(args, verl_defaults="rl").config)
+            validate(load_config(args, verl_defaults="sft" if "sft" in name else "rl").config)
             said = ""
         except ValueError as exc:
             said = str(exc)
         if bool(said) != bool(reason) or reason not in said:
             wrong.append((name, said))
     assert not wrong and seen == {True, False} and len(SCRIPTS) > 10
+
+
+def test_a_loop_that_a_file_of_loops_registers_is_the_loop(tmp_path: Path) -> None:
+    """verl's agent_loop_config_path: the class of the entry with the name that default_agent_loop has."""
+    file = tmp_path / "agent.yaml"
+    file.write_text("- {name: other, _target_: pkg.other.Other}\n- {name: mine, _target_: pkg.mine.Mine}\n")
+    keys = [f"{ROLLOUT}agent.default_agent_loop=mine", f"{ROLLOUT}agent.agent_loop_config_path={file}"]
+    assert overrides_of(*keys) == {"agent.loop": "pkg.mine.Mine"}
+    assert overrides_of(keys[0].replace("mine", "tool_agent")) == {"agent.loop": "tool_agent"}
+    assert "agent.loop=FILE.py:Class" in refusal(keys[0]) and "other, mine" in refusal(
+        keys[0].replace("mine", "x"), keys[1]
+    )
+    assert "default_agent_loop" in refusal(keys[1])
+    file.write_text("- {name: mine, _target_: pkg.mine.Mine, rounds: 3}\n")
+    assert "rounds" in refusal(*keys)
+    assert "no such file" in refusal(keys[0], f"{keys[1]}x")
 
 
 def test_the_turns_of_a_trajectory_are_bounded_by_every_key_that_says_so() -> None:

@@ -269,9 +269,10 @@ def test_length_of_the_run(folder: Path) -> None:
 
 
 def test_warm_up(folder: Path) -> None:
-    assert warmup_steps(config_of(folder, "optim.warmup_steps=7"), 1000) == 7
-    assert warmup_steps(config_of(folder, "optim.warmup_ratio=0.29"), 100) == 29
-    assert warmup_steps(config_of(folder), 100) == 0
+    assert warmup_steps(config_of(folder, "optim.warmup_steps=7").optim, 1000) == 7
+    assert warmup_steps(config_of(folder, "optim.warmup_ratio=0.29").optim, 100) == 29
+    assert warmup_steps(config_of(folder).optim, 100) == 0
+    assert warmup_steps(config_of(folder, "critic.warmup_ratio=0.29").critic, 100) == 29
 
 
 def test_rows_are_counted_without_reading_them_all(folder: Path, tmp_path: Path) -> None:

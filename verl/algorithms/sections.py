@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 from verl.algorithms.presets import PREFERENCES
-from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, words
+from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, Share, words
 
 TEACHER = "teacher"
 POLICY = "policy"
@@ -39,6 +39,7 @@ class CriticConfig:
     weight_decay: NonNegative = 0.01
     clip_grad_norm: Positive = 1.0
     warmup_steps: NonNegativeInt = 0  # Optimizer steps of the learning rate's warm-up.
+    warmup_ratio: Share = 0.0  # Share of all its optimizer steps that warms up, where `warmup_steps` is 0.
 
 
 @dataclass

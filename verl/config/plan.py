@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from verl.algorithms.presets import find, settled
+from verl.algorithms.sections import CriticConfig
 from verl.bounds import size_text
 from verl.chat import parsing
 from verl.checkpoint.store import SLACK_BYTES
@@ -26,7 +27,7 @@ from verl.config.backends import SYNC, options_of, rollout_caches
 from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, on_cuda, rollout_dtype, teacher_share
 from verl.config.model_files import ModelFacts, chat_template_of, describe_model, find_model_folder, json_object
 from verl.config.model_folder import check_folder, check_tie, folder_lines
-from verl.config.schema import Config
+from verl.config.schema import Config, OptimConfig
 from verl.config.spread import Spread, on_this_machine, spread_of
 from verl.data.files import expand_files, format_of
 from verl.driver.dispatch import count_microbatches
@@ -313,9 +314,9 @@ def policy_updates(config: Config, steps: int) -> int:
     return max(0, steps - waits) * s.updates_per_step * s.epochs_per_step
 
 
-def warmup_steps(config: Config, optimizer_steps: int) -> int:
-    """Optimizer steps of the warm-up: `optim.warmup_steps`, else the share `optim.warmup_ratio` of all."""
-    return config.optim.warmup_steps or math.floor(Fraction(str(config.optim.warmup_ratio)) * optimizer_steps)
+def warmup_steps(optim: OptimConfig | CriticConfig, optimizer_steps: int) -> int:
+    """Optimizer steps of the warm-up: `warmup_steps`, else the share `warmup_ratio` of all."""
+    return optim.warmup_steps or math.floor(Fraction(str(optim.warmup_ratio)) * optimizer_steps)
 
 
 def _run_length(config: Config, step: StepSizes) -> RunLength:
@@ -325,7 +326,7 @@ def _run_length(config: Config, step: StepSizes) -> RunLength:
     steps = config.run.total_steps if rows is None else total_steps(config, rows, step.prompts)
     optimizer_steps = None if steps is None else steps * step.optimizer_steps
     epochs = None if steps is None or not rows else round(steps * step.prompts / rows, 2)
-    warmup = config.optim.warmup_steps if steps is None else warmup_steps(config, policy_updates(config, steps))
+    warmup = config.optim.warmup_steps if steps is None else warmup_steps(config.optim, policy_updates(config, steps))
     return RunLength(
         rows=rows, eval_rows=eval_rows, epochs=epochs, steps=steps, optimizer_steps=optimizer_steps, warmup_steps=warmup
     )

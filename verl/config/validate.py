@@ -263,9 +263,10 @@ def _sampling(config: Config) -> Iterator[str]:
 
 def _optimizer(config: Config) -> Iterator[str]:
     o, h = config.optim, config.health
-    if o.warmup_steps and o.warmup_ratio:
-        both = f"optim.warmup_steps={o.warmup_steps} and optim.warmup_ratio={o.warmup_ratio:g}"
-        yield f"{both} both say it: leave one out"
+    for name, of in (("optim", o), ("critic", config.critic)):
+        if of.warmup_steps and of.warmup_ratio:
+            both = f"{name}.warmup_steps={of.warmup_steps} and {name}.warmup_ratio={of.warmup_ratio:g}"
+            yield f"{both} both say it: leave one out"
     if h.mismatch_warn > h.mismatch_stop:
         fix = "the run would stop before it warns"
         yield f"health.mismatch_warn={h.mismatch_warn:g} is above health.mismatch_stop={h.mismatch_stop:g}: {fix}"

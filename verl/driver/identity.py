@@ -38,7 +38,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "data": ("num_workers", "cache_dir"),
         "step": ("max_tokens_per_microbatch",),
         "optim": ("lr", "schedule", "decay_ratio", "warmup_steps", "warmup_ratio", "min_lr_ratio"),
-        "critic": ("lr", "warmup_steps"),
+        "critic": ("lr", "warmup_steps", "warmup_ratio"),
         "rollout": ("engine", "engine_options", "replicas", "max_concurrent_sequences"),
         "agent": ("tool_timeout_s",),
         "pipeline": ("placement", "max_attempts", "max_invalid_share"),

@@ -80,7 +80,7 @@ def policy_optim(config: Config, updates: int) -> OptimSpec:
         eps=o.eps,
         clip_grad_norm=o.clip_grad_norm,
         schedule=o.schedule,
-        warmup_steps=warmup_steps(config, updates),
+        warmup_steps=warmup_steps(o, updates),
         total_steps=max(1, updates),  # 0: a critic that warms up for the whole run; a schedule wants a length
         decay_ratio=o.decay_ratio,
         min_lr_ratio=o.min_lr_ratio,
@@ -120,7 +120,7 @@ def critic(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
         eps=o.eps,
         clip_grad_norm=c.clip_grad_norm,
         schedule="constant",
-        warmup_steps=c.warmup_steps,
+        warmup_steps=warmup_steps(c, context.updates),
         total_steps=context.updates,
     )
     if c.path is not None:

@@ -36,6 +36,7 @@ SEQUENCE = (
     f"{_ENGINE}ulysses_sequence_parallel_size",
     *(f"{ACTOR}{key}" for key in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")),
     *(f"{ACTOR}{key}" for key in ("veomni.ulysses_parallel_size", "megatron.context_parallel_size")),
+    "ulysses_sequence_parallel_size",
     *("engine.ulysses_sequence_parallel_size", "engine.ulysses_parallel_size", "engine.context_parallel_size"),
 )
 """The devices that share a sequence in verl."""
@@ -136,4 +137,15 @@ def _size(given: Given, key: str) -> int:
     return max(1, size)
 
 
-RULES = (layout, offload, device)
+def own_size(given: Given) -> Result:
+    """Refuse a size among Megatron's overrides that is not the one of the layout's own key beside them."""
+    inner = ".override_transformer_config."
+    for key in (key for key in given.values if inner in key and given.reads(key, "own_size")):
+        beside = key.replace(inner, ".")
+        if given.said(key) not in (None, _size(given, beside)):
+            raise ValueError(f"{key}={given.said(key)}: the layout is {beside}={_size(given, beside)}: write it there")
+        given.ignore(f"{beside} says it", key)
+    return {}
+
+
+RULES = (layout, offload, device, own_size)

@@ -144,6 +144,13 @@ def _rejected(key: str, stat: str, text: str) -> str:
 def aggregation(given: Given) -> Result:
     """By a constant: verl's is the width of the responses, the limit, where none is given."""
     mode, factor = given.get(f"{ACTOR}loss_agg_mode"), f"{ACTOR}loss_scale_factor"
+    by_token = given.said(f"{ACTOR}use_token_level_loss")
+    if by_token is not None:  # of an older verl, which had these two
+        older = "token-mean" if by_token else "seq-mean-token-mean"
+        if given.said(f"{ACTOR}loss_agg_mode", older) != older:
+            both = f"{ACTOR}use_token_level_loss={by_token} and {ACTOR}loss_agg_mode={mode}"
+            raise ValueError(f"{both} contradict each other: leave one of them out")
+        return {"algorithm.aggregation": older}
     if f"{ACTOR}loss_agg_mode" not in given.values and given.said(f"{ACTOR}policy_loss.loss_mode") in _BY_SEQUENCE:
         mode = None  # the preset's: its ratio is of a sequence, and verl's newer trainers fix the mode too
     out: Result = {} if mode is None else {"algorithm.aggregation": mode}
@@ -219,7 +226,8 @@ def critic(given: Given) -> Result:
     own, mode = ("ppo_epochs", "ppo_mini_batch_size", "optim.betas", "optim.eps"), "critic.loss_agg_mode"
     keys = [f"critic.{name}" for name in own]
     if estimator not in ("ppo", "vapo", "pf_ppo"):
-        given.ignore("no critic in this estimator", "critic.enable", *keys, mode, "critic.optim.lr_warmup_steps")
+        warm = ("critic.optim.lr_warmup_steps", "critic.optim.lr_warmup_steps_ratio")
+        given.ignore("no critic in this estimator", "critic.enable", *keys, mode, *warm)
         return {}
     if trains is False:
         raise ValueError("critic.enable=False with adv_estimator=gae, which reads its values: leave it out")
@@ -229,8 +237,12 @@ def critic(given: Given) -> Result:
             said = f"the critic follows the actor here ({name}={actors})"
             raise ValueError(f"{key}={given.said(key)}: {said}; leave it out")
     given.ignore("the critic is updated with the actor", "critic.enable", *keys, mode)
-    steps = given.said("critic.optim.lr_warmup_steps")
-    return {} if steps is None else {"critic.warmup_steps": max(0, steps)}
+    steps, ratio = (given.said(f"critic.optim.lr_warmup_steps{end}") for end in ("", "_ratio"))
+    if steps is not None and steps > 0:
+        out: Result = {"critic.warmup_steps": steps}
+        return out if ratio is None else out | {"critic.warmup_ratio": 0.0}
+    share = {} if ratio is None else {"critic.warmup_ratio": ratio}
+    return share if steps is None and ratio is None else {"critic.warmup_steps": 0, **share}
 
 
 def pf_ppo(given: Given) -> Result:

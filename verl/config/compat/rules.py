@@ -9,8 +9,12 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 
+import yaml
+
+from verl.bounds import bounded_yaml
 from verl.config.backends import ROLLOUT as ROLLOUT_ENGINES
 from verl.config.backends import SYNC, load
 from verl.config.compat import layout, objective
@@ -212,22 +216,30 @@ def _eval_steps(given: Given) -> Result:
     elif every == "after_each_epoch":
         given.remarks[key] = "at the end of the run only: run.eval_every_steps=N for more"
         return {"run.eval_every_steps": 0, "run.eval_after": True}
-    elif isinstance(every, bool | str):
+    elif every is True or isinstance(every, str):
         raise ValueError(f"{key}={every}: expected a number, or after_each_epoch")
     on = every is not None and every > 0
     return {"run.eval_every_steps": every if on else 0, "run.eval_after": on}
 
 
+_OLD_BUFFERS = ("reward_model.overlong_buffer.", "custom_reward_function.overlong_buffer.")
+"""Where older scripts of DAPO give the buffer of answers that are too long."""
+
+
 def _overlong(given: Given) -> Result:
-    prefixes = ("reward.reward_kwargs.", "reward_model.reward_kwargs.")
-    names = ("overlong_buffer_cfg.len", "overlong_buffer_cfg.penalty_factor", "max_resp_len")
-    if not given.first(*(f"{p}overlong_buffer_cfg.enable" for p in prefixes)):
-        given.ignore("only read with overlong_buffer_cfg.enable", *(p + n for p in prefixes for n in names))
+    prefixes = (*(f"{of}.reward_kwargs.overlong_buffer_cfg." for of in ("reward", "reward_model")), *_OLD_BUFFERS)
+    names, limits = (
+        ("len", "penalty_factor"),
+        tuple(f"{of}.reward_kwargs.max_resp_len" for of in ("reward", "reward_model")),
+    )
+    if not given.first(*(f"{p}enable" for p in prefixes)):
+        given.ignore("only read with overlong_buffer_cfg.enable", *(p + n for p in prefixes for n in names), *limits)
         return {"reward.overlong_buffer_tokens": 0}
-    tokens, factor, budget = (given.first(*(p + name for p in prefixes)) for name in names)
+    tokens, factor = (given.first(*(p + name for p in prefixes)) for name in names)
+    budget = given.first(*limits)
     if tokens is None:
-        fix = "give overlong_buffer_cfg.len, or reward.overlong_buffer_tokens"
-        raise ValueError(f"overlong_buffer_cfg.enable=True: {fix}")
+        on = next(p for p in prefixes if f"{p}enable" in given.values)
+        raise ValueError(f"{on}enable=True: give {on}len, or reward.overlong_buffer_tokens")
     limit = _limits(given)[1]
     out: Result = {
         "reward.overlong_buffer_tokens": tokens,
@@ -258,13 +270,13 @@ def _context(given: Given) -> Result:
 
 
 def _positions(given: Given) -> Result:
-    """The scripts that override this also ask for a config.json which says so; the model is what its folder says."""
+    """Refuse more positions than the model's folder has. With fewer the model computes the same."""
     prefix = "actor_rollout_ref.model.override_config."
     path = given.native.get("model.path", given.get("actor_rollout_ref.model.path"))
     has = context_tokens(str(path))
     for key in (f"{prefix}max_position_embeddings", f"{prefix}model_config.max_position_embeddings"):
         wanted = given.said(key)
-        if wanted is not None and has not in (None, wanted):
+        if wanted is not None and has is not None and wanted > has:
             raise ValueError(f"{key}={wanted}: {path} has {has}; edit config.json in a copy of the model folder")
         given.ignore("config.json of the model says it", key)
     return {}
@@ -306,19 +318,25 @@ def _logger(given: Given) -> Result:
 
 def _reward_model(given: Given) -> Result:
     """A reward model alone is the reward. verl hands it to a custom function as an address, which is not here."""
-    forms = {"reward.reward_model.": "model_path", "reward_model.": "model.path"}
-    on = [(prefix + "enable", prefix + path) for prefix, path in forms.items() if given.said(prefix + "enable")]
+    forms = {"reward.reward_model.": ("model_path",), "reward_model.": ("model.path", "model_path")}
+    on = [
+        (prefix, [prefix + path for path in paths]) for prefix, paths in forms.items() if given.said(f"{prefix}enable")
+    ]
     if not on:
-        given.ignore("only read with reward_model.enable", *(prefix + path for prefix, path in forms.items()))
+        given.ignore("only read with reward_model.enable", *(p + path for p, paths in forms.items() for path in paths))
         return {}
-    switch, path = on[0]
-    if given.said(path) is None:
-        raise ValueError(f"{switch}=True: give {path}, or reward.model=FOLDER")
+    switch, keys = f"{on[0][0]}enable", on[0][1]
+    folders = {key: folder for key in keys if (folder := given.said(key)) is not None}
+    if not folders:
+        raise ValueError(f"{switch}=True: give {keys[0]}, or reward.model=FOLDER")
+    if len(set(folders.values())) > 1:
+        both = " and ".join(f"{key}={folder}" for key, folder in folders.items())
+        raise ValueError(f"{both} contradict each other: leave one of them out")
     functions = [f"{p}custom_reward_function.path" for p in ("reward.", "")]
     if given.first(*functions) is not None:
         said = "verl's function calls the model at an address, and there is none here"
         raise ValueError(f"{switch}=True with custom_reward_function.path: {said}; leave one of them out")
-    return {"reward.model": given.said(path)}
+    return {"reward.model": next(iter(folders.values()))}
 
 
 def _async(given: Given) -> Result:
@@ -366,6 +384,44 @@ def _turns(given: Given) -> Result:
     return {"agent.max_turns": min(most)} if most else {}
 
 
+def _loop(given: Given) -> Result:
+    """The loop that plays the rows: one of ours by verl's name, or the class that a file of loops has for a name."""
+    key, file_key = f"{ROLLOUT}agent.default_agent_loop", f"{ROLLOUT}agent.agent_loop_config_path"
+    name, file = given.said(key), given.said(file_key)
+    ours = {"single_turn_agent": "single_turn", "tool_agent": "tool_agent"}
+    fix = "a loop of your own is agent.loop=FILE.py:Class"
+    if file is not None and name is None:
+        raise ValueError(f"{file_key}={file}: give {key}=NAME beside it, an entry of that file; {fix}")
+    if name is None or name in ours:
+        given.ignore(f"{key} names another loop", file_key)
+        return {} if name is None else {"agent.loop": ours[name]}
+    entries = {} if file is None else _loops_of(file_key, Path(str(file)).expanduser())
+    if name not in entries:
+        known = ", ".join((*ours, *entries))
+        raise ValueError(f"{key}={name}: there are {known}; {fix}")
+    return {"agent.loop": entries[name]}
+
+
+def _loops_of(key: str, file: Path) -> dict[str, str]:
+    """Return the class of every name in verl's file of agent loops: `- {name: NAME, _target_: module.Class}`."""
+    if not file.is_file():
+        raise ValueError(f"{key}={file}: no such file")
+    try:
+        entries = yaml.safe_load(bounded_yaml(file.read_text(encoding="utf-8")))
+    except (ValueError, yaml.YAMLError) as exc:
+        raise ValueError(f"{key}={file}: {' '.join(str(exc).split())}") from None
+    found: dict[str, str] = {}
+    for entry in entries if isinstance(entries, list) else [entries]:
+        if not isinstance(entry, dict) or not {"name", "_target_"} <= entry.keys():
+            raise ValueError(f"{file}: expected a list of {{name: NAME, _target_: module.Class}}")
+        if more := [str(k) for k in entry if k not in ("name", "_target_")]:
+            raise ValueError(
+                f"{file}: {', '.join(more)} of {entry['name']}: a loop has no arguments here; leave it out"
+            )
+        found[str(entry["name"])] = str(entry["_target_"])
+    return found
+
+
 _OF_RUN = (
     _rollout_engine,
     _sync,
@@ -379,6 +435,6 @@ _OF_RUN = (
     _positions,
     _resume,
 )
-_RULES = (*_OF_RUN, _directory, _logger, _async, _reward_model, _tools, _turns, *objective.RULES, *layout.RULES)
+_RULES = (*_OF_RUN, _directory, _logger, _async, _reward_model, _tools, _turns, _loop, *objective.RULES, *layout.RULES)
 JOINT: Mapping[str, Callable[[Given], Result]] = MappingProxyType({rule.__name__.lstrip("_"): rule for rule in _RULES})
 """By the name that the table has after its @."""
