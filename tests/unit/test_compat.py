@@ -859,7 +859,7 @@ def test_contradictions_and_refusals_say_the_fix() -> None:
 
 
 def test_the_positions_of_a_model_are_what_its_folder_says(tmp_path: Path) -> None:
-    """The scripts that override them ask for a config.json which was edited so. Fewer change nothing, more are refused."""
+    """Fewer positions than the folder has change nothing; with more the model would be another one."""
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 32768}')
     args = [f"actor_rollout_ref.model.path={tmp_path}", "data.max_prompt_length=8"]
     for key in ("max_position_embeddings", "model_config.max_position_embeddings"):

@@ -147,6 +147,7 @@ def _becomes(row: KeyRow) -> str:
 _TEACHER = re.compile(r"(distillation\.teacher_models\.)(?!teacher_model\.)\w+\.")
 
 
+@functools.lru_cache(maxsize=4096)
 def find_row(key: str) -> KeyRow | None:
     """The row of `key`: its own, else the first `prefix.*` above it. Every teacher has the rows of `teacher_model`."""
     rows = key_rows()
