@@ -132,6 +132,10 @@ class Segment:
                 raise ValueError(f"side channel {name!r} has {len(channel)} rows for {len(self.ids)} tokens")
 
 
+SHAPED = frozenset({"score", "overlong_penalty", "stop_properly"})
+"""The components that shaping adds to a reward."""
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """A reward: one value, its named components (extra keys of a dict reward), the answer it read (`pred`), what each

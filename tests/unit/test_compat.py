@@ -1363,6 +1363,13 @@ def test_public_scripts_are_taken_or_refused_for_what_is_not_here(
     assert not wrong and seen == {True, False} and len(SCRIPTS) > 10
 
 
+def test_own_sizes_take_the_place_of_those_of_an_asynchronous_script() -> None:
+    own = ["step.prompts_per_step=4", "step.updates_per_step=1"]
+    keys = ["data.train_batch_size=0", f"{ACTOR}ppo_mini_batch_size=64", "async_training.require_batches=2"]
+    step = load_config(["model.path=m", *keys, *own]).config.step
+    assert (step.prompts_per_step, step.updates_per_step) == (4, 1)
+
+
 def test_a_loop_that_a_file_of_loops_registers_is_the_loop(tmp_path: Path) -> None:
     """verl's agent_loop_config_path: the class of the entry with the name that default_agent_loop has."""
     file = tmp_path / "agent.yaml"

@@ -234,6 +234,22 @@ def test_selection_looks_at_the_named_component_and_says_when_it_is_missing(tmp_
     play(test)
 
 
+def test_the_accuracy_of_a_reward_that_is_one_number_is_that_number(tmp_path):
+    """DAPO's scripts select by `acc`, and most reward functions return a number alone."""
+
+    def shaped(request):
+        return Score(0.5, {"score": by_id(request).value, "overlong_penalty": 0.5})
+
+    async def test():
+        algorithm = resolve("dapo", {"filter_metric": "acc"})
+        for reward in (by_id, shaped):
+            stage = Stage(tmp_path / reward.__name__, prompts=1, algorithm=algorithm, reward=reward)
+            async with stage.groups:
+                assert len(await stage.step()) == 4
+
+    play(test)
+
+
 @pytest.mark.parametrize("on_exhausted", ["stop", "smaller"])
 def test_data_without_signal_ends_as_declared(tmp_path, on_exhausted):
     async def test():

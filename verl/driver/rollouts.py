@@ -27,7 +27,7 @@ from verl.driver.state import SavedGroup, restore_group, save_group
 from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec
 from verl.track.events import EventLog
 from verl.transfer_queue.base import TransferQueue
-from verl.types import Group, Purpose, Refs, Sampling, Score, Task, Trajectory, samples_of, taught
+from verl.types import SHAPED, Group, Purpose, Refs, Sampling, Score, Task, Trajectory, samples_of, taught
 from verl.workers.ahead import Ahead
 from verl.workers.waits import Waits
 
@@ -442,10 +442,11 @@ def reason_of(trajectory: Trajectory) -> str:
 
 
 def metric_of(trajectory: Trajectory, name: str | None) -> float:
-    """The number that selection looks at: a named component, or the raw score before shaping."""
+    """The number that selection looks at: a named component, or the raw score before shaping. The accuracy (`acc`) of a
+    reward function that returns one number is that number, as in verl's reward managers."""
     score = trajectory.reward
     assert isinstance(score, Score)
-    if name is None:
+    if name is None or (name == "acc" and score.components.keys() <= SHAPED):
         return score.components.get("score", score.value)
     if name not in score.components and name != "score":
         raise ValueError(

@@ -104,9 +104,9 @@ def _batch(given: Given) -> Result:
         prompts = given.get("data.train_batch_size")
     mini, batches = given.get(mini_key), given.get("async_training.require_batches")
     if prompts == 0 or (prompts is None and batches is not None):  # fully asynchronous scripts
-        if mini is None:
+        if mini is None and given.own("step.prompts_per_step") is None:
             raise ValueError(f"data.train_batch_size=0: give {mini_key}, or step.prompts_per_step")
-        prompts = mini * (batches or 1)
+        prompts = None if mini is None else mini * (batches or 1)
     out = {} if prompts is None else {"step.prompts_per_step": prompts, "supervised.rows_per_step": prompts}
     prompts = given.own("step.prompts_per_step", given.recipe_prompts if prompts is None else prompts)
     if mini is not None:
