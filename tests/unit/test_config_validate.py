@@ -95,6 +95,7 @@ FAULTS = [
     (["optim.lr=0"], "must be > 0"),
     (["optim.lr=inf"], "must be > 0 and finite"),
     (["optim.warmup_steps=5", "optim.warmup_ratio=0.1"], "leave one out"),
+    (["critic.warmup_steps=5", "critic.warmup_ratio=0.1"], "leave one out"),
     (["algorithm.name=grop"], "did you mean grpo"),
     (["algorithm.aggregation=token_mean"], "did you mean token-mean"),
     (

@@ -21,6 +21,7 @@ from verl.config.load import load_config
 from verl.config.memory import KEPT_KV_BYTES, LOGPROB_CHUNK_BYTES
 from verl.config.plan import count_rows, make_plan, needs_reference, render_plan, step_sizes, total_steps, warmup_steps
 from verl.config.schema import Config
+from verl.driver.models import critic_optim, policy_optim
 
 
 @pytest.fixture(autouse=True)
@@ -272,7 +273,8 @@ def test_warm_up(folder: Path) -> None:
     assert warmup_steps(config_of(folder, "optim.warmup_steps=7").optim, 1000) == 7
     assert warmup_steps(config_of(folder, "optim.warmup_ratio=0.29").optim, 100) == 29
     assert warmup_steps(config_of(folder).optim, 100) == 0
-    assert warmup_steps(config_of(folder, "critic.warmup_ratio=0.29").critic, 100) == 29
+    ppo = config_of(folder, "algorithm.name=ppo", "critic.warmup_ratio=0.29", "optim.warmup_ratio=0.5")
+    assert (critic_optim(ppo, 100).warmup_steps, policy_optim(ppo, 100).warmup_steps) == (29, 50)
 
 
 def test_rows_are_counted_without_reading_them_all(folder: Path, tmp_path: Path) -> None:

@@ -87,6 +87,21 @@ def policy_optim(config: Config, updates: int) -> OptimSpec:
     )
 
 
+def critic_optim(config: Config, updates: int) -> OptimSpec:
+    """The optimizer of the value model in a run of so many optimizer steps: constant after its warm-up."""
+    o, c = config.optim, config.critic
+    return OptimSpec(
+        lr=c.lr,
+        weight_decay=c.weight_decay,
+        betas=(o.betas[0], o.betas[1]),
+        eps=o.eps,
+        clip_grad_norm=c.clip_grad_norm,
+        schedule="constant",
+        warmup_steps=warmup_steps(c, updates),
+        total_steps=updates,
+    )
+
+
 def trained(
     context: ModelContext,
     name: str,
@@ -112,17 +127,7 @@ def trained(
 
 def critic(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
     """The value model with its own optimizer: the policy's engine with another head."""
-    o, c = context.config.optim, context.config.critic
-    optim = OptimSpec(
-        lr=c.lr,
-        weight_decay=c.weight_decay,
-        betas=(o.betas[0], o.betas[1]),
-        eps=o.eps,
-        clip_grad_norm=c.clip_grad_norm,
-        schedule="constant",
-        warmup_steps=warmup_steps(c, context.updates),
-        total_steps=context.updates,
-    )
+    c, optim = context.config.critic, critic_optim(context.config, context.updates)
     if c.path is not None:
         _tokenizer_of(context.config, "critic.path", Path(c.path).expanduser())
     spec = role_spec(context, "critic", optim=optim, head="value", path=c.path)
