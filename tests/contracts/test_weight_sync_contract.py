@@ -810,7 +810,7 @@ def test_who_reads_a_trainer_that_has_diverged_hears_of_it():
             next(world.engine.model.parameters()).fill_(float("nan"))
         with pytest.raises(FloatingPointError, match="version 1: the trainer's weights are no working model"):
             await world.publish([replica], 1)
-        with pytest.raises(ReplicaLost, match="its sender broke it off"):
+        with pytest.raises(ReplicaLost, match="its sender (broke it off|waits no more)"):
             await asyncio.wait_for(replica.generate("r", PROBES[0], Sampling(max_tokens=4)), 20)
         await replica.close()
 

@@ -163,7 +163,7 @@ def test_what_a_server_logs_is_kept_within_bounds_and_its_patterns_are_not_run(t
 def test_one_session_serves_all_until_it_dies_and_then_another(tmp_path):
     tools = load_tools(given(tmp_path, s=stdio(tmp_path, concurrency=3)))
     assert (
-        list(tools) == ["add", "bump", "fail", "die", "talk", "hang", "nap", "child"]
+        list(tools) == ["add", "bump", "fail", "die", "talk", "hang", "nap", "child", "strange"]
         and tools["add"].limits.concurrency == 3
     )
     assert tools["add"].parameters["required"] == ["a", "b"]

@@ -537,4 +537,4 @@ def test_yaml_that_repeats_itself_without_bound_is_one_line_wherever_it_is_read(
         with pytest.raises(ValueError, match="aliases make|nested too deeply") as caught:
             read()
         (line,) = [line for line in str(caught.value).splitlines() if re.search("aliases make|too deeply", line)]
-        assert "f.yaml" in line and len(line) < 400
+        assert "f.yaml" in line and len(line.replace(str(tmp_path), "")) < 300
