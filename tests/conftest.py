@@ -9,8 +9,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a runner started in the background; children would inherit it
+# A runner that was started in the background ignores these; children would inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest
 from each import FULL_GRID
