@@ -1153,6 +1153,7 @@ def test_distillation_is_opd_or_the_likeliest_tokens() -> None:
         "beside": distilled("k1", True, True, "distillation_loss_coef=0.5"),
         "topk": distilled("forward_kl_topk", False, False, "topk=32"),
         "term": distilled("forward_kl_topk", False, True, "topk=32", "distillation_loss_coef=0.5"),
+        "reverse": distilled("reverse_kl_topk", False, False, "topk=32"),
     }.items():
         config = load_config(args).config
         found[name] = (config.algorithm.name, config.algorithm.options, config.teacher.path, config.teacher.top_k)
@@ -1161,6 +1162,7 @@ def test_distillation_is_opd_or_the_likeliest_tokens() -> None:
         "beside": ("opd", {"teacher_coef": 0.5, "reward_coef": 1.0}, "T", 64),
         "topk": ("gkd_topk", {"beta": 0.0}, "T", 32),
         "term": ("grpo", {"divergence_coef": 0.5, "divergence_beta": 0.0}, "T", 32),
+        "reverse": ("gkd_topk", {"beta": 1.0}, "T", 32),
     }
 
 
@@ -1199,15 +1201,15 @@ def test_what_verl_clamps_is_clamped() -> None:
 def test_a_refused_algorithm_says_nothing_of_the_default_one(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", 4)
     args = [f"model.path={write_model(tmp_path / 'm')}", f"data.train_files={rows}", "data.val_files=null"]
-    with pytest.raises(ValueError, match="loss_mode=reverse_kl_topk") as refused:
-        load_config([*args, *distilled("reverse_kl_topk", False, False)[1:], f"{ROLLOUT}n=1"], verl_defaults="rl")
+    with pytest.raises(ValueError, match="loss_mode=k3") as refused:
+        load_config([*args, *distilled("k3", False, False)[1:], f"{ROLLOUT}n=1"], verl_defaults="rl")
     assert "compares the answers" not in str(refused.value) and "grpo" not in str(refused.value)
 
 
 def test_a_distillation_that_is_not_here_is_refused_with_those_that_are() -> None:
     for args, said in (
         (["model.path=m", *TEACH], "give distillation.distillation_loss.loss_mode"),
-        (distilled("k3", False, False), "forward_kl_topk with False (gkd_topk)"),
+        (distilled("k3", False, False), "with False forward_ and reverse_kl_topk"),
         (distilled("k1", False, False), "k1 with use_policy_gradient=True (algorithm.name=opd)"),
         ([*distilled("forward_kl_topk", False, True), "algorithm.adv_estimator=rloo"], "not mapped; set grpo"),
         (distilled("k1", True, False, "policy_loss_mode=gspo"), "write actor.policy_loss.loss_mode"),

@@ -13,6 +13,12 @@ _CLAMPS = {f"{_LOSS}loss_max_clamp": "clamp", f"{_LOSS}log_prob_min_clamp": "flo
 """verl's key -> ours behind teacher_ or divergence_."""
 _SETTINGS = tuple(_LOSS + name for name in ("loss_mode", "topk", "use_policy_gradient", "use_task_rewards"))
 _COEF = f"{_LOSS}distillation_loss_coef"
+_BUCKET = "all other tokens are one more outcome here; verl leaves them out"
+_BETAS = {
+    "forward_kl_topk": (0.0, _BUCKET),
+    "reverse_kl_topk": (1.0, f"the likeliest tokens are the teacher's here, the policy's in verl; {_BUCKET}"),
+}
+"""Loss mode -> beta of the divergence, and what is unlike verl's."""
 
 
 def keys_of(given: Given) -> list[str]:
@@ -22,9 +28,9 @@ def keys_of(given: Given) -> list[str]:
 
 
 def distilled(given: Given) -> Result:
-    """The policy gradient of k1 is opd, the forward KL over the teacher's likeliest tokens gkd_topk, with rewards a
-    term beside GRPO's loss; nothing else of verl's is here, and what its versions have different defaults for must be
-    given."""
+    """Return our settings: the policy gradient of k1 is opd, the forward and the reverse KL over the likeliest tokens
+    are gkd_topk, with rewards a term beside GRPO's loss. Nothing else of verl's is here, and what its versions have
+    different defaults for must be given."""
     mode, k, by_gradient, rewarded = (given.said(key) for key in _SETTINGS)
     for key in (_SETTINGS[0], *_SETTINGS[2:]):
         if given.said(key) is None:
@@ -39,22 +45,22 @@ def distilled(given: Given) -> Result:
             raise ValueError(
                 f"algorithm.adv_estimator={estimator} with use_task_rewards: its part is GRPO's here; set grpo"
             )
-        given.ignore("only read by loss_mode=forward_kl_topk", f"{_LOSS}topk")
+        given.ignore("only read by the modes of likeliest tokens", f"{_LOSS}topk")
         coefs = {"teacher_coef": given.said(_COEF, 1.0), "reward_coef": 1.0 if rewarded else 0.0}
         return out | {"algorithm.name": "opd"} | _options({**coefs, **_named("teacher_", clamps)})
-    if mode == "forward_kl_topk" and not by_gradient:
-        given.remarks[_SETTINGS[0]] = "all other tokens are one more outcome here; verl leaves them out"
+    if mode in _BETAS and not by_gradient:
+        beta, given.remarks[_SETTINGS[0]] = _BETAS[mode]
         if rewarded and estimator not in (None, "grpo"):
             raise ValueError(f"algorithm.adv_estimator={estimator} with use_task_rewards: not mapped; set grpo")
         if rewarded:
             coef = given.said(_COEF, 1.0)
-            own = {"divergence_coef": coef, "divergence_beta": 0.0, **_named("divergence_", clamps)}
+            own = {"divergence_coef": coef, "divergence_beta": beta, **_named("divergence_", clamps)}
             out |= {"algorithm.name": "grpo"} | _options(own)
         else:
             given.ignore("the divergence is the whole loss: its factor is the learning rate's", _COEF, _SETTINGS[3])
-            out |= {"algorithm.name": "gkd_topk"} | _options({"beta": 0.0, **_named("teacher_", clamps)})
+            out |= {"algorithm.name": "gkd_topk"} | _options({"beta": beta, **_named("teacher_", clamps)})
         return out if k is None else out | {"teacher.top_k": k}
-    fix = "there are k1 with use_policy_gradient=True (algorithm.name=opd) and forward_kl_topk with False (gkd_topk)"
+    fix = "there are k1 with use_policy_gradient=True (algorithm.name=opd), and with False forward_ and reverse_kl_topk"
     raise ValueError(f"{_SETTINGS[0]}={mode} with use_policy_gradient={by_gradient}: {fix}")
 
 
