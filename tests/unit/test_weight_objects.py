@@ -165,7 +165,9 @@ def test_what_a_store_lacks_is_one_line_at_the_start(tmp_path: Path, monkeypatch
 
     monkeypatch.setitem(sys.modules, "s3fs", None)  # importing it fails, as if it were not installed
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-    with pytest.raises(ValueError, match=r"^s3://b/x.*: s3:// needs a package .*Fix: pip install '\.\[s3\]' in verl's folder$"):
+    with pytest.raises(
+        ValueError, match=r"^s3://b/x.*: s3:// needs a package .*Fix: pip install '\.\[s3\]' in verl's folder$"
+    ):
         refused("s3://b/x")
     with pytest.raises(ValueError, match=r"^nowhere://b.*Fix: a path or a URL that fsspec knows"):
         refused("nowhere://b")
