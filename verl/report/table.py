@@ -22,7 +22,6 @@ COLUMNS: Mapping[str, str] = MappingProxyType(
         "val/loss": "val loss",
         "val/acc": "val acc",
         "actor/entropy": "entropy",
-        "response_length/mean": "length",
         "mismatch/k3": "k3",
         "actor/grad_norm": "grad",
         "train/grad_norm": "grad",
