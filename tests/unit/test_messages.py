@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from each import each
 from test_chat import audit_of, conversation, tokenizer_of, trained
 
 from verl.chat.conversation import render_conversation
@@ -273,3 +274,8 @@ def test_what_cannot_be_read_is_refused() -> None:
         "id": "m1",
     }
     assert read_message({"role": "assistant", "content": "4", **harmless}, "f:1")["content"] == "4"
+
+
+@each("role", ["ipython", "tool_result", "Observation"])
+def test_results_of_tools_have_many_names(role: str) -> None:
+    assert read_message({"role": role, "content": "4 C"}, "a:1")["role"] == "tool"

@@ -30,7 +30,9 @@ FUNCTION_CALL = "function_call"
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "tool_response", "function_response"), "tool"),
+    **dict.fromkeys(
+        ("tool", "function", "observation", "tool_response", "tool_result", "function_response", "ipython"), "tool"
+    ),
     **dict.fromkeys((FUNCTION_CALL, "tool_call"), FUNCTION_CALL),
     **{role: role for role in ("system", "developer")},
 }
