@@ -113,7 +113,7 @@ class Truncation(Spec):
 
     @property
     def measures(self) -> bool:
-        """Whether it says something of the overlong penalty."""
+        """Return whether a setting of the overlong penalty is given."""
         return self.overlong_tokens is not None or not self.overlong_cap
 
 

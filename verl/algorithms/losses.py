@@ -17,7 +17,7 @@ from verl.types import Kind
 
 Metrics = dict[str, tuple[Tensor, Kind]]
 LEAST_LOG_WEIGHT = math.log(1e-8)
-"""Of a sequence's weight in VESPO."""
+"""The least logarithm of a sequence's weight in VESPO."""
 
 
 SAME = 1e-5

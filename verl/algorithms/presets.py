@@ -139,7 +139,7 @@ class Preset:
             yield f"algorithm.bypass=true with algorithm.loss=reinforce: {fix}"
 
     def reads_rewards(self) -> bool:
-        """Whether a reward is in the loss: a distillation's is for the figures alone."""
+        """Return whether the loss uses the reward; distillation without a reward term only reports it."""
         weighed = not isinstance(self.estimator, specs.OPD) or self.estimator.reward_coef > 0
         return weighed and "advantages" in self.loss.inputs
 
@@ -388,7 +388,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         **{"grpo_vectorized": "grpo", "rloo_vectorized": "rloo", "geo_mean": "gmpo", "rpp": "reinforce_plus_plus"},
     }
 )
-"""What others call an algorithm of the table, for the near name of an error."""
+"""Names of algorithms in other libraries -> names in this table, for suggestions in errors."""
 
 
 def _named(table: Mapping[str, T], key: str, name: str) -> T:

@@ -48,7 +48,7 @@ class Knob:
         return f"algorithm.{'options.' if self.option else ''}{key}"
 
     def wanted(self, kind: str) -> str:
-        """What it may be, in words."""
+        """Return the allowed values as text for an error."""
         what = f"one of {', '.join(self.choices)}" if self.choices else _KINDS[kind.split(" ")[0].split("[")[0]][0]
         return " ".join(part for part in (what, self._range()) if part) + self.advice
 
@@ -114,7 +114,7 @@ class Spec:
         return replace(self, **{name: given[key] for key, (name, _, _) in self.knobs().items() if key in given})
 
     def is_on(self) -> bool:
-        """Whether it does anything, as its settings are."""
+        """Return whether this part has an effect with its settings."""
         return not self.switches or any(getattr(self, name) for name in self.switches)
 
     def faults(self) -> Iterator[str]:

@@ -11,7 +11,7 @@ from verl.data.values import names_of
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
 CONTEXT_COLUMNS = ("input", "context")
-"""Of an Alpaca row: what the instruction is about (Dolly has it as `context`)."""
+"""Columns of an Alpaca row with the text that the instruction is about (Dolly's is `context`)."""
 PROMPT_COLUMNS = (
     *("input", "query", "problem", "user", "task", "context", "passage", "post", "dialogue", "conversation"),
     *("history", "instruction", "messages", *SYSTEM_COLUMNS),

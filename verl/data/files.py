@@ -346,7 +346,7 @@ def _parquet_rows(url: str, stream: BinaryIO) -> Iterator[RawRow]:
 
 
 def _arrow_rows(url: str, stream: BinaryIO) -> Iterator[RawRow]:
-    """Of a file or a stream of Arrow, which `Dataset.save_to_disk` writes."""
+    """Yield the rows of an Arrow file or stream, which `Dataset.save_to_disk` writes."""
     from pyarrow import ipc
 
     def opened() -> tuple[Any, Iterable[Any]]:

@@ -41,7 +41,7 @@ LABELS = {
     **dict.fromkeys(("true", "1", "1.0", "desirable", "good", "yes"), True),
     **dict.fromkeys(("false", "0", "0.0", "undesirable", "bad", "no"), False),
 }
-"""Of an unpaired answer, in lower case."""
+"""Label of an unpaired answer, in lower case -> whether the answer is desirable."""
 LEAST_REPEATED_CHARS = 16
 """A shorter prompt may well be how an answer begins."""
 ASKING = ("user", "system", "developer")

@@ -31,7 +31,7 @@ def fix_rope(model: Any, longest: int | None) -> int | None:
 
 
 def _kinds(rope_type: object) -> list[object]:
-    """Of all layers, or of each kind of layers."""
+    """Return the RoPE types of a model: one for all layers, or one for each kind of layer."""
     return [*rope_type.values()] if isinstance(rope_type, dict) else [rope_type]
 
 
