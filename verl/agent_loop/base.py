@@ -1,9 +1,10 @@
-"""Agent loops: how one attempt at a task is made. verl's signatures, and a recorder that keeps them honest.
+"""Agent loops: the code that makes one attempt at a task. The signatures are verl's. A recorder checks what loops
+return.
 
-A loop may rewrite text as it likes; what is trained on comes from the record of the server manager: a mask=1 token that
-was not sampled there, after the very tokens that precede it in the output, is an error, and log-probs, versions, media
-and side channels are the recorded ones. A loop whose history branched returns an output per branch: each is checked,
-and a token that stands in several is trained in the first.
+A loop may rewrite text as it likes; the trained tokens are taken from the record of the server manager. A mask=1 token
+that was not sampled there, after exactly the tokens that precede it in the output, is an error. Log-probs, versions,
+media and side channels are the recorded ones. A loop with a branched history returns one output per branch: each is
+checked, and a token that occurs in several branches is trained in the first.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ class AgentLoopMetrics:
 
 @dataclass(slots=True)
 class AgentLoopOutput:
-    """response_mask: 1 = sampled by the model, 0 = tool or environment · written: of those with 0, 1 where a tool wrote
-    the token and 0 where the template did; None: a tool wrote all · reward_score None: the reward function's."""
+    """The result of an agent loop: one branch of a trajectory."""
 
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
-    response_mask: Sequence[int]
+    response_mask: Sequence[int]  # 1: sampled by the model, 0: from a tool or the environment.
     response_logprobs: Sequence[float] | None = None
     routed_experts: Any = None
     multi_modal_data: Mapping[str, Any] | None = None
-    reward_score: float | None = None
+    reward_score: float | None = None  # None: the reward function is called.
     num_turns: int = 0
     metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = field(default_factory=dict)
     mm_processor_kwargs: Mapping[str, Any] | None = None
     written: Sequence[int] | None = None
+    """Per token with mask 0: 1 if a tool wrote it, 0 if the template did. None: a tool wrote all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +59,17 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One generate call of a trajectory: what was asked, and what was sampled after it."""
+    """One generate call of a trajectory: its prompt and the sampled completion."""
 
     prompt_ids: np.ndarray
     completion: Completion
-    token_ids: list[int]  # what the loop was given of it
+    token_ids: list[int]  # the ids as the loop received them
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a loop told its server manager, beside what it asked for: plain data. See `ServerManager`."""
+    """The notes of a loop in its server manager, beside its generate calls. Plain data. `ServerManager` explains
+    them."""
 
     counts: dict[str, int | float]
     timeline: list[dict[str, Any]]
@@ -78,7 +80,8 @@ class Told:
 
 
 class LoopFailed(RuntimeError):
-    """An agent loop in a process of its own raised, or that process died. The error's name is in the text."""
+    """An agent loop in a process of its own raised an error, or that process died. The text contains the error's
+    name."""
 
 
 NEUTRAL: Mapping[str, float] = {"repetition_penalty": 1, "n": 1}  # these values change nothing
@@ -86,11 +89,16 @@ NEUTRAL: Mapping[str, float] = {"repetition_penalty": 1, "n": 1}  # these values
 
 @dataclass(eq=False)
 class ServerManager:
-    """What a loop generates with, one per trajectory. Keeps every completion. The `max_tokens` of the sampling are the
-    budget of the whole trajectory, environment tokens included: a call without room samples nothing: `context_full`;
-    nor does one after `max_turns` of them, nor a further one after `wall_s` seconds. counts: what else the loop counts,
-    for `agent/NAME` in the metrics. credits_turns: the algorithm reads rewards of single turns (`credit`). timeline:
-    what was done when."""
+    """The interface through which a loop generates; one per trajectory. It keeps every completion.
+
+    The `max_tokens` of the sampling are the budget of the whole trajectory, including the tokens of the environment. A
+    call without room samples nothing and ends with `context_full`. Calls after `max_turns` calls or after `wall_s`
+    seconds sample nothing either.
+
+    counts: further counts of the loop, for `agent/NAME` in the metrics
+    credits_turns: the algorithm reads rewards of single turns (`credit`)
+    timeline: the turns and tool calls with their times
+    """
 
     engine: Generates
     sampling: Sampling
@@ -106,16 +114,18 @@ class ServerManager:
         self._credits: dict[int, float] = {}
         self._states: dict[int, object] = {}
         self._calls = 0
-        self._limit = 0  # context tokens, from the first prompt on
-        self.taken = 0  # tokens of the budget that stand in the first prompt
+        self._limit = 0  # context tokens, counted from the first prompt
+        self.taken = 0  # tokens of the budget that are part of the first prompt
         self.record: list[Call] = []
-        self.ended_by: StopReason | None = None  # a budget that left the last call no room, or what the loop says
+        # the budget that left no room for the last call, or the loop's own reason
+        self.ended_by: StopReason | None = None
         self.counts: Counter[str] = Counter()
         self.timeline: list[dict[str, Any]] = []
         self._born_s = time.monotonic()
 
     def take(self, tokens: int) -> None:
-        """Tokens that an environment adds to the first prompt, before it is generated from. ValueError: no room."""
+        """Count tokens that an environment adds to the first prompt before the first call. Raise ValueError if there is
+        no room."""
         assert not self.record
         self.taken += max(0, tokens)
         if self.taken >= self.sampling.max_tokens:
@@ -123,7 +133,7 @@ class ServerManager:
             raise ValueError(f"an environment adds {self.taken} tokens to a prompt: rollout.max_response_tokens={most}")
 
     def begin(self, kind: Literal["turn", "tool"], **facts: float | str) -> dict[str, Any]:
-        """A line of the time line, which `end` completes."""
+        """Begin an entry of the timeline; `end` completes it."""
         entry = {"kind": kind, "start_s": time.monotonic() - self._born_s, **facts}
         self.timeline.append(entry)
         return entry
@@ -132,9 +142,9 @@ class ServerManager:
         entry.update(took_s=time.monotonic() - self._born_s - entry["start_s"], **facts)
 
     def credit(self, reward: float, *, turn: int = -1, state: object = None) -> None:
-        """A reward of one turn, the last call if not another one is named: it stands at the turn's last token, and adds
-        up. state: what the turn was played in, for algorithms that compare turns in one state; else what the model
-        was shown since its turn before."""
+        """Add a reward to one turn (the last one by default). It is placed at the turn's last token, and rewards of a
+        turn add up. `state` is the state in which the turn was played, for algorithms that compare turns in the same
+        state; by default it is the text that the model saw since its previous turn."""
         if not -len(self.record) <= turn < len(self.record):
             raise ValueError(f"turn={turn}: the model has played {len(self.record)} turns; credit one of them")
         k = turn % len(self.record)
@@ -145,7 +155,7 @@ class ServerManager:
             self._states[k] = state
 
     def turn_side(self, k: int) -> dict[str, np.ndarray]:
-        """Side channels [t] of call k: its number, its state as a hash, and zeros where its reward will stand."""
+        """Return the side channels [t] of call k: its number, a hash of its state, and zeros for its reward."""
         if not self.credits_turns:
             return {}
         ids, n = self.record[k].prompt_ids, len(self.record[k].completion.ids)
@@ -154,7 +164,7 @@ class ServerManager:
         else:
             before = self.record[k - 1] if k else None
             known = np.concatenate([before.prompt_ids, before.completion.ids]) if before else ids[:0]
-            goes_on = np.array_equal(ids[: len(known)], known)  # no history that was rendered anew
+            goes_on = np.array_equal(ids[: len(known)], known)  # the history was not rendered anew
             key = derive_seed("shown", (ids[len(known) :] if goes_on else ids).tobytes().hex())
         channels = {"turn": np.full(n, k, np.int64), "turn_state": np.full(n, key & (2**62 - 1), np.int64)}
         return {**channels, "turn_reward": np.zeros(n, np.float32)}
@@ -163,7 +173,7 @@ class ServerManager:
         return self._credits.get(k, 0.0)
 
     def made_of(self) -> dict[str, Any]:
-        """What another one is made of, over another engine."""
+        """Return the constructor arguments of an equal manager over another engine."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "engine"}
 
     def told(self) -> Told:
@@ -171,7 +181,7 @@ class ServerManager:
         return Told(dict(self.counts), self.timeline, self._credits, states, self.ended_by, self.taken)
 
     def take_over(self, record: Sequence[Call], told: Told) -> None:
-        """As if the loop had been played with this one."""
+        """Take over the record and notes of a loop that was played elsewhere."""
         self.record, self.timeline, self.counts = list(record), told.timeline, Counter(told.counts)
         self._credits, self._states = told.credits, dict(told.states)
         self.ended_by, self.taken = told.ended_by, told.taken
@@ -209,9 +219,10 @@ class ServerManager:
         return TokenOutput(call.token_ids.copy(), completion.logprobs.tolist(), completion.stop_reason)
 
     def _merged(self, params: Mapping[str, Any]) -> Sampling:
-        """The run's sampling with what the loop asks for. The distribution stays: the trainer applies the same."""
+        """Return the run's sampling, with the loop's changes that leave the distribution as it is, because the trainer
+        applies the same distribution."""
         run = self.sampling
-        if params == sampling_params_of(run):  # handed through
+        if params == sampling_params_of(run):  # the loop passed its parameters on unchanged
             return run
         given = {name: value for name, value in params.items() if value is not None and name != "logprobs"}
         length = int(given.pop("max_tokens", given.pop("max_new_tokens", run.max_tokens)))
@@ -219,7 +230,7 @@ class ServerManager:
             raise ValueError(f"max_tokens={length}: at least one token must be sampled")
         stop, stop_ids = given.pop("stop", run.stop), tuple(given.pop("stop_token_ids", run.stop_token_ids))
         fixed = {name: getattr(run, name) for name in ("temperature", "top_p", "top_k", "min_p", "ignore_eos")}
-        if given.get("top_k") == -1:  # verl's way to say off
+        if given.get("top_k") == -1:  # verl's value for no limit
             given["top_k"] = 0
         for name, value in given.items():
             if name in NEUTRAL and value != NEUTRAL[name]:
@@ -235,13 +246,13 @@ class ServerManager:
 
 
 def sampling_params_of(sampling: Sampling) -> dict[str, Any]:
-    """What a loop is given as `sampling_params`: verl's names."""
+    """Return the `sampling_params` of a loop, by verl's names."""
     drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}
     return {"max_tokens": sampling.max_tokens, **drawn, "repetition_penalty": 1.0, "logprobs": True}
 
 
 def register(name: str) -> Callable[[type[AgentLoopBase]], type[AgentLoopBase]]:
-    """Return verl's decorator of a loop: rows may name the class by `name` too."""
+    """Return verl's decorator of a loop, with which rows may also select the class by `name`."""
 
     def named(cls: type[AgentLoopBase]) -> type[AgentLoopBase]:
         cls.registered = name
@@ -251,13 +262,13 @@ def register(name: str) -> Callable[[type[AgentLoopBase]], type[AgentLoopBase]]:
 
 
 class AgentLoopBase:
-    """Subclass and write `run`. One instance per trajectory."""
+    """The base class of loops: subclass it and write `run`. There is one instance per trajectory."""
 
     ends_when_cancelled = False
-    """True for a loop that surely does: it needs no task of its own, which could be left behind. Not inherited."""
+    """True if the loop surely ends when it is cancelled, so that it can run in the caller's task. Not inherited."""
 
     registered = ""
-    """The name that `register` gave this very class."""
+    """The name that `register` gave to this class itself."""
 
     def __init_subclass__(cls) -> None:
         cls.registered = ""
@@ -280,17 +291,20 @@ class AgentLoopBase:
 
 
 LoopOutput = AgentLoopOutput | Sequence[AgentLoopOutput]
-"""Several: the branches of one trajectory, in the order in which they were played; the last holds the answer."""
+"""A sequence contains the branches of one trajectory in the order of play; the last one contains the answer."""
 AgentLoopFactory = Callable[[ServerManager, Task], AgentLoopBase]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedOutput:
-    """A loop's output as a trajectory: ids as it returned them, all else from the record.
+    """The output of a loop as a trajectory. The ids are those that the loop returned; everything else is from the
+    record.
 
-    branches: the rows after the first · discarded: tokens that were sampled and are trained in no row · paid: of each
-    turn, where its reward stands in its side channel, a view [1]; [0] where none of its tokens is trained, or the
-    algorithm reads none."""
+    branches: the rows after the first
+    discarded: the number of sampled tokens that are trained in no row
+    paid: for each turn, a view [1] of the place of its reward in its side channel; [0] if none of its tokens is trained
+    or the algorithm reads no rewards of turns
+    """
 
     segments: tuple[Segment, ...]
     stop_reason: StopReason
@@ -299,7 +313,8 @@ class CheckedOutput:
     paid: tuple[np.ndarray, ...] = ()
 
     def pay(self, rewards: Sequence[float]) -> str:
-        """What the reward function says of each turn, added to what its tools said; why it cannot be: not one each."""
+        """Add the reward function's values to the turns' rewards from their tools. Return an error text if there is not
+        one value per turn."""
         if len(rewards) != len(self.paid):
             each = "give one for each of extra_info['turn_texts']"
             return f"turn_rewards has {len(rewards)} values, and the model played {len(self.paid)} turns: {each}"
@@ -309,7 +324,8 @@ class CheckedOutput:
 
 
 def outputs_of(output: LoopOutput) -> Sequence[AgentLoopOutput]:
-    """The branches. ValueError for an output without any, and for rewards of branches that are not the last."""
+    """Return the branches. Raise ValueError for an output without branches, and for a reward of a branch before the
+    last."""
     if isinstance(output, AgentLoopOutput):
         return (output,)
     listed = isinstance(output, list | tuple)
@@ -326,8 +342,9 @@ def outputs_of(output: LoopOutput) -> Sequence[AgentLoopOutput]:
 
 
 def check_output(output: LoopOutput, manager: ServerManager, max_tokens: int) -> CheckedOutput:
-    """The trajectory of a loop's output, each branch cut where the budget of `max_tokens` after the first prompt ends.
-    Raises ValueError if a mask=1 token was not sampled by the server manager after exactly what precedes it."""
+    """Return the trajectory of a loop's output, with each branch cut where the budget of `max_tokens` after the first
+    prompt ends. Raise ValueError if a mask=1 token was not sampled by the server manager after exactly the tokens that
+    precede it."""
     record = manager.record
     if isinstance(output, AgentLoopOutput) and len(record) == 1 and _is_untouched(output, record[0], max_tokens):
         call, turns = record[0], [manager.turn_side(0)]
@@ -354,9 +371,9 @@ def check_output(output: LoopOutput, manager: ServerManager, max_tokens: int) ->
 def _place_rewards(
     manager: ServerManager, turns: Sequence[Mapping[str, np.ndarray]], trained: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, ...]:
-    """A turn's reward at the last of its tokens that is trained, wherever the loop cut it: the segments hold views.
-    Returns views of these places."""
-    if not manager.credits_turns:  # there are none
+    """Place each turn's reward at the last of its tokens that is trained, wherever the loop cut the turn, and return
+    views of these places. The segments hold views too."""
+    if not manager.credits_turns:  # the turns have no rewards
         return (np.zeros(0, np.float32),) * len(trained)
     places = []
     for k, own in enumerate(trained):
@@ -374,8 +391,8 @@ def _row(
     trained: Sequence[np.ndarray],
     turns: Sequence[Mapping[str, np.ndarray]],
 ) -> tuple[tuple[Segment, ...], StopReason, bool]:
-    """(segments, why the last call of the row ended, whether the budget cut the row). `trained`: of each call [t] bool,
-    the tokens that stand in a row already; those of this row are marked."""
+    """Return (segments, the reason why the last call of the row ended, True if the budget cut the row). `trained` marks
+    for each call [t] bool the tokens that are part of an earlier row; the tokens of this row are marked too."""
     prompt_ids, ids = as_ids(output.prompt_ids), as_ids(output.response_ids)
     mask = np.asarray(output.response_mask, bool)
     if len(ids) != len(mask):
@@ -415,13 +432,13 @@ def _row(
 
 
 def _runs(values: np.ndarray) -> list[tuple[int, int]]:
-    """(first, end) of each run of equal values."""
+    """Return (first, end) of each run of equal values."""
     edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)] if len(values) else [0]
     return list(zip(edges, edges[1:]))
 
 
 def _is_untouched(output: AgentLoopOutput, call: Call, max_tokens: int) -> bool:
-    """The loop returned one call as it came: nothing to look for."""
+    """Return True if the loop returned one call unchanged, so that no search is needed."""
     ids, mask, prompt_ids = output.response_ids, output.response_mask, output.prompt_ids
     if not (isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask) <= max_tokens and all(mask)):
         return False
@@ -430,9 +447,10 @@ def _is_untouched(output: AgentLoopOutput, call: Call, max_tokens: int) -> bool:
 
 
 def _owners(prompt: np.ndarray, ids: np.ndarray, record: Sequence[Call], trained: Sequence[np.ndarray]) -> np.ndarray:
-    """[R] the call that sampled each response token, or -1. A call's tokens stand where its prompt ends, if that is
-    what precedes them. The loop may have cut or dropped them; of two calls at one place, the longer match was kept,
-    and of equal ones that end the row the call of which less is trained: each of equal samples may be a branch."""
+    """Return [R] the call that sampled each response token, or -1. A call's tokens are placed where its prompt ends, if
+    the preceding tokens are equal to it. The loop may have cut or dropped them. If two calls fit one place, the longer
+    match is kept; of equal matches that end the row, the call with fewer trained tokens, because each of several equal
+    samples may be a branch."""
     whole = np.concatenate([prompt, ids])
     owner = np.full(len(ids), -1, np.int64)
     agreed: dict[int, tuple[int, int]] = {}
@@ -451,7 +469,8 @@ def _owners(prompt: np.ndarray, ids: np.ndarray, record: Sequence[Call], trained
 
 
 def _sampled(c: Completion, turn: Mapping[str, np.ndarray], first: int, end: int) -> list[Segment]:
-    """Tokens first:end of a completion, one segment per weight version, with their side channels and the turn's."""
+    """Return tokens first:end of a completion, one segment per weight version, with their side channels and the
+    turn's."""
     segments = []
     for version, start, stop in c.spans:
         a, b = max(start, first), min(stop, end)
@@ -463,7 +482,8 @@ def _sampled(c: Completion, turn: Mapping[str, np.ndarray], first: int, end: int
 
 
 async def together(plays: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. When one raises, the others are cancelled and have ended before that error comes out."""
+    """Return all results in order. If one coroutine raises, the others are cancelled, and its error is raised after
+    they have ended."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(play) for play in plays]

@@ -1,4 +1,4 @@
-"""Agent loops and tools in a process of their own: what is said between it and the driver, and its side of it."""
+"""Agent loops and tools in a process of their own: the messages between it and the driver, and its side of them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from verl.sandbox.companion import Channel
 from verl.types import Sampling, Task, as_ids
 
 GC_THRESHOLD = 50_000
-RELEASE_S = 10.0  # for trajectories that are given up to release their tools
+RELEASE_S = 10.0  # the time that cancelled trajectories get to release their tools
 IS_NOT_SENT = "cannot leave its process: give plain values, or play it in the driver (agent.loop=NAME@driver)"
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """See `Loops`."""
+    """The loops of the process, as `Loops` describes them."""
 
     pid: int
     longest_call_s: float
@@ -40,35 +40,34 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     text: str
-    for_user: bool  # it is a ValueError's: the user's to mend
+    for_user: bool  # a ValueError, which the user has to correct
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """A call of `generate`. keep: leading ids of the trajectory's call before that stand in this one, before `ids`."""
+    """A call of `generate`."""
 
     play: int
     call: int
     request_id: str
-    keep: int
+    keep: int  # The number of leading ids of the trajectory's previous call that precede `ids`.
     ids: bytes  # int64
     sampling: Sampling
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
-    """Nobody waits for that call any more."""
+    """Cancel a call: its result is not needed any more."""
 
     play: int
     call: int
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
-    """An AgentLoopOutput. keep: leading ids of the trajectory's last call that stand in it, before `ids` (int64); the
-    first `prompt` of them all are its prompt · mask: uint8, 1 = sampled, 2 = written by a tool."""
+    """An AgentLoopOutput."""
 
-    prompt: int
-    keep: int
-    ids: bytes
-    mask: bytes
+    prompt: int  # The number of prompt ids.
+    keep: int  # The number of leading ids of the trajectory's last call that precede `ids`.
+    ids: bytes  # int64
+    mask: bytes  # uint8: 1 sampled, 2 written by a tool.
     reward_score: Any
     num_turns: int
     generate_s: float
@@ -77,55 +76,55 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Played(msgspec.Struct, frozen=True, array_like=True, tag="played"):
-    """recorded: the calls of its record, in their order."""
+    """A finished trajectory."""
 
     play: int
     outputs: list[Output]
-    recorded: list[int]
+    recorded: list[int]  # The calls of its record, in their order.
     told: Told
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """told: as far as it can leave its process."""
+    """A failed trajectory."""
 
     play: int
-    text: str  # the error's name is in it
+    text: str  # contains the error's name
     recorded: list[int]
-    told: Told | None
+    told: Told | None  # The notes, as far as they can be sent.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A trajectory to play there. manager: what its ServerManager is made of."""
+    """A trajectory to be played in the process."""
 
     task: Task
-    manager: Mapping[str, Any]
+    manager: Mapping[str, Any]  # The constructor arguments of its ServerManager.
     params: dict[str, Any]
     row: Mapping[str, Any]
 
 
 @dataclass(eq=False, slots=True)
 class Ids:
-    """A history that mostly grows, with room behind it, which alone is written: what was taken stays as it is. Both
-    ends have the same, from the prompt on, and say what comes after."""
+    """A history that mostly grows. It has reserved room behind it, and only that is written, so views of it never
+    change. Both ends hold the same history after the prompt, and send only new ids."""
 
     held: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     used: int = 0
 
     def then(self, keep: int, new: np.ndarray) -> np.ndarray:
-        """The first `keep` of it, and `new`: [t] int64, a view, and what it is from now on."""
+        """Replace the history by its first `keep` ids and `new`. Return it: [t] int64, a view."""
         end = keep + len(new)
         if keep < self.used or end > len(self.held):
             grown = np.empty(2 * end, np.int64)
             grown[:keep] = self.held[:keep]
             self.held = grown
-        if len(new):  # else it may be what is only read
+        if len(new):  # otherwise the array may be read-only
             self.held[keep:end] = new
         self.used = end
         return self.held[:end]
 
     def whole(self, keep: int, new: np.ndarray) -> np.ndarray:
-        """The same, and it stays what it is."""
+        """Return the first `keep` ids and `new` as `then` does, without changing the history."""
         return np.concatenate([self.held[:keep], new])
 
     @staticmethod
@@ -133,7 +132,7 @@ class Ids:
         return Ids(prompt, len(prompt))
 
     def agreeing(self, ids: np.ndarray) -> int:
-        """How many leading ids are the same."""
+        """Return the number of leading ids that are equal."""
         n = min(self.used, len(ids))
         same = self.held[:n] == ids[:n]
         return n if same.all() else int(same.argmin())
@@ -141,15 +140,16 @@ class Ids:
 
 @dataclass(eq=False, slots=True)
 class Asking:
-    """What a trajectory generates with: the driver's engine. manager: what it is played with."""
+    """The engine of a trajectory in this process: it sends every call to the driver's engine."""
 
     play: int
     say: Callable[[msgspec.Struct], None]
     known: Ids
     waiting: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)  # of an answer's `id`; the record holds them
+    """id() of a completion -> its number; the record keeps the completions alive"""
     made: int = 0
-    manager: ServerManager | None = None
+    manager: ServerManager | None = None  # The server manager of the trajectory.
 
     async def generate(
         self,
@@ -161,10 +161,10 @@ class Asking:
         adapter: str | None = None,
         media: Sequence[str] = (),
     ) -> Completion:
-        """See `RolloutEngine`; the driver knows the trajectory's key, adapter and media."""
+        """Generate in the driver, which knows the trajectory's key, adapter and media."""
         call, self.made = self.made, self.made + 1
         keep = self.known.agreeing(prompt_ids)
-        self.known.then(keep, prompt_ids[keep:])  # a copy: the loop may write to its own
+        self.known.then(keep, prompt_ids[keep:])  # a copy, because the loop may change its own array
         self.waiting[call] = asyncio.get_running_loop().create_future()
         self.say(Ask(self.play, call, str(request_id), keep, prompt_ids[keep:].tobytes(), sampling))
         try:
@@ -178,26 +178,26 @@ class Asking:
         return completion
 
     def failed(self, why: BaseException) -> None:
-        """Say so, with what it told its server manager until then."""
+        """Report the failure, with the notes of the server manager until then."""
         recorded: list[int] = []
         told: Told | None = None
         try:
             if self.manager is not None:
                 recorded, told = self.recorded(), replace(self.manager.told(), ended_by=None)
-        except Exception:  # user code has it in its hands
+        except Exception:  # user code may have changed the notes
             recorded = []
         if cannot_leave(told, Told | None):
             recorded, told = [], None
         self.say(Failed(self.play, _sendable(f"{type(why).__name__}: {why}"), recorded, told))
 
     def recorded(self) -> list[int]:
-        """The calls of the record, in their order."""
+        """Return the calls of the record, in their order."""
         assert self.manager is not None
         return [self.calls[id(call.completion)] for call in self.manager.record]
 
 
 def cannot_leave(said: Any, kind: Any) -> str:
-    """Why it cannot be sent, or not be read there."""
+    """Return the reason why a message cannot be sent or not be read by the other side, or ""."""
     try:
         msgspec.msgpack.decode(msgspec.msgpack.encode(said, enc_hook=_plain), type=kind)
     except (msgspec.DecodeError, TypeError, ValueError, OverflowError, RecursionError) as e:
@@ -206,7 +206,7 @@ def cannot_leave(said: Any, kind: Any) -> str:
 
 
 async def host(given: tuple[Callable[[Any, int], Loops], Any, int], channel: Channel) -> None:
-    """Makes the loops with the function that it is given, and plays until it is told to close."""
+    """Build the loops with the given function, and play trajectories until the driver ends the channel."""
 
     def say(message: msgspec.Struct) -> None:
         channel.send(msgspec.msgpack.encode(message, enc_hook=_plain))
@@ -216,9 +216,9 @@ async def host(given: tuple[Callable[[Any, int], Loops], Any, int], channel: Cha
         loops = build(config, start)
     except ValueError as e:
         return await _refuse(channel, say, Refused(_sendable(str(e)), True))
-    except Exception:  # user code, as it is imported
+    except Exception:  # user code, while it is imported
         return await _refuse(channel, say, Refused(_sendable(traceback.format_exc()), False))
-    gc.freeze()  # what lives as long as the run; and a burst of trajectories is no reason to look for cycles
+    gc.freeze()  # these objects live as long as the run, and a burst of trajectories is no reason to search for cycles
     gc.set_threshold(GC_THRESHOLD)
     players = loops.players
     named = players.default, list(players.names), [dict(tool) for tool in players.tools]
@@ -236,14 +236,14 @@ async def host(given: tuple[Callable[[Any, int], Loops], Any, int], channel: Cha
             _pass_on(kind, rest, *plays[play])
     if left := [task for _, task in plays.values()]:
         for task in left:
-            task.cancelling() or task.cancel()  # no second time amid a release
+            task.cancelling() or task.cancel()  # never cancelled twice, because that could break a release
         await asyncio.wait(left, timeout=RELEASE_S)
     await loops.close()
 
 
 def _pass_on(kind: str, rest: Sequence[Any], asking: Asking, task: asyncio.Task[None]) -> None:
     if kind == "cancel":
-        asking.failed(asyncio.CancelledError())  # what it tells, before its tools are released
+        asking.failed(asyncio.CancelledError())  # its notes, before its tools are released
         task.cancel()
     elif (waiting := asking.waiting.get(rest[0])) is not None and not waiting.done():
         if kind == "sampled":
@@ -254,7 +254,7 @@ def _pass_on(kind: str, rest: Sequence[Any], asking: Asking, task: asyncio.Task[
 
 async def _refuse(channel: Channel, say: Callable[[msgspec.Struct], None], why: Refused) -> None:
     say(why)
-    async for _ in channel.frames():  # until it has been heard
+    async for _ in channel.frames():  # until the driver has received it
         return
 
 
@@ -263,7 +263,7 @@ async def _play(loops: Loops, part: Part, asking: Asking) -> None:
     try:
         returned = await loops.make(manager, part.task).run(part.params, **part.row)
         asking.say(_played(returned, manager, asking))
-    except BaseException as e:  # a loop is user code, and so is what it returns, and what it raises
+    except BaseException as e:  # a loop is user code, and so are its results and errors
         asking.failed(e)
 
 
@@ -302,5 +302,5 @@ def _plain(value: Any) -> Any:
 
 
 def _sendable(text: str) -> str:
-    """Without lone surrogates, which have no place in UTF-8."""
+    """Replace lone surrogates, which cannot be encoded in UTF-8."""
     return text.encode(errors="backslashreplace").decode()

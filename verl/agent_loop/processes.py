@@ -1,5 +1,5 @@
-"""Functions as tools in processes of their own: a call that hangs, also under the interpreter's lock, crashes, or wants
-too much memory, is ended with its process and is an answer to the model; nothing else waits for it."""
+"""Functions as tools in processes of their own. A call that hangs, even under the interpreter's lock, crashes, or needs
+too much memory is ended with its process, and that is its answer to the model. No other call waits for it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ START_S, CLOSE_S = 300.0, 10.0
 
 
 def plain(value: Any) -> tuple[str, float | None]:
-    """What a function returned, as it leaves its process."""
+    """Return the result of a function in a form that can be sent to another process."""
     found = answer_of(value)
     return found.text, found.reward
 
 
 class InProcesses:
-    """A tool without a state, see `Held`. path, name: of the function, which every process loads anew · timeout_s: of
-    a call · processes: calls at once. ValueError where it cannot be loaded there."""
+    """A tool without a state; implements `Held`.
+
+    path, name: the function, which every process loads anew
+    timeout_s: the deadline of a call
+    processes: the number of parallel calls
+
+    Raises ValueError if the function cannot be loaded in such a process.
+    """
 
     def __init__(self, path: str, name: str, parameters: Iterable[str], *, timeout_s: float, processes: int) -> None:
         spec = CallableSpec(
@@ -48,7 +54,7 @@ class InProcesses:
             raise
 
     async def open(self, given: Mapping[str, Any]) -> None:
-        """Nothing is kept between calls."""
+        """Do nothing, because nothing is kept between calls."""
 
     async def call(self, state: None, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Answer:
         work = self._pool.call({**arguments, **given})
@@ -64,10 +70,10 @@ class InProcesses:
         return Answer(f"Error: {self._name} failed: {said}", error="exception")
 
     async def score(self, state: None, given: Mapping[str, Any]) -> None:
-        """It has nothing to say of a trajectory."""
+        """Return no score of the trajectory."""
 
     async def release(self, state: None, given: Mapping[str, Any]) -> None:
-        """Nothing was kept."""
+        """Do nothing, because nothing is kept between calls."""
 
     def close(self) -> None:
         try:

@@ -1,5 +1,5 @@
-"""The loops of a run: the built-in ones, and one of the user's. What they share is made here, once, before any task is
-read; what is wrong with it is the user's to mend, and said with the key."""
+"""The loops of a run: the built-in ones and the user's. Their shared parts are made here once, before any task is read.
+An error of the user is raised here with its key."""
 
 from __future__ import annotations
 
@@ -28,20 +28,22 @@ from verl.types import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loops:
-    """players: whom a row may name · make: the loop of one trajectory · notes: what a person should read at the
-    start · close: ends the servers, processes and threads that are behind tools · longest_call_s: of a tool."""
+    """The loops of a run and their tools."""
 
-    players: Players
-    make: AgentLoopFactory
-    notes: tuple[str, ...] = ()
-    contents: Mapping[str, str] = field(default_factory=dict)  # what of them defines the run, by key
-    close: Callable[[], Awaitable[None]]
-    longest_call_s: float = 0.0
+    players: Players  # The names that a row may choose, with their loops.
+    make: AgentLoopFactory  # Makes the loop of one trajectory.
+    notes: tuple[str, ...] = ()  # Messages for the user at the start.
+    contents: Mapping[str, str] = field(default_factory=dict)  # the parts that define the run, by key
+    close: Callable[[], Awaitable[None]]  # Ends the servers, processes and threads behind tools.
+    longest_call_s: float = 0.0  # The longest deadline of a tool call.
 
 
 def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
-    """config: the whole configuration, which user's loops are given. ValueError for a loop or a tool that cannot be
-    loaded, and for tools with a model whose template has no place for them."""
+    """Load the loops and tools of the configuration. Raise ValueError for a loop or a tool that cannot be loaded, and
+    for tools with a template that has no place for them.
+
+    config: the whole configuration, which the user's loops receive
+    """
     agent: AgentConfig = config.agent
     default, _ = played_by(agent.loop, agent.tools)
     own = {} if default in (SINGLE, TOOL) else _own_loops(default)
@@ -81,14 +83,14 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
 
 
 def of_the_user(agent: AgentConfig) -> bool:
-    """Whether code of the user's plays, that is not said to be fit for the driver's process."""
+    """Return True if user code takes part that is not declared fit for the driver's process."""
     name, in_driver = played_by(agent.loop, agent.tools)
-    servers = all(entry.endswith(".json") for entry in agent.tools)  # processes of their own
+    servers = all(entry.endswith(".json") for entry in agent.tools)  # they run in processes of their own
     return not in_driver and (name not in (SINGLE, TOOL) or not servers)
 
 
 def _own_loops(text: str) -> dict[str, type[AgentLoopBase]]:
-    """The one that is named, and those of its file by their names, for rows."""
+    """Return the named loop class, and the other loop classes of its file by their names, for rows."""
     path, _, name = text.partition(":") if ":" in text else text.rpartition(".")
     module = load_user_module(path, f"agent.loop={text}")
     found = vars(module).get(name)

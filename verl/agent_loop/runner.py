@@ -1,5 +1,6 @@
-"""The driver's side of the process in which agent loops and tools are played: they are user code. The engine, the
-record of what was sampled, and the check of what is trained stay here; its death costs the attempts that it played."""
+"""The driver's side of the process that plays agent loops and tools, which are user code. The engine, the record of the
+sampled tokens, and the check of the trained tokens are in the driver. A death of the process costs only the attempts
+that it played."""
 
 from __future__ import annotations
 
@@ -24,22 +25,21 @@ from verl.sandbox.companion import CLOSE_S, Companion
 from verl.types import Task
 
 START_S = 600.0
-TOLD_S = 1.0  # for one that is given up to say what it counted
+TOLD_S = 1.0  # the time that a cancelled trajectory gets to send its counts
 SAID = msgspec.msgpack.Decoder(Ready | Refused | Ask | Drop | Played | Failed)
 BROKEN = "ToolBroken: the process of agent loops and tools"
 
 
 @dataclass(eq=False, slots=True)
 class Playing:
-    """A trajectory that is played there, or waits for it. number: of its latest play · record: by the number of the
-    call."""
+    """A trajectory that is played in the process, or waits for it."""
 
     manager: ServerManager
     part: Part
     ended: asyncio.Future[list[AgentLoopOutput]]
     known: Ids
-    number: int = -1
-    record: dict[int, Call] = field(default_factory=dict)
+    number: int = -1  # The number of its latest play.
+    record: dict[int, Call] = field(default_factory=dict)  # The calls by their numbers.
     asked: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
     def end(self, how: list[AgentLoopOutput] | Exception) -> None:
@@ -47,23 +47,25 @@ class Playing:
             self.ended.set_exception(how) if isinstance(how, Exception) else self.ended.set_result(how)
 
     def over(self) -> None:
-        """There, for now or for good."""
+        """Mark the trajectory as not played any more, for now or finally."""
         for task in list(self.asked.values()):
             task.cancel()
         self.known, self.record, self.asked = Ids.of(self.part.task.prompt_ids), {}, {}
 
 
 class Runner:
-    """One process at a time; one that died is started again for the next trajectory. It belongs to one event loop.
+    """The process with the loops. There is one at a time; after a death, the next trajectory starts a new one. It
+    belongs to one event loop.
 
-    A death fails nobody but a trajectory that was alone in the process. Where there were several, they are the
-    suspects: they are played again, the first half of them at a time, and all others wait. Halves that live are
-    cleared; of one that dies the half comes next, down to the one that was the cause, or to none. Other trajectories of
-    its task are played alone from then on. The time of an attempt goes on through all this.
+    A death fails only a trajectory that was alone in the process. If there were several, they are suspects: they are
+    played again, the first half of them at a time, while all others wait. Halves that survive are cleared. If a half
+    dies, its own first half is next, down to the one that was the cause, or to none. Other trajectories of its task are
+    played alone from then on. The time limit of an attempt includes all of this.
 
-    build: an importable function, which makes the loops there, and is told how many starts there were before ·
-    silent_s: how long its event loop may stand still, if no call of a tool may take longer · memory_mb: how much it may
-    take beyond what the loops take."""
+    build: an importable function that makes the loops in the process; its argument is the number of earlier starts
+    silent_s: the longest time that its event loop may be blocked, if no tool call may take longer
+    memory_mb: the memory that it may use beyond that of the loops themselves
+    """
 
     def __init__(
         self, build: Callable[[Any, int], Loops], given: object, *, silent_s: float, memory_mb: float = math.inf
@@ -74,14 +76,14 @@ class Runner:
         self._starting: asyncio.Task[None] | None = None
         self._listening: asyncio.Task[None] | None = None
         self._plays: dict[int, Playing] = {}
-        self._line: list[Playing] = []  # who waits, suspects among them
+        self._line: list[Playing] = []  # the waiting trajectories, suspects included
         self._suspects: list[Playing] = []
-        self._left: set[int] = set()  # plays that were given up, and have not ended there
+        self._left: set[int] = set()  # plays that were cancelled but have not ended in the process
         self._alone: set[str] = set()  # tasks
         self._numbers = itertools.count()
 
     async def start(self) -> Ready:
-        """ValueError for what the user has to mend."""
+        """Start the process and return its loops. Raise ValueError for an error of the user."""
         companion = await Companion.start(host, (self._build, self._given, self._starts))
         self._starts += 1
         loop = asyncio.get_running_loop()
@@ -100,10 +102,11 @@ class Runner:
         return found
 
     async def play(self, manager: ServerManager, part: Part) -> list[AgentLoopOutput]:
-        """LoopFailed for what the loop raises, and where it ends the process."""
+        """Play a trajectory. Raise LoopFailed if the loop raises or ends the process."""
         known = Ids.of(part.task.prompt_ids)
         playing = Playing(manager, part, asyncio.get_running_loop().create_future(), known)
-        playing.ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may ask
+        # the result may never be awaited
+        playing.ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self._line.append(playing)
         self._go_on()
         try:
@@ -114,7 +117,7 @@ class Runner:
                 self._left.add(playing.number)
                 self._companion.send(("cancel", playing.number))
                 if isinstance(e, asyncio.CancelledError):
-                    await asyncio.wait({playing.ended}, timeout=TOLD_S)  # for what it tells
+                    await asyncio.wait({playing.ended}, timeout=TOLD_S)  # for its notes
             raise
         finally:
             playing.over()
@@ -125,7 +128,7 @@ class Runner:
             self._go_on()
 
     async def close(self) -> None:
-        """End it, after its trajectories have released their tools, and these have been closed."""
+        """End the process after its trajectories have released their tools and the tools are closed."""
         companion, self._companion = self._companion, None
         if self._starting is not None:
             self._starting.cancel()
@@ -136,7 +139,7 @@ class Runner:
             await asyncio.wait({self._listening})
 
     def _go_on(self) -> None:
-        """Begin what may be played now."""
+        """Start the trajectories that may be played now."""
         if self._companion is None:
             if self._line and (self._starting is None or self._starting.done()):
                 self._starting = asyncio.create_task(self._start_again())
@@ -166,7 +169,8 @@ class Runner:
     async def _start_again(self) -> None:
         try:
             await self.start()
-        except (ValueError, LoopFailed, OSError) as e:  # whoever waits hears it; whoever comes then tries once more
+        # the waiting trajectories get the error; the next one tries to start the process again
+        except (ValueError, LoopFailed, OSError) as e:
             waiting, self._line, self._suspects = self._line, [], []
             for playing in waiting:
                 playing.end(LoopFailed(f"{BROKEN} cannot be started again: {e}"))
@@ -187,7 +191,7 @@ class Runner:
             self._died(died)
 
     def _died(self, died: LoopFailed) -> None:
-        """See the class."""
+        """Handle a death as the class describes."""
         there = [playing for playing in self._plays.values() if not playing.ended.done()]
         known, self._left, self._plays = len(there) == 1 and not self._left, set(), {}
         if known:
@@ -206,7 +210,7 @@ class Runner:
             return ready.set_result(said)
         if isinstance(said, Refused):
             return ready.set_exception(ValueError(said.text) if said.for_user else LoopFailed(said.text))
-        if (playing := self._plays.get(said.play)) is None:  # it was given up
+        if (playing := self._plays.get(said.play)) is None:  # it was cancelled
             if isinstance(said, Played | Failed):
                 self._left.discard(said.play)
         elif isinstance(said, Ask):
@@ -234,7 +238,7 @@ class Runner:
             companion.send(("sampled", said.play, said.call, completion))
         except ReplicaLost as e:
             playing.end(e)
-        except Exception as e:  # the loop there may know what to do
+        except Exception as e:  # the loop in the process may handle this error
             same = ValueError(str(e)) if isinstance(e, ValueError) else RuntimeError(f"{type(e).__name__}: {e}")
             companion.send(("failed", said.play, said.call, same))
         finally:
@@ -256,7 +260,7 @@ def _output(said: Output, known: Ids) -> AgentLoopOutput:
 
 
 class HostedLoop(AgentLoopBase):
-    """A loop that is played there."""
+    """A loop that is played in the other process."""
 
     ends_when_cancelled = True
 
@@ -270,7 +274,8 @@ class HostedLoop(AgentLoopBase):
 
 
 async def hosted_loops(runner: Runner, config: Any, tokenizer: Any) -> Loops:
-    """See `load_loops`; answers of one turn are made here, as nothing in them is the user's."""
+    """Return the loops as `load_loops` does. Single-turn answers are made in the driver, because they contain no user
+    code."""
     ready = await runner.start()
 
     def make(manager: ServerManager, task: Task) -> AgentLoopBase:

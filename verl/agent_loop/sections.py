@@ -1,4 +1,4 @@
-"""The section `agent` of the configuration: who plays a task, with which tools and within what."""
+"""The section `agent` of the configuration: the loops, their tools and their limits."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class AgentConfig:
     max_turns: PositiveInt | None = None  # Calls of the model in one trajectory. Null: as many as its tokens allow.
     max_tool_calls: PositiveInt | None = None  # Of one trajectory.
     max_parallel_calls: PositiveInt = 4  # Of one turn, run together; further ones are answered with an error.
-    max_tool_result_tokens: PositiveInt = 512  # Of one call; a longer result loses its middle, and says so.
-    tool_timeout_s: Positive = 30.0  # Of one call, where the tool does not say another.
+    max_tool_result_tokens: PositiveInt = 512  # Of one call; a longer result loses its middle, with a note.
+    tool_timeout_s: Positive = 30.0  # Of one call, unless the tool has its own.

@@ -1,4 +1,4 @@
-"""One prompt, one answer."""
+"""The agent loop with one prompt and one answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that may block, in threads of their own, and the places that they hold: no thread can be ended."""
+"""Calls that may block, in threads of their own, and the places that they occupy: a thread cannot be ended."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 
 from verl.tools.function_tool import ToolBroken
 
-Ended = tuple[BaseException | None, Any]  # what a call in a thread raised, what it returned
+Ended = tuple[BaseException | None, Any]  # the error that a call in a thread raised, and its result
 
 
 class Places(asyncio.Semaphore):
-    """Of a tool's calls. A call that was given up while its thread goes on keeps its place until that ends."""
+    """The places of a tool's calls. A call that was given up while its thread continues keeps its place until the
+    thread ends."""
 
     def __init__(self, total: int) -> None:
         super().__init__(total)
         self.total, self.overdue = total, 0
 
     async def take(self, tool: str, limit_s: float) -> None:
-        """ToolBroken where after a wait of `limit_s` every place is held by a call that was given up."""
+        """Take a place. Raise ToolBroken if, after `limit_s`, every place is occupied by a call that was given up."""
         if not self.locked():
             await self.acquire()
             return
@@ -38,7 +39,7 @@ class Places(asyncio.Semaphore):
             raise
 
     def give_back(self, *threads: asyncio.Future[Ended]) -> None:
-        """threads: of the call, none or one."""
+        """Return the place of a call after its thread, if it has one, has ended."""
         self.overdue += 1
         for busy in threads:
             busy.add_done_callback(self._ended)
@@ -51,7 +52,7 @@ class Places(asyncio.Semaphore):
 
 
 async def in_thread(function: Callable[[], Any], name: str) -> Any:
-    """The result of a call that may block."""
+    """Return the result of a call that may block."""
     return value_of(await started(function, name))
 
 
@@ -63,8 +64,8 @@ def value_of(ended: Ended) -> Any:
 
 
 def started(function: Callable[[], Any], name: str) -> asyncio.Future[Ended]:
-    """How a call that may block ends. A thread of its own, which nobody waits for at the end: one that hangs takes
-    no place from other calls, and ends with the process."""
+    """Start a call that may block in a new thread, and return a future of its result. A call that hangs takes no place
+    from other calls, and its thread ends with the process."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Ended] = loop.create_future()
 

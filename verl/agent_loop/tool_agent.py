@@ -28,14 +28,14 @@ from verl.chat.template import Renderer, TemplateAudit, as_ids
 from verl.types import StopReason
 
 SAME_CALLS = 3  # turns in a row with the same calls and the same answers: no progress
-# What a loop is given and is no column of the row.
+# Fields that a loop receives and that are no columns of the row.
 NO_COLUMNS = ("raw_prompt", "prompt_ids", "index", "tools", "request_id")
-CHARACTERS_PER_TOKEN = 64  # of a result, more are not even tokenised
+CHARACTERS_PER_TOKEN = 64  # a result with more characters than this is cut before it is tokenised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolKit:
-    """What all trajectories of a run share."""
+    """The parts that all trajectories of a run share."""
 
     tools: Mapping[str, Tool]
     parser: TurnParser | None
@@ -45,22 +45,26 @@ class ToolKit:
     bridge: Bridge | None
     ends: frozenset[int]  # ids that end a turn
     limits: AgentConfig
-    package: Package | None = None  # in the place of parser and bridge
+    package: Package | None = None  # replaces parser and bridge
 
 
 @dataclass(slots=True)
 class Play:
-    """One trajectory as it grows. held, used: ids of the branch that is played, its prompt and all that came after,
-    with room behind them, which alone is written: what was taken of `ids` stays · mask: (number of tokens, 1 sampled
-    or 0) of what came after the prompt, in order."""
+    """One trajectory as it grows.
+
+    held, used: the ids of the branch that is played: its prompt and everything after it, with reserved room behind
+    them. Only the room is written, so views of `ids` never change
+    mask: (number of tokens, 1 if sampled, else 0) of the ids after the prompt, in order
+    """
 
     held: np.ndarray
     messages: list[dict[str, Any]]
     box: Toolbox
     used: int = 0
     mask: list[tuple[int, int]] = field(default_factory=list)
-    written: list[np.ndarray] = field(default_factory=list)  # of each run, which tokens are not the template's
-    ended: list[AgentLoopOutput] = field(default_factory=list)  # branches
+    # for each run of tokens, True where the token is not the template's
+    written: list[np.ndarray] = field(default_factory=list)
+    ended: list[AgentLoopOutput] = field(default_factory=list)  # finished branches
     turns: int = 1
     calls: int = 0
     env_tokens: int = 0
@@ -74,12 +78,12 @@ class Play:
 
     @property
     def ids(self) -> np.ndarray:
-        """[t] int64, a view."""
+        """Return the ids of the branch: [t] int64, a view."""
         return self.held[: self.used]
 
     @property
     def latest(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of the turn that was sampled last: what it was played in, and its ids."""
+        """Return the context of the turn that was sampled last, and its ids."""
         at = self.used - self.mask[-1][0]
         return self.held[:at], self.ids[at:]
 
@@ -108,7 +112,7 @@ class Play:
 
 
 class ToolAgentLoop(AgentLoopBase):
-    """verl's loop of this name. kit: made once per run (agent_loop/registry.py)."""
+    """verl's loop of this name. `kit` is made once per run (agent_loop/registry.py)."""
 
     ends_when_cancelled = True
 
@@ -144,7 +148,8 @@ class ToolAgentLoop(AgentLoopBase):
         return [*play.ended, play.output(extra_fields=told, reward_score=reward)]
 
     async def _turn(self, play: Play, out: TokenOutput) -> bool:
-        """What follows on what the model said; whether it is asked again. Whole results end with it."""
+        """Handle one turn of the model, and return True if the model is called again. The trajectory ends after whole
+        results."""
         began = time.monotonic()
         turn = self._parse(play, out)
         if out.token_ids:
@@ -160,7 +165,7 @@ class ToolAgentLoop(AgentLoopBase):
         return True
 
     def _say(self, play: Play, said: str) -> None:
-        """An environment's words at the end of the prompt. They are part of the budget, as results are."""
+        """Add the text of an environment at the end of the prompt. It counts in the budget, as results do."""
         last = play.messages[-1]
         if last.get("role") != "user" or not isinstance(last.get("content"), str):
             raise ValueError(f"reset returned text, and the row ends with no text of a user: {str(last)[:200]}")
@@ -182,7 +187,7 @@ class ToolAgentLoop(AgentLoopBase):
         return out
 
     def _parse(self, play: Play, out: TokenOutput) -> Turn | None:
-        """None: the trajectory ends here, with an answer or for want of room."""
+        """Parse the turn. Return None if the trajectory ends here, with an answer or because there is no room."""
         if out.stop_reason not in ("eos", "stop") or not out.token_ids:
             return None
         kit, tools = self._kit, self._kit.renderer.tools or ()
@@ -199,7 +204,7 @@ class ToolAgentLoop(AgentLoopBase):
         return turn if turn.calls or turn.malformed else None
 
     async def _act(self, play: Play, turn: Turn) -> list[Answer]:
-        """The answers of a turn's calls, in their order; the calls run together."""
+        """Run the calls of a turn together, and return their answers in the order of the calls."""
         counts, limits = self.server_manager.counts, self._kit.limits
         if isinstance(turn.malformed, Malformed):
             counts["malformed_calls"] += 1
@@ -228,7 +233,7 @@ class ToolAgentLoop(AgentLoopBase):
         return answer
 
     def _over(self, play: Play, turn: Turn, answers: Sequence[Answer]) -> bool:
-        """Whether the trajectory ends with this turn, and why: said to the server manager."""
+        """Return True if the trajectory ends with this turn, and report the reason to the server manager."""
         why: StopReason | None = None
         said = [part for c in turn.calls for part in (c.name, _canonical(c.arguments))] or [turn.text]
         one = hashlib.sha256()
@@ -248,7 +253,7 @@ class ToolAgentLoop(AgentLoopBase):
         return why is not None
 
     def _observe(self, play: Play, turn: Turn, answers: Sequence[Answer]) -> None:
-        """The answers as tool messages after the turn."""
+        """Add the answers as tool messages after the turn."""
         kit, names = self._kit, [c.name for c in turn.calls] or [""]
         new = [
             {"role": "tool", "name": n, "tool_call_id": f"call{play.calls:03d}{k:02d}"[:9], "content": t}
@@ -270,7 +275,7 @@ class ToolAgentLoop(AgentLoopBase):
         self._render(play)
 
     def _render(self, play: Play) -> None:
-        """The prompt of a branch: its messages, rendered anew."""
+        """Begin a branch with a fresh rendering of its messages."""
         kit = self._kit
         shown = replace(kit.renderer, tools=[dict(tool.schema) for tool in play.box.tools.values()])
         play.held, play.mask = kit.plain.encode(shown.text(play.messages, prompt=True)), []
@@ -278,7 +283,8 @@ class ToolAgentLoop(AgentLoopBase):
         play.used = len(play.held)
 
     def _cut(self, text: str, name: str = "") -> str:
-        """A result of at most so many tokens: head and tail, and between them how much is missing."""
+        """Cut a result to its maximum number of tokens: its head and its tail, with the number of missing tokens
+        between them."""
         tool, most = self._kit.tools.get(name), self._kit.limits.max_tool_result_tokens
         most = (tool and tool.limits.max_result_tokens) or most
         size = most * CHARACTERS_PER_TOKEN
@@ -298,7 +304,7 @@ class ToolAgentLoop(AgentLoopBase):
 
 
 def _assistant(turn: Turn) -> dict[str, Any]:
-    """The turn as a message, for a template that is rendered anew."""
+    """Return the turn as a message, for a template that is rendered anew."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning

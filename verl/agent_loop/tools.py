@@ -1,8 +1,9 @@
-"""Tools: Python functions with hints, verl's BaseTool classes with their YAML, TRL's environment classes, MCP servers,
-behind one `Tool`.
+"""Tools: Python functions with hints, verl's BaseTool classes with their YAML, TRL's environment classes, and MCP
+servers, behind one `Tool`.
 
-A call has a deadline and waits for one of the tool's places; whatever a tool does (raises, hangs, returns something
-odd, calls sys.exit) is an answer to the model. Functions that are not async run in threads, never on the event loop.
+A call has a deadline and waits for one of the tool's places. Anything a tool does (it raises, hangs, returns an odd
+value, calls sys.exit) becomes an answer to the model. Functions that are not async run in threads, never on the event
+loop.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import MARK, ToolBroken, ToolLimits
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
-THREADED_CALLS, ASYNC_CALLS = 32, 1024  # of a tool at once, where it does not say how many
+THREADED_CALLS, ASYNC_CALLS = 32, 1024  # parallel calls of a tool that declares no number
 LIMITS = ("timeout_s", "concurrency", "retries", "stop", "max_result_tokens")  # in files of tools
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model is told of a call. error: it failed, or was a wrong one, in a word · reward: of this
-    call · queue_s: it waited for one of the tool's places · note: for the events."""
+    """The answer to a tool call, for the model."""
 
     text: str
-    error: str = ""
-    reward: float | None = None
-    queue_s: float = 0.0
-    note: str = ""
+    error: str = ""  # The kind of failure in one word, or "".
+    reward: float | None = None  # The reward of this call.
+    queue_s: float = 0.0  # The time that the call waited for a place.
+    note: str = ""  # A note for the events.
 
 
 class Held(Protocol):
-    """What tools have a state of for each trajectory that calls them. given: of the row's `tools_kwargs`."""
+    """The owner of a tool's state for each trajectory that calls the tool. `given` is the tool's part of the row's
+    `tools_kwargs`."""
 
     async def open(self, given: Mapping[str, Any]) -> Any: ...
     async def call(self, state: Any, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Any: ...
@@ -59,7 +60,7 @@ class Held(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldTool:
-    """verl's class: its state is under an id."""
+    """verl's class of tools, with its state under an id."""
 
     instance: BaseTool
 
@@ -67,7 +68,7 @@ class HeldTool:
         name = uuid4().hex
         try:
             made: Any = await self.instance.create(name, **given)
-        except asyncio.CancelledError:  # begun, and never to be called
+        except asyncio.CancelledError:  # it was created and will never be called
             await self.instance.release(name)
             raise
         return str(made[0] if isinstance(made, tuple) else made)
@@ -87,16 +88,20 @@ class HeldTool:
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """An environment's object. said: by its reset, to the model · turn: of its calls, which come one after another ·
-    busy: its last call in a thread, which may go on after its deadline."""
+    """The object of an environment, and the text that its reset returned for the model (`greeting`).
+
+    turn: the lock of its calls, which run one after another
+    busy: its last call in a thread, which may continue after its deadline
+    """
 
     made: Any
-    said: str = ""
+    greeting: str = ""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     busy: asyncio.Future[Ended] | None = None
 
     async def call(self, method: str, **arguments: Any) -> Any:
-        """No call begins before the one before it has ended, though that was given up."""
+        """Call a method of the object. A call begins only after the previous one has ended, even if that one was given
+        up."""
         function = getattr(self.made, method)
         async with self.turn:
             if self.busy is not None:
@@ -109,8 +114,8 @@ class Episode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Environment:
-    """TRL's class of environments, an object of it per trajectory: its public methods are tools, `reset` begins it with
-    the row's columns, `get_reward`, if it has one, is the trajectory's reward."""
+    """TRL's class of environments, with one object per trajectory. Its public methods are tools. `reset` begins it with
+    the row's columns. The result of `get_reward`, if it has one, is the trajectory's reward."""
 
     made_by: type
 
@@ -128,7 +133,7 @@ class Environment:
         if not isinstance(said, str | None):
             kind = type(said).__name__
             raise TypeError(f"{self.name}.reset returned a {kind}: return text for the model, or None")
-        state.said = answer_of(said).text
+        state.greeting = answer_of(said).text
         return state
 
     async def call(self, state: Episode, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Any:
@@ -138,16 +143,20 @@ class Environment:
         return float(await state.call("get_reward")) if self.rewards else None
 
     async def release(self, state: Episode, given: Mapping[str, Any]) -> None:
-        """The object is let go of; TRL's class knows no end."""
+        """Drop the object: TRL's class has no method for its end."""
 
     def close(self) -> None:
-        """Nothing outlives its trajectory."""
+        """Do nothing, because no object outlives its trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One tool of the run. schema: what templates show · `function` or `held`: what it is · keeps_time: it ends late
-    calls itself."""
+    """One tool of the run.
+
+    schema: its description for templates
+    function, held: its implementation, one of the two
+    keeps_time: the implementation ends late calls itself
+    """
 
     name: str
     schema: Mapping[str, Any]
@@ -168,18 +177,19 @@ class Tool:
 
 @dataclass(slots=True)
 class Toolbox:
-    """The tools of one trajectory. kwargs: the row's `tools_kwargs`, {tool: {create_kwargs, execute_kwargs, ...}}."""
+    """The tools of one trajectory. `kwargs` is the row's `tools_kwargs`, {tool: {create_kwargs, execute_kwargs,
+    ...}}."""
 
     tools: Mapping[str, Tool]
     kwargs: Mapping[str, Any]
     timeout_s: float
-    rewards: list[float] = field(default_factory=list)  # of the calls that gave one
+    rewards: list[float] = field(default_factory=list)  # the rewards of calls that returned one
     _open: dict[Held, tuple[str, asyncio.Task[Any]]] = field(
         default_factory=dict
     )  # -> the tool called first, its state
 
     async def call(self, call: ToolCall) -> Answer:
-        """Never raises for what a tool does, except ToolBroken."""
+        """Run a call and return its answer. Raises nothing for a failure of the tool, except ToolBroken."""
         tool = self.tools.get(call.name)
         if tool is None:
             return _failed("unknown", f"there is no tool {call.name[:80]!r}; there are {', '.join(self.tools)}")
@@ -213,12 +223,13 @@ class Toolbox:
             tool.places.give_back(*threads)
 
     async def _run(self, tool: Tool, arguments: dict[str, Any], threads: list[asyncio.Future[Ended]]) -> Any:
-        """threads: takes that of the call, if it has one."""
+        """Run the tool. If the call has a thread, it is appended to `threads`."""
         more = self._given(tool.name, "execute_kwargs")
         if tool.held is not None:
             if tool.held not in self._open:
                 self._begin(tool.held, tool.name, self._given(tool.name, "create_kwargs"))
-            state = await asyncio.shield(self._open[tool.held][1])  # a call that is late is not its end
+            # the end of a late call must not cancel the opening of the state
+            state = await asyncio.shield(self._open[tool.held][1])
             return await tool.held.call(state, tool.name, arguments, more)
         assert tool.function is not None
         called = functools.partial(tool.function, **arguments, **more)
@@ -228,12 +239,12 @@ class Toolbox:
         return value_of(await asyncio.shield(threads[0]))
 
     def _begin(self, held: Held, name: str, given: Mapping[str, Any]) -> None:
-        """Opened once in a trajectory, if that does not fail."""
+        """Open the state of a tool, once in a trajectory if that does not fail."""
 
         async def opened() -> Any:
             try:
                 return await held.open(given)
-            except SystemExit as e:  # would end the event loop
+            except SystemExit as e:  # SystemExit would end the event loop
                 raise RuntimeError(f"{name}: its start called sys.exit({e.code})") from e
 
         def look(task: asyncio.Task[Any]) -> None:
@@ -244,21 +255,22 @@ class Toolbox:
         self._open[held][1].add_done_callback(look)
 
     async def begin(self, row: Mapping[str, Any]) -> str:
-        """Begins the environments with the row's columns -> what they say to the model before its first turn."""
+        """Begin the environments with the row's columns, and return their texts for the model before its first turn."""
         said = ""
         for held in dict.fromkeys(tool.held for tool in self.tools.values()):
             if isinstance(held, Environment):
                 self._begin(held, held.name, row)
-                said += (await self._ended(self._open[held][1], f"{held.name}.reset")).said
+                said += (await self._ended(self._open[held][1], f"{held.name}.reset")).greeting
         return said
 
     def reward(self, scores: Mapping[str, float]) -> float | None:
-        """The sum of what environments give; None: the reward function is asked."""
+        """Return the sum of the environments' rewards, or None if the reward function is needed."""
         names = [name for held, (name, _) in self._open.items() if isinstance(held, Environment) and name in scores]
         return sum(scores[name] for name in names) if names else None
 
     async def scores(self) -> dict[str, float]:
-        """What tools that were called, and environments, say of the trajectory at its end (verl's `calc_reward`)."""
+        """Return the scores that the called tools and the environments give the trajectory at its end (verl's
+        `calc_reward`)."""
         found: dict[str, float] = {}
         for held, (name, opened) in list(self._open.items()):
             if not opened.done():
@@ -270,7 +282,7 @@ class Toolbox:
         return found
 
     async def close(self) -> list[str]:
-        """Every tool that was opened is released, whatever the others do -> what went wrong."""
+        """Release every tool that was opened, whatever the others do, and return the errors."""
         wrong = []
         for held, (name, opened) in list(self._open.items()):
             self._open.pop(held, None)
@@ -285,7 +297,7 @@ class Toolbox:
         return (self.kwargs.get(name) or {}).get(part) or {}
 
     async def _ended(self, call: Awaitable[Any], what: str) -> Any:
-        """A call that is no answer to the model: its failure is the attempt's."""
+        """Await a call with no answer for the model: its failure fails the attempt."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 return await call
@@ -300,7 +312,7 @@ def _failed(kind: str, text: str) -> Answer:
 
 
 def answer_of(value: Any) -> Answer:
-    """What a tool returned: text, a dict, a ToolResponse, None, or one of them with a reward and metrics."""
+    """Convert the result of a tool: text, a dict, a ToolResponse, None, or one of them with a reward and metrics."""
     reward = None
     if isinstance(value, Answer):
         return value
@@ -321,7 +333,7 @@ def answer_of(value: Any) -> Answer:
 
 
 def close_tools(tools: Mapping[str, Tool]) -> None:
-    """All of them; the first that cannot be closed is said then."""
+    """Close all tools, then raise the first error."""
     wrong: list[Exception] = []
     for held in {tool.held for tool in tools.values() if tool.held is not None}:
         try:
@@ -333,14 +345,17 @@ def close_tools(tools: Mapping[str, Tool]) -> None:
 
 
 def contents_of(tools: Mapping[str, Tool]) -> dict[str, str]:
-    """What defines the answers of verl's tools, where they say it, by key."""
+    """Return the settings that define the answers of verl's tools, by key, if the tools declare them."""
     held = {name: tool.held.instance for name, tool in tools.items() if isinstance(tool.held, HeldTool)}
     return {f"agent.tools ({name})": said for name, instance in held.items() if (said := instance.content())}
 
 
 def load_tools(entries: Sequence[str], timeout_s: float = AgentConfig.tool_timeout_s) -> Mapping[str, Tool]:
-    """The tools of `agent.tools` by name; ValueError for what cannot be loaded, and for two of one name. timeout_s: of
-    a call, as verl's classes are told in their config where it does not say another."""
+    """Load the tools of `agent.tools` by name. Raise ValueError for a tool that cannot be loaded, and for two tools of
+    one name.
+
+    timeout_s: the deadline of a call, which verl's classes find in their config unless it has its own
+    """
     found: dict[str, Tool] = {}
     for entry in entries:
         tools = _of_entry(entry, timeout_s)
@@ -362,7 +377,7 @@ def _of_entry(entry: str, timeout_s: float) -> list[Tool]:
 
 
 def load_user_module(text: str, given: str, fix: str = "FILE.py, or a module in the current folder") -> ModuleType:
-    """Load a `.py` file or a module; ValueError with `given`, what the user wrote, if there is none."""
+    """Load a `.py` file or a module. Raise ValueError with `given`, the user's own text, if there is none."""
     if text.endswith(".py") and not Path(text).expanduser().is_file():
         raise ValueError(f"{given}: no such file. Fix: {fix}")
     try:
@@ -417,12 +432,12 @@ def _must_be_given(parameter: inspect.Parameter) -> bool:
 
 
 def function_as_tool(function: Callable[..., Any]) -> Tool:
-    """ValueError for a function whose hints and docstring make no schema."""
+    """Return the function as a tool. Raise ValueError if its hints and docstring do not give a schema."""
     from transformers.utils import get_json_schema
 
     try:
         schema = get_json_schema(function)
-    except Exception as e:  # transformers has several classes for it, some of them private
+    except Exception as e:  # transformers has several classes for this error, some of them private
         called = getattr(function, "__name__", type(function).__name__)
         fix = "give every argument a type hint and a line under `Args:` in the docstring"
         raise ValueError(f"the tool {called}: no schema can be made of it ({one_line(e)}). Fix: {fix}") from e
@@ -434,7 +449,7 @@ def function_as_tool(function: Callable[..., Any]) -> Tool:
 
 
 def _of_yaml(entry: str, timeout_s: float) -> list[Tool]:
-    """verl's `tools: [{class_name, config: {type: native}, tool_schema}]`."""
+    """Load the tools of verl's file `tools: [{class_name, config: {type: native}, tool_schema}]`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -454,7 +469,7 @@ def _of_yaml(entry: str, timeout_s: float) -> list[Tool]:
 def _of_row(row: Mapping[str, Any], entry: str, timeout_s: float) -> Tool:
     path, _, name = str(row["class_name"]).rpartition(".")
     given, folder = f"agent.tools={entry}: class_name={row['class_name']}", Path(entry).expanduser().absolute().parent
-    if str(folder) not in sys.path:  # at the end: a module beside the file is found, and shadows no other
+    if str(folder) not in sys.path:  # at the end of the path: a module beside the file is found and hides no other
         sys.path.append(str(folder))
     found = vars(load_user_module(path, given, "a module beside this file")).get(name) if path else None
     if not inspect.isclass(found) or not issubclass(found, BaseTool):

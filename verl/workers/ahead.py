@@ -1,5 +1,5 @@
-"""A frozen model in a place of its own, which is asked for the rows of a group once it has ended: it computes while
-other answers are drawn and while the policy learns. A step asks it as it asks any other, and waits for what is left."""
+"""Compute the outputs of a frozen model before the training step needs them. The model lives in its own place, so it
+computes complete groups while other answers are sampled and while the policy trains."""
 
 from __future__ import annotations
 
@@ -18,19 +18,25 @@ T = TypeVar("T")
 
 
 class Ahead(ModelWorkers):
-    """See `ModelWorkers`; of its calls those of a frozen model. One call is under way at a time, of whole groups, so
-    that each has the deadline that a step's call has. outputs: what a step will ask for · most: groups of a call ·
-    timeout_s: for each answer. What a call raises, the next step that asks raises; nothing is begun after it. After a
-    call with rows that got no finite output, a step asks for all that it wants: a server may be back by then, or
-    another one may have answered before (model_engine/served.py keeps what is sure)."""
+    """`ModelWorkers` of a frozen model that computes groups as soon as they are complete.
+
+    One call runs at a time, over whole groups, so each call has the deadline of a step's call. An error of a call is
+    raised by the next `infer` of a step, and no further call starts. If a call returned rows without finite output, the
+    next `infer` computes all rows of its step again: a server may be reachable by then (model_engine/served.py caches
+    the rows that it already has).
+
+    outputs: the model outputs and their columns, as the step requests them
+    most: the maximum number of groups per call
+    timeout_s: the deadline of each call
+    """
 
     def __init__(self, workers: ModelWorkers, outputs: Mapping[str, str], most: int, timeout_s: float) -> None:
         self._workers, self._outputs, self._most, self._timeout_s = workers, dict(outputs), most, timeout_s
         self._lock = threading.Lock()
-        self._waiting: dict[str, Refs] = {}  # group id -> rows that nobody has been asked for
-        self._now: tuple[frozenset[str], Future[None]] | None = None  # the groups of the call under way, or that failed
-        self._known: set[str] = set()  # groups of which every row has its outputs
-        self._held = False  # a step asks: it is served next
+        self._waiting: dict[str, Refs] = {}  # group id -> rows that no call has computed yet
+        self._now: tuple[frozenset[str], Future[None]] | None = None  # the groups of the running or failed call
+        self._known: set[str] = set()  # the groups with outputs for all their rows
+        self._held = False  # a step waits in `infer`: no call may start before it
         self._counted: Metrics = {}
 
     @property
@@ -42,13 +48,13 @@ class Ahead(ModelWorkers):
         return self._workers.places
 
     def begin(self, refs: Refs) -> None:
-        """Ask for the rows of these groups, once those before them are answered."""
+        """Add these groups to the waiting rows and start a call if none runs."""
         with self._lock:
             self._waiting |= refs.groups()
             self._go()
 
     def leave(self, refs: Refs) -> Future[None]:
-        """No step will ask for these groups. Done when nobody reads or writes their rows any more."""
+        """Remove these groups, which no step will use. The future is done once no call reads or writes their rows."""
         groups = refs.groups().keys()
         with self._lock:
             self._waiting = {group: rows for group, rows in self._waiting.items() if group not in groups}
@@ -63,7 +69,8 @@ class Ahead(ModelWorkers):
         return from_thread(left)
 
     def infer(self, refs: Refs, outputs: Mapping[str, str]) -> Future[frozenset[str]]:
-        """See `ModelWorkers.infer`; rows that were asked for before are not asked for again."""
+        """Compute the outputs of the rows that no earlier call has computed, and return the ids of rows without finite
+        output."""
         assert dict(outputs) == self._outputs, f"{outputs}: asked ahead for {self._outputs}"
         groups = refs.groups()
         with self._lock:
@@ -82,7 +89,7 @@ class Ahead(ModelWorkers):
         return from_thread(answered)
 
     def take_metrics(self) -> Future[Metrics]:
-        """Counted with each call, so that nobody waits for the one under way."""
+        """Return the metrics of the finished calls at once, without waiting for the running one."""
         found = Future[Metrics]()
         with self._lock:
             counted, self._counted = self._counted, {}
@@ -95,7 +102,8 @@ class Ahead(ModelWorkers):
         self._workers.close(timeout_s)
 
     def _go(self) -> None:
-        """Begin the next call, if it is time; in the lock."""
+        """Start the next call if there are waiting groups, no call runs and no step waits. The caller holds the
+        lock."""
         if self._waiting and self._now is None and not self._held:
             groups = dict(islice(self._waiting.items(), self._most))
             self._waiting = {group: rows for group, rows in self._waiting.items() if group not in groups}

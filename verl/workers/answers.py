@@ -1,4 +1,4 @@
-"""What a worker in another process answers: a value, or an error that can be raised elsewhere. No torch, no Ray."""
+"""The answers of a worker in another process: a value, or an error that can be raised here. No torch, no Ray."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-FENCE_S = 5.0  # for the other ranks of a call in which one has raised
+FENCE_S = 5.0  # the time that the other ranks of a call get to finish after one has raised
 GLOO_LATE = re.compile(r"Timed out waiting (\d+)ms for (\w+) operation")
 
 
 class RankLate(TimeoutError):
-    """Another rank did not come, or stopped in the middle of an exchange."""
+    """Another rank is slow or stopped: it did not reach an exchange, or did not finish it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a worker answers: a value, or an error with its traceback there."""
+    """The answer of a worker: a value, or an error with its traceback in the worker."""
 
     value: Any = None
     error: BaseException | None = None
@@ -28,7 +28,7 @@ class Told:
 
 
 def late(error: BaseException) -> BaseException:
-    """What gloo says of a rank that does not answer, in words of ours; any other error as it is."""
+    """Translate gloo's error about a rank that does not answer into a `RankLate`; return any other error unchanged."""
     if not isinstance(error, RuntimeError) or (found := GLOO_LATE.search(str(error))) is None:
         return error
     return RankLate(f"waited {int(found[1]) / 1000:g} s for another rank, which is slow or stopped ({found[2]}, gloo)")
@@ -46,20 +46,20 @@ def told_of(error: BaseException) -> Told:
 
 
 def first_cause(found: Sequence[Told]) -> Told | None:
-    """The error that is not about another rank's."""
+    """Return the first failure that was not caused by the failure of another rank, or else the first failure."""
     errors = [told for told in found if told.error is not None]
     own = [told for told in errors if not of_another(told)]
     return next(iter(own or errors), None)
 
 
 def of_another(told: Told) -> bool:
-    """Whether the error says that another rank has failed or is gone."""
+    """Return True if the error reports that another rank has failed or ended."""
     by_name = type(told.error).__name__ in ("MeetingEnded", "RankLate")
     return by_name or "by peer" in str(told.error)  # gloo's, of a connection
 
 
 def raised(told: Told, what: str) -> BaseException:
-    """The worker's error, as it can be raised here; its own traceback is its note."""
+    """Return the worker's error, to be raised here, with its traceback in the worker as a note."""
     assert told.error is not None
     error = told.error
     if isinstance(error, StopIteration | asyncio.CancelledError) or type(error).__name__ == "CancelledError":

@@ -1,6 +1,6 @@
-"""The role without a model: what is a function of the columns of a whole step. Corrections, advantages, and the
-weights by which every loss is a plain sum, computed here once over all rows of an optimizer step; ranks read them as
-columns."""
+"""The worker without a model. It computes functions of the columns of a whole step: corrections, advantages, and the
+weights that turn every loss into a plain sum. They are computed once over all rows of an optimizer step; the ranks read
+them as columns."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ from verl.transfer_queue.rows import observed_tokens
 from verl.types import Metric, Metrics, Refs
 
 Computed = Mapping[str, Tensor | Metric]
-"""What a `compute` function returns: columns [L] by name, and metrics by theirs."""
+"""The result of a `compute` function: columns [L] and metrics by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """All rows of one optimizer step. weights: suffix of the columns `w/TERM` that hold its weights · recorded: its
-    outputs are written · first: no update came between the policy's column `old_logprobs` and this one."""
+    """All rows of one optimizer step."""
 
-    refs: Refs
-    weights: str = ""
-    recorded: bool = False
-    first: bool = False
+    refs: Refs  # All its rows.
+    weights: str = ""  # The suffix of the columns `w/TERM` with its weights.
+    recorded: bool = False  # Its outputs are written as columns.
+    first: bool = False  # No update happened between the column `old_logprobs` and this step.
 
 
 class Compute:
-    """Worker. See `ComputeWorker` for its calls as the driver makes them."""
+    """The worker that needs no model. `ComputeWorker` is its typed interface for the driver."""
 
     def __init__(self, queue: TransferQueue) -> None:
         self.queue = queue
@@ -46,10 +45,12 @@ class Compute:
     ) -> Metrics:
         """Run a pure function over the training rows' columns of the whole step and write its outputs.
 
-        Baseline rows among `refs` are seen through the sequence column `baseline` only."""
+        Baseline rows among `refs` are visible only through the sequence column `baseline`.
+        """
         baselines = _baseline_scores(refs)
         refs = refs.of("train")
-        token = {n: c.values.clone() for n, c in self.queue.read(refs, tuple(inputs)).items()}  # `fn` may be a user's
+        # a copy, because `fn` may be user code
+        token = {n: c.values.clone() for n, c in self.queue.read(refs, tuple(inputs)).items()}
         columns = columns_of(refs, token, baselines)
         check_finite(columns, tuple(inputs))
         found = fn(columns)
@@ -60,10 +61,11 @@ class Compute:
         return {**metrics, **_advantage_metrics(columns, found)}
 
     def weigh(self, steps: Sequence[OptimizerStep], terms: tuple[Term, ...], inputs: Sequence[str]) -> None:
-        """Write `w/TERM`, `m/TERM` (see term_weights) and `loss_mask` of the rows of each optimizer step: all
-        denominators are those of the whole step.
+        """Write the columns `w/TERM`, `m/TERM` (defined in `term_weights`) and `loss_mask` for the rows of each
+        optimizer step. All denominators are those of the whole step.
 
-        A NaN or infinity in one of `inputs` is refused here, before the first gradient."""
+        A NaN or infinity in one of `inputs` is refused here, before the first gradient.
+        """
         for step in steps:
             refs = step.refs
             optional = [n for n in ("is_weights", "keep") if refs and self.queue.having(refs, n) == refs]
@@ -85,7 +87,7 @@ class Compute:
                 written |= {f"w/{t.name}{step.weights}": Ragged(of_env[f"w/{t.name}"], at) for t in observing}
             for term in inside:
                 weight, at = weights[f"w/{term.name}"], offsets
-                if term.unit == "sequence":  # it stands at the trajectory's first row
+                if term.unit == "sequence":  # the weight of a trajectory is in its first row
                     weight = torch.where(first, weight[sequence], 0.0)
                     at = np.arange(len(refs) + 1, dtype=np.int64)
                 else:
@@ -94,7 +96,7 @@ class Compute:
             self.queue.write(refs, written)
 
     def mismatch(self, refs: Refs, column: str) -> Metrics:
-        """What the trainer says of the sampled tokens against what the sampler said, over the rows with a valid
+        """Compare the trainer's log-probs of the sampled tokens with the sampler's, over the rows with a valid
         reward."""
         found = self.queue.read(refs, (column, "rollout_logprobs"))
         columns = columns_of(refs, {n: c.values for n, c in found.items()})
@@ -112,13 +114,13 @@ def columns_of(
     *,
     counts: Sequence[int] | None = None,
 ) -> Columns:
-    """The layout of these rows; mask = tokens of rows with a valid reward, and of stored answers, which have none.
-    counts: of other tokens than the trained.
+    """Return the layout of these rows. The mask contains the tokens of rows with a valid reward and of stored answers,
+    which have no reward. `counts` gives the number of tokens per row if they are not the trained ones.
 
     Sequence columns [S]: `score`, `group`, `valid`, `positive` (a valid score above 0), `truncated` (by the budget),
-    `component/NAME` of dict rewards (NaN where a reward had none), `teacher/NAME` (it is its teacher, of several),
-    `copies` where a row stands for several, `taught` where a teacher had nothing to read of some, and
-    `baseline` (mean score of the group's baseline trajectories) where given.
+    `component/NAME` of dict rewards (NaN where a reward had none), `teacher/NAME` (1 if NAME is the row's teacher),
+    `copies` if a row represents several, `taught` if some rows had no text for the teacher, and `baseline` (mean score
+    of the group's baseline trajectories) if given.
     """
     sequence_names: dict[str, int] = {}
     group_names: dict[str, int] = {}
@@ -156,12 +158,13 @@ def columns_of(
 
 
 def _baseline_scores(refs: Refs) -> dict[str, float]:
-    """Mean score of each group's baseline trajectories; a group with a broken baseline was never selected (play.py)."""
+    """Return the mean score of each group's baseline trajectories. A group with a broken baseline was never selected
+    (play.py)."""
     return {g: sum(r.reward for r in rows) / len(rows) for g, rows in refs.of("baseline").groups().items()}
 
 
 def _token_column(found: object, name: str, num_tokens: int) -> Tensor:
-    """The output of a `compute` function, which may be a user's own: one value per trainable token of the step."""
+    """Check one output of a `compute` function, which may be user code: one value per trainable token of the step."""
     value = found.get(name) if isinstance(found, Mapping) else None
     if not isinstance(value, Tensor):
         given = sorted(map(str, found)) if isinstance(found, Mapping) else f"a {type(found).__name__}"

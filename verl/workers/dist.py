@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: how they find each other (torch.distributed), and where those of one call meet."""
+"""Ranks in separate processes: how they find each other with torch.distributed, and how the ranks of one call meet."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from verl.model_engine.layout import Layout
 from verl.workers.answers import RankLate, late
 
 T = TypeVar("T")
-POLL_S = 0.0005  # between two looks at who has come; grows to MOST_POLL_S
+POLL_S = 0.0005  # the first pause between two checks of the store; grows to MOST_POLL_S
 MOST_POLL_S = 0.02
 
 
 class MeetingEnded(RuntimeError):
-    """Another rank of this call has failed: it will not come."""
+    """Another rank of this call has failed, so the exchange cannot take place."""
 
 
 class ProcessRanks:
-    """See `Ranks`: the ranks of a group of processes, as `layout` arranges them.
+    """`Ranks` of a group of processes, as `layout` arranges them.
 
-    They come together in a store before anything is exchanged. So a rank that raises outside of a model's own
-    collectives ends the wait of the others at once, and the group serves the next call.
+    The ranks meet in a store before they exchange anything. So a rank that raises outside of a model's own collectives
+    ends the wait of the others at once, and the group can serve the next call.
     """
 
     def __init__(self, store: dist.Store, layout: Layout, number: int, timeout_s: float) -> None:
@@ -37,24 +37,24 @@ class ProcessRanks:
         for other in range(layout.world_size):
             p = layout.place(other)
             columns.setdefault((p.pipeline, p.sequence, p.tensor), []).append(other)
-        for name, ranks in columns.items():  # every process must make every group, in one order
+        for name, ranks in columns.items():  # every process must create every group, in one order
             group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
             if number in ranks:
                 self._peers, self._column = group, "-".join(map(str, name))
 
     def begin(self, call: int) -> None:
-        """What comes now belongs to this call."""
+        """Start a call: the exchanges that follow belong to it."""
         self._call, self._met = call, 0
 
     def abort(self, why: str) -> None:
-        """This rank will not come any more in this call."""
+        """Tell the other ranks through the store that this rank has failed in this call."""
         self._store.set(f"abort/{self._call}", f"rank {self._number}: {why}")
 
     def all_gather(self, value: T, timeout_s: float | None = None) -> list[T]:
         self._met += 1
         key = f"meet/{self._column}/{self._call}/{self._met}"
         self._meet(key, timeout_s or self._timeout_s)
-        if self.rank == 0 and self._last:  # everybody has come from there
+        if self.rank == 0 and self._last:  # every rank has left the last exchange
             self._store.delete_key(self._last)
         self._last = key
         found: list[Any] = [None] * self.world_size
@@ -80,18 +80,19 @@ class ProcessRanks:
 
 
 def serve(host: str) -> tuple[dist.TCPStore, str]:
-    """A store for ranks to find each other, held by this process, and its address."""
+    """Start a store through which ranks find each other, and return it with its address."""
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return store, f"{host}:{store.port}"
 
 
 def backend_of(device: str) -> str:
-    """What ranks with models there talk through: gloo on the host, and what torch has for the device."""
+    """Return the torch.distributed backend for ranks with models on this device: gloo for the host, and torch's default
+    backend for the device."""
     return "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
 
 
 def join(address: str, layout: Layout, number: int, *, device: str, timeout_s: float) -> ProcessRanks:
-    """Become rank `number` of those who find each other at `address`; TimeoutError where not all come."""
+    """Join the process group at `address` as rank `number`. Raise TimeoutError if not all ranks join in time."""
     host, _, port = address.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
     become(store, layout, number, backend=backend_of(device), timeout_s=timeout_s, start_s=timeout_s)
@@ -99,8 +100,13 @@ def join(address: str, layout: Layout, number: int, *, device: str, timeout_s: f
 
 
 def become(store: dist.Store, layout: Layout, number: int, *, backend: str, timeout_s: float, start_s: float) -> None:
-    """Rank `number` of this process's default group. start_s: for all to come, who may have begun late; what follows
-    begins when they are there · timeout_s: of each collective. TimeoutError where not all come."""
+    """Initialize the default process group of this process as rank `number`.
+
+    start_s: the time for all ranks to join, some of which may start late; the collectives begin afterwards
+    timeout_s: the deadline of each collective
+
+    Raises TimeoutError if not all ranks join in time.
+    """
     wait, come = timedelta(seconds=timeout_s), [f"come/{n}" for n in range(layout.world_size)]
     store.set(come[number], "")
     try:

@@ -1,4 +1,5 @@
-"""Worker groups: the single controller's hand on SPMD workers (HybridFlow), and the cluster that starts them."""
+"""Worker groups, through which the single controller calls SPMD workers (HybridFlow), and the cluster that starts
+them."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ T = TypeVar("T")
 
 
 class WorkerDied(RuntimeError):
-    """A process that holds a worker is gone: killed, out of memory, crashed, or its node is lost."""
+    """A process with a worker has ended: killed, out of memory, crashed, or its node is lost."""
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The exception that started the chain, or the death of a process in it: what is behind that one (the end of a
-    connection) says less. Of a chain that bites its tail the last one of it."""
+    """Return the root of the exception chain, or the death of a process in it: an error behind a death (a closed
+    connection) explains less. The chain ends where it would repeat itself."""
     chain = [error]
     while (cause := chain[-1].__cause__) is not None and not any(one is cause for one in chain):
         chain.append(cause)
@@ -40,7 +41,7 @@ class Broadcast:
 
 
 Arguments = Broadcast | Sequence[tuple[Any, ...]]
-"""What the ranks of a call are given: the same, or one tuple each."""
+"""The arguments of a call: the same for all ranks, or one tuple for each."""
 
 
 class WorkerGroup(Protocol):
@@ -70,98 +71,98 @@ class WorkerGroup(Protocol):
 
 
 Build = Callable[..., Sequence[object]]
-"""A function of a module, called where the workers live as `build(*args, ranks=...)`: the workers of the given ranks,
-in this process of all of them, elsewhere of one."""
+"""A function of a module, called where the workers live as `build(*args, ranks=...)`. It returns the workers of the
+given ranks: all ranks in this process, or one rank in a process of its own."""
 
 
 class Drivers(Protocol):
-    """Processes that all run this driver, without a controller: what one of them decides, all must decide."""
+    """Processes that all run this driver, without a controller. All of them must make the same decisions."""
 
     number: int
 
     @property
     def broken(self) -> bool:
-        """One of them has ended before its time, or does not come: all end, and torchrun sees to it."""
+        """One of the processes has ended too early or is late. All of them end, and torchrun handles the rest."""
         ...
 
     def gather(self, value: T) -> Future[list[T]]:
-        """The values of all of them, by rank; each calls it at the same place."""
+        """Return the values of all processes, by rank. Each of them calls it at the same place."""
         ...
 
     def meet(self, value: T, timeout_s: float) -> list[T]:
-        """As `gather`, in the thread that asks and beside all calls, within the longer of this deadline and that of a
-        call: one after the other, in the same order on all of them. RankLate says who did not come."""
+        """Return the values of all processes, as `gather` does, but in the calling thread and beside all calls. The
+        deadline is the longer one of `timeout_s` and that of a call. Meetings follow each other in the same order on
+        all processes. RankLate names the missing ranks."""
         ...
 
     def finish(self) -> Future[list[None]]:
-        """The last call: from now on the others may end."""
+        """Make the last call: afterwards the other processes may end."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of a process in its pool. device: of the model in it · number: of its device on the node · neighbours: ranks
-    there, this one too."""
+    """The place of a process in its pool."""
 
-    device: str = "cpu"
-    number: int = 0
-    neighbours: int = 1
+    device: str = "cpu"  # The device of the model in it.
+    number: int = 0  # The number of its device on the node.
+    neighbours: int = 1  # The number of ranks on the node, including this one.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterContext:
-    """What every cluster is made from, besides its section. layout: of the ranks of a model · roles: that will be
-    started · replicas: rollout engines · set_up: run once in every other process · device: of the models, where a pool
-    does not say · wait_timeout_s: of one process for others; one that answers nothing for half of it is given up ·
-    say: tells the user · drivers: those of a run without a controller."""
+    """The arguments of every cluster, besides its section of the configuration."""
 
-    layout: Layout
-    roles: tuple[str, ...]
-    replicas: int
-    set_up: Callable[[Place], None]
-    device: str
+    layout: Layout  # The ranks of a model.
+    roles: tuple[str, ...]  # The roles that will be started.
+    replicas: int  # The number of rollout engines.
+    set_up: Callable[[Place], None]  # Called once in every other process.
+    device: str  # The device of the models, unless a pool names one.
     wait_timeout_s: float = 600.0
-    say: Callable[[str], None] = print
-    drivers: Drivers | None = None
+    """The deadline of one process for the others. A process that answers nothing for half of it counts as dead."""
+    say: Callable[[str], None] = print  # Prints a message for the user.
+    drivers: Drivers | None = None  # The processes of a run without a controller.
 
 
 class Cluster(Protocol):
-    """Where workers and rollout replicas live. What they are built from can be pickled, unless all is one process."""
+    """The place where workers and rollout replicas live. Their build arguments can be pickled, unless all is one
+    process."""
 
     @property
     def layout(self) -> Layout:
-        """Of the ranks of a model."""
+        """The layout of the ranks of a model."""
         ...
 
     @property
     def apart(self) -> bool:
-        """Workers have processes of their own: what one of them does beside its calls does not hold up the others."""
+        """Workers have their own processes, so work beside the calls does not slow down other workers."""
         ...
 
     @property
     def drivers(self) -> Drivers | None:
-        """None: this process alone drives the run."""
+        """The processes that run this driver together, or None if this process alone drives the run."""
         ...
 
     def start(
         self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1, died: Died | None = None
     ) -> WorkerGroup:
-        """The workers of a name. Elsewhere they are built meanwhile: a failure comes with the first call. died: as of a
-        replica."""
+        """Start the workers of a role. In other processes they are built in the background, and a failure is raised by
+        the first call. `died` is called as for a replica."""
         ...
 
     def place(self, name: str) -> str:
-        """Where the workers of a name are: those of one place take turns at its devices."""
+        """Return the name of the place of a role's workers. Workers in one place share its devices and take turns."""
         ...
 
     def replica(
         self, number: int, build: Callable[..., RolloutEngine], args: tuple[Any, ...], died: Died | None = None
     ) -> RolloutEngine:
-        """A rollout engine, `build(*args)`. died: hears, in any thread, of its end (None: those who watch do)."""
+        """Start a rollout engine with `build(*args)`. `died` is called in any thread when its process ends; without it,
+        the callbacks of `watch` are called."""
         ...
 
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:
-        """`on_failure` hears, in any thread, of a worker that died, also between two calls."""
+        """Call `on_failure`, in any thread, when a worker dies, also between two calls."""
         ...
 
     def close(self) -> None: ...

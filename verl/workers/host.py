@@ -1,4 +1,4 @@
-"""What a machine still has room for in its memory, within the limit of the container."""
+"""The free memory of a machine, within the limit of the container."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
-MARGIN = 2.0  # free memory, of a copy's size, without which none is made: it is written while the run goes on
+MARGIN = 2.0  # free memory that a copy needs, as a multiple of its size: it is written while the run continues
 CGROUPS = Path("/sys/fs/cgroup")
-OF_GROUP = {  # by version: limit, use, and the line of memory.stat with what of the use is a cache
+OF_GROUP = {  # by version: limit, use, and the line of memory.stat with the part of the use that is a cache
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }
@@ -22,25 +22,25 @@ OF_GROUP = {  # by version: limit, use, and the line of memory.stat with what of
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a rank would keep, and where. peak_bytes: what its process had at most beyond what it has now, and may want
-    again."""
+    """The memory that a rank needs for a copy of its state, and the free memory of its host."""
 
     host: str
     process: int
     copy_bytes: int
     peak_bytes: int
+    """The most memory that its process had in use above its present use, and may need again."""
     free_bytes: int
 
 
 def room_here(copy_bytes: int) -> Room:
-    """For a copy of this size in this process."""
+    """Return the memory figures of this process for a copy of this size."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak_bytes = max(0, most - psutil.Process().memory_info().rss)
     return Room(socket.gethostname(), os.getpid(), copy_bytes, peak_bytes, free_bytes())
 
 
 def too_small(rooms: Sequence[Room]) -> str:
-    """Why some host has no room for the copies of all; "" where every one has."""
+    """Explain which host has too little memory for the copies of all its ranks. Return "" if every host has enough."""
     for host in dict.fromkeys(room.host for room in rooms):
         here = [room for room in rooms if room.host == host]
         copies, free = sum(room.copy_bytes for room in here), min(room.free_bytes for room in here)
@@ -52,17 +52,17 @@ def too_small(rooms: Sequence[Room]) -> str:
 
 
 def free_bytes(groups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Of this machine, and of every control group around this process that has a limit."""
+    """Return the free memory of this machine, or less if a control group of this process has a lower limit."""
     return min([psutil.virtual_memory().available, *(limit - used for limit, used in _groups(groups, own))])
 
 
 def total_bytes(groups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
-    """The same of all memory, also what is in use."""
+    """Return the total memory of this machine, or less if a control group of this process has a lower limit."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _groups(groups, own))])
 
 
 def _groups(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
-    """(limit, use) of the control groups that have a limit, in bytes."""
+    """Yield (limit, use) in bytes for each control group of this process that has a limit."""
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

@@ -1,5 +1,6 @@
-"""Worker groups in this process: one thread per rank, so that the event loop goes on. Ranks that share one engine
-(virtual ranks) take turns at it, each on its own share: the code of the workers is that of ranks in many processes."""
+"""Worker groups in this process, with one thread per rank, so that the event loop is never blocked. Ranks that share
+one engine (virtual ranks) take turns at it, each with its own share. The worker code is the same as in many
+processes."""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from verl.model_engine.snapshot import Snapshot
 
 T = TypeVar("T")
-MEETING_TIMEOUT_S = 3600.0  # for the slowest rank to come to where the others wait
+MEETING_TIMEOUT_S = 3600.0  # the longest wait of a rank for the slowest rank of its call
 
 
 class Meeting:
-    """Where the ranks of one call wait for each other. One rank that raises ends it for all."""
+    """The meeting point of the ranks of one call. If one rank raises, the wait of all ranks ends with an error."""
 
     def __init__(self, world_size: int) -> None:
         self._barrier = threading.Barrier(world_size)
@@ -43,7 +44,7 @@ class Meeting:
         self._values[rank] = value
         self._barrier.wait(MEETING_TIMEOUT_S)
         found = list(self._values)
-        self._barrier.wait(MEETING_TIMEOUT_S)  # nobody writes the next values before all have read these
+        self._barrier.wait(MEETING_TIMEOUT_S)  # the next values may be written only after all ranks have read these
         return found
 
     def abort(self) -> None:
@@ -51,7 +52,7 @@ class Meeting:
 
 
 class VirtualRank:
-    """See `Ranks`: a thread of this process. `meeting` is that of the call it works on."""
+    """`Ranks` of a thread in this process. `meeting` belongs to the call that the rank works on."""
 
     primary = True
 
@@ -64,7 +65,8 @@ class VirtualRank:
         return self.meeting.all_gather(self.rank, value)
 
     def in_turn(self, fn: Callable[[], T]) -> T:
-        """Every rank runs its own, one after the other: sums of gradients are the same in every run."""
+        """Run the function of every rank, one rank after the other, so that sums of gradients are the same in every
+        run."""
         out: list[T] = []
         for turn in range(self.world_size):
             if turn == self.rank:
@@ -74,8 +76,11 @@ class VirtualRank:
 
 
 class SharedEngine:
-    """One engine of this process in the hands of several virtual ranks (see `ModelEngine`): their gradients add up in
-    it, and the first of them makes the one optimizer step. What only reads is the engine's own."""
+    """One engine of this process, used by several virtual ranks. Implements `ModelEngine`.
+
+    The gradients of all ranks add up in the engine, and the first rank makes the one optimizer step. Methods that only
+    read are those of the engine.
+    """
 
     def __init__(self, engine: ModelEngine, rank: VirtualRank) -> None:
         self._engine, self._rank = engine, rank
@@ -115,14 +120,17 @@ class SharedEngine:
         return getattr(self._engine, name)
 
     def _first(self, fn: Callable[[], T]) -> T:
-        """The first rank's result, for all."""
+        """Run the function on the first rank and return its result on all ranks."""
         found = self._rank.all_gather(fn() if self._rank.rank == 0 else None)[0]
         return found  # type: ignore[return-value]
 
 
 class InprocGroup:
-    """See `WorkerGroup`. `workers`: one object per rank; each has a thread of its own. `ranks`: theirs, if they
-    meet."""
+    """A `WorkerGroup` in this process.
+
+    workers: one object per rank, each with its own thread
+    ranks: the ranks of these workers, if they meet
+    """
 
     def __init__(self, name: str, workers: Sequence[object], ranks: Sequence[VirtualRank] = ()) -> None:
         assert len(ranks) in (0, len(workers)), f"{len(ranks)} ranks for {len(workers)} workers"
@@ -130,7 +138,7 @@ class InprocGroup:
         self._workers, self._ranks = tuple(workers), tuple(ranks)
         self._lock = (
             threading.Lock()
-        )  # all ranks see one order of calls; nothing enters a queue after the word that ends it
+        )  # all ranks see one order of calls, and no call enters a queue after the final None
         self._closed = False
         self._queues: list[queue.SimpleQueue[_Call | None]] = [queue.SimpleQueue() for _ in workers]
         # Daemons: a worker that hangs in a kernel does not keep the process from ending with its error.
@@ -161,7 +169,8 @@ class InprocGroup:
         return future
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Finish what was submitted, then end the threads. What has not begun after `timeout_s` is cancelled."""
+        """Finish the submitted calls, then end the threads. A call that has not begun after `timeout_s` is
+        cancelled."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -170,7 +179,7 @@ class InprocGroup:
         until_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
-        for waiting in self._queues:  # nobody shall wait for a call that will never begin
+        for waiting in self._queues:  # no caller may wait for a call that never begins
             with contextlib.suppress(queue.Empty):
                 while True:
                     if (call := waiting.get_nowait()) is not None:
@@ -183,14 +192,15 @@ class InprocGroup:
                 if self._ranks:
                     self._ranks[rank].meeting = call.meeting
                 self._serve(call, rank)
-            del call  # arguments and result are the caller's now
+            del call  # arguments and result belong to the caller now
 
     def _serve(self, call: _Call, rank: int) -> None:
-        """The caller's future carries whatever comes of it; this thread serves the next call."""
+        """Run one call and put its result or its error into the caller's future. This thread then serves the next
+        call."""
         try:
             found = call.method(self._workers[rank], *call.per_rank[rank])
         except (StopIteration, CancelledError, concurrent.futures.CancelledError) as e:
-            # a waiting coroutine would take these for its own end
+            # a waiting coroutine would treat these as its own end
             error = RuntimeError(f"{self.name}.{call.method.__name__} ended with {type(e).__name__}: {e}")
             error.__cause__ = e
             call.end(rank, error=error)
@@ -201,7 +211,7 @@ class InprocGroup:
 
 
 class InprocCluster:
-    """See `Cluster`: everything lives in this process, the ranks of a model are virtual."""
+    """A `Cluster` in this process: the ranks of a model are virtual ranks."""
 
     apart = False
     drivers = None
@@ -224,10 +234,10 @@ class InprocCluster:
         return build(*args)
 
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:
-        """Nothing dies here without everything."""
+        """Do nothing: a worker cannot die here without the driver."""
 
     def close(self) -> None:
-        """Nothing is left when the groups are closed."""
+        """Do nothing: closing the groups has released everything."""
 
 
 def build_cluster(section: object, context: ClusterContext) -> InprocCluster:
@@ -235,7 +245,7 @@ def build_cluster(section: object, context: ClusterContext) -> InprocCluster:
 
 
 class _Call:
-    """One call of all ranks: the future gets the results in rank order, or the first error."""
+    """One call of all ranks. Its future receives the results in rank order, or the first error."""
 
     def __init__(self, method: Callable[..., Any], per_rank: list[tuple[Any, ...]], meeting: Meeting | None) -> None:
         self.future: Future[Any] = Future()
@@ -247,7 +257,7 @@ class _Call:
         self._lock = threading.Lock()
 
     def begin(self) -> bool:
-        """False once the caller has cancelled it."""
+        """Mark the call as begun. Return False if the caller has cancelled it."""
         with self._lock:
             if self._begun is None:
                 self._begun = self.future.set_running_or_notify_cancel()

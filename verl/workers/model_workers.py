@@ -1,5 +1,5 @@
-"""The driver's typed hand on its workers: one method per thing that a role does. Every call is enqueued at the call,
-shares its rows out over the ranks, and puts their answers together again."""
+"""The driver's typed interface to its workers: one method for each operation of a role. Every method enqueues its call
+at once, shares the rows out over the ranks, and combines their answers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ from verl.workers.waits import result_of
 
 A = TypeVar("A")
 B = TypeVar("B")
-START_TIMEOUT_S = 600.0  # to load a model and prove its forward pass
+START_TIMEOUT_S = 600.0  # the time to load a model and to prove its forward pass
 
 
 class ModelWorkers:
-    """The ranks of one model, as `layout` arranges them: each data rank has rows of its own, and of the ranks that
-    compute the same rows one answers. `capabilities` are the engine's; None: they are asked for · view: how it reads
-    what it infers of · place: where they are (see `Cluster`)."""
+    """The ranks of one model, as `layout` arranges them. Each data rank has its own rows; of the ranks that compute the
+    same rows, one answers.
+
+    capabilities: those of the engine; None: the workers are queried for them
+    view: how the model reads the rows of `infer`
+    place: the name of the place of the workers (`Cluster.place`)
+    """
 
     def __init__(
         self,
@@ -49,7 +53,8 @@ class ModelWorkers:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Waits for workers that are being built; their failure is raised here."""
+        """Wait for workers that are being built, and return the engine's capabilities. A failure to build is raised
+        here."""
         if self._can is None:
             assert self._asked is not None
             late = f"{self._group.name}, whose model loads slowly or hangs, was not built"
@@ -58,40 +63,40 @@ class ModelWorkers:
 
     @property
     def places(self) -> frozenset[str]:
-        """Workers that share one take turns."""
+        """The places of the workers. Workers that share a place take turns."""
         return frozenset({self._place})
 
     @property
     def trains(self) -> bool:
-        """It has an optimizer, and a state to save."""
+        """The model has an optimizer, and a state to save."""
         return self.capabilities.trains
 
     def infer(self, refs: Refs, outputs: Mapping[str, str]) -> Future[frozenset[str]]:
-        """Compute model outputs of the rows and write them: {output: column}. The sample ids of those rows of which an
-        output is not finite."""
+        """Compute model outputs of the rows and write them as columns, {output: column}. Return the sample ids of the
+        rows with an output that is not finite."""
         args = [(_rank_step(share), outputs, self._view) for share in self._share(refs)]
         return _then(self._submit(Role.infer, args), lambda found: frozenset[str]().union(*found))
 
     def merge(
         self, refs: Refs, outputs: Mapping[str, str], names: Sequence[str], shares: Sequence[float]
     ) -> Future[None]:
-        """Of what several teachers say of each row, one column per output."""
+        """Merge the outputs of several teachers for each row into one column per output."""
         return _then(self._group.submit(Role.merge, Broadcast((refs, outputs, names, shares))), lambda _: None)
 
     def take_metrics(self) -> Future[Metrics]:
-        """What the workers counted since they were asked last."""
+        """Return the metrics that the workers counted since the last call."""
         return _then(self._group.submit(Role.take_metrics, Broadcast()), merge_metrics)
 
     def blank(self, refs: Refs, outputs: Mapping[str, str]) -> Future[None]:
-        """The columns of rows of which nobody can say anything."""
+        """Write columns without numbers for rows that no model can compute."""
         return _then(self._group.submit(Role.blank, Broadcast((refs, outputs))), lambda _: None)
 
     def with_view(self, view: View) -> ModelWorkers:
-        """The same workers, seen as a frozen model that reads so."""
+        """Return the same workers as a frozen model that reads its rows with this view."""
         return ModelWorkers(self._group, replace(self.capabilities, trains=False), self._layout, view, self._place)
 
     def logprobs(self, refs: Refs) -> Future[list[np.ndarray]]:
-        """Log-probs of the trainable tokens of each row, float32, for whoever has no column for them."""
+        """Return the log-probs of the trainable tokens of each row, float32, without writing a column."""
         parts = self._share(refs)
         args = [(_rank_step(share),) for share in parts]
         return _then(self._submit(Role.logprobs, args), lambda found: in_order(list(zip(parts, found))))
@@ -104,7 +109,7 @@ class ModelWorkers:
         recorded: tuple[str, ...] = (),
         prefix: str = "actor/",
     ) -> Future[Metrics]:
-        """The optimizer steps of a turn, in order."""
+        """Make the optimizer steps of a turn, in order."""
         shared = [(step, self._share(step.refs)) for step in steps]
         args = []
         for rank in range(self._layout.data):
@@ -113,18 +118,18 @@ class ModelWorkers:
         return _then(self._submit(Role.update, args), merge_metrics)
 
     def measure(self, step: OptimizerStep, terms: tuple[Term, ...], inputs: tuple[str, ...]) -> Future[Metrics]:
-        """Loss and metrics of the terms on these rows, without a step."""
+        """Return loss and metrics of the terms on these rows, without an optimizer step."""
         args = [(_rank_step(share, step), terms, inputs) for share in self._share(step.refs)]
         return _then(self._submit(Role.measure, args), merge_metrics)
 
     def score(self, refs: Refs, coef: float, alone: bool) -> Future[list[tuple[float, dict[str, float]]]]:
-        """(reward, components) of the rows with the reward model's score, in the order of the refs."""
+        """Return (reward, components) of the rows with the reward model's score, in the order of the refs."""
         parts = self._share(refs)
         args = [(_rank_step(share), coef, alone) for share in parts]
         return _then(self._submit(Role.score, args), lambda found: in_order(list(zip(parts, found))))
 
     def score_rows(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Future[list[float]]:
-        """The reward model's score of each (prompt ids, response ids), in this order."""
+        """Return the reward model's score of each (prompt ids, response ids), in this order."""
         parts = self._share(Refs(_ref(i, len(prompt), len(answer)) for i, (prompt, answer) in enumerate(rows)))
         args = [([rows[i] for i in share.rows or (0,)],) for share in parts]
         return _then(self._submit(Role.score_rows, args), lambda found: in_order(list(zip(parts, found))))
@@ -138,43 +143,44 @@ class ModelWorkers:
         return _then(found, lambda told: next(one for one in told if one is not None))
 
     def stream_weights(self, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Future[Sent]:
-        """As `send_weights`, to readers that read while this goes on: nothing is kept of it."""
+        """Send the weights as `send_weights` does, to readers that read during the call. No copy is kept."""
         found = self._group.submit(Role.stream_weights, Broadcast((version, probes, readers)))
         return _then(found, lambda sent: next(s for s in sent if s is not None))
 
     def lose_reader(self, turn: int, reader: int) -> Future[None]:
-        """It reads no more of what is streamed; said at once, in the middle of a call too."""
+        """Report that this reader of a stream has stopped. The workers are informed at once, also during a call."""
         return _then(self._group.beside(Role.lose_reader, (turn, reader)), lambda _: None)
 
     def published(self, version: int) -> Future[None]:
-        """The weights as they are now were this version, where a run is computed again: `send_weights` says it too."""
+        """Declare the present weights to be this version, for runs that are replayed. `send_weights` includes this
+        call."""
         return _then(self._group.submit(Role.published, Broadcast((version,))), lambda _: None)
 
     def release_weights(self, version: int) -> Future[None]:
-        """All replicas have this version; said at once, in the middle of a call too."""
+        """Report that all replicas have this version. The workers are informed at once, also during a call."""
         return _then(self._group.beside(Role.release_weights, (version,)), lambda _: None)
 
     def save(self, path: Path) -> Future[None]:
         return _then(self._group.submit(Role.save, Broadcast((path,))), lambda _: None)
 
     def room(self) -> Future[list[Room]]:
-        """Of every rank, for a snapshot."""
+        """Return the free memory of every rank for a snapshot."""
         return self._group.submit(Role.room, Broadcast())
 
     def snapshot(self) -> Future[None]:
-        """Keep the state as of now, for `write`."""
+        """Copy the present state, for `write`."""
         return _then(self._group.submit(Role.snapshot, Broadcast()), lambda _: None)
 
     def forget(self) -> Future[None]:
-        """The snapshot, which was not written; in the middle of a call too."""
+        """Delete a snapshot that was not written, also during a call."""
         return _then(self._group.beside(Role.forget), lambda _: None)
 
     def write(self, path: Path, hf_path: Path | None) -> Future[None]:
-        """Begin to write the snapshot that is there, also in the middle of a call; no call is held up."""
+        """Start to write the snapshot, also during a call. It delays no call."""
         return _then(self._group.beside(Role.write, (path, hf_path)), lambda _: None)
 
     def written(self) -> Future[bool]:
-        """Whether all ranks have written theirs; in the middle of a call too."""
+        """Return True once all ranks have written their snapshots. Works during a call too."""
         return _then(self._group.beside(Role.written), all)
 
     def load(self, path: Path) -> Future[None]:
@@ -191,15 +197,14 @@ class ModelWorkers:
         return shares(refs, ranks, max_tokens=can.max_tokens_per_microbatch, shares_prefix=can.shares_prefix)
 
     def _submit(self, method: Callable[..., A], args: Sequence[tuple[Any, ...]]) -> Future[list[A]]:
-        """One set of arguments per data rank, given to all ranks that compute its rows; the answers of the primary
-        ones."""
+        """Give one set of arguments to all ranks of a data rank, and return the answers of the primary ranks."""
         layout = self._layout
         every = [args[layout.place(rank).data] for rank in range(layout.world_size)]
         return _then(self._group.submit(method, every), lambda found: [found[rank] for rank in layout.primaries])
 
 
 class ComputeWorker:
-    """The one worker of what needs no model."""
+    """The one worker of everything that needs no model."""
 
     def __init__(self, group: WorkerGroup) -> None:
         assert group.world_size == 1, "statistics of a whole step are computed in one place"
@@ -208,7 +213,7 @@ class ComputeWorker:
     def compute(
         self, refs: Refs, fn: Callable[[Columns], Computed], inputs: Sequence[str], outputs: Sequence[str]
     ) -> Future[Metrics]:
-        """Run `fn` over the columns of the whole step; it can be pickled."""
+        """Run `fn`, which can be pickled, over the columns of the whole step."""
         return _then(self._group.submit(Compute.compute, [(refs, fn, inputs, outputs)]), lambda found: found[0])
 
     def weigh(self, steps: Sequence[OptimizerStep], terms: tuple[Term, ...], inputs: Sequence[str]) -> Future[None]:
@@ -224,14 +229,14 @@ class ComputeWorker:
 
 
 def _rank_step(share: Share, step: OptimizerStep | None = None) -> RankStep:
-    """The share of one rank, of an optimizer step or of a pass without one."""
+    """Return one rank's share of an optimizer step, or of a pass without one."""
     if step is None:
         return RankStep(share.refs, share.num_microbatches, idle=share.idle)
     return RankStep(share.refs, share.num_microbatches, step.weights, step.recorded, step.first, share.idle)
 
 
 def _ref(number: int, prompt: int, answer: int) -> Ref:
-    """What shares out a row that is in no queue."""
+    """Return a placeholder ref, with which a row that is in no queue is shared out."""
     name = str(number)
     return Ref(
         sample_id=name,
@@ -248,7 +253,8 @@ def _ref(number: int, prompt: int, answer: int) -> Ref:
 
 
 def _then(future: Future[A], fn: Callable[[A], B]) -> Future[B]:
-    """A future of `fn(result)`. Cancelled or failed as the first one; cancelling it cancels what has not begun."""
+    """Return a future of `fn(result)`. It is cancelled or fails as `future` does. Cancelling it cancels a call that has
+    not begun."""
     out: Future[B] = Future()
 
     def done(found: Future[A]) -> None:

@@ -1,4 +1,4 @@
-"""Who runs where, and who gives way to whom."""
+"""How rollout and training share devices."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from verl.rollout.base import Replaceable, ReplicaLost, RolloutEngine
 from verl.workers.waits import Waits
 
 T = TypeVar("T")
-LEAST = 64 << 20  # bytes that the sleep of an engine frees which does not say how many: less than any pool of KV
+LEAST = 64 << 20  # bytes that sleep frees at least, for an engine that reports no number: less than any KV cache
 
 
 @dataclass(eq=False)
 class Placement:
-    """Colocated: the rollout engine releases its KV cache while training, and with `drops_weights` its weights, where
-    every training ends with new ones. Split: a no-op. note: told, once, whose sleep freed nothing that is known of ·
-    free_bytes: of the device that they share with the trainer: one of several that can sleep, and whose sleep frees too
-    little of it, is given up: its end frees all."""
+    """The use of one device by rollout and training. Colocated: the rollout engines release their KV cache during
+    training, and with `drops_weights` their weights too, where every training ends with new ones. Split: nothing
+    happens."""
 
-    replicas: Sequence[RolloutEngine]
-    colocated: bool
-    drops_weights: bool = False
+    replicas: Sequence[RolloutEngine]  # The rollout engines.
+    colocated: bool  # Rollout and training share devices.
+    drops_weights: bool = False  # Sleeping engines release their weights too.
     waits: Waits = field(default_factory=Waits)
-    timeout_s: float = 600.0
-    note: Callable[[str], None] | None = None
+    timeout_s: float = 600.0  # The deadline of one engine to sleep or to wake.
+    note: Callable[[str], None] | None = (
+        None  # Prints a message, once, if the sleep of an engine freed no measurable memory.
+    )
     free_bytes: Callable[[], int] | None = None
+    """Returns the free memory of the shared device. If there are several replicas and the sleep of one frees too
+    little, that replica is given up, because its end frees everything."""
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Inside, nothing is generated when colocated; leaving wakes the KV cache of every replica, slept or not."""
+        """Keep the engines asleep inside this context if they are colocated. At its end the KV cache of every replica
+        wakes, also of one that did not sleep."""
         if not self.colocated:
             yield
             return
@@ -50,11 +54,11 @@ class Placement:
                 await self._asked(i, replica.wake(parts), f"replica {i} to wake")
 
     async def _asleep(self, replica: RolloutEngine, level: int) -> int:
-        """Bytes that it says it freed, compared with what is free now."""
+        """Let a replica sleep and return the bytes that it reports as freed, compared with the measured free memory."""
         measured = self.free_bytes if isinstance(replica, Replaceable) else None
         try:
             able = measured is not None and level in (await replica.capabilities()).sleep_levels
-        except ReplicaLost:  # its next engine hears of it
+        except ReplicaLost:  # the replacement of this engine is built awake
             able = False
         if measured is None or not able:
             return await replica.sleep(level)
@@ -66,7 +70,8 @@ class Placement:
         return told
 
     async def _asked(self, number: int, job: Awaitable[T], what: str) -> T | None:
-        """Of several replicas, one that fails at this is given up, and the others go on."""
+        """Await a job of one replica. If it fails and there are several replicas, this one is given up and the others
+        continue."""
         try:
             return await self.waits.wait(job, who="placement", what=what, timeout_s=self.timeout_s)
         except Exception as e:

@@ -1,4 +1,4 @@
-"""Resource pools: how many processes on how many nodes, and what each of them holds. No Ray, no torch."""
+"""Resource pools: how many processes run on how many nodes, and the devices of each. No Ray, no torch."""
 
 from __future__ import annotations
 
@@ -19,30 +19,29 @@ FROZEN = ("ref", "reward_model")
 LOAD: Mapping[str, int] = MappingProxyType(
     {"actor": 4, "critic": 4, "trainer": 4, "rollout": 2, "compute": 0, "recorder": 0}
 )
-"""Of a role on its pool: arrays of a model's size that it keeps there; 1 of the others."""
-TRIES = 10_000  # states of nodes that are looked at before whether pools fit is left to the cluster
+"""The model-sized arrays that each role keeps on its pool; a role that is not listed keeps 1."""
+TRIES = 10_000  # the number of node states that are tried before the question whether pools fit is left to the cluster
 
 
 class Shortage(ValueError):
-    """No node, or not enough nodes, can hold what a pool asks for."""
+    """No node, or not enough nodes, can hold a pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """Processes that share nothing but their devices. resource: the name of an accelerator that is not a GPU, as the
-    cluster knows it (`ray start --resources='{"NAME": 8}'`) · device: what models compute on there, by torch's name;
-    empty: what a rank holds says it · env: variables of its processes · dtype: what the models that `cluster.roles`
-    sends there compute in; empty: model.dtype."""
+    """Processes that share nothing but their devices."""
 
     nodes: PositiveInt = 1
     ranks_per_node: PositiveInt = 1
     cpus_per_rank: NonNegative = 1.0
     gpus_per_rank: NonNegative = 0.0
-    resource: str = ""
+    resource: str = ""  # A non-GPU accelerator, by its Ray name (`ray start --resources='{"NAME": 8}'`).
     resource_per_rank: NonNegative = 1.0
-    device: str = ""
-    env: dict[str, str | int | float] = field(default_factory=dict)
-    dtype: Literal["", "bfloat16", "float32"] = ""
+    device: str = ""  # torch's name of the device of its models. Empty: derived from the resources of a rank.
+    env: dict[str, str | int | float] = field(default_factory=dict)  # Variables of its processes.
+    dtype: Literal["", "bfloat16", "float32"] = (
+        ""  # The dtype of models that `cluster.roles` sends there. Empty: model.dtype.
+    )
 
     @property
     def ranks(self) -> int:
@@ -50,12 +49,12 @@ class Pool:
 
     @property
     def computes_on(self) -> str:
-        """torch's name of it: a GPU share says cuda, else a resource has its name."""
+        """torch's name of the device: `device` if given, cuda for a GPU share, else the name of the resource."""
         return self.device or ("cuda" if self.gpus_per_rank > 0 else self.resource or "cpu")
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What one rank holds, by Ray's names."""
+        """The resources of one rank, by Ray's names."""
         asked = {"CPU": self.cpus_per_rank, "GPU": self.gpus_per_rank}
         if self.resource:
             asked[self.resource] = self.resource_per_rank
@@ -63,8 +62,8 @@ class Pool:
 
 
 def fit(name: str, pool: Pool, nodes: Mapping[str, Mapping[str, float]]) -> str | None:
-    """None if these nodes ({address: {resource: amount}}) can hold the pool, else what each of them lacks. The
-    `ranks_per_node` of a node stay together."""
+    """Return None if these nodes ({address: {resource: amount}}) can hold the pool, else a text with the resources that
+    each of them lacks. The `ranks_per_node` of a node stay together."""
     room = {node: _ranks_on(pool, has) for node, has in nodes.items()}
     if sum(min(ranks // pool.ranks_per_node, pool.nodes) for ranks in room.values()) >= pool.nodes:
         return None
@@ -80,8 +79,8 @@ def fit(name: str, pool: Pool, nodes: Mapping[str, Mapping[str, float]]) -> str 
 
 
 def fit_together(pools: Mapping[str, Pool], nodes: Mapping[str, Mapping[str, float]]) -> str | None:
-    """None if these nodes can hold all of the pools at a time, else what the first pool that is too large by itself
-    lacks, or what all of them lack in sum."""
+    """Return None if these nodes can hold all pools at once, else the lack of the first pool that is too large by
+    itself, or the lack of all pools together."""
     for name, pool in pools.items():
         if (short := fit(name, pool, nodes)) is not None:
             return short
@@ -104,7 +103,7 @@ def fit_together(pools: Mapping[str, Pool], nodes: Mapping[str, Mapping[str, flo
 
 
 def seen(pools: Mapping[str, Pool], nodes: Mapping[str, Mapping[str, float]]) -> str:
-    """A line: which nodes there are, with what, and which pools they hold."""
+    """Return one line with the nodes, their resources, and the pools that they hold."""
     kinds = dict.fromkeys(["GPU", "CPU", *(what for pool in pools.values() for what in pool.bundle)])
     has = [f"{node} has {', '.join(f'{of[k]:g} {k}' for k in kinds if of.get(k))}" for node, of in nodes.items()]
     asked = [f"{name} ({pool.nodes} x {pool.ranks_per_node} ranks)" for name, pool in pools.items()]
@@ -112,7 +111,7 @@ def seen(pools: Mapping[str, Pool], nodes: Mapping[str, Mapping[str, float]]) ->
 
 
 def _placed(groups: Sequence[Mapping[str, float]], nodes: Sequence[dict[str, float]]) -> bool:
-    """Whether each group finds a node beside the others. After TRIES ways that failed it is left to the cluster."""
+    """Return True if all groups fit on the nodes together. After TRIES failed attempts the cluster has to decide."""
     hopeless: set[object] = set()
 
     def place(first: int) -> bool:
@@ -139,7 +138,7 @@ def _ranks_on(pool: Pool, has: Mapping[str, float]) -> int:
 
 
 def main_pool(section: ClusterConfig, device: str) -> Pool:
-    """device: of its models, where the section does not say what a rank holds."""
+    """Return the pool `main`. Its models use `device` if the section does not name the resources of a rank."""
     by_itself = 1.0 if device == "cuda" and not section.resource else 0.0
     return Pool(
         nodes=section.nodes,
@@ -152,8 +151,8 @@ def main_pool(section: ClusterConfig, device: str) -> Pool:
 
 
 def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tuple[dict[str, Pool], dict[str, str]]:
-    """({name: pool}, {role: name}) as the section says, for these roles and `rollout`; ValueError with a line for each
-    thing that it cannot mean."""
+    """Return ({name: pool}, {role: name}) for these roles and `rollout`. Raise ValueError with one line for each
+    contradiction in the section."""
     default = 1.0 if device == "cuda" else 0.0
     pools = {MAIN: main_pool(section, device)}
     faults = []
@@ -163,7 +162,8 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
         unknown = [key for key in given if key not in keys] if isinstance(given, Mapping) else []
         faults += [f"{at}.{key}: unknown; {did_you_mean(key, keys)}There are: {', '.join(keys)}" for key in unknown]
         try:
-            own = isinstance(given, Mapping) and not (given.get("resource") or given.get("device"))  # no GPU by itself
+            # it has no GPU by default
+            own = isinstance(given, Mapping) and not (given.get("resource") or given.get("device"))
             pools[name] = msgspec.convert({"gpus_per_rank": default, **given} if own else given, Pool)
         except msgspec.ValidationError as e:
             faults.append(f"{at}={given}: {e}")
@@ -196,7 +196,7 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
 
 
 def _devices(pools: Mapping[str, Pool], lives: Mapping[str, str]) -> Iterator[str]:
-    """Where a rank holds several of them."""
+    """Yield an error for each pool with several kinds of device in one rank."""
     for name, pool in pools.items():
         here = [role for role, at in lives.items() if at == name]
         for key, amount in (("gpus_per_rank", pool.gpus_per_rank), ("resource_per_rank", pool.resource_per_rank)):
@@ -212,7 +212,8 @@ def _devices(pools: Mapping[str, Pool], lives: Mapping[str, str]) -> Iterator[st
 
 
 def _least_loaded(pools: Mapping[str, Pool], lives: Mapping[str, str]) -> str:
-    """Of the pools that can hold a model as `main` does, the one whose roles keep least; `main` among equals."""
+    """Return the pool with the least load among those that can hold a model as `main` does; `main` if loads are
+    equal."""
     main = pools[MAIN]
     asked = (main.ranks, main.gpus_per_rank, main.resource, main.dtype)
     able = [name for name, p in pools.items() if (p.ranks, p.gpus_per_rank, p.resource, p.dtype) == asked]

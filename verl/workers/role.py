@@ -1,4 +1,5 @@
-"""A model's worker, one per rank: engine and queue. What turns refs into batches and model outputs into columns."""
+"""The worker of a model, one per rank, with its engine and the queue. It turns refs into batches and model outputs into
+columns."""
 
 from __future__ import annotations
 
@@ -28,45 +29,41 @@ from verl.weight_sync.sender import WeightSender
 from verl.workers.host import Room, room_here
 from verl.workers.inproc import SharedEngine, VirtualRank
 
-if TYPE_CHECKING:  # it wants torch.distributed, which a process without an engine has no use for
+if TYPE_CHECKING:  # it imports torch.distributed, which a process without an engine does not need
     from verl.model_engine.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One rank's part of one optimizer step. weights: suffix of the columns `w/TERM` that belong to this step · record:
-    write the outputs of this pass · first: see `OptimizerStep` · idle: the one row stands for none (it counts with
-    weight 0)."""
+    """One rank's part of one optimizer step."""
 
-    refs: Refs
+    refs: Refs  # The rank's rows.
     num_microbatches: int = 0
-    weights: str = ""
-    record: bool = False
-    first: bool = False
-    idle: bool = False
+    weights: str = ""  # The suffix of the columns `w/TERM` of this step.
+    record: bool = False  # The outputs of this pass are written as columns.
+    first: bool = False  # No update happened before this step (`OptimizerStep.first`).
+    idle: bool = False  # The rank has no rows: its one row is a placeholder with weight 0.
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
-    """The optimizer steps of a turn. inputs: stored columns that the terms read · recorded: model outputs that are
-    written as columns `train_NAME` where a step says so · prefix: of the metrics' names."""
+    """The optimizer steps of a turn."""
 
     steps: tuple[RankStep, ...]
     terms: tuple[Term, ...]
-    inputs: tuple[str, ...]
-    recorded: tuple[str, ...] = ()
-    prefix: str = "actor/"
+    inputs: tuple[str, ...]  # Stored columns that the terms read.
+    recorded: tuple[str, ...] = ()  # Model outputs that are written as columns `train_NAME` in steps with `record`.
+    prefix: str = "actor/"  # The prefix of the names of metrics.
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How a model reads rows that it only infers of. temperature: of the logits; None: each sample's · informed: with
-    the context of each row (see `Sample`) in place of its prompt; a row without one has no output that is finite ·
-    average: by the moving average of its weights."""
+    """How a model reads rows for `infer`."""
 
-    temperature: float | None = None
+    temperature: float | None = None  # The temperature of the logits. None: each sample's own.
     informed: bool = False
-    average: bool = False
+    """The prompt is replaced by the row's context (`Sample.context`). A row without context gets no finite output."""
+    average: bool = False  # Uses the moving average of its weights.
 
 
 AS_SAMPLED = View()
@@ -74,27 +71,25 @@ AS_SAMPLED = View()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:
-    """What the workers of a model are built from, where they live. engine: "module:build" of its backend, called with
-    (options, context) · proven: its forward pass is compared with the model's own at start · apart: one worker asks a
-    server, whatever the layout · share_prefix: prompts are computed once per group, where the engine can · outlet:
-    where its weights are published from, in `sync_dtype` · turn_end: of a reward model's template."""
+    """The build arguments of a model's workers. The workers are built where they live."""
 
     name: str
     queue: TransferQueue
-    engine: str
+    engine: str  # "module:build" of its backend, called with (options, context).
     options: Any
     context: EngineContext
-    proven: bool = False
-    apart: bool = False
-    share_prefix: bool = True
-    outlet: Outlet | None = None
+    proven: bool = False  # The forward pass is compared with the model's own at start.
+    apart: bool = False  # One worker sends requests to a server, whatever the layout.
+    share_prefix: bool = True  # A prompt is computed once per group, if the engine can.
+    outlet: Outlet | None = None  # The sender of its weights, in `sync_dtype`.
     sync_dtype: str = "float32"
     hf_export: HfExport | None = None
-    turn_end: TurnEnd = NO_TURN_END
+    turn_end: TurnEnd = NO_TURN_END  # The end of a turn in a reward model's template.
 
 
 def build_roles(spec: RoleSpec, *, ranks: Sequence[Ranks]) -> list[Role]:
-    """The workers of these ranks; ValueError for a folder that the engine cannot compute as its model does."""
+    """Build the workers of these ranks. Raise ValueError for a folder that the engine cannot compute as its model
+    does."""
     engine = load(spec.engine)(spec.options, spec.context)
     with engine.awake():
         if spec.proven:
@@ -103,7 +98,7 @@ def build_roles(spec: RoleSpec, *, ranks: Sequence[Ranks]) -> list[Role]:
 
 
 def roles_of(engine: ModelEngine, spec: RoleSpec, *, ranks: Sequence[Ranks]) -> list[Role]:
-    """Workers around an engine; virtual ranks share it."""
+    """Return workers around an engine, which virtual ranks share."""
     sender = WeightSender(spec.outlet, dtype=spec.sync_dtype) if spec.outlet is not None else None
 
     def role(rank: Ranks) -> Role:
@@ -124,8 +119,8 @@ def roles_of(engine: ModelEngine, spec: RoleSpec, *, ranks: Sequence[Ranks]) -> 
 
 @dataclass(eq=False)
 class Role:
-    """One rank of a policy, reference, teacher, critic or reward model. See `ModelWorkers` for its calls as the driver
-    makes them. turn_end: of a reward model's template: behind it is the score."""
+    """One rank of a policy, reference, teacher, critic or reward model. `ModelWorkers` is its typed interface for the
+    driver."""
 
     name: str
     queue: TransferQueue
@@ -134,15 +129,15 @@ class Role:
     ranks: Ranks = field(default_factory=OneRank)
     sender: WeightSender | None = None
     hf_export: HfExport | None = None
-    turn_end: TurnEnd = NO_TURN_END
+    turn_end: TurnEnd = NO_TURN_END  # The end of a turn in a reward model's template; the score is read behind it.
     _snapshot: Snapshot | None = field(default=None, init=False)
     _writing: Future[None] | None = field(default=None, init=False)
 
     # -- rows in, columns out ------------------------------------------------------------------------------------------
 
     def infer(self, step: RankStep, outputs: Mapping[str, str], view: View = AS_SAMPLED) -> frozenset[str]:
-        """Compute model outputs of the rows and write them: {output: column}, e.g. {"logprobs": "old_logprobs"}. The
-        sample ids of the rows of which some output is not finite."""
+        """Compute model outputs of the rows and write them as columns, {output: column}, e.g. {"logprobs":
+        "old_logprobs"}. Return the sample ids of the rows with an output that is not finite."""
         samples, alone = read_samples(self.queue, step.refs), list[str]()
         if view.informed:
             alone = [s.sample_id for s in samples if s.context is None and not s.untaught]
@@ -154,7 +149,7 @@ class Role:
         found = self.engine.infer(batch, tuple(outputs), view.average)
         if step.idle or not self.ranks.primary:
             return frozenset()
-        per_row = np.arange(batch.num_rows + 1, dtype=np.int64)  # scores [R]; everything else is per loss token
+        per_row = np.arange(batch.num_rows + 1, dtype=np.int64)  # scores are [R]; all other outputs are per loss token
         starts = {name: per_row if name == "scores" else batch.row_start for name in outputs}
         self.queue.write(step.refs, {column: Ragged(found[name], starts[name]) for name, column in outputs.items()})
         broken: set[int] = set()
@@ -165,11 +160,12 @@ class Role:
         return frozenset((*alone, *(step.refs[row].sample_id for row in broken)))
 
     def take_metrics(self) -> Metrics:
-        """What the engine counted since it was asked last."""
+        """Return the metrics that the engine counted since the last call."""
         return self.engine.take_metrics() if isinstance(self.engine, Counts) else {}
 
     def blank(self, refs: Refs, outputs: Mapping[str, str]) -> None:
-        """Write the columns of these rows as `infer` shapes them, without a number: nobody is left to say one."""
+        """Write the columns of these rows in the shapes of `infer`, without numbers, because no model can compute
+        them."""
         batch = self._pack(Refs(refs[:1]))
         batch = batch.with_row_columns({"temperature": torch.ones(1)})
         shaped = self.engine.infer(batch, tuple(outputs))
@@ -180,13 +176,16 @@ class Role:
             like, tokens = shaped[name], int(at[-1])
             if like.is_floating_point():
                 empty = torch.full((tokens, *like.shape[1:]), torch.nan, dtype=like.dtype)
-            else:  # ids of a token, which differ from each other
+            else:  # ids of tokens, which differ from each other
                 empty = torch.arange(like.shape[1], dtype=like.dtype).repeat(tokens, 1)
             self.queue.write(refs, {column: Ragged(empty, at)})
 
     def merge(self, refs: Refs, outputs: Mapping[str, str], names: Sequence[str], shares: Sequence[float]) -> None:
-        """Write what several teachers together say, of the columns COLUMN/NAME [L, ...] that each has written. shares:
-        of a mixture of their log-probs; none: of each trajectory all that the one says that finds it likeliest."""
+        """Merge the columns COLUMN/NAME [L, ...] that each of several teachers has written into one column.
+
+        shares: the weights of a mixture of their log-probs. Without them, each trajectory gets the columns of the
+        teacher that gives it the highest likelihood.
+        """
         if not self._first:
             return
         found = self.queue.read(refs, [f"{column}/{name}" for column in outputs.values() for name in names])
@@ -206,14 +205,14 @@ class Role:
         self.queue.write(refs, {column: Ragged(values, offsets) for column, values in merged.items()})
 
     def logprobs(self, step: RankStep) -> list[np.ndarray]:
-        """Log-probs of the trainable tokens of each row, float32."""
+        """Return the log-probs of the trainable tokens of each row, float32."""
         batch = self._pack(step.refs)
         found = self.engine.infer(batch, ("logprobs",))["logprobs"]
         return [row.float().numpy() for row in Ragged(found, batch.row_start).rows()]
 
     def update(self, plan: UpdatePlan) -> Metrics:
-        """The optimizer steps of a turn. What the terms report is this rank's share; what all ranks have in common
-        (norm, rate) is reported by the first."""
+        """Make the optimizer steps of a turn. The metrics of the terms are this rank's share; metrics that all ranks
+        have in common (norm, rate) are reported by the first rank."""
         parts: list[Metrics] = []
         with self.engine.awake("weights"):
             for step in plan.steps:
@@ -240,7 +239,8 @@ class Role:
         return {f"{plan.prefix}entropy": Metric(float(inside.sum()), float(len(inside)), "token")}
 
     def measure(self, step: RankStep, terms: tuple[Term, ...], inputs: tuple[str, ...]) -> Metrics:
-        """Loss and metrics of the terms on these rows of all ranks, without a step; reported by the first rank."""
+        """Return loss and metrics of the terms on these rows of all ranks, without an optimizer step. The first rank
+        reports."""
         batch = self._batch(step, terms, inputs)
         wanted = tuple(dict.fromkeys(n for t in terms for n in t.outputs))
         found = {f"out/{n}": v.double() for n, v in self.engine.infer(batch, wanted).items()}
@@ -257,8 +257,9 @@ class Role:
         return {**metrics, **losses}
 
     def score(self, step: RankStep, coef: float, alone: bool) -> list[tuple[float, dict[str, float]]]:
-        """(reward, components) of these rows with the reward model's score: coef x it, added to the reward that they
-        have: a function's, or `alone` the shaping of 0. Both become columns; an invalid reward stays so."""
+        """Return (reward, components) of these rows with the reward model's score. coef x score is added to the reward
+        of the row, which is a function's, or with `alone` only the shaping. Reward and components become columns; an
+        invalid reward stays invalid."""
         samples = read_samples(self.queue, step.refs)
         values = self._scores(samples)
         out = []
@@ -280,7 +281,7 @@ class Role:
         return out
 
     def score_rows(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[float]:
-        """The reward model's score of each (prompt ids, response ids)."""
+        """Return the reward model's score of each (prompt ids, response ids)."""
         samples = [
             Sample(
                 sample_id=str(i),
@@ -294,14 +295,14 @@ class Role:
         return self._scores(samples)
 
     def capabilities(self) -> EngineCapabilities:
-        """The engine's, as this role uses it."""
+        """Return the engine's capabilities, as this role uses them."""
         can = self.engine.capabilities
         return replace(can, shares_prefix=can.shares_prefix and self.share_prefix)
 
     # -- weights and state ---------------------------------------------------------------------------------------------
 
     def send_weights(self, version: int, probes: Sequence[np.ndarray], copy: bool) -> Sent | None:
-        """The weights as of now, for the checkpoint engine; the first rank answers."""
+        """Send the present weights to the rollout engines. The first rank returns the receipt."""
         assert self.sender is not None, f"{self.name} publishes nothing"
         with self.engine.awake("weights"):
             self.engine.published(version)
@@ -311,14 +312,14 @@ class Role:
             return None
 
     def weights_manifest(self) -> tuple[dict[str, Entry], str] | None:
-        """Of every version that `stream_weights` sends, and where those are read."""
+        """Return the manifest of all versions that `stream_weights` sends, and the address where they are read."""
         assert self.sender is not None, f"{self.name} publishes nothing"
         with self.engine.awake("weights"):
             found = self.sender.manifest(self.engine)
             return (found, self.sender.announce(self.engine)) if self._first else None
 
     def stream_weights(self, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Sent | None:
-        """As `send_weights`, to readers that read while this goes on."""
+        """Send the weights as `send_weights` does, to readers that read during the call."""
         assert self.sender is not None, f"{self.name} publishes nothing"
         with self.engine.awake("weights"):
             self.engine.published(version)
@@ -335,7 +336,7 @@ class Role:
         self.engine.published(version)
 
     def release_weights(self, version: int) -> None:
-        """All replicas have what was sent, or were given up."""
+        """Release a version that all living replicas have."""
         if self.sender is not None:
             self.sender.release(version)
 
@@ -343,20 +344,19 @@ class Role:
         self.engine.save(path)
 
     def room(self) -> Room:
-        """For a snapshot of this rank."""
+        """Return the free memory of this rank for a snapshot."""
         return room_here(self.engine.snapshot_bytes)
 
     def snapshot(self) -> None:
-        """Keep the state as it is now in host memory, for `write`."""
+        """Copy the present state to host memory, for `write`."""
         self._snapshot = self.engine.snapshot()
 
     def forget(self) -> None:
-        """The snapshot, which was not written."""
+        """Delete a snapshot that was not written."""
         self._snapshot = None
 
     def write(self, path: Path, hf_path: Path | None) -> None:
-        """Begin to write the snapshot, beside the calls that run or come: the state to `path`, the weights to
-        `hf_path`."""
+        """Start to write the snapshot in a thread: the state to `path`, the weights to `hf_path`."""
         assert self._snapshot is not None, "nothing was kept to be written"
         snapshot, self._snapshot = self._snapshot, None
         before, self._writing = self._writing, Future()
@@ -364,7 +364,7 @@ class Role:
         threading.Thread(target=self._write, args=args, daemon=True).start()
 
     def written(self) -> bool:
-        """Whether it is on disk; raises what kept it from being."""
+        """Return True once the snapshot is on disk. Raise the error of a failed write."""
         assert self._writing is not None
         if self._writing.done():
             self._writing.result()
@@ -374,7 +374,8 @@ class Role:
         self, before: Future[None] | None, done: Future[None], snapshot: Snapshot, path: Path, hf_path: Path | None
     ) -> None:
         try:
-            if before is not None:  # a save that has failed elsewhere may end here a moment later, at its own deadline
+            # a save that failed on another rank may end here a moment later, at its own deadline
+            if before is not None:
                 wait([before])
             snapshot.save(path)
             if hf_path is not None:
@@ -387,7 +388,7 @@ class Role:
         self.engine.load(path)
 
     def export(self, path: Path) -> None:
-        """A ready Hugging Face folder of the weights as they are."""
+        """Write a complete Hugging Face folder of the present weights."""
         self._export(path, self.engine.weights())
         self.ranks.all_gather(None)
 
@@ -397,7 +398,7 @@ class Role:
             if self._first:
                 self.hf_export.write(path, weights)
         finally:
-            for _ in weights:  # gathering them is the work of all, also where the first cannot write
+            for _ in weights:  # all ranks gather the weights, even if the first one cannot write
                 pass
 
     # -- private -------------------------------------------------------------------------------------------------------
@@ -407,7 +408,7 @@ class Role:
         return self.ranks.rank == 0 and self.ranks.primary
 
     def _scores(self, samples: Sequence[Sample]) -> list[float]:
-        """What the reward model says of each row, read where its template ends a turn."""
+        """Return the reward model's score of each row, read where its template ends a turn."""
         batch = pack([self.turn_end.closed(s) for s in samples], share_prefix=self.share_prefix)
         return self.engine.infer(batch, ("scores",))["scores"].double().tolist()
 
@@ -432,7 +433,8 @@ class Role:
             token = {name: around(column, ~seen) for name, column in token.items()}
             token |= {f"w/{name}": around(found[weights[name]].values, seen) for name in watching}
         rows = {f"w/{t.name}": found[weights[t.name]].values for t in terms if t.unit == "sequence"}
-        if not any(t.two_pass for t in terms):  # the rows of all ranks are put together there, and have other teachers
+        # a two-pass batch concatenates the rows of all ranks, which have different teachers
+        if not any(t.two_pass for t in terms):
             for name in sorted({s.teacher for s in samples} - {""}):
                 rows[f"teacher/{name}"] = torch.tensor([s.teacher == name for s in samples])
         batch = batch.with_columns(token).with_row_columns(rows)
@@ -454,7 +456,7 @@ class Role:
 
 
 def informed(sample: Sample) -> Sample:
-    """The row with its context in place of its prompt. What follows, token by token, is what it was."""
+    """Return the row with its context in place of its prompt. All later tokens stay the same."""
     if sample.context is None:
         return sample
     left, rest = int(sample.context[0]), list(sample.segments)

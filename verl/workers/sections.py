@@ -24,8 +24,8 @@ class ClusterConfig:
     env: dict[str, str | int | float] = field(default_factory=dict)  # Variables of the workers' processes.
     pools: dict[str, Any] = field(default_factory=dict)
     """More pools: {NAME: {nodes, ranks_per_node, cpus_per_rank, gpus_per_rank, resource, device, env, dtype}}; the keys
-    above are the pool `main`, whose dtype is model.dtype. Where model.device is cuda, gpus_per_rank is 1 in a pool that
-    names neither a resource nor a device."""
+    above are the pool `main`, with model.dtype as its dtype. Where model.device is cuda, gpus_per_rank is 1 in a pool
+    that names neither a resource nor a device."""
     roles: dict[str, str] = field(default_factory=dict)  # {ROLE: POOL}; `rollout` is a role; the rest lives in `main`.
     start_timeout_s: Positive = 60.0  # For the pools to be there.
     max_restarts: NonNegativeInt = 3  # From the last checkpoint, when a process died.

@@ -1,5 +1,5 @@
-"""Many processes with the same driver and no controller (torchrun): each makes the same calls in the same order and
-computes its own share; every answer is that of all ranks, so that all decide the same."""
+"""Many processes with the same driver and no controller (torchrun). Each process makes the same calls in the same order
+and computes its own share. Every answer contains those of all ranks, so all processes make the same decisions."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ from verl.workers.sections import ClusterConfig
 from verl.workers.torchrun import launched
 
 T = TypeVar("T")
-EXIT_S = 10.0  # for a process that has heard of a death to end by itself
-LOOK_EVERY_S = 0.05  # whether the others have come to a meeting beside the calls
+EXIT_S = 10.0  # the time that a process gets to end by itself after another one has died
+LOOK_EVERY_S = 0.05  # the pause between two checks whether the other processes have reached a meeting
 
 
 class Meetings:
-    """Of all processes, in the store alone: a call that is under way may be in any collective of any rank. One after
-    the other, in the same order on all. gone: whose death ends them."""
+    """Meetings of all processes beside the calls. They use only the store, because the running call of any rank may be
+    inside a collective. Meetings follow each other in the same order on all processes. After the death of a process
+    `death` holds the error that ends them."""
 
     def __init__(self, store: dist.Store, number: int, world_size: int, timeout_s: float) -> None:
         self._store, self._number, self._world_size, self._timeout_s = store, number, world_size, timeout_s
         self._met, self.waits = 0, False
-        self.gone: WorkerDied | None = None
+        self.death: WorkerDied | None = None
 
     def meet(self, value: T, timeout_s: float) -> list[T]:
-        """See `group.Drivers`."""
+        """Implement `group.Drivers.meet`."""
         assert not self.waits, "one meeting after the other"
         self._met += 1
         keys = [f"{self._met}/{n}" for n in range(self._world_size)]
@@ -59,9 +60,9 @@ class Meetings:
         self.waits = True
         try:
             self._store.set(keys[self._number], pickle.dumps(value))  # type: ignore[arg-type]
-            while not self._store.check(keys):  # no wait in the store: what the calls say to each other is said there
-                if self.gone is not None:
-                    raise self.gone
+            while not self._store.check(keys):  # poll: a wait in the store would block the calls
+                if self.death is not None:
+                    raise self.death
                 if time.monotonic() > until_s:
                     missing = [n for n, key in enumerate(keys) if not self._store.check([key])]
                     raise RankLate(f"rank {self._number} waited {limit_s:g} s for ranks {missing} in a save")
@@ -69,14 +70,14 @@ class Meetings:
             found: list[T] = [pickle.loads(self._store.get(key)) for key in keys]
         finally:
             self.waits = False
-        if self._met > 1:  # who is here has read what was said before
+        if self._met > 1:  # every rank has reached this meeting, so it has read the values of the last one
             self._store.delete_key(f"{self._met - 1}/{self._number}")
         return found
 
 
 class Drivers:
-    """See `group.Drivers`. One thread makes the calls; another hears when a process of this machine ends before its
-    time, and fails what waits for it."""
+    """Implementation of `group.Drivers`. One thread makes the calls. Another thread watches the processes of this
+    machine, and fails the pending calls when one of them ends too early."""
 
     def __init__(self, store: dist.Store, layout: Layout, number: int, timeout_s: float, device: int | None) -> None:
         self.number = number
@@ -113,8 +114,8 @@ class Drivers:
         return self._meetings.meet(value, timeout_s)
 
     def alone(self, fn: Callable[[], T]) -> T:
-        """What this process does beside the calls. Where others take part in it, a connection that broke is told as the
-        death of one of them, and one that waited as a rank that is late."""
+        """Run a function of this process beside the calls. If other processes take part in it, a broken connection is
+        raised as the death of one of them, and an expired wait as a late rank."""
         if self._gone is not None:
             raise self._gone
         try:
@@ -128,8 +129,8 @@ class Drivers:
             raise slow from None
 
     def together(self, name: str, fn: Callable[[], T]) -> Future[list[T]]:
-        """Enqueue a call that every process makes: what it returned in each of them, by rank. The first cause, where
-        it raised in any of them."""
+        """Enqueue a call that every process makes. The future holds the results of all processes by rank, or the first
+        cause if the call raised in any of them."""
         future: Future[list[T]] = Future()
         with self._lock:
             self._pending.add(future)
@@ -149,9 +150,10 @@ class Drivers:
     # -- private -------------------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """At the end of this process: Python would wait for what hangs in a collective, or be aborted by it."""
+        """End this process without waiting: Python would wait for threads that hang in a collective, or be aborted by
+        it."""
         if self.broken:
-            if self.number == 0 and self._gone is None:  # who is stopped does not hear torchrun
+            if self.number == 0 and self._gone is None:  # a stopped process does not react to torchrun
                 for fd in list(self._watched):
                     with contextlib.suppress(OSError):
                         signal.pidfd_send_signal(fd, signal.SIGKILL)
@@ -161,10 +163,11 @@ class Drivers:
 
     def _work(self) -> None:
         if self._device is not None:
-            torch.cuda.set_device(self._device)  # of this thread
+            torch.cuda.set_device(self._device)  # the device is a setting of the thread
         while (call := self._calls.get()) is not None:
             future, name, fn = call
-            future.set_running_or_notify_cancel()  # it is made although nobody waits: the others make it
+            # the call is made even if it is cancelled here, because the other processes make it
+            future.set_running_or_notify_cancel()
             with contextlib.suppress(InvalidStateError):
                 try:
                     future.set_result(self._exchanged(name, fn))
@@ -184,13 +187,13 @@ class Drivers:
             found = self._everyone.all_gather((name, told), FENCE_S if told.error else None)
         except Exception as e:
             self._failed = True
-            if not isinstance(e, TimeoutError) and self._heard.wait(FENCE_S):  # a broken connection: somebody is gone
+            if not isinstance(e, TimeoutError) and self._heard.wait(FENCE_S):  # a broken connection: a process has died
                 assert self._gone is not None
                 raise self._gone from None
             if told.error is None:
                 raise
             self._store.set(f"why/{self.number}", f"{type(told.error).__name__}: {told.error}")
-            raise raised(told, name) from None  # the others hang in a collective, and hear of it when this process ends
+            raise raised(told, name) from None  # the other ranks hang in a collective until this process ends
         if (error := first_cause([one for _, one in found])) is not None:
             raise raised(error, name)
         assert len({other for other, _ in found}) == 1, f"the processes are at different calls: {found}"
@@ -215,7 +218,7 @@ class Drivers:
 
     def _lost(self, number: int, process: int) -> None:
         why = "torchrun says how it ended"
-        with contextlib.suppress(RuntimeError):  # nobody holds the store any more
+        with contextlib.suppress(RuntimeError):  # the process with the store has ended
             if self._store.check([f"finished/{number}"]):
                 return
             if self._store.check([f"why/{number}"]):
@@ -223,7 +226,7 @@ class Drivers:
         with self._lock:
             if self._gone is not None:
                 return
-            self._gone = self._meetings.gone = WorkerDied(f"rank {number} (process {process}) is gone: {why}")
+            self._gone = self._meetings.death = WorkerDied(f"rank {number} (process {process}) is gone: {why}")
             pending = list(self._pending)
         self._heard.set()
         for future in pending:
@@ -233,12 +236,12 @@ class Drivers:
 
 
 def _exit_soon() -> None:
-    """Whatever else this process still does: what hangs in a collective cannot be ended but with it."""
+    """End this process after EXIT_S, because threads that hang in a collective end only with their process."""
     faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 - until the end
 
 
 def join(layout: Layout, device: str, timeout_s: float, start_s: float) -> Drivers:
-    """Find the processes that torchrun started beside this one. See `become`."""
+    """Join the processes that torchrun started on all nodes, as `become` describes."""
     launch = launched()
     assert launch is not None and launch.world_size == layout.world_size
     if dist.is_initialized():
@@ -252,7 +255,7 @@ def join(layout: Layout, device: str, timeout_s: float, start_s: float) -> Drive
 
 
 class SpmdGroup:
-    """See `WorkerGroup`: of its ranks this process has one, and the other processes make the same calls."""
+    """A `WorkerGroup` with one rank in this process. The other processes make the same calls for their ranks."""
 
     def __init__(self, name: str, worker: object, drivers: Drivers, world_size: int) -> None:
         self.name, self.world_size = name, world_size
@@ -263,7 +266,8 @@ class SpmdGroup:
         return self._drivers.together(f"{self.name}.{method.__name__}", partial(method, self._worker, *mine))
 
     def beside(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
-        """Of this process's rank: the others do it for themselves, and say so where it matters."""
+        """Call the method of this process's rank only. The other processes do the same and share results where
+        necessary."""
         future: Future[list[T]] = Future()
         try:
             future.set_result([self._drivers.alone(partial(method, self._worker, *args))])
@@ -272,11 +276,11 @@ class SpmdGroup:
         return future
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Its thread is that of all calls, and ends with the cluster."""
+        """Do nothing: the thread of all calls ends with the cluster."""
 
 
 class SpmdCluster:
-    """See `Cluster`: of every model this process holds one rank; what needs no model each process does for itself."""
+    """A `Cluster` with one rank of every model in this process. Workers without a model run in each process."""
 
     apart = False
 
@@ -300,7 +304,7 @@ class SpmdCluster:
         raise ValueError("cluster.backend=torchrun has no controller that could sample: use cluster.backend=ray")
 
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:
-        """A death fails the calls that wait for it."""
+        """Do nothing: a death fails the calls that wait for the dead process."""
 
     def close(self) -> None:
         self.drivers.close()

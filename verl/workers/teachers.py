@@ -1,6 +1,6 @@
-"""Several frozen models in the place of one: each row goes to its own teacher, or all of them score every row and what
-they say is made one. A teacher whose process died, or does not answer in time, has nothing to say: its rows are
-Invalid, and the others go on."""
+"""Several frozen models in the place of one. Each row has its own teacher, or all teachers score every row and their
+outputs are merged. If the process of a teacher dies, or it does not answer in time, its rows are Invalid and the other
+teachers continue."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ Asked = Mapping[str, tuple[Refs, Future[frozenset[str]]]]
 
 
 class Teachers(ModelWorkers):
-    """See `ModelWorkers`; of its calls those of a frozen model. pick: task, best or mix, as `teacher.pick` · shares: of
-    a mixture, by name · timeout_s: for the answers of all to one call."""
+    """`ModelWorkers` of several frozen models.
+
+    pick: task, best or mix, as in `teacher.pick`
+    shares: the weights of a mixture, by the teacher's name
+    timeout_s: the deadline of one call for the answers of all teachers
+    """
 
     def __init__(
         self, members: Mapping[str, ModelWorkers], pick: str, shares: Mapping[str, float], timeout_s: float
@@ -32,12 +36,12 @@ class Teachers(ModelWorkers):
         self._members, self._pick, self._timeout_s = dict(members), pick, timeout_s
         self._shares = tuple(shares[name] for name in members) if pick == "mix" else ()
         self._counted: dict[str, Metric] = {}  # by the last call
-        # also in the calls that they have no row in; who hangs is not asked again
+        # they are also counted in calls without rows for them; a teacher that hangs gets no further call
         self._dead: dict[str, Exception] = {}
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Of the first; waits for all of them to be there."""
+        """Wait until all teachers are built, and return the capabilities of the first one."""
         first, *_ = [member.capabilities for member in self._members.values()]
         return first
 
@@ -46,7 +50,8 @@ class Teachers(ModelWorkers):
         return frozenset[str]().union(*(member.places for member in self._members.values()))
 
     def infer(self, refs: Refs, outputs: Mapping[str, str]) -> Future[frozenset[str]]:
-        """See `ModelWorkers.infer`. The samples of a dead teacher are among those without a finite output."""
+        """Compute the outputs as `ModelWorkers.infer` does. The samples of a dead teacher count as rows without finite
+        output."""
         asked = {}
         for name, member in self._members.items():
             own = Refs(r for r in refs if r.teacher == name) if self._pick == "task" else refs
@@ -56,13 +61,14 @@ class Teachers(ModelWorkers):
         return from_thread(lambda: self._settle(refs, asked, outputs))
 
     def take_metrics(self) -> Future[Metrics]:
-        """Of those that live, by their names, and the samples that each of them said nothing of in the last call."""
+        """Return the metrics of the living teachers by name, with the share of samples that each left without output in
+        the last call."""
         asked = {name: member.take_metrics() for name, member in self._members.items() if name not in self._dead}
 
         def counted() -> Metrics:
             out, self._counted = self._counted, {}
             for name, answer in asked.items():
-                with contextlib.suppress(WorkerDied):  # the user was told when it died
+                with contextlib.suppress(WorkerDied):  # its death was reported when it happened
                     out |= {f"{figure}/{name}": m for figure, m in self._said(answer, name).items()}
             return out
 
@@ -77,7 +83,7 @@ class Teachers(ModelWorkers):
         for name, (own, answer) in asked.items():
             try:
                 failed[name] = self._said(answer, name, max(0.0, until_s - time.monotonic()))
-            except (WorkerDied, DeadlineExpired) as e:  # the user was told when it died
+            except (WorkerDied, DeadlineExpired) as e:  # its death was reported when it happened
                 dead[name], failed[name] = e, frozenset(own.ids)
                 if isinstance(e, DeadlineExpired) and name not in self._dead:
                     late = f"teacher {name} did not answer within {self._timeout_s:g} s"

@@ -1,4 +1,4 @@
-"""What torchrun says of the processes that it started. No torch."""
+"""The processes that torchrun started, read from the environment. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BACKEND = "torchrun"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One of `world_size` processes, `local_world_size` of them on this node."""
+    """This process among the `world_size` processes of torchrun, `local_world_size` of which run on this node."""
 
     rank: int
     world_size: int
@@ -21,7 +21,7 @@ class Launch:
 
 
 def launched() -> Launch | None:
-    """Of this process; None where torchrun started no other beside it."""
+    """Return the launch of this process, or None if torchrun started no other process."""
     env = os.environ
     if "TORCHELASTIC_RUN_ID" not in env or env.get("WORLD_SIZE", "1") == "1":
         return None
@@ -30,13 +30,13 @@ def launched() -> Launch | None:
 
 
 def is_spare() -> bool:
-    """Whether another process speaks for all."""
+    """Return True if another process prints the messages of the run."""
     launch = launched()
     return launch is not None and launch.rank > 0
 
 
 def take_part(section: ClusterConfig) -> None:
-    """Every process that torchrun started becomes a rank; ValueError where the section says otherwise."""
+    """Make every process of torchrun a rank. Raise ValueError if the section contradicts that."""
     launch = launched()
     if launch is None:
         if section.backend == BACKEND:

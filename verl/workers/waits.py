@@ -1,4 +1,4 @@
-"""Every wait has a deadline, and says who waits, for what and since when."""
+"""Waits with deadlines. Every wait names the waiting part, the awaited result and the time since it began."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typing import TypeVar
 from verl.track.files import write_atomic
 
 T = TypeVar("T")
-What = str | Callable[[], str]  # a function is asked only when somebody wants to know
-NOTICE_S = 30.0  # a wait that takes longer is written down for `verl doctor`, at most once in this time
-GRACE_S = 5.0  # for a cancelled coroutine to end
-NAMED = 6  # other waits that an error message names
+What = str | Callable[[], str]  # a function is called only when the text is needed
+NOTICE_S = 30.0  # a longer wait is written to a file for `verl doctor`, at most once in this time
+GRACE_S = 5.0  # the time that a cancelled coroutine gets to end
+NAMED = 6  # the number of other waits that an error message lists
 
 
 class DeadlineExpired(TimeoutError):
-    """A wait was not answered in time. The message says what was waited for and what else was pending."""
+    """A wait had no result in time. The message names the awaited result and the other pending waits."""
 
 
 def result_of(future: Future[T], what: str, timeout_s: float) -> T:
-    """The result of a call, for a thread that may wait; what: is said of one that is not answered in time."""
+    """Return the result of a call, from a thread that may block. `what` is the text of the error if it is late."""
     if wait([future], timeout_s).not_done:
         raise DeadlineExpired(f"{what} within {timeout_s:g} s")
     return future.result()
 
 
 def from_thread(work: Callable[[], T]) -> Future[T]:
-    """What it returns or raises, from a thread of its own: whoever asks is not held up."""
+    """Run a function in a new thread and return a future of its result, so that the caller does not block."""
     found = Future[T]()
     found.set_running_or_notify_cancel()
 
@@ -48,13 +48,13 @@ def from_thread(work: Callable[[], T]) -> Future[T]:
 
 
 class Abandoned(RuntimeError):
-    """What was waited for was cancelled by somebody else; the waiter itself was not."""
+    """The awaited job was cancelled by another part; the waiter itself was not cancelled."""
 
 
 class Limit:
-    """A deadline for a `with` block, which is cancelled when it expires. Cheaper than `Waits.wait`, and only for our
-    own code: the block must end when it is cancelled. moved_s: when there was progress last, by the loop's clock: the
-    deadline begins anew (`float`: never)."""
+    """A deadline for a `with` block, which is cancelled when it expires. It is cheaper than `Waits.wait`, and only for
+    our own code: the block must end when it is cancelled. `moved_s` returns the time of the last progress by the loop's
+    clock, from which the deadline counts again; `float` means no progress."""
 
     def __init__(self, waits: Waits, who: str, what: What, timeout_s: float, moved_s: Callable[[], float] = float):
         self._waits, self._who, self._what, self._timeout_s, self._moved_s = waits, who, what, timeout_s, moved_s
@@ -79,7 +79,8 @@ class Limit:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._timer.cancel()
         del self._waits.waiting[self]
-        asked = self._task.uncancel() if self._expired else self._task.cancelling()  # by others, to end
+        # cancelled by another part, which wants it to end
+        asked = self._task.uncancel() if self._expired else self._task.cancelling()
         if isinstance(error, asyncio.CancelledError) and asked <= self._already:
             what, others = self.told()["what"], [f"{w['who']}: {w['what']}" for w in self._waits.pending()]
             if not self._expired:
@@ -94,7 +95,7 @@ class Limit:
 
 
 class Waits:
-    """The waits that are pending now; `verl doctor` reads what `dump` wrote."""
+    """The waits that are pending now. `verl doctor` reads the file that `dump` writes."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path, self._dumped_s = path, time.monotonic()
@@ -103,8 +104,8 @@ class Waits:
     async def wait(
         self, job: Awaitable[T], *, who: str, what: What, timeout_s: float, moved_s: Callable[[], float] = float
     ) -> T:
-        """Await within a `Limit`. A coroutine is cancelled with it and has ended before this returns; a future or task
-        that others may hold goes on unless the waiter itself is cancelled."""
+        """Await a job within a `Limit`. A coroutine is cancelled with it and has ended before this returns. A future or
+        task, which other parts may hold, continues unless the waiter itself is cancelled."""
         future = asyncio.ensure_future(job)
         future.add_done_callback(lambda f: f.cancelled() or f.exception())  # a late error is not "never retrieved"
         try:
@@ -120,7 +121,7 @@ class Waits:
         return [limit.told() for limit in self.waiting]
 
     def dump(self, *, older_than_s: float) -> None:
-        """Best effort: a full disk must not hide why somebody waits."""
+        """Write the pending waits to the file, if possible: a full disk must not hide the error of a wait."""
         if self._path is not None and time.monotonic() - self._dumped_s >= older_than_s:
             self._dumped_s, found = time.monotonic(), {"at_unix_s": time.time(), "pending": self.pending()}
             with contextlib.suppress(OSError):

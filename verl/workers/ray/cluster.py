@@ -1,4 +1,4 @@
-"""A Ray cluster: pools are placed, workers and replicas started in them, and their deaths heard of."""
+"""A Ray cluster: it places the pools, starts workers and replicas in them, and reports their deaths."""
 
 from __future__ import annotations
 
@@ -29,39 +29,41 @@ from verl.workers.ray.replica import RayReplica, Replica
 from verl.workers.sections import ClusterConfig
 
 OWN_RAY = {  # settings of a cluster that is started here: a dead node is noticed after a second, not a minute
-    "worker_niceness": 0,  # what the workers do is what the machine is there for
-    "prestart_worker_first_driver": False,  # every actor has a process of its own: others would stand by for nothing
+    "worker_niceness": 0,  # the workers do the main work of the machine
+    "prestart_worker_first_driver": False,  # every actor has its own process, so prestarted processes would stay unused
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
-BESIDE_CPUS = 4  # for what runs beside the pools: the processes of a queue
-LOOK_S = 1.0  # between two looks after every process
-ANSWER_S = 10.0  # for the address of a Ray
+BESIDE_CPUS = 4  # for processes beside the pools: those of a queue
+LOOK_S = 1.0  # the pause between two checks of every process
+ANSWER_S = 10.0  # the time to get the address of a Ray
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""Of a gRPC client (RFC 9113: the preface and empty settings); a server answers with its own settings, frame type 4."""
+"""The bytes with which a gRPC client begins (RFC 9113: the preface and empty settings). A server answers with its own
+settings, frame type 4."""
 
 
 @dataclass(eq=False)
 class RayCluster:
-    """See `Cluster`. set_up: run in every worker before it is built · layout: of the models' ranks · devices: of the
-    models of roles, where not the CPU · wait_timeout_s: for a rank to wait for others, and half of it for a process to
-    answer before it is given up · say: told of nodes that are waited for."""
+    """A `Cluster` of Ray actors."""
 
     apart = True
     drivers = None
 
     pools: Mapping[str, Pool]
     roles: Mapping[str, str]
-    layout: Layout
-    set_up: Callable[[Place], None]
+    layout: Layout  # The layout of the ranks of a model.
+    set_up: Callable[[Place], None]  # Called in every worker before it is built.
     address: str | None = None
-    devices: Mapping[str, str] = field(default_factory=dict)
+    devices: Mapping[str, str] = field(
+        default_factory=dict
+    )  # The devices of the models of roles that are not on the CPU.
     start_timeout_s: float = 60.0
     replicas: int = 1
     wait_timeout_s: float = 600.0
-    say: Callable[[str], None] = print
+    """The deadline of a rank for other ranks. A process that answers nothing for half of it counts as dead."""
+    say: Callable[[str], None] = print  # Prints a message about missing nodes.
 
     def __post_init__(self) -> None:
         import ray
@@ -87,7 +89,7 @@ class RayCluster:
         threading.Thread(target=self._look, name="verl-look", daemon=True).start()
 
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:
-        """Hear of every death from now on, in any thread, and of those before."""
+        """Call `on_failure`, in any thread, for every death from now on and for those before."""
         self._on_failure = on_failure
         for death in self._deaths:
             on_failure(death)
@@ -129,12 +131,13 @@ class RayCluster:
         return life
 
     def _process(self, process: int) -> None:
-        """A stopped process hears of nobody's end: it is ended with the rest."""
+        """Add a process to those that end with the driver. A stopped process would not notice the driver's end."""
         if self._reaper is not None:
             self._reaper.watch([process])
 
     def _look(self) -> None:
-        silent_s = self.wait_timeout_s / 2  # before the deadline of a call, which could not say who it is
+        # shorter than the deadline of a call, because the error of a call could not name the process
+        silent_s = self.wait_timeout_s / 2
         while not self._closed.wait(min(silent_s / 8, LOOK_S)):
             for life in list(self._lives):
                 life.look(silent_s)
@@ -144,7 +147,7 @@ class RayCluster:
 
         self._closed.set()
         for placed in itertools.chain(*self._placed.values()):
-            with contextlib.suppress(Exception):  # the cluster may be gone already
+            with contextlib.suppress(Exception):  # the cluster may have ended already
                 ray.util.remove_placement_group(placed)
         self._placed.clear()
         if self._started:
@@ -158,8 +161,8 @@ class RayCluster:
         return Place(self.devices.get(role, "cpu"), number, pool.ranks_per_node)
 
     def _actor(self, cls: type[Any], role: str, rank: int, kind: Mapping[str, Any]) -> Any:
-        """A process of `role` in bundle `rank` of its pool; roles of one pool share its devices. Neighbours are on one
-        node."""
+        """Start a process of `role` in bundle `rank` of its pool. The roles of a pool share its devices. Neighbours are
+        on one node."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -197,15 +200,15 @@ def build(section: ClusterConfig, context: ClusterContext) -> RayCluster:
 
 
 def _connect(address: str | None, pools: Mapping[str, Pool]) -> Reaper | None:
-    """A cluster of this machine, and what ends it with this process; or the one at `address`: ValueError where it is
-    not there or is another Ray."""
+    """Start a cluster on this machine and return the process that ends it with this one, or connect to the one at
+    `address`. Raise ValueError if it cannot be reached or is another version of Ray."""
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is not None:
         try:
             host, _, port = address.rpartition(":")
-            if port.isdigit():  # Ray itself would ask for minutes
+            if port.isdigit():  # Ray itself would try for minutes
                 _hello(host, int(port))
             ray.init(address=address, **quiet)
         except (OSError, RuntimeError) as e:
@@ -214,7 +217,7 @@ def _connect(address: str | None, pools: Mapping[str, Pool]) -> Reaper | None:
                 f"{ray.__version__} and the RAY_AUTH_MODE that is set here?"
             ) from e
         return None
-    wanted = sum(pool.ranks * pool.cpus_per_rank for pool in pools.values())  # processes here share the cores
+    wanted = sum(pool.ranks * pool.cpus_per_rank for pool in pools.values())  # the processes here share the cores
     reaper, cpus = Reaper(), max(os.cpu_count() or 1, int(wanted) + BESIDE_CPUS)
     others = set(psutil.Process().children(recursive=True))
     try:
@@ -227,8 +230,9 @@ def _connect(address: str | None, pools: Mapping[str, Pool]) -> Reaper | None:
 
 @contextlib.contextmanager
 def _in_sessions_of_their_own() -> Iterator[None]:
-    """What Ray starts here gets no signal that is sent to the process group of this process, as `timeout`, Slurm and a
-    terminal do: the run is to save, and needs it until then. Ray has no setting for it."""
+    """Start the processes of Ray in sessions of their own. So a signal to the process group of this process, as
+    `timeout`, Slurm and a terminal send it, does not reach them: the run needs Ray until it has saved. Ray has no
+    setting for it."""
     from ray._private import services
 
     before = services.ConsolePopen
@@ -240,7 +244,7 @@ def _in_sessions_of_their_own() -> Iterator[None]:
 
 
 def _hello(host: str, port: int) -> None:
-    """OSError where nobody answers, or somebody who is no Ray."""
+    """Raise OSError if no server answers, or a server that is not Ray."""
     with socket.create_connection((host, port), timeout=ANSWER_S) as connection:
         if os.environ.get("RAY_USE_TLS", "0") == "0":
             connection.sendall(HELLO)
@@ -251,8 +255,8 @@ def _hello(host: str, port: int) -> None:
 def _await_nodes(
     pools: Mapping[str, Pool], until_s: float, say: Callable[[str], None]
 ) -> dict[str, Mapping[str, float]]:
-    """Until nodes hold all pools together: what each of them has; ValueError with what it lacks, where they do not in
-    time."""
+    """Wait until the nodes hold all pools together, and return the resources of each node. Raise ValueError with the
+    missing resources if the nodes are too small at the deadline."""
     import ray
 
     said = ""
@@ -273,11 +277,11 @@ def _await_nodes(
 
 
 def _place(name: str, pool: Pool, until_s: float, timeout_s: float) -> list[Any]:
-    """The bundles of a pool, a group for each node; ValueError where other jobs hold the nodes."""
+    """Reserve the bundles of a pool, one group for each node. Raise ValueError if other jobs hold the nodes."""
     import ray
     from ray.util.placement_group import placement_group
 
-    once = uuid.uuid4().hex[:6]  # a name serves one run of a cluster
+    once = uuid.uuid4().hex[:6]  # a name that is used by one run of a cluster only
     made = [
         placement_group([pool.bundle] * pool.ranks_per_node, strategy="STRICT_PACK", name=f"verl-{name}-{node}-{once}")
         for node in range(pool.nodes)

@@ -1,7 +1,7 @@
 """Worker groups of Ray actors: the same calls in the same order, in processes of this or other machines.
 
-A group is fenced by its first death: the ranks that are left would wait for the dead one in a collective, so all are
-killed, and every call that is pending or comes later says what happened first.
+A group ends with its first death. The other ranks would wait for the dead one in a collective, so all are killed, and
+every pending or later call fails with the first cause.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from verl.workers.ray.life import Life, Where, here
 
 T = TypeVar("T")
 Live = Callable[..., Life]
-LOOK_S = 0.5  # between two looks for a call's failed ranks
+LOOK_S = 0.5  # the pause between two checks for failed ranks of a call
 
 
 class Worker:
-    """The actor of one rank. It is built by its first call, and serves one call after the other in one thread."""
+    """The actor of one rank. Its first call builds it; then one thread serves one call after the other."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         os.environ.update(env)
@@ -37,7 +37,7 @@ class Worker:
         self._store: Any = None
 
     def serve(self) -> str:
-        """Where the ranks of this group find each other."""
+        """Start the store through which the ranks of this group find each other, and return its address."""
         import ray
 
         from verl.workers.dist import serve
@@ -48,7 +48,8 @@ class Worker:
     def build(
         self, address: str, number: int, layout: Layout, place: Place, wait_timeout_s: float, made: bytes
     ) -> Told:
-        """Nothing, or what fails here: the answer to every call. wait_timeout_s: of a rank for the others."""
+        """Build the worker. Return an empty answer, or the error that becomes the answer of every call.
+        `wait_timeout_s` is the deadline of a rank for the others."""
         try:
             build, (set_up, args) = pickle.loads(made)
             set_up(place)
@@ -74,7 +75,7 @@ class Worker:
         return told
 
     def beside(self, payload: bytes) -> Told:
-        """A call that meets no other rank."""
+        """Run a call that meets no other rank."""
         try:
             method, args = pickle.loads(payload)
             return Told(method(self._worker, *args))
@@ -85,15 +86,20 @@ class Worker:
         return here()
 
     def watch(self) -> None:
-        """Never answered: its failure is the death of this process."""
+        """Never return: a failure of this call means that the process has died."""
         threading.Event().wait()
 
 
 class RayGroup:
-    """See `WorkerGroup`. One thread gives out the calls, one after the other; arguments are pickled at the call."""
+    """A `WorkerGroup` of Ray actors. One thread submits the calls one after the other; arguments are pickled at
+    once."""
 
     def __init__(self, name: str, actors: Sequence[Any], built: Sequence[Any], live: Live, on_death: Died) -> None:
-        """built: of each actor, what `Worker.build` answers · live: begins to look after one of them."""
+        """Create the group.
+
+        built: for each actor, the answer of `Worker.build`
+        live: starts to watch an actor
+        """
         self.name, self.world_size = name, len(actors)
         self._actors, self._on_death = tuple(actors), on_death
         self._lock = threading.Lock()
@@ -135,7 +141,8 @@ class RayGroup:
         return call.future
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Finish what was submitted, then end the processes. What has not begun after `timeout_s` is cancelled."""
+        """Finish the submitted calls, then end the processes. A call that has not begun after `timeout_s` is
+        cancelled."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -148,12 +155,12 @@ class RayGroup:
         self._queue.put(None)
         self._kill()
 
-    # -- private: the thread that gives out the calls ------------------------------------------------------------------
+    # -- private: the thread that submits the calls --------------------------------------------------------------------
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
             self._settle(call, partial(self._answered, call))
-            del call  # arguments and result are the caller's now
+            del call  # arguments and result belong to the caller now
 
     def _settle(self, call: _Call, answer: Callable[[], list[Any]]) -> None:
         if call.future.set_running_or_notify_cancel():
@@ -163,7 +170,7 @@ class RayGroup:
                 call.future.set_exception(e)
 
     def _answered(self, call: _Call) -> list[Any]:
-        while not self._all_built.wait(LOOK_S) and self._dead is None:  # a worker is given nothing before it is there
+        while not self._all_built.wait(LOOK_S) and self._dead is None:  # a worker gets no call before all are built
             continue
         if self._dead is not None:
             raise self._dead
@@ -185,13 +192,14 @@ class RayGroup:
                 try:
                     found[ref] = ray.get(ref)
                 except ray.exceptions.RayActorError:
-                    self._fenced.wait(FENCE_S)  # the watch says who and why
-            first, error = error, first_cause([found[r] for r in refs if r in found])  # a later one may be its own
+                    self._fenced.wait(FENCE_S)  # the watch knows which process died and why
+            # a later error may be the first cause
+            first, error = error, first_cause([found[r] for r in refs if r in found])
             if first is None and error is not None:
                 until_s = time.monotonic() + FENCE_S
-        if self._dead is not None:  # what the others say of it, a connection that broke, came second
+        if self._dead is not None:  # errors of other ranks about it, e.g. a broken connection, are consequences
             raise self._dead
-        if left and error is not None:  # they wait in a collective for the one that raised
+        if left and error is not None:  # the other ranks wait in a collective for the one that raised
             what = f"{self.name}: {len(left)} of {len(refs)} ranks did not come out of {call.name} after: {error.error}"
             self._fence(gone := WorkerDied(what))
             if of_another(error):
@@ -205,11 +213,12 @@ class RayGroup:
     # -- private: deaths -----------------------------------------------------------------------------------------------
 
     def _built(self, rank: int, found: Future[Told]) -> None:
-        """One that cannot be built ends the wait of the others for it: its error is the answer to every call."""
+        """Count a rank as built. If it cannot be built, its error ends the wait of the others and answers every
+        call."""
         if (error := found.exception()) is None:
             if found.result().error is not None:
                 self._fence(raised(found.result(), f"{self.name} was not built, it"))
-        elif type(error).__name__ not in ("ActorDiedError", "ActorUnavailableError"):  # of these the watch hears
+        elif type(error).__name__ not in ("ActorDiedError", "ActorUnavailableError"):  # the watch reports these
             self._died(f"rank {rank} of {self.name} was not built: {error}")
         with self._lock:
             self._unbuilt -= 1
@@ -221,13 +230,13 @@ class RayGroup:
             self._on_death(error)
 
     def _fence(self, error: BaseException) -> bool:
-        """End all of them for this; False: there was something before."""
+        """End all ranks because of this error. Return False if they have already ended because of another one."""
         with self._lock:
             if self._dead is not None:
                 return False
             self._dead = error
         self._fenced.set()
-        # In a thread of its own: Ray's, which tells of deaths, must not ask Ray for anything.
+        # In a new thread: Ray's own thread, which reports deaths, must not call Ray.
         threading.Thread(target=self._kill, daemon=True).start()
         return True
 

@@ -1,4 +1,4 @@
-"""What the driver knows of one process of a cluster: where it lives, that it answers, and how it ended."""
+"""The state of one process of a cluster, as the driver knows it: its place, its last answer, and how it ended."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ def here() -> Where:
 
 
 class Life:
-    """Of one actor, which answers `where` at any time once it is built, and `watch` never. died: told once how it
-    ended, in any thread · started: told of its process."""
+    """The life of one actor. The actor answers `where` at any time once it is built, and `watch` never.
+
+    died: called once, in any thread, with a text about its end
+    started: called with the number of its process
+    """
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class Life:
         self._ask()
 
     def look(self, silent_s: float) -> None:
-        """Ask whether it is there. A process that is stopped hears of nothing: after `silent_s` it is given up."""
+        """Check that the process answers. A stopped process does not; after `silent_s` it counts as dead."""
         if self.over or not self._ready:
             return
         if self._asked_s is None:
@@ -54,7 +57,7 @@ class Life:
             self._end(f"has not answered for {silent_s:g} s")
 
     def died(self, error: BaseException | None) -> None:
-        """Ray says so, to whoever hears it first."""
+        """Record the death that Ray has reported."""
         self._end(f"died: {reason(str(error))}")
 
     def _end(self, how: str) -> None:
@@ -78,12 +81,12 @@ class Life:
 
     def _built(self, found: Future[Told]) -> None:
         if self._asked_s is not None:
-            self._asked_s = time.monotonic()  # an engine that is being loaded may answer nothing
+            self._asked_s = time.monotonic()  # an engine that is being loaded may not answer
         self._ready = found.exception() is None
 
 
 def reason(text: str) -> str:
-    """What Ray knows of a death, without its advice."""
+    """Return Ray's reason of a death, without its advice."""
     flat = " ".join(text.split())
     if "its node has died" in flat:
         return "its node is lost"

@@ -12,7 +12,8 @@ import sys
 
 
 def started(pid: int) -> str:
-    """When a process began, in ticks since boot: with its number, who it is. Empty: there is none."""
+    """Return the start time of a process in ticks since boot, which with its number identifies it; "" if there is
+    none."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[19]
@@ -21,7 +22,7 @@ def started(pid: int) -> str:
 
 
 class Reaper:
-    """Held by the process that started Ray."""
+    """A child process that outlives the process that started Ray, and kills the processes of Ray then."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -29,7 +30,7 @@ class Reaper:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # what stops the driver is not for it
+            start_new_session=True,  # signals to the driver's group must not end it
             text=True,
         )
 
@@ -39,7 +40,7 @@ class Reaper:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """End what is left of them now."""
+        """End the remaining processes now."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(10)

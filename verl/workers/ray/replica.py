@@ -1,4 +1,4 @@
-"""Rollout engines in processes of their own: one actor each, many calls at a time."""
+"""Rollout engines in processes of their own: one actor each, which serves many calls at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verl.workers.ray.life import Where, here
 
 
 class Replica:
-    """The actor of one rollout engine; many calls at a time, in its event loop. `ask` is for the engine's methods."""
+    """The actor of one rollout engine. Its event loop serves many calls at a time. `ask` calls the engine's methods."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         os.environ.update(env)
@@ -61,7 +61,7 @@ class Replica:
 
 
 class RayReplica:
-    """See `RolloutEngine`: an engine in another process."""
+    """A `RolloutEngine` in another process."""
 
     def __init__(self, name: str, actor: Any, built: Any, live: Live, on_death: Died) -> None:
         self._name, self._actor, self._on_death = name, actor, on_death
@@ -83,7 +83,7 @@ class RayReplica:
         try:
             return await self._ask("generate", request_id, prompt_ids, sampling, **named)
         except asyncio.CancelledError:
-            self._actor.ask.remote("abort", ([request_id],), {})  # the caller gave up: give its row back
+            self._actor.ask.remote("abort", ([request_id],), {})  # the caller has given up, so its row is released
             raise
 
     async def score(
@@ -92,7 +92,8 @@ class RayReplica:
         return await self._ask("score", ids, temperature=temperature, adapter=adapter, media=tuple(media))
 
     async def load_weights(self, source: Any, *, on_inflight: PauseMode = "wait") -> int:
-        """`source` is a CheckedReader: what it would read here is read and compared there."""
+        """Load weights in the other process. `source` is a CheckedReader; the other process reads and checks in its
+        place."""
         self.version, delivered, source.seconds = await self._ask("load_weights", source.source, on_inflight)
         source.delivered |= delivered
         return self.version
@@ -135,7 +136,7 @@ class RayReplica:
 
     def _died(self, what: str) -> None:
         self._dead = ReplicaLost(what)
-        threading.Thread(target=self._kill, daemon=True).start()  # of what is stopped nobody would hear
+        threading.Thread(target=self._kill, daemon=True).start()  # a stopped process would not end by itself
         self._on_death(self._dead)
 
     def _kill(self) -> None:
