@@ -163,7 +163,7 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_has_the_name(tmp_path):
     with pytest.raises(RankLate, match=r"^rank 0 waited 0.2 s for ranks \[1\] in a save$") as late:
         first.result(60)
     assert is_late(late.value) and not pair.store.steps() and not list(tmp_path.iterdir())
-    pair.meetings[1].gone = WorkerDied("rank 0 (process 7) is gone: torchrun says how it ended")
+    pair.meetings[1].death = WorkerDied("rank 0 (process 7) is gone: torchrun says how it ended")
     end.set()
     with pytest.raises(WorkerDied, match="rank 0"):
         second.result(60)
