@@ -1,4 +1,4 @@
-"""Off-policy corrections: what the sampler said of its tokens against what the trainer says. `mismatch_metrics` is the
+"""Off-policy corrections: the sampler's log-probs of its tokens against the trainer's. `mismatch_metrics` is the
 monitor, always on. `correct` turns the same log-ratio into importance weights (TIS, IcePop, clamp) and rejections
 (MIS), on the mask before rejection; both are plain columns of the loss."""
 
@@ -102,7 +102,8 @@ def _step(value: Tensor | float) -> Metric:
 
 
 def _weight_metrics(columns: Columns, ratio: Tensor, weights: Tensor, spec: Correction) -> Metrics:
-    """Of the weights after the bounds, before batch normalisation; fractions are of the ratios out of bounds."""
+    """Return metrics of the weights after the bounds, before batch normalisation; fractions are of the ratios out of
+    bounds."""
     w, raw = weights[columns.mask], ratio[columns.mask]
     if len(w) == 0:
         return {}
@@ -174,7 +175,8 @@ def policy_gap_metrics(columns: Columns, train: Tensor, rollout: Tensor) -> Metr
 
 
 def mismatch_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
-    """Of q = trainer - rollout in the mask [L]: k1, k3 of KL(rollout || trainer), max |q|, ESS, p99 of exp(|q|)."""
+    """Return metrics of q = trainer - rollout in the mask [L]: k1, k3 of KL(rollout || trainer), max |q|, ESS, p99 of
+    exp(|q|)."""
     q = (trainer.double() - rollout.double())[mask]
     if len(q) == 0:
         return {}

@@ -274,10 +274,10 @@ def opd(
     teacher_floor: float | None = None,
 ) -> dict[str, Tensor | Metric]:
     """teacher_coef x the discounted sum of log(teacher / student) over this token and those after it, which the student
-    drew: at gamma 0 the policy gradient of the reverse KL token by token, at 1 that of whole answers (2306.08543). Plus
-    reward_coef x GRPO's advantage; agree_only: of tokens alone that the teacher moves in the same direction.
+    sampled: at gamma 0 the policy gradient of the reverse KL token by token, at 1 that of whole answers (2306.08543).
+    Plus reward_coef x GRPO's advantage; agree_only: only of tokens that the teacher moves in the same direction.
     prefix_gain: the signal of a token is multiplied by 1 + prefix_gain x (1 - the share of the answer's sum of
-    |log(teacher / student)| that stands before it), so that what follows a drift counts less (IW-OPD, 2606.22600).
+    |log(teacher / student)| that is before it), so that tokens after a drift count less (IW-OPD, 2606.22600).
     teacher_floor: both log-probs are raised to at least this, teacher_clamp: then |log(teacher / student)| is at most
     this, as verl clamps its k1 loss."""
     (likes, taught), usable = _likes(columns, "teacher_logprobs", teacher_floor), _usable_tokens(columns)
@@ -304,14 +304,14 @@ def _drift(columns: Columns, likes: Tensor) -> Tensor:
 
 
 def with_teacher(columns: Columns, *, inner: Callable[[Columns], Any]) -> Any:
-    """What another estimator makes, with the figures of a teacher."""
+    """Return the advantages of another estimator, with the teacher's metrics."""
     found = inner(columns)
     return {**found, **of_teacher(columns)} if isinstance(found, Mapping) else found
 
 
 def _likes(columns: Columns, name: str, floor: float | None = None) -> tuple[Tensor, Tensor]:
-    """[L] log(teacher / sampler) of what was drawn, the teacher's in the column `name`, both at least `floor`; [L]
-    bool, whether it taught: it is 0 elsewhere."""
+    """Return [L] log(teacher / sampler) of the sampled tokens, the teacher's in the column `name`, both at least
+    `floor`; and [L] bool, whether the teacher has a log-prob there: elsewhere the ratio is 0."""
     clean = columns.cleaned()
     taught = columns.sequence.get("taught", columns.sequence["valid"])[columns.sequence_of]
     theirs, ours = (clean[key].double() for key in (name, "rollout_logprobs"))
@@ -321,9 +321,10 @@ def _likes(columns: Columns, name: str, floor: float | None = None) -> tuple[Ten
 
 
 def of_teacher(columns: Columns, *, name: str = "teacher_logprobs") -> dict[str, Metric]:
-    """Of the teacher's log-probs of what was drawn: the reverse KL per token, by quarter of the answer and by teacher.
-    `teacher/overlap`: the mean of min(1, teacher / sampler), which is the probability that both have in common.
-    `teacher/likes_right`: by how much answers above the mean score are liked more, per token, than the others."""
+    """Return metrics of the teacher's log-probs of the sampled tokens: the reverse KL per token, by quarter of the
+    answer and by teacher. `teacher/overlap`: the mean of min(1, teacher / sampler), which is the probability that both
+    have in common. `teacher/likes_right`: by how much answers above the mean score are liked more, per token, than the
+    others."""
     likes, taught = _likes(columns, name)
     usable, columns = _usable_tokens(columns) & taught, replace(columns, mask=columns.mask & taught)
     parts = {"": usable, **{part: usable & at for part, at in parts_of(columns).items()}}
@@ -354,7 +355,7 @@ def opo(columns: Columns, *, singleton: str = "zero") -> Advantage:
 
 def max_rl(columns: Columns) -> Advantage:
     """(s - mean_g) / mean_g, for scores of at least 0: the gradient of the maximum likelihood of a right answer, to the
-    order of the group's size (MaxRL, 2602.02710). 0 in a group whose mean is not above 0."""
+    order of the group's size (MaxRL, 2602.02710). 0 in a group if its mean is not above 0."""
     g = _Groups(columns)
     return {"advantages": _broadcast(columns, torch.where(g.mean > 0, g.centred / g.mean.clamp(min=EPS), 0.0))}
 

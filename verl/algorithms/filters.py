@@ -22,8 +22,8 @@ REJECTION_STATS = (
 
 @dataclass(frozen=True, kw_only=True)
 class GroupFilter(Spec):
-    """Dynamic sampling (DAPO): groups whose metric does not vary are rejected and drawn again. curriculum: a user's
-    `module:function` that weighs the rows by what they scored (see data/cursor.py)."""
+    """Dynamic sampling (DAPO): groups without variance of their metric are rejected and sampled again. curriculum: a
+    user's `module:function` that weighs the rows by their scores (data/cursor.py)."""
 
     filter_groups: bool = knob(False)
     filter_metric: str | None = knob(None)
@@ -67,7 +67,8 @@ class SampleFilter(Spec):
         return self.selection in _OF_BATCH
 
     def batch_weights(self, scores: Sequence[float]) -> list[float]:
-        """What each answer's chance of a draw is in proportion to. NaN: none."""
+        """Return the weight of each answer: its probability in a draw is proportional to it, and 0 for a score of
+        NaN."""
         known = [s for s in scores if not math.isnan(s)]
         high, low = max(known, default=0.0), min(known, default=0.0)
         weigh: dict[str, Callable[[float], float]] = {
@@ -80,13 +81,14 @@ class SampleFilter(Spec):
         return [0.0 if math.isnan(s) else weight(s) + _LEAST_WEIGHT for s in scores]
 
     def draw(self, scores: Sequence[float], rng: random.Random) -> list[int]:
-        """How often each answer is drawn."""
+        """Return how often each answer is drawn."""
         weights = self.batch_weights(scores)
         drawn = Counter(rng.choices(range(len(scores)), weights, k=len(scores)) if any(weights) else ())
         return [drawn[i] for i in range(len(scores))]
 
     def choose(self, scores: Sequence[float], rng: random.Random) -> list[int]:
-        """Indices to keep of one group, ascending. Ties: the first is best, the last is worst. NaN is never kept."""
+        """Return the indices to keep of one group, ascending. Ties: the first is best, the last is worst. NaN is never
+        kept."""
         ranked = sorted((i for i, s in enumerate(scores) if not math.isnan(s)), key=lambda i: (-scores[i], i))
         if len(ranked) <= 1 or self.selection == "bon":
             return ranked[:1]
@@ -96,16 +98,18 @@ class SampleFilter(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Truncation(Spec):
-    """What becomes of answers that the budget cut. mask_truncated: they are in no loss, but in their group's statistics
-    (DAPO's overlong filtering; TRL's mask_truncated_completions) · stop_properly_coef: a positive score of theirs times
-    this (ProRL, NeMo-RL); below 0 it is their score (OpenRLHF) · overlong_tokens: the length at which the overlong
-    penalty is whole (None: the response budget) · overlong_cap false: it grows beyond that length (verl, NeMo-RL)."""
+    """Answers that the budget cut."""
 
     switches = ("mask_truncated", "shapes", "measures")
     mask_truncated: bool = knob(False, option=True)
+    """They are in no loss, but in their group's statistics (DAPO's overlong filtering; TRL's
+    mask_truncated_completions)."""
     stop_properly_coef: float | None = knob(None, option=True, most=1)
+    """Their positive score is multiplied by this (ProRL, NeMo-RL); below 0 it is their score (OpenRLHF)."""
     overlong_tokens: int | None = knob(None, option=True, least=1)
+    """The length at which the overlong penalty is whole. None: the response budget."""
     overlong_cap: bool = knob(True, option=True)
+    """False: the penalty grows beyond that length (verl, NeMo-RL)."""
 
     @property
     def shapes(self) -> bool:
@@ -118,7 +122,7 @@ class Truncation(Spec):
 
 
 class Rejection(NamedTuple):
-    """Reject the tokens (token_*) or whole sequences (seq_*) whose statistic is out of bounds; both bounds are kept.
+    """Reject the tokens (token_*) or sequences (seq_*) with a statistic that is out of bounds; both bounds are kept.
     k1: `low` <= pi_train / pi_rollout (its product or geometric mean for seq_sum, seq_mean) <= `high`; without `low`, 1
     / `high`. k2, k3: at most `high`."""
 
@@ -147,28 +151,27 @@ class Rejection(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Correction(Spec):
-    """Weights pi_train / pi_rollout on the policy loss, and rejections. Bounds are on that ratio.
-
-    form: truncate min(w, high), TIS · clamp to [low, high] · icepop 0 outside [low, high], the token still counts in
-    the denominators · mask rejected outside [low, high] (AReaL's decoupled PPO) · None no weights · level: token |
-    sequence (product over the trajectory) | geometric (its geometric mean) · batch_normalize: weights divided by their
-    mean over tokens (level token) or sequences, after the bounds · bypass: the sampler's log-probs are the old
-    policy."""
+    """Weights pi_train / pi_rollout on the policy loss, and rejections. Bounds are on that ratio."""
 
     prefix: ClassVar[str] = "correction_"
     switches = ("form", "reject", "bypass")
     form: str | None = knob(None, key="correction", choices=("truncate", "clamp", "icepop", "mask"))
+    """truncate: min(w, high), TIS · clamp: to [low, high] · icepop: 0 outside [low, high], the token still counts in
+    the denominators · mask: rejected outside [low, high] (AReaL's decoupled PPO) · None: no weights."""
     level: str = knob("token", option=True, choices=("token", "sequence", "geometric"))
+    """token · sequence: the product over the trajectory · geometric: its geometric mean."""
     low: float | None = knob(None, option=True, least=0)
     high: float | None = knob(None, option=True, above=0)
     batch_normalize: bool = knob(False, option=True)
+    """Divide the weights by their mean over tokens (level token) or sequences, after the bounds."""
     reject: tuple[str, ...] = knob((), option=True)
     denominator: str = knob("after_rejection", option=True, choices=("after_rejection", "before_rejection"))
     bypass: bool = knob(False, key="bypass")
+    """Use the sampler's log-probs as the old policy."""
 
     @property
     def of_step(self) -> bool:
-        """Whether it reads the trainer's log-probs before the update; a bypass that rejects nothing does not."""
+        """Return whether it reads the trainer's log-probs before the update; a bypass that rejects nothing does not."""
         return not self.bypass or bool(self.reject) or self.form == "mask"
 
     def rejections(self) -> tuple[Rejection, ...]:
@@ -193,12 +196,15 @@ class Correction(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence(Spec):
-    """Of the policy and a teacher, over its likeliest tokens and the rest, as a term beside a policy loss. beta: as of
-    `GKDTopK`, clamp and floor: as its teacher_clamp and teacher_floor."""
+    """The divergence of the policy from a teacher, over the teacher's likeliest tokens and the rest, as a term beside a
+    policy loss."""
 
     prefix: ClassVar[str] = "divergence_"
     switches = ("coef",)
     coef: float = knob(0.0, option=True, least=0)
     beta: float = knob(0.5, option=True, least=0, most=1)
+    """As in `GKDTopK`."""
     clamp: float | None = knob(None, option=True, above=0)
+    """As its teacher_clamp."""
     floor: float | None = knob(None, option=True, below=0)
+    """As its teacher_floor."""

@@ -347,7 +347,7 @@ def gkd(columns: Columns, *, mixed: bool = False) -> TermValue:
 
 
 def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], TermValue], delta: float) -> TermValue:
-    """`inner`, and 0 for a sequence with a negative mean advantage whose mean of log(pi_rollout / pi) exceeds `delta`
+    """`inner`, and 0 for a sequence with a negative mean advantage if its mean of log(pi_rollout / pi) exceeds `delta`
     (DeepSeek-V3.2). Needs `rollout_logprobs`. A sequence must be whole in its micro-batch."""
     value = inner(columns)
     lp = columns["logprobs"].detach()
@@ -359,7 +359,7 @@ def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], Ter
 
 
 def high_entropy(columns: Columns, *, inner: Callable[[Columns], TermValue], share: float) -> TermValue:
-    """`inner`, and 0 for tokens whose entropy is below the quantile 1 - `share` of all tokens (2506.01939; TRL's
+    """`inner`, and 0 for tokens with an entropy below the quantile 1 - `share` of all tokens (2506.01939; TRL's
     top_entropy_quantile). A two-pass term, as `kl_cov`; the tokens that are left out stay in the denominators."""
     value, entropy = inner(columns), columns["entropy"].detach()
     found = entropy[columns.mask].sort().values

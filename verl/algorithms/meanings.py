@@ -1,4 +1,5 @@
-"""What each setting of an algorithm does, in a line: `verl show algorithm=NAME` and docs/algorithms print it."""
+"""One line of documentation for each setting of an algorithm: `verl show algorithm=NAME` and docs/algorithms print
+it."""
 
 from __future__ import annotations
 

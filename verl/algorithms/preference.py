@@ -1,5 +1,5 @@
 """Preference and reward-model losses: functions of pairs, and the terms that run them. A pair is two sequences of one
-step, told apart by token columns (`side`, `pair`); the term is evaluated on the whole step at once, so no split into
+step, marked by token columns (`side`, `pair`); the term is evaluated on the whole step at once, so no split into
 micro-batches can part a pair or change KTO's reference point."""
 
 from __future__ import annotations
@@ -25,18 +25,24 @@ CHOSEN, REJECTED, MISMATCHED = 1.0, -1.0, 0.0
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """n pairs. chosen, rejected: log-probs of the answers [n], summed; ref_*: of the reference (0 where none is used);
-    *_tokens: lengths [n]; gap: true reward of the chosen minus the rejected [n], where the rows have one; whole: what
-    `chosen` is before LD-DPO shortens it, for an NLL."""
+    """n pairs of answers."""
 
     chosen: Tensor
+    """Summed log-probs of the chosen answers [n]."""
     rejected: Tensor
+    """Summed log-probs of the rejected answers [n]."""
     ref_chosen: Tensor
+    """The reference's log-probs of the chosen answers; 0 without a reference."""
     ref_rejected: Tensor
+    """The same of the rejected answers."""
     chosen_tokens: Tensor
+    """Lengths of the chosen answers [n]."""
     rejected_tokens: Tensor
+    """Lengths of the rejected answers [n]."""
     gap: Tensor | None = None
+    """True reward of the chosen minus the rejected [n], where the rows have one."""
     whole: Tensor | None = None
+    """`chosen` before LD-DPO shortens it, for an NLL."""
 
     @property
     def log_ratios(self) -> tuple[Tensor, Tensor]:
@@ -221,7 +227,7 @@ def reward_terms(*, center_coef: float = 0.0, margin: bool = False) -> tuple[Ter
 
 
 def _of_sequence(columns: Columns, name: str) -> Tensor:
-    """[S] of a column that is constant in each sequence; 0 where a sequence has no token."""
+    """Return [S] of a column that is constant in each sequence; 0 where a sequence has no token."""
     return columns.mean(columns[name].double())
 
 
@@ -235,13 +241,14 @@ def _places(columns: Columns) -> tuple[Tensor, Tensor]:
 
 
 def _spread(columns: Columns, at: Tensor, per_item: Tensor) -> Tensor:
-    """[S] values whose mean over the present sequences is the mean of `per_item` [n], standing at sequences `at`."""
+    """Return [S] values with a mean over the present sequences that is the mean of `per_item` [n], placed at sequences
+    `at`."""
     values = per_item * (columns.counts() > 0).sum() / max(1, len(at))
     return torch.zeros(columns.num_sequences, dtype=per_item.dtype).index_put((at,), values)
 
 
 def _pair_metrics(columns: Columns, at: Tensor, found: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Any]]:
-    """Metrics are means over all present sequences; each pair's value stands at both of its sequences."""
+    """Add the metrics of pairs: means over all present sequences; each pair's value is at both of its sequences."""
     return {n: (_spread(columns, at, v.detach().to(torch.float64)), "mean") for n, v in found.items()}
 
 

@@ -1,6 +1,6 @@
 """Every algorithm as one entry, composed of specs at the paper's values. No torch: configuration and plan read it.
-`settled` puts a user's settings in their place and says what is wrong with them; `resolve.py` makes functions and terms
-of the result."""
+`settled` replaces its values by a user's settings and reports faults; `resolve.py` makes functions and terms of the
+result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCHEDULED = (
 
 @dataclass(frozen=True)
 class Preset:
-    """One algorithm. What is None is off."""
+    """One algorithm. A part that is None is off."""
 
     name: str
     source: str
@@ -58,7 +58,8 @@ class Preset:
         return {**out, **{k: v for spec in self.parts().values() for k, v in spec.settings().items()}}
 
     def needs(self, updates: int) -> tuple[specs.Need, ...]:
-        """What is inferred before the advantages, in order. One update: the old policy is the current one, no pass."""
+        """Return the columns that are inferred before the advantages, in order. With one update the old policy is the
+        current one, without a pass."""
         wanted = {*self.estimator.inputs, *self.loss.inputs}
         if self.kl_loss or self.kl_reward:
             wanted.add("ref_logprobs")
@@ -71,7 +72,7 @@ class Preset:
         return tuple(need for need in specs.NEEDS if need.column in wanted)
 
     def asked(self, updates: int) -> dict[str, dict[str, str]]:
-        """The same by role, in order: {output: column}."""
+        """Return the same by role, in order: {output: column}."""
         needs = self.needs(updates)
         return {n.role: {m.output: m.column for m in needs if m.role == n.role} for n in needs}
 
@@ -80,7 +81,7 @@ class Preset:
         return frozenset(need.role for need in self.needs(1)) - {"actor"}
 
     def credits_turns(self) -> bool:
-        """Whether it reads rewards of single turns."""
+        """Return whether it reads rewards of single turns."""
         return not {*self.estimator.inputs, *self.loss.inputs}.isdisjoint(specs.TURNS)
 
     def columns(self) -> tuple[str, ...]:
@@ -90,11 +91,11 @@ class Preset:
         return (*specs.WRITTEN, "old_logprobs", *kl, *correction)
 
     def stored_share(self) -> float:
-        """Of the prompts, those whose stored answer is learned in place of answers of the policy."""
+        """Return the share of the prompts for which the stored answer is learned in place of answers of the policy."""
         return 1 - self.loss.on_policy_share if isinstance(self.loss, specs.GKDTopK) else 0.0
 
     def faults(self, longest: int | str = "rollout.max_response_tokens") -> Iterator[str]:
-        """Why these specs do not go together, a line each. `longest`: the longest response, for the advice."""
+        """Yield a line for each fault of these specs together. longest: the longest response, for the advice."""
         written = {*specs.WRITTEN, *specs.TURNS, *(n.column for n in specs.NEEDS if n.role != "critic" or self.critic)}
         for spec in (self.estimator, self.loss):
             for column in spec.inputs:
@@ -144,7 +145,7 @@ class Preset:
         return weighed and "advantages" in self.loss.inputs
 
     def idle(self, given: Mapping[str, Any]) -> Iterator[str]:
-        """Given settings that do nothing in this algorithm although they look as if they did."""
+        """Yield the given settings that have no effect in this algorithm although they look as if they had."""
         if "horizon_tokens" in given and self.loss.aggregation != specs.BY_HORIZON:
             said = f"algorithm.horizon_tokens={given['horizon_tokens']} does nothing here"
             yield f"{said}: it belongs to algorithm.aggregation={specs.BY_HORIZON}"
@@ -199,7 +200,7 @@ SWITCHED: Mapping[str, Spec] = {
     "truncation": filters.Truncation(),
     "correction": filters.Correction(),
 }
-"""What is off in a preset as None, at its defaults."""
+"""Defaults of the parts that may be None in a preset."""
 
 
 _A, _L = "verl.algorithms.estimators:", "verl.algorithms.losses:"
@@ -223,7 +224,7 @@ LOSSES: Mapping[str, specs.LossSpec] = {
     "gkd_topk": specs.GKDTopK(),
     "reinforce": REINFORCE,
 }
-"""What `algorithm.loss=NAME` may name, at the usual settings."""
+"""Losses that `algorithm.loss=NAME` may name, at the usual settings."""
 
 _BY_SEQUENCE = PPOClip(aggregation="seq-mean-token-mean")
 _BY_CONSTANT = PPOClip(aggregation=specs.BY_HORIZON)
@@ -335,7 +336,7 @@ PREFERENCES: Mapping[str, PreferenceSpec] = {
     "cpo": PreferenceSpec("CPO, 2401.08417", _P + "cpo", _NLL, reference=False),
     "kto": PreferenceSpec("KTO, 2402.01306", _P + "kto", _KTO, paired=False),
 }
-"""What `preference.loss=NAME` may name."""
+"""Losses that `preference.loss=NAME` may name."""
 
 
 def _every_knob() -> list[tuple[str, Knob, str]]:
@@ -344,7 +345,8 @@ def _every_knob() -> list[tuple[str, Knob, str]]:
 
 
 def knobs() -> dict[str, bool]:
-    """Every setting by its key -> whether it stands under algorithm.options. `loss` and `advantage` name functions."""
+    """Return every setting by its key, and whether it is under algorithm.options. `loss` and `advantage` name
+    functions."""
     return {key: limits.option for key, limits, _ in _every_knob()}
 
 
@@ -359,7 +361,7 @@ def setting_texts() -> dict[str, str]:
 
 
 def changed(preset: Preset) -> dict[str, Any]:
-    """The settings that the preset has at another value than their default."""
+    """Return the settings of the preset that differ from their default."""
     out: dict[str, Any] = {}
     for spec in preset.parts().values():
         defaults = {f.name: f.default for f in fields(spec)}

@@ -22,7 +22,8 @@ from verl.types import Metric
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(Preset):
-    """A settled preset with its functions. `figures`: of what the loss had recorded · `value_terms`: the critic's."""
+    """A settled preset with its functions. `figures`: metrics of what the loss recorded · `value_terms`: the
+    critic's."""
 
     advantage: Callable[[Columns], Mapping[str, Tensor]]
     figures: Callable[[Columns], Mapping[str, Metric]] | None
@@ -159,7 +160,7 @@ def _importable(path: str, key: str) -> Callable[..., Any]:
 
 
 class _Asked(dict[str, Tensor]):
-    """Columns that notes the first name asked for that is not there."""
+    """Columns that record the first missing name that is read."""
 
     missing: str | None = None
 
@@ -169,7 +170,7 @@ class _Asked(dict[str, Tensor]):
 
 
 def _try(fn: Callable[[Columns], Any], path: str, preset: Preset) -> None:
-    """Refuse a loss that reads a column nobody writes, by calling it on two tokens before a model is loaded."""
+    """Refuse a loss that reads a missing column, by calling it on two tokens before a model is loaded."""
     names = ("logprobs", "entropy", *preset.columns())
     token = _Asked({name: torch.full((2,), -0.5, dtype=torch.float64) for name in names})
     one = torch.zeros(2, dtype=torch.int64)

@@ -11,7 +11,7 @@ from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, Shar
 
 TEACHER = "teacher"
 POLICY = "policy"
-"""As `teacher.path`: whom to ask."""
+"""The value of `teacher.path` with which the policy teaches itself."""
 
 
 def is_url(path: str) -> bool:
@@ -19,8 +19,9 @@ def is_url(path: str) -> bool:
 
 
 def split_key(path: str) -> tuple[str, str]:
-    """A URL as it may be shown, and the key of its server, "" without one: http://:KEY@HOST:PORT, of which the key is
-    taken as it is, whatever stands in it; in http://USER:KEY@HOST:PORT %XX is a character. Folders as they are."""
+    """Return a URL without its key, and the key of its server ("" without one). In http://:KEY@HOST:PORT the key is
+    taken as it is, whatever characters it has; in http://USER:KEY@HOST:PORT %XX is a character. Folders are returned as
+    they are."""
     scheme, _, rest = path.partition("://")
     if is_url(path) and rest.startswith(":") and "@" in rest:
         key, _, host = rest[1:].rpartition("@")
@@ -44,7 +45,7 @@ class CriticConfig:
 
 @dataclass
 class TeacherConfig:
-    """Whom opd, gkd and gkd_topk learn from: frozen models beside the policy, the role `teacher`, or the policy itself
+    """The teachers of opd, gkd and gkd_topk: frozen models beside the policy (the role `teacher`), or the policy itself
     with a context that it does not have when it answers."""
 
     path: str | None = None
@@ -52,14 +53,15 @@ class TeacherConfig:
     key); it reads the policy's tokens. `policy`: the policy as it is."""
     paths: dict[str, str] = field(default_factory=dict)  # Several, by their names; each is a role, `teacher_NAME`.
     pick: Annotated[str, words("task|best|mix")] = "task"
-    """Of several. task: the one that the row's column `teacher` names, else its data_source · best: of each answer, the
-    one that finds it likeliest · mix: their mixture (opd)."""
+    """The use of several. task: the one that the row's column `teacher` names, else its data_source · best: for each
+    answer, the one that finds it likeliest · mix: their mixture (opd)."""
     weights: dict[str, float] = field(default_factory=dict)  # pick=mix: shares by name. Empty: equal ones.
     hint_key: str | None = None
-    """A column that the teacher reads and the policy does not: text goes behind the last user message, messages are the
-    whole prompt. `attempt.feedback`: what the reward function or the environment said of the very attempt."""
+    """A column that the teacher reads and the policy does not: text is appended to the last user message, messages
+    are the whole prompt. `attempt.feedback`: the feedback of the reward function or the environment on the attempt
+    itself."""
     ema: NonNegative = 0.0
-    """Of path=policy: who teaches is the average of its weights, with this decay per optimizer step; from 2 on, a copy
+    """With path=policy the teacher is the average of its weights, with this decay per optimizer step; from 2 on, a copy
     which is taken anew after so many publishes. 0: the weights as they are."""
     temperature: Positive | None = None  # Of the teacher. Null: that of the sample, as the policy's.
     top_k: PositiveInt = 64  # gkd_topk: its likeliest tokens; all others are one more outcome.
@@ -71,11 +73,11 @@ class TeacherConfig:
         return {TEACHER: self.path} if self.path is not None and self.path != POLICY else {}
 
     def folders(self) -> dict[str, str]:
-        """Of those whose model is computed here."""
+        """Return the folder of each role with a model that is computed in this run."""
         return {role: path for role, path in self.roles().items() if not is_url(path)}
 
     def shares(self) -> dict[str, float]:
-        """Of a mixture, by name; they sum to 1."""
+        """Return the shares of a mixture, by name; they sum to 1."""
         given = self.weights or dict.fromkeys(self.paths, 1.0)
         return {name: given[name] / sum(given.values()) for name in self.paths}
 
@@ -85,6 +87,6 @@ class PreferenceConfig:
     loss: Annotated[str, words("|".join(PREFERENCES))] = "dpo"  # Of `verl dpo`.
     beta: Positive | None = None  # Null: the loss's own (0.1 for most).
     options: dict[str, Any] = field(default_factory=dict)
-    """What only some losses have: label_smoothing, alpha, gamma, eta, average, normalization, ..."""
+    """Options that only some losses have: label_smoothing, alpha, gamma, eta, average, normalization, ..."""
     center_coef: NonNegative = 0.0  # verl rm: weight of (r_chosen + r_rejected)^2, to keep scores around 0 (0.01).
     use_margin: bool = False  # verl rm: subtract the rows' margin (or their scores' difference) inside the sigmoid.

@@ -1,5 +1,5 @@
-"""What a part of an algorithm is written with: settings with their bounds, and what is wrong with a value of one. No
-torch. The field of a spec is the key that a user sets, after the spec's prefix."""
+"""Settings with their bounds, of which the parts of an algorithm are made, and the faults of their values. No torch.
+The field of a spec is the key that a user sets, after the spec's prefix."""
 
 from __future__ import annotations
 
@@ -14,20 +14,27 @@ from typing import Any, ClassVar, Self
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """What a setting may be. `least` and `most` are allowed themselves, `above` and `below` are not · option: it
-    is written under algorithm.options, since few algorithms have it · advice: ends the error."""
+    """The values that a setting may have."""
 
     key: str | None = None
+    """The key, where it differs from the field."""
     option: bool = False
+    """It is written under algorithm.options, since few algorithms have it."""
     choices: tuple[str, ...] = ()
+    """The allowed values, if they are a few words."""
     least: float = -math.inf
+    """The least allowed value."""
     above: float = -math.inf
+    """Values must be larger than this."""
     most: float = math.inf
+    """The largest allowed value."""
     below: float = math.inf
+    """Values must be smaller than this."""
     advice: str = ""
+    """The end of the error."""
 
     def fault(self, key: str, value: Any, kind: str) -> str | None:
-        """One line about a value that cannot be; None where it can."""
+        """Return one line about an invalid value; None for a valid one."""
         wanted, types = _KINDS[kind.split(" ")[0].split("[")[0]]
         said = f"{self.path(key)}={value}: "
         if value is None:
@@ -84,7 +91,7 @@ def did_you_mean(word: object, known: Sequence[str], aliases: Mapping[str, str] 
 
 
 def spelled(name: str) -> str:
-    """Return `name` in lower case without what writers put between its letters: Reinforce++ is reinforceplusplus."""
+    """Return `name` in lower case without the separators between its letters: Reinforce++ is reinforceplusplus."""
     return re.sub(r"[^a-z0-9]", "", name.lower().replace("+", "plus"))
 
 
@@ -102,7 +109,7 @@ class Spec:
     @classmethod
     @functools.cache
     def knobs(cls) -> dict[str, tuple[str, Knob, str]]:
-        """key -> (field, its limits, its type as text), of every setting of this spec."""
+        """Return key -> (field, its limits, its type as text), for every setting of this spec."""
         found = {f.name: (f.metadata["knob"], _as_written(f.type)) for f in fields(cls) if "knob" in f.metadata}
         return {k.key or cls.prefix + name: (name, k, kind) for name, (k, kind) in found.items()}
 
@@ -110,7 +117,7 @@ class Spec:
         return {key: getattr(self, name) for key, (name, _, _) in self.knobs().items()}
 
     def updated(self, given: Mapping[str, Any]) -> Self:
-        """With those of the given settings that are this spec's."""
+        """Return this spec with those of the given settings that belong to it."""
         return replace(self, **{name: given[key] for key, (name, _, _) in self.knobs().items() if key in given})
 
     def is_on(self) -> bool:
@@ -118,7 +125,7 @@ class Spec:
         return not self.switches or any(getattr(self, name) for name in self.switches)
 
     def faults(self) -> Iterator[str]:
-        """A line for each setting that cannot be, with the fix."""
+        """Yield a line for each invalid setting, with the fix."""
         for key, (name, limits, kind) in self.knobs().items():
             if said := limits.fault(key, getattr(self, name), kind):
                 yield said

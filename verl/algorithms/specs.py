@@ -1,6 +1,6 @@
-"""What an algorithm is composed of: group, estimator, loss, KL and critic (filters and corrections: filters.py). No
-torch. Each spec owns its settings (settings.py); functions are named `module:name` and imported when a run is
-assembled."""
+"""The parts that an algorithm is composed of: group, estimator, loss, KL and critic (filters and corrections:
+filters.py). No torch. Each spec owns its settings (settings.py); functions are named `module:name` and imported when a
+run is assembled."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ KL_FORMS = ("k1", "abs", "k2", "k3")
 
 
 class Need(NamedTuple):
-    """A column that is inferred before the advantages: `role` computes `output` of its model, stored as `column`.
-
-    build: `module:function` that makes the role's workers, (ModelContext, Algorithm) -> ModelWorkers; the actor's are
-    there already · may_fail: a sample of which it is not finite is Invalid; elsewhere that stops the run."""
+    """A column that is inferred before the advantages: `role` computes `output` of its model, stored as `column`."""
 
     column: str
     role: str
     output: str
     build: str = ""
+    """`module:function` that makes the role's workers, (ModelContext, Algorithm) -> ModelWorkers; the actor's exist
+    already."""
     may_fail: bool = False
+    """A sample with a value that is not finite is Invalid; for other columns that stops the run."""
 
 
 _TEACHER = "verl.driver.models:teacher"
@@ -51,16 +51,19 @@ WRITTEN = ("advantages", "rollout_logprobs")
 """Columns that every step has without inference."""
 
 TURNS = ("side/turn", "side/turn_reward", "side/turn_state")
-"""Of each token its turn's number, reward and state: agent loops record them for an algorithm that reads one."""
+"""The turn's number, reward and state of each token: agent loops record them for an algorithm that reads one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """`least`: fewer valid answers carry no signal. `baselines`: answers that are compared with, not trained on."""
+    """The needs of an algorithm on its groups."""
 
     least: int = 2
+    """Fewer valid answers have no signal."""
     baselines: int = 0
+    """Answers that others are compared with, and that are not trained."""
     baseline_sampling: Callable[[Sampling], Sampling] | None = None
+    """The sampling of these, from that of the group."""
 
 
 def greedy(sampling: Sampling) -> Sampling:
@@ -70,17 +73,19 @@ def greedy(sampling: Sampling) -> Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorSpec(Spec):
-    """`fn`: the estimator. `inputs`: inferred columns it reads; `optional`: columns of a correction that it reads where
-    there is one. The settings are keyword arguments of `fn`."""
+    """An advantage estimator. The settings are keyword arguments of `fn`."""
 
     fn: str = field(kw_only=False)
+    """`module:function`."""
     inputs: tuple[str, ...] = ()
+    """Inferred columns that it reads."""
     optional: tuple[str, ...] = ()
+    """Columns of a correction that it reads where there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grouped(EstimatorSpec):
-    """epsilon: stands beside the deviation that divides (TRL and OpenRLHF have other numbers than verl's 1e-6)."""
+    """epsilon is added to the deviation that divides (TRL and OpenRLHF have other numbers than verl's 1e-6)."""
 
     normalize_by_std: bool = knob(True)
     epsilon: float = knob(1e-6, option=True, above=0)
@@ -127,12 +132,14 @@ class GRPO(Grouped, Singletons):
 
 @dataclass(frozen=True, kw_only=True)
 class GPG(Singletons):
-    """alpha_counts: B / N scales the advantages, where N counts the answers of groups whose scores vary (the paper), or
-    the scores that are not 0 (verl) · f_norm: they are divided by it."""
+    """Advantages that are scaled by the answers that count."""
 
     fn: str = "verl.algorithms.estimators:gpg"
     alpha_counts: str = knob("varied", option=True, choices=("varied", "nonzero"))
+    """B / N scales the advantages: N counts the answers of groups with a variance (the paper), or scores other than 0
+    (verl)."""
     f_norm: float = knob(1.0, option=True, above=0)
+    """The advantages are divided by it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +166,12 @@ class WhitenedReturns(Discounted, Whitened):
 
 @dataclass(frozen=True, kw_only=True)
 class OPD(Discounted):
-    """gamma: of the teacher's signal; the reward's is one for the whole answer · prefix_gain: how much more the first
-    token counts than the last one (IW-OPD's gamma, 2606.22600)."""
+    """Distillation on-policy: the teacher's signal as an advantage."""
 
     fn: str = "verl.algorithms.estimators:opd"
     inputs: tuple[str, ...] = ("teacher_logprobs", "rollout_logprobs")
     gamma: float = knob(0.0, least=0, most=1)
+    """The discount of the teacher's signal; the reward's is one for the whole answer."""
     teacher_coef: float = knob(1.0, option=True, least=0)
     reward_coef: float = knob(0.0, option=True, least=0)
     agree_only: bool = knob(False, option=True)
@@ -231,27 +238,31 @@ class GDPO(Scaled):
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec(Spec):
-    """The policy loss `fn`, its aggregation, and the small terms beside it. `inputs`: columns it reads, `outputs`: of
-    the model; `recorded`: more of its first pass, for figures (columns train_NAME). `two_pass`: it has statistics over
-    the whole step. `corrected`: how importance weights enter it (own: `fn` reads them, of the level `weighed`).
-    `top_entropy_quantile`: the share of tokens, those of the highest entropy, that have a loss (null: all).
-    `coef_schedule`: coefficient -> [[step, factor], ...] (see `factors`). The settings that a subclass adds are keyword
+    """A policy loss, its aggregation, and the small terms beside it. The settings that a subclass adds are keyword
     arguments of `fn`."""
 
     fn: str = field(kw_only=False)
+    """`module:function`."""
     inputs: tuple[str, ...] = ("advantages",)
+    """Columns that it reads."""
     outputs: tuple[str, ...] = ("logprobs",)
+    """Outputs of the model that it reads."""
     recorded: tuple[str, ...] = ()
+    """Further outputs of its first pass that are recorded for metrics (columns train_NAME)."""
     two_pass: bool = False
+    """It has statistics over the whole step."""
     corrected: Literal["token", "geometric", "own"] = "token"
+    """How importance weights enter it. own: `fn` reads them, at the level `weighed`."""
     aggregation: str = knob("token-mean", choices=AGGREGATIONS)
     horizon_tokens: int | None = knob(None, least=1)
     off_policy_delta: float | None = knob(None, option=True)
     top_entropy_quantile: float | None = knob(None, option=True, above=0, most=1)
+    """The share of tokens, those of the highest entropy, that have a loss. None: all."""
     entropy_coef: float = knob(0.0)
     positive_nll_coef: float = knob(0.0, option=True)
     observation_coef: float = knob(0.0, option=True, least=0)
     coef_schedule: Mapping[str, Any] | None = knob(None, option=True)
+    """Coefficient -> [[step, factor], ...] (`factors`)."""
 
     def faults(self) -> Iterator[str]:
         yield from Spec.faults(self)
@@ -264,8 +275,8 @@ class LossSpec(Spec):
         return self.coef_schedule if isinstance(self.coef_schedule, Mapping) else {}
 
     def factors(self, step: int) -> dict[str, float]:
-        """By what each scheduled coefficient is multiplied at this step (the first is 1): straight lines between the
-        points, which are constant before the first and after the last."""
+        """Return the factor of each scheduled coefficient at this step (the first is 1): straight lines between the
+        points, constant before the first and after the last."""
         return {k: float(np.interp(step, *np.asarray(points, np.float64).T)) for k, points in self.schedule().items()}
 
     def arguments(self) -> dict[str, Any]:
@@ -274,7 +285,7 @@ class LossSpec(Spec):
 
 
 def _are_points(given: Any) -> bool:
-    """[[step, factor], ...] as a schedule wants them."""
+    """Return whether this is [[step, factor], ...] as a schedule needs it."""
     if not isinstance(given, list | tuple) or not all(isinstance(p, list | tuple) and len(p) == 2 for p in given):
         return False
     steps, factors = [p[0] for p in given], [p[1] for p in given]
@@ -398,7 +409,7 @@ class GKDTopK(LossSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class GKD(GKDTopK):
-    """Over the whole vocabulary: the student's engine computes it, with this beta."""
+    """GKD over the whole vocabulary: the student's engine computes it, with this beta."""
 
     fn: str = "verl.algorithms.losses:gkd"
     inputs: tuple[str, ...] = ("teacher_hidden",)
@@ -449,26 +460,29 @@ class CriticSpec(Spec):
 
 @dataclass(frozen=True)
 class PreferenceSpec:
-    """What `preference.loss=NAME` trains. `reference`: it needs the frozen start policy's log-probs. `needs_gap`: it
-    reads the answers' true rewards. `options`: arguments of `fn` that preference.options may set; `fixed`: others."""
+    """A loss that `preference.loss=NAME` trains."""
 
     source: str
     fn: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `fn` that preference.options may set."""
     beta: float = 0.1
     reference: bool = True
+    """It needs the log-probs of the frozen start policy."""
     paired: bool = True
     needs_gap: bool = False
+    """It reads the answers' true rewards."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `fn` that are fixed."""
 
 
 def short(fn: str) -> str:
-    """The name of one of our functions; a user's own stays `module:name`."""
+    """Return the short name of one of our functions; a user's own stays `module:name`."""
     return fn.partition(":")[2] if fn.startswith("verl.algorithms.") else fn
 
 
 def function(path: str, key: str) -> Callable[..., Any]:
-    """The function that `module:name` says; ValueError naming the key it was given for."""
+    """Return the function at `module:name`; ValueError naming the key that it was given for."""
     module_name, _, attribute = path.partition(":")
     if not attribute:
         raise ValueError(f"{key}={path}: write it as module:function")

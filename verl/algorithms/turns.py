@@ -1,7 +1,7 @@
 """Advantages by turn: a turn of the model (one call) is one action, with a reward of its own. As in estimators.py, on
 the trainable tokens of a whole step in float64; `side/turn` [L] int64 numbers the turns of a trajectory over all of its
-rows, `side/turn_reward` [L] has a turn's reward at its last token, `side/turn_state` [L] int64 says what it was played
-in. Without these columns every trajectory is one turn. The score, and what a KL penalty takes, come on top."""
+rows, `side/turn_reward` [L] has a turn's reward at its last token, `side/turn_state` [L] int64 is the state that the
+turn was played in. Without these columns every trajectory is one turn. The score, and a KL penalty, are added."""
 
 from __future__ import annotations
 

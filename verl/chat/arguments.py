@@ -20,7 +20,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
 
 
 def wrong_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-    """What is wrong with the arguments of a call by its tool's JSON schema, in words for the model; "": nothing."""
+    """Return the faults of a call's arguments by its tool's JSON schema, in words for the model; "" without a fault."""
     properties = schema.get("properties") or {}
     if missing := [name for name in schema.get("required") or () if name not in arguments]:
         return f"missing: {', '.join(missing)}"
@@ -33,7 +33,7 @@ def wrong_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> 
 
 
 def as_declared(schema: Any, value: Any) -> Any:
-    """The value with whole numbers as integers where its schema asks for an integer: 5.0 is one in JSON."""
+    """Return the value with whole numbers as integers where its schema asks for an integer: 5.0 is one in JSON."""
     if not isinstance(schema, Mapping):
         return value
     options = [schema, *(option for key in ("anyOf", "oneOf") for option in schema.get(key) or ())]

@@ -32,7 +32,7 @@ from verl.chat.template import (
 )
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
-"""Around the number of a marker that stands for a special token in the text of a message."""
+"""Around the number of a marker that replaces a special token in the text of a message."""
 _SAID = {"role": "assistant", "content": "It is 42.", "tool_calls": CALLS}
 _DUMMIES = (
     {"role": "assistant", "content": "", "tool_calls": CALLS},
@@ -45,7 +45,7 @@ _DUMMIES = (
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """Text of tools and environments as ids that hold no control token: what they say cannot open or close a turn."""
+    """Text of tools and environments as ids that hold no control token: their content cannot open or close a turn."""
 
     tokenizer: Tokenizer
     control: Mapping[str, tuple[int, ...]]  # text of a special token -> the ids of that text as plain text
@@ -105,14 +105,16 @@ def plain_text(tokenizer: Tokenizer) -> PlainText:
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """The next prompt's ids after a sampled turn. end: of a turn, sampled or added · dummy: the history that the new
-    messages are rendered after, and its text up to that end."""
+    """The next prompt's ids after a sampled turn."""
 
     renderer: Renderer
     plain: PlainText
     end: tuple[int, ...]
+    """The end of a turn, sampled or added."""
     dummy: tuple[Message, ...]
+    """The history that the new messages are rendered after."""
     before: str
+    """The text of that history up to the end of its last turn."""
 
     def ids(self, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
         """[t] int64 after the sampled ids: the rest of the turn's end, the messages, the generation prompt."""
@@ -163,7 +165,8 @@ _NEW = ([ANSWER], [ANSWER, {**ANSWER, "content": '{"kiwi": "a\\nb"}\nkea'}])
 
 
 def _histories(said: Message, audit: TemplateAudit) -> list[list[Message]]:
-    """Histories that end with an assistant turn: short, of several turns, with a result, with a system message."""
+    """Return histories that end with an assistant turn: short, of several turns, with a result, with a system
+    message."""
     found: list[list[Message]] = [
         [USER, said],
         [USER, {**THINK, "tool_calls": CALLS}],
@@ -174,7 +177,7 @@ def _histories(said: Message, audit: TemplateAudit) -> list[list[Message]]:
 
 
 def _up_to_end(r: Renderer, history: Sequence[Message], audit: TemplateAudit) -> str | None:
-    """The text of a history up to the end token of its last turn."""
+    """Return the text of a history up to the end token of its last turn."""
     try:
         ids, text = r.ids(history, prompt=False), r.text(history, prompt=False)
     except RenderError:
@@ -187,7 +190,8 @@ def _up_to_end(r: Renderer, history: Sequence[Message], audit: TemplateAudit) ->
 
 
 def _holds(bridge: Bridge, history: Sequence[Message], messages: Sequence[Message], audit: TemplateAudit) -> bool:
-    """Whether the history up to its end, and the bridge, are the rendering of both, and the last turn is whole."""
+    """Return whether the history up to its end, and the bridge, are the rendering of both, and the last turn is
+    whole."""
     r = bridge.renderer
     try:
         full, head = r.ids([*history, *messages], prompt=True), r.ids(history, prompt=False)

@@ -41,12 +41,14 @@ from verl.types import Sample, Segment
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """One training row. ids [t] int64 · mask [t] bool, True where the token is an assistant's own and trained on ·
-    unthinking: behind the generation prompt of enable_thinking=false."""
+    """One training row."""
 
     ids: np.ndarray
+    """[t] int64."""
     mask: np.ndarray
+    """[t] bool, True where the token is an assistant's own and trained on."""
     unthinking: bool = False
+    """It is behind the generation prompt of enable_thinking=false."""
 
     def __post_init__(self) -> None:
         assert self.ids.shape == self.mask.shape and self.ids.ndim == 1, f"{self.ids.shape} ids, {self.mask.shape} mask"
@@ -63,11 +65,12 @@ def render_conversation(
     last_only: bool = False,
     may_skip_thinking: bool = False,
 ) -> list[Rendered]:
-    """Training rows of a conversation: one for an append-only template, else one per assistant turn, as at inference.
+    """Return the training rows of a conversation: one for an append-only template, else one per assistant turn, as at
+    inference.
 
     Assistant turns before message `train_from`, without any prompt, or with weight 0 are context; with `last_only` all
-    but the last are. RowRefused if no exact row exists. may_skip_thinking: a turn without a thought, whose prompt opens
-    one, is rendered with enable_thinking=false, where the template knows that.
+    but the last are. RowRefused if no exact row exists. may_skip_thinking: a turn without a thought, but with a prompt
+    that opens one, is rendered with enable_thinking=false, where the template knows that.
     """
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= max(train_from, 1)]
     if not turns:
@@ -93,7 +96,7 @@ def render_conversation(
 
 
 def _whole_row(r: Renderer, messages: Sequence[Message], turns: Sequence[int], audit: TemplateAudit) -> Rendered:
-    """One row for all turns; every trained span is verified to be what incremental rendering says it is."""
+    """Return one row for all turns; every trained span is verified to be that of incremental rendering."""
     text, ids = r.both(messages[: turns[-1] + 1], prompt=False)
     refuse_dropped(r, text, messages[: turns[-1] + 1], audit, turns, prompt=False)
     mask = np.zeros(len(ids), bool)
@@ -135,7 +138,7 @@ def _turn_row(r: Renderer, messages: Sequence[Message], i: int, audit: TemplateA
 
 
 def _end_by_the_next(messages: Sequence[Message], i: int, audit: TemplateAudit) -> int:
-    """Return the token that ends turn i of a template whose turns have no end of their own."""
+    """Return the token that ends turn i of a template without an end token of its own."""
     role = messages[i + 1]["role"] if i + 1 < len(messages) else None
     end = audit.next_turns.get(role, audit.last_end) if role else audit.last_end
     if end is None:
@@ -222,7 +225,7 @@ def _refuse_misplaced_text(message: Message, added: str, i: int) -> None:
 
 
 def _after_opening(opening: str, content: str) -> str:
-    """`content` without the beginning that the generation prompt already holds (`<think>\\n`)."""
+    """Return `content` without the beginning that the generation prompt already holds (`<think>\\n`)."""
     for size in range(min(len(opening), len(content)), 0, -1):
         if re.match(r"\s*<\w+>", content[:size]) and opening.endswith(content[:size]):
             return content[size:]
@@ -251,7 +254,7 @@ def _refuse_doubled(message: Message, prompt: str, turn: str) -> None:
 
 
 def _end_of_turn(turn: np.ndarray, message: Message, audit: TemplateAudit, i: int) -> int:
-    """One past the end-of-turn token of the last turn in `turn`; its length, where turns have none."""
+    """Return the index after the end-of-turn token of the last turn in `turn`; its length, where turns have none."""
     end, trailing = audit.ending(message)
     suffix = end[-1:] + trailing
     if tuple(turn[len(turn) - len(suffix) :].tolist()) != suffix:
@@ -267,9 +270,11 @@ class TurnEnd:
     trailing: tuple[int, ...] = ()
 
     def closed(self, sample: Sample) -> Sample:
-        """The row as the template renders it: after an answer that ended by itself stands what the template puts there.
+        """Return the row as the template renders it: an answer that ended by itself is followed by the template's
+        trailing ids.
 
-        A reward model is read at the last token of this, in `verl rm`, in RL and where others have trained it."""
+        A reward model is read at the last token of this, in `verl rm`, in RL and where others have trained it.
+        """
         last = next((int(s.ids[-1]) for s in reversed(sample.segments) if len(s.ids)), None)
         if last is None or last != self.token or not self.trailing:
             return sample
@@ -281,7 +286,7 @@ NO_TURN_END = TurnEnd()
 
 
 def turn_end(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]) -> TurnEnd:
-    """Of the tokenizer's own template; nothing where it has none."""
+    """Return the end of turn of the tokenizer's own template; an empty one where it has no template."""
     if not tokenizer.chat_template:
         return NO_TURN_END
     audit = audit_template(tokenizer, template_kwargs)

@@ -22,7 +22,8 @@ def date_line(r: Renderer) -> str:
 
 
 def _changes(r: Renderer) -> bool:
-    """Whether the prompts of two days differ. The day is a macro before the template, in the place of what it calls."""
+    """Return whether the prompts of two days differ. The day is a macro before the template, in the place of its own
+    call."""
     texts = []
     for day in ("kea", "weka"):
         tokenizer = copy.copy(r.tokenizer)

@@ -1,5 +1,5 @@
-"""Whether a rendering holds the text of the messages that it is of: a chat template drops roles, keys and parts that it
-does not know without an error."""
+"""Check that a rendering holds the text of its messages: a chat template silently drops roles, keys and parts that it
+does not know."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ THOUGHT_ENDS = ("</think>", "[/THINK]", "<channel|>", "</thinking>", "</reasonin
 def dropped(
     text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, whole: Collection[int]
 ) -> tuple[str, str] | None:
-    """Return what the rendering `text` lacks of its messages and tools, and an example of it; None if nothing.
+    """Return the part of the messages and tools that the rendering `text` lacks, and an example of it; None if it lacks
+    none.
 
-    Texts have to be there in the order of the messages, those of system messages and schemas anywhere. White space may
-    differ, and text may be escaped as in JSON. whole: the turns whose reasoning has to be there; templates drop that of
-    others."""
+    Texts have to occur in the order of the messages, those of system messages and schemas anywhere. White space may
+    differ, and text may be escaped as in JSON. whole: the turns with a reasoning that has to be there; templates drop
+    that of others.
+    """
     rendering = _Rendering(text)
     for tool in tools or ():
         name = (tool.get("function") or tool).get("name")
@@ -57,7 +59,7 @@ def holds_ambiguous(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def with_sentinels(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:
-    """Return the shape of the messages and messages of that shape whose texts are found nowhere else."""
+    """Return the shape of the messages and messages of that shape with texts that are found nowhere else."""
     shape, made = [], []
     for i, message in enumerate(messages):
         held = [key for key in TEXT_KEYS if str(message.get(key) or "").strip()]
@@ -68,7 +70,7 @@ def with_sentinels(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[Any, ..
 
 
 def _pieces(message: Mapping[str, Any], *, whole: bool) -> Iterator[tuple[str, str]]:
-    """Yield (what it is, the text) of all of a message that no template may drop."""
+    """Yield (its kind, the text) for every text of a message that no template may drop."""
     if whole and isinstance(reasoning := message.get("reasoning_content"), str):
         yield "reasoning_content", reasoning
     content = message.get("content")

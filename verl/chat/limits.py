@@ -36,8 +36,9 @@ class _Overrun(BaseException):
 
 @contextmanager
 def bounded_memory(more: int = RENDER_BYTES) -> Iterator[None]:
-    """At most `more` bytes of address space than now; what goes beyond raises MemoryError. Of the whole process, so
-    only where it does nothing else. Nothing is bounded where the system does not say what a process has."""
+    """Allow at most `more` bytes of address space than now; beyond, operations raise MemoryError. It holds for the
+    whole process, so only where it does nothing else. Nothing is bounded where the system does not report the memory of
+    a process."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:
@@ -55,10 +56,12 @@ def bounded_memory(more: int = RENDER_BYTES) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Rendering:
-    """What one thread renders. began: seconds of its processor time · held: bytes of the process shortly before."""
+    """A rendering in one thread."""
 
     began: float
+    """Seconds of the thread's processor time when it began."""
     held: int
+    """Bytes of the process shortly before."""
     why: str = ""  # set once, with the exception
 
 
@@ -104,13 +107,13 @@ class _Watch:
 
 
 def _seconds(ident: int) -> float:
-    """Seconds of processor time of this thread; of the clock where the system does not say (macOS)."""
+    """Return the processor seconds of this thread; those of the clock where the system does not report them (macOS)."""
     clock = getattr(time, "pthread_getcpuclockid", None)
     return time.clock_gettime(clock(ident)) if clock else time.monotonic()
 
 
 def _held() -> int:
-    """Bytes of memory that this process has; 0 where the system does not say."""
+    """Return the bytes of memory that this process has; 0 where the system does not report them."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:

@@ -97,7 +97,7 @@ def messages_of_text(text: str, where: str, column: str) -> list[Any] | None:
 
 
 def _is_message(value: Any) -> bool:
-    """Whether an object of JSON text is a message: the role is known, and there is something in it."""
+    """Return whether an object of JSON text is a message: the role is known, and it holds something."""
     if not isinstance(value, Mapping):
         return False
     role = value.get("role", value.get("from"))

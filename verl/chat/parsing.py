@@ -1,7 +1,7 @@
-"""What a model said, as calls of tools: one table of declarative response templates, read by transformers' parser.
+"""Read tool calls from a model's text: one table of declarative response templates, read by transformers' parser.
 
-A turn is calls, text, or malformed. A malformed turn is never executed as far as it went: every byte of a call has to
-be accounted for (`body`), and every marker has to open or close one.
+A turn is calls, text, or malformed. A malformed turn is never executed in part: every byte of a call has to be
+accounted for (`body`), and every marker has to open or close one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A call that cannot be read, with what is wrong, in words for the model. span: [first, end) of its characters in
-    the turn, as far as that is known."""
+    """A call that cannot be read, with the fault in words for the model. span: [first, end) of its characters in the
+    turn, as far as that is known."""
 
     reason: str
     span: tuple[int, int]
@@ -43,7 +43,7 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """calls: in the order in which they stand; none where `malformed` is set · text: what is neither call nor
+    """One parsed turn. calls: in their order in the text; none where `malformed` is set · text: all but calls and
     reasoning."""
 
     calls: tuple[ToolCall, ...] = ()
@@ -54,33 +54,40 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a family writes calls. open, close: around one call (or `each` of several in a list) · body: what may stand
-    between them, whole · marks: texts of a chat template that teaches it · frame: what may stand around the calls ·
-    open_pattern, close_pattern: where a text is not enough; a call with the latter may end with the turn, and only its
-    content says whether it is whole · stray: what belongs to a call wherever it stands · read: calls of what no
-    content parser of transformers reads · answer: where the text is in a region of its own · value: of a text between
-    marks, which may hold markers of the format itself; where calls are JSON, its strings may."""
+    """How a family writes calls."""
 
     open: str
+    """The text before one call (or before a list of `each`)."""
     close: str
+    """The text after it."""
     content: str
     content_args: Mapping[str, Any]
     transform: Mapping[str, Any]
     body: str
+    """The pattern of the text between them, whole."""
     marks: tuple[str, ...]
+    """Texts of a chat template that teaches this format."""
     open_pattern: str = ""
+    """In place of `open`, where a text is not enough."""
     close_pattern: str = ""
+    """In place of `close`; a call with it may end with the turn, and only its content shows if it is whole."""
     frame: tuple[str, ...] = ()
+    """Texts that may be around the calls."""
     stray: str = ""
+    """The pattern of text that belongs to a call wherever it is."""
     each: bool = False
+    """Calls are items of one list."""
     read: Callable[[str], list[dict[str, Any]]] | None = None
+    """Reads calls that no content parser of transformers reads."""
     reasoning: Mapping[str, str] = field(default_factory=lambda: {"open": "<think>", "close": "</think>"})
     answer: Mapping[str, str] | None = None
+    """The region of the text, where it has one of its own."""
     value: str = ""
+    """The pattern of a text between marks that may hold markers of the format; in JSON, strings may."""
 
     @property
     def template(self) -> dict[str, Any]:
-        """For transformers' ResponseParser."""
+        """The template for transformers' ResponseParser."""
         opened = {"open_pattern": self.open_pattern} if self.open_pattern else {"open": self.open}
         closed = {"close_pattern": self.close_pattern} if self.close_pattern else {"close": self.close}
         function = {"transform": {"type": "function", "function": dict(self.transform)}, "transform_each": self.each}
@@ -98,17 +105,17 @@ class Format:
 
     @property
     def opening(self) -> str:
-        """A pattern of what opens a call. Its groups have names of their own, where they are alternatives."""
+        """A pattern of the text that opens a call. Its groups have names of their own, where they are alternatives."""
         number = itertools.count()
         return re.sub(r"\?P<name>", lambda _: f"?P<name{next(number)}>", self.open_pattern or re.escape(self.open))
 
     @property
     def closing(self) -> str:
-        """A pattern of what closes a call."""
+        """A pattern of the text that closes a call."""
         return self.close_pattern or re.escape(self.close.strip())
 
     def strays(self, text: str) -> str:
-        """The first piece of the text that belongs to a call; "" if there is none."""
+        """Return the first piece of the text that belongs to a call; "" if there is none."""
         pattern = self.stray or "|".join(map(re.escape, (self.open, self.close.strip().rpartition("\n")[2])))
         found = re.search(pattern, text)
         return found.group().strip() if found else ""
@@ -238,7 +245,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             stray=r"\[(?:TOOL_CALLS|ARGS|CALL_ID)\]",
             reasoning={"open": "[THINK]", "close": "[/THINK]"},
         ),
-        # gpt-oss: <|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>; what it says before a
+        # gpt-oss: <|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>; its text before a
         # call in channels without a recipient is reasoning to its template
         "gpt-oss": Format(
             *("<|channel|>commentary to=functions.", "<|call|>", "json", {}, _CAPTURED, _OBJECT),
@@ -394,7 +401,7 @@ class TurnParser:
         return [call["function"] for one in found for call in (one if isinstance(one, list) else [one])]
 
     def _unread(self, said: str, events: Sequence[Mapping[str, Any]], left: Sequence[Mapping[str, Any]]) -> str:
-        """Why what was read as calls is not all that was written as such; "" if it is."""
+        """Return why the text that was read as calls is not all that was written as such; "" if it is."""
         own = self.format is None or self.template is not None
         may_end = self.format is not None and bool(self.format.close_pattern) and not own
         if not may_end and any(e["type"] == "region_close" and e["field"] == "tool_calls" for e in left):
@@ -439,12 +446,12 @@ def _masked_groups(pattern: str, text: str, marks: str) -> str:
 
 
 def _masked_strings(text: str) -> str:
-    """JSON with its strings masked."""
+    """Return JSON with its strings masked."""
     return _masked_groups(r'("(?:[^"\\]|\\.)*")', text, "<[")
 
 
 def _shown(value: Any) -> Any:
-    """The value with all that `TurnParser._hidden` put in taken out."""
+    """Return the value without the characters that `TurnParser._hidden` inserted."""
     if isinstance(value, dict):
         return {_shown(k): _shown(v) for k, v in value.items() if k != _STAND_INS[""]}
     if isinstance(value, list):
@@ -456,7 +463,7 @@ def _shown(value: Any) -> Any:
 
 
 def _end_of_json(text: str, start: int) -> int:
-    """Where the JSON that begins at `start` ends; `start` if none does."""
+    """Return the index at which the JSON that begins at `start` ends; `start` if none does."""
     try:
         return json.JSONDecoder().raw_decode(text, start)[1] if text[start : start + 1] in ("{", "[") else start
     except (ValueError, RecursionError):
@@ -464,14 +471,15 @@ def _end_of_json(text: str, start: int) -> int:
 
 
 def _end_of_thought(text: str, marks: Mapping[str, str], opened: bool) -> int:
-    """Where the last thought of a turn ends; its length if that never ends. opened: by the prompt."""
+    """Return the index at which the last thought of a turn ends; its length if that never ends. opened: by the
+    prompt."""
     if (at := text.rfind(marks["close"])) >= 0:
         return at + len(marks["close"])
     return len(text) if opened or text.lstrip().startswith(marks.get("open", NEVER)) else 0
 
 
 def _takes(function: Mapping[str, Any]) -> bool:
-    """Whether a tool takes arguments."""
+    """Return whether a tool takes arguments."""
     schema = function.get("parameters") or {}
     return bool(schema.get("properties") or schema.get("additionalProperties"))
 

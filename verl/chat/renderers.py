@@ -90,7 +90,8 @@ def load_package(name: str, plain: PlainText, template_kwargs: Mapping[str, Any]
 
 
 def _check(package: Package, key: str, shown: Renderer) -> None:
-    """ValueError if it writes a prompt, or what follows a call, as the template does not, or believes a tool."""
+    """Refuse a renderer with other prompts, or other texts after a call, than the template, or that interprets tool
+    text."""
     plain, stops, tools = (
         package.plain,
         package.renderer.get_stop_token_ids(),

@@ -15,16 +15,18 @@ THOUGHT = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>\s*", re.DOTAL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """parts: roles whose text the template reads from content parts alone · text_arguments: it wants the arguments of a
-    call as JSON text · reasoning: the key of a turn's
-    reasoning; "" if it renders none · developer: the role in the place of `developer` · splits: what ends with
-    `</think>` in a turn's content has to be given as its reasoning."""
+    """The spelling of messages for one chat template."""
 
     parts: frozenset[str] = frozenset()
+    """Roles with text that the template reads from content parts alone."""
     text_arguments: bool = False
+    """The template takes the arguments of a call as JSON text."""
     reasoning: str = REASONING_KEYS[0]
+    """The key of a turn's reasoning; "" if it renders none."""
     developer: str = "system"
+    """The role in the place of `developer`."""
     splits: bool = False
+    """Text before `</think>` in a turn's content has to be given as its reasoning."""
 
     def __call__(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as the template wants it."""
@@ -58,5 +60,5 @@ PLAIN_SPELLING = Spelling()
 
 
 def roles_named(template: str) -> frozenset[str]:
-    """Return the words that a template's source holds in quotes: the roles that it knows are among them."""
+    """Return the words in quotes in a template's source: the roles that it knows are among them."""
     return frozenset(re.findall(r"['\"](\w+)['\"]", template))

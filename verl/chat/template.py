@@ -46,7 +46,7 @@ class RenderError(ValueError):
 
 
 class RowRefused(ValueError):
-    """This conversation has no exact training row. `reason` is the same for all of a kind, to be counted."""
+    """A conversation without an exact training row. `reason` is the same for all of a kind, to be counted."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -55,7 +55,7 @@ class RowRefused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateAudit:
-    """What a chat template was measured to do."""
+    """The measured properties of a chat template."""
 
     append_only: bool  # a prompt with its answer appended is what every later turn renders: one row per conversation
     ends_turn_with: tuple[int, ...]  # trained: the ids after assistant content up to its special end-of-turn token
@@ -73,7 +73,7 @@ class TemplateAudit:
     spelling: Spelling = PLAIN_SPELLING
     named_roles: frozenset[str] = frozenset()  # besides those of every template
     shapes: dict[Any, tuple[str, str] | None] = field(default_factory=dict, compare=False, repr=False)
-    """What renderings lack by the shape of their messages: measured once for each (`refuse_dropped`)."""
+    """The text that renderings lack, by the shape of their messages: measured once for each (`refuse_dropped`)."""
 
     def ending(self, message: Message) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the (end of turn, trailing ids) of this assistant message."""
@@ -114,7 +114,7 @@ class Renderer:
         """Return the text and the ids of one rendering."""
         text = self.text(messages, prompt=prompt)
         if self.tokenizer.apply_chat_template.__module__ != "transformers.tokenization_utils_base":
-            return text, self.ids(messages, prompt=prompt)  # its own way, whose ids may be others
+            return text, self.ids(messages, prompt=prompt)  # its own way, with ids that may be others
         return text, as_ids(self.tokenizer(text, add_special_tokens=False))
 
     def turn(self, messages: Sequence[Message], i: int) -> tuple[np.ndarray, np.ndarray]:
@@ -122,7 +122,8 @@ class Renderer:
         return self.ids(messages[:i], prompt=True), self.ids(messages[: i + 1], prompt=False)
 
     def added_text(self, messages: Sequence[Message], i: int, *, prompt: bool = False) -> str:
-        """What message i adds to the text of those before it, which end with the generation prompt if `prompt`."""
+        """Return the text that message i adds to that of those before it, which end with the generation prompt if
+        `prompt`."""
         before, after = self.text(messages[:i], prompt=prompt), self.text(messages[: i + 1], prompt=False)
         return after[shared(before, after) :]
 
@@ -188,7 +189,7 @@ def _lacking(
 ) -> tuple[str, str] | None:
     try:
         lacks = dropped(r.text(messages, prompt=prompt), messages, None, whole)
-    except RenderError:  # what the sentinels replaced is what the template wants
+    except RenderError:  # the template's own text is in the place of the sentinels
         return None
     return (lacks[0], lacks[1].partition(",")[0]) if lacks else None
 
@@ -282,7 +283,7 @@ def audit_template(
 
 
 def _is_silenced(r: Renderer) -> bool:
-    """Whether enable_thinking=false renders another generation prompt."""
+    """Return whether enable_thinking=false renders another generation prompt."""
     silent = replace(r, template_kwargs={**r.template_kwargs, "enable_thinking": False})
     try:
         return silent.text([USER], prompt=True) != r.text([USER], prompt=True)
@@ -331,7 +332,7 @@ def _keeps(r: Renderer, messages: list[Message], message: Message) -> bool:
 
 
 def _doubles(r: Renderer) -> bool:
-    """Whether a `<think>` block in a turn's content gets another one before it, which it does not as reasoning."""
+    """Return whether a `<think>` block in a turn's content gets another one before it, but not as reasoning."""
     said = {**PLAIN, "reasoning_content": "six sevens, forty-two"}
     try:
         block, reasoning = (r.text([USER, turn], prompt=False).count("<think>") for turn in (THINK, said))
@@ -422,7 +423,7 @@ def _shows(render: Callable[[], str], *names: str) -> bool:
 
 
 def _shows_role(r: Renderer, messages: list[dict[str, Any]], role: str) -> bool:
-    """Whether the one message with this role is rendered, and not as if the assistant had said it."""
+    """Return whether the one message with this role is rendered, and not under the role of the assistant."""
     try:
         text = r.text(messages, prompt=True)
     except RenderError:
@@ -436,7 +437,7 @@ def _shows_role(r: Renderer, messages: list[dict[str, Any]], role: str) -> bool:
 
 
 def _appends(r: Renderer, messages: list[dict[str, Any]], cuts: tuple[int, int]) -> bool:
-    """Whether no turn of this conversation changes what came before it; the trailing tokens of a turn may differ.
+    """Return whether no turn of this conversation changes the ids before it; the trailing tokens of a turn may differ.
     cuts: how many they are, of a plain turn and of one with calls."""
     try:
         full, full_text = r.ids(messages, prompt=False), r.text(messages, prompt=False)

@@ -1,4 +1,4 @@
-"""A LoRA adapter in PEFT's layout: what its folder says, read without torch, and whether it fits its base."""
+"""Read the folder of a LoRA adapter in PEFT's layout, without torch, and check that it fits its base model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from verl.config.schema import Config
 
 CONFIG, WEIGHTS = ADAPTER_CONFIG, ADAPTER_WEIGHTS
 _MERGE = "merge it into its base (merge_and_unload of PEFT), save that, and give its folder"
-_ONLY: Mapping[str, tuple[Any, ...]] = {  # other initialisations take something out of the base
+_ONLY: Mapping[str, tuple[Any, ...]] = {  # other initialisations change the base model
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-_SAID = (  # in the weights too, or of how it was trained
+_SAID = (  # parts that are in the weights too, and details of the adapter's training
     *("fan_in_fan_out", "modules_to_save", "layers_pattern", "lora_dropout", "inference_mode", "task_type", "revision"),
     *("auto_mapping", "peft_version", "qalora_group_size", "megatron_config", "megatron_core", "loftq_config"),
     *("eva_config", "corda_config", "lora_ga_config"),
@@ -38,7 +38,7 @@ _SAID = (  # in the weights too, or of how it was trained
 
 
 class _Lora(msgspec.Struct):
-    """What is read of adapter_config.json, by PEFT's names."""
+    """The keys of adapter_config.json that are read, by PEFT's names."""
 
     base_model_name_or_path: str | None = None
     r: int = 8
@@ -56,7 +56,7 @@ class _Lora(msgspec.Struct):
         return next(given, self.lora_alpha) / (rank**0.5 if self.use_rslora else rank)
 
     def aims_at(self, module: str) -> bool:
-        """Whether it has factors of this module of the base."""
+        """Return whether the adapter has factors for this module of the base."""
         layer, layers = re.search(r"\.(\d+)\.", module), self.layers_to_transform
 
         def among(given: list[str] | str | None) -> bool:
@@ -70,7 +70,7 @@ class _Lora(msgspec.Struct):
 
 @dataclass(slots=True)
 class Part:
-    """Of one weight: what stands in its place, and what is added to it, scale * B @ A; names in the adapter's file."""
+    """How one weight of the base changes: it is replaced by `whole`, or scale * B @ A is added to it."""
 
     whole: str = ""
     a: str = ""
@@ -79,7 +79,7 @@ class Part:
 
 
 def copy_adapter(folder: Path, into: Path) -> None:
-    """What is read of it. ValueError: it is none."""
+    """Copy the files of an adapter that are read. ValueError for a folder that is no adapter."""
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise ValueError(f"{folder}: it has no {name}; give the folder of a LoRA adapter, as PEFT saves it")
@@ -91,7 +91,8 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_of(path: str, policy: str) -> str:
-    """The folder of an adapter's base, the policy's where that one is not here; of a model its own."""
+    """Return the folder of an adapter's base, or the policy's folder where that base is not here; a model is its own
+    base."""
     if not is_adapter(folder := Path(path).expanduser()):
         return path
     named = _read(folder).base_model_name_or_path or ""
@@ -100,13 +101,13 @@ def base_of(path: str, policy: str) -> str:
 
 
 def teacher_models(config: Config) -> dict[str, str]:
-    """The folder that says the sizes of each teacher whose model is computed here."""
+    """Return the folder with the model sizes of each teacher that is computed in this run."""
     return {role: base_of(path, config.model.path) for role, path in config.teacher.folders().items()}
 
 
 def read_adapter(folder: Path, base: Path) -> dict[str, Part]:
-    """What becomes of the base's weights, by name. ValueError for an adapter that is more than LoRA, or of another
-    model."""
+    """Return how the adapter changes each weight of the base, by name. ValueError for an adapter that is more than
+    LoRA, or that belongs to another model."""
     lora, headers, parts = _read(folder), read_weight_headers(folder), dict[str, Part]()
     if not (folder / WEIGHTS).is_file():
         raise ValueError(f"model.path={folder}: an adapter without {WEIGHTS}; save it again with PEFT")
@@ -127,7 +128,7 @@ def read_adapter(folder: Path, base: Path) -> dict[str, Part]:
 
 
 def rank_of(folder: Path) -> int:
-    """The largest of its weights."""
+    """Return the largest rank of the adapter's weights."""
     lora = _read(folder)
     return max([lora.r, *(lora.rank_pattern or {}).values()])
 
@@ -145,11 +146,11 @@ def _read(folder: Path) -> _Lora:
 
 
 def _misfits(lora: _Lora, parts: Mapping[str, Part], headers: Mapping[str, TensorHeader], base: Path) -> Iterator[str]:
-    """Why it is not of this base."""
+    """Yield why the adapter does not belong to this base."""
     tied, theirs = describe_model(str(base)).tied, read_weight_headers(base)
     ranks = {lora.r, *(lora.rank_pattern or {}).values()}
     for name, part in parts.items():
-        found = theirs.get(name) or theirs.get(name.partition(".")[2])  # some folders leave the first name out
+        found = theirs.get(name) or theirs.get(name.partition(".")[2])  # some folders omit the first name component
         a, b = (headers[key].shape if key else () for key in (part.a, part.b))
         if found is None or ".experts." in name:
             yield f"it changes {name}, which is no weight of a layer of its base"

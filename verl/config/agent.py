@@ -1,4 +1,4 @@
-"""What is wrong with `agent.*`, as far as it is known without a tokenizer and without loading code of the user's."""
+"""Faults of `agent.*` that are found without a tokenizer and without loading a user's code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _is_missing(path: str) -> bool:
 
 
 def _template_faults(config: Config) -> Iterator[str]:
-    """Yield why the chat template shows no tools. What only rendering shows is found when the run starts."""
+    """Yield why the chat template shows no tools. Faults that only a rendering shows are found when the run starts."""
     own, folder = config.model.chat_template, config.model.tokenizer_path or config.model.path
     try:
         template = Path(own).expanduser().read_text() if own else chat_template_of(find_model_folder(folder))

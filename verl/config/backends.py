@@ -23,35 +23,43 @@ from verl.model_engine.layout import Layout
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoOptions:
-    """Of a backend without keys of its own."""
+    """Options of a backend that has no keys of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """spread: the row that does the same for workers in processes of their own · far: for those of several machines ·
-    one_host: it serves the processes of one machine · hosts: it brings weights into the shared memory of each · apart:
-    it is a server, whatever the cluster · package: that its Python environment must have · sync: what a server reads
-    weights from · fixed: its weights are its own, whatever is published · plain: it scores no prompts, and tells
-    log-probs of draws at temperature 1 from all tokens alone · among: how many tokens a truncated draw may choose from
-    for it to tell its log-prob; 0: any."""
+    """One engine of a table: where its parts are, and what it can do."""
 
     build: str
+    """`module:function`: (options, context) -> the engine."""
     options: str = "verl.config.backends:NoOptions"
+    """`module:class`: the dataclass of its keys."""
     memory: str = "verl.config.backends:full_length_memory"
+    """`module:function`: the bytes that the engine needs, for the plan."""
     spread: str = ""
+    """The row that does the same for workers in processes of their own."""
     far: str = ""
+    """The row that does the same for workers on several machines."""
     one_host: bool = False
+    """It serves the processes of one machine only."""
     hosts: bool = False
+    """It brings weights into the shared memory of each machine."""
     apart: bool = False
+    """It is a server: a process of its own, whatever the cluster."""
     package: str = ""
+    """The package that the server's Python environment needs."""
     sync: str = "shm"
+    """The weight sync that a server reads weights from."""
     fixed: bool = False
+    """Its weights never change, whatever is published."""
     plain: bool = False
+    """It scores no prompts, and reports log-probs only for samples at temperature 1 from the full vocabulary."""
     among: int = 0
+    """The largest top_k at which it reports the log-prob of a sampled token; 0: any."""
 
 
 def _server(module: str, **more: Any) -> Backend:
-    """A rollout engine that is a server, of this module."""
+    """Return the row of a rollout engine that is a server, implemented in this module of verl/rollout."""
     return Backend(build=f"verl.rollout.{module}:build", options=f"verl.rollout.{module}:Options", apart=True, **more)
 
 
@@ -103,7 +111,7 @@ TABLES: Mapping[str, Table] = MappingProxyType({"model": MODEL, "rollout": ROLLO
 
 
 def load(name: str) -> Any:
-    """The object at `module:name`. ValueError where there is none: of a row that is not whole."""
+    """Return the object at `module:name`. ValueError where the module has no such object."""
     module, _, attribute = name.partition(":")
     try:
         found = importlib.import_module(module)
@@ -122,12 +130,12 @@ def load(name: str) -> Any:
 def full_length_memory(
     options: NoOptions, *, max_concurrent_sequences: int, max_context_tokens: int, kv_bytes_per_token: int
 ) -> dict[str, int]:
-    """Bytes of an engine that holds every concurrent sequence at full length."""
+    """Return the bytes of an engine that holds every concurrent sequence at full length."""
     return {"KV cache": max_concurrent_sequences * max_context_tokens * kv_bytes_per_token}
 
 
 def layout_of(config: Config) -> Layout:
-    """How the ranks of a model are arranged; ValueError where they cannot be."""
+    """Return how the ranks of a model are arranged. ValueError for an arrangement that is impossible."""
     c, p = config.cluster, config.parallel
     return Layout(
         world_size=c.nodes * c.ranks_per_node if c.backend != "inproc" else config.cluster.virtual_ranks,
@@ -140,12 +148,12 @@ def layout_of(config: Config) -> Layout:
 
 
 def backend_of(config: Config, section: str) -> Backend:
-    """The row of the chosen engine: where workers live in processes of their own, the one that does the same there."""
+    """Return the row of the chosen engine; in a run over several processes, the row that replaces it there."""
     return TABLES[section][engine_of(config, section)]
 
 
 def engine_of(config: Config, section: str) -> str:
-    """Its name."""
+    """Return the name of the engine that `backend_of` returns the row of."""
     c, engine = config.cluster, vars(config)[section].engine
     if section == "sync" and (row := ROLLOUT.get(config.rollout.engine, Backend(build=""))).apart:
         return row.sync if engine == "local" else engine
@@ -153,7 +161,7 @@ def engine_of(config: Config, section: str) -> str:
 
 
 def address_of(given: str | None) -> str | None:
-    """Of a Ray that runs already, on one machine or many; None: one is started here."""
+    """Return the address of a Ray that runs already, on one machine or many; None if the run starts its own."""
     return given or os.environ.get("RAY_ADDRESS") or None
 
 
@@ -164,17 +172,17 @@ def _row(section: str, engine: str, cluster: str, ranks: int, address: str | Non
 
 
 def options_of(config: Config, section: str) -> Any:
-    """The Options of the chosen engine, of its own type. The configuration is validated."""
+    """Return the Options of the chosen engine, in its own type. The configuration is validated."""
     return load(backend_of(config, section).options)(**vars(vars(config)[section]).get("engine_options", {}))
 
 
 def longest_sequence(config: Config) -> int:
-    """Prompt and response, in training or evaluation."""
+    """Return the tokens of the longest prompt and response, in training or evaluation."""
     return config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, config.eval.max_response_tokens or 0)
 
 
 def rollout_caches(config: Config, *, bytes_per_token: int) -> dict[str, int]:
-    """Bytes of the chosen rollout engine's KV memory, once it has grown to its full size."""
+    """Return the bytes of the chosen rollout engine's KV memory, once it has grown to its full size."""
     memory: Callable[..., dict[str, int]] = load(ROLLOUT[config.rollout.engine].memory)
     return memory(
         options_of(config, "rollout"),
@@ -185,7 +193,7 @@ def rollout_caches(config: Config, *, bytes_per_token: int) -> dict[str, int]:
 
 
 def option_keys() -> Iterator[str]:
-    """Every key that some engine brings."""
+    """Yield every key that some engine brings."""
     for section, table in TABLES.items():
         for backend in table.values():
             fields = dataclasses.fields(load(backend.options))
@@ -193,7 +201,7 @@ def option_keys() -> Iterator[str]:
 
 
 def complete_options(values: dict[str, Any]) -> list[str]:
-    """Fill every `engine_options` with its engine's defaults, in place -> what is wrong, a line per fault."""
+    """Fill every `engine_options` with its engine's defaults, in place. Returns a line per fault."""
     given = values.get("algorithm.options", {})
     faults = [unknown_option(name, text_of(given[name])) for name in given if f"algorithm.{name}" in leaves()]
     for section, table in TABLES.items():

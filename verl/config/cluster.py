@@ -1,4 +1,4 @@
-"""What is wrong with where a run lives: pools, roles and layout, told without Ray and without a model."""
+"""Faults of where a run is placed (pools, roles, layout), found without Ray and without loading a model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from verl.model_engine.options import EXPERT_PLANS, PIPELINE_PLANS, TENSOR_PLANS
 from verl.workers.pools import MAIN, Pool, pools_of
 
 NO_MODEL = ("rollout", "compute", "recorder")
-"""Roles without ranks of a model."""
+"""Roles that have no ranks of a model."""
 PIP = "not installed: pip install '.[ray]' in verl's folder"
 DEVICES = ("xpu", "mtia")
-"""Of torch itself, beside cpu and cuda, that a pool may name as its resource."""
+"""Resources that a pool may name and that torch knows by itself, beside cpu and cuda."""
 ON_GPU = "sync.engine=ipc: weights pass through a GPU's memory, and {who} of this run are on CPUs; set sync.engine=shm"
 ANYWHERE = ("cluster.backend", "cluster.virtual_ranks", "cluster.max_restarts", "cluster.start_timeout_s")
 
 
 def roles_of(config: Config) -> tuple[str, ...]:
-    """Those of an RL run with workers of their own."""
+    """Return the roles of an RL run that have workers of their own."""
     needs = settled(config.algorithm.name, config.algorithm.given()).needs(1)
     built = {need.role for need in needs if need.build}
     if TEACHER in built:
@@ -40,19 +40,19 @@ def roles_of(config: Config) -> tuple[str, ...]:
 
 
 def places_of(config: Config, command: str = "train") -> tuple[dict[str, Pool], dict[str, str]]:
-    """Pools by their names, and the pool of each role; ValueError for what the section cannot mean."""
+    """Return the pools by their names, and the pool of each role. ValueError for a section that is contradictory."""
     roles = roles_of(config) if command in ("train", "eval") else ("trainer", "compute")
     return pools_of(config.cluster, roles, device=default_device(config))
 
 
 def dtype_of(config: Config, role: str) -> str:
-    """What a model computes in: as the pool says that it is sent to, else model.dtype."""
+    """Return the dtype that a model computes in: that of the pool where it is placed, else model.dtype."""
     pool = config.cluster.pools.get(config.cluster.roles.get(role, MAIN), {})
     return str(pool.get("dtype") or compute_dtype(config))
 
 
 def cluster_faults(config: Config, command: str) -> Iterator[str]:
-    """A line per fault. Each of the other keys is right by itself."""
+    """Yield a line per fault of keys that are each valid alone."""
     engines = {"cluster.backend": config.cluster.backend, "queue.engine": config.queue.engine}
     needs_ray = [key for key, name in engines.items() if name == "ray"]
     if needs_ray and find_spec("ray") is None:
@@ -138,11 +138,11 @@ def _layout(config: Config, layout: Layout, command: str) -> Iterator[str]:
 
 
 def _shared(what: str, path: str, layout: Layout) -> list[str]:
-    """Why the ranks cannot share this model, from its config.json."""
+    """Return why the ranks cannot share this model, from its config.json."""
     try:
         facts = describe_model(path)
     except ValueError:
-        return []  # it is said elsewhere
+        return []  # another check reports it
     config = read_model_config(Path(facts.folder))
     text, planned = text_config(config), "auto_map" in config
     sizes = {"tensor": layout.tensor, "sequence": layout.sequence}
@@ -175,7 +175,8 @@ def _shared(what: str, path: str, layout: Layout) -> list[str]:
 
 
 def _pools(config: Config, layout: Layout, pools: dict[str, Pool], roles: dict[str, str]) -> Iterator[str]:
-    """A model has one process for each of its ranks, and a replica one: a pool holds them side by side."""
+    """Check the size of each pool. A model has one process per rank and a replica has one; a pool runs them side by
+    side."""
     for name, pool in pools.items():
         models = [role for role, at in roles.items() if at == name and role not in NO_MODEL]
         if pool.dtype and not models:
@@ -192,7 +193,8 @@ def _pools(config: Config, layout: Layout, pools: dict[str, Pool], roles: dict[s
 
 
 def _devices(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> Iterator[str]:
-    """A pool that no model of it could compute on would be heard of from torch, when Ray has started."""
+    """Check that the models of each pool can compute on its device. torch would report it only after Ray has
+    started."""
     for name, pool in pools.items():
         models = [role for role, at in roles.items() if at == name and role not in ("compute", "recorder")]
         at, asked, device = (
@@ -220,11 +222,12 @@ def _devices(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> I
 
 
 def _one_gpu(config: Config, roles: dict[str, str]) -> Iterator[str]:
-    """Ray shows a process its own GPUs alone, and the buckets lie on that of the actor's first rank."""
+    """Check the GPUs of the buckets: Ray shows a process only its own GPUs, and the buckets are on that of the actor's
+    first rank."""
     why = "the weights lie on the GPU of the actor's first rank, and Ray shows each process its own alone"
     if (at := roles["rollout"]) != (home := roles["actor"]):
         if address_of(config.cluster.address) is not None:
-            return  # it may even be on another machine, which is another line
+            return  # it may even be on another machine, which is another fault
         fix = f"set sync.engine=shm, or let rollout live with the actor, in {home}"
         yield f"cluster.roles.rollout={at} with sync.engine=ipc: {why}; {fix}"
     elif config.rollout.replicas > 1:
@@ -236,11 +239,11 @@ def _nccl(config: Config) -> bool:
 
 
 def _transports(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> Iterator[str]:
-    """Whether rows and weights reach everybody."""
+    """Check that rows and weights reach every process."""
     replicas, far = config.rollout.replicas, address_of(config.cluster.address)
     several = [name for name, pool in pools.items() if pool.nodes > 1]
     if far is None:
-        for name in several if config.cluster.backend == "ray" else ():  # torchrun's nodes were started by hand
+        for name in several if config.cluster.backend == "ray" else ():  # torchrun's nodes are started by hand
             key = "cluster.nodes" if name == MAIN else f"cluster.pools.{name}.nodes"
             fix = "start Ray on every node (docs/cluster.md) and set cluster.address=auto"
             yield f"{key}={pools[name].nodes}: a Ray that is started here has one node; {fix}"

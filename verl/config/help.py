@@ -1,4 +1,5 @@
-"""What the keys mean, read from where they are declared: `verl VERB --help`, `verl show config KEY`, completion."""
+"""Documentation of the keys, read from where they are declared: `verl VERB --help`, `verl show config KEY`,
+completion."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ SECTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "serve": ("serve", "run", "model", "rollout"),
     }
 )
-"""Which sections a verb reads."""
+"""The sections that each verb reads."""
 _WIDTH, _INDENT = 118, 44
 
 
 @functools.cache
 def key_texts() -> Mapping[str, str]:
-    """What is written beside each key where it is declared: the comment on its line and the text below it."""
+    """Return the documentation of each key from its declaration: the comment on its line and the docstring below it."""
     found = {f"{section}.{name}": text for section, cls in sections().items() for name, text in _field_texts(cls)}
     return MappingProxyType(found | of_algorithms())
 
@@ -62,8 +63,8 @@ def _field_texts(cls: type) -> Iterator[tuple[str, str]]:
 def render_keys(
     keys: Iterable[str], values: Mapping[str, Any] | None = None, origins: Mapping[str, str] | None = None
 ) -> str:
-    """A line or a few per key: its value (its default, without values), what it may be and what it means, and where a
-    value came from that is not the default. A blank line between sections."""
+    """Render one entry per key: its value (or default), its type and meaning, and the origin of a value that is not the
+    default. A blank line separates sections."""
     lines: list[str] = []
     for key in keys:
         leaf, text, origin = leaves()[key], key_texts().get(key, ""), (origins or {}).get(key, "default")
@@ -80,12 +81,12 @@ def render_keys(
 
 
 def keys_of(verb: str) -> list[str]:
-    """The keys that a verb reads, in the order of the tree; [] for one that takes none."""
+    """Return the keys that a verb reads, in the order of the tree; [] for a verb that takes none."""
     return [key for key in leaves() if key.partition(".")[0] in SECTIONS.get(verb, ())]
 
 
 def named_keys(words: Iterable[str]) -> list[str]:
-    """The keys of sections (`optim`) and single keys (`optim.lr`)."""
+    """Return the keys of the named sections (`optim`) and the named single keys (`optim.lr`)."""
     found: list[str] = []
     for word in words:
         of_word = [key for key in leaves() if key == word or key.startswith(f"{word}.")]
@@ -97,7 +98,7 @@ def named_keys(words: Iterable[str]) -> list[str]:
 
 
 def completion(shell: str, verbs: Iterable[str]) -> str:
-    """The script that completes verbs and keys."""
+    """Return the shell script that completes verbs and keys."""
     if shell not in ("bash", "zsh", "fish"):
         raise ValueError("verl completion bash|zsh|fish, as in: source <(verl completion bash)")
     script = resources.files("verl").joinpath(f"config/completion/verl.{shell}").read_text(encoding="utf-8")

@@ -48,9 +48,9 @@ PATH_KEYS = (
     *("model.path", "model.tokenizer_path", "model.chat_template", "data.train_files", "data.eval_files"),
     *("data.cache_dir", "run.root_dir", "run.resume", "reward.path", "teacher.path"),
 )
-"""A leading ~ in these stands for the home directory."""
+"""Keys with paths, which may begin with ~, the home directory."""
 CODE_KEYS = ("reward.path", "agent.loop", "agent.tools", "model.chat_template")
-"""Files of code that may lie beside the recipe which names them."""
+"""Keys of code files that may be in the folder of the recipe which names them."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,20 @@ class Resolved:
     config: Config
     origins: dict[str, str]
     """Leaf key, or given engine option -> default | recipe NAME | command line | verl key ... | verl's default."""
-    notes: tuple[Note, ...] = ()  # What became of verl's keys on this command line.
+    notes: tuple[Note, ...] = ()  # How verl's keys on this command line were translated.
     masked: Mapping[str, Any] = field(default_factory=dict)
-    """Values that came from the environment, as they were written (`${oc.env:KEY}`), which is all that is recorded."""
-    verl_names: bool = False  # By an entry point of verl's: metrics also stand under its names.
+    """Values that came from the environment, as they were written (`${oc.env:KEY}`). Only this form is recorded."""
+    verl_names: bool = False  # Set by verl's own entry points: metrics are also logged under verl's names.
 
     def hide(self, text: str) -> str:
-        """`text` without the environment's values, of six characters and more (shorter ones may stand anywhere)."""
+        """Return `text` without the environment's values of at least six characters (shorter ones may occur
+        anywhere)."""
         return without_environment(text, str(self.masked))
 
 
 def without_environment(text: str, written: str) -> str:
-    """See `Resolved.hide`. written: where `${oc.env:KEY}` names what is to be hidden."""
+    """Return `text` with the values of environment variables replaced by `${oc.env:KEY}`, for each KEY that `written`
+    names."""
     for name in set(_ENVIRONMENT.findall(written)):
         if len(value := os.environ.get(name, "")) >= 6:
             text = text.replace(value, shown := f"${{oc.env:{name}}}").replace(json.dumps(value)[1:-1], shown)
@@ -79,8 +81,8 @@ def without_environment(text: str, written: str) -> str:
 def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None = None) -> Resolved:
     """Compose a configuration from a command line: `recipe=NAME|FILE.yaml`, our keys, verl's keys.
 
-    `verl_defaults`: keys that are not given have verl's own defaults (for its entry points). Raises one ValueError with
-    a line per fault of a single key; what several keys say together is checked by `validate`.
+    verl_defaults: keys that are not given have verl's own defaults (for its entry points). Raises one ValueError with a
+    line per fault of a single key; faults of several keys together are found by `validate`.
     """
     recipe, args = _split_recipe(overrides)
     settings = list(_recipe_settings(recipe, ())) if recipe else []
@@ -103,8 +105,8 @@ def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None 
 
 
 def _also_wrong(values: dict[str, Any], command: Literal["train", "sft"], named: bool) -> list[str]:
-    """What `validate` will say of the keys that were taken, so that a launch script is mended in one go. named: the
-    algorithm is known; lines about the one that stands there by default would be false."""
+    """Return the further faults that `validate` finds in the keys that were read, so that a launch script is mended in
+    one go. named: the algorithm is known; lines about the default algorithm would be wrong."""
     try:
         validate(build(values), command)
     except ValueError as exc:
@@ -131,8 +133,8 @@ def _idle_agent(values: dict[str, Any], origins: dict[str, str], notes: list[Not
 
 
 def _of_its_algorithm(recipe: list[Setting], given: Sequence[Setting]) -> list[Setting]:
-    """The recipe without its algorithm.* where the command line names another algorithm: they were chosen for the
-    recipe's own, and GSPO with GRPO's aggregation, say, is another objective than the one that was asked for."""
+    """Return the recipe without its algorithm.* keys where the command line names another algorithm: they were chosen
+    for the recipe's own one. GSPO with GRPO's aggregation, for example, is an objective that was not requested."""
     own, asked = ([s.value for s in layer if s.key == "algorithm.name"][-1:] for layer in (recipe, given))
     if not own or not asked or own == asked:
         return recipe
@@ -155,13 +157,14 @@ def _split_recipe(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def recipe_names() -> list[str]:
-    """Of the packaged recipes."""
+    """Return the names of the packaged recipes."""
     names = [file.name for file in resources.files("verl.recipes").iterdir()]
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 def _recipe_settings(recipe: str, chain: tuple[str, ...], folder: Path | None = None) -> Iterator[Setting]:
-    """The recipe's own base first. `folder`: of the file that names it, for relative paths."""
+    """Return the settings of a recipe, those of its base first. folder: that of the file which names it, for relative
+    paths."""
     file: Path | Traversable
     if recipe.endswith((".yaml", ".yml")):
         file = (folder or Path()) / Path(recipe).expanduser()
@@ -207,7 +210,7 @@ def _parse_recipe(name: str, text: str) -> dict[str, Any]:
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str, origin: str) -> Iterator[tuple[str, Any]]:
-    """(leaf key, value) of nested sections; a mapping below a leaf is that leaf's value."""
+    """Yield (leaf key, value) of nested sections; a mapping below a leaf is that leaf's value."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if leaf_of(key) is not None:
@@ -222,7 +225,8 @@ def _flatten(tree: Mapping[str, Any], prefix: str, origin: str) -> Iterator[tupl
 
 
 def _merge(settings: Sequence[Setting]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """The last setting of a leaf wins; mappings merge -> values, origins, what could not be read."""
+    """Merge the settings: the last one of a leaf wins, and mappings are merged. Returns values, origins and unreadable
+    keys."""
     values = {key: copy.deepcopy(leaf.default) for key, leaf in leaves().items()}
     origins = dict.fromkeys(values, "default")
     faults = []
@@ -258,7 +262,7 @@ def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _converted(key: str, value: Any, origin: str, text: str | None = None) -> Any:
-    """`value` as the leaf's type; an interpolation stays as it is until all layers are there."""
+    """Return `value` in the leaf's type; an interpolation stays as it is until all layers are merged."""
     if isinstance(value, str) and "${" in value:
         return value
     try:
@@ -269,9 +273,9 @@ def _converted(key: str, value: Any, origin: str, text: str | None = None) -> An
 
 
 def _resolve(values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
-    """In place: interpolations become what they refer to (the expression goes to the origin), ~ in paths is expanded, a
-    hub id becomes its folder in the local cache, the options of the chosen engines are filled in. Returns the values
-    that came from the environment as they were written."""
+    """Resolve in place: replace interpolations by the values they refer to (the expression is recorded as origin),
+    expand ~ in paths, replace a hub id by its folder in the local cache, and fill in the options of the chosen engines.
+    Returns the values that came from the environment, as they were written."""
     written = {key: values[key] for key in _from_environment(values)}
     for key, (plain, expression) in _interpolated(values, origins).items():
         origins[key] = f"{origins[key]}: {expression}"
@@ -299,7 +303,7 @@ def _resolve(values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
 
 
 def _from_environment(values: Mapping[str, Any]) -> set[str]:
-    """The keys whose values hold something of the environment, directly or by another key."""
+    """Return the keys with an environment variable in their value, directly or through another key."""
     found, texts = set[str](), {key: str(value) for key, value in values.items() if "${" in str(value)}
     while more := {
         key
@@ -311,7 +315,7 @@ def _from_environment(values: Mapping[str, Any]) -> set[str]:
 
 
 def _fit_lengths(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """In place: lengths that nobody gave are what the model has room for, where that is less than their default."""
+    """Set lengths that are not given, in place: to the room that the model has, where it is less than their default."""
     room = context_tokens(values["model.path"])
     if room is None:
         return
@@ -329,7 +333,7 @@ def _fit_lengths(values: dict[str, Any], origins: dict[str, str]) -> None:
 
 
 def _fill_horizon(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """In place: the constant that an aggregation divides by is the longest response, where it is not given."""
+    """Set the constant that an aggregation divides by, in place: to the longest response, where it is not given."""
     preset, key = PRESETS.get(values["algorithm.name"]), "algorithm.horizon_tokens"
     aggregation = values["algorithm.aggregation"] or (preset.loss.aggregation if preset else None)
     if aggregation == BY_HORIZON and values[key] is None:
@@ -337,7 +341,7 @@ def _fill_horizon(values: dict[str, Any], origins: dict[str, str]) -> None:
 
 
 def _interpolated(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """key -> (value, expression) of every key whose value refers to another."""
+    """Return key -> (value, expression) for every key that refers to another key."""
     found: dict[str, tuple[Any, str]] = {}
     expressions = {key: value for key, value in values.items() if "${" in str(value)}
     root = OmegaConf.create()
@@ -359,7 +363,8 @@ def _interpolated(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict
 
 
 def dump_config(resolved: Resolved) -> str:
-    """YAML of the whole tree with the origin of each value as a comment: `config.yaml` of the run directory."""
+    """Return the YAML of the whole tree with the origin of each value as a comment: `config.yaml` of the run
+    directory."""
     lines = ["# The resolved configuration. On the right, where each value came from."]
     values = values_of(resolved.config) | dict(resolved.masked)
     for key, value in values.items():
@@ -379,7 +384,8 @@ def _line(text: str, origin: str) -> str:
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:
-    """The tree back from a `config.yaml`, with today's environment. Keys that it does not name have their defaults."""
+    """Read the tree from a `config.yaml`, with today's environment. Keys that the file does not name have their
+    defaults."""
     try:
         tree = yaml.safe_load(bounded_yaml(Path(path).read_text(encoding="utf-8")))
     except (ValueError, yaml.YAMLError) as exc:

@@ -18,26 +18,30 @@ from verl.workers.pools import main_pool
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4})
 LOGPROB_CHUNK_BYTES = 16 << 20
-"""Of one chunk of float32 logits, as in nn/linear_logprob.py (a test holds the two together)."""
+"""The size of one chunk of float32 logits, as in nn/linear_logprob.py (a test compares the two)."""
 KEPT_KV_BYTES = 64 << 20
-"""Of a KV cache that a CPU does not give back for the update, as in rollout/native/kv.py (a test compares)."""
+"""The size of a KV cache that a CPU keeps during the update, as in rollout/native/kv.py (a test compares the two)."""
 LOGPROB_COPIES = 4
 """Arrays of a chunk's size that its backward pass holds at once: logits, probabilities, gradient, product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """`phases` name the items that are held at once; `peaks` are their sums."""
+    """An estimate: bytes per item, and which items a device holds at once."""
 
     items: dict[str, int]
+    """Bytes by item."""
     phases: dict[str, tuple[str, ...]]
+    """The items that are held at once, by phase of a step."""
     peaks: dict[str, int]
+    """The sum of each phase's items."""
     peak_phase: str
     peak_bytes: int
 
 
 def compute_dtype(config: Config) -> str:
-    """model.dtype; `auto` as this machine would choose, told from the kernel's files (no torch here)."""
+    """Return model.dtype, or for `auto` the dtype that this machine would choose, from the kernel's files (no torch
+    here)."""
     if config.model.dtype != "auto":
         return config.model.dtype
     cpuinfo = Path("/proc/cpuinfo")
@@ -46,14 +50,15 @@ def compute_dtype(config: Config) -> str:
 
 
 def default_device(config: Config) -> str:
-    """Of models in this process, and of pools that do not say what a rank holds; `auto` by the kernel's files."""
+    """Return the device of models in this process and of pools without a resource; `auto` is read from the kernel's
+    files."""
     if config.model.device != "auto":
         return config.model.device
     return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
 
 
 def on_cuda(config: Config) -> bool:
-    """Of models that no other pool has."""
+    """Return whether the models that are in no pool of their own compute on CUDA."""
     return main_pool(config.cluster, default_device(config)).computes_on == "cuda"
 
 
@@ -66,16 +71,17 @@ def kv_bytes_per_token(model: ModelFacts, dtype: str) -> int:
 
 
 def layer_bytes_per_token(model: ModelFacts, dtype: str, tensor: int = 1) -> int:
-    """What one decoder layer keeps for its backward pass: two float32 norms with their inputs, the inputs of the
-    projections, q, k, v before and after rotation, the attention's output, four MLP arrays. Within 15% of Qwen2 and
-    Llama under autocast. tensor: ranks that share what is within a layer."""
+    """Return the bytes that one decoder layer keeps per token for its backward pass: two float32 norms with their
+    inputs, the inputs of the projections, q, k, v before and after rotation, the attention's output, four MLP arrays.
+    Within 15% of Qwen2 and Llama under autocast. tensor: the ranks that share a layer."""
     q, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
     arrays = 2 * model.hidden + (2 * (q + kv) + q + 4 * model.intermediate) // tensor
     return DTYPE_BYTES[dtype] * arrays + 4 * 4 * model.hidden
 
 
 def estimate_memory(config: Config, model: ModelFacts, reference: bool, update_tokens: int) -> Memory:
-    """`reference`: a frozen copy of the policy is held. `update_tokens`: of one optimizer step at most."""
+    """Estimate the memory of a run in one process. reference: the run holds a frozen copy of the policy. update_tokens:
+    the most tokens of one optimizer step."""
     items = _items(config, model, reference, min(config.step.max_tokens_per_microbatch, update_tokens))
     flying: tuple[str, ...] = ()
     if config.pipeline.placement == "split" or config.pipeline.staleness > 0:
@@ -105,21 +111,21 @@ def estimate_memory(config: Config, model: ModelFacts, reference: bool, update_t
 
 
 def drops_rollout_weights(config: Config) -> bool:
-    """Whether a rollout engine gives up its weights for the time of training: where the model's own give way too, and
-    every step ends with a publish. A server keeps them."""
+    """Return whether a rollout engine frees its weights during training: where the model's own weights are offloaded
+    too, and every step ends with a publish. A server keeps its weights."""
     given_way = "weights" in offloaded(config, trained=True) and config.pipeline.sync_every == 1
     shares = config.pipeline.staleness == 0 and config.pipeline.placement != "split"
     return given_way and shares and not backend_of(config, "rollout").apart
 
 
 def offloaded(config: Config, *, trained: bool) -> tuple[str, ...]:
-    """The parts of a model's state that are not on the device between two uses."""
+    """Return the parts of a model's state that are off the device between two uses."""
     options = options_of(config, "model")
     return options.offload(trained=trained) if isinstance(options, Options) else ()
 
 
 def _gone(config: Config) -> set[str]:
-    """The items that are not on the device between two uses; a critic's are one item, which is counted throughout."""
+    """Return the items that are off the device between two uses. A critic is one item, which is always counted."""
     gone = {"reference policy", "teacher"} if offloaded(config, trained=False) else set()
     gone |= {"rollout weights"} if drops_rollout_weights(config) else set()
     parts = {"weights": "master weights", "optimizer": "optimizer states"}
@@ -127,7 +133,7 @@ def _gone(config: Config) -> set[str]:
 
 
 def summed(items: Mapping[str, int], named: Mapping[str, Sequence[str]]) -> Memory:
-    """The sums of phases that name items; those that are not there, or 0, are left out."""
+    """Return the sums of phases that name items; items that are absent or 0 are left out."""
     phases = {name: tuple(i for i in parts if items.get(i)) for name, parts in named.items()}
     used = {i for parts in phases.values() for i in parts}
     peaks = {name: sum(items[i] for i in parts) for name, parts in phases.items()}
@@ -142,11 +148,11 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
     residual = 4 * model.hidden  # float32: embeddings are not autocast
     kept = model.layers * residual + layer if config.model.gradient_checkpointing else model.layers * layer
     copied = weights - model.embedding_parameters
-    if config.model.gradient_checkpointing:  # a layer's are made again, and gone with it
+    if config.model.gradient_checkpointing:  # one layer at a time is recomputed and freed
         copied = (model.body_parameters - model.embedding_parameters) // model.layers
     rows = min(tokens, max(16, LOGPROB_CHUNK_BYTES // (4 * model.vocab)))
     rollout = rollout_items(config, model)
-    snapshot = 4 * weights if config.pipeline.staleness > 0 else 0  # the trainer goes on while the weights travel
+    snapshot = 4 * weights if config.pipeline.staleness > 0 else 0  # training continues while the weights are sent
     return {
         "master weights": 4 * weights,
         "gradients": 4 * weights,
@@ -166,8 +172,9 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
 
 
 def teacher_items(config: Config, tokens: int = 0) -> dict[str, int]:
-    """Of teachers: their weights, a pass of so many tokens, and what the policy holds of one to compare whole
-    distributions: its head. Of the policy as its own, the average of its weights."""
+    """Return the bytes of the teachers: their weights, the activations of a pass over `tokens` tokens, and the head
+    that the policy holds to compare whole distributions. For a policy that teaches itself: the average of its
+    weights."""
     preset, dtype = settled(config.algorithm.name, config.algorithm.given()), compute_dtype(config)
     models = [describe_model(path) for path in teacher_models(config).values()]
     if config.teacher.ema:
@@ -183,9 +190,9 @@ def teacher_items(config: Config, tokens: int = 0) -> dict[str, int]:
 
 
 def teacher_share(config: Config) -> float | None:
-    """Floating-point operations of the teachers that are computed here, per token of a step, over those of the policy's
-    update: a forward pass is 2 per parameter, forward and backward 6. None without a teacher. Attention is left out on
-    both sides; of pick=task, where each row has one, the largest."""
+    """Return the floating-point operations of the teachers that are computed in this run, as a share of those of the
+    policy's update, per token of a step: a forward pass is 2 per parameter, forward and backward 6. None without a
+    teacher. Attention is left out on both sides; with pick=task, where each row has one teacher, the largest counts."""
     preset, t = settled(config.algorithm.name, config.algorithm.given()), config.teacher
     if "teacher" not in preset.roles() or (t.path is None and not t.paths):
         return None
@@ -196,18 +203,19 @@ def teacher_share(config: Config) -> float | None:
 
 
 def passed(model: ModelFacts) -> int:
-    """Parameters that a token is multiplied with: of experts those that it is sent to, no table that is looked up."""
+    """Return the parameters that a token is multiplied with: of the experts only the active ones, and no lookup
+    table."""
     active = 3 * model.layers * model.hidden * model.intermediate if model.expert_parameters else 0
     return model.parameters - model.expert_parameters + active - (0 if model.tied else model.embedding_parameters)
 
 
 def bucket_bytes(bucket_mb: int, model: ModelFacts) -> int:
-    """Of a bucket through which weights pass: the largest tensor is not split."""
+    """Return the size of a bucket through which weights are sent. The largest tensor is not split."""
     return max(bucket_mb << 20, 4 * model.vocab * model.hidden)
 
 
 def device_buckets(config: Config) -> dict[str, int]:
-    """On the trainer's device, from the first publish on."""
+    """Return the bytes of the buckets on the trainer's device, which are allocated by the first publish."""
     options = options_of(config, "sync")
     if not isinstance(options, Ipc):
         return {}
@@ -215,7 +223,7 @@ def device_buckets(config: Config) -> dict[str, int]:
 
 
 def rollout_items(config: Config, model: ModelFacts) -> dict[str, int]:
-    """Of one rollout engine."""
+    """Return the bytes of one rollout engine."""
     copy = model.parameters * DTYPE_BYTES[rollout_dtype(config)]
     return {
         "rollout weights": copy,

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says about its model, read without torch or transformers: config.json, the headers of the
+"""Facts of a model from its Hugging Face folder, read without torch or transformers: config.json, the headers of the
 safetensors files and tokenizer_config.json."""
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """`parameters`: trained numbers, tied ones once; `body_parameters`: without a language-model head of its own, as
-    critics and reward models are; `expert_parameters`: of experts. `intermediate`: width that one token passes
-    (active experts)."""
+    """The sizes of a model and properties of its folder."""
 
     folder: str
     architecture: str
     layers: int
     hidden: int
     intermediate: int
+    """The MLP width that one token passes through (active experts only)."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -46,9 +45,12 @@ class ModelFacts:
     tied: bool
     has_output_head: bool
     parameters: int
+    """Trained numbers; tied ones count once."""
     body_parameters: int
+    """The same without a language-model head of its own, as critics and reward models have it."""
     embedding_parameters: int
     expert_parameters: int
+    """The part of `parameters` that belongs to experts."""
     stored_dtype: str
     stored_bytes: int
     has_chat_template: bool
@@ -56,7 +58,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """file, begin: where its bytes are."""
+    """The header of one tensor of a safetensors file, with the file and the offset of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,8 +72,8 @@ class TensorHeader:
 
 
 def find_model_folder(path: str, key: str = "model.path") -> Path:
-    """The folder itself, or that of a hub id in the local Hugging Face cache. Nothing is downloaded; ValueError, with
-    the key that names it, if there is none."""
+    """Return the folder itself, or that of a hub id in the local Hugging Face cache. Nothing is downloaded. ValueError,
+    naming the key, if there is none."""
     folder = Path(path).expanduser()
     found = folder if folder.is_dir() else cached_model_folder(path)
     if found is not None:
@@ -83,7 +85,7 @@ def find_model_folder(path: str, key: str = "model.path") -> Path:
 
 
 def cached_model_folder(path: str) -> Path | None:
-    """The snapshot that `main` of a hub id points to in the local Hugging Face cache."""
+    """Return the snapshot that `main` of a hub id points to in the local Hugging Face cache."""
     if not _HUB_ID.fullmatch(path) or Path(path).is_dir():
         return None
     cache = _hub_cache() / f"models--{path.replace('/', '--')}"
@@ -98,7 +100,7 @@ def _hub_cache() -> Path:
 
 
 def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
-    """Everything that sizes depend on. A folder that cannot be trained is one ValueError."""
+    """Return everything that sizes depend on. ValueError for a folder that cannot be trained."""
     folder = find_model_folder(path)
     refuse_adapter(folder)
     full = read_model_config(folder)
@@ -141,7 +143,8 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
 
 
 def context_tokens(path: str) -> int | None:
-    """The positions that the model of a folder has, if it says so; None too where no model can be read."""
+    """Return the positions that the model of a folder has; None if it does not declare them, or no model can be
+    read."""
     try:
         return _context_tokens(text_config(read_model_config(find_model_folder(path))))
     except (ValueError, OSError):
@@ -153,8 +156,7 @@ def _context_tokens(config: Mapping[str, Any]) -> int | None:
 
 
 def rope_note(path: str, longest: int | None) -> str | None:
-    """What to print about a model whose RoPE transformers chooses by the longest row of a pass (nn/rope.py); None for
-    other models."""
+    """Return the note on a RoPE that transformers chooses by the longest row of a pass (nn/rope.py), else None."""
     config = text_config(read_model_config(find_model_folder(path)))
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     each = [of for of in given.values() if isinstance(of, dict)] or [given]
@@ -172,13 +174,13 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a config.json, what it says of the language model: of one that also sees, a section."""
+    """Return the part of a config.json that describes the language model: a section of it in vision-language models."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
 
 def declared_tie(config: Mapping[str, Any]) -> bool | None:
-    """Whether a config.json ties the output layer to the embedding; None where it does not say."""
+    """Return whether a config.json ties the output layer to the embedding; None where it does not declare it."""
     declared = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings"))
     return None if declared is None else bool(declared)
 
@@ -208,7 +210,7 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def refuse_quantised(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> None:
-    """ValueError for weights that stand for other numbers than they hold: there is nothing to train in them."""
+    """Refuse quantised weights: they cannot be trained."""
     fix = "take the model's weights in bfloat16, float16 or float32 (the folder that this one was quantised from)"
     quantised = config.get("quantization_config")
     if isinstance(quantised, dict):
@@ -233,7 +235,7 @@ def check_tokenizer(model_folder: Path, tokenizer_path: str | None = None) -> No
 
 
 def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
-    """name -> header of every tensor in the folder's safetensors files."""
+    """Return name -> header of every tensor in the folder's safetensors files."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = sorted(folder / name for name in _indexed(index))
@@ -242,7 +244,7 @@ def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
             gone = f"{', '.join(missing)} is missing, which {index.name} names"
             raise ValueError(f"{folder}: {gone}; download the model again")
     else:
-        whole = folder / "model.safetensors"  # beside it, some folders have the model once more under its maker's names
+        whole = folder / "model.safetensors"  # some folders also hold the model under its maker's names
         files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         other = sorted(f.name for f in [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.gguf")])
@@ -255,7 +257,7 @@ def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def refuse_foreign(folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool) -> None:
-    """ValueError for a folder whose weights are files elsewhere, or whose configuration names code of a hub."""
+    """Refuse a folder with weights in files elsewhere, or with a configuration that names code of a hub."""
     for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (folder / name).is_file():
             _indexed(folder / name)
@@ -267,7 +269,7 @@ def refuse_foreign(folder: Path, config: Mapping[str, Any], *, trust_remote_code
 
 
 def _hub_code(config: Any) -> str | None:
-    """The first implementation that is a repository and no word, at any depth of a configuration."""
+    """Return the first implementation that names a repository, at any depth of a configuration."""
     if isinstance(config, list):
         return next(filter(None, map(_hub_code, config)), None)
     if not isinstance(config, dict):
@@ -279,7 +281,7 @@ def _hub_code(config: Any) -> str | None:
 
 
 def _indexed(index: Path) -> frozenset[str]:
-    """The files that an index names, each of which lies in its folder."""
+    """Return the files that an index names, each of which is in its folder."""
     weight_map = json_object(index, index.read_bytes()).get("weight_map", {})
     names = frozenset(map(str, weight_map.values())) if isinstance(weight_map, dict) else frozenset({""})
     for name in names:
@@ -289,12 +291,13 @@ def _indexed(index: Path) -> frozenset[str]:
 
 
 def check_weights_file(file: Path) -> None:
-    """ValueError for a safetensors file that cannot be read as one."""
+    """Refuse a safetensors file that cannot be read."""
     _file_headers(file)
 
 
 def _file_headers(file: Path) -> dict[str, TensorHeader]:
-    """The header of one file; a file cut short (a broken download), or with another header, is refused."""
+    """Return the headers of one file. A file that is cut short (a broken download), or has another header, is
+    refused."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         first = stream.read(8)
@@ -314,7 +317,7 @@ def _file_headers(file: Path) -> dict[str, TensorHeader]:
 
 
 def _tensor_header(file: Path, name: str, entry: Any, first: int) -> tuple[TensorHeader, int]:
-    """A tensor's header, and the byte where it ends, from the `first` of the file's tensors on."""
+    """Return a tensor's header, and its last byte counted from the `first` byte of the file's tensors."""
     try:
         begin, stop = entry["data_offsets"]
         shape, dtype = tuple(entry["shape"]), str(entry["dtype"])
@@ -359,15 +362,16 @@ def _intermediate(config: Mapping[str, Any], hidden: int) -> int:
 
 
 def _is_buffer(name: str, tensor: TensorHeader) -> bool:
-    """Tables that some checkpoints store beside the weights: rotary frequencies, causal masks."""
+    """Return whether this is a table that some checkpoints store beside the weights: rotary frequencies, causal
+    masks."""
     return bool(_BUFFERS.search(name)) or bool(_CAUSAL_MASK.search(name) and len(tensor.shape) == 4)
 
 
 def chat_template_of(folder: Path) -> str:
-    """The text of the tokenizer's template, of several all; "": none."""
+    """Return the text of the tokenizer's template, all of them if it has several; "" if it has none."""
     if (file := folder / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8", errors="replace")
-    file = folder / "tokenizer_config.json"  # chat_template.json is a processor's: no tokenizer reads it
+    file = folder / "tokenizer_config.json"  # chat_template.json belongs to a processor: no tokenizer reads it
     found = json_object(file, file.read_bytes()).get("chat_template") if file.is_file() else None
     if not found:
         return ""

@@ -1,4 +1,4 @@
-"""Whether a Hugging Face folder agrees with itself, from its headers and small files, before anything is loaded."""
+"""Check that a Hugging Face folder is consistent, from its headers and small files, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from verl.config.model_files import (
 )
 
 COMPARED_BYTES = 1 << 24
-"""Read at a time of two tensors that are compared."""
+"""Bytes that are read at a time when two tensors are compared."""
 
 
 def check_folder(folder: Path, tokenizer_folder: Path | None = None, template: str | None = None) -> None:
-    """Refuse a folder whose tie, or whose tokenizer, is not that of its weights. template: another chat template."""
+    """Refuse a folder with a tie or tokenizer that does not match its weights. template: another chat template."""
     check_tie(folder)
     where = tokenizer_folder or folder
     if (file := where / "tokenizer.json").is_file():
@@ -56,7 +56,7 @@ def refuse_other_head(folder: Path, tensors: Mapping[str, TensorHeader]) -> None
 
 
 def _equal(a: TensorHeader, b: TensorHeader) -> bool:
-    """Whether two tensors of one shape hold the same numbers; only these are read."""
+    """Return whether two tensors of one shape hold the same numbers; only these two are read."""
     with a.file.open("rb") as first, b.file.open("rb") as second:
         first.seek(a.begin)
         second.seek(b.begin)
@@ -70,14 +70,14 @@ def _equal(a: TensorHeader, b: TensorHeader) -> bool:
 
 
 def _numbers(data: bytes, dtype: str) -> Any:
-    """The numbers of a type in float, or without one the bytes."""
+    """Return the numbers as floats, or the bytes where numpy has no such type."""
     if dtype == "BF16":
         return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
     return np.frombuffer(data, {"F16": "<f2", "F32": "<f4", "F64": "<f8"}.get(dtype, "u1"))
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> tuple[dict[str, int], dict[int, str]]:
-    """(id of each token, text of the special ones by id) of a tokenizer.json."""
+    """Return (id of each token, text of the special ones by id) of a tokenizer.json."""
     vocab = tokenizer.get("model", {}).get("vocab") or {}
     tokens = dict(vocab) if isinstance(vocab, dict) else {str(entry[0]): i for i, entry in enumerate(vocab)}
     added = tokenizer.get("added_tokens") or ()
@@ -100,7 +100,7 @@ def refuse_other_vocabulary(
 
 
 def folder_lines(folder: Path) -> Iterator[str]:
-    """Yield what a person should know of a tokenizer's folder: which of two chat templates is used."""
+    """Yield notes on a tokenizer's folder: which of two chat templates is used."""
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if not file.is_file() or not config.is_file():
         return

@@ -1,4 +1,4 @@
-"""One `key=value` of a command line in Hydra's grammar, and what that grammar cannot read as it stands."""
+"""One `key=value` of a command line in Hydra's grammar, and values that this grammar cannot read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_SPACE = re.compile(r"[{,]\s*[\w.-]+:[^\s]")  # {a:1} is Hydra's mapping; YAM
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """`text` is the value as written; `error` why Hydra could not read it."""
+    """One argument. `text` is the value as written; `error` is why Hydra could not read it."""
 
     key: str
     value: Any
@@ -30,7 +30,8 @@ class Argument:
 
 
 def parse_argument(argument: str) -> Argument:
-    """`+key=` and `++key=` are read as `key=`, a group as `group@package=`; deletions and sweeps are refused."""
+    """Read one argument. `+key=` and `++key=` are read as `key=`, a group as `group@package=`; deletions and sweeps are
+    refused."""
     name, equals, text = argument.partition("=")
     if name.startswith("~"):
         raise ValueError(f"{argument!r}: a typed key cannot be deleted; leave it out, or set {name[1:]}=null")
@@ -68,8 +69,8 @@ def _is_text(key: str) -> bool:
 
 
 def _as_written(key: str, text: str) -> Any:
-    """The value of what Hydra's grammar cannot read (letters beyond ASCII, `=`, braces inside): a list or a mapping in
-    YAML's flow style, else the text itself. None: neither, or a quote or an interpolation that is not closed."""
+    """Return a value that Hydra's grammar cannot read (letters beyond ASCII, `=`, braces inside): a list or a mapping
+    in YAML's flow style, else the text itself. None for neither, or for an open quote or interpolation."""
     if text[:1] in ("'", '"') or "${" in text:
         return None
     if text[:1] not in ("[", "{") or _is_text(key):
@@ -81,7 +82,7 @@ def _as_written(key: str, text: str) -> Any:
 
 
 def _from_file(key: str, text: str) -> tuple[Any, str]:
-    """(value, text) of `key=@FILE`: the file's text for a key that is text, else its YAML."""
+    """Return (value, text) of `key=@FILE`: the file's text for a key that is text, else its YAML."""
     file, fix = Path(text[1:]).expanduser(), f"a text that begins with @ is quoted: {key}='\"{text}\"'"
     try:
         content = file.read_text(encoding="utf-8").removesuffix("\n")

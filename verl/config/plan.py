@@ -36,15 +36,15 @@ from verl.types import Ref, Refs
 from verl.workers import host
 
 SAVE_EVERY_S, SAVE_SHARE = 1800.0, 0.05
-"""By default a checkpoint is made at least so often, and takes at most this share of the time."""
+"""The default checkpoint interval, and the most of the run's time that checkpoints take."""
 STATE_BYTES, EXPORT_BYTES = 12, 4
-"""Of a checkpoint per parameter: float32 masters and two optimizer states of every trained role, and the hf folder."""
-_COMPANIONS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # of a model folder, beside the weights
+"""Bytes of a checkpoint per parameter: masters and two optimizer states of every trained role; the hf folder."""
+_COMPANIONS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # files of a model folder beside the weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSizes:
-    """One step. `rows`: trajectories. `microbatches`: if every row were at its limit."""
+    """The sizes of one step. `rows`: trajectories. `microbatches`: if every row were at its limit."""
 
     prompts: int
     samples_per_prompt: int
@@ -61,7 +61,7 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLength:
-    """None: not known before the data is read. `rows`: before over-long prompts are filtered out."""
+    """The length of a run. None: unknown before the data is read. `rows`: before over-long prompts are filtered out."""
 
     rows: int | None
     eval_rows: int | None
@@ -73,7 +73,7 @@ class RunLength:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSizes:
-    """`slots`: groups admitted and not yet trained and published; `surplus`: more of them by over-sampling."""
+    """Sizes of the rollout. `slots`: groups admitted and not yet published; `surplus`: over-sampled ones."""
 
     engine: str
     slots: int
@@ -97,14 +97,14 @@ class Plan:
     checkpoint_bytes: int
     checkpoint_parts: dict[str, int]
     checkpoints_kept: int  # On disk at once, the one being written included.
-    checkpoints_made: str  # When.
+    checkpoints_made: str  # At which steps.
     warnings: tuple[str, ...]
-    cluster: Spread | None = None  # And `memory` is that of the fullest rank.
-    teacher_share: float | None = None  # Of the FLOPs of the policy's update.
-    calls: str = ""  # How those of tools are written; "": there are none.
+    cluster: Spread | None = None  # With it, `memory` is that of the fullest rank.
+    teacher_share: float | None = None  # As a share of the FLOPs of the policy's update.
+    calls: str = ""  # How calls of tools are written; "" without tools.
 
     def to_json(self) -> str:
-        """`plan.json` of the run directory."""
+        """Return the text of `plan.json` of the run directory."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
 
 
@@ -147,7 +147,7 @@ def tokenizer_folder(config: Config) -> Path:
 
 
 def written_calls(config: Config, folder: Path) -> str:
-    """As the start of the run finds it, from the text of the template alone."""
+    """Return how calls are written, as the start of the run determines it, from the text of the template alone."""
     agent, own, file = config.agent, config.model.chat_template, folder / "tokenizer_config.json"
     if not agent.tools or agent.format.startswith("renderers:"):
         return agent.format if agent.tools else ""
@@ -163,7 +163,7 @@ def written_calls(config: Config, folder: Path) -> str:
 
 
 def checkpoints_kept(config: Config, steps: int | None) -> int:
-    """At once, the one being written included."""
+    """Return how many checkpoints are on disk at once, the one being written included."""
     run = config.run
     if run.save_every_steps == 0:
         return 1
@@ -176,7 +176,7 @@ def checkpoints_kept(config: Config, steps: int | None) -> int:
 
 
 def checkpoint_parts(config: Config, command: str = "train") -> dict[str, int]:
-    """Bytes of one checkpoint of a verb, by what they are for."""
+    """Return the bytes of one checkpoint of a verb, by purpose."""
     model = describe_model(config.model.path, config.model.tokenizer_path)
     own = model.body_parameters if command == "rm" else model.parameters
     folders = {find_model_folder(path) for path in (model.folder, config.model.tokenizer_path or model.folder)}
@@ -204,8 +204,7 @@ def _made(every_steps: int | None) -> str:
 
 
 def small_disk(config: Config, needed_bytes: int) -> Iterator[str]:
-    """A line where the disk does not hold the checkpoints beside what is on it, with the room that each save wants;
-    those of the run itself make room."""
+    """Yield a warning if the disk does not hold the checkpoints beside its present content. Its own are replaced."""
     needed_bytes += SLACK_BYTES
     run_dir = Path(config.run.root_dir) / config.run.name
     there = sum(p.stat().st_size for p in (run_dir / "checkpoints").rglob("*") if p.is_file())
@@ -219,7 +218,7 @@ def small_disk(config: Config, needed_bytes: int) -> Iterator[str]:
 
 
 def small_memory(memory: Memory, has: int) -> Iterator[str]:
-    """A line where the peak is above what this machine, the container or a device has."""
+    """Yield a warning if the peak exceeds the memory of this machine, of the container or of a device."""
     phase = memory.phases[memory.peak_phase]
     if memory.peak_bytes > has:
         teacher = sum(memory.items[item] for item in phase if item.startswith("teacher"))
@@ -253,7 +252,7 @@ def step_sizes(config: Config) -> StepSizes:
 
 
 def _microbatches(config: Config, longest: int) -> int:
-    """Micro-batches of one update if all rows are as long as they may be."""
+    """Return the micro-batches of one update if all rows have the largest length."""
     prompt = longest - config.rollout.max_response_tokens
     rows = Refs(
         Ref(
@@ -302,20 +301,20 @@ def _rollout_sizes(config: Config, model: ModelFacts) -> RolloutSizes:
 
 
 def total_steps(config: Config, rows: int, rows_per_step: int) -> int:
-    """Of the loop on `rows` training rows. Epochs follow each other without a gap; the rest below a step is left."""
+    """Return the steps of the loop on `rows` training rows, without a gap between epochs or a smaller last step."""
     given = config.run.total_steps
     return rows * config.run.total_epochs // rows_per_step if given is None else given
 
 
 def policy_updates(config: Config, steps: int) -> int:
-    """Optimizer steps of the policy: it waits while a critic warms up alone."""
+    """Return the optimizer steps of the policy, which waits while a critic warms up alone."""
     critic, s = settled(config.algorithm.name, config.algorithm.given()).critic, config.step
     waits = critic.critic_warmup_steps if critic and critic.critic_warmup_until is None else 0
     return max(0, steps - waits) * s.updates_per_step * s.epochs_per_step
 
 
 def warmup_steps(optim: OptimConfig | CriticConfig, optimizer_steps: int) -> int:
-    """Optimizer steps of the warm-up: `warmup_steps`, else the share `warmup_ratio` of all."""
+    """Return the optimizer steps of the warm-up: `warmup_steps`, else the share `warmup_ratio` of all."""
     return optim.warmup_steps or math.floor(Fraction(str(optim.warmup_ratio)) * optimizer_steps)
 
 
@@ -333,7 +332,7 @@ def _run_length(config: Config, step: StepSizes) -> RunLength:
 
 
 def count_rows(files: list[str]) -> int | None:
-    """Rows of local JSONL and Parquet files (of Parquet from its footer); None: remote, compressed or none named."""
+    """Return the rows of local JSONL and Parquet files (from its footer); None for other files."""
     if not files or any("://" in name for name in files):
         return None
     total = 0
@@ -354,12 +353,12 @@ def count_rows(files: list[str]) -> int | None:
 
 
 def needs_reference(config: Config) -> bool:
-    """Whether a KL term needs a frozen copy of the policy."""
+    """Return whether a KL term needs a frozen copy of the policy."""
     return "ref" in settled(config.algorithm.name, config.algorithm.given()).roles()
 
 
 def _warnings(config: Config, model: ModelFacts, length: RunLength) -> Iterator[str]:
-    """What is allowed but worth a word."""
+    """Yield warnings about a configuration that is allowed but unusual."""
     if config.model.chat_template is None:
         yield from folder_lines(tokenizer_folder(config))
     if not model.has_chat_template and config.model.chat_template is None:
@@ -382,7 +381,7 @@ def _warnings(config: Config, model: ModelFacts, length: RunLength) -> Iterator[
 
 
 def algorithm_warnings(config: Config) -> Iterator[str]:
-    """Of the objective; `verl train` says them at its start too."""
+    """Return the warnings about the objective; `verl train` also prints them at its start."""
     given, p = config.algorithm.given(), config.pipeline
     preset = settled(config.algorithm.name, given)
     if given.get("kl_loss_form") == "k1":
@@ -399,7 +398,7 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
 
 
 def render_plan(plan: Plan) -> str:
-    """The plan as aligned plain text."""
+    """Return the plan as aligned plain text."""
     step, one, kept = plan.step, plan.checkpoint_bytes, plan.checkpoints_kept
     tokens = f"at most {step.max_tokens:,} per step, {step.longest_row_tokens:,} per row, "
     every = size_text(kept * one)
@@ -468,7 +467,7 @@ def _rollout_line(r: RolloutSizes) -> str:
 
 
 def _cluster_lines(s: Spread) -> dict[str, str]:
-    """Who lives where."""
+    """Yield the lines on the placement of roles in pools."""
     where = f"at {s.address}" if s.address else "started for this run on this machine"
     whose = " of each host" if SYNC[s.sync].hosts else ""
     shared = f"2 x {size_text(s.shared_bytes // 2)} of shared memory{whose}"
@@ -483,7 +482,7 @@ def _cluster_lines(s: Spread) -> dict[str, str]:
 
 
 def _memory_lines(memory: Memory, title: str = "memory (estimate)") -> list[str]:
-    """A table: items down, phases across, their sums below; the peak is marked."""
+    """Return a table: items down, phases across, their sums below; the peak is marked."""
     width = max(len(name) for name in (*memory.items, title)) + 2
     phases = memory.phases.values()
     rows = [title.ljust(width) + "".join(f"{name:>14}" for name in memory.phases)]

@@ -1,4 +1,4 @@
-"""One typed configuration tree. Units are in the names; the bounds and choices of a key stand at its field.
+"""One typed configuration tree. Units are in the names; each field declares the bounds and choices of its key.
 
 No torch here. `load.py` composes the tree (Hydra), `plan.py` derives every size from it, `compat/` maps verl's own
 keys, `backends.py` names the engines, each of which brings the options below its `engine_options`.
@@ -45,7 +45,7 @@ class RunConfig:
     eval_after: bool = True
     threads: PositiveInt | None = None  # CPU threads for torch. Null: all cores.
     grace_s: NonNegative = 25.0  # From SIGTERM or Ctrl-C to a saved state; a longer step is given up.
-    wait_timeout_s: Positive = 600.0  # Deadline of a wait in the loop (call, publish, batch); the error says for what.
+    wait_timeout_s: Positive = 600.0  # Deadline of a wait in the loop (call, publish, batch).
 
 
 @dataclass
@@ -152,7 +152,7 @@ class PipelineConfig:
     colocated where nothing is in flight during an update (staleness 0)."""
     partial_rollout: bool = False  # In-flight generations continue under new weights (versions are per span).
     oversample: NonNegative = 0.0  # Extra groups admitted, as a share of a step; kept if their deadline allows.
-    max_attempts: PositiveInt = 2  # Tries of one trajectory whose rollout failed or whose reward is Invalid.
+    max_attempts: PositiveInt = 2  # Tries of one trajectory if its rollout fails or its reward is Invalid.
     max_invalid_share: Share = 0.2  # Stop when more than this share of a step's trajectories had no valid reward.
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a rollout engine that is a server: where it lives, what it cannot do. Known before it starts."""
+"""Faults of a rollout engine that is a server: its placement and its capabilities, checked before it starts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ HERE = ("localhost", "127.0.0.1", "::1")
 
 
 def urls_of(config: Config) -> tuple[str, ...]:
-    """One for each replica; none where they are started here."""
+    """Return one URL per replica; an empty tuple where the run starts the servers."""
     return tuple(filter(None, (url.strip().rstrip("/") for url in (config.rollout.url or "").split(","))))
 
 
 def reachable(engine: str, python: object, url: object) -> bool:
-    """Whether an engine is here: in this process, or as a server that is named or whose package is installed."""
+    """Return whether an engine can be used: in this process, or as a server that is given or installed."""
     row = ROLLOUT.get(engine)
     if row is None or not row.apart:
         return row is not None
@@ -31,7 +31,7 @@ def reachable(engine: str, python: object, url: object) -> bool:
 
 
 def server_faults(config: Config, command: str) -> Iterator[str]:
-    """A line per fault."""
+    """Yield a line per fault."""
     r, urls = config.rollout, urls_of(config)
     row, engine = ROLLOUT[r.engine], f"rollout.engine={r.engine}"
     if not row.apart:
@@ -70,7 +70,7 @@ def server_faults(config: Config, command: str) -> Iterator[str]:
 
 
 def _router(config: Config, url: str) -> Iterator[str]:
-    """One of others, before servers that run."""
+    """Yield the fault of a router in front of servers that run already."""
     at, parts = f"rollout.engine_options.router={url}", urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         yield f"{at}: expected http://HOST:PORT"
@@ -85,7 +85,7 @@ def _router(config: Config, url: str) -> Iterator[str]:
 
 
 def _own_weights(config: Config, row: Backend, engine: str, command: str) -> Iterator[str]:
-    """Of servers that take no weights as they run, or score no prompts."""
+    """Yield the faults of servers that take no weights while they run, or that score no prompts."""
     r, canary = config.rollout, config.sync.canary
     if row.fixed and command == "train":
         fix = "use it with verl eval or verl generate, and train with vllm, sglang, server or native"
@@ -103,7 +103,7 @@ def _own_weights(config: Config, row: Backend, engine: str, command: str) -> Ite
 
 
 def _draws(config: Config, row: Backend, engine: str, command: str) -> Iterator[str]:
-    """Of draws whose log-probs it does not tell: asked for, every answer of them would fail."""
+    """Yield the fault of sampling parameters for which the server reports no log-probs: every answer would fail."""
     r, e, run = config.rollout, config.eval, config.run
     asked = {} if command == "eval" else {"rollout": (r.temperature, r.top_p, r.top_k, r.min_p)}
     during = run.eval_before or run.eval_after or run.eval_every_steps > 0
@@ -123,7 +123,7 @@ def _draws(config: Config, row: Backend, engine: str, command: str) -> Iterator[
 
 
 def _vocab(config: Config) -> int:
-    """Its size; 1: another line says what is wrong with the folder."""
+    """Return the size of the model's vocabulary; 1 where another line reports the fault of the folder."""
     try:
         return describe_model(config.model.path).vocab
     except ValueError:
@@ -131,7 +131,7 @@ def _vocab(config: Config) -> int:
 
 
 def _urls(urls: tuple[str, ...], given: str, replicas: int, sync: str, shared: bool) -> Iterator[str]:
-    """shared: weights reach it on whatever machine it is, if any do."""
+    """Yield the faults of given URLs. shared: weights reach the server on any machine."""
     for url in urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -1,4 +1,4 @@
-"""Who lives where in a run over processes, and what a rank of each pool holds, by role and phase. Estimates, as in
+"""The placement of a run over processes, and the memory of one rank of each pool, by role and phase. Estimates, as in
 memory.py."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from verl.weight_sync.options import Ipc, Shm, Tcp
 
 TRAINED = ("actor", "critic")
 PARTS = {"weights": "weights", "optimizer": "optimizer states"}
-"""Of a role's state that may be elsewhere than on the device between two uses: the items."""
+"""The items of a role's state that may be off the device between two uses."""
 HELD = ("weights", "optimizer states", "teacher's head")
 AT_HEAD = ("gathered embeddings", "head's compute copy", "log-prob chunk")
 IN_LAYERS = ("gathered embeddings", "gathered layers")
@@ -51,34 +51,40 @@ MOMENTS: Mapping[str, Sequence[Sequence[str]]] = MappingProxyType(
         "publish": (IN_LAYERS, ("largest whole weight",)),
     }
 )
-"""What comes and goes in a phase of a role: that is there at once at each of the moments that want most."""
+"""The temporary items of each phase of a role: those that are held at once at each moment of highest use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPlan:
-    """each: what one rank of it holds, by Ray's names · replicas: rollout engines · memory: of its fullest rank, on
-    `device`."""
+    """One pool of processes."""
 
     nodes: int
     ranks_per_node: int
     each: dict[str, float]
+    """The resources of one rank, by Ray's names."""
     roles: tuple[str, ...]
     replicas: int
+    """Rollout engines in this pool."""
     device: str
     memory: Memory
+    """The memory of its fullest rank, on `device`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """backend, address: of the cluster; no address: started for this run · layout: in words · queue, sync: the engines
-    that serve it · shared_bytes: of a host's memory, for two versions of the weights on their way, or two buckets."""
+    """The placement of a run over processes."""
 
     backend: str
     address: str | None
+    """The address of a running cluster; None: one is started for this run."""
     layout: str
+    """The layout of a model, in words."""
     queue: str
+    """The engine of the queue."""
     sync: str
+    """The engine of the weight sync."""
     shared_bytes: int
+    """A host's shared memory for two versions of the weights that are being sent, or for two buckets."""
     pools: dict[str, PoolPlan]
 
     @property
@@ -87,7 +93,8 @@ class Spread:
 
 
 def spread_of(config: Config, update_tokens: int) -> Spread | None:
-    """None: everything is in this process. update_tokens: of one optimizer step at most."""
+    """Return the placement; None if everything runs in this process. update_tokens: the most tokens of one optimizer
+    step."""
     c, layout = config.cluster, layout_of(config)
     if c.backend == "inproc":
         return None
@@ -117,7 +124,7 @@ def spread_of(config: Config, update_tokens: int) -> Spread | None:
 
 
 def _on_their_way(config: Config) -> int:
-    """Bytes of a version of the weights in shared memory, or of a bucket through which they pass."""
+    """Return the bytes in shared memory of a version of the weights, or of a bucket through which they are sent."""
     model, options = describe_model(config.model.path), options_of(config, "sync")
     if isinstance(options, Ipc):
         return 0
@@ -127,7 +134,8 @@ def _on_their_way(config: Config) -> int:
 
 
 def on_this_machine(spread: Spread) -> Memory | None:
-    """What the processes of a Ray that is started here take of host memory together; None: it is another's, or none."""
+    """Return the host memory of all processes of a Ray that is started on this machine; None for another Ray, or
+    none."""
     pools = {name: pool for name, pool in spread.pools.items() if pool.device == "cpu"}
     if spread.backend != "ray" or spread.address is not None or not pools:
         return None
@@ -139,7 +147,7 @@ def on_this_machine(spread: Spread) -> Memory | None:
 
 
 def words_of(layout: Layout) -> str:
-    """4 ranks = 2 data x 2 tensor: a rank holds 1/4 of a model."""
+    """Return the layout in words: 4 ranks = 2 data x 2 tensor: a rank holds 1/4 of a model."""
     parts = {"pipeline": layout.pipeline, "data": layout.data, "sequence": layout.sequence, "tensor": layout.tensor}
     product = " x ".join(f"{size} {name}" for name, size in parts.items() if size > 1) or "1 data"
     copies = f", in {layout.replicate} copies of the model" if layout.replicate > 1 else ""
@@ -149,7 +157,8 @@ def words_of(layout: Layout) -> str:
 
 
 def _memory(config: Config, layout: Layout, roles: Sequence[str], replicas: int, update_tokens: int) -> Memory:
-    """Of a pool's fullest rank: the first of every role and of a stage, with a replica where there are any."""
+    """Return the memory of a pool's fullest rank: the first rank of every role and stage, with a replica if there is
+    one."""
     stages = [_of_stage(config, layout, roles, replicas, update_tokens, s) for s in range(layout.pipeline)]
     return max(stages, key=lambda memory: memory.peak_bytes)
 
@@ -170,7 +179,8 @@ def _of_stage(
     every = [f"{role} {name}" for role in roles for name in HELD] + ["rollout weights", "buckets of weights"]
 
     def held(*awake: str) -> list[str]:
-        """awake: the role that is at work, with all of its state where it is updated."""
+        """Return the items that the roles hold. awake: the role that is computing, with its whole state while it is
+        updated."""
         return [item for item in every if item in awake or item not in gone]
 
     gone = {f"{role} {PARTS[part]}" for role in roles for part in offloaded(config, trained=role in TRAINED)}
@@ -189,7 +199,8 @@ def _of_stage(
 
 
 def fullest_moment(items: Mapping[str, int], role: str, phase: str) -> list[str]:
-    """The items of a role, named with it, that are there at once where a phase wants most."""
+    """Return the items of a role, prefixed by its name, that are held at once at the moment of highest use in a
+    phase."""
     moments = [[f"{role} {name}" for name in names] for names in MOMENTS[phase]]
     return max(moments, key=lambda names: sum(items.get(name, 0) for name in names))
 
@@ -197,8 +208,8 @@ def fullest_moment(items: Mapping[str, int], role: str, phase: str) -> list[str]
 def role_items(
     config: Config, role: str, layout: Layout, tokens: int, *, stage: int = 0, passes: int = 1
 ) -> dict[str, int]:
-    """Bytes of one rank of a role. tokens: of a micro-batch, on this rank · passes: of a step, of which a pipeline
-    holds as many at once as there are stages from this one on."""
+    """Return the bytes of one rank of a role. tokens: those of a micro-batch on this rank · passes: those of a step; a
+    pipeline holds as many at once as there are stages from this one on."""
     teachers = teacher_models(config)
     if role in NO_MODEL or (role in config.teacher.roles() and role not in teachers):
         return {}
@@ -210,27 +221,27 @@ def role_items(
     layer = (model.body_parameters - model.embedding_parameters) // model.layers
     layers = len(layers_of_stages(model.layers, layout.pipeline)[stage])
     root = _of_no_layer(model, layout, whole - layer * model.layers, stage)
-    experts = model.expert_parameters // model.layers  # of a layer: not cut, and gathered from those who have the same
+    experts = model.expert_parameters // model.layers  # per layer: not cut, gathered from equal ranks
     count, sparse, flying = layer * layers + root, experts * layers, min(layout.pipeline - stage, passes)
     kept = (count - sparse) // part + sparse // layout.shard
     apart, cut = int(layout.world_size > 1), layout.shard > 1
-    of_none, dense = 4 * root // tensor * apart, 4 * (layer - experts) // tensor  # as gathered, of no layer and of one
+    of_none, dense = 4 * root // tensor * apart, 4 * (layer - experts) // tensor  # gathered: outside layers, a layer
     spread, experts_cut = 4 * experts // layout.expert, layout.shard > layout.expert
     if layout.expert == 1:
         dense, spread = dense + spread, 0
 
-    bytes_kept, residual = layer_bytes_per_token(model, dtype, tensor), 4 * model.hidden  # of a token
-    again = config.model.gradient_checkpointing  # what is in a layer is made again there, and gone with it
+    bytes_kept, residual = layer_bytes_per_token(model, dtype, tensor), 4 * model.hidden  # per token
+    again = config.model.gradient_checkpointing  # the activations of a layer are recomputed and freed there
     through = layers * residual + bytes_kept if again else layers * bytes_kept
     vocab = -(-model.vocab // tensor)
-    half = DTYPE_BYTES[dtype] * (dtype == "bfloat16")  # bytes of a weight's copy in what is computed in
+    half = DTYPE_BYTES[dtype] * (dtype == "bfloat16")  # bytes of a weight's copy in the compute dtype
     rows = min(tokens, max(16, LOGPROB_CHUNK_BYTES // (4 * vocab)))
     items = {
         "weights": 4 * kept,
         "gathered embeddings": of_none,
-        # a layer's, beside the buffer that it, or the next one on its way, came in: FSDP copies what a rank has alone
+        # one layer beside the buffer of this or the next gathering: FSDP copies what only this rank has
         "gathered layers": apart * ((1 + cut) * dense + (1 + experts_cut) * spread),
-        "kept buffer": cut * max(of_none, dense),  # of the gathering before, until the next one has ended
+        "kept buffer": cut * max(of_none, dense),  # of the previous gathering, until the next one has ended
         "layer's compute copy": half * (dense + spread) // 4,
         "inference activations": tokens * (bytes_kept + 2 * residual),
     }
@@ -240,29 +251,29 @@ def role_items(
         items["head's compute copy"] = half * vocab * model.hidden
     if role == "actor":
         items["teacher's head"] = teacher_items(config).get("teacher's head", 0)
-        # handed over one by one: what came of the ranks, put together; later stages get the first's
+        # tensors are collected one by one and joined; later stages receive those of the first
         items["largest whole weight"] = (1 + (part > 1 and stage == 0)) * 4 * max(model.vocab * model.hidden, layer)
     if not trains:
         return items
-    # leave, on their way, arrive; a critic's last stage computes none, tied or not
+    # sending, in transfer, receiving; a critic's last stage computes no logits, tied or not
     reduced = (3 * of_none + cut * of_none // layout.shard) * (stage == 0 or role in policies)
     copies, through = half * (1 if again else layers) * (dense + spread) // 4, tokens * (through + 2 * residual)
     waiting = through + copies * (not again)  # of one pass, until its backward pass
-    not_yet = min(4 * kept, waiting) * (passes == flying > 1)  # beside the first backward pass there are no gradients
+    not_yet = min(4 * kept, waiting) * (passes == flying > 1)  # no gradients exist beside the first backward pass
     return items | {
         "optimizer states": (12 if role == "actor" and config.teacher.ema else 8) * kept,
         "gradients": 4 * kept,
-        "gathered gradients": apart * 2 * max(dense, spread),  # as computed, and in the buffer that they leave in
+        "gathered gradients": apart * 2 * max(dense, spread),  # as computed, and in the buffer from which they are sent
         "reduced embeddings": reduced,
         "compute copy of weights": copies,
         "activations": through,
-        "waiting passes": (flying - 1) * waiting - not_yet,  # for the backward passes of those before them
+        "waiting passes": (flying - 1) * waiting - not_yet,  # kept for the backward passes of the earlier ones
     }
 
 
 def _of_no_layer(model: ModelFacts, layout: Layout, root: int, stage: int) -> int:
-    """A stage's parameters that belong to no layer and are gathered for a whole pass. root: those of the whole model:
-    embeddings on the first stage, last norm and head on the last, tied ones on both."""
+    """Return a stage's parameters that belong to no layer and are gathered for a whole pass. root: those of the whole
+    model: embeddings on the first stage, last norm and head on the last, tied ones on both."""
     first, last = stage == 0, stage == layout.pipeline - 1
     embeddings = model.embedding_parameters if first or (last and model.tied) else 0
     return embeddings + (root - model.embedding_parameters if last else 0)

@@ -34,7 +34,7 @@ class Leaf:
 
     @property
     def is_mapping(self) -> bool:
-        """Free keys below it: `reward.kwargs.x=1`."""
+        """Return whether free keys are allowed below it: `reward.kwargs.x=1`."""
         return typing.get_origin(self.hint) is dict
 
     @property
@@ -43,7 +43,7 @@ class Leaf:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What it may be, if it is one of a few words."""
+        """Return the words that the key may be, if it is one of a few."""
         return next((tuple(meta.extra["words"]) for meta in _metas(self.hint) if meta.extra), ())
 
 
@@ -59,7 +59,7 @@ class Setting:
 
 @functools.cache
 def leaves() -> Mapping[str, Leaf]:
-    """Every key of the tree, in the order of schema.py."""
+    """Return every key of the tree, in the order of schema.py."""
     found: dict[str, Leaf] = {}
     for section, cls in sections().items():
         hints, defaults = typing.get_type_hints(cls, include_extras=True), vars(cls())
@@ -71,7 +71,7 @@ def leaves() -> Mapping[str, Leaf]:
 
 @functools.cache
 def _algorithm_settings() -> Mapping[str, Any]:
-    """Key and type of every `algorithm.NAME` that a spec brings. Its value stands in AlgorithmConfig.options."""
+    """Return key and type of every `algorithm.NAME` that a spec brings. Its value is in AlgorithmConfig.options."""
     words = {key: kind.split(" ")[0].split("[")[0] for key, kind in setting_types().items()}
     hints = {"float": float | None, "int": int | None, "bool": bool | None}
     return MappingProxyType({f"algorithm.{key}": hints.get(word, str | None) for key, word in words.items()})
@@ -83,7 +83,8 @@ def sections() -> Mapping[str, type]:
 
 
 def leaf_of(key: str) -> tuple[Leaf, tuple[str, ...]] | None:
-    """The leaf that `key` sets and the path below it (() unless the leaf is a mapping); None: no such key."""
+    """Return the leaf that `key` sets and the path below it (() unless the leaf is a mapping); None if there is no such
+    key."""
     found = leaves().get(key)
     if found is not None:
         return found, ()
@@ -95,7 +96,8 @@ def leaf_of(key: str) -> tuple[Leaf, tuple[str, ...]] | None:
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """The names most like `name`: as a whole, or by their last component (`temprature` -> `rollout.temperature`)."""
+    """Return the names most like `name`: as a whole, or by their last component (`temprature` ->
+    `rollout.temperature`)."""
     wanted = name.lower()
     whole, last = difflib.SequenceMatcher(b=wanted), difflib.SequenceMatcher(b=wanted.rsplit(".", 1)[-1])
     scored = []
@@ -109,7 +111,7 @@ def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
 
 
 def did_you_mean(name: str, names: Iterable[str], count: int = 1) -> str:
-    """`did you mean X? `, or nothing where no name is near."""
+    """Return `did you mean X? `, or "" where no name is near."""
     near = nearest(name, names, count)
     return f"did you mean {' or '.join(near)}? " if near else ""
 
@@ -118,7 +120,8 @@ def did_you_mean(name: str, names: Iterable[str], count: int = 1) -> str:
 
 
 def convert(value: Any, hint: Any, text: str | None = None) -> Any:
-    """`value` as `hint`, or ValueError with the reason. `text`: as written, for a name that reads as a number.
+    """Return `value` as `hint`, or raise ValueError with the reason. text: as written, for a name that reads as a
+    number.
 
     Nothing is rounded or guessed: 1.5 is no int, 1 no bool, "3" no number; 2.0 is the int 2, a string alone a list.
     """
@@ -184,14 +187,14 @@ def _metas(hint: Any) -> Iterator[msgspec.Meta]:
 
 
 def _plain_type(hint: Any) -> Any:
-    """The type of a value that is not null, without its bounds."""
+    """Return the type of a value that is not null, without its bounds."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = typing.get_args(hint)[0]
     return hint.__origin__ if typing.get_origin(hint) is Annotated else hint
 
 
 def type_name(hint: Any) -> str:
-    """`int | None` -> "int or null", `list[str]` -> "list of str"."""
+    """Return a type in words: `int | None` -> "int or null", `list[str]` -> "list of str"."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return f"{type_name(_plain_type(hint))} or null"
     plain = _plain_type(hint)
@@ -202,12 +205,12 @@ def type_name(hint: Any) -> str:
 
 
 def text_of(value: Any) -> str:
-    """YAML in flow style on one line; a string is plain where it reads back as itself."""
+    """Return the value as YAML in flow style on one line; a string is plain where it reads back as itself."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{text_of(k)}: {text_of(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(text_of, value)) + "]"
-    marks = ("...", "---")  # between documents, where they stand alone
+    marks = ("...", "---")  # between documents, where they are alone on a line
     plain = not isinstance(value, str) or (
         _PLAIN.fullmatch(value) and value not in marks and yaml.safe_load(value) == value
     )
@@ -216,7 +219,7 @@ def text_of(value: Any) -> str:
 
 
 def build(values: Mapping[str, Any]) -> Config:
-    """The tree from one value per leaf, each of its leaf's type. Leaves that are not named keep their default."""
+    """Build the tree from one value per leaf, each of its leaf's type. Leaves that are not named keep their default."""
     config = Config()
     settings = {key.partition(".")[2]: values[key] for key in _algorithm_settings() if key in values}
     for key in values.keys() - _algorithm_settings():
@@ -227,7 +230,7 @@ def build(values: Mapping[str, Any]) -> Config:
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """One value per leaf, in the order of the tree."""
+    """Return one value per leaf, in the order of the tree."""
     found, settings = {}, _algorithm_settings()
     for key in leaves():
         section, name = key.split(".")

@@ -46,7 +46,7 @@ def validate(config: Config, command: Command = "train") -> None:
 
 
 def _values(config: Config) -> Iterator[str]:
-    """Each key by itself, as `load_config` does it: the tree may have been changed since."""
+    """Check each key by itself, as `load_config` does: the tree may have been changed since."""
     values = values_of(config)
     for key, value in values.items():
         try:
@@ -93,7 +93,7 @@ def _divisors(number: int) -> str:
 
 
 def _settings(config: Config) -> Iterator[str]:
-    """algorithm.*: what the specs of the preset say of it."""
+    """Yield the faults of algorithm.* that the specs of the preset find."""
     unknown = [name for name in config.algorithm.options if name not in knobs()]
     try:
         if not unknown:
@@ -176,7 +176,7 @@ def _teacher(config: Config) -> Iterator[str]:
 
 
 def _together(config: Config, columns: Collection[str]) -> Iterator[str]:
-    """What cannot be of several teachers, or of the policy as its own."""
+    """Yield the faults of several teachers together, or of a policy that teaches itself."""
     t, name = config.teacher, config.algorithm.name
     if t.path is not None and t.paths:
         yield f"teacher.path={t.path} beside teacher.paths: name it there, or leave one of them out"
@@ -204,7 +204,7 @@ def _together(config: Config, columns: Collection[str]) -> Iterator[str]:
 
 
 def _folder(config: Config, columns: Collection[str], path: str) -> Iterator[str]:
-    """What cannot be of a teacher in this folder."""
+    """Yield why the teacher in this folder cannot be used."""
     t, key = config.teacher, "teacher.path" if not config.teacher.paths else "teacher.paths"
     try:
         base = base_of(path, config.model.path)
@@ -297,7 +297,7 @@ def _reward(config: Config) -> Iterator[str]:
 
 
 def _is_no_module(path: str) -> bool:
-    """Whether `path` is neither a file nor a module, as far as it is known without importing one."""
+    """Return whether `path` is neither a file nor a module, as far as it can be determined without importing one."""
     top = path.removeprefix("pkg://").partition(".")[0]
     return not Path(path).is_file() and (not top.isidentifier() or find_spec(top) is None)
 

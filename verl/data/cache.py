@@ -52,7 +52,7 @@ def load_cached(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | No
 
 
 def store_cached(path: Path, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bool:
-    """Write atomically. A cache that cannot be written is a warning: the run goes on without."""
+    """Write atomically. A cache that cannot be written is a warning: the run continues without."""
     try:
         with replacing(path) as out:
             _prune(path.parent)
@@ -99,7 +99,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _prune(folder: Path) -> None:
-    """Remove tables that nobody read for a month, and what killed writers left behind."""
+    """Remove tables that were not read for a month, and temporary files of killed writers."""
     now = time.time()
     for pattern, keep_s in ((f"*{SUFFIX}", KEEP_UNUSED_S), (f"*{SUFFIX}.*.tmp", KEEP_TORN_S)):
         for old in folder.glob(pattern):

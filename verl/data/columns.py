@@ -1,4 +1,4 @@
-"""Columns beside the conversation of a row that change what it says: used where it is read, or refused."""
+"""Columns beside the conversation of a row that change its meaning: used where they are read, or refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl.data.values import names_of
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
 CONTEXT_COLUMNS = ("input", "context")
-"""Columns of an Alpaca row with the text that the instruction is about (Dolly's is `context`)."""
+"""Columns of an Alpaca row with the text that the instruction refers to (Dolly's is `context`)."""
 PROMPT_COLUMNS = (
     *("input", "query", "problem", "user", "task", "context", "passage", "post", "dialogue", "conversation"),
     *("history", "instruction", "messages", *SYSTEM_COLUMNS),
@@ -45,7 +45,7 @@ def unread_system(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]])
 
 
 def asked_of(row: Mapping[str, Any]) -> str:
-    """Return the question of an Alpaca row: the instruction, and what it is about."""
+    """Return the question of an Alpaca row: the instruction, and the text that it refers to."""
     parts = (row["instruction"], *(row.get(key) for key in CONTEXT_COLUMNS))
     return "\n\n".join(str(text) for text in parts if text)
 
@@ -92,7 +92,7 @@ def are_schemas(value: Any) -> bool:
 
 
 def refuse_marks(row: Mapping[str, Any], where: str) -> None:
-    """Refuse a row that a column weighs or marks, or whose turns one does: marks are read on messages."""
+    """Refuse a row that a column weighs or marks, or with a turn that one does: marks are read on messages."""
     for key in [key for key in row if key in ROW_MARKS or key in TURN_COLUMNS]:
         if (row[key] and key in TURN_COLUMNS) or not _trains_all(row[key], ROW_MARKS.get(key, 1), key):
             said = f"column {key!r} is {str(row[key])[:60]}, and marks of what is trained are read on messages alone"
@@ -102,8 +102,8 @@ def refuse_marks(row: Mapping[str, Any], where: str) -> None:
 
 
 def _trains_all(value: Any, trained: int, column: str = "") -> bool:
-    """Whether a mark says nothing: it is empty, of another kind, or has the value `trained` throughout. A number as
-    `loss` is what was measured of the row."""
+    """Return whether a mark has no effect: it is empty, of another kind, or has the value `trained` throughout. A
+    number as `loss` is a measurement of the row."""
     if isinstance(value, list):
         return all(_trains_all(item, trained) for item in value)
     if column == "loss" and not isinstance(value, bool):
@@ -119,7 +119,7 @@ def _trains_all(value: Any, trained: int, column: str = "") -> bool:
 def unread_texts(
     row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], columns: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the columns whose text no message holds."""
+    """Yield the columns with a text that no message holds."""
     for key in columns:
         text = row.get(key)
         if isinstance(text, str) and text.strip():

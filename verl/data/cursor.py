@@ -1,8 +1,8 @@
-"""Where a run is in its data: a cursor that can be saved, restored and handed draws back.
+"""The position of a run in its data: a cursor that can be saved and restored, and that takes draws back.
 
-A draw is a serial number. Which task it is follows from the number alone, so the whole state is (next number, numbers
-handed back): no iterator, nothing that depends on how the run was interleaved or cut. A curriculum chooses the tasks of
-an epoch by what was scored before; that choice, and the scores, are state beside them.
+A draw is a serial number. The task of a draw follows from the number alone, so the whole state is (next number, numbers
+given back): no iterator, nothing that depends on how the run was interleaved or cut. A curriculum chooses the tasks of
+an epoch by earlier scores; that choice, and the scores, are state beside them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Weigh = Callable[[np.ndarray], Any]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Draw:
-    """`draw` is global and serial; epoch = draw // num_tasks; `index` is the task's row in the table."""
+    """One draw. `draw` is global and serial; epoch = draw // num_tasks; `index` is the task's row in the table."""
 
     epoch: int
     draw: int
@@ -33,7 +33,7 @@ class Cursor:
     """Draws every task once per epoch, without end, in an order that is a pure function of (seed, epoch).
 
     A draw that was given back is the next one to be handed out, with the same number. With a curriculum an epoch has as
-    many draws, and it says of which tasks.
+    many draws, and the curriculum chooses their tasks.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Cursor:
             raise ValueError(f"num_tasks={num_tasks}: there is nothing to draw from")
         self.num_tasks, self.seed, self.shuffle, self._curriculum = num_tasks, seed, shuffle, curriculum
         self._next = 0
-        self._returned: list[int] = []  # a heap: the oldest draw goes out first
+        self._returned: list[int] = []  # a heap: the oldest draw is handed out first
 
     def next(self) -> Draw:
         if self._returned:
@@ -52,14 +52,14 @@ class Cursor:
         return self._draw(self._next - 1)
 
     def give_back(self, draw: Draw) -> None:
-        """A draw that nobody will finish (over-sampling surplus, a cancelled group) is handed out again, first."""
+        """Hand out again, first of all, a draw that will not be finished (over-sampling surplus, a cancelled group)."""
         assert 0 <= draw.draw < self._next, f"{draw} was never drawn (next is {self._next})"
         assert draw.draw not in self._returned, f"{draw} was given back already"
         assert draw == self._draw(draw.draw), f"{draw} is not of this cursor"
         heapq.heappush(self._returned, draw.draw)
 
     def scored(self, draw: Draw, score: float) -> None:
-        """The mean score of the answers to a draw; it counts once the step has ended."""
+        """Record the mean score of the answers to a draw; it counts once the step has ended."""
         if self._curriculum is not None:
             self._curriculum.new.append((draw.draw, draw.index, score))
 
@@ -68,13 +68,13 @@ class Cursor:
             self._curriculum.settle()
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the state in plain JSON types."""
         same = {"state_version": STATE_VERSION, "num_tasks": self.num_tasks, "seed": self.seed, "shuffle": self.shuffle}
         more = {} if self._curriculum is None else {"curriculum": self._curriculum.state()}
         return {**same, "next_draw": self._next, "returned": sorted(self._returned), **more}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken. The data and the order must be the same."""
+        """Continue from `state`. The data and the order must be the same."""
         if state.get("state_version") != STATE_VERSION:
             raise ValueError(f"cursor state version {state.get('state_version')!r}: this verl reads {STATE_VERSION}")
         for name in ("num_tasks", "seed", "shuffle"):
@@ -104,10 +104,11 @@ class Cursor:
 
 
 class Curriculum:
-    """Which tasks an epoch draws, settled at its first draw by the scores that are known then.
+    """The tasks that an epoch draws, settled at its first draw by the scores that are known then.
 
     weigh: the score [num_tasks] of each task's latest draw, NaN where there is none -> weights [num_tasks]. A task has
-    its share of them in the draws of the epoch, rounded up or down."""
+    its share of them in the draws of the epoch, rounded up or down.
+    """
 
     def __init__(self, num_tasks: int, seed: int, weigh: Weigh) -> None:
         self.num_tasks, self.seed, self._weigh = num_tasks, seed, weigh
@@ -118,14 +119,14 @@ class Curriculum:
         self.order(0)  # a function that cannot be used is found before anything is drawn
 
     def settle(self) -> None:
-        """A step has ended; of several draws of a task the latest counts, whichever was scored first."""
+        """Close a step: of several draws of a task the latest counts, in whatever order they were scored."""
         for draw, task, score in self.new:
             if draw >= self._of[task]:
                 self._of[task], self.scores[task] = draw, score
         self.new.clear()
 
     def order(self, epoch: int) -> np.ndarray:
-        """[num_tasks] int64: the task of each draw."""
+        """Return [num_tasks] int64: the task of each draw."""
         if epoch not in self._orders:
             assert epoch > max(self._orders, default=-1), f"the order of epoch {epoch} was forgotten"
             first = np.random.Philox(key=np.array([self.seed % 2**64, 2**63 + epoch], np.uint64)).random_raw()
@@ -158,6 +159,7 @@ class Curriculum:
 
 @lru_cache(maxsize=2)  # draws given back are of this epoch or the last
 def epoch_order(num_tasks: int, seed: int, epoch: int) -> np.ndarray:
-    """[num_tasks] int64, a permutation. Sorted Philox words: numpy keeps these streams, not those of `permutation`."""
+    """Return [num_tasks] int64, a permutation. Sorted Philox words: numpy keeps these streams, not those of
+    `permutation`."""
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(num_tasks), kind="stable")

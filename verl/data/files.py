@@ -58,7 +58,7 @@ CLIENT_ERRORS = (
     ("google.auth.exceptions", "GoogleAuthError"),
     ("httpx", "HTTPError"),
 )
-# Arrow types whose Python values are JSON types or bytes already.
+# Arrow types with Python values that are JSON types or bytes already.
 EXACT = re.compile(r"null|bool|u?int\d+|float|double|(large_)?(string|binary)(_view)?|fixed_size_binary\[\d+\]")
 
 
@@ -76,7 +76,7 @@ class RawRow(NamedTuple):
 
 
 def expand_files(files: Sequence[str]) -> list[DataFile]:
-    """Paths, URLs, globs and folders -> files, in the order given and sorted within a glob or folder."""
+    """Expand paths, URLs, globs and folders to files, in the order given and sorted within a glob or folder."""
     if isinstance(files, str):
         raise ValueError(f"data files={files!r} is a string. Fix: give a list of files")
     if not files:
@@ -85,7 +85,8 @@ def expand_files(files: Sequence[str]) -> list[DataFile]:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """(the file system of a URL or path, the path there). ValueError where its package is missing, or there is none."""
+    """Return (the file system of a URL or path, the path there). ValueError where its package is missing, or there is
+    none."""
     protocol = url.split("://", 1)[0] if "://" in url else "file"
     try:
         fs, path = fsspec.core.url_to_fs(url)
@@ -138,7 +139,7 @@ def _only_split(url: str, splits: Sequence[str]) -> str:
 
 
 def _without_rows(fs: fsspec.AbstractFileSystem, path: str) -> str:
-    """Say that a folder has no files of rows, and which of its folders has."""
+    """Describe a folder without files of rows, and which of its folders has some."""
     inner = [str(p["name"]) for p in fs.ls(path, detail=True) if p["type"] == "directory"]
     filled = [p.rpartition("/")[2] for p in inner if any(format_of(str(f)) for f in fs.ls(p, detail=False))]
     there = f"; there are in {', '.join(sorted(filled))}. Fix: name one of these" if filled else ""
@@ -146,7 +147,7 @@ def _without_rows(fs: fsspec.AbstractFileSystem, path: str) -> str:
 
 
 def _stem(path: str) -> str:
-    """The path without what its name says of the format."""
+    """Return the path without the part of its name that gives the format."""
     endings = (*COMPRESSION, *JSON_LINES, *PARQUET, *ARROW, *TABLES)
     while ending := next((e for e in endings if path.lower().endswith(e)), ""):
         path = path[: -len(ending)]
@@ -154,7 +155,7 @@ def _stem(path: str) -> str:
 
 
 def format_of(path: str) -> tuple[str, str | None] | None:
-    """("json" | "parquet" | "arrow" | what separates the columns of a table, compression) by the file's name."""
+    """Return ("json" | "parquet" | "arrow" | the separator of a table's columns, compression) by the file's name."""
     name = path.lower()
     compression = next((codec for ending, codec in COMPRESSION.items() if name.endswith(ending)), None)
     if compression is not None:
@@ -169,7 +170,8 @@ def format_of(path: str) -> tuple[str, str | None] | None:
 
 
 def fingerprint(file: DataFile) -> str:
-    """Changes when the content does: the store's own tag where it has one, else a hash of the bytes."""
+    """Return a value that changes when the content does: the store's own tag where it has one, else a hash of the
+    bytes."""
     with naming(file.url):
         info = file.fs.info(file.path)
         tag = next((info[k] for k in ("ETag", "etag", "md5Hash", "contentHash") if info.get(k)), None)
@@ -180,7 +182,7 @@ def fingerprint(file: DataFile) -> str:
 
 
 def read_rows(file: DataFile) -> Iterator[RawRow]:
-    """The rows of one file, streamed. JSON types only, and bytes (Parquet)."""
+    """Yield the rows of one file, streamed. JSON types only, and bytes (Parquet)."""
     known = format_of(file.path)
     if known is None:
         packed = (e + c for e in JSON_LINES[:1] for c in COMPRESSION)
@@ -200,7 +202,7 @@ def read_rows(file: DataFile) -> Iterator[RawRow]:
 
 
 def _as_utf8(url: str, stream: io.BufferedReader) -> io.BufferedIOBase:
-    """Return the text as UTF-8 without a mark, whichever Unicode it is in; refuse what is no text."""
+    """Return the text as UTF-8 without a mark, from any encoding of Unicode; refuse data that is no text."""
     head = stream.peek(64)[:64]
     if other := next((name for magic, name in OTHER_FORMATS.items() if head.startswith(magic)), None):
         raise ValueError(f"{url}: no text, but {other}")
@@ -219,7 +221,8 @@ def _as_utf8(url: str, stream: io.BufferedReader) -> io.BufferedIOBase:
 
 
 def _json_rows(url: str, stream: Any) -> Iterator[RawRow]:
-    """A row per line, or one document: a list of rows, or an object around such a list."""
+    """Yield the rows of a file with one per line, or of one document: a list of rows, or an object around such a
+    list."""
     lines = ((number, raw) for number, raw in enumerate(stream, start=1) if raw.strip())  # not at U+2028
     first, second = next(lines, None), None
     if first is None:
@@ -239,7 +242,7 @@ def _json_rows(url: str, stream: Any) -> Iterator[RawRow]:
 
 
 def _begins_document(raw: bytes) -> bool:
-    """Whether a line is the beginning of a list, or of an object that goes on in the next line."""
+    """Return whether a line is the beginning of a list, or of an object that continues in the next line."""
     text = raw.decode("utf-8", errors="replace").rstrip()
     try:
         json.loads(text)
@@ -267,7 +270,7 @@ def _listed(url: str, document: Any) -> list[Any] | None:
 
 
 def _table_rows(url: str, stream: Any, separator: str) -> Iterator[RawRow]:
-    """A line of names, then rows of text; an empty field is no value."""
+    """Yield the rows of a table of text, under the names in its first line; an empty field is no value."""
     csv.field_size_limit(BLOCK_BYTES)
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rows = csv.reader(text, delimiter=separator, strict=True)
@@ -309,7 +312,7 @@ ONE_KEY_EACH = json.JSONDecoder(object_pairs_hook=_object_of)
 
 
 def _twice(names: Iterable[str]) -> str | None:
-    """The first name that is there a second time."""
+    """Return the first name that occurs a second time."""
     seen: set[str] = set()
     return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
 
@@ -362,7 +365,7 @@ def _arrow_rows(url: str, stream: BinaryIO) -> Iterator[RawRow]:
 
 
 def _batch_rows(url: str, name: str, opened: Callable[[], tuple[Any, Iterable[Any]]]) -> Iterator[RawRow]:
-    """The rows of record batches. opened: returns their schema and themselves."""
+    """Yield the rows of record batches. opened: returns their schema and the batches."""
     import pyarrow as pa
 
     number = 0
@@ -390,7 +393,7 @@ def _is_exact(kind: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """JSON types and bytes: dates become ISO strings, decimals their digits, map keys strings."""
+    """Convert to JSON types and bytes: dates become ISO strings, decimals their digits, map keys strings."""
     if value is None or isinstance(value, (str, bool, int, float, bytes)):
         return value
     if isinstance(value, dict):
@@ -408,7 +411,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def naming(url: str) -> Iterator[None]:
-    """Whatever the storage says goes wrong becomes a ValueError that names the URL."""
+    """Turn every error of the storage into a ValueError that names the URL."""
     try:
         yield
     except FileNotFoundError as exc:
@@ -420,7 +423,7 @@ def naming(url: str) -> Iterator[None]:
 
 
 def storage_errors() -> tuple[type[BaseException], ...]:
-    """What stores raise, as far as their packages were imported."""
+    """Return the exceptions that stores raise, as far as their packages were imported."""
     loaded = ((sys.modules[module], name) for module, name in CLIENT_ERRORS if module in sys.modules)
     return (OSError, EOFError, *(getattr(module, name) for module, name in loaded))
 

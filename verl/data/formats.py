@@ -1,4 +1,4 @@
-"""Rows as people publish them -> messages, ground truth and metadata.
+"""Rows in their published forms -> messages, ground truth and metadata.
 
     RL   {prompt: messages | text, data_source, reward_model.ground_truth, extra_info, ...}     verl's Parquet row
          {prompt, completion?, ground_truth | answer | solution}                                TRL
@@ -7,8 +7,8 @@
     both {conversations: [{from, value}, ...]}                                                  ShareGPT
          {instruction, input | context?, output | response, history?}                           Alpaca, Dolly
 
-In all of them `system` or `system_prompt` may be the system message (data/columns.py).
-Preference rows are in data/preference.py. A wrong row is a ValueError that starts with where the row lies.
+In all of them `system` or `system_prompt` may be the system message (data/columns.py). Preference rows are in
+data/preference.py. A wrong row is a ValueError that starts with the place of the row.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ AGENT_NAMES = MappingProxyType({"single_turn_agent": SINGLE_TURN})
 """verl's name of a loop -> ours, where they differ."""
 IN_DRIVER = "@driver"
 FEEDBACK = "attempt.feedback"
-"""As `teacher.hint_key`: no column, but what was said of the very attempt."""
+"""The value of `teacher.hint_key` for the feedback on the attempt itself, which is no column."""
 
 
 class TaskRow(NamedTuple):
-    """What the RL loop needs of a row, by the names of `types.Task`; the row itself stays beside it."""
+    """The fields of a row that the RL loop needs, by the names of `types.Task`; the row itself is kept beside it."""
 
     messages: Messages
     data_source: str
@@ -55,7 +55,7 @@ class TaskRow(NamedTuple):
 
 
 class ConversationRow(NamedTuple):
-    """What SFT needs of a row. Assistant turns before message `train_from` are part of the prompt."""
+    """The fields of a row that SFT needs. Assistant turns before message `train_from` are part of the prompt."""
 
     messages: Messages
     tools: tuple[dict[str, Any], ...]
@@ -71,22 +71,27 @@ def played_by(loop: str, tools: Sequence[str]) -> tuple[str, bool]:
 
 
 class Players(NamedTuple):
-    """Who may play a row (agent_loop/registry.py), and who teaches it. default: where it names none · names · tools:
-    schemas of the run · teachers: those that a row must name one of; none: it need not · hint_key: the column that its
-    teacher reads · answer_key, answer_tokens: the column of stored answers, and the longest that one may be ·
-    rewarded: the tools are of an environment that gives the reward."""
+    """The agent loops that may play a row (agent_loop/registry.py), and its teachers."""
 
     default: str = "single_turn"
+    """The loop of a row that names none."""
     names: tuple[str, ...] = ("single_turn",)
+    """The loops that a row may name."""
     tools: tuple[dict[str, Any], ...] = ()
+    """Schemas of the run's tools."""
     teachers: tuple[str, ...] = ()
+    """Teachers, of which each row has to name one; empty: it need not."""
     hint_key: str | None = None
+    """The column that the teacher reads."""
     answer_key: str | None = None
+    """The column of stored answers."""
     answer_tokens: int = 0
+    """The most tokens that a stored answer may have."""
     rewarded: bool = False
+    """The tools belong to an environment that gives the reward."""
 
     def graded(self, agent: str) -> bool:
-        """Whether the reward of a row that this loop plays is the reward function's, as far as can be known here."""
+        """Return whether the reward function scores a row that this loop plays, as far as can be known here."""
         return agent == SINGLE_TURN or (agent == TOOL_AGENT and not self.rewarded)
 
 
@@ -94,11 +99,11 @@ ONE_ANSWER = Players()
 
 
 def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> TaskRow:
-    """One row of an RL data set."""
+    """Return one row of an RL data set."""
     row, where = named_row(raw, cfg), raw.where
     if row.get(cfg.prompt_key) is None and isinstance(turns := row.get("conversations"), list) and len(turns) > 1:
         *_, last = read_messages(turns, where, "conversations")
-        if last["role"] == "assistant" and last["content"]:  # what it says is the truth
+        if last["role"] == "assistant" and last["content"]:  # its text is the truth
             row = {**row, cfg.prompt_key: turns[:-1], "solution": last["content"]}
     extra_info = object_in(row.get("extra_info"), where, "extra_info")
     agent = _player(row, extra_info, where, players)
@@ -132,7 +137,7 @@ def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> Tas
 
 
 def _teacher(row: Mapping[str, Any], source: str | None, where: str, teachers: tuple[str, ...]) -> str:
-    """Of several, the one that the row names, by its column or its source."""
+    """Return the teacher that the row names, by its column or its source, where there are several."""
     asked = row.get("teacher") or source
     if teachers and isinstance(asked, str) and (name := teacher_name(asked)) in teachers:
         return asked if asked in teachers else name
@@ -143,12 +148,13 @@ def _teacher(row: Mapping[str, Any], source: str | None, where: str, teachers: t
 
 
 def teacher_name(text: str) -> str:
-    """Return the name of teacher.paths that stands for `text` of a row: openai/gsm8k is openai_gsm8k."""
+    """Return the name of teacher.paths that `text` of a row matches: openai/gsm8k is openai_gsm8k."""
     return re.sub(r"\W", "_", text)
 
 
 def hinted(row: Mapping[str, Any], key: str, messages: Messages, where: str) -> Messages:
-    """What a teacher reads: the prompt with the hint of column `key` behind its last message, or the messages there."""
+    """Return the prompt of the teacher: that of the row with the hint of column `key` behind its last message, or the
+    messages of that column."""
     hint = FEEDBACK if key == FEEDBACK else _filled(row, key, where, "which the teacher is to read")
     if not isinstance(hint, str):
         return read_messages(hint, where, key)
@@ -159,13 +165,13 @@ def hinted(row: Mapping[str, Any], key: str, messages: Messages, where: str) -> 
 
 
 def with_hint(messages: Messages, hint: str) -> Messages:
-    """Behind the last message, which is a user's text."""
+    """Append the hint to the last message, which is a user's text."""
     *before, last = messages
     return (*before, {**last, "content": f"{last['content']}\n\n{hint}"})
 
 
 def stored_answer(row: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
-    """The message of the assistant in column `key`: text, or a list of that message alone."""
+    """Return the message of the assistant in column `key`: text, or a list of that message alone."""
     *before, last = read_messages(_filled(row, key, where, "the stored answer"), where, key, role="assistant")
     if before or last["role"] != "assistant":
         raise ValueError(f"{where}: {key!r} must be text or one message of the assistant, the answer to the prompt")
@@ -173,7 +179,7 @@ def stored_answer(row: Mapping[str, Any], key: str, where: str) -> dict[str, Any
 
 
 def _filled(row: Mapping[str, Any], key: str, where: str, what: str) -> Any:
-    """The column, of the row or its extra_info."""
+    """Return the value of the column, from the row or its extra_info."""
     found = row.get(key, object_in(row.get("extra_info"), where, "extra_info").get(key))
     if found is None or found in ("", []):
         raise ValueError(f"{where}: no {key!r}, {what}. Fix: fill the column, or drop the row")
@@ -181,8 +187,8 @@ def _filled(row: Mapping[str, Any], key: str, where: str, what: str) -> Any:
 
 
 def _player(row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str, players: Players) -> str:
-    """The loop that plays the row. One that asks for more than one answer to its prompt, or for tools that are not
-    there, would be trained as another task than it is."""
+    """Return the loop that plays the row. A loop that needs more than one answer to its prompt, or tools that are
+    missing, would train another task than the row describes: it is refused."""
     if row.get("chosen") is not None and row.get("rejected") is not None:
         raise ValueError(f"{where}: a preference row ('chosen' and 'rejected'). Fix: {PREFERENCE}")
     asked = row.get("agent_name") or players.default
@@ -240,12 +246,13 @@ def _played_tools(
 
 
 def asks_for_a_judge(raw: RawRow) -> bool:
-    """reward_model.style=model: the rule that a `data_source` names is not what is to score this row."""
+    """Return whether the row needs a judge (reward_model.style=model): the rule of its `data_source` must not score
+    it."""
     return object_in(raw.row.get("reward_model"), raw.where, "reward_model").get("style") == "model"
 
 
 def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
-    """One row of an SFT data set."""
+    """Return one row of an SFT data set."""
     row, where, prompt = named_row(raw, cfg), raw.where, Messages()
     if row.get(cfg.messages_key) is None and row.get("conversations") is not None:
         row = {**row, cfg.messages_key: row["conversations"]}
@@ -299,7 +306,7 @@ def row_kwargs(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def named_row(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
-    """The row with what ShareGPT's and Alpaca's columns say under the names that are read here."""
+    """Return the row with the values of ShareGPT's and Alpaca's columns under the names that are read here."""
     row = raw.row
     if row.get("functions") and not row.get(TOOLS_KEY) and are_schemas(row["functions"]):  # OpenAI's name of old
         row = {**row, TOOLS_KEY: row["functions"]}
@@ -338,8 +345,8 @@ def shown_tools(row: Mapping[str, Any], where: str, cfg: DataConfig) -> tuple[di
 
 
 def tools_in(value: Any, where: str, column: str, *, names: bool = False) -> tuple[dict[str, Any], ...]:
-    """Tool schemas: a list of objects, or that list as JSON text (Arrow has no type for mixed schemas). names: it may
-    hold the names of the run's tools."""
+    """Return the tool schemas: a list of objects, or that list as JSON text (Arrow has no type for mixed schemas).
+    names: it may hold the names of the run's tools."""
     try:
         if isinstance(value, str):
             value = json.loads(value) if value.strip() else None

@@ -1,4 +1,4 @@
-"""Text that a tokenizer has no ids for: it vanishes without a word, and the model is asked another question."""
+"""Text that a tokenizer has no ids for: it would vanish silently, and the model would answer another question."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ MAX_LOST_SHARE = 0.01
 
 @dataclass(slots=True)
 class Coverage:
-    """Which characters a tokenizer knows, asked once for each."""
+    """The characters that a tokenizer knows, each looked up once."""
 
     tokenizer: Tokenizer
     known: dict[str, bool] = field(default_factory=dict)
 
     def lost(self, text: str) -> str:
-        """The characters of `text` that its ids do not hold, sorted; white space counts as a space.
+        """Return the characters of `text` that its ids do not hold, sorted; white space counts as a space.
 
-        A text with an unknown character is encoded whole: a tokenizer of words knows words whose letters it lacks."""
+        A text with an unknown character is encoded whole: a tokenizer of words knows words with letters that it lacks
+        alone.
+        """
         suspects = {_plain(c) for c in set(text) if not self._knows(c)}
         if not suspects:
             return ""
@@ -50,12 +52,12 @@ class Coverage:
 
 
 def _plain(text: str) -> str:
-    """Composed, as many tokenizers do first; white space as spaces."""
+    """Return the text composed, as many tokenizers do first, with white space as spaces."""
     return "".join(" " if c.isspace() else c for c in unicodedata.normalize("NFC", text))
 
 
 def texts_of(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What the messages say, without what the template adds."""
+    """Yield the texts of the messages, without what the template adds."""
     found: list[Any] = []
     for m in messages:
         content = m.get("content")
@@ -65,7 +67,7 @@ def texts_of(messages: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def lost_lines(characters: Mapping[str, Sequence[int]], examples: Mapping[str, str]) -> list[str]:
-    """A line for each file of which text is lost. ValueError where it is more than MAX_LOST_SHARE of a file."""
+    """Yield a line for each file with lost text. ValueError where it is more than MAX_LOST_SHARE of a file."""
     said = []
     for file, (total, lost) in characters.items():
         if lost:

@@ -18,14 +18,14 @@ COLUMN = re.compile(
 )
 """Names of columns that hold media, in lower case with underscores."""
 MAY_HOLD = re.compile(rf"(.*_)?({_KIND}|media|screenshots?|figures?|frames?|clips?|speech|wav|file_?name)(_.*)?")
-"""Names of columns whose text is a medium if it is the name of a media file."""
+"""Names of columns with a text that is a medium if it is the name of a media file."""
 ABOUT = re.compile(rf"(.*_)?({_KIND})(_.*)?")
-"""Names of columns that say something of a medium."""
+"""Names of columns that describe a medium."""
 PLACEHOLDER = re.compile(
     r"</?\|?(start_of_|end_of_)?(image|img|picture|video|audio|vision)(_?(pad|start|end|token|\d+)| \d+)?\|?>|\[IMG\]",
     re.IGNORECASE,
 )
-"""What stands in a text where a processor puts an image, a video or a sound."""
+"""Placeholders in a text that a processor replaces by an image, a video or a sound."""
 ENDINGS = (
     *(".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".mp4", ".avi", ".mov", ".mkv", ".webm"),
     *(".wav", ".mp3", ".flac", ".ogg", ".m4a"),
@@ -51,7 +51,7 @@ def _lower(name: str) -> str:
 
 
 def media_in(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield (reference, where it is) of what is not text: items of the media columns, and content parts of messages.
+    """Yield (reference, its place) of each item that is not text: in the media columns, and content parts of messages.
 
     A reference is the item itself if it is a string (a path or a URL), else the hash of its content.
     """
@@ -72,7 +72,7 @@ def media_in(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> I
 
 
 def refuse_media(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Refuse a row that holds media, and one whose text has a place for one that another column names."""
+    """Refuse a row that holds media, and one with a placeholder in its text for media that another column names."""
     place = next((place for _, place in media_in(row, messages)), "") or _placeholder(row, messages)
     if place:
         raise ValueError(
@@ -82,7 +82,8 @@ def refuse_media(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], 
 
 
 def _placeholder(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str:
-    """Where a text has a placeholder that another column is about: a media column, if only an empty one, or a file."""
+    """Return the place in a text of a placeholder that another column fills: a media column, if only an empty one, or a
+    file."""
     texts = [text for m in messages if isinstance(text := m.get("content"), str) and ("<" in text or "[" in text)]
     found = next((mark for text in texts if (mark := PLACEHOLDER.search(text))), None)
     if found is None:
@@ -98,7 +99,8 @@ def _is_about(name: str, value: Any) -> bool:
 
 
 def _is_medium(value: Any) -> bool:
-    """Whether a value is a medium under whatever name: the features of `datasets`, or bytes of a known format."""
+    """Return whether a value is a medium under whatever name: the features of `datasets`, or bytes of a known
+    format."""
     if isinstance(value, list):
         return bool(value) and type(value[0]) in (dict, bytes) and _is_medium(value[0])
     if isinstance(value, dict):
@@ -107,20 +109,20 @@ def _is_medium(value: Any) -> bool:
 
 
 def _is_file(value: Any) -> bool:
-    """Whether a text, or the first of a list of texts, is the name of a media file."""
+    """Return whether a text, or the first of a list of texts, is the name of a media file."""
     value = value[0] if isinstance(value, list) and value else value
     return isinstance(value, str) and (value[-5:].lower().endswith(ENDINGS) or value.startswith("data:image/"))
 
 
 def _items(value: Any) -> list[Any]:
-    """The media of a column; an empty object in a list counts as one."""
+    """Return the media of a column; an empty object in a list counts as one."""
     if isinstance(value, list):
         return [item for item in value if item == {} or _holds(item)]
     return [value] if _holds(value) else []
 
 
 def _holds(value: Any) -> bool:
-    """Whether there is anything in a value: Arrow fills what is absent with nulls, structs of them and empty lists."""
+    """Return whether a value holds anything: Arrow fills absent values with nulls, structs of them and empty lists."""
     if isinstance(value, str):
         return value.strip().lower() not in _NOTHING
     if isinstance(value, Mapping):

@@ -1,12 +1,12 @@
-"""Preference rows as people publish them -> prompt and answers as messages.
+"""Preference rows in their published forms -> prompt and answers as messages.
 
-{prompt, chosen, rejected} · {chosen, rejected}: whole conversations, whose common beginning is the prompt
+{prompt, chosen, rejected} · {chosen, rejected}: whole conversations with the prompt as common beginning
 HH-style transcripts: "\\n\\nHuman: ... \\n\\nAssistant: ..." · {prompt, completion, label}: true is desirable
 ShareGPT {conversations, chosen, rejected} · Alpaca {instruction, input?, chosen, rejected | output: [better, worse]} ·
 {question, chosen, rejected} · of ShareGPT and Alpaca also an answer with kto_tag
 {prompt | instruction, completions: [{response, overall_score}, ...]}: the best against the worst
 
-A prompt that is given again in an answer is used once. Pairs that say nothing are a RowRefused, to be counted.
+A prompt that is given again in an answer is used once. Pairs without a difference are a RowRefused, to be counted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SAME = "chosen and rejected are the same"
 
 
 class PreferenceRow(NamedTuple):
-    """prompt and answers as messages. Unpaired: `rejected` is None and `desirable` says which kind `chosen` is."""
+    """The prompt and the answers as messages. Unpaired: `rejected` is None and `desirable` is the kind of `chosen`."""
 
     prompt: Messages
     chosen: Messages
@@ -255,7 +255,7 @@ def _without_prompt(prompt: Any, *answers: Any) -> Sequence[Any]:
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether two messages say the same, but for white space around their text."""
+    """Return whether two messages are equal, but for white space around their text."""
     texts = [m["content"].strip() if isinstance(m["content"], str) else m["content"] for m in (a, b)]
     return a["role"] == b["role"] and texts[0] == texts[1] and a.get("tool_calls") == b.get("tool_calls")
 
@@ -274,11 +274,11 @@ def _behind(prompt: Messages, answer: Messages) -> tuple[Messages | None, Messag
 
 
 def _one_prompt(prompt: Messages, repeated: Sequence[Messages | None], where: str, column: str) -> Messages:
-    """Return the prompt as the answers repeat it; refuse answers that stand behind different ones."""
+    """Return the prompt as the answers repeat it; refuse answers that follow different ones."""
     found = [context for context in repeated if context is not None]
     if not found:
         return prompt
-    alone = len(found) < len(repeated)  # an answer stands behind the prompt as the column has it
+    alone = len(found) < len(repeated)  # an answer follows the prompt as the column has it
     if (alone and found[0] != prompt) or any(len(context) != len(found[0]) for context in found):
         raise ValueError(f"{where}: one answer has a system turn and the other has not. Fix: put it into {column!r}")
     if not all(all(map(_same, context, found[0])) for context in found):

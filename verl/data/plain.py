@@ -22,7 +22,7 @@ TEXT, IDS, DOCUMENTS = "text", "input_ids", "documents"
 MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "completion_mask")
 """Columns that are 1 where a token is trained; where there are several, all have to be."""
 NOT_TRAINED = -100
-"""Of `labels`, as Hugging Face has them: at the place of the token itself."""
+"""The value of `labels` for a token that is not trained, as Hugging Face has it: at the place of the token itself."""
 NEVER_READ = {"token_type_ids", "attention_mask", "position_ids"}
 
 

@@ -112,7 +112,8 @@ class PairJob(RenderJob):
         return self._fitting(raw, rendered, row.gap, row.desirable)
 
     def _text_entries(self, raw: RawRow, texts: tuple[str, str], counts: Counts) -> list[Entry]:
-        """Of two texts without a prompt: no template renders them, and what they begin with is context."""
+        """Return the entries of two texts without a prompt: no template renders them, and their common beginning is
+        context."""
         refuse_media(raw.row, (), raw.where)
         self.count_text([{"content": text} for text in texts], raw.where, counts)
         better, worse = both = [text_ids(self.tokenizer, text) for text in texts]

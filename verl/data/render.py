@@ -63,28 +63,38 @@ Entry = dict[str, Any]
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What became of rows. refused: those without an exact rendering, by reason; example: the first, with its place.
-    characters: by file, [of the messages, of those the ones without a token]; lost: by file, the first of them;
-    special: special tokens in the messages' text; judged: the place of the first row that asks for a judge; truths: of
-    the rows that a reward function scores, by data_source, kinds of ground truth; unread: lines about columns that are
-    not read where another is, with the first such row; unread_keys: keys of messages that nothing reads;
-    rows_unthinking: with turns behind the prompt of enable_thinking=false."""
+    """Statistics of the rows."""
 
     rows_read: int = 0
+    """Rows of the files."""
     rows_kept: int = 0
+    """Rows with at least one entry."""
     rows_filtered: int = 0
+    """Rows dropped because they are too long."""
     shortest_filtered_tokens: int = 0
+    """The length of the shortest of these."""
     rows_truncated: int = 0
+    """Rows cut because they are too long."""
     rows_unthinking: int = 0
+    """Rows with turns behind the prompt of enable_thinking=false."""
     refused: dict[str, int] = field(default_factory=dict)
+    """Rows without an exact rendering, by reason."""
     example: str = ""
+    """The first of these, with its place."""
     characters: dict[str, list[int]] = field(default_factory=dict)
+    """By file: [characters of the messages, those without a token]."""
     lost: dict[str, str] = field(default_factory=dict)
+    """By file: the first characters without a token."""
     special: Found = field(default_factory=dict)
+    """Special tokens in the messages' text."""
     judged: str = ""
+    """The place of the first row that needs a judge."""
     truths: Found = field(default_factory=dict)
+    """Kinds of ground truth by data_source, of the rows that a reward function scores."""
     unread: dict[str, str] = field(default_factory=dict)
+    """Lines about columns that are not read because another one is, with the first such row."""
     unread_keys: dict[str, str] = field(default_factory=dict)
+    """Keys of messages that are not read."""
 
     def add(self, other: Counts) -> None:
         for name in ("rows_read", "rows_kept", "rows_filtered", "rows_truncated", "rows_unthinking"):
@@ -138,7 +148,8 @@ class RenderJob:
 
     @property
     def audit(self) -> TemplateAudit:
-        """What the chat template was measured to do. ValueError where there is none and a row has messages."""
+        """Return the measured properties of the chat template. ValueError where there is none and a row has
+        messages."""
         if self.measured is None:
             require_chat_template(self.tokenizer, self.tokenizer.name_or_path)
         assert self.measured is not None
@@ -148,7 +159,7 @@ class RenderJob:
         raise NotImplementedError
 
     def count_text(self, messages: Sequence[Message], where: str, counts: Counts) -> None:
-        """Count of a row's messages: text without ids, text that is read as control tokens, keys that are not read."""
+        """Count in a row's messages: text without ids, text that is read as control tokens, keys that are not read."""
         file, texts = where.rpartition(":")[0], texts_of(messages)
         for key in {key for m in messages for key in m.keys() - KNOWN_KEYS}:
             self._count_key(rf"\b{re.escape(key)}\b", key, where, counts)
@@ -179,7 +190,7 @@ class RenderJob:
             counts.unread_keys.setdefault(key, where)
 
     def options(self) -> dict[str, Any]:
-        """Everything but the tokenizer and the files that the result depends on."""
+        """Return all options that the result depends on, beside the tokenizer and the files."""
         made = ("tokenizer", "cfg", "measured", "coverage", "special")
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in made}
         data = {name: value for name, value in asdict(self.cfg).items() if name not in SAME_TABLE}
@@ -187,7 +198,7 @@ class RenderJob:
 
     def __call__(self, rows: Sequence[RawRow], progress: Callable[[int], None]) -> Chunk:
         counts, kept, numbers = Counts(rows_read=len(rows)), list[Entry](), list[int]()
-        with bounded_memory():  # of all of them: to ask what the process has takes a tenth of a row's time
+        with bounded_memory():  # of all of them: looking each up in the process takes a tenth of a row's time
             for number, raw in enumerate(rows):
                 try:
                     found = self.entries(raw, counts)
@@ -272,8 +283,8 @@ class PromptJob(RenderJob):
                 counts.unread.setdefault(said, raw.where)
 
     def _answer(self, raw: RawRow, task: TaskRow, prompt: np.ndarray, counts: Counts) -> np.ndarray:
-        """[A] int64: the row's stored answer as it stands behind its prompt, with the end of the turn; empty where the
-        run takes none."""
+        """Return [A] int64: the row's stored answer as it is rendered behind its prompt, with the end of the turn;
+        empty where the run takes none."""
         if (key := self.players.answer_key) is None:
             return np.zeros(0, np.int64)
         said = stored_answer(raw.row, key, raw.where)
@@ -310,7 +321,7 @@ class PromptJob(RenderJob):
         return ids
 
     def _refuse_control(self, tools: Sequence[Mapping[str, Any]], where: str) -> None:
-        """A schema may come from a server that others keep: it writes no turn into the prompt."""
+        """Refuse a schema that would write a turn into the prompt: it may come from a server of somebody else."""
         for tool in tools:
             if held := sorted(self.special.held(json.dumps(tool, ensure_ascii=False, default=str))):
                 raise ValueError(
@@ -369,8 +380,8 @@ class ConversationJob(RenderJob):
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What a teacher reads of an attempt: the prompt with what the reward function or the environment said of it, as
-    plain text: it may quote the attempt or a tool."""
+    """The prompt of a teacher with the feedback on an attempt: the prompt with the text of the reward function or the
+    environment, as plain text: it may quote the attempt or a tool."""
 
     plain: PlainText
     template_kwargs: Mapping[str, Any]
@@ -378,7 +389,8 @@ class Feedback:
     spelling: Spelling = PLAIN_SPELLING
 
     def __call__(self, task: Task, attempt: Trajectory) -> Task:
-        """The task with that context. Nothing was said, or more than there is room for: untaught."""
+        """Return the task with that context. Without feedback, or with more than there is room for, it has no
+        teacher."""
         if not (said := attempt.reward.feedback if isinstance(attempt.reward, Score) else ""):
             return replace(task, untaught=True)
         messages = with_hint(tuple(map(dict, task.messages)), self.plain.marked(said))
@@ -394,7 +406,8 @@ def feedback_of(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any], longes
 
 
 def kept_positions(length: int, limit: int, truncation: str) -> np.ndarray:
-    """Which positions stay. left drops the beginning, right the end, middle what lies between the two halves."""
+    """Return the positions that are kept. left drops the beginning, right the end, middle the tokens between the two
+    halves."""
     assert length > limit, f"{length} tokens need no truncation to {limit}"
     if truncation == "left":
         return np.arange(length - limit, length)

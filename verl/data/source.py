@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class LoadReport(Counts):
-    """What became of the rows of these files, and the size of the table."""
+    """Statistics of the rows of these files, and the size of the table."""
 
     files: tuple[str, ...]
     entries: int
@@ -88,7 +88,7 @@ class _Table:
 
 
 class TaskTable(_Table):
-    """RL prompts. A row was parsed when the table was made; it is unpacked when asked for."""
+    """The table of RL prompts. A row was parsed when the table was made; it is unpacked when it is read."""
 
     def __getitem__(self, index: int) -> Task:
         index = int(index)
@@ -232,7 +232,7 @@ def _table_key(marks: list[str], job: RenderJob, max_rows: int | None) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """Of what turns text into ids; the chat template is not part of it."""
+    """Return a fingerprint of the files that turn text into ids; the chat template is not part of it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     core = backend.to_str().encode() if backend is not None else pickle.dumps(tokenizer)
     digest = hashlib.blake2b(core, digest_size=16)

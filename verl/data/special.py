@@ -14,7 +14,8 @@ MOST_NAMED = 4  # tokens of a file
 
 @dataclass(slots=True)
 class SpecialTokens:
-    """Those that this tokenizer finds in a text. They are searched as text, before anything is tokenised."""
+    """The special tokens that this tokenizer finds in a text. They are searched as text, before anything is
+    tokenised."""
 
     tokenizer: Tokenizer
     pattern: re.Pattern[str] | None = field(init=False)
@@ -31,7 +32,7 @@ class SpecialTokens:
 
 
 Found = dict[str, dict[str, list[Any]]]
-"""File -> special token -> [rows whose own text holds it, where the first of them lies]."""
+"""File -> special token -> [rows with it in their own text, the place of the first of them]."""
 
 
 def add_found(found: Found, more: Found) -> None:

@@ -1,4 +1,4 @@
-"""Which files of a folder or a pattern are read together: those of one split, each of them once."""
+"""The files of a folder or a pattern that are read together: those of one split, each of them once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SPLITS: Mapping[str, str] = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), "validation"),
     **dict.fromkeys(("eval", "evaluation", "heldout", "holdout"), "evaluation"),
 }
-"""A word of a file's name -> the split that it says."""
+"""Words in a file's name, with the split that they mean."""
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files that the `datasets` library writes beside the rows."""
 SHOWN_FILES = 2
 
 
 def split_of(path: str) -> str:
-    """Return the split that a file's name, or the folders before it, say; "" for none."""
+    """Return the split that a file's name, or the folders before it, give; "" for none."""
     return SPLITS.get(_split_word(path), "")
 
 
@@ -31,13 +31,13 @@ def _split_word(path: str) -> str:
 
 
 def is_beside_rows(path: str) -> bool:
-    """Whether a file is no rows though its name ends like that of rows: metadata, and hidden files."""
+    """Return whether a file has no rows though its name ends like that of rows: metadata, and hidden files."""
     name = path.rpartition("/")[2]
     return name in METADATA or name.startswith(".")
 
 
 def refuse_mixed(url: str, paths: Sequence[str], stems: Sequence[str]) -> None:
-    """Refuse files of several splits, held-out files beside files that say no split, and one name in two formats."""
+    """Refuse files of several splits, held-out files beside files of no split, and one name in two formats."""
     root = os.path.commonpath([path.rpartition("/")[0] or "." for path in paths])
     names = [path.removeprefix(f"{root}/") for path in paths]
     of_split: dict[str, list[str]] = {}

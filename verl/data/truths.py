@@ -55,8 +55,8 @@ def unread_truths(row: Mapping[str, Any], truth: Any) -> Iterator[str]:
 
 
 def truth_text(value: Any) -> str | None:
-    """Return the text that a value says, None for one that says none or several: a text, a number (4.0 is "4"), a list
-    of one of these, or such a list of one text as JSON."""
+    """Return the text of a value, None for a value with none or several: a text, a number (4.0 is "4"), a list of one
+    of these, or such a list of one text as JSON."""
     if isinstance(value, str) and (listed := _json_texts(value)) is not None:
         value = listed
     value = value.tolist() if hasattr(value, "tolist") else value

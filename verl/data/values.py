@@ -27,7 +27,7 @@ def refuse_surrogates(text: str, where: str) -> None:
 
 
 def content_hash(value: Any, num_bytes: int) -> str:
-    """Of JSON types and bytes: the same whatever the order of the columns."""
+    """Return a hash of JSON types and bytes: the same whatever the order of the columns."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_encode_bytes)
     return hashlib.blake2b(canonical.encode("ascii"), digest_size=num_bytes).hexdigest()
 

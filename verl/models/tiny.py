@@ -14,7 +14,7 @@ SPECIAL_TOKENS = ("<pad>", "<|user|>", "<|assistant|>", "<|end|>")
 
 
 def character_tokenizer(characters: Sequence[str], words: Sequence[str] = (), template: str = CHAT_TEMPLATE) -> Any:
-    """One token per character and per word, with chat markers. Returns a PreTrainedTokenizerFast."""
+    """Return a PreTrainedTokenizerFast with one token per character and per word, and chat markers."""
     from tokenizers import Tokenizer, decoders, models
 
     vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *characters])}
@@ -26,7 +26,7 @@ def character_tokenizer(characters: Sequence[str], words: Sequence[str] = (), te
 
 
 def with_chat(core: Any, template: str = CHAT_TEMPLATE) -> Any:
-    """A `tokenizers.Tokenizer` with the markers and the template."""
+    """Return a `tokenizers.Tokenizer` with the markers and the template."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<|end|>")
@@ -47,7 +47,7 @@ def qwen3(
     tied: bool = True,
     vocab_size: int | None = None,
 ) -> Any:
-    """A Qwen3-architecture causal LM with random weights; 1.63M parameters as it stands with 32 tokens."""
+    """Return a Qwen3-architecture causal LM with random weights; 1.63M parameters by default, with 32 tokens."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -71,7 +71,7 @@ def qwen3(
 
 
 def save(model: Any, tokenizer: Any, path: Path) -> Path:
-    """A ready Hugging Face folder."""
+    """Write a complete Hugging Face folder."""
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path

@@ -41,7 +41,7 @@ def answer(problem: Problem) -> int:
 
 
 def trace(problem: Problem, *, forget_carries: bool) -> str:
-    """The worked answer; with `forget_carries` the imperfect teacher's, whose result is what the columns then say."""
+    """Return the worked answer; with `forget_carries` the imperfect teacher's, with the result of its columns."""
     a, b, op = problem
     width = max(len(str(a)), len(str(b)))
     carry, digits, out = 0, "", []

@@ -6,8 +6,8 @@ response  <tool_call>calculator<arg_key>expression</arg_key><arg_value>347*58</a
           #20126                                                                                       the answer
 reward    1 if and only if the number after # is right
 
-A teacher that mostly guesses, and often types the wrong sign, shows the form; no product stands in what it writes or
-reads. RL finds that asking helps, what to ask, and to ask again where the calculator fails.
+A teacher that mostly guesses, and often types the wrong sign, shows the form; no product is in its text or in the
+results that it reads. RL finds that calling helps, what to call, and to call again where the calculator fails.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SCHEMA = {
 }
 MAX_CALLS = 3
 BUSY = "busy"
-GUESS_SHARE, SIGN_SHARE, BUSY_SHARE = 0.55, 0.5, 0.6  # of the teacher: guesses, right signs, calls that fail
+GUESS_SHARE, SIGN_SHARE, BUSY_SHARE = 0.55, 0.5, 0.6  # the teacher's rates: guesses, right signs, failing calls
 GIVE_UP_SHARE = 0.1  # it guesses after a call that failed
 
 
@@ -108,7 +108,7 @@ def problems(seed: int, *, held: bool) -> Iterator[Problem]:
 
 
 def conversation(problem: Problem, rng: random.Random) -> list[dict[str, Any]]:
-    """What the teacher does with it. Results are drawn, not computed: the form is shown, and no answer."""
+    """Return what the teacher does with it. Results are random, not computed: the form is shown, and no answer."""
     asked: list[dict[str, Any]] = [{"role": "user", "content": prompt(problem)}]
     for _ in range(MAX_CALLS):
         if rng.random() < (GUESS_SHARE if len(asked) == 1 else GIVE_UP_SHARE):
@@ -125,7 +125,7 @@ def conversation(problem: Problem, rng: random.Random) -> list[dict[str, Any]]:
 
 
 def _drawn(problem: Problem, rng: random.Random) -> str:
-    """A number that is not the product."""
+    """Return a random number that is not the product."""
     while True:
         number = rng.randrange(10 ** rng.randint(2, 6))
         if number != answer(problem):

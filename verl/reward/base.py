@@ -16,8 +16,7 @@ from verl.types import Invalid, Score
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRequest:
-    """One finished trajectory to score. `response_tokens` of at most `max_response_tokens`, environment tokens too;
-    `truncated`: it ended because the budget did. The ids are needed by reward managers and reward models only."""
+    """One finished trajectory to score. The ids are needed by reward managers and reward models only."""
 
     request_id: str
     data_source: str
@@ -25,15 +24,18 @@ class RewardRequest:
     ground_truth: Any
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     response_tokens: int = 0
+    """Tokens of the response, of the environment too."""
     max_response_tokens: int = 0
+    """The budget of `response_tokens`."""
     truncated: bool = False
+    """It ended because the budget was used up."""
     prompt_ids: np.ndarray | None = None  # [P] int64
     response_ids: np.ndarray | None = None  # [R] int64
 
 
 class RewardFn(Protocol):
     async def score(self, request: RewardRequest) -> Score | Invalid:
-        """The reward of one trajectory. Bounded in time; never raises for what a grader does."""
+        """Return the reward of one trajectory. Bounded in time; never raises for an error of a grader."""
         ...
 
     async def close(self) -> None:
@@ -42,7 +44,7 @@ class RewardFn(Protocol):
 
 
 def parse_result(value: Any) -> Score | Invalid:
-    """What a user's reward function returned, as a Score, or as Invalid("bad_result") with the reason."""
+    """Return the result of a user's reward function as a Score, or as Invalid("bad_result") with the reason."""
     try:
         return Score(*score_and_components(value))
     except BadResult as error:

@@ -28,13 +28,14 @@ def code_score(
     memory_limit_mb: int = 512,
     max_tests: int = 20,
 ) -> dict[str, float]:
-    """The share of the first `max_tests` tests that an answer's program passes, as verl's `continuous`: the last fenced
-    block of Python, or where none is marked so the last one without a language. ground_truth: {inputs, outputs,
+    """Return the share of the first `max_tests` tests that an answer's program passes, as verl's `continuous`: the last
+    fenced block of Python, or where none is marked so the last one without a language. ground_truth: {inputs, outputs,
     fn_name?}, or that as JSON: texts for a program that reads and prints; with fn_name, arguments and the value
-    returned. A case has `timeout_s`; what was not begun `within_s` has failed.
+    returned. A case has `timeout_s`; a case that did not begin `within_s` has failed.
 
     Raises ValueError for tests that cannot be read, and where no sandbox works; SandboxGone, so that the sample is
-    invalid, where it fails."""
+    invalid, where it fails.
+    """
     inputs, outputs, function = tests_of(ground_truth)
     program, n = program_of(solution_str), min(len(inputs), max_tests)
     if program is None:
@@ -71,7 +72,8 @@ def _sandbox(tier: str, limits: Limits) -> CodeSandbox:
 
 
 def check_tier(tier: str) -> str:
-    """What keeps programs in, in words; ValueError where they cannot be scored, for want of a sandbox."""
+    """Return the kind of sandbox that programs run in, in words; ValueError where none works and they cannot be
+    scored."""
     with CodeSandbox(tier) as sandbox:
         return sandbox.told()
 
@@ -114,8 +116,8 @@ def _same_number(said: str, wanted: str) -> bool:
 
 
 def same_value(ran: Ran, expected: Any) -> bool:
-    """What the function returned, as JSON: plain data, whatever class it was in there. Expected are data or their JSON;
-    a value in a list of one is the value, as APPS has it."""
+    """Return whether a function's value equals the expected one, as JSON: plain data, whatever class it had in the
+    sandbox. Expected are data or their JSON; a value in a list of one is the value, as APPS has it."""
     wanted = [expected]
     if isinstance(expected, str):
         with contextlib.suppress(ValueError, RecursionError):
@@ -129,7 +131,7 @@ def same_value(ran: Ran, expected: Any) -> bool:
 
 
 def _equal(found: Any, wanted: Any) -> bool:
-    """As JSON has it: true is not 1, and 1.0 is 1."""
+    """Return whether two values are equal as in JSON: true is not 1, and 1.0 is 1."""
     if isinstance(found, list) and isinstance(wanted, list | tuple):
         return len(found) == len(wanted) and all(map(_equal, found, wanted))
     if isinstance(found, dict) and isinstance(wanted, dict):

@@ -35,12 +35,12 @@ def check_data_source(data_source: str) -> None:
 
 
 def readable_truth(data_source: str, kind: str) -> bool:
-    """Whether the rule of a source can read a ground truth of this kind (`kind_of_truth`)."""
+    """Return whether the rule of a source can read a ground truth of this kind (`kind_of_truth`)."""
     return kind == "text" or (kind != NOTHING and data_source in (*CODE, *SEARCH_QA))
 
 
 def right_answer(data_source: str, ground_truth: Any) -> str | None:
-    """Return an answer that says the truth as the source's rule wants it said; None for a program."""
+    """Return an answer that gives the truth in the form of the source's rule; None for a program."""
     if data_source in CODE:
         return None
     if data_source in SEARCH_QA:

@@ -1,6 +1,6 @@
 """A judge or a reward model behind HTTP as a reward function: `reward.path=verl.reward.judge reward.kwargs={url: ...}`.
 
-It runs as any grader does: `reward.num_workers` calls at once, each within `reward.timeout_s`. Whatever goes wrong (no
+It runs as any grader does: `reward.num_workers` calls at once, each within `reward.timeout_s`. Every failure (no
 answer, an error, an answer without a score) raises, which makes the sample invalid; it is never a score of 0.
 """
 
@@ -39,11 +39,13 @@ def compute_score(
     timeout_s: float = 25.0,
     api_key: str | None = None,
 ) -> float:
-    """A server of OpenAI's chat completions says a score in words, the last match of `pattern`, which is divided by
-    `scale` (kind=chat); or a classifier with one label gives a number (kind=classify: vLLM's and SGLang's /classify).
+    """Return the score of a server. kind=chat: a server of OpenAI's chat completions answers in words, and the last
+    match of `pattern` is divided by `scale`. kind=classify: a classifier with one label gives a number (vLLM's and
+    SGLang's /classify).
 
     prompt: with {question}, {answer}, {ground_truth} and the names of extra_info; for classify the text itself.
-    timeout_s: for one call; keep it below reward.timeout_s, to hear why it was late."""
+    timeout_s: for one call; keep it below reward.timeout_s, so that the error gives the cause of the delay.
+    """
     if kind not in ("chat", "classify"):
         raise ValueError(f"kind={kind}: it is chat or classify")
     given = {"question": "", **(extra_info or {}), "answer": solution_str, "ground_truth": ground_truth}
@@ -73,7 +75,7 @@ def compute_score(
 
 
 def label_of(answer: Any) -> float:
-    """Of vLLM's {"data": [{"probs": [x]}]} or SGLang's {"embedding": [x]}, also in a list."""
+    """Return the label of vLLM's {"data": [{"probs": [x]}]} or SGLang's {"embedding": [x]}, also in a list."""
     row = answer["data"] if isinstance(answer, dict) and "data" in answer else answer
     row = row[0] if isinstance(row, list) else row
     values = row["probs"] if "probs" in row else row["embedding"]
@@ -83,7 +85,7 @@ def label_of(answer: Any) -> float:
 
 
 def _post(url: str, body: Mapping[str, Any], timeout_s: float, api_key: str | None) -> Any:
-    """Asked again while the server is busy, until the deadline."""
+    """Send the request, and repeat it while the server is busy, until the deadline."""
     head = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     request, end_s = urllib.request.Request(url, json.dumps(body).encode(), head), time.monotonic() + timeout_s
     while True:

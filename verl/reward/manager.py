@@ -99,7 +99,7 @@ async def make_grader(path: str, name: str, tokenizer_path: str | None, reward_k
 def _constructor_arguments(
     manager_class: type, tokenizer_path: str | None, reward_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Of what verl passes to managers, what this one's constructor names (everything, if it takes **kwargs)."""
+    """Return the arguments of verl's managers that this one's constructor names (all, if it takes **kwargs)."""
     from omegaconf import OmegaConf
 
     tokenizer = None

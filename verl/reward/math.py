@@ -1,5 +1,5 @@
 r"""Scoring of mathematical answers: GSM8K, MATH (`\boxed{}`), DAPO (`Answer:`) and search-QA exact match. Pure
-functions of texts. Only `math_equal` goes beyond string work: it asks math-verify (sympy), imported on use."""
+functions of texts. Only `math_equal` does more than string work: it uses math-verify (sympy), imported on use."""
 
 from __future__ import annotations
 
@@ -197,8 +197,8 @@ def _listed(text: str) -> int:
 
 
 def _differ_as_written(given: str, true: str) -> bool:
-    """Whether two texts differ in what math-verify reads over: how often a value is listed, square brackets about one
-    value, the terms of a ratio, the case of a letter, the base of a number."""
+    """Return whether two texts differ in properties that math-verify ignores: how often a value is listed, square
+    brackets about one value, the terms of a ratio, the case of a letter, the base of a number."""
     if given == true:
         return False
     counts = _listed(given), _listed(true)
@@ -217,7 +217,7 @@ def _differ_as_written(given: str, true: str) -> bool:
 
 
 def _brackets(text: str) -> str:
-    """ "{" for a written set, "(" for what stands in round or square brackets, "" for neither."""
+    """Return "{" for a written set, "(" for a list in round or square brackets, "" for neither."""
     if text.startswith(r"\{") and text.endswith(r"\}"):
         return "{"
     return "(" if text[:1] in ("(", "[") and text[-1:] in (")", "]") and "," in text else ""
@@ -296,12 +296,12 @@ def _same(answer: str, truth: str) -> bool:
     except MemoryError:
         raise
     except Exception:
-        # The text comes from the model, and sympy raises anything at all on what is not mathematics: not equal.
+        # The text is from the model, and sympy raises anything at all for text that is not mathematics: not equal.
         return False
 
 
 def _with_constants(parsed: list[Any]) -> list[Any]:
-    """What math-verify read, with the letters e and i as the numbers, where it has them as symbols."""
+    """Return the result of math-verify with the letters e and i as the numbers, where it has them as symbols."""
     from sympy import E, Expr, I
 
     numbers = {"e": E, "i": I}

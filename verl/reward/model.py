@@ -34,12 +34,12 @@ class Later:
         return Score(0.0)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Hold nothing, so close nothing."""
 
 
 @dataclass(eq=False)
 class ModelReward:
-    """A RewardFn. Requests that wait when the scorer is free go together, at most `max_batch` of them."""
+    """A RewardFn. Requests that wait when the scorer is free are scored together, at most `max_batch` of them."""
 
     score_rows: ScoreRows
     coef: float
@@ -60,8 +60,8 @@ class ModelReward:
         return combined(function, model, self.coef)
 
     async def _serve(self) -> None:
-        """Score what waits until nothing does. A failure goes to those who wait; it is ours, not a grader's."""
-        await asyncio.sleep(0)  # what ends at the same moment goes together
+        """Score waiting requests until none is left. A failure is raised in all of them; it is ours, not a grader's."""
+        await asyncio.sleep(0)  # answers that end at the same moment are one batch
         while self._waiting:
             batch, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
             try:

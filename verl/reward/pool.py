@@ -13,7 +13,7 @@ from verl.types import Invalid, Score, Task
 
 CALL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 LIST_NAMES = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-"""Of the form that verl's batch manager calls."""
+"""Parameters of a function in the form that verl's batch manager calls."""
 ID_NAMES = ("prompt_ids", "response_ids")
 
 
@@ -52,9 +52,9 @@ class RewardPool(Pool[Scored]):
         return Invalid(got.reason, got.detail) if isinstance(got, Failure) else Score(*got)
 
     async def rehearse(self, task: Task) -> None:
-        """One call before anything expensive starts: with the ground truth as answer, else with none, else with a word.
-        ValueError if the function raises on all, or returns no score; the pool is closed then. Its value is nobody's.
-        """
+        """Call once before anything expensive starts: with the ground truth as answer, else with none, else with a
+        word. ValueError if the function raises on all, or returns no score; the pool is closed then. The score is not
+        used."""
         said = ""
         for answer in dict.fromkeys((task.ground_truth if isinstance(task.ground_truth, str) else "", "", "answer")):
             found = await self.score(_rehearsal(task, answer))

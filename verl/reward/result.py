@@ -1,4 +1,4 @@
-"""What a reward function may return, as plain numbers. Runs in the grader's process too, so: standard library only."""
+"""Results of a reward function as plain numbers. Runs in the grader's process too, so: standard library only."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Scored = tuple[float, dict[str, float], str | None, tuple[float, ...] | None, st
 
 
 def score_and_components(value: Any) -> Scored:
-    """The score of what a reward function returned, its components, its "pred", a text or a number: what answers to one
-    prompt vote by, its "turn_rewards", a list, and its "feedback", a text on the attempt. Raises BadResult: why there
-    is no score. A number, a bool, anything with `.item()`, or a mapping with such a "score", whose further finite
-    numbers become components; other entries (texts, lists) are left out. An object whose own methods raise is the
-    caller's to catch."""
+    """Return the score of a reward function's result, its components, its "pred" (a text or a number: answers to one
+    prompt vote by it), its "turn_rewards" (a list) and its "feedback" (a text on the attempt). BadResult gives the
+    reason for a result without a score. A number, a bool, anything with `.item()`, or a mapping with such a "score",
+    with further finite numbers that become components; other entries (texts, lists) are left out. An object with
+    methods that raise is the caller's to catch."""
     components: dict[str, float] = {}
     score, pred, turns, feedback = value, None, None, ""
     if isinstance(value, Mapping):

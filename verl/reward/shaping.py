@@ -1,4 +1,5 @@
-"""What an answer loses by its length or its end: pure functions of floats or numpy arrays, and a RewardFn wrapper."""
+"""Penalties on an answer for its length or its end: pure functions of floats or numpy arrays, and a RewardFn
+wrapper."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def overlong_penalty(
     response_tokens: Number, *, max_response_tokens: int, buffer_tokens: int, penalty: float = 1.0, cap: bool = True
 ) -> Number:
     """The DAPO penalty to add to a score: 0 up to `max - buffer` tokens, then linear to -`penalty` at `max` tokens.
-    `cap`: never below -`penalty` (the paper, OpenRLHF). Without, it goes on beyond `max` tokens (verl, NeMo-RL)."""
+    `cap`: never below -`penalty` (the paper, OpenRLHF). Without, it continues beyond `max` tokens (verl, NeMo-RL)."""
     if not 0 < buffer_tokens <= max_response_tokens:
         said = (
             f"reward.overlong_buffer_tokens={buffer_tokens}: must be in 1..{max_response_tokens} (the response budget)"
@@ -39,20 +40,23 @@ def stop_properly(score: Number, truncated: bool | np.ndarray, *, coef: float, p
 
 @dataclass(eq=False)
 class Shaped:
-    """A RewardFn that shapes valid scores by how an answer ended: what `stop_properly` takes away and the overlong
-    penalty, as components of these names (buffer_tokens 0 and stop_coef None: off). The raw one stays in component
-    `score`, which dynamic sampling looks at. Evaluation uses the inner function. longest: the length at which the
-    penalty is whole; None: the budget of the request · cap: see `overlong_penalty`."""
+    """A RewardFn that shapes valid scores by how an answer ended: the reduction of `stop_properly` and the overlong
+    penalty are components of these names. The raw score stays in component `score`, which dynamic sampling reads.
+    Evaluation uses the inner function."""
 
     inner: RewardFn
     buffer_tokens: int = 0
+    """The last tokens of the budget, over which the penalty grows. 0: no penalty."""
     penalty: float = 1.0
     stop_coef: float | None = None
+    """The factor of `stop_properly`. None: off."""
     longest: int | None = None
+    """The length at which the penalty is whole. None: the budget of the request."""
     cap: bool = True
+    """The penalty never exceeds `penalty` (`overlong_penalty`)."""
 
     async def score(self, request: RewardRequest) -> Score | Invalid:
-        """The inner score, shaped. Raises ValueError if the buffer exceeds the budget."""
+        """Return the inner score, shaped. Raises ValueError if the buffer exceeds the budget."""
         got = await self.inner.score(request)
         if isinstance(got, Invalid):
             return got

@@ -39,7 +39,8 @@ class Address:
 
 
 class LayerPointers(ctypes.Structure):
-    """What one layer reads: float32 norms [hidden], panels and biases of products, [heads + kv_heads, D] of q, k."""
+    """The parameters of one layer: float32 norms [hidden], panels and biases of products, [heads + kv_heads, D] of q,
+    k."""
 
     TENSORS = (
         *("norm", "qkv", "qkv_bias", "qk_norm", "out", "out_bias", "out_norm"),
@@ -49,7 +50,7 @@ class LayerPointers(ctypes.Structure):
 
 
 class Stack(ctypes.Structure):
-    """The layers of a model, whose tensors somebody else keeps. `kind` is one of ACTIVATIONS, `cap` 0 for none."""
+    """The layers of a model, which does not own their tensors. `kind` is one of ACTIVATIONS, `cap` 0 for none."""
 
     _fields_ = (
         ("layers", ctypes.POINTER(LayerPointers)),
@@ -92,8 +93,8 @@ class Kernels:
         return out
 
     def pack(self, weight: Tensor, panels: Tensor, first: int = 0, pairs: int = 0) -> None:
-        """weight [N, K] float32 -> rows first .. first + N of the panels. pairs: D/2 of heads whose halves come to be
-        neighbours, as RoPE pairs them; 0: rows as they are."""
+        """Write weight [N, K] float32 as rows first .. first + N of the panels. pairs: reorder D/2 pairs of heads so
+        that the two halves are neighbours, as RoPE pairs them; 0: keep the order of rows."""
         assert weight.is_contiguous() and weight.dtype == torch.float32 and weight.device.type == "cpu"
         rows, depth = weight.shape
         assert depth == panels.shape[1] and first + rows <= len(panels) * self.panel_width
@@ -234,7 +235,7 @@ def _library() -> Path:
 
 
 def _cpu() -> str:
-    """What -march=native depends on; a home folder may be shared by unlike machines."""
+    """Return the facts of the CPU that -march=native depends on; a home folder may be shared by unlike machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

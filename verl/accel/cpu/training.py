@@ -1,5 +1,5 @@
-"""What the training engine uses of the kernels: differentiable norms and gates in one pass over memory each way. Same
-mathematics as transformers' own, never less precise. Without kernels torch's operations do it."""
+"""Differentiable norms and gates for the training engine, in one pass over memory each way, on the compiled kernels.
+Same mathematics as transformers' own, never less precise. Without kernels torch's operations compute them."""
 
 from __future__ import annotations
 
