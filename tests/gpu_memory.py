@@ -26,18 +26,18 @@ class FakeGpu:
     def allocated(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def told(self, memory: torch.Tensor) -> bytes:
+    def handle_of(self, memory: torch.Tensor) -> bytes:
         path = self._folder / f"memory-{len(self._written)}"
         path.write_bytes(bytes(memory.numel()))
         self._written.append((memory, self._mapped(path)))
         return str(path).encode()
 
-    def opened(self, handle: bytes) -> torch.Tensor:
+    def open_handle(self, handle: bytes) -> torch.Tensor:
         if handle not in self._opened:
             self._opened[handle] = self._mapped(Path(handle.decode()))
         return self._opened[handle]
 
-    def settle(self, memory: torch.Tensor) -> None:
+    def synchronize(self, memory: torch.Tensor) -> None:
         owned = [seen for of, seen in self._written if of is memory]
         for seen in owned:
             seen.copy_(memory)
@@ -51,6 +51,6 @@ class FakeGpu:
 
 def fake_gpu(patch: pytest.MonkeyPatch) -> FakeGpu:
     made: Any = FakeGpu(Path(tempfile.mkdtemp(prefix="verl-test-")))
-    for name in ("allocated", "told", "opened", "settle"):
+    for name in ("allocated", "handle_of", "open_handle", "synchronize"):
         patch.setattr(device, name, getattr(made, name))
     return made

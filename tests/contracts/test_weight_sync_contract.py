@@ -41,7 +41,7 @@ from verl.rollout.native.options import Options
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Sampling, Segment
 from verl.weight_sync import base, buckets, collective, disk, nixl, objects, relay, shm, tcp
-from verl.weight_sync.base import CheckpointEngine, Outlet, Sent, SyncError, SyncReport, opened
+from verl.weight_sync.base import CheckpointEngine, Outlet, Sent, SyncError, SyncReport, open_stream
 from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
 from verl.weight_sync.sender import WeightSender, entry_of, probed
 from verl.workers.compute import Compute
@@ -155,7 +155,7 @@ class World:
         self.work = InprocGroup("compute", [Compute(self.queue)])
         self.compute = ComputeWorker(self.work)
         WORLDS.append(self)
-        streamed = {"outlet": self.outlet} if isinstance(self.outlet, base.Streaming) else {}
+        streamed = {"outlet": self.outlet} if isinstance(self.outlet, base.StreamingOutlet) else {}
         self.sync = checkpoint_engine(probes=probes, tolerance=tolerance, **streamed)
         self.count = 0
 
@@ -381,7 +381,7 @@ def test_each_part_of_a_publish_is_measured_where_it_happens(backend, monkeypatc
 
     def transferring(source):
         ahead[0] += hours["transfer"]
-        return opened(source)
+        return open_stream(source)
 
     async def test():
         world = World(trainer(Gathers), backend)
@@ -403,7 +403,7 @@ def test_each_part_of_a_publish_is_measured_where_it_happens(backend, monkeypatc
 
         await world.publish([replica], 0)  # its shapes are asked for once
         world.outlet.stage, runner.prepare, runner.load = slow_stage, slow_prepare, slow_load
-        monkeypatch.setattr(base, "opened", transferring)
+        monkeypatch.setattr(base, "open_stream", transferring)
         report = await world.publish([replica], 1)
         assert {part: round(report.seconds[part], -4) for part in hours} == hours
         assert round(report.seconds["pause"], -4) == hours["transfer"] + hours["load"], "and nothing of the trainer's"
@@ -494,7 +494,7 @@ def tampered(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> type[W
     class Tampered(WeightSender):
         def send(self, engine, version, probes, *, copy) -> Sent:
             sent = super().send(engine, version, probes, copy=copy)
-            manifest, tensors = dict(sent.source.manifest), dict(opened(sent.source).tensors())
+            manifest, tensors = dict(sent.source.manifest), dict(open_stream(sent.source).tensors())
             if not isinstance(self._outlet, LocalOutlet):  # they lie where they are staged again
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             change(manifest, tensors)
@@ -861,7 +861,7 @@ class Late(Replica):
 def test_unexclusive_an_optimizer_step_after_the_call_does_not_leak_into_the_version(backend):
     async def test():
         world = World(trainer(), backend)
-        streamed = isinstance(world.outlet, base.Streaming)  # then the step waits until all was read
+        streamed = isinstance(world.outlet, base.StreamingOutlet)  # then the step waits until all was read
         replica = world.rollout() if streamed else Late(world.rollout())
         before = world.logprobs()
         publishing = world.publish([replica], 0, exclusive=False)

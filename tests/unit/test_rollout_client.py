@@ -36,7 +36,7 @@ from verl.rollout.vllm_api import REQUEST_PREFIX, VerlApi, VllmApi
 from verl.rollout.wire import NotUnderstood
 from verl.types import Sampling
 from verl.weight_sync import shm, tcp
-from verl.weight_sync.base import CheckedReader, Entry, SyncError, WeightSource, parts_of
+from verl.weight_sync.base import CheckedReader, Entry, SyncError, WeightSource, saved_parts
 from verl.weight_sync.sender import entry_of
 
 PROMPT = np.array([3, 4])  # answers 7, 8, 9, ...
@@ -729,7 +729,7 @@ def test_experts_that_are_one_tensor_in_memory_are_read_as_a_saved_folder_has_th
     source = WeightSource(1, "verl.weight_sync.shm:open_weights", "/dev/shm/x-1", fused)
 
     async def body(engine: ServedEngine, served: Served) -> None:
-        saved = [part for name in fused for part, _, _ in parts_of(model, fused).get(name, [(name, (), 0)])]
+        saved = [part for name in fused for part, _, _ in saved_parts(model, fused).get(name, [(name, (), 0)])]
         served.loaded = saved
         assert await engine.load_weights(CheckedReader(source)) == 1
         sent = next(body for path, body in served.asked if path == "/update_weights")["update_info"]["parts"]

@@ -30,7 +30,7 @@ from verl.rollout.base import RolloutContext, ServerPlace
 from verl.rollout.vllm import PLUGIN, Options, build, environment, memory, require_vllm, serve_command
 from verl.rollout.wire import version_of
 from verl.weight_sync import shm
-from verl.weight_sync.base import checksum, parts_of
+from verl.weight_sync.base import checksum, saved_parts
 from verl.weight_sync.sender import entry_of
 
 CONFIG = Qwen3Config(
@@ -172,7 +172,7 @@ def test_the_plugin_reads_experts_one_by_one_from_the_tensor_that_they_are_in_me
     monkeypatch.setattr(shm, "SHM", tmp_path)
     path = shm.ShmOutlet("verl-weights-1-plugin").stage(3, shapes, held.items())
     sums = {name: checksum(tensor) for name, tensor in held.items()}
-    update = plugin["Update"](path, 3, None, sums, json.loads(json.dumps(parts_of(model, shapes))))
+    update = plugin["Update"](path, 3, None, sums, json.loads(json.dumps(saved_parts(model, shapes))))
     segment = plugin["Segment"](path)
     found, saved = dict(segment.tensors(update)), load_file(tmp_path / "model" / "model.safetensors")
     assert found.keys() == saved.keys() and any(".experts.3.up_proj" in name for name in found)

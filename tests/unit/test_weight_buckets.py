@@ -25,7 +25,7 @@ from verl.rollout.api import poured
 from verl.rollout.process import free_port
 from verl.weight_sync import buckets, relay, shm
 from verl.weight_sync.base import Bucket, Passed, Readers, SyncError, WeightSource, checksum
-from verl.weight_sync.buckets import BucketOutlet, BucketStream, Ledger, plan
+from verl.weight_sync.buckets import BucketOutlet, BucketStream, Ledger, bucket_plan
 from verl.weight_sync.relay import RelayOutlet, RelayStream
 from verl.weight_sync.sender import entry_of
 
@@ -89,13 +89,13 @@ def passing(of: Tensors, slow: Callable[[], object] = lambda: None) -> Iterator[
 
 def test_a_plan_keeps_the_order_and_no_bucket_is_larger_than_it_must_be() -> None:
     shapes = {n: entry_of(t) for n, t in tensors(0).items()}
-    found = plan(shapes, BUCKET)
+    found = bucket_plan(shapes, BUCKET)
     assert [n for names in found for n in names] == list(shapes)
     sizes = [sum(shm.num_bytes_of(shapes[n]) for n in names) for names in found]
     assert all(size <= BUCKET or len(names) == 1 for size, names in zip(sizes, found))
     for before, after in zip(found, found[1:]):  # the next one's first did not fit
         assert sum(shm.num_bytes_of(shapes[n]) for n in [*before, after[0]]) > BUCKET
-    assert plan({}, BUCKET) == []
+    assert bucket_plan({}, BUCKET) == []
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -133,7 +133,7 @@ def test_nobody_has_all_before_the_sender_has_said_so(name: str) -> None:
             stream = opened(address(name, turn))
             reading = pool.submit(lambda s=stream, c=came: c.extend(n for n, _ in s.tensors()))
             out.stream(turn, passing(of), Readers(turn, 1, 60.0))
-            while Ledger(shm.SHM / f"{out.name}-ledger").behind(turn, 1, len(plan(out._shapes, BUCKET))):
+            while Ledger(shm.SHM / f"{out.name}-ledger").behind(turn, 1, len(bucket_plan(out._shapes, BUCKET))):
                 time.sleep(0.001)
             with pytest.raises(TimeoutError):  # all is there
                 reading.result(0.1)

@@ -109,30 +109,30 @@ def reduced(memory: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
 
 
 def test_a_handle_names_the_gpu_and_not_its_number_in_one_process(torchs: dict[str, Any]) -> None:
-    handle = device.told(torch.empty(5, dtype=torch.uint8))
+    handle = device.handle_of(torch.empty(5, dtype=torch.uint8))
     torchs["seen"] = ("GPU-c", "GPU-a", "GPU-b")  # of another process
-    found = device.opened(handle)
-    assert found.tolist() == [*range(5)] and device.opened(handle) is found
+    found = device.open_handle(handle)
+    assert found.tolist() == [*range(5)] and device.open_handle(handle) is found
     wanted = list(reduced(torch.empty(5, dtype=torch.uint8))[1])
     wanted[6] = 2
     assert torchs["asked"] == [tuple(wanted)]
 
 
 def test_a_gpu_that_the_reader_does_not_see_is_one_line(torchs: dict[str, Any]) -> None:
-    handle = device.told(torch.empty(5, dtype=torch.uint8))
+    handle = device.handle_of(torch.empty(5, dtype=torch.uint8))
     for seen, said in (((), "none"), (("GPU-a", "GPU-c"), "GPU-a, GPU-c")):
         torchs["seen"] = seen
         with pytest.raises(SyncError, match=f"lie on GPU GPU-b, and this process sees {said}: .*set sync.engine=shm"):
-            device.opened(handle)
+            device.open_handle(handle)
 
 
 def test_its_owner_opens_what_it_has(torchs: dict[str, Any]) -> None:
     """CUDA opens no memory in the process that allocated it: a rank with its replica in it."""
     memory = torch.empty(5, dtype=torch.uint8)
-    handle = device.told(memory)
-    assert device.opened(handle) is memory and not torchs["asked"]
+    handle = device.handle_of(memory)
+    assert device.open_handle(handle) is memory and not torchs["asked"]
     del memory
-    assert device.opened(handle).tolist() == [*range(5)], "another process's"
+    assert device.open_handle(handle).tolist() == [*range(5)], "another process's"
 
 
 def test_a_gpu_that_shares_no_memory_is_one_line_with_the_fix(
@@ -143,7 +143,7 @@ def test_a_gpu_that_shares_no_memory_is_one_line_with_the_fix(
 
     monkeypatch.setattr(device, "reduce_tensor", refuses)
     with pytest.raises(ValueError, match=r"no handle\): leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"):
-        device.told(torch.empty(5, dtype=torch.uint8))
+        device.handle_of(torch.empty(5, dtype=torch.uint8))
 
 
 def test_torch_takes_what_is_sent_in_this_order() -> None:
@@ -167,10 +167,10 @@ def test_without_a_gpu_there_is_none(name: str) -> None:
 def test_a_process_reads_what_lies_on_the_gpu_of_another() -> None:
     memory = device.allocated(1 << 20)
     memory.copy_(torch.arange(1 << 20, device="cuda") % 251)
-    device.settle(memory)
+    device.synchronize(memory)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(_sum_of, (device.told(memory),)) == int(memory.long().sum())
+        assert pool.apply(_sum_of, (device.handle_of(memory),)) == int(memory.long().sum())
 
 
 def _sum_of(handle: bytes) -> int:
-    return int(device.opened(handle).long().sum())
+    return int(device.open_handle(handle).long().sum())

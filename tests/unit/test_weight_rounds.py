@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from verl.weight_sync import collective
-from verl.weight_sync.collective import Joined, Member, Rounds
+from verl.weight_sync.collective import JoinRequest, Member, Rounds
 
 
 def test_a_host_that_waited_too_long_holds_up_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,9 +33,9 @@ def test_a_host_that_waited_too_long_holds_up_no_later_one(monkeypatch: pytest.M
         with ours, theirs:
             rounds.join(Member(joined(name), ours))
 
-    def joined(name: str) -> Joined:
-        given: Any = {field: name for field in Joined.__struct_fields__}
-        return Joined(**given)
+    def joined(name: str) -> JoinRequest:
+        given: Any = {field: name for field in JoinRequest.__struct_fields__}
+        return JoinRequest(**given)
 
     first = threading.Thread(target=host, args=("first",), daemon=True)
     first.start()

@@ -63,7 +63,7 @@ def test_other_users_cannot_read_the_weights(outlet: shm.ShmOutlet, tmp_path: Pa
     try:
         blank = tmp_path / "bucket"
         shm.blank(blank, 4096)
-        paths = [stage(outlet, 0, weights(1.0)), blank, disk.own_folder(Path(tempfile.gettempdir()))]
+        paths = [stage(outlet, 0, weights(1.0)), blank, disk.version_folder(Path(tempfile.gettempdir()))]
         assert [path.stat().st_mode & 0o077 for path in paths] == [0, 0, 0]
         paths[-1].rmdir()
     finally:
@@ -266,10 +266,10 @@ def test_what_other_users_and_containers_left_stops_nobody(tmp_path: Path, monke
 
     with monkeypatch.context() as there:
         there.setattr(os, "geteuid", lambda: user + 1)
-        shm.remove_of_the_dead()
+        shm.remove_stale_segments()
         assert gone.exists() and other.exists()
     monkeypatch.setattr(Path, "unlink", sticky)
-    shm.remove_of_the_dead()
+    shm.remove_stale_segments()
     assert sorted(tmp_path.iterdir()) == sorted([other, ours, elsewhere])
 
 
@@ -283,7 +283,7 @@ def test_a_trainer_that_dies_in_the_middle_leaves_no_version_and_no_memory() -> 
         with pytest.raises(SyncError, match="version 0 was written over by -1"):
             list(reading)
         assert shm.open_weights(str(address)).version == shm.WRITING, "nobody takes it for a version"
-        shm.remove_of_the_dead()
+        shm.remove_stale_segments()
         assert not list(shm.SHM.glob(f"{shm.PREFIX}-{writer.process.pid}-*"))
 
 
@@ -295,6 +295,6 @@ def test_the_memory_of_the_dead_is_free_though_a_server_has_it_mapped(tmp_path, 
     reading = shm.ShmStream(Path(out.stage(0, {n: entry_of(t) for n, t in now.items()}, now.items())))
     with reading._path.open("rb") as file:
         assert os.fstat(file.fileno()).st_blocks * 512 > 4e6
-        shm.remove_of_the_dead()
+        shm.remove_stale_segments()
         assert not reading._path.exists() and os.fstat(file.fileno()).st_blocks * 512 < 1e5
     assert reading.version == shm.WRITING, "and it is no version"

@@ -15,7 +15,7 @@ from verl.rollout.base import PauseMode, RolloutContext, WeightReader
 from verl.rollout.http import ServerRefused
 from verl.rollout.wire import Drawn, version_of
 from verl.types import Sampling
-from verl.weight_sync.base import Bucket, CheckedReader, InBuckets, SyncError, WeightSource, opened
+from verl.weight_sync.base import Bucket, CheckedReader, InBuckets, SyncError, WeightSource, open_stream
 
 SEGMENTS = "verl.weight_sync.shm:open_weights"
 
@@ -236,7 +236,7 @@ async def source_of(api: Api, source: WeightReader) -> tuple[CheckedReader, Weig
 
 def _segment_of(sent: WeightSource) -> WeightSource | None:
     """The same weights in this host's shared memory; None where the transport brings them nowhere."""
-    stream = opened(sent)
+    stream = open_stream(sent)
     if (path := stream.segment()) is None:
         return None
     if stream.version != sent.version:
@@ -246,7 +246,7 @@ def _segment_of(sent: WeightSource) -> WeightSource | None:
 
 async def poured(api: Api, post: Post, sent: WeightSource) -> None:
     """The buckets into the server; what ends it in the middle is told to the sender, who waits for them."""
-    stream = opened(sent)
+    stream = open_stream(sent)
     assert isinstance(stream, InBuckets), "nothing else passes"
     buckets = stream.buckets()
     own = ThreadPoolExecutor(1, "weights")  # those who wait for a bucket would keep each other's threads

@@ -39,7 +39,7 @@ from verl.rollout.launching import Launch
 from verl.rollout.life import QUIET_S, Life
 from verl.rollout.wire import Drawn, NotUnderstood, Reading
 from verl.types import Sampling
-from verl.weight_sync.base import Parts, SyncError, WeightSource, parts_of
+from verl.weight_sync.base import Parts, SyncError, WeightSource, saved_parts
 
 AGAIN_S = 0.05  # between two words to abort a request that may not have arrived yet
 UNDO_S = 10.0  # for a server to give back what is given up
@@ -336,7 +336,7 @@ class ServedEngine(AdaptedServer):
             return sent
         if self._parts is None:  # the same for all versions
             config = copy.deepcopy(self._context.hf_config)
-            self._parts = await asyncio.to_thread(lambda: parts_of(skeleton_of(config), sent.delivered))
+            self._parts = await asyncio.to_thread(lambda: saved_parts(skeleton_of(config), sent.delivered))
         return replace(sent, names=self._api.names, parts=self._parts)
 
     async def _announced(self, sent: WeightSource, mode: PauseMode) -> bool:

@@ -1,8 +1,7 @@
 """Weights from trainer to rollout as a transaction: begin(version, manifest), tensors, commit, verify.
 
-Tensors go from the trainer's workers to the replicas. What passes through the driver is a `WeightSource`: where the
-tensors are and what they must be.
-"""
+Tensors are sent from the trainer's workers to the replicas. Only a `WeightSource` passes through the driver: the
+address of the tensors and their expected names, shapes, dtypes and checksums."""
 
 from __future__ import annotations
 
@@ -31,36 +30,39 @@ class SyncError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a manifest. `tied_to`: delivered under that name, not under its own. `checksum`: of the sender's
-    bytes; None where this version does not check them."""
+    """One tensor of a manifest."""
 
     shape: tuple[int, ...]
     dtype: str
     tied_to: str | None = None
+    """The name under which a tied tensor is delivered; None: under its own."""
     checksum: int | None = None
+    """crc32 of the bytes that the sender staged; None where this version does not check them."""
 
 
 Parts = Mapping[str, Sequence[tuple[str, tuple[int, ...], int]]]
-"""By the name of a tensor of the model what it is in a saved folder; see `saved_as`."""
+"""Name of a model tensor -> the tensors that it becomes in a saved folder (`checkpoint.hf.saved_as`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """The weights of one version: which they are and where to get them. Holds no tensor; can be sent anywhere.
-
-    transport: "module:function" that opens the address, address -> object with `tensors()` · manifest: by HF name, as
-    the model in memory has them · names: those that its reader knows · parts: where these are of a saved folder, the
-    tensors that are several there, whose bytes are runs of rows of the one that is delivered · passes: it lies nowhere
-    as a whole; who reads it holds up its sender, and knows at the end alone whether it was whole.
-    """
+    """The weights of one version: their manifest and the address at which they are read. It holds no tensor and can be
+    pickled."""
 
     version: int
     transport: str
+    """`module:function` that opens the address and returns a `TensorStream`."""
     address: str
     manifest: Mapping[str, Entry]
+    """By Hugging Face name, as the model in memory has the tensors."""
     names: Literal["model", "saved"] = "model"
+    """The names that the reader knows: those of the model in memory, or those of a saved folder."""
     parts: Parts = field(default_factory=dict)
+    """For names of a saved folder: the tensors that are several there. Their bytes are runs of rows of the delivered
+    tensor."""
     passes: bool = False
+    """The version is never stored whole. A reader delays the sender, and knows only at the end that the version was
+    complete."""
 
     @property
     def delivered(self) -> dict[str, Entry]:
@@ -69,27 +71,27 @@ class WeightSource:
 
     @property
     def read_as(self) -> set[str]:
-        """Their names, as its reader tells of them."""
+        """The names of the delivered tensors as the reader reports them."""
         return {part for name in self.delivered for part, _, _ in self.parts.get(name, [(name, (), 0)])}
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The sender's side of a publish. probed: the trainer's side of the canary, None without one · seconds: gather (of
-    what the engine delivers), stage (what is done with it)."""
+    """The sender's side of a publish."""
 
     source: WeightSource
     probed: Probed | None
+    """The trainer's side of the canary; None without one."""
     num_bytes: int
     changed: bool
     alarms: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+    """`gather`: time in which the engine delivers tensors; `stage`: time to store or send them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """seconds: of the trainer (gather, stage) and of the replica that took longest over it (transfer, load, pause), as
-    far as they tell · whole_s: from the call until all have it, the canary too."""
+    """The result of a publish, for metrics and alarms."""
 
     version: int
     num_tensors: int
@@ -98,46 +100,52 @@ class SyncReport:
     canary_mean_abs: float
     changed: bool
     whole_s: float
+    """From the call until every replica has the version and passed the canary."""
     seconds: Mapping[str, float] = field(default_factory=dict)
+    """The time of the trainer (gather, stage) and of the slowest replica (transfer, load, pause), as far as they are
+    reported."""
     failed_replicas: dict[int, str] = field(default_factory=dict)
     alarms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncContext:
-    """What every backend is built from. probes: token id arrays for the canary (empty: off) · tolerance: of the
-    mean |dlogp| over likely tokens; None: what the precision explains · model: the folder that the policy came from."""
+    """The arguments from which every backend is built."""
 
     probes: Sequence[np.ndarray]
+    """Token id arrays for the canary; empty: no canary."""
     tolerance: float | None = None
+    """The largest mean |dlogp| over likely tokens; None: what the precision explains."""
     model: str | None = None
+    """The folder that the policy was loaded from."""
 
 
 class Outlet(Protocol):
-    """The trainer's end of a transport: where it keeps the tensors of a version for the replicas."""
+    """The trainer's end of a transport: it stores the tensors of a version for the replicas."""
 
     @property
     def transport(self) -> str: ...
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
-        """Hold these tensors in place of those of the version before; the address by which they are found. They come
-        one at a time, in the order of `shapes`; one that is to be kept is copied before the next one comes, unless the
-        engine's own may be read in place."""
+        """Store these tensors in place of those of the version before, and return the address at which they are read.
+        The tensors are yielded one at a time, in the order of `shapes`. One that is kept must be copied before the next
+        one is taken, unless the engine's own may be read in place."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """Who reads a version as it is sent, and how long those who are behind are waited for. turn: of all publishes, this
-    one."""
+    """The replicas that read a version while it is sent."""
 
     turn: int
+    """The number of this publish."""
     count: int
     timeout_s: float
+    """How long the sender waits for slow readers."""
 
 
 class Passed(NamedTuple):
-    """A tensor on its way. checksum: crc32 of its bytes, or None."""
+    """A tensor on its way, with the crc32 of its bytes or None."""
 
     name: str
     tensor: Tensor
@@ -145,37 +153,39 @@ class Passed(NamedTuple):
 
 
 @runtime_checkable
-class Streaming(Protocol):
-    """An outlet that keeps no version: what it is given is read as it comes, by readers that are known before."""
+class StreamingOutlet(Protocol):
+    """An outlet that keeps no version: tensors are read while they are sent, by readers that are known before."""
 
     def announce(self, shapes: Mapping[str, Entry]) -> str:
-        """Of all versions; before a reader looks for one -> where readers find it."""
+        """Allocate what all versions need, before the first reader looks for one, and return the address."""
         ...
 
     def source(self, version: int, turn: int, reader: int, manifest: Mapping[str, Entry], at: str) -> WeightSource:
-        """What that reader is given. at: see `announce`, of which another process may know."""
+        """Return the source for one reader. at: the address from `announce`, which may have run in another process."""
         ...
 
     def stream(self, version: int, tensors: Iterable[Passed], readers: Readers) -> None:
-        """All tensors of the shapes, in their order, one at a time; each may change once the next one is asked for."""
+        """Send all tensors of the shapes, in their order, one at a time. Each may change once the next one is taken."""
         ...
 
     def commit(self, turn: int) -> None:
-        """Its sender stands by it: who has read it may draw by it."""
+        """Mark the version as valid: replicas that have read it may sample with it."""
         ...
 
     def break_off(self, turn: int) -> None:
-        """Nobody shall draw by it."""
+        """Mark the version as invalid: no replica may sample with it."""
         ...
 
     def lose(self, turn: int, reader: int) -> None:
-        """Wait for that one no more. From any thread."""
+        """Stop waiting for that reader. Can be called from any thread."""
         ...
 
 
 class CheckpointEngine(Protocol):
+    """A sync backend: it joins an outlet, a stream and the replicas."""
+
     def outlet(self) -> Outlet:
-        """A new outlet, for the workers that publish."""
+        """Return a new outlet, for the workers that publish."""
         ...
 
     def publish(
@@ -190,54 +200,56 @@ class CheckpointEngine(Protocol):
     ) -> asyncio.Future[SyncReport]:
         """Read the trainer's weights NOW (in its order of work), then deliver, verify and report.
 
-        exclusive: no optimizer step can run before the delivery is done, so nothing need be copied · on_inflight: what
-        happens to running requests, for each replica."""
+        exclusive: no optimizer step can run before the delivery is done, so nothing needs to be copied · on_inflight:
+        for each replica, the pause mode of its running requests."""
         ...
 
 
 class TensorStream(Protocol):
-    """What a transport opens."""
+    """The replica's end of a transport."""
 
     @property
     def version(self) -> int: ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each is the reader's until it asks for the next one: what it keeps, it copies. Only the end says that all
-        were of this version."""
+        """Yield the tensors. Each is valid until the next one is taken: copy it to keep it. Only a normal end proves
+        that all were of this version."""
         ...
 
     def segment(self) -> str | None:
-        """Where this host's shared memory holds it (sync.engine=shm), for readers that are told a path; fetched where
-        it is not there yet. None: it lies elsewhere."""
+        """Return the path in this host's shared memory (sync.engine=shm), for readers that open a path; the weights are
+        fetched first where needed. None: they are stored elsewhere."""
         return None
 
     def release(self, version: int) -> None:
-        """All replicas have this version. What is in files stays: they are used again, or make room for later ones."""
+        """All replicas have this version: files may be reused, or deleted for later versions."""
         return
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some tensors of a version, its reader's until it asks for the next bucket. path: of the segment of shared memory
-    that tells of them · checksums: crc32 by name, None where it is not told."""
+    """Some tensors of a version, valid until the next bucket is taken."""
 
     path: str
+    """The segment of shared memory that holds or describes them."""
     checksums: Mapping[str, int | None]
+    """crc32 by name; None where the sender gives none."""
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 @runtime_checkable
 class InBuckets(Protocol):
-    """A `TensorStream` of a source that passes."""
+    """A `TensorStream` that is read bucket by bucket."""
 
     def buckets(self) -> Generator[Bucket, None, None]:
-        """To the end, which comes when the sender has said that all was there. Closed before, it is waited for no
-        more."""
+        """Yield all buckets; it ends when the sender has confirmed the version. The sender does not wait for a reader
+        that closes it earlier."""
         ...
 
 
-def parts_of(model: Module | None, shapes: Mapping[str, Entry]) -> Parts:
-    """Of those tensors that have other names in a saved folder. model: without storage; None: of no known class."""
+def saved_parts(model: Module | None, shapes: Mapping[str, Entry]) -> Parts:
+    """Return the saved parts of the tensors that have other names in a saved folder. model: without storage; None: of
+    an unknown class."""
     from verl.checkpoint.hf import saved_as
 
     if model is None:
@@ -246,27 +258,29 @@ def parts_of(model: Module | None, shapes: Mapping[str, Entry]) -> Parts:
     return {name: parts for name, parts in found.items() if [part for part, _, _ in parts] != [name]}
 
 
-def opened(source: WeightSource) -> TensorStream:
+def open_stream(source: WeightSource) -> TensorStream:
+    """Open the address of a source with its transport."""
     module, _, name = source.transport.partition(":")
     stream: TensorStream = vars(importlib.import_module(module))[name](source.address)
     return stream
 
 
 def checksum(tensor: Tensor) -> int:
-    """crc32 of the bytes."""
+    """Return the crc32 of the tensor's bytes."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return zlib.crc32(flat.view(uint8).numpy().data) if flat.numel() else 0
 
 
 def dtype_name(tensor: Tensor) -> str:
+    """Return the dtype's name without the `torch.` prefix."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 async def check_canary(
     at: str, replica: RolloutEngine, probes: Sequence[np.ndarray], probed: Probed | None, tolerance: float | None
 ) -> float:
-    """Ask a replica for the log-probs of the probes. Mean |dlogp| over likely tokens; SyncError if it does not compute
-    with the trainer's weights. No probes: 0."""
+    """Score the probes on a replica and compare them with the trainer's. Returns the mean |dlogp| over likely tokens (0
+    without probes); SyncError if the replica does not compute with the trainer's weights."""
     if probed is None:
         return 0.0
     got = np.concatenate(await asyncio.gather(*(replica.score(ids) for ids in probes)))  # one pass, where it batches
@@ -277,7 +291,8 @@ async def check_canary(
 
 
 class CheckedReader:
-    """What a replica reads: every tensor is compared with the manifest as it is handed over. seconds: see `Timed`."""
+    """The stream that a replica reads: every tensor is compared with the manifest when it is handed over. `seconds` is
+    as in `Timed`."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
@@ -291,7 +306,7 @@ class CheckedReader:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         at, expected, spent_s, began = f"version {self.version}", self.source.delivered, 0.0, time.perf_counter()
-        stream = opened(self.source)
+        stream = open_stream(self.source)
         if stream.version != self.version:
             raise SyncError(f"{at}: the sender holds version {stream.version} by now")
         for name, tensor in stream.tensors():

@@ -1,11 +1,10 @@
-"""Weights through two buckets, of shared memory or on a GPU, with no whole version anywhere on their way: the trainer
-fills one while the replicas read the other. What the three sides tell each other stands in a ledger, a file of shared
-memory beside the buckets.
+"""Weights through two buckets, in shared memory or on a GPU, with no whole version anywhere on their way: the trainer
+fills one while the replicas read the other. The sides share their state in a ledger, a file of shared memory beside the
+buckets.
 
-A replica that reads so holds up the trainer, and the trainer it: it writes what comes over the weights that it has,
-while nothing is drawn, and draws again when the trainer has said that the version is whole. One that breaks off or is
-given up is waited for no more. A tensor is never split: a bucket is as large as the largest one, at least.
-"""
+A reading replica delays the trainer, and the trainer delays it: it overwrites its weights while it samples nothing, and
+samples again when the trainer has confirmed the version. The trainer does not wait for a replica that breaks off or is
+given up. A tensor is never split: a bucket is at least as large as the largest tensor."""
 
 from __future__ import annotations
 
@@ -22,12 +21,22 @@ from torch import Tensor
 
 from verl.weight_sync import device
 from verl.weight_sync.base import Bucket, Entry, Passed, Readers, SyncError, TensorStream, WeightSource, checksum
-from verl.weight_sync.shm import SHM, TAIL_BYTES, Part, ShmStream, blank, first_byte, laid_out, num_bytes_of, this_host
+from verl.weight_sync.shm import (
+    SHM,
+    TAIL_BYTES,
+    ShmStream,
+    TensorLocation,
+    blank,
+    first_byte,
+    num_bytes_of,
+    place_tensors,
+    this_host,
+)
 
 TRANSPORT = "verl.weight_sync.buckets:open_weights"
-QUIET_S = 600.0  # of the other side, where nobody gives it up before
+QUIET_S = 600.0  # of silence of the other side, where it is not given up earlier
 SOON_S, LATER_S, SPINS = 0.0002, 0.002, 200  # between two looks at the ledger
-AFTER_SHARE = 0.8  # of the time for those who are behind
+AFTER_SHARE = 0.8  # of the timeout, for readers that waited for another one
 MOST_READERS = 1024
 NO_TURN = -1
 MOST_CHECKSUM = 2**32 - 1
@@ -35,10 +44,11 @@ COMING, WHOLE, BROKEN = range(3)
 
 
 class Ledger:
-    """Words of 64 bits, each written by one side alone: the turn, one of the sender's publishes; its buckets, and how
-    many of them were filled; its state; for how many seconds nothing may come of it; and of each reader, how many it
-    has read of which turn, the turn that it was given up in, and the last turn that it left. A reading that nobody
-    goes on with may be closed turns later, when its garbage is collected: no word goes back to an earlier turn."""
+    """Words of 64 bits, each written by one side alone. The sender writes: the turn (the number of its publish), the
+    number of buckets, how many are filled, the state, and the seconds of silence that readers must allow. For each
+    reader there are: how many buckets it has read of which turn, the turn in which it was given up, and the last turn
+    that it left. An abandoned reader may be closed turns later, when it is garbage collected: so no word returns to an
+    earlier turn."""
 
     TURN, BUCKETS, FILLED, STATE, QUIET = range(5)
     HEAD = 8
@@ -63,7 +73,7 @@ class Ledger:
         assert buckets < self.STEP
         self._words[self.QUIET] = math.ceil(quiet_s)
         self._words[self.FILLED], self._words[self.STATE], self._words[self.BUCKETS] = 0, COMING, buckets
-        self._words[self.TURN] = turn  # last: the others are of it
+        self._words[self.TURN] = turn  # last: the other words belong to this turn
 
     def fill(self, buckets: int) -> None:
         self._words[self.FILLED] = buckets
@@ -111,14 +121,14 @@ class Ledger:
         return self._words[self._word(reader, self.LEFT)] >= turn
 
     def behind(self, turn: int, readers: int, buckets: int) -> list[int]:
-        """Who has not read so many of that turn yet, and is waited for."""
+        """Return the readers that have not read so many buckets of that turn yet and are still waited for."""
         wanted = turn * self.STEP + buckets
         there = [i for i in range(readers) if self._words[self._word(i, self.READ)] < wanted]
         return [i for i in there if not self.given_up(turn, i) and not self.left(turn, i)]
 
 
 class BucketOutlet:
-    """See `Outlet` and `Streaming`; it can be pickled until it is announced, and is used by one process."""
+    """The `StreamingOutlet` of two buckets. It can be pickled until it is announced, and is used by one process."""
 
     transport = TRANSPORT
 
@@ -137,8 +147,8 @@ class BucketOutlet:
     def announce(self, shapes: Mapping[str, Entry]) -> str:
         if self._ledger is not None:
             return self.name
-        self._shapes, self._plan = dict(shapes), plan(shapes, self._bucket_bytes)
-        buckets = [laid_out({name: shapes[name] for name in names}) for names in self._plan]
+        self._shapes, self._plan = dict(shapes), bucket_plan(shapes, self._bucket_bytes)
+        buckets = [place_tensors({name: shapes[name] for name in names}) for names in self._plan]
         index_bytes = max((len(_encoded(parts, longest=True)) for parts, _ in buckets), default=0)
         room = max((room for _, room in buckets), default=0)
         self._slots = [Slot(_at(self.name, turn), index_bytes, room, on_gpu=self._on_gpu) for turn in range(2)]
@@ -151,18 +161,18 @@ class BucketOutlet:
     def stream(self, version: int, tensors: Iterable[Passed], readers: Readers) -> None:
         ledger, coming = self._ledger, iter(tensors)
         assert ledger is not None, "it was not announced"
-        ledger.begin(readers.turn, len(self._plan), 2 * readers.timeout_s)  # it may wait so long for another one
+        ledger.begin(readers.turn, len(self._plan), 2 * readers.timeout_s)  # it may wait so long for another reader
         until_s = time.monotonic() + readers.timeout_s
         for number, names in enumerate(self._plan):
-            self._wait(ledger, readers, number - 1, until_s)  # what lies there has been read
-            parts, _ = laid_out({name: self._shapes[name] for name in names})
+            self._wait(ledger, readers, number - 1, until_s)  # its content has been read
+            parts, _ = place_tensors({name: self._shapes[name] for name in names})
             self._slots[number % 2].fill(version, parts, islice(coming, len(names)))
             ledger.fill(number + 1)
         assert next(coming, None) is None, "more came than was announced"
 
     def _wait(self, ledger: Ledger, readers: Readers, buckets: int, until_s: float) -> None:
-        """Until all have read so many; those who have not by then are given up. Who waited with the sender for one that
-        was given up has some time after it."""
+        """Wait until all readers have read so many buckets; those that have not by then are given up. Readers that
+        waited with the sender for one of those get some time after it."""
         looks = _looks(max(until_s, time.monotonic() + readers.timeout_s * AFTER_SHARE))
         while buckets > 0 and (late := ledger.behind(readers.turn, readers.count, buckets)):
             if not next(looks):
@@ -175,7 +185,7 @@ class BucketOutlet:
 
     def break_off(self, turn: int) -> None:
         if self._ledger is not None:
-            self._ledger.begin(turn, 0)  # also where it had not begun
+            self._ledger.begin(turn, 0)  # also if it had not begun
             self._ledger.end(BROKEN)
 
     def lose(self, turn: int, reader: int) -> None:
@@ -184,15 +194,16 @@ class BucketOutlet:
 
 
 class Slot:
-    """Where one bucket lies: in a file of shared memory, as a version does (shm.py), or on a GPU that it tells of."""
+    """One bucket: in a file of shared memory, laid out like a version (shm.py), or on a GPU, with a handle in that
+    file."""
 
     def __init__(self, path: Path, index_bytes: int, room: int, *, on_gpu: bool) -> None:
         self._first = first_byte(index_bytes)
         self._memory = device.allocated(room) if on_gpu else None
-        self._handle = b"" if self._memory is None else device.told(self._memory)
+        self._handle = b"" if self._memory is None else device.handle_of(self._memory)
         self._file = blank(path, self._first + (len(self._handle) if on_gpu else room) + TAIL_BYTES)
 
-    def fill(self, version: int, parts: Sequence[Part], tensors: Iterable[Passed]) -> None:
+    def fill(self, version: int, parts: Sequence[TensorLocation], tensors: Iterable[Passed]) -> None:
         lies = self._file.memory[self._first :] if self._memory is None else self._memory
         sums = dict[str, int | None]()
         for part, (name, tensor, told) in zip(parts, tensors, strict=True):
@@ -201,12 +212,14 @@ class Slot:
             into = lies[part.start : part.start + part.num_bytes].view(tensor.dtype).view(part.shape)
             into.copy_(tensor.detach())
         if self._memory is not None:
-            device.settle(self._memory)
-        self._file.describe(version, _encoded([_told(part, sums) for part in parts]), self._first, self._handle)
+            device.synchronize(self._memory)
+        self._file.describe(
+            version, _encoded([_with_checksum(part, sums) for part in parts]), self._first, self._handle
+        )
 
 
 class BucketStream(TensorStream):
-    """See `TensorStream`: one reading of one version, which may not have begun yet."""
+    """The `TensorStream` of one reading of one version, which may not have begun yet."""
 
     def __init__(self, address: str) -> None:
         self._name, version, turn, reader = address.rsplit(":", 3)
@@ -227,7 +240,8 @@ class BucketStream(TensorStream):
                     yield name, tensor
 
     def buckets(self) -> Generator[Bucket, None, None]:
-        """Until the sender has said that all is there. Whoever leaves before is waited for no more."""
+        """Yield the buckets until the sender has confirmed the version. The sender does not wait for a reader that
+        leaves earlier."""
         try:
             ledger = Ledger(ledger_of(self._name))
         except FileNotFoundError:
@@ -256,12 +270,12 @@ class BucketStream(TensorStream):
         return Bucket(str(path), {part.name: part.checksum for part in found.index[0]}, found.views)
 
     def _until(self, ledger: Ledger, *, filled: int = 0, whole: bool = False) -> None:
-        """Its version has begun, so many buckets were filled, and all is said."""
+        """Wait until the version has begun, so many buckets are filled, and (`whole`) the sender has confirmed it."""
         looks, at = _looks(time.monotonic() + self.quiet_s), f"version {self._version}"
         while True:
             ready = ledger.turn == self._turn and ledger.filled >= filled
             ready &= not whole or ledger.state == WHOLE
-            if ledger.turn > self._turn:  # looked at after the rest, which may be of that one
+            if ledger.turn > self._turn:  # read after the other words, which may be of that turn
                 raise SyncError(f"{at}: its sender sends another version by now")
             if ledger.given_up(self._turn, self._reader):
                 raise SyncError(f"{at}: its sender waits no more for this reader")
@@ -277,8 +291,8 @@ def open_weights(address: str) -> BucketStream:
     return BucketStream(address)
 
 
-def plan(shapes: Mapping[str, Entry], bucket_bytes: int) -> list[list[str]]:
-    """The names of each bucket, in their order."""
+def bucket_plan(shapes: Mapping[str, Entry], bucket_bytes: int) -> list[list[str]]:
+    """Return the names of each bucket, in their order."""
     found: list[list[str]] = []
     room = 0
     for name, entry in shapes.items():
@@ -291,14 +305,14 @@ def plan(shapes: Mapping[str, Entry], bucket_bytes: int) -> list[list[str]]:
     return found
 
 
-def _encoded(parts: Sequence[Part], *, longest: bool = False) -> bytes:
+def _encoded(parts: Sequence[TensorLocation], *, longest: bool = False) -> bytes:
     if longest:
-        parts = [_told(part, {part.name: MOST_CHECKSUM}) for part in parts]
+        parts = [_with_checksum(part, {part.name: MOST_CHECKSUM}) for part in parts]
     return msgspec.msgpack.encode(parts)
 
 
-def _told(part: Part, sums: Mapping[str, int | None]) -> Part:
-    return Part(part.name, part.dtype, part.shape, part.start, part.num_bytes, sums[part.name])
+def _with_checksum(part: TensorLocation, sums: Mapping[str, int | None]) -> TensorLocation:
+    return TensorLocation(part.name, part.dtype, part.shape, part.start, part.num_bytes, sums[part.name])
 
 
 def _at(name: str, what: object) -> Path:
@@ -310,7 +324,7 @@ def ledger_of(name: str) -> Path:
 
 
 def _looks(until_s: float) -> Iterator[bool]:
-    """Waits a moment each time. False: it is too late."""
+    """Sleep a moment before each value. False: the deadline has passed."""
     spins = 0
     while True:
         time.sleep(SOON_S if spins < SPINS else LATER_S)

@@ -1,8 +1,9 @@
-"""Whether a rollout engine computes with the trainer's weights: its log-probs of fixed sequences, judged by what
-rounding explains, which is measured with the weights of that very publish (the trainer's pass against the model's own
-pass in the rollout's precision). One token moves neither statistic: the mean |dlogp| over likely tokens, for
-other weights; and the scale of the logits, for what hides below the rounding of single tokens. Logits that are 1 + a
-times as large change a log-prob by a (logp + entropy), so a is a regression over all tokens."""
+"""The canary: does a rollout engine compute with the trainer's weights? Its log-probs of fixed sequences are compared
+with the trainer's. The allowed difference is what rounding explains, measured with the weights of that very publish
+(the trainer's pass against the model's own pass in the rollout's precision). One token moves neither statistic: the
+mean |dlogp| over likely tokens, for other weights; and the scale of the logits, for errors below the rounding of single
+tokens. Logits that are 1 + a times as large change a log-prob by a (logp + entropy), so a is a regression over all
+tokens."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ class Probed:
     @property
     def likely(self) -> np.ndarray:
         """[n] weights that sum to 1: of the likelier half of the tokens, 0 of the others. Every word counts once,
-        however often it stands there: its errors are alike."""
+        however often it occurs: its errors are alike."""
         _, word, count = np.unique(self.targets, return_inverse=True, return_counts=True)
         weight = 1.0 / count[word]
         order = np.argsort(-self.logprobs, kind="stable")
@@ -76,7 +77,7 @@ class Probed:
 
 
 def no_model(probe: Probed) -> str:
-    """Why these log-probs are not those of a model that can be trained; "" if they are."""
+    """Return why these log-probs are not those of a trainable model, or ""."""
     if not np.isfinite(probe.logprobs).all():
         return "its own log-probs are not finite"
     if not probe.explained <= DIVERGED:
@@ -99,7 +100,7 @@ def difference(probe: Probed, got: np.ndarray) -> float:
 
 
 def fault(probe: Probed, got: np.ndarray, tolerance: float | None) -> str:
-    """What is wrong with the rollout's log-probs [n]; "" if nothing is. tolerance: of the mean |dlogp|; None: what the
+    """Return what is wrong with the rollout's log-probs [n], or "". tolerance: the largest mean |dlogp|; None: what the
     precision explains."""
     found, allowed = difference(probe, got), tolerance or WITHIN * probe.explained + FLOOR
     if not found <= allowed:  # NaN, too

@@ -1,10 +1,9 @@
-"""Weights by broadcast: as over tcp.py, but all hosts that wait for a version get it at once, in a group of
+"""Weights by broadcast: as over tcp.py, but all hosts that wait for a version receive it at once, in a group of
 torch.distributed of the trainer and one process of each host.
 
-The group is kept from version to version while the same processes come; for others it is built anew. A host that is
-late gets a broadcast of its own; where one dies or breaks off in the middle, the others ask again and go on without it.
-The trainer says after the last byte which version it holds; until then a host's file holds none.
-"""
+The group is kept from version to version while the same processes join; for others it is built anew. A host that is
+late gets a broadcast of its own; where one dies or breaks off, the others ask again and continue without it. After the
+last byte the trainer confirms the version that it holds; until then a host's file holds none."""
 
 from __future__ import annotations
 
@@ -39,35 +38,36 @@ from verl.weight_sync.tcp import (
     VERSION,
     HostStream,
     TcpOutlet,
-    asked,
+    has_input,
     received,
-    speaks,
+    request_version,
 )
 
 MEMBER_S = 30.0  # for the members of a group to find each other, and for a piece
 SETTLE_S = 0.1  # for hosts that were not there before
-HEAD_START_S = 0.2  # of the process of a host that is in the group, before another one of that host takes its place
-TRIES = 3  # of a host, where broadcasts break off
-BROKEN = (OSError, RuntimeError)  # what connections and torch.distributed raise
+HEAD_START_S = 0.2  # of the group's process of a host, before another process of that host takes its place
+TRIES = 3  # per host, where broadcasts break off
+BROKEN = (OSError, RuntimeError)  # errors of connections and torch.distributed
 T = TypeVar("T")
 
 
 class Offer(msgspec.Struct, array_like=True):
-    """Told to who asks. num_bytes: of the version's file."""
+    """The trainer's answer to a host that asks. num_bytes: the size of the version's file."""
 
     num_bytes: int
     backend: str
 
 
-class Joined(msgspec.Struct, array_like=True):
-    """Said by who wants it."""
+class JoinRequest(msgspec.Struct, array_like=True):
+    """The request of a process that wants the version."""
 
     host: str
     process: str
 
 
-class Begun(msgspec.Struct, array_like=True):
-    """Told to those who get it now. group: its name · port: of its store, on the trainer's host."""
+class RoundStart(msgspec.Struct, array_like=True):
+    """The trainer's message to the members of a broadcast that begins. group: its name · port: of its store, on the
+    trainer's host."""
 
     version: int
     num_bytes: int
@@ -79,13 +79,13 @@ class Begun(msgspec.Struct, array_like=True):
 
 @dataclass(slots=True)
 class Member:
-    joined: Joined
+    joined: JoinRequest
     peer: socket.socket
     over: threading.Event = field(default_factory=threading.Event)
 
 
-class Group:
-    """A group of torch.distributed beside those of the process. Rank 0 has what the others get."""
+class BroadcastGroup:
+    """A process group of torch.distributed beside those of the process. Rank 0 is the sender."""
 
     def __init__(self, name: str, store: dist.Store, rank: int, size: int, backend: str) -> None:
         self.name, self._root = name, rank == 0
@@ -94,7 +94,7 @@ class Group:
         self._bucket = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cuda") if backend == "nccl" else None
 
     def broadcast(self, memory: Tensor) -> None:
-        """[n] uint8 of this host."""
+        """Broadcast memory [n] uint8 of this host."""
         for piece in memory.split(PIECE_BYTES):
             if self._bucket is None:
                 self._group.broadcast(piece, 0).wait(timedelta(seconds=MEMBER_S))
@@ -107,7 +107,7 @@ class Group:
                 piece.copy_(bucket)
 
     def _wait_for(self, work: Any) -> None:
-        """Work of a device, whose own wait is none of the host's."""
+        """Wait for the work of a device; its own `wait` does not block the host."""
         until_s = time.monotonic() + MEMBER_S
         while not work.is_completed():
             if time.monotonic() > until_s:
@@ -118,7 +118,7 @@ class Group:
 
 
 class CollectiveOutlet(TcpOutlet):
-    """See `TcpOutlet`. gather_s: how long a version waits for the hosts that had the one before."""
+    """A `TcpOutlet` that broadcasts. gather_s: how long a version waits for the hosts that had the one before."""
 
     transport = "verl.weight_sync.collective:open_weights"
 
@@ -128,7 +128,7 @@ class CollectiveOutlet(TcpOutlet):
         self._rounds: Rounds | None = None
 
     def _serve(self) -> None:
-        require(self._backend, "the trainer")
+        require_backend(self._backend, "the trainer")
         super()._serve()
         assert self._held is None, "who asks finds the rounds"
         at = self._address.rpartition("/")[0].rpartition(":")[0]
@@ -144,33 +144,34 @@ class CollectiveOutlet(TcpOutlet):
         assert self._held is not None, "an address is known when a version is staged"
         return self._held[0]
 
-    def _tell(self, peer: socket.socket, has: int) -> None:
+    def _send_version(self, peer: socket.socket, has: int) -> None:
         now, rounds = self._latest(), self._rounds
         assert rounds is not None
         index = msgspec.msgpack.encode(Offer(now.memory.numel(), self._backend))
         peer.sendall(ANSWER.pack(now.version, len(index)) + index)
         peer.settimeout(FETCH_S)
-        rounds.join(Member(_heard(peer, Joined), peer))
+        rounds.join(Member(_receive_message(peer, JoinRequest), peer))
 
 
 class Rounds:
-    """The trainer's broadcasts, one after the other, each to those who wait. latest: the version that they get."""
+    """The trainer's broadcasts, one after the other, each to all hosts that wait. latest: returns the version to
+    send."""
 
     def __init__(self, store: Any, backend: str, gather_s: float, latest: Callable[[], ShmStream]) -> None:
         self._store, self._backend, self._gather_s, self._latest = store, backend, gather_s, latest
         self._changed = threading.Condition()
         self._waiting: list[Member] = []
-        self._group: tuple[tuple[str, ...], Group] | None = None  # of these processes
+        self._group: tuple[tuple[str, ...], BroadcastGroup] | None = None  # and its member processes
         self._tried = NOTHING  # the version of the last round
-        self._took: tuple[int, frozenset[str]] = (NOTHING, frozenset())  # a version, and the hosts that got it
+        self._took: tuple[int, frozenset[str]] = (NOTHING, frozenset())  # a version, and the hosts that received it
 
     def join(self, member: Member) -> None:
-        """Returns when its round is over, however that ended."""
+        """Return when the member's round is over, however that ended."""
         with self._changed:
             self._waiting.append(member)
             self._changed.notify_all()
         member.over.wait(FETCH_S)
-        with self._changed:  # its connection ends: nobody shall look at it
+        with self._changed:  # its connection ends and must not be read
             self._waiting = [one for one in self._waiting if one is not member]
 
     def run(self) -> None:
@@ -178,14 +179,15 @@ class Rounds:
             members = self._gathered()
             try:
                 self._broadcast(members)
-            except BROKEN:  # the members see the end of their connections, and ask again
+            except BROKEN:  # the members see their connections close, and ask again
                 self._group = None
             finally:
                 for member in members:
                     member.over.set()
 
     def _gathered(self) -> list[Member]:
-        """Those who wait, once the hosts of the version before are among them, or were waited for."""
+        """Return the waiting members, once the hosts of the version before are among them or the wait for them has
+        ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
             known = frozenset() if self._latest().version == self._tried else self._took[1]
@@ -193,7 +195,7 @@ class Rounds:
             if known != self._hosts():
                 self._changed.wait_for(lambda: False, SETTLE_S)
             found, self._waiting = self._waiting, []
-        for gone in (one for one in found if speaks(one.peer)):  # it has nothing to say
+        for gone in (one for one in found if has_input(one.peer)):  # a waiting member sends nothing, so it has closed
             gone.over.set()
         return sorted((one for one in found if not one.over.is_set()), key=lambda one: one.joined.process)
 
@@ -208,36 +210,36 @@ class Rounds:
         kept = self._group[1] if self._group is not None and self._group[0] == processes else None
         name, size = kept.name if kept is not None else uuid.uuid4().hex, len(members) + 1
         for rank, member in enumerate(members, 1):
-            _say(member.peer, Begun(version, now.memory.numel(), name, rank, size, self._store.port))
+            _send_message(member.peer, RoundStart(version, now.memory.numel(), name, rank, size, self._store.port))
         if kept is None:
             self._group = None  # its connections end first
-            kept = Group(name, self._store, 0, size, self._backend)
+            kept = BroadcastGroup(name, self._store, 0, size, self._backend)
             self._group = processes, kept
         kept.broadcast(now.memory[VERSION_BYTES:])
         for member in members:
-            with contextlib.suppress(OSError):  # it went away with all that it wanted
+            with contextlib.suppress(OSError):  # it closed its connection with all that it wanted
                 member.peer.sendall(VERSION.pack(now.version))
         hosts = frozenset(one.joined.host for one in members)
         self._took = version, hosts | (self._took[1] if self._took[0] == version else frozenset())
 
 
 @dataclass(slots=True)
-class Kept:
-    group: Group | None = None
+class MemberState:
+    group: BroadcastGroup | None = None
 
 
 class CollectiveStream(HostStream):
-    """See `HostStream`."""
+    """A `HostStream` that receives broadcasts."""
 
     @property
     def version(self) -> int:
         if self._found is None:
-            self._let_the_member_go_first()
+            self._yield_to_the_member()
         return super().version
 
-    def _let_the_member_go_first(self) -> None:
-        """Among the processes of a host the one that got the version before gets this one too: its group is there."""
-        peer, version, _ = asked(self._address, NOTHING)
+    def _yield_to_the_member(self) -> None:
+        """Give way to the process of this host that received the version before: its group exists."""
+        peer, version, _ = request_version(self._address, NOTHING)
         peer.close()
         until_s = time.monotonic() + HEAD_START_S
         while time.monotonic() < until_s:
@@ -249,17 +251,17 @@ class CollectiveStream(HostStream):
 
     def _newer(self, here: ShmStream | None, place: Callable[[str], Path]) -> ShmStream:
         for left in reversed(range(TRIES)):
-            peer, version, index = asked(self._address, NOTHING)
+            peer, version, index = request_version(self._address, NOTHING)
             with peer:
                 if here is not None and version <= here.version:
                     return here
                 offer = msgspec.msgpack.decode(index, type=Offer)
-                require(offer.backend, socket.gethostname())
-                blank(place(str(version % 2)), offer.num_bytes)  # what does not fit is told before others wait for it
+                require_backend(offer.backend, socket.gethostname())
+                blank(place(str(version % 2)), offer.num_bytes)  # a host without space fails before others wait for it
                 try:
                     into, version, holds = self._received(peer, place, offer.backend)
                 except BROKEN as e:
-                    kept(os.getpid(), self._address).group = None
+                    member_state(os.getpid(), self._address).group = None
                     if not left:
                         raise SyncError(f"version {version}: its broadcast broke off {TRIES} times: {e}") from e
                     continue
@@ -269,17 +271,17 @@ class CollectiveStream(HostStream):
         raise AssertionError("the last try ends")
 
     def _received(self, peer: socket.socket, place: Callable[[str], Path], backend: str) -> tuple[ShmStream, int, int]:
-        """(the file, the version that came into it, the one that the trainer held there after)."""
+        """Return (the file, the version received in it, the version that the trainer held afterwards)."""
         peer.settimeout(FETCH_S)
-        _say(peer, Joined(this_host(), f"{this_host()}-{os.getpid()}"))
-        begun = _heard(peer, Begun)
+        _send_message(peer, JoinRequest(this_host(), f"{this_host()}-{os.getpid()}"))
+        begun = _receive_message(peer, RoundStart)
         into = blank(place(str(begun.version % 2)), begun.num_bytes)
-        mine = kept(os.getpid(), self._address)
+        mine = member_state(os.getpid(), self._address)
         if mine.group is None or mine.group.name != begun.group:
             mine.group = None  # its connections end first
             at = self._address.rpartition("/")[0].rpartition(":")[0]
             store = dist.TCPStore(at, begun.port, timeout=timedelta(seconds=MEMBER_S))
-            mine.group = Group(begun.group, store, begun.rank, begun.size, backend)
+            mine.group = BroadcastGroup(begun.group, store, begun.rank, begun.size, backend)
         mine.group.broadcast(into.memory[VERSION_BYTES:])
         peer.settimeout(MEMBER_S)
         (holds,) = VERSION.unpack(received(peer, VERSION.size))
@@ -289,33 +291,33 @@ class CollectiveStream(HostStream):
 
 
 @functools.lru_cache(maxsize=1)
-def kept(pid: int, address: str) -> Kept:
-    """What this process keeps of that trainer."""
-    return Kept()
+def member_state(pid: int, address: str) -> MemberState:
+    """Return the state that this process keeps for that trainer."""
+    return MemberState()
 
 
 def open_weights(address: str) -> CollectiveStream:
     return CollectiveStream(address)
 
 
-def require(backend: str, where: str) -> None:
-    """ValueError for a backend that is not there."""
+def require_backend(backend: str, where: str) -> None:
+    """Raise ValueError for a backend that is not available."""
     if backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise ValueError(f"sync.engine_options.backend=nccl: {where} has no CUDA device for NCCL; leave it out (gloo)")
 
 
 def _version_of(path: Path) -> int:
-    with contextlib.suppress(SyncError, ValueError):  # it is gone, or has no bytes yet
+    with contextlib.suppress(SyncError, ValueError):  # it was deleted, or has no bytes yet
         return ShmStream(path).version
     return NOTHING
 
 
-def _say(peer: socket.socket, what: msgspec.Struct) -> None:
+def _send_message(peer: socket.socket, what: msgspec.Struct) -> None:
     told = msgspec.msgpack.encode(what)
     peer.sendall(VERSION.pack(len(told)) + told)
 
 
-def _heard(peer: socket.socket, kind: type[T]) -> T:
+def _receive_message(peer: socket.socket, kind: type[T]) -> T:
     (size,) = VERSION.unpack(received(peer, VERSION.size))
     return msgspec.msgpack.decode(received(peer, size), type=kind)
 

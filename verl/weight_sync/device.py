@@ -1,7 +1,6 @@
-"""Memory of a GPU that other processes of its machine read where it lies: CUDA's IPC, by way of torch.multiprocessing.
+"""Memory of a GPU that other processes of its machine read in place: CUDA's IPC, by way of torch.multiprocessing.
 
-Its owner keeps it for as long as anybody may read it.
-"""
+The owner keeps the memory as long as any process may read it."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from torch.storage import TypedStorage
 from verl.weight_sync.base import SyncError
 
 _OWN = WeakValueDictionary[bytes, Tensor]()
-"""By what was told of them: CUDA opens none in the process that has it."""
+"""Memory of this process by its handle: CUDA cannot open a handle in the process that exports it."""
 
 
 def allocated(num_bytes: int) -> Tensor:
-    """uint8, on this thread's GPU."""
+    """Return uint8 memory on this thread's GPU."""
     if not torch.cuda.is_available():
         raise ValueError(
             "sync.engine=ipc passes weights through the memory of a GPU, and torch sees none here: set sync.engine=shm"
@@ -29,8 +28,8 @@ def allocated(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
 
 
-def told(memory: Tensor) -> bytes:
-    """What another process opens it by."""
+def handle_of(memory: Tensor) -> bytes:
+    """Return the handle with which another process opens this memory."""
     try:
         _, given = reduce_tensor(memory)
     except RuntimeError as e:
@@ -43,12 +42,13 @@ def told(memory: Tensor) -> bytes:
     return found
 
 
-def opened(handle: bytes) -> Tensor:
-    """uint8, the owner's: it is read after the owner's `settle`, and written no more by it until ours."""
+def open_handle(handle: bytes) -> Tensor:
+    """Return the owner's memory as uint8. It is read after the owner's `synchronize`; the owner writes to it again only
+    after the reader's."""
     return own if (own := _OWN.get(handle)) is not None else _mapped(handle)
 
 
-@lru_cache(maxsize=2)  # as many as there are of a sender
+@lru_cache(maxsize=2)  # a sender has two buckets
 def _mapped(handle: bytes) -> Tensor:
     gpu, num_bytes, allocation, storage_bytes, storage_offset, *rest = msgspec.msgpack.decode(handle)
     seen = [_name_of(index) for index in range(torch.cuda.device_count())]
@@ -61,11 +61,12 @@ def _mapped(handle: bytes) -> Tensor:
     return rebuild_cuda_tensor(Tensor, (num_bytes,), (1,), 0, TypedStorage, torch.uint8, *shared)
 
 
-def settle(memory: Tensor) -> None:
-    """What was begun with it has ended: copies of a GPU go on after the call that asked for them."""
+def synchronize(memory: Tensor) -> None:
+    """Wait until the copies from and to this memory have ended: copies of a GPU continue after the call that began
+    them."""
     torch.cuda.synchronize(memory.device)
 
 
 def _name_of(index: int) -> str:
-    """Of a GPU, the same in all processes, whichever of them they see."""
+    """Return the identity of a GPU, the same in all processes, whichever GPUs they see."""
     return str(torch.cuda.get_device_properties(index).uuid)

@@ -1,10 +1,9 @@
 """Weights through a folder that both ends see: each version is a whole model folder, which anything that loads Hugging
 Face models can load. For servers that read their weights from a disk, here or on a machine that shares it.
 
-Its tensors have the names of a saved folder: experts that are one tensor in memory lie there one by one, as runs of its
-rows, and come to our own replicas as that one. A folder is written beside its place and moved there when it is whole;
-it is never written again. The two latest stay.
-"""
+Its tensors have the names of a saved folder: experts that are one tensor in memory are stored one by one there, as runs
+of its rows; our own replicas read them as that one tensor. A folder is written beside its place and moved there when it
+is whole; it is never written again. The two latest are kept."""
 
 from __future__ import annotations
 
@@ -25,22 +24,22 @@ from torch import Tensor
 
 from verl.checkpoint.hf import skeleton
 from verl.checkpoint.safetensors_file import DTYPES, host_bytes
-from verl.weight_sync.base import Entry, Parts, SyncContext, SyncError, TensorStream, parts_of
+from verl.weight_sync.base import Entry, Parts, SyncContext, SyncError, TensorStream, saved_parts
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Disk
 from verl.weight_sync.shm import PIDS
 
 PREFIX = "verl-versions"
 WEIGHTS = "model.safetensors"
-KEPT = 2  # versions: a late reader may still be at the one before
-VERSION, WHOLE = "verl_version", "verl_whole"  # in the file's own metadata; tensors that lie there in several parts
+KEPT = 2  # versions: a late reader may still read the one before
+VERSION, WHOLE = "verl_version", "verl_whole"  # metadata keys; the second lists tensors that are stored in parts
 NOT_LINKED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 class DiskOutlet:
-    """See `Outlet`; it can be pickled, and is used by one process. root: gets a folder for each version; on a machine
-    that does not see it, one beside it does, which goes with this · model: whose configuration and tokenizer each of
-    them links to."""
+    """The `Outlet` into model folders. It can be pickled, and is used by one process. root: the parent of the folders;
+    on a machine that does not see it, a folder beside it takes its place and is deleted with the outlet · model: the
+    folder that each version links to for its configuration and tokenizer."""
 
     transport = "verl.weight_sync.disk:open_weights"
 
@@ -50,13 +49,13 @@ class DiskOutlet:
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         if not self._root.is_dir():
-            self._root = own_folder(self._root.parent)
+            self._root = version_folder(self._root.parent)
             weakref.finalize(self, shutil.rmtree, self._root, True)
         folder, coming = self._root / f"version_{version}", self._root / f".coming-{uuid.uuid4().hex}"
         coming.mkdir()
         try:
             if self.parts is None:
-                self.parts = parts_of(skeleton(self._model) if self._model else None, shapes)
+                self.parts = saved_parts(skeleton(self._model) if self._model else None, shapes)
             _write(coming / WEIGHTS, version, shapes, tensors, self.parts)
             for path in self._model.iterdir() if self._model else ():
                 if path.is_file() and not path.name.endswith(NOT_LINKED):
@@ -79,7 +78,8 @@ class DiskOutlet:
 def _write(
     path: Path, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]], in_parts: Parts
 ) -> None:
-    """One file, tensor by tensor. The widest come first in it: so each starts at a multiple of its item size."""
+    """Write one file, tensor by tensor. The widest dtypes are first in it: so each tensor starts at a multiple of its
+    item size."""
     about = {"format": "pt", VERSION: str(version)}
     header: dict[str, object] = {"__metadata__": about}
     whole: dict[str, tuple[str, tuple[int, ...], int]] = {}
@@ -109,7 +109,7 @@ def _write(
 
 
 class DiskStream(TensorStream):
-    """See `TensorStream`."""
+    """The `TensorStream` of one model folder."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / WEIGHTS
@@ -141,8 +141,9 @@ def open_weights(address: str) -> DiskStream:
     return DiskStream(Path(address))
 
 
-def remove_of_the_dead(parent: Path) -> None:
-    """What processes of this machine left that were killed; others may share the folder, under names like ours."""
+def remove_stale_folders(parent: Path) -> None:
+    """Delete the folders that killed processes of this machine left; other machines may share the parent, with similar
+    names."""
     for path in parent.glob(f"{PREFIX}-{_machine()}-*"):
         machine, pid, _ = path.name.removeprefix(f"{PREFIX}-").rsplit("-", 2)
         if machine == _machine() and not Path("/proc", pid).exists():
@@ -150,14 +151,14 @@ def remove_of_the_dead(parent: Path) -> None:
 
 
 def _machine() -> str:
-    """Where a process's id means something: containers may have one name, and each its own."""
+    """Return the identity of a process-id namespace: containers may share one host name."""
     return f"{socket.gethostname()}.{PIDS}"
 
 
-def own_folder(parent: Path) -> Path:
-    """A new one of this process, that the next one on this machine removes if it is killed. Among temporary files it is
-    closed to other users; in a folder that was named it is as open as new folders are there."""
-    remove_of_the_dead(parent)
+def version_folder(parent: Path) -> Path:
+    """Make a folder of this process; if it is killed, the next process on this machine deletes it. Among temporary
+    files it is closed to other users; in a folder that the user named it has the default permissions."""
+    remove_stale_folders(parent)
     root = parent / f"{PREFIX}-{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
     root.mkdir(parents=True, mode=0o700 if parent == Path(tempfile.gettempdir()).absolute() else 0o777)
     return root
@@ -171,6 +172,6 @@ def build(options: Disk, context: SyncContext) -> LocalCheckpointEngine:
     parent = Path(options.folder or tempfile.gettempdir()).absolute()
     if not parent.is_dir():
         raise ValueError(f"sync.engine_options.folder={options.folder}: no such folder; make it first")
-    root = own_folder(parent)
+    root = version_folder(parent)
     outlet = DiskOutlet(root, Path(context.model) if context.model else None)
     return engine_of(outlet, context, shutil.rmtree, root, True)

@@ -1,5 +1,5 @@
-"""Weights to replicas that this process can ask, each as its own transaction. Inside one process nothing is copied when
-no optimizer step can run during the delivery, and once otherwise."""
+"""Weights to replicas that this process can call, each delivery a transaction of its own. Inside one process nothing is
+copied when no optimizer step can run during the delivery; otherwise each tensor is copied once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verl.weight_sync.base import (
     Outlet,
     Readers,
     Sent,
-    Streaming,
+    StreamingOutlet,
     SyncContext,
     SyncError,
     SyncReport,
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Delivered = tuple[float, dict[str, float]]  # the canary's mean |dlogp|, and where the time went
 
-READ_SHARE = 0.5  # of the time, for those who hold up the others: these have the rest of it
-RELEASE_S = 60.0  # for the trainer's workers to hear that all have a version
+READ_SHARE = 0.5  # of the timeout, for readers that delay the others; the rest is for the others
+RELEASE_S = 60.0  # for the trainer's workers to release a version
 
 
 class LocalOutlet:
-    """See `Outlet`: the tensors stay where they are, and their address is a handle of this process."""
+    """The `Outlet` of one process: the tensors are not moved, and their address is a handle of this process."""
 
     transport = "verl.weight_sync.local:open_weights"
 
@@ -61,13 +61,13 @@ class LocalOutlet:
         return
 
     def release(self, version: int) -> None:
-        """All replicas have this version: its copies, if they are copies, are not needed any more."""
+        """All replicas have this version: drop the tensors, which may be copies."""
         if self.version == version:
             self._tensors = {}
 
 
 _OUTLETS: weakref.WeakValueDictionary[str, LocalOutlet] = weakref.WeakValueDictionary()
-"""Handles of this process; an outlet is there as long as the role that owns it."""
+"""Handles of this process; an outlet exists as long as the role that owns it."""
 
 
 def open_weights(address: str) -> LocalOutlet:
@@ -79,8 +79,7 @@ def open_weights(address: str) -> LocalOutlet:
 
 
 class LocalCheckpointEngine:
-    """See `CheckpointEngine`, and `SyncContext` for probes and tolerance. outlet: another transport's; None: one of
-    this process · copies: it copies what it stages."""
+    """The `CheckpointEngine` of every transport."""
 
     def __init__(
         self,
@@ -90,12 +89,14 @@ class LocalCheckpointEngine:
         outlet: Outlet | None = None,
         copies: bool = False,
     ) -> None:
+        """probes, tolerance: as in `SyncContext` · outlet: of another transport; None: of this process · copies: the
+        outlet copies the tensors that it stages."""
         assert all(len(ids) > 1 for ids in probes), "a probe needs two tokens: the first one has no log-prob"
         self._probes = tuple(probes)
         self._tolerance = tolerance
         self._outlet, self._copies = outlet, copies
-        self._turn = 0  # of publishes
-        self._manifest: Future[tuple[dict[str, Entry], str]] | None = None  # of what is streamed, and where it is read
+        self._turn = 0  # the number of publishes
+        self._manifest: Future[tuple[dict[str, Entry], str]] | None = None  # of a streamed version, and its address
 
     def outlet(self) -> Outlet:
         return self._outlet or LocalOutlet()
@@ -110,11 +111,11 @@ class LocalCheckpointEngine:
         on_inflight: Sequence[PauseMode],
         timeout_s: float,
     ) -> asyncio.Future[SyncReport]:
-        """See `CheckpointEngine`. `timeout_s` is for all of it; a replica that fails or is late does not hold the
+        """Deliver one version to all replicas within `timeout_s`. A replica that fails or is late does not delay the
         others."""
         assert replicas, "nobody to publish to"
         deadline_s, began_s = asyncio.get_running_loop().time() + timeout_s, time.perf_counter()
-        if isinstance(self._outlet, Streaming):
+        if isinstance(self._outlet, StreamingOutlet):
             self._manifest, self._turn = self._manifest or trainer.weights_manifest(), self._turn + 1
             sent = trainer.stream_weights(
                 version, self._probes, Readers(self._turn, len(replicas), READ_SHARE * timeout_s)
@@ -140,11 +141,11 @@ class LocalCheckpointEngine:
             asyncio.ensure_future(self._to_replica(*one, sending, deadline_s))
             for one in zip(replicas, readers, on_inflight, strict=True)
         ]
-        if isinstance(self._outlet, Streaming):
+        if isinstance(self._outlet, StreamingOutlet):
             for number, delivery in enumerate(under_way):
-                delivery.add_done_callback(partial(_lost, trainer, turn, number))
+                delivery.add_done_callback(partial(_release_trainer, trainer, turn, number))
         try:
-            sent = await _by(deadline_s, asyncio.shield(sending), late)
+            sent = await _before_deadline(deadline_s, asyncio.shield(sending), late)
         except BaseException:
             for task in under_way:
                 task.cancel()
@@ -176,21 +177,23 @@ class LocalCheckpointEngine:
     async def _readers(
         self, sending: asyncio.Future[Sent], version: int, turn: int, replicas: int, deadline_s: float, late: str
     ) -> list[CheckedReader]:
-        """What each replica is given: at once where it has to read while the trainer sends, else of what was staged."""
-        if not isinstance(self._outlet, Streaming):
-            source = (await _by(deadline_s, asyncio.shield(sending), late)).source
+        """Return a reader for each replica: at once where it must read while the trainer sends, else after the version
+        is staged."""
+        if not isinstance(self._outlet, StreamingOutlet):
+            source = (await _before_deadline(deadline_s, asyncio.shield(sending), late)).source
             return [CheckedReader(source) for _ in range(replicas)]
         assert self._manifest is not None
-        manifest, at = await _by(deadline_s, asyncio.shield(asyncio.wrap_future(self._manifest)), late)
+        manifest, at = await _before_deadline(deadline_s, asyncio.shield(asyncio.wrap_future(self._manifest)), late)
         return [CheckedReader(self._outlet.source(version, turn, i, manifest, at)) for i in range(replicas)]
 
     async def _released(self, trainer: ModelWorkers, version: int) -> tuple[str, ...]:
-        """Where it was staged, which need not be here. Alarms: that costs memory, and no version."""
+        """Release the version where it was staged, which may be another process. Returns alarms: a failure costs memory
+        and no version."""
         by_s, said = (
             asyncio.get_running_loop().time() + RELEASE_S,
             asyncio.wrap_future(trainer.release_weights(version)),
         )
-        (error,) = await asyncio.gather(_by(by_s, said, "nobody answered"), return_exceptions=True)
+        (error,) = await asyncio.gather(_before_deadline(by_s, said, "nobody answered"), return_exceptions=True)
         return () if error is None else (f"what was staged of version {version} was not released: {error}",)
 
     async def _to_replica(
@@ -201,19 +204,21 @@ class LocalCheckpointEngine:
         sending: asyncio.Future[Sent],
         deadline_s: float,
     ) -> Delivered:
-        """Deliver to one replica and verify it. One that fails is given up at once, not when the slowest has its
-        weights: what it says until then would be trained on."""
+        """Deliver to one replica and verify it. A replica that fails is given up at once, before the slowest one has
+        its weights: its answers until then would be trained on."""
         at, source = f"version {reader.version}", reader.source
         try:
-            live = await _by(deadline_s, replica.load_weights(reader, on_inflight=mode), f"{at} was not loaded")
+            live = await _before_deadline(
+                deadline_s, replica.load_weights(reader, on_inflight=mode), f"{at} was not loaded"
+            )
             if live != source.version:
                 raise SyncError(f"the rollout engine says version {live} is live after {at} was sent")
             if missing := sorted(set(source.delivered) - reader.delivered):
                 raise SyncError(f"{at}: {len(missing)} tensors were never read, e.g. {missing[:3]}")
             late = f"{at} was loaded, but its canary was not scored"
-            sent = await _by(deadline_s, asyncio.shield(sending), late)
+            sent = await _before_deadline(deadline_s, asyncio.shield(sending), late)
             canary = check_canary(at, replica, self._probes, sent.probed, self._tolerance)
-            found = await _by(deadline_s, canary, late)
+            found = await _before_deadline(deadline_s, canary, late)
         except Exception as e:
             if isinstance(replica, Replaceable):
                 replica.lose(e)
@@ -223,14 +228,16 @@ class LocalCheckpointEngine:
         return found, reader.seconds
 
 
-def _lost(trainer: ModelWorkers, turn: int, number: int, ended: asyncio.Task[Delivered]) -> None:
-    """The trainer hears of a replica that does not take all: it would wait for it, and the others for the trainer."""
+def _release_trainer(trainer: ModelWorkers, turn: int, number: int, ended: asyncio.Task[Delivered]) -> None:
+    """Release the trainer from waiting for a replica that does not take all tensors; else the trainer and the other
+    replicas would wait for it."""
     if ended.cancelled() or ended.exception() is not None:
         trainer.lose_reader(turn, number)
 
 
 def engine_of(outlet: Outlet, context: SyncContext, end: Callable[..., object], *of: object) -> LocalCheckpointEngine:
-    """Over another transport's outlet, which copies what it stages; end(*of) once the engine is gone."""
+    """Build the engine over another transport's outlet, which copies what it stages; `end(*of)` runs after the engine
+    is collected."""
     engine = LocalCheckpointEngine(probes=context.probes, tolerance=context.tolerance, outlet=outlet, copies=True)
     weakref.finalize(engine, end, *of)
     return engine
@@ -240,7 +247,7 @@ def build(options: object, context: SyncContext) -> LocalCheckpointEngine:
     return LocalCheckpointEngine(probes=context.probes, tolerance=context.tolerance)
 
 
-async def _by(deadline_s: float, awaitable: Awaitable[T], late: str) -> T:
+async def _before_deadline(deadline_s: float, awaitable: Awaitable[T], late: str) -> T:
     """Await until `deadline_s` of the loop's clock; SyncError with `late` after it."""
     try:
         async with asyncio.timeout_at(deadline_s) as scope:

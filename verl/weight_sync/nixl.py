@@ -1,8 +1,7 @@
-"""Weights over NIXL: as over tcp.py, but a host reads the version out of the trainer's memory by itself (one-sided, by
-whatever UCX finds between the two: shared memory, TCP, RDMA). Connections carry only where it lies.
+"""Weights over NIXL: as over tcp.py, but a host reads the version from the trainer's memory by itself (one-sided, by
+whatever UCX finds between the two: shared memory, TCP, RDMA). Connections carry only the address of that memory.
 
-The trainer says after the reading which version it holds; until then the reader's file holds none.
-"""
+After the reading the trainer confirms the version that it holds; until then the reader's file holds none."""
 
 from __future__ import annotations
 
@@ -24,14 +23,24 @@ from verl.weight_sync.base import Entry, SyncContext, SyncError
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Nixl
 from verl.weight_sync.shm import PREFIX, VERSION_BYTES, ShmStream, blank, end
-from verl.weight_sync.tcp import ANSWER, FETCH_S, NOTHING, VERSION, HostStream, TcpOutlet, asked, received, speaks
+from verl.weight_sync.tcp import (
+    ANSWER,
+    FETCH_S,
+    NOTHING,
+    VERSION,
+    HostStream,
+    TcpOutlet,
+    has_input,
+    received,
+    request_version,
+)
 
 LOOK_S = 0.0005
-DONE = b"."  # what a reader says
+DONE = b"."  # a reader's message
 
 
-class Place(msgspec.Struct, array_like=True):
-    """Where a version lies. agent: how to reach its owner · memory: the part of it that is read."""
+class MemoryRegion(msgspec.Struct, array_like=True):
+    """The memory of a version. agent: how to reach its owner · memory: the part of it that is read."""
 
     agent: bytes
     memory: bytes
@@ -40,22 +49,22 @@ class Place(msgspec.Struct, array_like=True):
 
 @functools.cache
 def agent(pid: int) -> Any:
-    """Of this process; what registers memory and moves it."""
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # or it writes into what this process says
+    """Return the agent of this process, which registers memory and moves it."""
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # by default it writes to the standard output of this process
     from nixl._api import nixl_agent, nixl_agent_config
 
     return nixl_agent(f"verl-{pid}-{uuid.uuid4().hex[:12]}", nixl_agent_config(backends=["UCX"]))
 
 
 class NixlOutlet(TcpOutlet):
-    """See `TcpOutlet`. The two latest versions stay registered, wherever they lie."""
+    """A `TcpOutlet` that lets hosts read its memory. The two latest versions stay registered."""
 
     transport = "verl.weight_sync.nixl:open_weights"
 
     def __init__(self, *, host: str | None = None) -> None:
         super().__init__(host=host)
         self._registered: deque[Any] = deque()
-        self._told: tuple[ShmStream, bytes] | None = None  # a version, and where it lies: both at once
+        self._current: tuple[ShmStream, bytes] | None = None  # a version and its address, replaced together
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         address = super().stage(version, shapes, tensors)
@@ -65,13 +74,13 @@ class NixlOutlet(TcpOutlet):
         memory = self._held[0].memory[VERSION_BYTES:]
         self._registered.append(_agent().register_memory([memory]))
         descs = _agent().get_serialized_descs(_agent().get_xfer_descs([memory]))
-        place = Place(_agent().get_agent_metadata(), descs, VERSION_BYTES + memory.numel())
-        self._told = (self._held[0], msgspec.msgpack.encode(place))
+        place = MemoryRegion(_agent().get_agent_metadata(), descs, VERSION_BYTES + memory.numel())
+        self._current = (self._held[0], msgspec.msgpack.encode(place))
         return address
 
-    def _tell(self, peer: socket.socket, has: int) -> None:
-        assert self._told is not None, "an address is known when a version is staged"
-        now, index = self._told
+    def _send_version(self, peer: socket.socket, has: int) -> None:
+        assert self._current is not None, "an address is known when a version is staged"
+        now, index = self._current
         peer.sendall(ANSWER.pack(now.version, len(index)) + index)
         peer.settimeout(FETCH_S)
         if received(peer, len(DONE)) == DONE:
@@ -79,14 +88,14 @@ class NixlOutlet(TcpOutlet):
 
 
 class NixlStream(HostStream):
-    """See `HostStream`."""
+    """A `HostStream` that reads the trainer's memory."""
 
     def _newer(self, here: ShmStream | None, place: Callable[[str], Path]) -> ShmStream:
-        peer, version, index = asked(self._address, NOTHING)
+        peer, version, index = request_version(self._address, NOTHING)
         with peer:
             if here is not None and version <= here.version:
                 return here
-            found = msgspec.msgpack.decode(index, type=Place)
+            found = msgspec.msgpack.decode(index, type=MemoryRegion)
             into = blank(place(str(version % 2)), found.num_bytes)
             try:
                 _read(found, into.memory[VERSION_BYTES:], peer, version)
@@ -104,8 +113,8 @@ def open_weights(address: str) -> NixlStream:
     return NixlStream(address)
 
 
-def _read(found: Place, into: Tensor, peer: socket.socket, version: int) -> None:
-    """One reading of the trainer's memory. It ends with the trainer, whose connection then breaks, or after FETCH_S."""
+def _read(found: MemoryRegion, into: Tensor, peer: socket.socket, version: int) -> None:
+    """Read the trainer's memory once. It ends with an error if the trainer's connection breaks, or after FETCH_S."""
     with contextlib.ExitStack() as undo:
         mine = _agent().register_memory([into])
         undo.callback(_agent().deregister_memory, mine)
@@ -116,7 +125,7 @@ def _read(found: Place, into: Tensor, peer: socket.socket, version: int) -> None
         undo.callback(_agent().release_xfer_handle, handle)
         state, until_s = _agent().transfer(handle), time.monotonic() + FETCH_S
         while state == "PROC":
-            if speaks(peer):
+            if has_input(peer):
                 raise SyncError(f"version {version}: the trainer went away while its memory was read")
             if time.monotonic() > until_s:
                 raise SyncError(f"version {version}: the trainer's memory was not read in {FETCH_S:g} s")
@@ -128,7 +137,7 @@ def _read(found: Place, into: Tensor, peer: socket.socket, version: int) -> None
 
 def build(options: Nixl, context: SyncContext) -> LocalCheckpointEngine:
     outlet = NixlOutlet(host=options.host)
-    return engine_of(outlet, context, end, f"{PREFIX}-*-{outlet.tag}")  # of this host
+    return engine_of(outlet, context, end, f"{PREFIX}-*-{outlet.tag}")  # the files of this host
 
 
 def _agent() -> Any:
@@ -136,7 +145,7 @@ def _agent() -> Any:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What the package and the connection raise."""
+    """Return the errors that the package and the connection raise."""
     from nixl import _bindings
 
     return OSError, *(error for name, error in vars(_bindings).items() if name.endswith("Error"))

@@ -1,9 +1,8 @@
 """Weights through an object store, or whatever fsspec has a URL for: s3://, gs://, file://, memory:// (one process).
 
-A version is the model folder that disk.py makes, uploaded file by file, and last `verl_version.json`, which says what
-must be there: a reader that does not find it reads nothing. The two latest stay. A host fetches a version once, into
-its shared memory (tcp.py), compares size and checksum on the way, and finds it there for its other replicas.
-"""
+A version is the model folder that disk.py makes, uploaded file by file, and last `verl_version.json`, which lists what
+must be there: a reader that does not find it reads nothing. The two latest are kept. A host fetches a version once,
+into its shared memory (tcp.py), compares size and checksum on the way, and its other replicas find it there."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from verl.data.files import filesystem, storage_errors
 from verl.weight_sync.base import Entry, Parts, SyncContext, SyncError, dtype_name
-from verl.weight_sync.disk import KEPT, PREFIX, WEIGHTS, DiskOutlet, DiskStream, own_folder
+from verl.weight_sync.disk import KEPT, PREFIX, WEIGHTS, DiskOutlet, DiskStream, version_folder
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.shm import ShmOutlet, ShmStream, end
 from verl.weight_sync.tcp import HostStream
@@ -33,16 +32,16 @@ INDEX, PROBE = "verl_version.json", "verl_probe"
 PIECE_BYTES = 16 << 20
 
 
-class Index(msgspec.Struct):
-    """What a version must hold. files: size and crc32 of each."""
+class VersionIndex(msgspec.Struct):
+    """The files of a version. files: size and crc32 of each."""
 
     version: int
     files: dict[str, tuple[int, int]]
 
 
 class ObjectOutlet:
-    """See `Outlet`; it can be pickled, and is used by one process. root: the URL under which versions lie · model: as
-    that of `DiskOutlet`."""
+    """The `Outlet` into an object store. It can be pickled, and is used by one process. root: the parent URL of the
+    versions · model: as in `DiskOutlet`."""
 
     transport = "verl.weight_sync.objects:open_weights"
 
@@ -53,47 +52,48 @@ class ObjectOutlet:
         self._parts: Parts | None = None
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
-        if version <= self._latest or not self._under:  # a run that went back: hosts that have that number fetch anew
+        if version <= self._latest or not self._under:  # the run was reset: hosts that have that number fetch anew
             self._under = f"{self._root}/{uuid.uuid4().hex}"
         self._latest, address = version, f"{self._under}/version_{version}"
-        made = own_folder(Path(tempfile.gettempdir()))
+        made = version_folder(Path(tempfile.gettempdir()))
         try:
             disk = DiskOutlet(made, self._model)
             disk.parts = self._parts
             folder, self._parts = Path(disk.stage(version, shapes, tensors)), disk.parts
-            with _named(address, "written") as (fs, path):
+            with _store_at(address, "written") as (fs, path):
                 _put(fs, folder, path, version)
                 self._whole.append(path)
                 while len(self._whole) > KEPT:
-                    _gone(fs, self._whole.pop(0))
+                    _delete_version(fs, self._whole.pop(0))
         finally:
             shutil.rmtree(made, ignore_errors=True)
         return address
 
 
 def _put(fs: Any, folder: Path, path: str, version: int) -> None:
-    """Into names that were never used. What tells of them comes last."""
+    """Upload under names that were never used. The index is written last."""
     try:
-        index = Index(version, {of.name: (of.stat().st_size, _crc(of)) for of in folder.iterdir()})
+        index = VersionIndex(version, {of.name: (of.stat().st_size, _crc(of)) for of in folder.iterdir()})
         _make(fs, path)
         for name in index.files:
             fs.put_file(str((folder / name).resolve()), f"{path}/{name}")
         fs.pipe_file(f"{path}/{INDEX}", msgspec.json.encode(index))
     except BaseException:
-        _gone(fs, path)
+        _delete_version(fs, path)
         raise
 
 
 def _make(fs: Any, path: str) -> None:
-    if not fs.async_impl:  # those that are have no folders, and would make a bucket of a wrong name
+    if not fs.async_impl:  # asynchronous ones have no folders, and would make a bucket of a wrong name
         fs.makedirs(path, exist_ok=True)
 
 
-def _gone(fs: Any, path: str) -> None:
-    """Its index first. What cannot be removed costs room, and no version: nobody is told of it again."""
+def _delete_version(fs: Any, path: str) -> None:
+    """Delete a version, its index first. What cannot be deleted costs space and no version: no reader gets its address
+    again."""
     fs.invalidate_cache()
     for file in (f"{path}/{INDEX}", path):
-        with contextlib.suppress(RuntimeError, *storage_errors()):  # an interpreter that ends starts no threads
+        with contextlib.suppress(RuntimeError, *storage_errors()):  # an exiting interpreter starts no threads
             fs.rm(file, recursive=True)
 
 
@@ -103,14 +103,14 @@ def _crc(path: Path) -> int:
 
 
 class ObjectStream(HostStream):
-    """See `HostStream`."""
+    """A `HostStream` of an object store."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address.rpartition("/")[0])  # a sender has one name on a host, whatever the version
         self._address = address
 
     def end(self) -> None:
-        """Nobody on this host reads what it has of this sender any more."""
+        """Delete what this host has of this sender, which no process reads any more."""
         for path in self._files():
             end(path.name.rpartition("-")[0])
 
@@ -118,9 +118,9 @@ class ObjectStream(HostStream):
         version = int(self._address.rpartition("_")[2])
         if here is not None and version <= here.version:
             return here
-        folder = own_folder(Path(tempfile.gettempdir()))
+        folder = version_folder(Path(tempfile.gettempdir()))
         try:
-            with _named(self._address, "read") as (fs, path):
+            with _store_at(self._address, "read") as (fs, path):
                 _get(fs, path, folder, version)
             found = DiskStream(folder)
             shapes = {name: Entry(tuple(t.shape), dtype_name(t)) for name, t in found.tensors()}
@@ -135,10 +135,10 @@ def open_weights(address: str) -> ObjectStream:
 
 
 def _get(fs: Any, path: str, into: Path, version: int) -> None:
-    """The tensors of a version that is whole."""
+    """Download the tensors of a whole version."""
     fs.invalidate_cache()
     try:
-        index = msgspec.json.decode(fs.cat_file(f"{path}/{INDEX}"), type=Index)
+        index = msgspec.json.decode(fs.cat_file(f"{path}/{INDEX}"), type=VersionIndex)
         expected = index.files[WEIGHTS]
         fs.get_file(f"{path}/{WEIGHTS}", str(into / WEIGHTS))
     except FileNotFoundError as e:
@@ -155,8 +155,8 @@ def _get(fs: Any, path: str, into: Path, version: int) -> None:
 
 
 @contextlib.contextmanager
-def _named(url: str, what: str) -> Iterator[tuple[Any, str]]:
-    """(its file system, the path there). SyncError for what the store says goes wrong."""
+def _store_at(url: str, what: str) -> Iterator[tuple[Any, str]]:
+    """Return (the file system of the URL, the path there). Errors of the store become SyncError."""
     try:
         yield filesystem(url)
     except storage_errors() as e:
@@ -164,17 +164,17 @@ def _named(url: str, what: str) -> Iterator[tuple[Any, str]]:
         raise SyncError(f"{url} could not be {what}: {type(e).__name__}: {said}") from e
 
 
-def _ended(fs: Any, root: str) -> None:
-    """With the engine go its versions, and what this host has fetched of them."""
+def _delete_all(fs: Any, root: str) -> None:
+    """Delete the engine's versions, and what this host has fetched of them."""
     fs.invalidate_cache()
     with contextlib.suppress(RuntimeError, *storage_errors()):
         for key in fs.ls(root, detail=False):
             ObjectStream(f"{key}/version_0").end()
-    _gone(fs, root)
+    _delete_version(fs, root)
 
 
 def build(folder: str, context: SyncContext) -> LocalCheckpointEngine:
-    """ValueError, before anything is trained: what the store does not take."""
+    """Build the engine. ValueError, before anything is trained, where the store does not allow writing."""
     root = f"{folder.rstrip('/')}/{PREFIX}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
     fs, path = filesystem(root)
     try:
@@ -184,4 +184,4 @@ def build(folder: str, context: SyncContext) -> LocalCheckpointEngine:
     except storage_errors() as e:
         said, fix = " ".join(str(e).split())[:300], "make it first, with a key that may write and remove there"
         raise ValueError(f"sync.engine_options.folder={folder}: {type(e).__name__}: {said}; {fix}") from e
-    return engine_of(ObjectOutlet(root, Path(context.model) if context.model else None), context, _ended, fs, path)
+    return engine_of(ObjectOutlet(root, Path(context.model) if context.model else None), context, _delete_all, fs, path)

@@ -12,21 +12,22 @@ from verl.bounds import Positive, PositiveInt, words
 class Shm:
     bucket_mb: PositiveInt | None = None
     """Weights pass through two buckets of this size (of the largest tensor, where that is larger), into replicas that
-    stand still meanwhile. None: a whole version lies in shared memory, and replicas go on until they have read it."""
+    pause meanwhile. None: a whole version is stored in shared memory, and replicas continue until they have read it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ipc:
     bucket_mb: PositiveInt = 256
-    """As that of shm; two of them, on the GPU of the trainer's first rank."""
+    """As that of shm; two buckets, on the GPU of the trainer's first rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tcp:
     host: str | None = None
-    """The address by which replicas reach the trainer's first rank. None: that of its machine's way out."""
+    """The address by which replicas reach the trainer's first rank. None: the address of its machine's default
+    route."""
     delta: bool = False
-    """Send what changed since the version before to hosts that have it: for slow links."""
+    """Send only the elements that changed to hosts that have the version before: for slow links."""
     bucket_mb: PositiveInt | None = None
     """As that of shm; a host has one of them for each of its replicas."""
 
@@ -42,7 +43,7 @@ class Collective:
     host: str | None = None
     """As that of tcp."""
     backend: Annotated[str, words("gloo|nccl")] = "gloo"
-    """Of torch.distributed."""
+    """The backend of torch.distributed."""
     gather_s: Positive = 2.0
     """How long a version waits for all hosts that had the one before."""
 
@@ -50,5 +51,5 @@ class Collective:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
     folder: str | None = None
-    """Where versions lie, each a model folder; shared, where the rollout is on another machine; or a URL of an object
-    store (s3://BUCKET/NAME). None: among this machine's temporary files."""
+    """The parent of the version folders, each a model folder. It is shared where the rollout is on another machine; or
+    the URL of an object store (s3://BUCKET/NAME). None: among this machine's temporary files."""

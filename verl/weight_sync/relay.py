@@ -1,6 +1,6 @@
-"""Buckets of weights (buckets.py) to other hosts: each of their replicas is a reader on the trainer's host, in a thread
-there that passes on what it reads. It has the next bucket when its own memory holds the one before, so that of a
-version there are two buckets on the trainer's host and one for each far replica, and no host has it whole."""
+"""Buckets of weights (buckets.py) to other hosts: each of their replicas has a reader thread on the trainer's host that
+forwards what it reads. The next bucket is sent when the replica's own memory holds the one before, so that a version
+takes two buckets on the trainer's host and one for each remote replica, and no host has it whole."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 
 from verl.weight_sync.base import Bucket, Entry, SyncError
-from verl.weight_sync.buckets import BucketOutlet, BucketStream, Part, ledger_of
-from verl.weight_sync.shm import PREFIX, SHM, TAIL_BYTES, ShmStream, blank, first_byte, remove_of_the_dead
-from verl.weight_sync.tcp import PIECE_BYTES, connected, filled, gone_with_this_process, listening, received, tag_of
+from verl.weight_sync.buckets import BucketOutlet, BucketStream, TensorLocation, ledger_of
+from verl.weight_sync.shm import PREFIX, SHM, TAIL_BYTES, ShmStream, blank, first_byte, remove_stale_segments
+from verl.weight_sync.tcp import PIECE_BYTES, connected, filled, listening, received, remove_at_exit, tag_of
 
-QUIET_S = 600.0  # of the other side, where nobody gives it up before
+QUIET_S = 600.0  # of silence of the other side, where it is not given up earlier
 ASK = struct.Struct("<32sqqq")  # the key; version, turn and reader
 ROOM = struct.Struct("<qq")  # of the longest index, and of the largest bucket: bytes
 HEAD = struct.Struct("<cqqd")  # what follows, the bytes of an index (or of a reason), those of tensors; seconds
@@ -27,30 +27,30 @@ BUCKET, WHOLE, BROKEN, READ = b"b", b"w", b"x", b"r"
 
 
 class RelayOutlet(BucketOutlet):
-    """As `BucketOutlet`. host: see `TcpOutlet`."""
+    """A `BucketOutlet` that also serves other hosts. host: as in `TcpOutlet`."""
 
     transport = "verl.weight_sync.relay:open_weights"
 
     def __init__(self, bucket_bytes: int, *, host: str | None = None) -> None:
-        super().__init__("", bucket_bytes)  # its name is of the process that announces
+        super().__init__("", bucket_bytes)  # its name contains the id of the process that announces
         self._host, self._key, self._address = host, secrets.token_hex(16), ""
 
     @property
     def tag(self) -> str:
-        """In the names of the files that hosts have of it."""
+        """TensorLocation of the names of the files that hosts have of this sender."""
         return tag_of(self._key)
 
     def announce(self, shapes: Mapping[str, Entry]) -> str:
         if not self._address:
-            remove_of_the_dead()
+            remove_stale_segments()
             self.name = f"{PREFIX}-{os.getpid()}-{self.tag}"
-            gone_with_this_process(os.getpid(), self.name)
+            remove_at_exit(os.getpid(), self.name)
             super().announce(shapes)
             self._address = f"{listening(self._host, self._key, ASK, self._answer)}/{self._key}/{self.name}"
         return self._address
 
     def _answer(self, peer: socket.socket, version: int, turn: int, reader: int) -> None:
-        """Serve one reader. One that goes away is no fault of ours."""
+        """Serve one reader. A closed connection is no fault of ours."""
         with peer, contextlib.suppress(OSError):
             peer.settimeout(QUIET_S)
             self._pass_on(peer, BucketStream(f"{self.name}:{version}:{turn}:{reader}"))
@@ -76,7 +76,7 @@ class RelayOutlet(BucketOutlet):
 
 
 class RelayStream(BucketStream):
-    """See `TensorStream`: one reading of one version, from another host or from here."""
+    """The `TensorStream` of one reading of one version, from another host or from this one."""
 
     def __init__(self, address: str) -> None:
         at, self._key, rest = address.split("/", 2)
@@ -99,8 +99,8 @@ class RelayStream(BucketStream):
     def _received(self, peer: socket.socket) -> Generator[Bucket, None, None]:
         index_bytes, room = ROOM.unpack(received(peer, ROOM.size))
         own, first = f"{PREFIX}-{os.getpid()}-{tag_of(self._key)}-of", first_byte(index_bytes)
-        gone_with_this_process(os.getpid(), own)
-        remove_of_the_dead()
+        remove_at_exit(os.getpid(), own)
+        remove_stale_segments()
         path, segment = SHM / f"{own}-{self._reader}", None
         while True:
             kind, said, size, quiet_s = HEAD.unpack(received(peer, HEAD.size))
@@ -114,7 +114,7 @@ class RelayStream(BucketStream):
             filled(peer, memoryview(segment.memory.numpy().data)[first : first + size])
             segment.describe(self._version, index, first)
             peer.sendall(READ)
-            parts = msgspec.msgpack.decode(index, type=list[Part])
+            parts = msgspec.msgpack.decode(index, type=list[TensorLocation])
             yield Bucket(str(path), {part.name: part.checksum for part in parts}, segment.views)
 
     def _blank(self, path: Path, num_bytes: int) -> ShmStream:

@@ -20,25 +20,26 @@ from verl.weight_sync.base import (
     Passed,
     Readers,
     Sent,
-    Streaming,
+    StreamingOutlet,
     WeightSource,
     checksum,
     dtype_name,
-    opened,
+    open_stream,
 )
 from verl.weight_sync.canary import Probed, no_model
 
 CHECKED_SHARE = 16  # after the first versions every 16th tensor is checked, others each time
 MEASURED_SHARE = 16  # after the first versions the canary's rounding is measured anew with every 16th
 MOVED = 0.25  # nats of a likely token, since it was measured
-SAMPLED_VALUES = 256  # of a tensor, evenly spread: enough to tell "did not move" from "was not delivered"
+SAMPLED_VALUES = 256  # per tensor, evenly spread: enough to separate "did not move" from "was not delivered"
 
 
 class WeightSender:
-    """Held by the role whose weights are published. verify_first: every checksum for so many versions, a sample
-    after · dtype: what the rollout computes in."""
+    """The sender of the role that publishes."""
 
     def __init__(self, outlet: Outlet, *, verify_first: int = 3, dtype: str = "float32") -> None:
+        """verify_first: so many versions have a checksum for every tensor, later ones for a sample · dtype: the
+        precision that the rollout computes in."""
         self._outlet, self._dtype = outlet, dtype
         self._verify_first = verify_first
         self._sent = 0
@@ -46,23 +47,24 @@ class WeightSender:
         self._moved_from: tuple[int, dict[str, Tensor]] = (-1, {})  # version and masters when a byte last changed
         self._first: int | None = None  # version
         self._measured: tuple[np.ndarray, np.ndarray] | None = None  # log-probs, and what the own pass was off by
-        self._shapes: dict[str, Entry] | None = None  # of what the engine delivers, known before it does
+        self._shapes: dict[str, Entry] | None = None  # of the delivered tensors; found by the first call
         self._source: WeightSource | None = None  # the latest
 
     def manifest(self, engine: ModelEngine) -> dict[str, Entry]:
-        """Of every version, without checksums, for those who read one as it comes. The work of all ranks."""
+        """Return the manifest of every version, without checksums, for readers of a stream. All ranks must call it."""
         shapes = self._shapes_of(engine)
         return shapes | {name: replace(shapes[owner], tied_to=owner) for name, owner in engine.tied.items()}
 
     def announce(self, engine: ModelEngine) -> str:
-        """By the rank that will stream, before anybody reads -> where it is read."""
-        assert isinstance(self._outlet, Streaming), "this outlet keeps whole versions"
+        """Prepare the stream, on the rank that sends, and return the address for its readers."""
+        assert isinstance(self._outlet, StreamingOutlet), "this outlet keeps whole versions"
         return self._outlet.announce(self._shapes_of(engine))
 
     def stream(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Sent:
-        """As `send`, to readers that take the tensors as they come, and are told at the end that they may use them."""
+        """As `send`, to readers that take the tensors while they are sent; a commit or a break-off follows the last
+        tensor."""
         outlet = self._outlet
-        assert isinstance(outlet, Streaming), "this outlet keeps whole versions"
+        assert isinstance(outlet, StreamingOutlet), "this outlet keeps whole versions"
 
         def stage(passing: _Passing) -> str:
             outlet.stream(version, passing.checked(engine), readers)
@@ -73,19 +75,19 @@ class WeightSender:
         except BaseException:
             outlet.break_off(readers.turn)
             raise
-        self._source = None  # nothing of it lies anywhere
+        self._source = None  # a stream is stored nowhere
         outlet.commit(readers.turn)
         return sent
 
     def lose(self, turn: int, reader: int) -> None:
-        """From any thread: that reader reads no more of what is streamed."""
-        if isinstance(self._outlet, Streaming):
+        """Stop waiting for that reader of the stream. Can be called from any thread."""
+        if isinstance(self._outlet, StreamingOutlet):
             self._outlet.lose(turn, reader)
 
     def send(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Sent:
-        """Read the engine's weights as they are now, one tensor at a time. copy: they may change before all replicas
-        have them. Raises FloatingPointError for weights that are no model any more: that is no fault of the delivery.
-        """
+        """Read the engine's weights as they are now, one tensor at a time, and stage them. copy: they may change before
+        all replicas have them. Raises FloatingPointError for weights of a diverged model: that is no fault of the
+        delivery."""
 
         def stage(passing: _Passing) -> str:
             return self._outlet.stage(version, self._shapes_of(engine), passing.tensors(engine))
@@ -101,7 +103,7 @@ class WeightSender:
         *,
         copy: bool,
     ) -> Sent:
-        """stage: puts what passes somewhere, and says where."""
+        """Send one version. stage: stores the tensors and returns their address."""
         shapes = self._shapes_of(engine)
         passing = _Passing(self._sent % CHECKED_SHARE if self._sent >= self._verify_first else None, copy)
         began = time.perf_counter()
@@ -121,28 +123,29 @@ class WeightSender:
         return Sent(source, probe, passing.num_bytes, changed, alarms, seconds)
 
     def release(self, version: int) -> None:
-        """All replicas have this version, or were given up. Said here, where it was staged: who asks for it may not see
-        that place."""
+        """All replicas have this version, or were given up. This runs where the version was staged, since the driver
+        may not see that place."""
         if self._source is not None:
-            opened(self._source).release(version)
+            open_stream(self._source).release(version)
 
     def attend(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray]) -> None:
-        """What the other ranks do meanwhile: gathering weights and a forward pass are the work of all."""
+        """Take part in the collective work on the other ranks: gathering weights, and a forward pass."""
         self._shapes_of(engine)
         for _ in engine.weights():
             pass
         self._probed(engine, version, probes)
 
     def _shapes_of(self, engine: ModelEngine) -> dict[str, Entry]:
-        """Found once, by a pass that keeps nothing: who stages a version wants to know how large it will be."""
+        """Return the names, shapes and dtypes that the engine delivers. They are found once, by a pass that keeps
+        nothing, since an outlet must know the size of a version."""
         if self._shapes is None:
             self._shapes = {name: entry_of(tensor) for name, tensor in engine.weights()}
         return self._shapes
 
     def _probed(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray]) -> Probed | None:
-        """The canary's side of the trainer. The model's own pass costs most of it, and what rounding explains changes
-        slowly: it is made for the first versions, now and then, and where the model moved. All ranks decide alike, by
-        the version and by what was measured before it; virtual ranks share this object."""
+        """Return the trainer's side of the canary. The model's own pass is the expensive part, and what rounding
+        explains changes slowly: it runs for the first versions, then every `MEASURED_SHARE`-th, and where the model
+        moved. All ranks decide alike, by the version and by earlier measurements; virtual ranks share this object."""
         self._first = version if self._first is None else self._first
         number, measured = version - self._first, self._measured
         if measured is not None and number >= self._verify_first and number % MEASURED_SHARE:
@@ -156,6 +159,7 @@ class WeightSender:
         return probe
 
     def _refuse_diverged(self, version: int, passed: _Passing, probe: Probed | None) -> None:
+        """Raise FloatingPointError for weights that are not finite or compute nothing."""
         bad = passed.not_finite
         why = f"{len(bad)} of {len(passed.values)} weight tensors hold NaN or infinity, e.g. {bad[0]}" if bad else ""
         if not why and probe is not None and (why := no_model(probe)):
@@ -166,7 +170,8 @@ class WeightSender:
             raise FloatingPointError(f"version {version}: the trainer's weights are no working model: {why}; {fix}")
 
     def _compare(self, version: int, passed: _Passing, masters: Mapping[str, Tensor]) -> tuple[bool, tuple[str, ...]]:
-        """(some byte changed, alarms). Alarm: masters moved by more than rounding since a byte last changed."""
+        """Return (some byte changed, alarms). Alarm: the masters moved by more than rounding since a byte last
+        changed."""
         last, self._last = self._last, {}
         changed = last.keys() != passed.values.keys()
         for name, values in passed.values.items():
@@ -192,11 +197,10 @@ class WeightSender:
 
 
 class _Passing:
-    """The weights of one version on their way to where they are staged, and what is noted of each; none is kept.
-
-    checked: every tensor has a checksum (None), or each `CHECKED_SHARE`-th, from this one on."""
+    """The weights of one version while they are staged, and what is recorded of each; no tensor is kept."""
 
     def __init__(self, checked: int | None, copy: bool) -> None:
+        """checked: None: every tensor has a checksum; else each `CHECKED_SHARE`-th, beginning with this one."""
         self._checked, self._copy = checked, copy
         self.manifest: dict[str, Entry] = {}
         self.values: dict[str, Tensor] = {}  # some of each
@@ -207,10 +211,12 @@ class _Passing:
         self.gathered_s = 0.0
 
     def checked(self, engine: ModelEngine) -> Iterator[Passed]:
+        """Yield the engine's tensors with their checksums."""
         for name, tensor in self.tensors(engine):
             yield Passed(name, tensor, self.manifest[name].checksum)
 
     def tensors(self, engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
+        """Yield the engine's tensors, recording the manifest and the statistics of each."""
         began = time.perf_counter()
         for i, (name, tensor) in enumerate(engine.weights()):
             self.gathered_s += time.perf_counter() - began
@@ -235,7 +241,7 @@ def entry_of(tensor: Tensor) -> Entry:
 
 
 def _some_values(tensor: Tensor) -> Tensor:
-    """A copy of up to `SAMPLED_VALUES` values."""
+    """Return a copy of up to `SAMPLED_VALUES` values."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLED_VALUES)][:SAMPLED_VALUES].double().cpu().clone()
 
@@ -247,8 +253,9 @@ def _moved(before: Tensor, now: Tensor, rounding: float) -> bool:
 def probed(
     engine: ModelEngine, probes: Sequence[np.ndarray], dtype: str, off_by: np.ndarray | None = None
 ) -> Probed | None:
-    """The trainer's side of the canary: ids[1:] of each probe, at temperature 1. dtype: what the rollout computes in ·
-    off_by: what the model's own pass differed by when it was measured; None: it is made."""
+    """Return the trainer's side of the canary: log-probs of ids[1:] of each probe, at temperature 1. dtype: the
+    precision that the rollout computes in · off_by: the measured difference of the model's own pass; None: run that
+    pass."""
     if not probes:
         return None
     samples = []

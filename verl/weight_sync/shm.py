@@ -1,9 +1,8 @@
 """Weights through the shared memory of one host: the trainer writes a version, every replica maps and reads it.
 
-A file says which version it holds; a reader asks before its first tensor and after its last, and copies each as it
-comes. Once all replicas have a version, or were given up, the next one is written over it; until then it would be
-written beside it. Both ends keep a file mapped: to find its memory anew takes as long as to copy it.
-"""
+A file records its version; a reader checks it before the first tensor and after the last, and copies each tensor that
+it keeps. Once all replicas have a version, or were given up, the next one is written over it; until then it is written
+beside it. Both ends keep a file mapped: mapping its memory anew takes as long as copying it."""
 
 from __future__ import annotations
 
@@ -29,18 +28,18 @@ from verl.weight_sync.options import Ipc, Shm
 
 SHM = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 _PIDS = Path("/proc/self/ns/pid")
-PIDS = _PIDS.stat().st_ino if _PIDS.exists() else 0  # those whose ids mean the same
+PIDS = _PIDS.stat().st_ino if _PIDS.exists() else 0  # identifies the process-id namespace
 PREFIX = f"verl-weights.{PIDS}"
-"""Of the files whose owner's process id means something here: containers that share the memory count each by itself.
-An older verl reads the word behind `verl-weights-` as a process id, and removes what has none."""
+"""Prefix of the files of processes in this process-id namespace; containers that share the memory have one each. An
+older verl reads the word after `verl-weights-` as a process id, and removes files of processes that do not exist."""
 HEAD_BYTES, VERSION_BYTES = 32, 8  # version, length of the index, first byte, length of a handle; one of them
 TAIL_BYTES = 8  # the version that all replicas have
 ALIGN_BYTES = 64
 WRITING = -1
 
 
-class Part(msgspec.Struct, array_like=True):
-    """Where a tensor lies. checksum: crc32 of its bytes, where its manifest does not tell it."""
+class TensorLocation(msgspec.Struct, array_like=True):
+    """The location of a tensor in a segment. checksum: crc32 of its bytes, where the manifest has none."""
 
     name: str
     dtype: str
@@ -51,7 +50,8 @@ class Part(msgspec.Struct, array_like=True):
 
 
 class ShmOutlet:
-    """See `Outlet`; it can be pickled, and is used by one process. two: the version before stays, whoever has it."""
+    """The `Outlet` into shared memory. It can be pickled, and is used by one process. two: the version before is always
+    kept."""
 
     transport = "verl.weight_sync.shm:open_weights"
 
@@ -63,8 +63,8 @@ class ShmOutlet:
         return partial(ShmOutlet, two=self._two), (self.name,)
 
     def _place(self, version: int) -> Path:
-        """Over the version before, where all replicas have that one; the other file is needed no more then. Else beside
-        it, over the one before that."""
+        """Return the file for a version: over the version before, where all replicas have that one (the other file is
+        then deleted), else beside it, over the one before that."""
         turn = version % 2
         if self._latest is not None and self._latest.exists():
             before, turn = ShmStream(self._latest), int(self._latest.name[-1])
@@ -76,7 +76,7 @@ class ShmOutlet:
         return self._latest
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
-        parts, room = laid_out(shapes)
+        parts, room = place_tensors(shapes)
         index = msgspec.msgpack.encode(parts)
         first = first_byte(len(index))
         path = self._place(version)
@@ -94,18 +94,19 @@ class ShmOutlet:
         return str(path)
 
 
-def laid_out(shapes: Mapping[str, Entry]) -> tuple[list[Part], int]:
-    """Tensors one behind the other, and the bytes that they take."""
+def place_tensors(shapes: Mapping[str, Entry]) -> tuple[list[TensorLocation], int]:
+    """Place tensors one after the other. Returns their locations and the total number of bytes."""
     parts, at = [], 0
     for name, entry in shapes.items():
         num_bytes = num_bytes_of(entry)
-        parts.append(Part(name, entry.dtype, entry.shape, at, num_bytes))
+        parts.append(TensorLocation(name, entry.dtype, entry.shape, at, num_bytes))
         at += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
     return parts, at
 
 
 def _describe(found: mmap.mmap, index: bytes, first: int, handle: bytes = b"") -> None:
-    """handle: of a GPU's memory (device.py), which has the tensors that would lie here from `first` on."""
+    """Write the head and the index. handle: of a GPU's memory (device.py) that holds the tensors in place of this
+    file."""
     assert HEAD_BYTES + len(index) <= first
     found[8:HEAD_BYTES] = b"".join(n.to_bytes(8, "little") for n in (len(index), first, len(handle)))
     found[HEAD_BYTES : HEAD_BYTES + len(index)] = index
@@ -117,12 +118,12 @@ def num_bytes_of(entry: Entry) -> int:
 
 
 def first_byte(index_bytes: int) -> int:
-    """Of the tensors, behind an index of that length."""
+    """Return the offset of the first tensor, behind an index of that length."""
     return -(-(HEAD_BYTES + index_bytes) // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class ShmStream(TensorStream):
-    """See `TensorStream`."""
+    """The `TensorStream` of one file of shared memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -147,17 +148,17 @@ class ShmStream(TensorStream):
         return str(self._path)
 
     def describe(self, version: int, index: bytes, first: int, handle: bytes = b"") -> None:
-        """What its writer has put there, from that byte on, or into the memory of that handle."""
+        """Record a version. Its tensors are already at `first`, or in the memory of that handle."""
         _describe(self._found, index, first, handle)
         self.hold(version)
 
     def hold(self, version: int) -> None:
-        """Its reader has put that version there."""
+        """Mark the file as holding that version."""
         self._found[:VERSION_BYTES] = _word(version)
 
     @property
     def released(self) -> bool:
-        """All replicas have what it holds, or were given up."""
+        """True if all replicas have the version in the file, or were given up."""
         return self.version != WRITING and self._found[-TAIL_BYTES:] == _word(self.version)
 
     def release(self, version: int) -> None:
@@ -165,29 +166,29 @@ class ShmStream(TensorStream):
 
     @property
     def memory(self) -> Tensor:
-        """The file, uint8: its head, the index, the tensors or a handle, the version that all have."""
+        """The file as uint8: head, index, tensors or a handle, and the version that all replicas have."""
         return torch.frombuffer(self._found, dtype=torch.uint8)
 
     @property
-    def index(self) -> tuple[list[Part], int]:
-        """What is there, and the byte that parts count from."""
+    def index(self) -> tuple[list[TensorLocation], int]:
+        """The locations of the tensors, and the byte that they count from."""
         size, first, _ = self._head()
-        return msgspec.msgpack.decode(self._found[HEAD_BYTES : HEAD_BYTES + size], type=list[Part]), first
+        return msgspec.msgpack.decode(self._found[HEAD_BYTES : HEAD_BYTES + size], type=list[TensorLocation]), first
 
     def _head(self) -> tuple[int, ...]:
         return tuple(int.from_bytes(self._found[at : at + 8], "little") for at in range(8, HEAD_BYTES, 8))
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors where they lie; a later version is written over them."""
+        """Yield the tensors in place; a later version is written over them."""
         parts, first = self.index
         length = self._head()[-1]
         handle = self._found[first : first + length]
-        lies = device.opened(handle) if handle else self.memory[first:]
+        lies = device.open_handle(handle) if handle else self.memory[first:]
         for part in parts:
             dtype = vars(torch)[part.dtype]
             yield part.name, lies[part.start : part.start + part.num_bytes].view(dtype).view(part.shape)
-        if handle:  # its reader has what it took
-            device.settle(lies)
+        if handle:  # the reader has copied what it took
+            device.synchronize(lies)
 
 
 def open_weights(address: str) -> ShmStream:
@@ -195,23 +196,23 @@ def open_weights(address: str) -> ShmStream:
 
 
 def blank(path: Path, num_bytes: int) -> ShmStream:
-    """A file of this size that holds no version yet."""
+    """Return a file of this size that holds no version yet."""
     _memory(path, num_bytes)
     (made := ShmStream(path)).hold(WRITING)
     return made
 
 
 def _memory(path: Path, num_bytes: int) -> mmap.mmap:
-    """Of a file of this size: the one that is there, or a new one."""
+    """Map a file of this size: the existing one, or a new one."""
     if path.exists() and path.stat().st_size == num_bytes:
         return _there(path)
     return _mapped(path, num_bytes)
 
 
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
-    """A new file of this size, whose memory is there: a full /dev/shm is an OSError here, not a crash later."""
+    """Map a new file of this size with its memory allocated: a full /dev/shm is an OSError here, not a crash later."""
     if path.exists() and path.stat().st_size != num_bytes:
-        path.unlink()  # a late reader keeps what it has
+        path.unlink()  # a late reader keeps its mapping
     with open(path, "a+b", opener=_private) as file:
         try:
             if not path.stat().st_size:
@@ -224,7 +225,7 @@ def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a file that other users of the machine cannot read: a policy is its owner's."""
+    """Open a file that other users of the machine cannot read: a policy belongs to its owner."""
     return os.open(path, flags, 0o600)
 
 
@@ -233,9 +234,9 @@ def _there(path: Path) -> mmap.mmap:
     return _kept(path, found.st_ino, found.st_size)
 
 
-@lru_cache(maxsize=2)  # as many as there are of a sender
+@lru_cache(maxsize=2)  # a sender has two files
 def _kept(path: Path, inode: int, num_bytes: int) -> mmap.mmap:
-    """As long as it is mapped no other file has its inode."""
+    """Map a file. While it is mapped no other file has its inode."""
     with path.open("r+b") as file:
         return mmap.mmap(file.fileno(), num_bytes)
 
@@ -245,19 +246,20 @@ def _word(version: int) -> bytes:
 
 
 def this_host() -> str:
-    """By its shared memory, of which containers of a machine may have one each."""
+    """Return the identity of this host's shared memory; each container of a machine may have its own."""
     found = SHM.stat()
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{found.st_dev}-{found.st_ino}"
 
 
 def end(prefix: str) -> None:
-    """Nobody reads these any more. Their memory is given back, though other processes may keep it mapped."""
+    """Delete these files when no process reads them any more. Their memory is freed although other processes may keep
+    it mapped."""
     for path in SHM.glob(f"{prefix}-*"):
         _end(path)
 
 
 def _end(path: Path) -> None:
-    with contextlib.suppress(OSError, ValueError):  # it is gone, or smaller than a page
+    with contextlib.suppress(OSError, ValueError):  # it was deleted, or is smaller
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as found:
             found[:VERSION_BYTES] = _word(WRITING)
             found.madvise(mmap.MADV_REMOVE, mmap.PAGESIZE)
@@ -265,23 +267,24 @@ def _end(path: Path) -> None:
 
 
 def remove(prefix: str) -> None:
-    """Who has one of these mapped keeps it."""
+    """Delete these files; a process that has one mapped keeps it."""
     for path in SHM.glob(f"{prefix}-*"):
         path.unlink(missing_ok=True)
 
 
-def remove_of_the_dead() -> None:
-    """What this user's processes left that were killed."""
+def remove_stale_segments() -> None:
+    """Delete the files that killed processes of this user left."""
     for path in SHM.glob(f"{PREFIX}-*"):
         pid = path.name.removeprefix(f"{PREFIX}-").partition("-")[0]
-        with contextlib.suppress(OSError):  # it went meanwhile, or is not ours to remove
+        with contextlib.suppress(OSError):  # deleted meanwhile, or owned by another user
             if path.stat().st_uid == os.geteuid() and not Path("/proc", pid).exists():
-                _end(path)  # a server that lives on may have it mapped
+                _end(path)  # a running server
 
 
 def build(options: Shm | Ipc, context: SyncContext) -> LocalCheckpointEngine:
-    """Also of sync.engine=ipc, whose buckets are told of in files of shared memory and lie on a GPU."""
-    remove_of_the_dead()
+    """Build the shared-memory engine. Also for sync.engine=ipc: its buckets are on a GPU, and files of shared memory
+    describe them."""
+    remove_stale_segments()
     name = f"{PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
     if options.bucket_mb is None:
         return engine_of(ShmOutlet(name), context, end, name)

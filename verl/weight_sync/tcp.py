@@ -1,10 +1,9 @@
 """Weights over the network: the trainer's host serves a version to every other host, once.
 
-A version lies in shared memory (shm.py), on the trainer's host and on each that has replicas: the first of them to ask
-fetches it, the others find it there. With `delta`, a host that has the version before gets what changed since, bit for
-bit: positions and values of each tensor, or the tensor where that is shorter; for that the trainer's host keeps the
-version before too. After the last tensor the sender says which version it holds.
-"""
+A version is stored in shared memory (shm.py), on the trainer's host and on each host with replicas: its first replica
+fetches the version, the others find it there. With `delta`, a host that has the version before gets the changes since,
+bit for bit: positions and values of each tensor, or the tensor where that is shorter; for that the trainer's host keeps
+the version before too. After the last tensor the sender confirms the version that it holds."""
 
 from __future__ import annotations
 
@@ -36,12 +35,12 @@ from torch import Tensor
 from verl.weight_sync.base import Entry, SyncContext, SyncError, TensorStream, dtype_name
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Tcp
-from verl.weight_sync.shm import PREFIX, SHM, ShmOutlet, ShmStream, end, remove, remove_of_the_dead
+from verl.weight_sync.shm import PREFIX, SHM, ShmOutlet, ShmStream, end, remove, remove_stale_segments
 
 NOTHING = -1  # a version
-QUIET_S = 60.0  # to connect, and of a peer for a piece
+QUIET_S = 60.0  # to connect, and for a peer to send a piece
 ASK_S = 10.0  # for a peer to send its key
-MOST_SILENT = 256  # peers that have not sent it yet
+MOST_SILENT = 256  # peers that have not sent their key yet
 PIECE_BYTES = 16 << 20
 FETCH_S, LOOK_S = 600.0, 0.01  # to wait for another process that fetches; between two looks
 ASK = struct.Struct("<32sq")  # the key, and the version that the replica has
@@ -54,8 +53,9 @@ WORDS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 Changes = dict[str, "tuple[Tensor, Tensor] | None"]  # name -> positions and values, None: too many
 
 
-class Part(msgspec.Struct, array_like=True):
-    """A tensor of an answer. how: its bytes follow · positions and values of `count` elements follow · nothing does."""
+class SentTensor(msgspec.Struct, array_like=True):
+    """A tensor of an answer. how: its bytes follow · positions and values of `count` elements follow · nothing
+    follows."""
 
     name: str
     dtype: str
@@ -65,8 +65,8 @@ class Part(msgspec.Struct, array_like=True):
 
 
 class TcpOutlet:
-    """See `Outlet`; it can be pickled until it has staged something, and is used by one process. host: the address by
-    which replicas reach this machine; None: that of its way out."""
+    """The `Outlet` over connections. It can be pickled until it has staged something, and is used by one process. host:
+    the address by which replicas reach this machine; None: that of its default route."""
 
     transport = "verl.weight_sync.tcp:open_weights"
 
@@ -74,11 +74,11 @@ class TcpOutlet:
         self._host, self._delta = host, delta
         self._key, self._address = secrets.token_hex(16), ""
         self._shm: ShmOutlet | None = None
-        self._held: tuple[ShmStream, Changes] | None = None  # a version, and what changed since the one before
+        self._held: tuple[ShmStream, Changes] | None = None  # a version, and the changes since the one before
 
     @property
     def tag(self) -> str:
-        """In the names of the files that a host has of this sender."""
+        """SentTensor of the names of the files that a host has of this sender."""
         return tag_of(self._key)
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -100,26 +100,26 @@ class TcpOutlet:
         self._shm = ShmOutlet(f"{PREFIX}-{os.getpid()}-{self.tag}", two=self._delta)
 
     def _answer(self, peer: socket.socket, has: int) -> None:
-        """Send one version to one host. A peer that goes away is no fault of ours."""
+        """Send one version to one host. A closed connection is no fault of ours."""
         with peer, contextlib.suppress(OSError):
             peer.settimeout(QUIET_S)
-            if self._held is not None and self._held[0].version > NOTHING:  # it is whole
-                self._tell(peer, has)
+            if self._held is not None and self._held[0].version > NOTHING:  # the version is whole
+                self._send_version(peer, has)
 
-    def _tell(self, peer: socket.socket, has: int) -> None:
-        """The latest version, to a host that has that one."""
+    def _send_version(self, peer: socket.socket, has: int) -> None:
+        """Send the latest version to a host that has version `has`."""
         assert self._held is not None
         now, changes = self._held
         _send(peer, now, changes if has == now.version - 1 else {})
 
 
 class TcpStream:
-    """See `TensorStream`: one reading of one version. before: the tensors of the version that the reader has."""
+    """The `TensorStream` of one reading of one version. before: the tensors of the version that the reader has."""
 
     def __init__(self, address: str, has: int = NOTHING, before: Mapping[str, Tensor] | None = None) -> None:
         self._address, self._has, self._before = address, has, before or {}
-        self._peer: socket.socket | None = None  # that has answered, and will send
-        self._parts: list[Part] = []
+        self._peer: socket.socket | None = None  # connected, its index received
+        self._parts: list[SentTensor] = []
         self._coming = NOTHING
 
     @property
@@ -130,12 +130,12 @@ class TcpStream:
 
     @property
     def shapes(self) -> dict[str, Entry]:
-        """Of what comes."""
+        """The entries of the tensors that follow."""
         return {part.name: Entry(part.shape, part.dtype) for part in self._parts}
 
     def _ask(self) -> None:
-        self._peer, self._coming, index = asked(self._address, self._has)
-        self._parts = msgspec.msgpack.decode(index, type=list[Part])
+        self._peer, self._coming, index = request_version(self._address, self._has)
+        self._parts = msgspec.msgpack.decode(index, type=list[SentTensor])
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         version = self.version
@@ -151,13 +151,13 @@ class TcpStream:
             raise SyncError(f"version {version} was written over by {holds} while it was read")
 
     def close(self) -> None:
-        """Not read, or not to the end."""
+        """End the connection of a version that is not read, or not to the end."""
         if self._peer is not None:
             self._peer.close()
 
 
 class HostStream(TensorStream):
-    """See `TensorStream`: what this host has of a sender, fetched where it is not there yet."""
+    """The `TensorStream` of what this host has of a sender, fetched where needed."""
 
     def __init__(self, address: str) -> None:
         self._address, self._tag = address, tag_of(address.rpartition("/")[2])
@@ -167,7 +167,7 @@ class HostStream(TensorStream):
     def version(self) -> int:
         if self._found is None:
             with _one_at_a_time():
-                remove_of_the_dead()
+                remove_stale_segments()
                 self._found = self._fetched()
         return self._found.version
 
@@ -186,19 +186,19 @@ class HostStream(TensorStream):
         return self._found
 
     def _files(self) -> Iterator[Path]:
-        """What of this sender lies on this host."""
+        """Return this sender's files on this host."""
         return SHM.glob(f"{PREFIX}-*-{self._tag}-?")
 
     def _fetched(self) -> ShmStream:
         paths = {path.name[-1]: path for path in self._files()}
         here = max((ShmStream(path) for path in paths.values()), default=None, key=lambda found: found.version)
         own = f"{PREFIX}-{os.getpid()}-{self._tag}"
-        gone_with_this_process(os.getpid(), own)
+        remove_at_exit(os.getpid(), own)
         return self._newer(here, lambda turn: paths.get(turn, SHM / f"{own}-{turn}"))
 
     def _newer(self, here: ShmStream | None, place: Callable[[str], Path]) -> ShmStream:
-        """The trainer's version, in the file of its turn ("0", "1"); `here` where this host has it, or a later one: on
-        the trainer's own host that is staged before others are told of it."""
+        """Return the trainer's version, in the file of its turn ("0", "1"); `here` where this host has it, or a later
+        one: on the trainer's own host a version is staged before others learn of it."""
         has, before = (NOTHING, None) if here is None else (here.version, dict(here.views()))
         stream = TcpStream(self._address, has, before)
         try:
@@ -210,8 +210,8 @@ class HostStream(TensorStream):
             stream.close()
 
 
-def asked(address: str, has: int) -> tuple[socket.socket, int, bytes]:
-    """(the trainer, which has answered; the version that it has; its index), as a host that has version `has`."""
+def request_version(address: str, has: int) -> tuple[socket.socket, int, bytes]:
+    """Return (the connection to the trainer, the version that it has, its index), as a host that has version `has`."""
     place, _, key = address.rpartition("/")
     peer = connected(place)
     try:
@@ -224,7 +224,7 @@ def asked(address: str, has: int) -> tuple[socket.socket, int, bytes]:
 
 
 def connected(place: str) -> socket.socket:
-    """To a sender, host:port."""
+    """Connect to a sender at host:port."""
     host, _, port = place.rpartition(":")
     try:
         return socket.create_connection((host, int(port)), timeout=QUIET_S)
@@ -240,8 +240,8 @@ def _unreachable(place: str, e: OSError) -> SyncError:
 
 
 def listening(host: str | None, key: str, ask: struct.Struct, answer: Callable[..., None]) -> str:
-    """The address (host:port) at which every peer that sends `ask` with the key is answered from now on, in a thread of
-    its own: answer(peer, the other fields). host: None: that of this machine's way out."""
+    """Return the address (host:port) at which every peer that sends `ask` with the key is answered from now on, in a
+    thread of its own: answer(peer, the other fields). host: None: that of this machine's default route."""
     host = host or _way_out()
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     threading.Thread(target=_accept, args=(listener, key.encode(), ask, answer), name="weights", daemon=True).start()
@@ -249,8 +249,8 @@ def listening(host: str | None, key: str, ask: struct.Struct, answer: Callable[.
 
 
 def _accept(listener: socket.socket, key: bytes, ask: struct.Struct, answer: Callable[..., None]) -> None:
-    """Read what peers ask, all in this thread. A peer that does not send it within ASK_S, or is the oldest of more than
-    MOST_SILENT, or has another key, is closed: no stranger costs a thread."""
+    """Read the requests of peers, all in this thread. A peer that does not send one within ASK_S, or is the oldest of
+    more than MOST_SILENT, or has another key, is closed: a stranger costs no thread."""
     waiting: dict[socket.socket, tuple[float, bytearray]] = {}
     listener.setblocking(False)
     with selectors.DefaultSelector() as looked_at:
@@ -282,7 +282,7 @@ def _accept(listener: socket.socket, key: bytes, ask: struct.Struct, answer: Cal
             if listener in found:
                 try:
                     peer, _ = listener.accept()
-                except OSError:  # no file is left, say, or it went away: it is tried again
+                except OSError:  # no file descriptor is free, or the peer closed: it is tried again
                     time.sleep(LOOK_S)
                     continue
                 peer.setblocking(False)
@@ -299,19 +299,20 @@ def open_weights(address: str) -> HostStream:
 
 
 @functools.cache
-def gone_with_this_process(pid: int, own: str) -> None:
-    """What it has fetched; if it is killed, the next one that fetches here removes that."""
+def remove_at_exit(pid: int, own: str) -> None:
+    """Delete what this process has fetched at its exit; if it is killed, the next process that fetches here deletes
+    it."""
     atexit.register(_remove_own, pid, own)
 
 
 def _remove_own(pid: int, own: str) -> None:
-    if pid == os.getpid():  # and no child of it
+    if pid == os.getpid():  # not in a forked child
         remove(own)
 
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Of this user's processes on this host: one fetches, the others wait and find it."""
+    """Among this user's processes on this host one fetches at a time; the others wait and find the result."""
     until_s = time.monotonic() + FETCH_S
     with (SHM / f"verl-fetch.{os.getuid()}.lock").open("a") as lock:
         while True:
@@ -326,12 +327,12 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def tag_of(key: str) -> str:
-    """In the names of the files that a host has of the sender with this key."""
-    return hashlib.sha256(key.encode()).hexdigest()[:16]  # names of files are for everybody to see
+    """Return the part of file names that identifies the sender with this key."""
+    return hashlib.sha256(key.encode()).hexdigest()[:16]  # file names are visible to every user
 
 
 def _send(peer: socket.socket, now: ShmStream, changes: Changes) -> None:
-    """A version, to who has what the changes are of (none: has nothing)."""
+    """Send a version to a host that has the version before the changes (no changes: to a host that has none)."""
     version, parts, payload = now.version, [], []
     for name, tensor in now.views():
         found = changes.get(name)
@@ -339,7 +340,7 @@ def _send(peer: socket.socket, now: ShmStream, changes: Changes) -> None:
         if found is not None:
             how = "changes" if len(found[0]) else "same"
         count = len(found[0]) if found is not None else tensor.numel()
-        parts.append(Part(name, dtype_name(tensor), tuple(tensor.shape), how, count))
+        parts.append(SentTensor(name, dtype_name(tensor), tuple(tensor.shape), how, count))
         payload += [tensor] if found is None else [*found] if len(found[0]) else []
     index = msgspec.msgpack.encode(parts)
     peer.sendall(ANSWER.pack(version, len(index)) + index)
@@ -351,12 +352,13 @@ def _send(peer: socket.socket, now: ShmStream, changes: Changes) -> None:
 
 
 def _changes(before: Tensor, now: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(positions [c] int32, values [c]) of the elements whose bits differ; None where these are not half as long."""
+    """Return (positions [c] int32, values [c]) of the elements that differ in any bit; None where these take more than
+    half of the tensor."""
     if before.shape != now.shape or before.dtype != now.dtype or now.numel() > torch.iinfo(POSITION).max:
         return None
     size = now.element_size()
     old, new = (np.frombuffer(_bytes(tensor) if tensor.numel() else b"", np.uint8) for tensor in (before, now))
-    eights = len(new) // 8  # most of which are as they were: they are left out first
+    eights = len(new) // 8  # most of them are unchanged: they are skipped first
     a, b = (whole[: 8 * eights].view(np.int64) for whole in (old, new))
     at = np.flatnonzero(a != b)
     within = np.flatnonzero((a.take(at) ^ b.take(at)).view(WORDS[size]) != 0).astype(np.int32)
@@ -369,7 +371,7 @@ def _changes(before: Tensor, now: Tensor) -> tuple[Tensor, Tensor] | None:
     return torch.from_numpy(found), torch.from_numpy(new.view(WORDS[size])[found]).view(now.dtype)
 
 
-def _read(peer: socket.socket, part: Part, before: Tensor | None) -> Tensor:
+def _read(peer: socket.socket, part: SentTensor, before: Tensor | None) -> Tensor:
     dtype = vars(torch)[part.dtype]
     if part.how == "whole":
         return _fetched(peer, part.shape, dtype)
@@ -378,7 +380,7 @@ def _read(peer: socket.socket, part: Part, before: Tensor | None) -> Tensor:
     if part.how == "same":
         return before
     positions, values = _fetched(peer, (part.count,), POSITION), _fetched(peer, (part.count,), dtype)
-    now = before.clone()  # its reader may still be at it
+    now = before.clone()  # a reader may still use it
     now.view(-1)[positions.long()] = values
     return now
 
@@ -400,13 +402,14 @@ def received(peer: socket.socket, size: int) -> bytes:
     return bytes(into)
 
 
-def speaks(peer: socket.socket) -> bool:
-    """It has said something, or has gone. Of any file number: select takes those below 1024 alone."""
+def has_input(peer: socket.socket) -> bool:
+    """Return True if the peer has sent something or closed. It works for any file number: `select` only for those below
+    1024."""
     if peer.fileno() < 0:
         return True
-    asked = select.poll()
-    asked.register(peer, select.POLLIN)
-    return bool(asked.poll(0))
+    poller = select.poll()
+    poller.register(peer, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def filled(peer: socket.socket, into: memoryview) -> None:
@@ -418,11 +421,11 @@ def filled(peer: socket.socket, into: memoryview) -> None:
 
 
 def _way_out() -> str:
-    """The address of this machine that others see; nothing is sent."""
+    """Return the address of this machine that others see; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # of no machine (RFC 5737)
-        except OSError:  # no network but its own
+            probe.connect(("192.0.2.1", 9))  # no machine has it (RFC 5737)
+        except OSError:  # no route to other machines
             return "127.0.0.1"
         return str(probe.getsockname()[0])
 
@@ -432,6 +435,6 @@ def build(options: Tcp, context: SyncContext) -> LocalCheckpointEngine:
         from verl.weight_sync.relay import RelayOutlet
 
         buckets = RelayOutlet(options.bucket_mb << 20, host=options.host)
-        return engine_of(buckets, context, end, f"{PREFIX}-*-{buckets.tag}")  # of this host
+        return engine_of(buckets, context, end, f"{PREFIX}-*-{buckets.tag}")  # the files of this host
     outlet = TcpOutlet(host=options.host, delta=options.delta)
     return engine_of(outlet, context, end, f"{PREFIX}-*-{outlet.tag}")  # of this host

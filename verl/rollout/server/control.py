@@ -27,7 +27,7 @@ from verl.rollout.server.app import SERVICE, Handler, as_json
 from verl.rollout.server.door import body_of
 from verl.rollout.server.requests import ApiError, decoded, shown, typed
 from verl.rollout.server.service import Service
-from verl.weight_sync.base import SyncError, TensorStream, WeightSource, checksum, opened
+from verl.weight_sync.base import SyncError, TensorStream, WeightSource, checksum, open_stream
 
 SEGMENT = "verl-weights"  # how the files of sync.engine=shm begin; nothing else is opened
 TRANSPORT = "verl.weight_sync.shm:open_weights"
@@ -130,7 +130,7 @@ class Update:
 
 def _opened(part: UpdateInfo) -> TensorStream:
     """SyncError for another version."""
-    stream = opened(WeightSource(part.version, TRANSPORT, part.path, {}))
+    stream = open_stream(WeightSource(part.version, TRANSPORT, part.path, {}))
     if stream.version != part.version:
         raise SyncError(f"version {part.version}: {part.path} holds version {stream.version}")
     return stream
