@@ -5,6 +5,7 @@ import json
 import shutil
 
 from verl.cli import main
+from verl.sandbox import cgroups
 from verl.sandbox.code import describe
 from verl.track.events import FINISHED, EventLog
 from verl.track.metrics import MetricsLog
@@ -51,9 +52,10 @@ def test_what_is_no_run_is_refused_in_words(tmp_path, capsys):
 def test_the_tiers_of_the_code_sandbox_in_their_order(monkeypatch):
     """The first is taken where it works, else the next, and it is said why."""
     without = "launcher (bubblewrap: bwrap is not installed)"
-    assert describe() == f"code sandbox: {'bubblewrap' if shutil.which('bwrap') else without}"
+    bounded = f"; its memory is bounded by {cgroups.here()[1]}"
+    assert describe() == f"code sandbox: {'bubblewrap' if shutil.which('bwrap') else without}{bounded}"
     monkeypatch.setattr(shutil, "which", lambda name, *a, **k: None)
-    assert describe() == f"code sandbox: {without}"
+    assert describe() == f"code sandbox: {without}{bounded}"
 
 
 def test_a_run_that_died_before_its_first_step(tmp_path, capsys):

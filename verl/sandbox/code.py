@@ -169,6 +169,7 @@ class CodeSandbox:
         self._channel: socket.socket | None = None
         self._spare: _Link | None = None  # it starts while the one before works
         self.workspaces = Workspaces(workspace) if workspace else None
+        self.bounds = ""  # what bounds the memory of sandboxes here, in words
         self.refused: list[str] = []  # tiers that were tried first, and why they do not work here
         for name in TIERS if tier == "auto" else (tier,):
             self.tier = name
@@ -254,6 +255,7 @@ class CodeSandbox:
             "packages": self._packages,
             "tmp_mb": self.limits.tmp_mb,
             "memory_mb": self.limits.memory_mb,
+            "processes": self.limits.processes,
             "python": _python(),
             "stays": stays,
         }
@@ -296,9 +298,10 @@ class CodeSandbox:
             )
         ours.settimeout(launcher.START_S)
         try:
-            ready = ours.recv(1) == b"+"
+            answer = ours.recv(1 << 12)
         except OSError:
-            ready = False
+            answer = b""
+        ready, self.bounds = answer[:1] == b"+", answer[1:].decode(errors="replace")
         self._channel = ours
         if not ready:
             self._stop()
@@ -417,11 +420,12 @@ def ran_of(answer: dict[str, Any]) -> Ran:
 
 
 def describe() -> str:
-    """One line for `verl doctor`: the tier that "auto" takes on this machine, and why not those before it."""
+    """Return one line for `verl doctor`: the tier that "auto" takes on this machine, why not those before it, and what
+    bounds the memory of its code."""
     try:
         with CodeSandbox() as sandbox:
             before = f" ({'; '.join(sandbox.refused)})" if sandbox.refused else ""
-            return f"code sandbox: {sandbox.tier}{before}"
+            return f"code sandbox: {sandbox.tier}{before}; its memory is bounded by {sandbox.bounds}"
     except ValueError as e:
         return f"code sandbox: none: {e}"
 

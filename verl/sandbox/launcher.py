@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.leftovers import own_folder
-from verl.sandbox import cell, guardian, kept, namespaces, syscalls
+from verl.sandbox import cell, cgroups, guardian, kept, namespaces, syscalls
+from verl.sandbox.cgroups import Group, Groups
 from verl.sandbox.workspace import PREFIX
 
 WARM = (
@@ -54,8 +55,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's Ctrl-C: it closes the channel when it is done
     syscalls.program()  # for all forks
     gc.freeze()
-    channel.sendall(b"+")
-    _Sandboxes(channel).run()
+    groups, bounds = cgroups.here()
+    channel.sendall(b"+" + bounds.encode())
+    _Sandboxes(channel, groups=groups).run()
     shutil.rmtree(sys.argv[-1], ignore_errors=True)  # the caller may have been killed
 
 
@@ -63,8 +65,11 @@ class _Box:
     """One sandbox. guard: at its end it ends · pid: on which all of it hangs; 0: it has ended · folder: of tier "none",
     whose network is the machine's · outer: pid is that of bubblewrap itself, outside of the sandbox."""
 
-    def __init__(self, guard: socket.socket, memory_mb: float, folder: str, outer: bool = False) -> None:
+    def __init__(
+        self, guard: socket.socket, memory_mb: float, folder: str, outer: bool = False, group: Group | None = None
+    ) -> None:
         self.guard, self.memory_mb, self.folder, self.pid, self.watched = guard, memory_mb, folder, 0, False
+        self.group = group
         self.outer, self.told = outer, False
         self._began: tuple[guardian.Machine, float] | None = None  # at the first look at what runs now
 
@@ -81,11 +86,23 @@ class _Box:
         used_mb = guardian.over_limit_mb(self.memory_mb, pids, sockets_mb)
         began, began_s = self._began = self._began or (now, guardian.system_s(pids))
         grown_mb = now.kernel_mb - began.kernel_mb
-        if used_mb is None and grown_mb > self.memory_mb:
+        if used_mb is None and self.group is None and grown_mb > self.memory_mb:
             used_mb = grown_mb if guardian.system_s(pids) - began_s > grown_mb / KERNEL_MB_S else None
         if used_mb is not None:
-            self.tell("memory", f"it used {used_mb:.0f} MB of {self.memory_mb:g}")
+            self._tell_memory(used_mb)
             self.end()
+
+    def _tell_memory(self, used_mb: float) -> None:
+        self.tell("memory", f"it used {used_mb:.0f} MB of {self.memory_mb:g}")
+
+    def ended(self) -> None:
+        """Its process has ended: report why, unless that was done."""
+        self.pid = 0
+        if self.group is not None and (used_mb := self.group.memory_taken_mb()) is not None:
+            self._tell_memory(used_mb)
+        self.tell("killed", "it ended the process that ran it")
+        if self.group is not None:
+            self.group.kill()
 
     def lost_mb(self, now: guardian.Machine) -> float:
         """Return how much less is free on the machine since the first look."""
@@ -100,6 +117,8 @@ class _Box:
             self.guard.send(json.dumps({"status": status, "why": why}).encode(), socket.MSG_DONTWAIT)
 
     def end(self) -> None:
+        if self.group is not None:
+            self.group.kill()
         if self.pid and self.folder:  # no namespace ends the rest; who waits for the cell finds nothing that it ran
             os.kill(self.pid, signal.SIGSTOP)
             for pid in guardian.descendants(self.pid):
@@ -120,13 +139,14 @@ def end_for_want(boxes: list[_Box], now: guardian.Machine) -> None:
 class _Sandboxes:
     """Those that this process started, and one loop over their sockets and their ends."""
 
-    def __init__(self, channel: socket.socket | None, folder: Path | None = None) -> None:
+    def __init__(self, channel: socket.socket | None, folder: Path | None = None, groups: Groups | None = None) -> None:
         namespaces.adopt_orphans()  # of a bubblewrap that was killed while it started
         self._channel = channel
         self._boxes: list[_Box] = []
         self._poller, self._children, self._orphans = select.poll(), set[int](), set[int]()
         self._then: dict[int, Callable[[], None]] = {}
         self._folder, self._first = folder, channel is not None
+        self._groups, self._old = groups, list[Group]()
         if channel is not None:
             self._hear(channel.fileno(), self._begin)
 
@@ -151,6 +171,7 @@ class _Sandboxes:
                     box.look(now)
                 end_for_want(watched, now)
             self._boxes = [box for box in self._boxes if box.pid or box.guard.fileno() >= 0]
+            self._old = [group for group in self._old if not group.removed()]
         if self._folder is not None and self._first:
             with contextlib.suppress(OSError):  # a session lives, and the next launcher removes it
                 self._folder.rmdir()
@@ -179,7 +200,9 @@ class _Sandboxes:
             try:
                 for one in (self._channel, *(box.guard for box in self._boxes)):
                     one.close()
-                alone = _Sandboxes(None, self._folder)
+                for group in (*self._old, *(box.group for box in self._boxes if box.group)):
+                    group.forget()
+                alone = _Sandboxes(None, self._folder, self._groups)
                 alone.start(job, guard, theirs)
                 alone.run()
             finally:
@@ -194,13 +217,17 @@ class _Sandboxes:
         self._boxes.append(box)
         self._hear(guard.fileno(), lambda: self._listen(box))
         try:
+            if self._groups is not None:
+                limits = {name: int(job[name]) for name in ("memory_mb", "tmp_mb", "processes")}
+                box.group = self._groups.group(**limits)
             if job["tier"] == "bubblewrap":
-                box.pid = _start_bubblewrap(job, theirs)
+                box.pid = _start_bubblewrap(job, theirs, box.group)
             else:
-                box.pid = _start_cell(job, theirs, folder)
+                box.pid = _start_cell(job, theirs, folder, box.group)
             self._wait_for(box.pid, box)
         except OSError as e:
             box.tell("gone", str(e))
+            self._old += [box.group] if box.group else []
         theirs.close()
 
     def _listen(self, box: _Box) -> None:
@@ -232,14 +259,15 @@ class _Sandboxes:
             self._wait_for(orphan, box)  # without namespaces it may have been the box's, and still write there
         if box is not None:
             if pid == box.pid:
-                box.pid = 0
-                box.tell("killed", "it ended the process that ran it")
+                box.ended()
+                self._old += [box.group] if box.group else []
             if box.folder and not box.pid:
                 shutil.rmtree(box.folder, ignore_errors=True)
 
 
-def _forked(wanted: int, theirs: socket.socket, begin: Callable[[], None]) -> int:
-    """The process of a child in new namespaces, 0 for none of its own, that does `begin` once its users are mapped."""
+def _forked(wanted: int, theirs: socket.socket, group: Group | None, begin: Callable[[], None]) -> int:
+    """Return the process of a child in new namespaces (0: in ours), which does `begin` once it is in its group and its
+    users are mapped."""
     mapped, go = os.pipe()
     pid = namespaces.clone(wanted) if wanted else os.fork()
     if pid == 0:
@@ -256,6 +284,8 @@ def _forked(wanted: int, theirs: socket.socket, begin: Callable[[], None]) -> in
             os._exit(1)
     os.close(mapped)
     try:
+        if group is not None:
+            group.add(pid)
         if wanted:
             namespaces.map_users(pid)
         os.write(go, b"+")
@@ -264,7 +294,7 @@ def _forked(wanted: int, theirs: socket.socket, begin: Callable[[], None]) -> in
     return pid
 
 
-def _start_cell(job: dict[str, Any], theirs: socket.socket, folder: str) -> int:
+def _start_cell(job: dict[str, Any], theirs: socket.socket, folder: str, group: Group | None) -> int:
     """folder: of one without namespaces."""
     files = job["base"] and f"{job['base']}/files"
 
@@ -299,10 +329,10 @@ def _start_cell(job: dict[str, Any], theirs: socket.socket, folder: str) -> int:
         sys.path[:] = [*sys.path[1:], *job["packages"]]  # what may be written there is nothing to import from
         cell.serve(theirs)
 
-    return _forked(0 if folder else syscalls.NEW_NAMESPACES, theirs, begin)
+    return _forked(0 if folder else syscalls.NEW_NAMESPACES, theirs, group, begin)
 
 
-def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket) -> int:
+def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket, group: Group | None) -> int:
     command = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     command += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--hostname", "sandbox"]
     command += ["--cap-drop", "ALL", "--perms", "755", "--size", str(1 << 16), "--tmpfs", "/dev"]
@@ -352,4 +382,4 @@ def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket) -> int:
         # Root's bubblewrap makes no user namespace: without one, sandboxes would share nobody's number of processes.
         # And what is laid over a workspace, which bubblewrap 0.8 cannot, is mounted in namespaces around it.
         wanted = namespaces.NEW_USERS if os.geteuid() == 0 or job["base"] else 0
-        return _forked(wanted | (namespaces.NEW_MOUNTS if job["base"] else 0), theirs, begin)
+        return _forked(wanted | (namespaces.NEW_MOUNTS if job["base"] else 0), theirs, group, begin)
