@@ -164,8 +164,8 @@ class Groups:
 def here() -> tuple[Groups | None, str]:
     """Return the groups that this process can make, if any, and what bounds the memory of sandboxes, in words."""
     try:
-        texts = [Path(f"/proc/self/{name}").read_text() for name in ("mountinfo", "cgroup")]
-        groups = Groups.found(*texts, Files())
+        mounts, membership = (Path(f"/proc/self/{name}").read_text() for name in ("mountinfo", "cgroup"))
+        groups = Groups.found(mounts, membership, Files())
     except (OSError, Unavailable) as e:
         return None, f"a watch ({e})"
     return groups, f"a cgroup in {groups.home}"
