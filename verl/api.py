@@ -1,4 +1,5 @@
-"""The Python face: the forms that public introductions show, on the same roles, step and loop as `verl train`."""
+"""The Python interface: the classes of verl's public introductions, over the same roles, step and loop as `verl
+train`."""
 
 from __future__ import annotations
 
@@ -40,16 +41,12 @@ from verl.types import Purpose, Sample, Sampling, Segment, as_ids, derive_seed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerlConfig:
-    """algorithm: a name of the table, in any case · batch_size: queries per step · max_length: prompt and answer,
-    tokens.
+    """The settings of a `VerlTrainer`."""
 
-    rollout_backend: not installed -> the embedded engine, with one warning.
-    """
-
-    algorithm: str = "GRPO"
-    batch_size: int = 1
-    rollout_backend: str = "native"
-    max_length: int = 128
+    algorithm: str = "GRPO"  # A name of the table, in any case.
+    batch_size: int = 1  # Queries per step.
+    rollout_backend: str = "native"  # If it is not installed, the embedded engine is used, with one warning.
+    max_length: int = 128  # The tokens of prompt and answer together.
     samples_per_prompt: int = 1
     learning_rate: float = 1e-6
     temperature: float = 1.0
@@ -61,8 +58,9 @@ class VerlConfig:
 
 
 class VerlTrainer:
-    """generate_rollout -> your reward -> step, as often as you like. Weights are synced after every step. Where the
-    algorithm compares with an answer (ReMax: the greedy one), that is the last of each query's list."""
+    """Train a model from Python: generate_rollout -> your reward -> step, as often as you like. The weights are synced
+    after every step. If the algorithm compares with another answer (ReMax: the greedy one), that is the last of each
+    query's list."""
 
     def __init__(
         self,
@@ -114,7 +112,8 @@ class VerlTrainer:
         self._sync()
 
     def generate_rollout(self, queries: Sequence[str]) -> list[str] | list[list[str]]:
-        """One answer per query, or a list per query: `samples_per_prompt`, then those that they are compared with."""
+        """Return one answer per query, or a list per query: `samples_per_prompt` answers, then those they are compared
+        with."""
         group, wanted = self.algorithm.group, self.config.samples_per_prompt
         n = wanted + group.baselines
         plays, self._last = [], {}
@@ -147,7 +146,8 @@ class VerlTrainer:
         responses: Sequence[str] | Sequence[Sequence[str]],
         rewards: Sequence[float] | Sequence[Sequence[float]],
     ) -> dict[str, float]:
-        """One step of the algorithm on these answers; the metrics. Several answers per query: lists of equal shape."""
+        """Make one step of the algorithm on these answers and return its metrics. Several answers per query are lists
+        of equal shape."""
         if not len(queries) == len(responses) == len(rewards):
             raise ValueError(
                 f"{len(queries)} queries, {len(responses)} responses and {len(rewards)} rewards: must be as many"
@@ -176,7 +176,7 @@ class VerlTrainer:
         }
 
     def save_pretrained(self, path: str | Path) -> None:
-        """A Hugging Face folder of the policy as it is now."""
+        """Write a Hugging Face folder of the present policy."""
         self._learner.models["actor"].export(Path(path)).result()
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class VerlTrainer:
         return as_ids(self.tokenizer(query)["input_ids"])
 
     def _sample(self, q: int, i: int, query: str, text: str, reward: float, purpose: Purpose) -> Sample:
-        """The sampled ids where the answer is one of ours; a text of the user's own is tokenised."""
+        """Return the sample with the sampled ids if the answer was generated here; other texts are tokenised."""
         known = self._last.get((query, text))
         name = f"s{self._steps}/{q}/{i}"
         if known:
@@ -234,7 +234,7 @@ def _algorithm_name(text: str) -> str:
 
 
 def _refuse_runs_only(name: str) -> None:
-    """Refuse an algorithm that reads what single steps from Python do not have: a teacher, or rewards of turns."""
+    """Refuse an algorithm that needs data which steps from Python do not have: a teacher, or rewards of turns."""
     lacks = [f"the role {role}" for role in sorted(PRESETS[name].roles() - {"ref", "critic"})]
     if lacks := [*lacks, *(["rewards of turns"] if PRESETS[name].credits_turns() else [])]:
         run = f"verl.GRPOTrainer(MODEL, train_data=ROWS, overrides=['algorithm.name={name}', ...])"
@@ -242,7 +242,7 @@ def _refuse_runs_only(name: str) -> None:
 
 
 def _facade_settings(name: str, config: VerlConfig, has_reference: bool) -> dict[str, Any]:
-    """The preset, with its KL terms only if a reference model was given; lengths from max_length."""
+    """Return the preset, with its KL terms only if a reference model was given, and lengths from max_length."""
     out = dict(config.settings)
     if not has_reference:
         out = {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0, **out}
@@ -274,7 +274,7 @@ def _backend(name: str) -> str:
 
 
 def _critic(model: AutoModelForCausalLMWithValueHead, config: VerlConfig, device: str) -> TorchEngine:
-    """The value model: a copy of the policy's body under a value head, with its own optimizer."""
+    """Return the value model: a copy of the policy's body under a value head, with its own optimizer."""
     return TorchEngine(
         copy.deepcopy(model.pretrained_model),
         head="value",
@@ -288,9 +288,11 @@ def _critic(model: AutoModelForCausalLMWithValueHead, config: VerlConfig, device
 class GRPOTrainer:
     """`verl train algorithm=grpo` from Python: the same loop, checkpoints and report.
 
-    model: a Hugging Face folder · train_data: rows (dicts in verl's format) or a file · reward: a function of a module
-    or file, with compute_score's signature (it runs in killable workers); None: by data_source · overrides: any keys of
-    `verl show config` as "key=value".
+    model: a Hugging Face folder
+    train_data: rows (dicts in verl's format) or a file
+    reward: a function of a module or file, with compute_score's signature (it runs in killable workers); None: by
+    data_source
+    overrides: any keys of `verl show config` as "key=value"
     """
 
     algorithm_name = "grpo"
@@ -321,7 +323,7 @@ class GRPOTrainer:
         self.args += list(overrides)
 
     def train(self, steps: int | None = None) -> Finished:
-        """Run to the end; ValueError for what the configuration refuses."""
+        """Run to the end. Raise ValueError if the configuration refuses a setting."""
         return run_rl(load_config([*self.args, *([f"run.total_steps={steps}"] if steps is not None else [])]))
 
     def _file(self, data: str | Path | Sequence[Mapping[str, Any]], name: str) -> str:
@@ -339,7 +341,7 @@ class DAPOTrainer(GRPOTrainer):
 
 
 class PPOTrainer(GRPOTrainer):
-    """`verl train algorithm=ppo` from Python: a critic of its own, GAE."""
+    """`verl train algorithm=ppo` from Python, with its own critic and GAE."""
 
     algorithm_name = "ppo"
 
@@ -396,7 +398,7 @@ class Trainer:
         self._config = dict(config)
 
     def train(self, steps: int | None = None) -> Finished:
-        """Run to the end. ValueError, before anything is loaded, for what is missing or wrong."""
+        """Run to the end. Raise ValueError for a missing or wrong setting, before anything is loaded."""
         config = self._config
         if config.get("data") is None:
             raise ValueError(
@@ -440,11 +442,11 @@ class Trainer:
 
 
 class SingleController(Trainer):
-    """A Trainer whose rollout and update take turns."""
+    """A Trainer with alternating rollout and update."""
 
 
 class MultiController(Trainer):
-    """A Trainer whose rollout runs ahead of the update, by one step of staleness."""
+    """A Trainer with a rollout that is ahead of the update, by one step of staleness."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__({"async_rollout": True, **config})
@@ -459,7 +461,7 @@ def _known(given: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
 
 
 def _importable(fn: Callable[..., Any]) -> tuple[str, str]:
-    """(file, name) of a reward function: its workers are other processes, which import it anew."""
+    """Return (file, name) of a reward function: its workers are other processes, which import it anew."""
     source = inspect.getsourcefile(fn)
     if source is None or "<locals>" in fn.__qualname__ or fn.__name__ == "<lambda>":
         raise ValueError(

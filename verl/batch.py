@@ -29,7 +29,7 @@ class Batch:
     ids: Tensor  # [T] int64
     positions: Tensor  # [..., T] int64
     seg_start: np.ndarray  # [S+1] int64
-    parent: np.ndarray  # [S] int64, -1 at a root; parents come before their children
+    parent: np.ndarray  # [S] int64, -1 at a root; parents precede their children
     leaf: np.ndarray  # [R] int64
     row_start: np.ndarray  # [R+1] int64
     sequence: np.ndarray  # [R] int64, trajectory of each row, 0..num_sequences-1
@@ -37,7 +37,7 @@ class Batch:
     targets: Tensor  # [L] int64
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [L, ...]
     row_columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [R, ...]
-    media: tuple[tuple[str, ...], ...] = ()  # [S] references of the inputs that are no text; empty: there are none
+    media: tuple[tuple[str, ...], ...] = ()  # [S] references of the inputs that are not text; empty: there are none
 
     @property
     def num_tokens(self) -> int:
@@ -80,9 +80,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Per-token [L, ...] and per-sequence [S] data with the layout that joins them. What algorithms see.
+    """Per-token [L, ...] and per-sequence [S] data with the layout that joins them: the data that algorithms read.
 
-    `mask` [L] bool: True = sampled by the policy (or of a stored answer) and not rejected. Sequence = trajectory,
+    `mask` [L] bool: True = sampled by the policy (or part of a stored answer) and not rejected. Sequence = trajectory,
     whatever its number of rows.
     """
 
@@ -114,14 +114,14 @@ class Columns:
         return self.sum(x) / self.counts().clamp(min=1).to(x.dtype)
 
     def cleaned(self) -> Columns:
-        """Inputs outside the mask replaced by 0, so that NaN there reaches neither value nor gradient."""
+        """Return a copy with 0 outside the mask, so that NaN there affects neither values nor gradients."""
         zeroed = {n: _where(self.mask, c) if c.is_floating_point() else c for n, c in self.token.items()}
         return replace(self, token=zeroed)
 
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """One column of several samples: values [N, ...], those of sample i at offsets[i]:offsets[i+1]."""
+    """One column of several samples: values [N, ...]; those of sample i are at offsets[i]:offsets[i+1]."""
 
     values: Tensor
     offsets: np.ndarray  # [R+1] int64
@@ -145,12 +145,13 @@ def _where(mask: Tensor, column: Tensor) -> Tensor:
 # -- observations ----------------------------------------------------------------------------------------------------
 
 OBSERVED = -2
-"""In the column `versions`: no weights drew this token, the environment wrote it."""
+"""The value of the column `versions` for a token that the environment wrote."""
 
 
 def observed(sample: Sample) -> Sample:
-    """The row with the environment's tokens behind the policy's first as loss tokens too, but for those that are known
-    to be the template's. What is before, a prompt and the history of a rewritten row, is context."""
+    """Return the row with the environment's tokens behind the policy's first token as loss tokens too, except those
+    that the template is known to have written. Everything before, a prompt and the history of a rewritten row, is
+    context."""
     sides = {name: channel for s in sample.segments for name, channel in s.side.items()}
     out, drawn = list[Segment](), False
     for s in sample.segments:
@@ -187,23 +188,23 @@ class _Node:
 
 
 _Key = tuple[str | None, tuple[str, ...], bytes]
-"""What makes two runs of tokens the same input: the adapter that reads them, their media, their ids. Ids alone do
-not: two images are the same placeholder ids."""
+"""The identity of a run of tokens as an input: the adapter that reads it, its media, its ids. Ids alone do not suffice:
+two images have the same placeholder ids."""
 
 
 def pack(samples: Sequence[Sample], *, share_prefix: bool = True) -> Batch:
-    """Pack samples into one forest. Leading segments that are the same input are one segment when `share_prefix`; rows
-    of one trajectory share all that they have in common, wherever they part.
+    """Pack samples into one forest. Equal leading segments are stored once when `share_prefix`; rows of one trajectory
+    share all their common tokens.
 
-    Loss tokens are the sampled and stored ones, except a first token of a row (nothing predicts it). Filled from the
-    samples are the columns `rollout_logprobs` [L] float32 (NaN where stored), `versions` [L] int64 (the weights that
-    drew each token; -1: none) and `side/NAME` [L, ...], and the row column `temperature` [R] float32.
+    Loss tokens are the sampled and stored ones, except the first token of a row (nothing predicts it). The samples
+    provide the columns `rollout_logprobs` [L] float32 (NaN where stored), `versions` [L] int64 (the weights that
+    sampled each token; -1: none) and `side/NAME` [L, ...], and the row column `temperature` [R] float32.
     """
     nodes: list[_Node] = []
     roots: dict[_Key, int] = {}
     leaf: list[int] = []
     per_row: list[list[tuple[int, int, int]]] = []  # (node, first sampled offset in node, end) of each row
-    drawn: list[Segment] = []  # the sampled segments in row order, without a first token that nothing predicts
+    drawn: list[Segment] = []  # the sampled segments in row order, without first tokens of rows
     cuts = cuts_of(samples) if share_prefix else {}
     for i, sample in enumerate(samples):
         at, spans = -1, []
@@ -276,7 +277,7 @@ def _assemble(
 
 
 def _drawn_columns(drawn: Sequence[Segment]) -> dict[str, Tensor]:
-    """What the sampler recorded of each loss token; of a stored one NaN, no version and side channels of 0."""
+    """Return the sampler's records of each loss token; for a stored one NaN, no version and side channels of 0."""
     logprobs = [np.full(len(s.ids), np.nan) if s.logprobs is None else s.logprobs for s in drawn]
     flat = np.concatenate(logprobs) if logprobs else np.zeros(0)
     versions = np.repeat(np.array([s.version for s in drawn], np.int64), [len(s.ids) for s in drawn])
@@ -302,7 +303,7 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def select_rows(batch: Batch, rows: np.ndarray) -> Batch:
-    """The batch of these rows, in this order, with the segments they need and nothing else."""
+    """Return the batch of these rows, in this order, with only the segments that they need."""
     if np.array_equal(rows, np.arange(batch.num_rows)):
         return batch
     needed = np.zeros(len(batch.parent), bool)
@@ -339,14 +340,15 @@ def select_rows(batch: Batch, rows: np.ndarray) -> Batch:
 
 
 def loss_index(batch: Batch, rows: np.ndarray) -> Tensor:
-    """[l] where the loss tokens of `rows` stand in the batch's columns."""
+    """Return [l] the positions of the loss tokens of `rows` in the batch's columns."""
     return torch.from_numpy(ranges(batch.row_start[rows], np.diff(batch.row_start)[rows]))
 
 
 def make_microbatches(batch: Batch, max_tokens: int) -> list[np.ndarray]:
-    """Rows of each micro-batch: at most `max_tokens` tokens each, shared segments counted once, trajectories whole.
+    """Return the rows of each micro-batch: at most `max_tokens` tokens each, shared segments counted once, trajectories
+    whole.
 
-    Trajectories under one root stay neighbours. One trajectory longer than the budget makes a micro-batch of its own.
+    Trajectories under one root stay neighbours. One trajectory longer than the budget gets its own micro-batch.
     """
     root = np.arange(len(batch.parent))
     for s, p in enumerate(batch.parent):
@@ -374,8 +376,8 @@ def make_microbatches(batch: Batch, max_tokens: int) -> list[np.ndarray]:
 
 
 def exactly(parts: list[np.ndarray], count: int) -> list[np.ndarray]:
-    """The same rows in `count` parts (0: as they are): empty ones are added where there are fewer, the smallest
-    neighbours joined where there are more (rows that share less than was predicted from their lengths)."""
+    """Return the same rows in `count` parts (0: unchanged). Empty parts are added if there are too few; the smallest
+    neighbours are joined if there are too many (rows share less than was predicted from their lengths)."""
     parts = list(parts)
     while count and len(parts) > count:
         at = min(range(len(parts) - 1), key=lambda i: len(parts[i]) + len(parts[i + 1]))
@@ -384,7 +386,7 @@ def exactly(parts: list[np.ndarray], count: int) -> list[np.ndarray]:
 
 
 def without_weight(batch: Batch) -> Batch:
-    """One row that counts for nothing: a pass in which a rank has no row of its own still calls every collective."""
+    """Return one row that counts for nothing: a rank without rows of its own still has to call every collective."""
     row = select_rows(batch, np.zeros(1, np.int64))
     columns = {n: torch.zeros_like(c) if n.startswith(("w/", "m/")) else c for n, c in row.columns.items()}
     rows = {n: torch.zeros_like(c) if n.startswith("w/") else c for n, c in row.row_columns.items()}
@@ -392,12 +394,12 @@ def without_weight(batch: Batch) -> Batch:
 
 
 def part_of(batch: Batch, rows: np.ndarray) -> Batch:
-    """What a pass over these rows computes; of no row, one that counts for nothing."""
+    """Return the batch for a pass over these rows; without rows, one row that counts for nothing."""
     return select_rows(batch, rows) if len(rows) else without_weight(batch)
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
-    """The rows of all, in order; nothing is shared between one batch and the next. They have the same columns."""
+    """Return the rows of all batches, in order. Nothing is shared between two batches. They have the same columns."""
     if len(batches) == 1:
         return batches[0]
 
@@ -440,7 +442,8 @@ def _paths(parent: np.ndarray, leaves: Sequence[int]) -> set[int]:
 
 
 def unshare(batch: Batch) -> Batch:
-    """The same rows as a flat pack: one segment a row, prefixes repeated. The oracle of the shared path."""
+    """Return the same rows as a flat pack: one segment per row, prefixes repeated. It is the oracle of the shared
+    path."""
     chains = [_chain(batch.parent, int(leaf)) for leaf in batch.leaf]
     lengths = np.diff(batch.seg_start)
     tokens, starts, target_from = [], [0], batch.target_from.clone()
@@ -466,8 +469,8 @@ def unshare(batch: Batch) -> Batch:
 
 
 def padded_rows(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """One padded row per sequence: ids [R, W], where its tokens are [R, W] bool, and which of these [sum of lengths]
-    each token [T] of the batch is; a shared one is that of its last row."""
+    """Return one padded row per sequence: ids [R, W], a bool mask [R, W] of its tokens, and for each token [T] of the
+    batch its index in the masked tokens; a shared token has that of its last row."""
     flat = unshare(batch)
     lengths = torch.from_numpy(np.diff(flat.seg_start))
     place = torch.arange(int(lengths.max()))[None] < lengths[:, None]

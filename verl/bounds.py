@@ -8,7 +8,7 @@ from typing import Annotated
 import yaml
 from msgspec import Meta
 
-MOST_VALUES = 1_000_000  # of a YAML file
+MOST_VALUES = 1_000_000  # the largest number of values in a YAML file
 _FINITE = sys.float_info.max
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
@@ -20,12 +20,12 @@ Betas = Annotated[list[Annotated[float, Meta(ge=0, lt=1)]], Meta(min_length=2, m
 
 
 def words(choices: str) -> Meta:
-    """One of the words between the bars."""
+    """Return a pattern for one of the words between the bars."""
     return Meta(pattern=f"^({choices})$", extra={"words": tuple(choices.split("|"))})
 
 
 def size_text(size: int) -> str:
-    """Three significant digits: 942 MiB, 1.84 GiB."""
+    """Return the size with three significant digits: 942 MiB, 1.84 GiB."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
             value = size / scale
@@ -34,8 +34,8 @@ def size_text(size: int) -> str:
 
 
 def bounded_yaml(text: str) -> str:
-    """The text of a YAML file as it is. ValueError for one that cannot be read as YAML, or whose aliases make more than
-    MOST_VALUES values of it: whatever walks over them would not end."""
+    """Return the text of a YAML file unchanged. Raise ValueError if it cannot be read as YAML, or if its aliases make
+    more than MOST_VALUES values of it: a loop over them would not end."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         values = 0 if root is None else _values(root, {})
@@ -49,7 +49,7 @@ def bounded_yaml(text: str) -> str:
 
 
 def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values a node is, each alias counted as what it repeats."""
+    """Count the values of a node; an alias counts as the values that it repeats."""
     if id(node) not in known:
         parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
         within = 0 if isinstance(node, yaml.ScalarNode) else sum(_values(part, known) for part in parts)

@@ -1,4 +1,4 @@
-"""verl VERB [key=value ...]. No torch is imported before a verb needs it."""
+"""The command line: verl VERB [key=value ...]. No torch is imported before a verb needs it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ All keys: `verl show config`; verl's own keys (data.train_batch_size=..., actor_
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
-    if not {"", os.getcwd()} & {*sys.path}:  # `python -m verl` has it: modules of the user's are found there
+    # `python -m verl` adds the current folder, in which modules of the user are found
+    if not {"", os.getcwd()} & {*sys.path}:
         sys.path.append(os.getcwd())
     if not args or args[0] in ("-h", "--help", "help"):
         return guarded(lambda: print(USAGE) or (0 if args else 2))
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _help(verb: str) -> int:
-    """The verb's own lines of the usage, then its keys."""
+    """Print the verb's own lines of the usage, then its keys."""
     from verl.config.help import keys_of, render_keys
 
     print("\n".join(line.strip() for line in USAGE.splitlines() if line.startswith(f"  {verb} ")))
@@ -88,14 +89,14 @@ def guarded(work: Callable[[], int], args: Sequence[str] = ()) -> int:
         code = work()
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # `verl train --help | head`: what is left has no reader
+    except BrokenPipeError:  # `verl train --help | head`: the rest of the output has no reader
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt as e:
         return _fail(str(e) or "interrupted", 130)
     except ValueError as e:
         return _fail(_hidden(str(e), args), 2)
-    except Exception as e:  # the outermost frame: print the traceback, then the first cause last
+    except Exception as e:  # the outermost frame: print the traceback, then the first cause as the last line
         import traceback
 
         from verl.driver.stopping import Stopped
@@ -134,7 +135,7 @@ def _fail(text: str, code: int = 2) -> int:
 
 
 def train(args: list[str], *, verl_defaults: VerlDefaults | None = None) -> int:
-    if verl_defaults is None:  # verl's own door lets the first of torchrun's processes be the run
+    if verl_defaults is None:  # verl's own command (trainer/) makes the first of torchrun's processes the run
         _refuse_torchrun("train")
     if "--replay" in args:
         at = args.index("--replay")
@@ -169,7 +170,7 @@ def _refuse_torchrun(verb: str) -> None:
 
 
 def _progress() -> LiveProgress:
-    """What the lines of a run go through: a standard output that is full or closed ends nothing."""
+    """Return the printer of a run's lines. A standard output that is full or closed does not end the run."""
     from verl.track.console import LiveProgress
     from verl.workers.torchrun import is_spare
 
@@ -179,7 +180,7 @@ def _progress() -> LiveProgress:
 def _load(
     args: Sequence[str], verl_defaults: VerlDefaults | None = None, say: Callable[[str], None] = print
 ) -> Resolved:
-    """The configuration; what became of verl's keys is printed."""
+    """Load the configuration, and print the translation of verl's keys."""
     from verl.config.compat.translate import render_notes
     from verl.config.load import FITTED, load_config
     from verl.config.tree import values_of
@@ -207,7 +208,7 @@ def _report(finished: Finished, say: Callable[[str], None]) -> int:
 
 
 def _for_people(evals: Mapping[str, float]) -> dict[str, float]:
-    """Means of held-out rewards under the word for what they are."""
+    """Return the means of held-out rewards, named after their kind."""
     from verl.track.metrics import held_out_word
 
     word = "/score/" if held_out_word([evals]) == "score" else "/acc/"
@@ -225,7 +226,7 @@ def evaluate(args: list[str]) -> int:
     values = run_eval(resolved, progress=progress).values
     found = _for_people({name: value for name, value in values.items() if name.startswith("eval/")})
     progress.message("\n".join(f"{name:<40} {value:.4f}" for name, value in found.items()))
-    if progress.lost:  # what was asked for was not seen
+    if progress.lost:  # the requested values could not be printed
         told = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
         return _fail(f"standard output cannot be written ({progress.lost}); what was found: {told}", 1)
     return 0
@@ -251,7 +252,8 @@ def generate(args: list[str]) -> int:
 
 
 def _refuse_agents(resolved: Resolved) -> None:
-    """Refuse `agent.*` of the command line, which no answer to one prompt reads; of a recipe, print that."""
+    """Refuse `agent.*` of the command line, which no answer to one prompt reads. If a recipe has it, print a
+    message."""
     from verl.config.tree import text_of, values_of
 
     values, why = values_of(resolved.config), "verl generate answers a prompt in one turn, without tools"

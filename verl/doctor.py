@@ -1,4 +1,4 @@
-"""`verl doctor`: this machine, what is installed and missing, and what a run waits for."""
+"""`verl doctor`: this machine, the installed and missing packages, and the pending waits of a run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def _devices() -> str:
 
 
 def _holder(lock: Path) -> tuple[str, bool]:
-    """The process that claimed a run directory last, and whether it still does (its number may be another's now)."""
+    """Return the process that claimed a run directory last, and True if it still holds the lock (its number may belong
+    to another process now)."""
     if not lock.is_file():
         return "", False
     with lock.open() as handle:
@@ -73,7 +74,7 @@ def _holder(lock: Path) -> tuple[str, bool]:
 
 
 def _record(path: Path) -> dict[str, Any] | None:
-    """The JSON object of a file; None where there is none, or it is damaged."""
+    """Return the JSON object of a file; None if there is no file, or it is damaged."""
     try:
         found = json.loads(path.read_text()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,5 @@
-"""Models that a Python program holds: of a folder under verl's name, or of transformers, as the trainers take them."""
+"""Models that a Python program has loaded: from a folder by verl's class, or by transformers, as the trainers accept
+them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from verl.model_engine.hf_model import load_causal_lm
 
 
 class AutoModelForCausalLMWithValueHead:
-    """A causal LM from a Hugging Face folder. The value head is the critic's, made when an algorithm has one."""
+    """A causal LM from a Hugging Face folder. The value head belongs to the critic and is made when an algorithm needs
+    one."""
 
     def __init__(self, pretrained_model: nn.Module, path: Path) -> None:
         self.pretrained_model = pretrained_model
@@ -20,14 +22,15 @@ class AutoModelForCausalLMWithValueHead:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> AutoModelForCausalLMWithValueHead:
-        """A folder, or a hub id that is in the local cache; ValueError else (no hub is asked)."""
+        """Load a folder, or a hub id from the local cache. Raise ValueError otherwise; no request is sent to the
+        hub."""
         folder = find_model_folder(str(path))
         return cls(load_causal_lm(folder), folder)
 
 
 def wrapped(model: AutoModelForCausalLMWithValueHead | nn.Module) -> AutoModelForCausalLMWithValueHead:
-    """Return the model; of one of transformers the weights as they are now, in float32, loaded as the folder is that it
-    was read from. ValueError if there is no such folder."""
+    """Return the model. A model of transformers is copied: its present weights in float32, in the form in which the
+    folder that it was read from is loaded. Raise ValueError if there is no such folder."""
     if isinstance(model, AutoModelForCausalLMWithValueHead):
         return model
     name = getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -44,7 +47,7 @@ def wrapped(model: AutoModelForCausalLMWithValueHead | nn.Module) -> AutoModelFo
 
 
 def create_reference_model(model: AutoModelForCausalLMWithValueHead | nn.Module) -> AutoModelForCausalLMWithValueHead:
-    """A frozen copy of the model as it is now."""
+    """Return a frozen copy of the model with its present weights."""
     model = wrapped(model)
     copied = copy.deepcopy(model.pretrained_model)
     for p in copied.parameters():

@@ -1,6 +1,6 @@
-"""Folders of a process, which are removed after it: by itself, or, if it was killed, by the next one that makes such a
-folder. A lock says which of them live: the kernel holds it for a process of any container or name, and ends it with
-that. Standard library only."""
+"""Temporary folders of a process. The process removes them at its end; if it was killed, the next process that makes
+such a folder does. A lock marks folders in use: the kernel holds it for a process of any container or name, and
+releases it when the process ends. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from pathlib import Path
 
 
 def own_folder(parent: Path, prefix: str) -> tuple[Path, int]:
-    """Make a new folder, and remove those of this prefix that nothing holds -> the folder, and a descriptor that holds
-    it until it is closed, here and in all forks. Where a file system knows no locks, nothing is removed."""
+    """Make a new folder, and remove the folders of this prefix that no process holds. Return the folder and a
+    descriptor that holds it until it is closed, here and in all forks. On a file system without locks, nothing is
+    removed."""
     for left in parent.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # another user's, held, or just gone
+        with contextlib.suppress(OSError):  # another user's folder, or held, or just removed
             fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -28,12 +29,13 @@ def own_folder(parent: Path, prefix: str) -> tuple[Path, int]:
     fd = os.open(made, os.O_RDONLY)
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX)
-    return made.rename(made.with_name(made.name[1:])), fd  # others look for it from here on, and find it held
+    # with this name, other processes find the folder and see that it is held
+    return made.rename(made.with_name(made.name[1:])), fd
 
 
 class OwnFolder:
-    """A temporary folder, as `tempfile.TemporaryDirectory`: `cleanup()`, its own end or that of the process removes it,
-    and after a kill the next one of this prefix does."""
+    """A temporary folder like `tempfile.TemporaryDirectory`. `cleanup()`, its own end or the end of the process removes
+    it; after a kill, the next folder of this prefix does."""
 
     def __init__(self, prefix: str) -> None:
         self.path, held = own_folder(Path(tempfile.gettempdir()), prefix)

@@ -1,4 +1,4 @@
-"""What a loss is made of: terms that give one value per token or per sequence, and never sum or divide. The division
+"""The parts of a loss: terms that give one value per token or per sequence, and never sum or divide. The division
 happens once, in the weight columns of `algorithms/weights.py`; the engine sums weight x value. Engines and algorithms
 share this file and know nothing else of each other."""
 
@@ -16,8 +16,11 @@ from verl.types import Kind
 
 @dataclass(frozen=True, slots=True)
 class TermValue:
-    """values [L] (unit token) or [S] (unit sequence); metrics: name -> (values of the same unit, kind of reduction) ·
-    where: of those that are of some of them alone, which (bool)."""
+    """The values of a term: [L] (unit token) or [S] (unit sequence).
+
+    metrics: name -> (values of the same unit, kind of reduction)
+    where: for metrics of some of the values only, a bool mask of these
+    """
 
     values: Tensor
     metrics: Mapping[str, tuple[Tensor, Kind]] = field(default_factory=dict)
@@ -26,15 +29,8 @@ class TermValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One additive part of a loss: the sum over its unit of weight x value. The unit `observation` is of tokens too: of
-    those that the environment wrote between the policy's turns, where all other terms have the weight 0.
-
-    outputs: what of the model it needs (logprobs, entropy, values) · inputs: stored columns it needs · over: a sequence
-    column of bool that restricts it (None: all) · two_pass: its values depend on statistics over the whole optimizer
-    step, so it is evaluated on all log-probs first, and dL/dlogp becomes its weights · corrected: its weights are
-    multiplied by the column `is_weights` when there is one, token by token or by its geometric mean over the sequence ·
-    denominator: what its aggregation counts where a rejection (column `keep`) has taken tokens out · sees_rejected:
-    those are in its mask, with weight 0 · silent: its loss is not a metric."""
+    """One additive part of a loss: the sum over its unit of weight x value. The unit `observation` covers the tokens
+    that the environment wrote between the policy's turns, where all other terms have the weight 0."""
 
     name: str
     fn: Callable[[Columns], TermValue]
@@ -42,11 +38,16 @@ class Term:
     unit: Literal["token", "observation", "sequence"] = "token"
     aggregate: str = "token-mean"
     horizon_tokens: int | None = None
-    over: str | None = None
-    outputs: tuple[str, ...] = ("logprobs",)
-    inputs: tuple[str, ...] = ()
+    over: str | None = None  # A bool sequence column that restricts the term. None: all sequences.
+    outputs: tuple[str, ...] = ("logprobs",)  # Model outputs that it needs (logprobs, entropy, values).
+    inputs: tuple[str, ...] = ()  # Stored columns that it needs.
     two_pass: bool = False
+    """Its values depend on statistics of the whole optimizer step. It is evaluated on all log-probs first, and dL/dlogp
+    becomes its weights."""
     corrected: Literal["no", "token", "geometric"] = "no"
+    """Its weights are multiplied by the column `is_weights`, if present, token by token or by its geometric mean over
+    the sequence."""
     denominator: str = "after_rejection"
-    sees_rejected: bool = False
-    silent: bool = False
+    """The tokens that its aggregation counts: those before or after a rejection (column `keep`)."""
+    sees_rejected: bool = False  # Rejected tokens are in its mask, with weight 0.
+    silent: bool = False  # Its loss is not a metric.

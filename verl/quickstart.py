@@ -1,10 +1,10 @@
-"""The first ten minutes: make a small language model from nothing, warm it up, and watch RL make it right.
+"""The first ten minutes: create a small language model, warm it up, and watch RL improve it.
 
     python -m verl.quickstart run.seed=0
     python -m verl.quickstart task=tool_arithmetic tool_fail_share=0.2
 
-Everything goes through the same commands that real runs use (`verl sft`, `verl train`); only the model, the tokenizer
-and the data are made here.
+All steps use the commands of real runs (`verl sft`, `verl train`); only the model, the tokenizer and the data are made
+here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from verl.cli import guarded
 from verl.recipes import arithmetic, tool_arithmetic
 
 SFT_ROWS, RL_ROWS, HELD_OUT_ROWS = 32000, 4096, 256
-OWN = ("run.seed", "run.root_dir", "warmup_steps", "task", "tool_fail_share")  # all other overrides are the RL run's
+# all other overrides belong to the RL run
+OWN = ("run.seed", "run.root_dir", "warmup_steps", "task", "tool_fail_share")
 
 
 def main(argv: list[str]) -> int:
@@ -37,12 +38,11 @@ def main(argv: list[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A task to begin with. make: (home, seed) -> the model's folder, with the data beside it · recipe: of its RL,
-    whose name is the folder's; `RECIPE_warmup` is its SFT's · reward: the module that scores it."""
+    """A task for a first run."""
 
-    make: Callable[[Path, int], Path]
-    recipe: str
-    reward: str
+    make: Callable[[Path, int], Path]  # (home, seed) -> the model's folder, with the data beside it.
+    recipe: str  # The recipe of its RL run; the run has the same name. `RECIPE_warmup` is the recipe of its SFT run.
+    reward: str  # The module that scores it.
     teacher: str
 
 
@@ -61,7 +61,7 @@ def quickstart(overrides: list[str]) -> int:
     home = root / start.recipe
     made = home / "seed"
     if (home / "summary.json").exists() or (made.exists() and made.read_text() != str(seed)):
-        shutil.rmtree(home)  # of an earlier quickstart; an unfinished one of this seed goes on
+        shutil.rmtree(home)  # files of an earlier quickstart; an unfinished one with this seed continues
     started = time.monotonic()
     console.rule("[bold]1 of 3[/] a model, a tokenizer and data, from nothing")
     base = start.make(home, seed)
@@ -77,7 +77,7 @@ def quickstart(overrides: list[str]) -> int:
         share = float(given.get("tool_fail_share", "0"))
         rl.append(f"agent.tools=[{tool_arithmetic.write_tools(home / 'tools.yaml', fail_share=share)}]")
     rl += [a for a in overrides if a.partition("=")[0] not in OWN]
-    load_config([f"model.path={base}", *rl])  # what is wrong with it is said before the warm-up
+    load_config([f"model.path={base}", *rl])  # errors in it are reported before the warm-up
 
     console.rule("[bold]2 of 3[/] warm-up: supervised fine-tuning on that teacher")
     warm_up = [f"recipe={start.recipe}_warmup", f"model.path={base}", *common]
@@ -94,7 +94,7 @@ def quickstart(overrides: list[str]) -> int:
 
 
 def make_inputs(home: Path, seed: int) -> Path:
-    """Model, tokenizer and data of the arithmetic under `home`; the path of the model."""
+    """Make model, tokenizer and data of the arithmetic task under `home`. Return the path of the model."""
     from verl.models import tiny
 
     base = home / "base"
@@ -110,7 +110,7 @@ def make_inputs(home: Path, seed: int) -> Path:
 
 
 def make_tool_inputs(home: Path, seed: int) -> Path:
-    """The same for multiplications with a calculator."""
+    """Make the same for multiplications with a calculator."""
     from verl.models import tiny
 
     base, words = home / "base", (tool_arithmetic.WORDS, tool_arithmetic.CHAT_TEMPLATE)
@@ -136,13 +136,14 @@ STARTS = {
 
 
 def last_export(run_dir: Path) -> Path:
-    """The Hugging Face folder of the last checkpoint."""
+    """Return the Hugging Face folder of the last checkpoint."""
     steps = max(int(p.name.removeprefix("step_")) for p in (run_dir / "checkpoints").glob("step_*"))
     return run_dir / "checkpoints" / f"step_{steps}" / "hf"
 
 
 def _close(console: Console, home: Path, seed: int, seconds: dict[str, float], wall_s: float) -> None:
-    """Held-out rewards and the same three problems before and after, the summary file, the report's path."""
+    """Print held-out rewards and the same three problems before and after, the summary file, and the path of the
+    report."""
     from verl.track.samples import read_samples, sample_steps
 
     steps = sample_steps(home, "eval")

@@ -1,4 +1,4 @@
-"""`verl replicas`: has the driver of a run that goes on take a server, or give one up (driver/fleet.py)."""
+"""`verl replicas`: the driver of a running run adds a server, or removes one (driver/fleet.py)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 from verl.track.files import write_atomic
 
-FOLDER = "replicas"  # of a run's directory, where questions and answers lie
-LOOK_S = 0.25  # between two looks of the driver
+FOLDER = "replicas"  # the folder of a run's directory with the requests and the answers
+LOOK_S = 0.25  # the pause between two checks of the driver
 ANSWER_S = 660.0  # a server may take ten minutes to start
 
 
 def ask(run_dir: Path, verb: str, what: str = "", timeout_s: float = ANSWER_S) -> list[str]:
-    """Have the driver of a run add the server of a URL, or remove the replica of a number -> a line for each replica.
-    ValueError: no driver runs there, or it refuses."""
+    """Let the driver of a run add the server of a URL, or remove the replica of a number. Return one line for each
+    replica. Raise ValueError if no driver runs there, or if it refuses."""
     _refuse_idle(run_dir)
     path, until_s = run_dir / FOLDER / f"{uuid.uuid4().hex}.ask", time.monotonic() + timeout_s
     write_atomic(path, json.dumps({"verb": verb, "what": what}).encode())
@@ -39,7 +39,7 @@ def ask(run_dir: Path, verb: str, what: str = "", timeout_s: float = ANSWER_S) -
 
 
 def _refuse_idle(run_dir: Path) -> None:
-    """ValueError where nobody holds the lock of a run."""
+    """Raise ValueError if no process holds the lock of the run."""
     with contextlib.suppress(FileNotFoundError, BlockingIOError), open(run_dir / ".lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         raise ValueError(f"{run_dir}: no run goes on there; replicas come and go while one does")

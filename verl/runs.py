@@ -1,5 +1,5 @@
-"""The segments of a row as runs of tokens of one kind, cut so that the rows of a trajectory share what they have in
-common."""
+"""The segments of a row as runs of tokens of one kind, cut so that the rows of a trajectory share their common
+tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from verl.types import LEARNED, Sample, Segment
 
 
 def runs_of(sample: Sample) -> list[list[Segment]]:
-    """The segments, empty ones dropped, neighbours of one kind together.
+    """Return the segments without empty ones, with neighbours of one kind together.
 
-    Together they keep the tree shallow: spans of several weight versions are one run. The first segment stays alone,
-    since it is what a group shares.
+    Together they keep the tree shallow: spans of several weight versions are one run. The first segment stays separate,
+    because a group shares it.
     """
     runs: list[list[Segment]] = []
     for i, s in enumerate(sample.segments):
@@ -30,8 +30,9 @@ def runs_of(sample: Sample) -> list[list[Segment]]:
 
 
 def cuts_of(samples: Sequence[Sample]) -> dict[int, set[int]]:
-    """Where the runs of a row are cut, so that it shares tokens with the other rows of its trajectory: where they part,
-    and before that where one of their runs ends. Empty for trajectories of one row."""
+    """Return the token positions at which the runs of each row are cut, so that it shares tokens with the other rows of
+    its trajectory: where two rows diverge, and before that where one of their runs ends. Empty for trajectories of one
+    row."""
     of: dict[str, list[int]] = {}
     for i, sample in enumerate(samples):
         of.setdefault(sample.trajectory_id, []).append(i)
@@ -48,7 +49,7 @@ def cuts_of(samples: Sequence[Sample]) -> dict[int, set[int]]:
 
 
 def cut_runs(runs: list[list[Segment]], cuts: set[int]) -> Iterator[list[Segment]]:
-    """The runs, cut at these tokens of the row too. The media of a segment stay with its first part."""
+    """Yield the runs, also cut at these token positions of the row. The media of a segment stay with its first part."""
     at = 0
     for run in runs:
         parts: list[Segment] = []

@@ -19,7 +19,7 @@ from verl.rollout.server.options import ServeConfig, check_serve
 
 
 def serve(config: Config) -> int:
-    """Until SIGTERM or Ctrl-C; what is wrong with the keys, the port or the folder is said before the model is read."""
+    """Serve until SIGTERM or Ctrl-C. Errors in the keys, the port or the folder are raised before the model is read."""
     check_serve(config.serve)
     config = with_context(config)
     with bound(config.serve) as sock:
@@ -28,8 +28,8 @@ def serve(config: Config) -> int:
 
 
 def with_context(config: Config) -> Config:
-    """The configuration with a context of `serve.max_context_tokens`, or of what the model was made for; there is no
-    limit of prompts and one of answers here."""
+    """Return the configuration with a context of `serve.max_context_tokens`, or else of the model's own length. Prompts
+    and answers have no separate limits here."""
     room = context_tokens(config.model.path)
     wanted = config.serve.max_context_tokens or room or longest_sequence(config)
     if room is not None and wanted > room:
@@ -46,12 +46,12 @@ def with_context(config: Config) -> Config:
 
 
 def bound(serve: ServeConfig) -> socket.socket:
-    """The socket; ValueError where the port or the address cannot be had."""
+    """Return the bound socket. Raise ValueError if the port or the address cannot be used."""
     family = socket.AF_INET6 if ":" in serve.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((serve.host, serve.port))  # nobody is let in before there is a model
+        sock.bind((serve.host, serve.port))  # it accepts no connection before the model is loaded
     except OSError as e:
         sock.close()
         where = f"serve.host={serve.host} serve.port={serve.port}"
@@ -61,7 +61,7 @@ def bound(serve: ServeConfig) -> socket.socket:
 
 @dataclass(slots=True)
 class FolderWeights:
-    """The weights of a model folder as version 0. See `WeightReader`."""
+    """The weights of a model folder as version 0. Implements `WeightReader`."""
 
     module: Any
     version: int = 0
@@ -109,7 +109,7 @@ async def _serve(config: Config, sock: socket.socket) -> None:
             vocab_size=vocab_size,
             max_context_tokens=able.max_context_tokens,
         )
-        sock.listen()  # who reads the next line and asks at once waits, and is not refused
+        sock.listen()  # a request that follows the next line at once waits, and is not refused
         _announce(config, sock, able.max_context_tokens)
         await run_app(make_app(service), sock, stopping)
     finally:

@@ -34,8 +34,8 @@ def _recipes(args: Sequence[str]) -> None:
 
 
 def _config(args: Sequence[str]) -> None:
-    """The keys of a first run, then the whole tree with the origin of each value; or of the named sections and keys
-    what they mean."""
+    """Print the keys of a first run, then all keys with the origin of each value; for named sections and keys, print
+    their meaning."""
     from verl.config.help import named_keys, render_keys
     from verl.config.load import dump_config, load_config
     from verl.config.schema import FIRST_RUN
@@ -83,7 +83,7 @@ def _algorithm(name: str, overrides: Sequence[str]) -> None:
 
     resolved = load_config([f"algorithm.name={name}", *overrides, "model.path=MODEL_FOLDER"])
     preset, given = find(name), resolved.config.algorithm.given()
-    needed: dict[str, Any] = {}  # what a run must give itself; a fitting value is shown
+    needed: dict[str, Any] = {}  # values that a run must have; a fitting one is shown
     if isinstance(preset.estimator, GDPO):
         needed["reward_components"] = ["COMPONENT", "COMPONENT"]
     table = Table("algorithm.", "value", "from", "what", box=None)
@@ -110,7 +110,7 @@ def _keys(args: Sequence[str]) -> None:
 
 
 def _timeline(path: Path, trajectory: str) -> None:
-    """What one trajectory with turns did when: its events `turn` and `tool`."""
+    """Print the events `turn` and `tool` of one trajectory with several turns."""
     from verl.track.events import read_events
 
     every = [event for event in read_events(path, {"turn", "tool"})]
@@ -164,7 +164,7 @@ WORDS: Mapping[str, Callable[[Sequence[str]], None]] = MappingProxyType(
 
 
 def export(source: Path, out: Path) -> int:
-    """The ready Hugging Face folder of a checkpoint (of the latest valid one of a run)."""
+    """Write the complete Hugging Face folder of a checkpoint (the latest valid one of a run)."""
     if (source / "hf").is_dir():
         folder = source / "hf"
     else:

@@ -15,12 +15,12 @@ import numpy as np
 
 Source = Literal["prompt", "sampled", "env", "stored"]
 LEARNED: frozenset[Source] = frozenset(("sampled", "stored"))
-"""What is trained on: the policy drew it, or it is an answer of the data, which no policy drew."""
+"""The sources of trained tokens: sampled by the policy, or an answer stored in the data, which no policy sampled."""
 Purpose = Literal["train", "baseline", "eval"]
 Cut = Literal["length", "context_full", "max_turns", "max_tool_calls", "wall"]
 StopReason = Literal["eos", "stop", "abort", "tool", "no_progress", "error", Cut]
 CUT: frozenset[StopReason] = frozenset(get_args(Cut))
-"""A budget ended it, not the model."""
+"""The stop reasons of answers that a budget ended, and not the model."""
 Outcome = Literal["ok", "invalid", "failed", "cancelled"]
 Unit = Literal["token", "turn", "sequence", "group", "step", "update"]
 Kind = Literal["mean", "sum", "max", "min", "last"]
@@ -28,11 +28,13 @@ Kind = Literal["mean", "sum", "max", "min", "last"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. Travels with the sample: the trainer applies the same temperature.
+    """The parameters with which tokens are sampled. They are part of the sample, because the trainer applies the same
+    temperature.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` are strings, `stop_token_ids` ids; both end the
-    response and are part of it. `seed` makes the draw a function of (seed, position) alone. `position`: of the first
-    token drawn, where the prompt ends with what another engine has drawn of the same response.
+    response and are part of it. `seed` makes the sampled tokens a function of (seed, position) alone. `position` is
+    that of the first sampled token, if the prompt ends with a part of the same response that another engine has
+    sampled.
     """
 
     max_tokens: int
@@ -59,8 +61,8 @@ class Sampling:
             raise ValueError(f"min_p={self.min_p}: must be in [0, 1]")
 
     def of_call(self, max_tokens: int, seed: int) -> Sampling:
-        """The same distribution for one call. Spelled out: `replace` takes twice as long, and this is done per
-        trajectory."""
+        """Return the same distribution for one call. The fields are listed because `replace` takes twice as long, and
+        this runs once per trajectory."""
         return Sampling(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -77,18 +79,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One dataset row. `row` holds every column of it; `prompt_ids` the rendered, tokenised prompt.
-
-    tools: schemas of what the model may call · agent: the loop that plays it ("": the run's) · media: references to its
-    images, videos and sounds (a path or a content hash) · teacher: who teaches it, of several · context_ids: the prompt
-    that a teacher reads in place of its own, [C] int64 · answer_ids: the stored answer behind the prompt, [A] int64 ·
-    untaught: see `Sample`.
-    """
+    """One dataset row. `row` contains all its columns; `prompt_ids` the rendered, tokenised prompt."""
 
     task_id: str
     index: int
     messages: tuple[Mapping[str, Any], ...]
-    prompt_ids: np.ndarray  # [P] int64
+    prompt_ids: np.ndarray  # [P] int64  # [P] int64
     data_source: str = ""
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
@@ -103,15 +99,15 @@ class Task:
 
 
 TEMPLATE = -3
-"""The version of a run of the environment that the chat template wrote around a tool's answer: ends of turns, headers,
-the generation prompt."""
+"""The version of the runs of tokens that the chat template wrote around a tool's answer: ends of turns, headers, the
+generation prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A run of tokens with one source and, if sampled, one weight version; see also `TEMPLATE`.
+    """A run of tokens with one source and, if sampled, one weight version, or the version `TEMPLATE`.
 
-    ids [t] int64; logprobs [t] float32 behaviour log-probs (sampled alone); side {name: [t, ...]} length-checked.
+    ids [t] int64; logprobs [t] float32 behaviour log-probs (only if sampled); side {name: [t, ...]} length-checked.
     """
 
     ids: np.ndarray
@@ -138,19 +134,18 @@ SHAPED = frozenset({"score", "overlong_penalty", "stop_properly"})
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A reward: one value, its named components (extra keys of a dict reward), the answer it read (`pred`), what each
-    turn of the model is worth beside it, and what it says of the attempt, for a teacher that reads it (`feedback`)."""
+    """The reward of an attempt."""
 
     value: float
-    components: Mapping[str, float] = field(default_factory=dict)
-    pred: str | None = None
-    turn_rewards: tuple[float, ...] | None = None
-    feedback: str = ""
+    components: Mapping[str, float] = field(default_factory=dict)  # The extra keys of a dict reward.
+    pred: str | None = None  # The answer that the reward function found in the text.
+    turn_rewards: tuple[float, ...] | None = None  # Further rewards, one per turn of the model.
+    feedback: str = ""  # A text about the attempt, for a teacher that reads it.
 
 
 @dataclass(frozen=True, slots=True)
 class Invalid:
-    """No reward could be given (timeout, crash, malformed). Never enters advantages, statistics or the loss."""
+    """No reward exists (timeout, crash, malformed). It is part of no advantage, statistic or loss."""
 
     reason: str
     detail: str = ""
@@ -158,11 +153,12 @@ class Invalid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One attempt at a task: an append-only list of segments with what came of it.
+    """One attempt at a task: an append-only list of segments, with its reward and outcome.
 
-    branches: the further rows of a history that was rewritten, each from its prompt on. A sampled segment is in one row
-    alone; elsewhere the same tokens are context · agent: what the loop counted (`tool_calls`, seconds of tools ...) ·
-    timeline: of one with several turns, the events `turn` and `tool`: what it did when, in seconds from its start.
+    branches: the further rows of a history that was rewritten, each beginning with its prompt. A sampled segment is in
+    one row only; elsewhere the same tokens are context
+    agent: the counts of the loop (`tool_calls`, seconds of tools ...)
+    timeline: if it has several turns, its events `turn` and `tool` with times in seconds from its start
     """
 
     trajectory_id: str
@@ -208,7 +204,7 @@ class Trajectory:
 
 def learned_tokens(segments: Sequence[Segment]) -> int:
     n = 0
-    for s in segments:  # a loop: a generator costs twice as much, and this is done per trajectory
+    for s in segments:  # a loop, because a generator costs twice as much and this runs once per trajectory
         if s.source in LEARNED:
             n += len(s.ids)
     return n
@@ -216,7 +212,7 @@ def learned_tokens(segments: Sequence[Segment]) -> int:
 
 def versions_of(segments: Sequence[Segment]) -> tuple[int, int]:
     """(oldest, newest) weight version among the sampled segments; (-1, -1) if none."""
-    # One turn: most of them.
+    # trajectories with one turn, the usual case
     if len(segments) == 2 and segments[1].source == "sampled" and segments[0].source == "prompt":
         return segments[1].version, segments[1].version
     found = [s.version for s in segments if s.source == "sampled"]
@@ -224,7 +220,7 @@ def versions_of(segments: Sequence[Segment]) -> tuple[int, int]:
 
 
 def response_ids_of(segments: Sequence[Segment]) -> np.ndarray:
-    """[R] int64: what follows the first segment (the prompt). May be a view."""
+    """Return [R] int64: everything after the first segment (the prompt). It may be a view."""
     if len(segments) == 2:
         return segments[1].ids
     return np.concatenate([s.ids for s in segments[1:]]) if len(segments) > 1 else np.zeros(0, np.int64)
@@ -244,11 +240,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One training row linearised from a trajectory (the trajectory is the unit of sequence means and advantages).
-
-    teacher: who teaches it, of several · context [1 + C] int64: of a teacher that reads another prompt, how many of the
-    row's first tokens that prompt stands for, and its ids · untaught: its teacher reads what was said of the attempt,
-    and nothing was."""
+    """One training row linearised from a trajectory (the trajectory is the unit of sequence means and advantages)."""
 
     sample_id: str
     trajectory_id: str
@@ -263,9 +255,11 @@ class Sample:
     task_id: str = ""
     stop_reason: StopReason = "eos"
     adapter: str | None = None  # that read the ids; None: the model itself
-    teacher: str = ""
+    """The adapter that read the ids. None: the model itself."""
+    teacher: str = ""  # The name of its teacher, if there are several.
     context: np.ndarray | None = None
-    untaught: bool = False
+    """[1 + C] int64: the number of first tokens that a teacher's prompt replaces, and its ids."""
+    untaught: bool = False  # Its teacher reads feedback about the attempt, and there is none.
 
     @property
     def total_tokens(self) -> int:
@@ -280,9 +274,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ref:
-    """What the driver holds of one sample: scalars only, enough to select, balance and plan. Never tensors.
-
-    stored: an answer of the data, which has no reward, no sampler and no version: it is in the loss alone."""
+    """The driver's record of one sample: only scalars, enough to select, balance and plan. Never tensors."""
 
     sample_id: str
     trajectory_id: str
@@ -298,9 +290,10 @@ class Ref:
     outcome: Outcome = "ok"
     truncated: bool = False
     teacher: str = ""
-    stored: bool = False
+    stored: bool = False  # An answer of the data: no reward, sampler or version; it takes part only in the loss.
     untaught: bool = False
     copies: int = 1  # a row that was drawn k times (PF-PPO) is k rows of its optimizer step
+    """A row that was selected k times (PF-PPO) counts as k rows of its optimizer step."""
 
 
 class Refs(tuple[Ref, ...]):
@@ -316,7 +309,7 @@ class Refs(tuple[Ref, ...]):
         return Refs(r for r in self if r.purpose == purpose)
 
     def sampled(self) -> Refs:
-        """Without the stored answers: what the policy drew."""
+        """The refs of samples that the policy sampled, without the stored answers."""
         return Refs(r for r in self if not r.stored)
 
     def groups(self) -> dict[str, Refs]:
@@ -349,15 +342,15 @@ def ref_of(sample: Sample) -> Ref:
 
 
 def taught(sample: Sample, task: Task) -> Sample:
-    """The sample with what its task says of teachers. A row that does not begin with the task's prompt (a history that
-    was rewritten) has no other context."""
+    """Return the sample with its task's facts for teachers. A row that does not begin with the task's prompt (its
+    history was rewritten) gets no other context."""
     n, context = len(task.prompt_ids), None
     if task.context_ids is not None:
         first = np.concatenate([s.ids for s in sample.segments])[:n]
         if np.array_equal(first, task.prompt_ids):
             context = np.concatenate([[n], task.context_ids]).astype(np.int64)
     if context is None and not task.teacher and not task.untaught:
-        return sample  # `replace` is not free, and this is done per trajectory
+        return sample  # `replace` is not free, and this runs once per trajectory
     return replace(sample, teacher=task.teacher, context=context, untaught=task.untaught)
 
 
