@@ -12,6 +12,7 @@ import uvloop
 
 from verl.chat import render_prompt
 from verl.chat.template import audit_template
+from verl.config.proven import unproven
 from verl.config.schema import Config
 from verl.config.validate import validate
 from verl.data.lost import Coverage, lost_lines
@@ -30,7 +31,7 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
     set_up_process(config)
     tokenizer = load_tokenizer_of(config)
     require_an_end(config, tokenizer)
-    for line in template_lines(config, tokenizer):
+    for line in (*unproven(config, ("rollout",)), *template_lines(config, tokenizer)):
         print(line)
     lost = Coverage(tokenizer).lost(prompt)
     for line in lost_lines({"prompt": (len(prompt), len(lost))}, {"prompt": repr(lost[:20])}):
