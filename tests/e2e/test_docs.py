@@ -116,7 +116,7 @@ def test_snippets(page, folder, environment, tmp_path):
         if named:
             (here / named[1]).write_text(text)
         elif language == "bash":
-            for line in filter(None, map(str.strip, text.splitlines())):
+            for line in filter(None, map(str.strip, re.sub(r"\\\n\s*", " ", text).splitlines())):
                 run_line(line, page, here, environment)
         elif language == "python":
             if page.name == "README.md":

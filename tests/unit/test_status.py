@@ -79,3 +79,8 @@ def test_what_has_no_record_on_the_device_is_one_line(tmp_path):
 def test_the_table_is_part_of_the_package():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert "config/proven.json" in text and "py.typed" in text and isinstance(Config().cluster.backend, str)
+
+
+def test_the_readme_is_short():
+    lines = (Path(__file__).parents[2] / "README.md").read_text().splitlines()
+    assert len(lines) <= 100 and max(map(len, lines)) <= 120
