@@ -13,6 +13,8 @@ from verl.config.backends import CLUSTER, TABLES
 from verl.config.load import load_config
 from verl.config.proven import proven, unproven
 from verl.config.schema import Config
+from verl.driver.run_dir import open_run_dir
+from verl.track.events import EventLog
 
 
 def record(name: str = "rollout.native", device: str = "cpu") -> status.Record:
@@ -74,6 +76,20 @@ def test_what_has_no_record_on_the_device_is_one_line(tmp_path):
     assert len(on_gpu) == 1 and "model.engine=torch" in on_gpu[0] and "queue.engine" not in on_gpu[0]
     assert "rollout.engine=sglang" in line("model.device=cpu", "rollout.engine=sglang")[0]
     assert line("model.device=cpu", "rollout.engine=sglang", sections=("model",)) == []
+
+
+def test_the_first_attempt_of_a_run_notes_it_and_no_other(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    given = [f"model.path={tmp_path}/model", f"run.root_dir={tmp_path}", "run.name=x", "model.device=cuda"]
+    for attempt in (0, 1):
+        claimed = open_run_dir(load_config(given), "train")
+        claimed.lock.close()
+        assert claimed.attempt == attempt
+        assert sum("no record of a run" in note for note in claimed.notes) == (attempt == 0)
+        log = EventLog(tmp_path / "x", attempt)
+        log.append("resumed", 1, {})
+        log.close()
 
 
 def test_the_table_is_part_of_the_package():

@@ -23,7 +23,6 @@ from verl.config.cluster import roles_of
 from verl.config.load import Resolved
 from verl.config.memory import drops_rollout_weights
 from verl.config.plan import algorithm_warnings, checkpoint_bytes, policy_updates, total_steps
-from verl.config.proven import SECTIONS, unproven
 from verl.config.schema import AlgorithmConfig, Config
 from verl.data.cursor import Curriculum
 from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
@@ -394,9 +393,7 @@ def reporter_of(
     """The first that writes in the run directory: whatever refuses a start has done so."""
     config, attempt, done = resolved.config, claimed.attempt, claimed.state.step if claimed.state else 0
     records = claimed.records or claimed.path
-    lines = [*beyond(claimed.path, done, total_steps), *stretched(config, records, done, total_steps)]
-    if attempt == 0:
-        lines += unproven(config, SECTIONS if recorder is not None else ("model",))
+    lines = (*beyond(claimed.path, done, total_steps), *stretched(config, records, done, total_steps))
     for note in (*claimed.notes, *lines):
         progress.message(note)
     write_config(records, attempt, resolved)

@@ -14,6 +14,7 @@ from verl.checkpoint.latest import find_latest
 from verl.checkpoint.store import CheckpointStore
 from verl.config.load import Resolved, dump_config
 from verl.config.model_files import find_model_folder, read_weight_headers
+from verl.config.proven import SECTIONS, unproven
 from verl.config.schema import Config
 from verl.driver.identity import Identity, compare, identity_of
 from verl.driver.state import DriverState, read_state
@@ -65,6 +66,10 @@ class RunDir:
         }
 
 
+PARTS: Mapping[str, tuple[str, ...]] = {"train": SECTIONS, "eval": ("rollout",)}
+"""The sections whose backends a command uses; those that are not here train a model and sample nothing."""
+
+
 def open_run_dir(resolved: Resolved, command: str, contents: Mapping[str, str] | None = None) -> RunDir:
     """Claim the run directory and find what to resume from. A start that is refused leaves an earlier run as it was.
     contents: what else than its files is behind a key."""
@@ -100,6 +105,8 @@ def open_run_dir(resolved: Resolved, command: str, contents: Mapping[str, str] |
         keep_best="metric" if config.run.keep_best else None,
     )
     attempt = next_attempt(run_dir)
+    if attempt == 0:
+        notes += unproven(config, PARTS.get(command, ("model",)))
     found = (checkpoint, state, parent, changed, tuple(notes), resolved.hide)
     return RunDir(run_dir, store, lock, attempt, identity, *found)
 
