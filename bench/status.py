@@ -225,7 +225,8 @@ FOOT = (
     "",
     "Besides, by the tests on a CPU: the official `openai` client against `verl serve`; MCP servers over stdio and",
     "HTTP; the package `renderers` 0.1.12; the code sandbox on one Linux machine (x86_64) as root and as another user;",
-    "an S3 server on the loopback. Weights & Biases is tested against a fake. Google Cloud Storage was never used.",
+    "an S3 server on the loopback. The bound of the sandbox's memory by cgroup v2 was tested against a double of the",
+    "kernel's files only. Weights & Biases is tested against a fake. Google Cloud Storage was never used.",
 )
 
 
