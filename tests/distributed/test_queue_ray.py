@@ -45,8 +45,8 @@ def queue(kept) -> Iterator[TransferQueue]:
 
 def empty(queue: TransferQueue) -> None:
     """For the next case: the process that holds a queue takes a second to start."""
-    asked = queue._actor.__ray_call__.remote(lambda keeper: list(keeper._index._numbers))
-    if ids := ray.get(asked, timeout=60):
+    request = queue._actor.__ray_call__.remote(lambda keeper: list(keeper._index._numbers))
+    if ids := ray.get(request, timeout=60):
         queue._ask(Drop(ids))
 
 

@@ -18,7 +18,7 @@ from small_runs import metrics_of, small_args
 ray = pytest.importorskip("ray", reason="pip install '.[ray]'")
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from verl.driver import home  # noqa: E402
+from verl.driver import driver_host  # noqa: E402
 from verl.workers.ray.cluster import OWN_RAY  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="minutes: make test-all")
@@ -112,7 +112,7 @@ def test_a_node_that_is_missing_is_said_with_what_the_others_have(nodes, tmp_pat
 def test_a_node_of_another_commit_is_named(nodes, tmp_path, tiny_model, arithmetic_data):
     nodes.have(2)
     other = tmp_path / "other"
-    shutil.copytree(home.SOURCE, other / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(driver_host.SOURCE, other / "verl", ignore=shutil.ignore_patterns("__pycache__"))
     with (other / "verl" / "bounds.py").open("a") as file:
         file.write("\n# one line more\n")
     nodes.add(env_vars={"PYTHONPATH": str(other)})

@@ -20,7 +20,7 @@ from small_runs import metrics_of
 
 from verl.checkpoint.store import CheckpointStore
 from verl.cli import main
-from verl.driver.home import MARK
+from verl.driver.driver_host import MARK
 
 WAIT_S = 120.0
 LOST = [(0, signal.SIGKILL), (1, signal.SIGSTOP)] + [(1, signal.SIGKILL)] * bool(os.environ.get("FULL_GRID"))

@@ -323,8 +323,8 @@ def test_a_segment_that_was_given_out_again_between_question_and_lock_is_asked_f
             queue.write(refs, wide(refs, 4.0, 4 * MB))
             others = put(queue, samples(4, "other"))
             queue.write(others, wide(others, 9.0, 4 * MB))
-            asked = queue._process._keeper.answer(segments.HERE, Find(others.ids, ["x"]))  # type: ignore[union-attr]
-            assert isinstance(asked, Found) and asked.blocks.keys() == blocks.keys(), "where the first column was"
+            request = queue._process._keeper.answer(segments.HERE, Find(others.ids, ["x"]))  # type: ignore[union-attr]
+            assert isinstance(request, Found) and request.blocks.keys() == blocks.keys(), "where the first column was"
         return lease(self, blocks)
 
     monkeypatch.setattr(shared._Process, "lease", late)

@@ -19,7 +19,7 @@ from verl.algorithms import estimators as adv
 from verl.algorithms.filters import SampleFilter
 from verl.algorithms.weights import term_weights
 from verl.batch import pack, unshare
-from verl.driver.step import Step, _chosen
+from verl.driver.step import Step, _selected
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.linear_teacher import top_k
@@ -175,5 +175,5 @@ def test_pf_ppo_chooses_trajectories_with_all_their_rows():
     run = SimpleNamespace(run=SimpleNamespace(seed=0))
     for selection, kept in (("bon", "a"), ("bw", "ab")):
         spec = SimpleNamespace(sample_filter=SampleFilter(selection=selection))
-        found = _chosen(SimpleNamespace(algorithm=spec, config=run), Step(0), refs)
+        found = _selected(SimpleNamespace(algorithm=spec, config=run), Step(0), refs)
         assert found.ids == [f"{name}#{i}" for name in kept for i in range(3)]

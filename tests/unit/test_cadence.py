@@ -122,7 +122,7 @@ def test_where_workers_have_processes_of_their_own_a_save_goes_on_beside_trainin
         assert made.newest == 1
 
     asyncio.run(save())
-    assert did == (["room", "snapshot", "_write_beside"] if beside else ["_write"])
+    assert did == (["room", "snapshot", "_write_copies"] if beside else ["_write"])
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -139,7 +139,7 @@ def test_a_snapshot_that_a_full_disk_refuses_is_not_kept(later, tmp_path):
         await made._copy(1)
         if later:
             await made._copy(2)
-        await made._commit(made._write_beside(state, None), state, 0.0, last=False)
+        await made._commit(made._write_copies(state, None), state, 0.0, last=False)
         return role._snapshot is not None
 
     assert asyncio.run(save()) is later

@@ -100,11 +100,11 @@ def test_what_fails_gives_its_room_back() -> None:
 def test_a_put_that_is_cancelled_leaves_neither_rows_nor_room(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     queue, entered, goes_on = Held(1 << 20), threading.Event(), threading.Event()
 
-    def slow(asked: Any, held: Any = ()) -> tuple[Any, list[Any]]:
-        if type(asked).__name__ == step:
+    def slow(request: Any, held: Any = ()) -> tuple[Any, list[Any]]:
+        if type(request).__name__ == step:
             entered.set()
             assert goes_on.wait(30)
-        return over_ray.RayQueue._ask(queue, asked, held)
+        return over_ray.RayQueue._ask(queue, request, held)
 
     async def cancelled() -> None:
         putting = asyncio.create_task(queue.put(samples(3)))
@@ -130,7 +130,7 @@ def test_a_process_of_the_queue_that_is_gone_is_a_death(monkeypatch: pytest.Monk
     def get(awaited: Any, timeout: float) -> Any:
         raise kinds[name]
 
-    def get_actor(*asked: str) -> Any:
+    def get_actor(*request: str) -> Any:
         raise ValueError("Failed to look up actor")
 
     kinds_of = SimpleNamespace(**kinds)
@@ -139,16 +139,16 @@ def test_a_process_of_the_queue_that_is_gone_is_a_death(monkeypatch: pytest.Monk
     with pytest.raises(WorkerDied, match=said):  # after which a run starts again
         len(over_ray.RayQueue("gone", 1.0, keeper))
     with pytest.raises(WorkerDied, match="holds the queue is gone"):
-        len(over_ray.RayQueue("gone", 1.0))  # in a process that has not asked before
+        len(over_ray.RayQueue("gone", 1.0))  # in a process that has not request before
 
 
 def test_a_queue_starts_a_ray_of_its_own_and_joins_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
+    request: list[dict[str, Any]] = []
     made = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=lambda most: (most, given)))
     strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: (node, soft))
     fake = SimpleNamespace(
         is_initialized=lambda: False,
-        init=lambda **given: asked.append(given),
+        init=lambda **given: request.append(given),
         remote=lambda **_: lambda cls: made,
         cluster_resources=lambda: {"object_store_memory": 100.0},
         get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "the driver's"),
@@ -161,4 +161,4 @@ def test_a_queue_starts_a_ray_of_its_own_and_joins_nobodys(monkeypatch: pytest.M
     assert given["scheduling_strategy"] == ("the driver's", False), "its index does not go with another node"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     over_ray.start(None)
-    assert [given["address"] for given in asked] == ["local", "local", "10.0.0.1:6379"]
+    assert [given["address"] for given in request] == ["local", "local", "10.0.0.1:6379"]

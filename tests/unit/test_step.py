@@ -14,7 +14,7 @@ from verl.algorithms.resolve import resolve
 from verl.batch import Ragged
 from verl.config.load import load_config
 from verl.driver.roles import Learner
-from verl.driver.step import Step, _advantages, _chosen, _critic_is_warm, _drawn, _tell_failed, optimizer_steps
+from verl.driver.step import Step, _advantages, _critic_is_warm, _log_failed, _selected, _with_copies, optimizer_steps
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Metric, Refs, Sample, Segment, derive_seed, ref_of
 from verl.workers.compute import Compute
@@ -159,14 +159,14 @@ def test_answers_are_chosen_anew_in_every_step_and_group():
     )
     learner, found = learner_of("pf_ppo", selection="br"), set()
     for index in range(8):
-        kept = _chosen(learner, Step(index), rows)
+        kept = _selected(learner, Step(index), rows)
         names = [r.sample_id for r in kept]
         assert [n[:3] for n in names].count("a/3") == [n[:3] for n in names].count("b/3") == 2 and len(names) == 6
         found.add(tuple(n for n in names if "/3" not in n))
-        assert [r.sample_id for r in _chosen(learner, Step(index), rows)] == names
+        assert [r.sample_id for r in _selected(learner, Step(index), rows)] == names
     assert len({a[2] for a, _ in found}) == 3 and any(a[2] != b[2] for a, b in found)
     greedy = replace(row("a/greedy", "a"), purpose="baseline")
-    assert greedy in _chosen(learner, Step(0), Refs([*rows, greedy])), "a baseline is not chosen from"
+    assert greedy in _selected(learner, Step(0), Refs([*rows, greedy])), "a baseline is not chosen from"
 
 
 def test_draws_with_replacement_are_copies_of_whole_answers():
@@ -178,10 +178,10 @@ def test_draws_with_replacement_are_copies_of_whole_answers():
             list(scores.values()), random.Random(derive_seed(7, "draw", index))
         )
         expected = {n: k for n, k in zip(scores, drawn) if k}
-        found = _drawn(learner, Step(index), rows)
+        found = _with_copies(learner, Step(index), rows)
         assert {r.trajectory_id: r.copies for r in found} == expected and sum(expected.values()) == 4
         assert len(found) == len(expected) + ("b" in expected)
-    assert _drawn(learner_of("ppo"), Step(0), rows) is rows
+    assert _with_copies(learner_of("ppo"), Step(0), rows) is rows
 
 
 def test_a_step_of_which_a_teacher_has_nothing_is_refused_whatever_share_may_fail():
@@ -190,7 +190,7 @@ def test_a_step_of_which_a_teacher_has_nothing_is_refused_whatever_share_may_fai
     learner = learner_of("opd")
     learner.models["teacher"] = SimpleNamespace(take_metrics=lambda: counted)
     rows, step = Refs([row("a", "g"), row("b", "g")]), Step(0)
-    asyncio.run(_tell_failed(learner, step, "teacher", rows, frozenset({"a"})))
+    asyncio.run(_log_failed(learner, step, "teacher", rows, frozenset({"a"})))
     assert step.metrics["teacher/invalid"].value == 0.5
     with pytest.raises(ValueError, match=r"teacher: 2 of 2 samples have no finite number"):
-        asyncio.run(_tell_failed(learner, step, "teacher", rows, frozenset({"a", "b"})))
+        asyncio.run(_log_failed(learner, step, "teacher", rows, frozenset({"a", "b"})))

@@ -19,7 +19,7 @@ from small_runs import small_args
 
 from verl.checkpoint.store import CheckpointStore, is_late
 from verl.config.load import load_config
-from verl.driver import home
+from verl.driver import driver_host
 from verl.driver.together import SharedStore, open_together
 from verl.workers.answers import RankLate
 from verl.workers.group import WorkerDied
@@ -44,7 +44,7 @@ def test_another_folder_of_the_same_name(tmp_path, tiny_model, arithmetic_data):
     assert second.path == first.path and second.records != first.records
     first.path.rename(tmp_path / "of_the_first")
     shutil.copytree(tmp_path / "of_the_first", first.path)
-    (first.path / home.MARK).write_text("of an earlier run on this node's own disk")
+    (first.path / driver_host.MARK).write_text("of an earlier run on this node's own disk")
     with pytest.raises(ValueError, match="does not see the run directory"):
         open_together(copy.deepcopy(resolved), "train", drivers(1, told))
 

@@ -198,9 +198,9 @@ def test_what_was_lost_first_is_noted_once():
     """A terminal that goes away refuses a write and hangs up, in either order, and a step may end between the two."""
     progress, out, _ = plain_progress()
     assert progress.newly_lost() == ""
-    progress.let_go("Input/output error", hung_up=True)
+    progress.close_output("Input/output error", hung_up=True)
     assert progress.newly_lost() == "Input/output error"
-    progress.let_go("the terminal is gone", hung_up=True)
+    progress.close_output("the terminal is gone", hung_up=True)
     assert (progress.newly_lost(), progress.lost) == ("", "Input/output error")
 
 

@@ -1,5 +1,5 @@
-"""Config -> parts. The only importer of concrete backends; everything above the protocols is the same code
-everywhere."""
+"""Build the parts of an RL run from its configuration. This is the only importer of concrete backends; the code above
+the protocols is the same everywhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from verl.driver.assemble_fleet import fleet_of
 from verl.driver.assemble_loops import all_played, loops_of
 from verl.driver.assemble_rewards import check_graders, reward_of, sandbox_of, to_rehearse
 from verl.driver.checkpointer import Checkpointer
-from verl.driver.home import home_of, server_place
+from verl.driver.driver_host import driver_host, server_place
 from verl.driver.measure import pool_metrics
 from verl.driver.models import ModelContext, asked_ahead, hf_export, models_of, reward_model, trained, workers_of
 from verl.driver.publisher import Publisher
@@ -85,14 +85,14 @@ def algorithm_of(config: AlgorithmConfig) -> Algorithm:
 async def assemble(
     resolved: Resolved, command: str = "train", *, progress: LiveProgress | None = None, on_step: OnStep | None = None
 ) -> Run:
-    """Every part of an RL run. What can be wrong with the user's input is found here, cheapest first."""
+    """Build every part of an RL run. The user's input is checked here, the cheapest checks first."""
     config = resolved.config
     set_up_process(config)
     algorithm = algorithm_of(config.algorithm)
     tokenizer = load_tokenizer_of(config)
     require_an_end(config, tokenizer)
     loops = await loops_of(config, tokenizer)
-    async with contextlib.AsyncExitStack() as refused:  # whoever refused the start may be asked again in this process
+    async with contextlib.AsyncExitStack() as refused:  # a refused start may be tried again in this process
         refused.push_async_callback(loops.close)
         tasks, eval_tasks = all_played(config, *tasks_of(config, tokenizer, loops.players))
         claimed = open_run_dir(resolved, command, loops.contents)
@@ -112,12 +112,12 @@ async def _run_of(
     on_step: OnStep | None,
     refused: contextlib.AsyncExitStack,
 ) -> Run:
-    """What is left once the run directory is claimed. data: tokenizer, loops, training rows, evaluation tasks ·
-    refused: what is to be closed if the start is."""
+    """Build the rest of the run, after the run directory is claimed. data: tokenizer, loops, training rows, evaluation
+    tasks · refused: closes its entries if the start is refused."""
     config, (tokenizer, loops, tasks, eval_tasks) = resolved.config, data
     warned = (f"warning: {said}" for said in algorithm_warnings(config))
-    claimed = replace(claimed, told=(*loops.notes, *sandbox_of(config, [tasks[0], *eval_tasks[:1]])))
-    progress.message("\n".join([f"data: {tasks.report.summary()}", *claimed.told, *warned]))
+    claimed = replace(claimed, setup_lines=(*loops.notes, *sandbox_of(config, [tasks[0], *eval_tasks[:1]])))
+    progress.message("\n".join([f"data: {tasks.report.summary()}", *claimed.setup_lines, *warned]))
     waits, cursor = Waits(claimed.path / "waits.json"), _cursor(config, algorithm, len(tasks))
     num_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
     updates = policy_updates(config, num_steps)
@@ -137,8 +137,8 @@ async def _run_of(
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
     learner = learner_of(context, algorithm, models, waits)
     rollout, replicas = await _started(config, tokenizer, context, waits, progress, refused)
-    told = (context.queue, claimed.path, tokenizer, config.track.samples_per_step)
-    recorder = context.cluster.start("recorder", build_recorder, told)
+    args = (context.queue, claimed.path, tokenizer, config.track.samples_per_step)
+    recorder = context.cluster.start("recorder", build_recorder, args)
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, loops, rollout, reward, waits, algorithm)
     groups = _groups(config, learner, tasks, cursor, trajectories, reporter, num_steps, tokenizer)
@@ -178,8 +178,8 @@ async def _started(
     progress: LiveProgress,
     refused: contextlib.AsyncExitStack,
 ) -> tuple[RolloutEngine, Sequence[RolloutEngine]]:
-    """The engine that all requests go to, and those that it goes to: itself, or a router's, which also stands before
-    one that may be lost alone."""
+    """Start the rollout engines. Return the engine that receives all requests, and the engines that it passes them to:
+    itself, or the replicas of a router. A single engine that may be lost gets a router too."""
     parts, peers, count = (config, tokenizer, context.devices["rollout"]), context.peers, config.rollout.replicas
     starts = [partial(context.cluster.replica, i, rollout_engine, (*parts, i, peers)) for i in range(count)]
     rollout: RolloutEngine
@@ -221,13 +221,13 @@ def _publisher(
     )
 
 
-def from_threads(heard: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
-    """`heard` in the event loop of this call, whichever thread tells."""
+def from_threads(report: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
+    """Return a function that calls `report` in the event loop of this call and may be called from any thread."""
     loop = asyncio.get_running_loop()
 
     def tell(error: BaseException) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(heard, error)
+            loop.call_soon_threadsafe(report, error)
 
     return tell
 
@@ -242,7 +242,7 @@ def _placement(
 
 
 def _in_step(config: Config) -> bool:
-    """Nothing is in flight, and no optimizer step is made, while weights are published."""
+    """Return whether publishes happen inside a step: nothing is in flight and no optimizer step runs meanwhile."""
     return config.pipeline.staleness == 0
 
 
@@ -267,7 +267,7 @@ def _trajectories(
         credits_turns=algorithm.credits_turns(),
         stored_share=algorithm.stored_share(),
         timeout_s=config.run.wait_timeout_s,
-        # the pool keeps reward.timeout_s for each call, from its start; this is for a pool that is stuck
+        # the pool limits each call to reward.timeout_s from its start; this limit is for a pool that is stuck
         reward_timeout_s=config.run.wait_timeout_s + 2 * config.reward.timeout_s,
     )
 
@@ -317,7 +317,7 @@ def _groups(
 def learner_of(
     context: ModelContext, algorithm: Algorithm | None, models: dict[str, ModelWorkers], waits: Waits | None = None
 ) -> Learner:
-    """An algorithm (none in a supervised run) over the workers of its roles."""
+    """Join an algorithm (None in a supervised run) with the workers of its roles."""
     return Learner(
         config=context.config,
         cluster=context.cluster,
@@ -331,7 +331,7 @@ def learner_of(
 
 
 def offline_learner(config: Config, total_steps: int, crash_dir: Path) -> Learner:
-    """The algorithm and models of a configuration, for samples that come from elsewhere."""
+    """Build the algorithm and the models of a configuration, for samples that are made elsewhere."""
     context = context_of(config, roles_of(config), updates=updates_of_run(config, total_steps), crash_dir=crash_dir)
     algorithm = algorithm_of(config.algorithm)
     actor = workers_of(context, trained(context, "actor", updates=policy_updates(config, total_steps)))
@@ -348,11 +348,11 @@ def context_of(
     say: Callable[[str], None] = print,
     longest: int | None = None,
 ) -> ModelContext:
-    """What the models of these roles have in common, and where they live."""
+    """Build the settings that the models of these roles share, and the cluster that they live in."""
     device, layout = device_of(config), layout_of(config)
     pools, lives = pools_of(config.cluster, roles, device=device)
     apart = config.cluster.backend != "inproc" and drivers is None
-    home = home_of(crash_dir.parent if crash_dir else None) if apart else None
+    home = driver_host(crash_dir.parent if crash_dir else None) if apart else None
     made = ClusterContext(
         layout=layout,
         roles=tuple(roles),
@@ -376,7 +376,7 @@ def checkpoint_engine(config: Config, probes: Sequence[np.ndarray] = ()) -> Chec
 
 
 def trained_roles(learner: Learner) -> tuple[str, ...]:
-    """Those with an optimizer, the policy first."""
+    """Return the roles that have an optimizer, the policy first."""
     return tuple(role for role, workers in learner.models.items() if workers.trains)
 
 
@@ -390,7 +390,8 @@ def reporter_of(
     recorder: WorkerGroup | None = None,
     on_step: OnStep | None = None,
 ) -> Reporter:
-    """The first that writes in the run directory: whatever refuses a start has done so."""
+    """Open the records of the run. This is the first write into the run directory, after all checks that can refuse a
+    start."""
     config, attempt, done = resolved.config, claimed.attempt, claimed.state.step if claimed.state else 0
     records = claimed.records or claimed.path
     lines = (*beyond(claimed.path, done, total_steps), *stretched(config, records, done, total_steps))
@@ -413,7 +414,7 @@ def reporter_of(
 
 
 def tasks_of(config: Config, tokenizer: Any, players: Players = ONE_ANSWER) -> tuple[TaskTable, list[Task]]:
-    """Training rows and evaluation tasks, each with somebody who can score it, or a ValueError."""
+    """Load training rows and evaluation tasks. A task that no reward can score is a ValueError."""
     data, kwargs, stops = config.data, config.model.template_kwargs, stop_ids(config, tokenizer)
     read = partial(load_tasks, tokenizer=tokenizer, cfg=data, template_kwargs=kwargs, players=players, stops=stops)
     teachers = tuple(config.teacher.paths) if config.teacher.pick == "task" else ()
@@ -440,7 +441,8 @@ def updates_of_run(config: Config, total_steps: int) -> int:
 def rollout_engine(
     config: Config, tokenizer: Any, device: str, replica: int = 0, peers: Peers | None = None
 ) -> RolloutEngine:
-    """From the model folder's own config.json (the trainer's has its attention switched). replica: which server."""
+    """Build a rollout engine from the model folder's own config.json (the trainer changes the attention in its copy).
+    replica: the number of the server."""
     from transformers import AutoConfig
 
     r = config.rollout

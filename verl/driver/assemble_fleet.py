@@ -1,4 +1,4 @@
-"""What replicas that join a run are made of."""
+"""Build the replicas that join a run while it runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def fleet_of(
     from verl.driver.assemble import rollout_engine
 
     def start_of(url: str, number: int) -> Start:
-        """Connected to, or started, as those of the command line are, and refused for what they would be."""
+        """Return the function that connects to the server at `url`, or starts the server `number`. The same checks as
+        at the start of a run apply, and a ValueError has the reason of a refusal."""
         asked = replace(config, rollout=replace(config.rollout, url=url, replicas=1)) if url else config
         for fault in server_faults(asked, "train"):
             raise ValueError(fault)

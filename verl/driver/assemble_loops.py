@@ -1,4 +1,5 @@
-"""Who plays the tasks of a run, and where: what is the user's code runs beside the driver, if not said otherwise."""
+"""Choose the agent loops of a run and the process that runs them. User code runs in a process beside the driver unless
+the configuration puts it into the driver."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from verl.workers.host import free_bytes
 
 
 async def loops_of(config: Config, tokenizer: Any) -> Loops:
-    """In a process of their own where code of the user's plays. Their notes begin with where the answers end."""
+    """Build the agent loops, in a process of their own where they contain user code. Their notes begin with the tokens
+    that end an answer."""
     loops = await _loops_of(config, tokenizer)
     return replace(loops, notes=(*template_lines(config, tokenizer), *loops.notes))
 
@@ -38,7 +40,7 @@ def all_played(config: Config, tasks: TaskTable, eval_tasks: list[Task]) -> tupl
     """Return the tasks; ValueError for tools that no row plays with."""
     default, _ = played_by(config.agent.loop, config.agent.tools)
     every = (tasks[i] for i in range(len(tasks)))
-    built_in = default in (SINGLE_TURN, TOOL_AGENT)  # a loop of the user's own may read the tools of the configuration
+    built_in = default in (SINGLE_TURN, TOOL_AGENT)  # a custom loop may read agent.tools
     if config.agent.tools and built_in and not any(t.agent == TOOL_AGENT for t in chain(every, eval_tasks)):
         why = f"agent.loop is {default}, and no row's agent_name is {TOOL_AGENT}"
         fix = f"set agent.loop={TOOL_AGENT} or the rows' agent_name, or leave agent.tools out"
@@ -47,8 +49,8 @@ def all_played(config: Config, tasks: TaskTable, eval_tasks: list[Task]) -> tupl
 
 
 def loops_there(given: tuple[Config, int], start: int) -> Loops:
-    """The same loops, made in that process, whose random numbers no other start of the run has. given: the
-    configuration, and the attempt of the run."""
+    """Build the loops in the runner's process, with random numbers that no other start of the run has. given: the
+    configuration and the attempt of the run."""
     config, attempt = given
     seed = derive_seed(config.run.seed, "loops", attempt, start)
     set_up_process(replace(config, run=replace(config.run, seed=seed)))

@@ -1,4 +1,4 @@
-"""What scores an answer, from the configuration: a function in its pool, a model, or both."""
+"""Build the reward of a run from its configuration: a function in its pool, a model, or both."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ REHEARSED_ROWS, TRUTHS_PER_SOURCE = 512, 4
 async def reward_of(
     config: Config, scorer: ModelWorkers | None, truncation: Truncation | None, tasks: Sequence[Task]
 ) -> tuple[RewardFn, RewardPool | None]:
-    """Function, model, or both; shaped; and the function's pool. A model of stage=batch is added in the experience
-    stage (driver/step.py). tasks: for a call of the function, so that one that always raises is found here, and of a
-    rule that gives the ground truth itself no reward (see `to_rehearse`)."""
+    """Build the reward: a function, a model, or both, with shaping. Return it and the pool of the function. A model
+    with stage=batch is added later, in the experience stage (driver/step.py). tasks: rows to try the function on, to
+    find one that always raises and a rule that gives the ground truth itself no reward (`to_rehearse` selects them)."""
     r = config.reward
     pool: RewardPool | None = None
     if r.path is not None or scorer is None:
@@ -68,7 +68,7 @@ async def reward_of(
 
 
 def by_rules(config: Config) -> bool:
-    """Whether rows are scored by the rule that their data_source names."""
+    """Return whether rows are scored by the rule of their data_source."""
     return config.reward.path in (None, "verl.reward.compute") and config.reward.model is None
 
 
@@ -77,8 +77,8 @@ def rewards_count(config: Config) -> bool:
 
 
 def check_graders(config: Config, first: Sequence[Task], reports: Sequence[Counts]) -> None:
-    """Refuse rows that ask for a judge that is not given, rows of a source without a rule, and rows whose ground truth
-    is missing or of a kind that the rule cannot read. first: a task of each table."""
+    """Refuse rows that need a judge if none is given, rows of a source without a rule, and rows with a missing ground
+    truth or one that the rule cannot read. first: a task of each table."""
     if config.reward.path is None and config.reward.model is None:
         if judged := next((report.judged for report in reports if report.judged), ""):
             fix = "Fix: reward.path=FILE.py or reward.model=FOLDER as the judge of every row; or set style to rule"
@@ -103,7 +103,7 @@ def check_graders(config: Config, first: Sequence[Task], reports: Sequence[Count
 
 
 def to_rehearse(tasks: TaskTable, eval_tasks: Sequence[Task], players: Players) -> list[Task]:
-    """Return the first task, and then some of each data_source whose reward is the reward function's."""
+    """Return the first task, and some tasks of each data_source with a reward by the reward function."""
     found: dict[str, list[Task]] = {}
     every = [*(tasks[i] for i in range(min(REHEARSED_ROWS, len(tasks)))), *eval_tasks[:REHEARSED_ROWS]]
     for task in every:
@@ -113,8 +113,8 @@ def to_rehearse(tasks: TaskTable, eval_tasks: Sequence[Task], players: Players) 
 
 
 async def _refuse_unearnable(pool: RewardPool, tasks: Sequence[Task]) -> None:
-    """Refuse a source whose rule gives every ground truth, said as the rule wants it said, no more than an answer that
-    says nothing."""
+    """Refuse a data source if its rule never gives the ground truth, in the format that the rule expects, more than an
+    empty answer."""
     lowest: dict[str, tuple[Task, str]] = {}
     earned: set[str] = set()
     for task in tasks[1:]:
@@ -136,7 +136,7 @@ async def _refuse_unearnable(pool: RewardPool, tasks: Sequence[Task]) -> None:
 
 
 def sandbox_of(config: Config, tasks: Sequence[Task]) -> tuple[str, ...]:
-    """What keeps the programs in that the built-in rewards run, in a line; none, where they run none."""
+    """Return a line about the isolation of the programs that the built-in rewards run; empty if they run none."""
     if config.reward.path or config.reward.model or not any(task.data_source in CODE for task in tasks):
         return ()
     return (f"code sandbox of rewards: {check_tier(str(config.reward.kwargs.get('tier', 'auto')))}",)
@@ -144,7 +144,7 @@ def sandbox_of(config: Config, tasks: Sequence[Task]) -> tuple[str, ...]:
 
 def _score_rows(scorer: ModelWorkers, timeout_s: float) -> ScoreRows:
     async def score(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Sequence[float]:
-        found = await asyncio.to_thread(scorer.score_rows, rows)  # which waits for a model that is being built
+        found = await asyncio.to_thread(scorer.score_rows, rows)  # blocks while the model is being built
         return await asyncio.wait_for(asyncio.wrap_future(found), timeout_s)
 
     return score

@@ -1,4 +1,4 @@
-"""Config -> the parts of a supervised run: SFT, reward models, preferences."""
+"""Build the parts of a supervised run (SFT, reward models, preferences) from its configuration."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ async def assemble_supervised(
     progress: LiveProgress | None = None,
     on_step: OnStep | None = None,
 ) -> SupervisedRun:
-    """Every part of an SFT, reward-model or preference run. The rows are read and checked before a model is loaded."""
+    """Build every part of an SFT, reward-model or preference run. The rows are read and checked before a model is
+    loaded."""
     config = resolved.config
     launch = launched()
     set_up_worker(config, None, Place(neighbours=launch.local_world_size if launch else 1))
@@ -62,7 +63,7 @@ async def assemble_supervised(
     stages = _stages(config, command, tokenizer)
     drivers = _drivers(config, stages) if launch else None
     claimed = open_together(resolved, command, drivers) if drivers else open_run_dir(resolved, command)
-    with contextlib.ExitStack() as refused:  # whoever refused the start may be asked again in this process
+    with contextlib.ExitStack() as refused:  # a refused start may be tried again in this process
         refused.callback(claimed.lock.close)
         shown = progress or LiveProgress()
         run = await _run_of(resolved, command, claimed, tokenizer, stages, shown, on_step, drivers, refused)
@@ -125,7 +126,7 @@ async def _run_of(
 
 
 async def _logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarray]:
-    """Log-probs of the trainable tokens of each row, float32."""
+    """Return the log-probs of the trainable tokens of each row, float32."""
     refs = await learner.queue.put(samples)
     found = await learner.done(learner.models[TRAINER].logprobs(refs), "trainer.logprobs")
     learner.queue.drop(refs)
@@ -133,8 +134,8 @@ async def _logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndar
 
 
 def _drivers(config: Config, stages: tuple[Stage, Stage | None, str]) -> Drivers:
-    """The processes that torchrun started, once it is clear that all have read the same rows."""
-    from verl.workers.spmd import join  # torch.distributed is nothing that one process needs
+    """Join the processes that torchrun started, after a check that all of them have read the same rows."""
+    from verl.workers.spmd import join  # one process needs no torch.distributed
 
     wait_s = config.run.wait_timeout_s
     drivers = join(layout_of(config), device_of(config), wait_s, max(wait_s, config.cluster.start_timeout_s))
@@ -149,7 +150,7 @@ def _drivers(config: Config, stages: tuple[Stage, Stage | None, str]) -> Drivers
 
 
 def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage | None, str]:
-    """The training stage, the evaluation stage if there are such files, and a line about the rows."""
+    """Return the training stage, the evaluation stage if there are evaluation files, and a line about the rows."""
     kwargs, p, stops = config.model.template_kwargs, config.preference, stop_ids(config, tokenizer)
     files = ((config.data.train_files, config.data.max_rows), (config.data.eval_files, config.data.max_eval_rows))
     if command == "sft":

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when, who saves what, in one transaction, and how a run goes on from one.
+"""Checkpoints of a run: when they are saved, by which workers, in one transaction, and how a run continues from one.
 
 state/<role>/        weights, optimizer and counters, written by the role's workers
 state/driver.msgpack everything else that may influence a step
@@ -29,23 +29,26 @@ from verl.workers.host import Room, too_small
 from verl.workers.model_workers import ModelWorkers
 
 T = TypeVar("T")
-BYTES_PER_S = 500e6  # of a save, before one was measured
-SLOW_BYTES_PER_S = 100e6  # of one that is given up
-LOOK_BACK = 5  # steps, whose updates say how long the next one may take
-COPY_S = 1.0  # of a copy for every step, which may take SAVE_SHARE of its update; shorter ones are nobody's concern
-BUSY = 2.0  # a save beside an update in the same process, against one that has it for itself
-CLOSE_S = 60.0  # for a checkpoint that is being written when the run ends
-ASK_EVERY_S = 0.2  # whether the workers have written theirs
+BYTES_PER_S = 500e6  # assumed speed of a save before the first measurement
+SLOW_BYTES_PER_S = 100e6  # a save slower than this is given up
+LOOK_BACK = 5  # steps; the longest of their updates predicts the next one
+COPY_S = 1.0  # a copy shorter than this is made at every step; a longer one may take SAVE_SHARE of the update
+BUSY = 2.0  # how much slower a save is during an update in the same process
+CLOSE_S = 60.0  # limit for a checkpoint that is being written when the run ends
+POLL_S = 0.2  # between two checks whether the workers have written their state
 
 
 @dataclass(slots=True)
 class Cadence:
-    """When a step is to be saved: every so many steps, or by time (None), so that no more than SAVE_EVERY_S of work can
-    be lost and saving takes at most SAVE_SHARE of the time. save_s: what the last save took, or an estimate."""
+    """Decide after which steps to save: after every `every_steps` steps, or by time if that is None. By time, at most
+    SAVE_EVERY_S of work can be lost and saving takes at most SAVE_SHARE of the time."""
 
     every_steps: int | None
+    """Steps between two saves; None: by time."""
     save_s: float
+    """Duration of the last save, or an estimate."""
     clock: Callable[[], float] = time.monotonic
+    """Seconds; only differences count."""
     _worked_from_s: float = field(init=False)
     _asked_s: float = field(init=False)
 
@@ -53,7 +56,8 @@ class Cadence:
         self._worked_from_s = self._asked_s = self.clock()
 
     def due(self, number: int) -> bool:
-        """After step `number`. By time: whether the next step, as long as this one, would be too late."""
+        """Return whether to save after step `number`. By time: whether a next step of the same length would end too
+        late."""
         now_s = self.clock()
         step_s, worked_s, self._asked_s = now_s - self._asked_s, now_s - self._worked_from_s, now_s
         if self.every_steps is not None:
@@ -66,7 +70,8 @@ class Cadence:
 
 
 class Checkpointer:
-    """trained: the roles that have an optimizer, the exported one first · needed_bytes: of one checkpoint, about."""
+    """Saves and restores the state of a run. trained: the roles that have an optimizer, the exported one first ·
+    needed_bytes: the approximate size of one checkpoint."""
 
     def __init__(
         self, claimed: RunDir, learner: Learner, trained: tuple[str, ...], needed_bytes: int, reporter: Reporter
@@ -77,45 +82,48 @@ class Checkpointer:
         self.cadence = Cadence(learner.config.run.save_every_steps, needed_bytes / BYTES_PER_S)
         self.stop = StopRequest(reporter.progress, learner.config.run.grace_s, self._save_s)
         self._under_way: asyncio.Task[None] | None = None
-        self.newest = claimed.state.step if claimed.state else 0  # the step after which the newest checkpoint was made
-        self._written = self.newest  # the same of the one that is being written, if one is
-        self._held: int | None = None  # the step after which the state was as the copy that is kept
-        self._copied = -1  # the same of the copy that was asked for last
-        self._why_not = ""  # there is none
+        self.newest = claimed.state.step if claimed.state else 0  # step of the newest complete checkpoint
+        self._written = self.newest  # step of the checkpoint that was started last
+        self._held: int | None = None  # step of the copy that the workers keep
+        self._copied = -1  # step of the copy that was requested last
+        self._why_not = ""  # why there is no copy
         self._updates_s: deque[float] = deque(maxlen=LOOK_BACK)
-        self._copies_s: deque[float] = deque(maxlen=2)  # the first one also makes what they need
-        self._told: set[bool] = set()
+        self._copies_s: deque[float] = deque(maxlen=2)  # the first copy also allocates its memory
+        self._reported: set[bool] = set()
 
     async def save(self, state: DriverState, *, last: bool = False, best: float | None = None) -> None:
-        """Commit a checkpoint after `state.step` steps. One that cannot be written (disk full, I/O) is a warning:
-        nothing of it is left, earlier ones are untouched, and the run goes on; with `last` the OSError is raised.
-        Workers that do not answer for run.wait_timeout_s, or for as long as a slow disk takes, are a TimeoutError.
+        """Commit a checkpoint after `state.step` steps. If it cannot be written (disk full, I/O), a warning is printed:
+        nothing of it remains, earlier checkpoints are untouched, and the run continues; with `last` the OSError is
+        raised. Workers that do not answer within run.wait_timeout_s, or within the time that a slow disk needs, are a
+        TimeoutError.
 
-        Workers in processes of their own (torchrun's too) keep a copy of their state and write it while training goes
-        on; the checkpoint has its name when all of it is on disk. `settle` waits for that, as does the next save."""
+        Workers in processes of their own (torchrun's too) keep a copy of their state and write it while training
+        continues. The checkpoint gets its name when all of it is on disk. `settle` waits for that, and so does the next
+        save."""
         await self.settle()
         claimed, groups = self._claimed, tuple(hidden(group, self._claimed.hide) for group in state.groups)
         state = msgspec.structs.replace(state, identity=claimed.identity, parent=claimed.parent, groups=groups)
         events, began_s = self._reporter.events, time.monotonic()
-        events.flush(fsync=True)  # of the groups that the state holds: they are taken up without a new event
+        events.flush(fsync=True)  # the state's groups continue after a resume without new events
         self._written = state.step
         if self._held == state.step:
             self._held = None
-            await self._commit(self._write_beside(state, best), state, began_s, last=last)
-        elif not self._beside or last or too_small(await self._rooms()):
+            await self._commit(self._write_copies(state, best), state, began_s, last=last)
+        elif not self._writes_copies or last or too_small(await self._rooms()):
             await self._commit(self._write(state, best), state, began_s, last=last)
         else:
             await self._copy(state.step)
-            write = self._write_beside(state, best)
+            write = self._write_copies(state, best)
             self._under_way = asyncio.ensure_future(self._commit(write, state, began_s, last=False))
 
     async def hold(self, step: int) -> None:
-        """Before the updates of the step that comes after `step`: keep a copy of what they change, if they may outlast
-        the grace of a stop. It is not needed where that state is on disk, and not kept where its hosts have no room."""
+        """Keep a copy of the models before the updates of step `step` + 1 if these updates may last longer than the
+        grace of a stop. No copy is needed where the state is on disk, and none is kept where the hosts have no room for
+        it."""
         self._why_not = ""
         if self._learner.why_together():
             return
-        if self._written == step:  # still being written, or it failed
+        if self._written == step:  # it is still being written, or it failed
             self._why_not = f"the checkpoint of step {step} is not on disk"
             return
         longest_s, grace_s = max(self._updates_s, default=0.0), self._learner.config.run.grace_s
@@ -132,8 +140,8 @@ class Checkpointer:
             await self._copy(step)
             self._held = step
             self._copies_s.append(time.monotonic() - began_s)
-        if (self._held is None) not in self._told:
-            self._told.add(self._held is None)
+        if (self._held is None) not in self._reported:
+            self._reported.add(self._held is None)
             what = f"updates take {longest_s:.0f} s, longer than run.grace_s={grace_s:g} leaves"
             size = f"{sum(room.copy_bytes for room in rooms) / 1e9:.2g} GB"
             kept = f"a copy of the state ({size}) is kept in host memory, so that a stop can save what was before them"
@@ -141,19 +149,21 @@ class Checkpointer:
             self._reporter.progress.message(f"{what}: {waits if self._why_not else kept}")
 
     def no_way_back(self, step: int) -> str:
-        """Why the state after `step` cannot be had any more, once the models are trained further; "" where it can."""
+        """Return why the state after `step` is lost once the models are trained further; "" if it can still be
+        saved."""
         return self._learner.why_together() or ("" if step in (self._held, self.newest) else self._why_not)
 
     async def updated(self, seconds: float) -> None:
-        """The updates of a step have ended: what was kept for a stop in them goes."""
+        """Drop the copy that was kept for a stop: the updates of a step, which took `seconds`, have ended."""
         self._updates_s.append(seconds)
         if self._held is not None:
             self._held = None
             await self._each(ModelWorkers.forget)
 
     @property
-    def _beside(self) -> bool:
-        """Whether a save goes on beside training: workers have processes of their own, or every rank is one."""
+    def _writes_copies(self) -> bool:
+        """Return whether a save runs while training continues: workers have processes of their own, or every rank is a
+        driver."""
         return self._learner.cluster.apart or self._learner.cluster.drivers is not None
 
     async def _copy(self, step: int) -> None:
@@ -161,7 +171,7 @@ class Checkpointer:
         await self._each(ModelWorkers.snapshot)
 
     async def _each(self, call: Callable[[ModelWorkers], Future[T]]) -> list[T]:
-        """Of every role that is trained, all at once."""
+        """Call a method of the workers of every trained role at once, and return the results."""
         calls = [call(self._learner.models[role]) for role in self._trained]
         return [await self._learner.done(c, f"{role}.{call.__name__}") for role, c in zip(self._trained, calls)]
 
@@ -169,17 +179,17 @@ class Checkpointer:
         return [room for rooms in await self._each(ModelWorkers.room) for room in rooms]
 
     def _save_s(self) -> float:
-        beside = self._held is not None and not self._beside
-        return self.cadence.save_s * (BUSY if beside else 1.0)
+        slowed = self._held is not None and not self._writes_copies
+        return self.cadence.save_s * (BUSY if slowed else 1.0)
 
     async def settle(self) -> None:
-        """Until what is being written is a checkpoint, or has failed to be one."""
+        """Wait until the checkpoint that is being written is complete or has failed."""
         if self._under_way is not None:
             task, self._under_way = self._under_way, None
             await task
 
     async def close(self) -> None:
-        """A checkpoint that is being written is finished, within bounds; its failure is not the run's any more."""
+        """Wait at most CLOSE_S for the checkpoint that is being written. Its failure does not fail the run."""
         if self._under_way is not None:
             await asyncio.wait({self._under_way}, timeout=CLOSE_S)
             if not self._under_way.cancel():
@@ -194,8 +204,8 @@ class Checkpointer:
                 raise
             self._reporter.progress.message(f"warning: checkpoint of step {state.step} was not written: {e}")
             events.append("save_failed", state.step, {"error": str(e)})
-            self.cadence.saved(self.cadence.save_s)  # how long one takes is not known from this
-            if self._copied == state.step:  # those that were not asked to write it would keep it
+            self.cadence.saved(self.cadence.save_s)  # a failed save does not measure the duration
+            if self._copied == state.step:  # workers that did not write the copy would keep it
                 await self._each(ModelWorkers.forget)
             if last:
                 raise
@@ -206,7 +216,7 @@ class Checkpointer:
         events.flush(fsync=True)
 
     async def stopped(self, beginning: DriverState | None, total_steps: int) -> Stopped:
-        """After a stop: the state at the beginning of the step that was not done is saved, where it is not already."""
+        """Save the state at the beginning of the unfinished step after a stop, unless it is saved already."""
         await self.settle()
         done = beginning.step if beginning else 0
         if beginning is not None and self.newest < done:
@@ -224,8 +234,8 @@ class Checkpointer:
 
         await self._stored(state, best, fill)
 
-    async def _write_beside(self, state: DriverState, best: float | None) -> None:
-        """What the workers kept, while they go on: they are asked now and then whether it is done."""
+    async def _write_copies(self, state: DriverState, best: float | None) -> None:
+        """Write the workers' copies while training continues; poll the workers until they are done."""
         models = self._learner.models
 
         def fill(path: Path) -> None:
@@ -236,15 +246,15 @@ class Checkpointer:
                 while not self._done(models[role].written(), role):
                     if time.monotonic() > until_s:
                         raise self._late(role)
-                    time.sleep(ASK_EVERY_S)
+                    time.sleep(POLL_S)
 
         await self._stored(state, best, fill)
 
-    def _done(self, asked: Future[T], role: str) -> T:
+    def _done(self, future: Future[T], role: str) -> T:
         try:
-            return asked.result(self._limit_s)
+            return future.result(self._limit_s)
         except TimeoutError as e:
-            raise e if asked.done() else self._late(role) from None
+            raise e if future.done() else self._late(role) from None
 
     def _late(self, role: str) -> TimeoutError:
         least = f"run.wait_timeout_s, or what {SLOW_BYTES_PER_S / 1e6:g} MB/s would take"
@@ -267,13 +277,14 @@ class Checkpointer:
         await self._learner.waits.wait(write, who="driver", what=what, timeout_s=longest_s)
 
     async def restore(self) -> DriverState | None:
-        """Weights, optimizers and generators as they were; the rest of the state is the caller's to hand out."""
+        """Restore weights, optimizers and generators from the checkpoint. Return the rest of the state for the caller
+        to restore."""
         state, checkpoint = self._claimed.state, self._claimed.resumed
         if state is None or checkpoint is None:
             return None
         for role in self._trained:
             await load_role(self._learner, role, checkpoint)
-        if state.controllers is not None:  # what a fork was given anew begins as it was given
+        if state.controllers is not None:  # keys that a fork changes keep their new values
             changed, now = self._claimed.changed, self._learner.controllers
             if not any(key.startswith("algorithm.kl_reward") for key in changed):
                 now.kl_coef = state.controllers.kl_coef
@@ -283,7 +294,7 @@ class Checkpointer:
 
 
 async def load_role(learner: Learner, role: str, checkpoint: Path) -> None:
-    """One model as a checkpoint has it."""
+    """Load the state of one model from a checkpoint."""
     path = checkpoint / "state" / role
     if not path.is_dir():
         raise ValueError(

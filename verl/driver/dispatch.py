@@ -1,9 +1,8 @@
-"""Who computes which rows: from refs to one plan per rank. Pure: scalars in, scalars out.
+"""The rows that each rank computes: from refs to one plan per rank. Pure functions over scalars.
 
-A group stays on one rank (its answers share a prompt, a preference pair is compared inside a term), so a rank's share
-is whole groups. Shares are balanced by predicted cost, and every rank is told the same number of micro-batches: in a
-sharded engine each of them is a collective, and a rank that has fewer would hold up the others for ever.
-"""
+A group stays on one rank (its answers share a prompt, and a preference pair is compared inside a term), so a rank's
+share is whole groups. Shares are balanced by predicted cost. Every rank gets the same number of micro-batches: in a
+sharded engine each micro-batch is a collective, and a rank with fewer of them would block the others for ever."""
 
 from __future__ import annotations
 
@@ -21,16 +20,17 @@ ATTENTION_TOKENS = 8192.0
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's part of an optimizer step or of an inference pass: rows and where they stand among all rows.
-
-    num_microbatches: on every rank the same; 0 where one rank alone cuts as the budget says. idle: there was no row
-    left for this rank; it computes the one row it is given with a weight of 0, since the collectives of a pass want
-    every rank."""
+    """One rank's part of an optimizer step or of an inference pass."""
 
     refs: Refs
+    """The rows of this rank."""
     rows: tuple[int, ...]
+    """The positions of these rows among all rows."""
     num_microbatches: int
+    """The same on every rank; 0 on a single rank, which cuts by the token budget."""
     idle: bool = False
+    """No row was left for this rank. It computes the one row that it gets with weight 0, since the collectives of a
+    pass need every rank."""
 
 
 def shares(refs: Refs, ranks: int, *, max_tokens: int, shares_prefix: bool = True) -> list[Share]:
@@ -43,9 +43,9 @@ def shares(refs: Refs, ranks: int, *, max_tokens: int, shares_prefix: bool = Tru
     for i, ref in enumerate(refs):
         places.setdefault(ref.group_id, []).append(i)
     costs = {name: _cost(refs, rows, shares_prefix) for name, rows in places.items()}
-    load = [(0.0, rank) for rank in range(ranks)]  # a heap: of equal ones the first rank
+    load = [(0.0, rank) for rank in range(ranks)]  # a heap; among equal loads the first rank is taken
     held: list[list[int]] = [[] for _ in range(ranks)]
-    for name in sorted(costs, key=lambda name: -costs[name]):  # stable: equal costs go in the order of the groups
+    for name in sorted(costs, key=lambda name: -costs[name]):  # stable: groups of equal cost keep their order
         least, rank = load[0]
         heapq.heapreplace(load, (least + costs[name], rank))
         held[rank] += places[name]
@@ -61,14 +61,14 @@ def shares(refs: Refs, ranks: int, *, max_tokens: int, shares_prefix: bool = Tru
 
 
 def in_order(parts: Sequence[tuple[Share, Sequence[T]]]) -> list[T]:
-    """The results of the ranks' rows, put back in the order of the rows that were shared out."""
+    """Return the results of the ranks' rows in the order of the rows before they were shared out."""
     found = {at: value for share, values in parts for at, value in zip(share.rows, values)}
     return [found[at] for at in range(len(found))]
 
 
 def count_microbatches(refs: Refs, max_tokens: int, *, shares_prefix: bool = True) -> int:
-    """How many micro-batches of at most `max_tokens` tokens these rows make: as `batch.make_microbatches` fills them,
-    with a prompt counted once per group and micro-batch."""
+    """Return the number of micro-batches of at most `max_tokens` tokens that these rows make. The rule is that of
+    `batch.make_microbatches`: a prompt counts once per group and micro-batch."""
     trajectories: dict[str, dict[str, list[int]]] = {}
     for i, ref in enumerate(refs):
         trajectories.setdefault(ref.group_id, {}).setdefault(ref.trajectory_id, []).append(i)
@@ -89,7 +89,7 @@ def count_microbatches(refs: Refs, max_tokens: int, *, shares_prefix: bool = Tru
 
 
 def _cost(refs: Refs, rows: Sequence[int], shares_prefix: bool) -> float:
-    """Predicted work of a group: its distinct tokens, and attention over each row."""
+    """Return the predicted work of a group: its distinct tokens, and attention over each row."""
     prompt = refs[rows[0]].prompt_tokens
     total = 0.0
     for k, i in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Evaluation is a rollout job of its own: it holds no slot and sees the weights that are live."""
+"""Evaluation: a rollout of its own, which takes no slot of the scheduler and uses the live weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def eval_sampling(config: Config) -> dict[str, Sampling]:
-    """{"greedy" or "sampled": spec}: what one evaluation runs."""
+    """Return the sampling parameters of each evaluation mode, "greedy" or "sampled"."""
     rollout, ev = config.rollout, config.eval
     common = {
         "max_tokens": ev.max_response_tokens or rollout.max_response_tokens,
@@ -35,7 +35,8 @@ def eval_sampling(config: Config) -> dict[str, Sampling]:
 
 
 async def evaluate(run: Run, number: int) -> Metrics:
-    """Run every evaluation task; the score per source and mode, lengths, invalid share. Samples go to samples/."""
+    """Run every evaluation task. Return the score per source and mode, lengths and the share of invalid answers; the
+    samples are written to samples/."""
     out: Metrics = {}
     every: list[Trajectory] = []
     for mode, sampling in eval_sampling(run.config).items():
@@ -48,10 +49,10 @@ async def evaluate(run: Run, number: int) -> Metrics:
             for k in range(repeats)
         ]
         found = await together(runs)
-        run.groups.check()  # a user's loop may have made an answer of an engine's death
+        run.groups.check()  # a custom loop may have hidden the death of an engine
         sources = [task.data_source or "unknown" for task in run.eval_tasks for _ in range(repeats)]
         out |= eval_metrics(mode, found, sources, repeats)
-        if run.reporter.verl_names and not every:  # of the first mode: verl has one
+        if run.reporter.verl_names and not every:  # only for the first mode: verl has one mode
             out |= verl_validation(found, sources, repeats)
         every += found
     truths = {task.task_id: task.ground_truth for task in run.eval_tasks}
@@ -60,8 +61,9 @@ async def evaluate(run: Run, number: int) -> Metrics:
 
 
 def eval_metrics(mode: str, found: list[Trajectory], sources: list[str], repeats: int) -> Metrics:
-    """Over the trajectories with a valid reward; without any there is an invalid share and no accuracy, never a
-    zero. graded_share: of scores that are neither 0 nor 1, where there are any: their mean is no accuracy."""
+    """Compute the metrics of the trajectories that have a valid reward. Without any there is an invalid share and no
+    accuracy, never a zero. graded_share is the share of scores that are neither 0 nor 1: with such scores the mean is
+    no accuracy."""
     by_source: dict[str, list[float]] = defaultdict(list)
     lengths: list[int] = []
     for t, source in zip(found, sources, strict=True):
@@ -85,10 +87,10 @@ def eval_metrics(mode: str, found: list[Trajectory], sources: list[str], repeats
 
 
 def verl_validation(found: list[Trajectory], sources: list[str], repeats: int) -> Metrics:
-    """verl's val-core and val-aux: each component of the reward by its number of answers to one prompt (`repeats` in a
-    row of `found`), the mean over prompts. best@n and worst@n are the expectation over n draws with replacement, which
-    verl estimates; maj@n is its estimate, where every answer has a `pred`. Core is acc where the reward has it, else
-    the reward."""
+    """Compute verl's val-core and val-aux: each component of the reward by the number of answers to one prompt
+    (`repeats` in a row of `found`), as the mean over prompts. best@n and worst@n are exact expectations over n draws
+    with replacement, which verl estimates; maj@n is verl's estimate, where every answer has a `pred`. Core is acc where
+    the reward has it, else the reward."""
     values: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
     for first in range(0, len(found), repeats):
         rewards = [t.reward for t in found[first : first + repeats] if isinstance(t.reward, Score)]
@@ -110,13 +112,14 @@ def verl_validation(found: list[Trajectory], sources: list[str], repeats: int) -
 
 
 def _sizes(n: int) -> list[int]:
-    """The numbers of draws that verl takes of n answers: powers of two below n, and n."""
+    """Return the numbers of draws that verl takes of n answers: the powers of two below n, and n."""
     return sorted({*(2**i for i in range(1, n.bit_length()) if 2**i < n), n})
 
 
 def _elected(preds: Sequence[str | None]) -> dict[int, np.ndarray]:
-    """{k: [1000] the answer that k draws with replacement elect}: the first drawn of those whose `pred` most of the
-    draws have. verl's generator and seed, so that the draws are its own. Empty unless each of several answers votes."""
+    """Return {k: [1000] the answer elected by k draws with replacement}: the first drawn answer among those with the
+    most frequent `pred`. verl's generator and seed are used, so that the draws are the same. Empty unless each of
+    several answers has a `pred`."""
     if len(preds) < 2 or None in preds:
         return {}
     numbers, out, rows = {pred: i for i, pred in enumerate(preds)}, {}, np.arange(1000)[:, None]
@@ -131,7 +134,7 @@ def _elected(preds: Sequence[str | None]) -> dict[int, np.ndarray]:
 
 
 def _of_prompt(answers: list[float], elected: Mapping[int, np.ndarray]) -> dict[str, float]:
-    """The figures of one prompt's answers, by verl's names."""
+    """Return the figures of one prompt's answers under verl's names."""
     n, mean = len(answers), math.fsum(answers) / len(answers)
     out = {f"mean@{n}": mean}
     if n > 1:

@@ -1,5 +1,6 @@
-"""Rollout replicas that come and go while a run goes on: asked for by its own program, or by `verl replicas` through
-files in the run's directory, which who may write there may write."""
+"""Rollout replicas that join and leave during a run. The requests are made by the program that runs it, or by the
+command `verl replicas` through files in the run directory; permission to write there is permission to change the
+replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from verl.workers.model_workers import START_TIMEOUT_S
 
 
 class Members(Protocol):
-    """A router; see there."""
+    """The part of a router that changes its members."""
 
     async def join(self, start: Any) -> Capabilities: ...
     def leave(self, number: int) -> None: ...
@@ -27,9 +28,10 @@ class Members(Protocol):
 
 
 class Fleet:
-    """members: None where the run has one engine, in its process · urls: of its servers, by their numbers (none: they
-    are started here) · start_of: what connects to a server, or, without a URL, starts the one of a number; or
-    ValueError · tell: an event of the run."""
+    """Adds and removes replicas of a run. members: None if the run has one engine, in its own process · urls: the
+    addresses of the servers, by their numbers (empty: the run starts them) · start_of: returns a function that connects
+    to a URL or, without one, starts the server of a number; ValueError if that is refused · tell: records an event of
+    the run."""
 
     def __init__(
         self,
@@ -46,9 +48,9 @@ class Fleet:
         self._task: asyncio.Task[None] | None = None
 
     async def add(self, url: str = "") -> int:
-        """A server of the run's own kind that runs already joins, or, without a URL, one that is started -> its number.
-        It gets requests after the next publish, which it has to take and verify like every other. ValueError: refused.
-        """
+        """Add a running server of the run's own kind or, without a URL, start one, and return its number. It gets
+        requests after the next publish, which it must take and verify like every other replica. ValueError: the request
+        is refused."""
         url = url.strip().rstrip("/")
         async with self._alone:
             if self._members is None:
@@ -68,8 +70,8 @@ class Fleet:
             return number
 
     async def remove(self, number: int) -> None:
-        """It gets nothing more, and what it was asked goes on at the others; a server that others started goes on.
-        ValueError: there is no such one, or no other that serves."""
+        """Remove a replica: it gets no new requests, and its requests continue on other replicas. A server that the run
+        did not start keeps running. ValueError: no such replica, or no other replica serves."""
         async with self._alone:
             if self._members is None:
                 raise ValueError(f"replica {number} is the only one of this run")
@@ -77,18 +79,18 @@ class Fleet:
             self._tell("left", {"replica": number})
 
     def lines(self) -> list[str]:
-        """A line for each replica."""
+        """Return a line for each replica."""
         states = ["serves"] if self._members is None else self._members.states()
         return [f"{i} {state}{f' {self._urls[i]}' if self._urls else ''}" for i, state in enumerate(states)]
 
     def open(self) -> None:
-        """Hear `verl replicas` from now on."""
+        """Accept requests of `verl replicas` from now on."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._task = asyncio.create_task(self._listen(), name="replicas")
 
     async def close(self) -> None:
-        listening, self._task = self._task, None  # which would keep this alive, and the publisher
+        listening, self._task = self._task, None  # the task would keep this object and the publisher alive
         if listening is not None:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
@@ -96,7 +98,7 @@ class Fleet:
 
     async def _listen(self) -> None:
         while True:
-            with contextlib.suppress(OSError):  # who asked waits for its deadline
+            with contextlib.suppress(OSError):  # the requesting command has a deadline
                 for path in sorted(self._folder.glob("*.ask")):
                     answer = await self._answer(path.read_text())
                     write_atomic(path.with_suffix(".answer"), json.dumps(answer).encode())
@@ -111,5 +113,5 @@ class Fleet:
             elif asked["verb"] == "remove":
                 await self.remove(int(asked["what"]))
             return {"lines": self.lines()}
-        except (ValueError, KeyError, TypeError, RuntimeError, TimeoutError) as e:  # the asker's, not the run's
+        except (ValueError, KeyError, TypeError, RuntimeError, TimeoutError) as e:  # not the run's error
             return {"error": str(e) or type(e).__name__}

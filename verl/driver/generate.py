@@ -1,4 +1,4 @@
-"""Answers to one prompt with the configured rollout engine: a look at a model, nothing trained."""
+"""Answers to one prompt from the configured rollout engine, to look at a model; no training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from verl.workers.waits import Waits
 
 
 def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, float]]:
-    """[(text, stop reason, mean log-prob per token)] of n answers; greedy if rollout.temperature=0."""
+    """Return (text, stop reason, mean log-prob per token) of n answers; greedy if rollout.temperature=0."""
     validate(config, "generate")
     set_up_process(config)
     tokenizer = load_tokenizer_of(config)
@@ -49,7 +49,7 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
 
 
 async def _generate(config: Config, tokenizer: Any, ids: np.ndarray, n: int) -> list[Completion]:
-    # one server is asked, and no router of others before several
+    # one server is enough; no router is started
     options = {key: value for key, value in config.rollout.engine_options.items() if key != "router"}
     config = replace(config, rollout=replace(config.rollout, engine_options=options))
     context, sync, timeout_s = context_of(config), checkpoint_engine(config), config.run.wait_timeout_s

@@ -1,8 +1,8 @@
-"""What a run is, recorded with every checkpoint: a run goes on only as itself.
+"""The identity of a run, recorded with every checkpoint: a run continues only as itself.
 
-A key defines the run unless it is named in MAY_CHANGE: how fast, how long, where and how often, not what is learned
-from what. A key that names files (CONTENT) is compared by what is in them, wherever they lie now.
-"""
+A key defines the run unless it is named in MAY_CHANGE, which lists the keys of speed, length, place and frequency, not
+those of the objective and its data. A key that names files (CONTENT) is compared by their content, wherever they
+are."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _TOKENIZER = (".json", ".jinja", ".model", ".txt")
 
 
 def _model(path: str | None) -> str | None:
-    """Weights and what says how they are used; the tokenizer has a key of its own."""
+    """Hash the weights and the files that define their use; the tokenizer has a key of its own."""
     if path is None:
         return None
     files = sorted(p for p in find_model_folder(path).iterdir() if p.is_file())
@@ -93,7 +93,8 @@ def _rows(files: list[str]) -> str | None:
 
 
 def _source(name: str | None) -> str | None:
-    """Of a file (`a.py`, `a.py:name`), or a module (`a.b`, `a.b:function`), which is found without being imported."""
+    """Hash the source of a file (`a.py`, `a.py:name`) or of a module (`a.b`, `a.b:function`), which is found without
+    import."""
     if name is None:
         return None
     module, _, function = name.partition(":")
@@ -102,7 +103,7 @@ def _source(name: str | None) -> str | None:
     spec, searched, done = None, None, ""
     for part in module.split("."):
         done = f"{done}.{part}" if done else part
-        every = (finder.find_spec(done, searched) for finder in sys.meta_path)  # also those of editable installs
+        every = (finder.find_spec(done, searched) for finder in sys.meta_path)  # editable installs too
         spec = next((found for found in every if found is not None), None)
         searched = list(spec.submodule_search_locations or []) if spec else []
     found = Path(spec.origin) if spec and spec.origin else None
@@ -110,12 +111,12 @@ def _source(name: str | None) -> str | None:
 
 
 def _loop(name: str, in_driver: bool) -> str | None:
-    """Wherever it is played."""
+    """Hash the source of an agent loop, in whichever process it runs."""
     return None if name == SINGLE_TURN else _source(name)
 
 
 def _teacher(path: str | None, policy: str) -> str | None:
-    """An adapter with its base. What a server holds is its own affair."""
+    """Hash a teacher's folder, an adapter with its base. The model behind a server's URL is not hashed."""
     if path is None or path == POLICY or is_url(path):
         return None
     base = base_of(path, policy)
@@ -145,15 +146,17 @@ CONTENT: Mapping[str, Callable[[Config], str | None]] = MappingProxyType(
 
 
 class Identity(msgspec.Struct):
-    """values: every key as JSON; a secret of the environment as its hash · contents: of CONTENT's keys, a hash."""
+    """The values that identify a run."""
 
     values: dict[str, str] = {}
+    """Every key as JSON; a secret of the environment as its hash."""
     contents: dict[str, str] = {}
+    """A hash for each key of CONTENT."""
 
 
 def identity_of(resolved: Resolved, command: str) -> Identity:
     config, contents = resolved.config, {key: made for key, of in CONTENT.items() if (made := of(resolved.config))}
-    longest = config.rollout.max_response_tokens  # what the preset has is as good as given
+    longest = config.rollout.max_response_tokens  # values of the preset count as given
     preset = settled(config.algorithm.name, config.algorithm.given(), longest=longest)
     functions = {"algorithm.loss": preset.loss.fn, "algorithm.advantage": preset.estimator.fn}
     values = {k: v for k, v in values_of(config).items() if not k.startswith("algorithm.")} | _defaults(config)
@@ -161,7 +164,7 @@ def identity_of(resolved: Resolved, command: str) -> Identity:
     values |= {"algorithm.name": config.algorithm.name, **{k: short(fn) for k, fn in functions.items()}}
     for key, fn in functions.items():
         contents[key] = _source(fn) or "" if fn == short(fn) else _text_digest(short(fn))
-    if contents.get("critic.path") == contents["model.path"]:  # where it begins when nothing is given
+    if contents.get("critic.path") == contents["model.path"]:  # the default starting point of a critic
         del contents["critic.path"]
     texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in values.items()}
     for key, text in texts.items():
@@ -171,9 +174,9 @@ def identity_of(resolved: Resolved, command: str) -> Identity:
 
 
 def _defaults(config: Config) -> dict[str, object]:
-    """What is left out and follows from another key, as if it had been given."""
+    """Return the values of omitted keys that follow from other keys, as if they had been given."""
     loss, rollout, seed = preference(config.preference.loss), config.rollout, config.data.seed
-    cluster = config.cluster  # pools may change, but for what a role computes in there
+    cluster = config.cluster  # pools may change, but not the precision of a role
     pools = {role: cluster.pools.get(name, {}) for role, name in sorted(cluster.roles.items())}
     longest, beta = config.eval.max_response_tokens, config.preference.beta
     return {
@@ -187,7 +190,8 @@ def _defaults(config: Config) -> dict[str, object]:
 
 
 def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str]]]:
-    """(what makes it another run, a line per key; what may change and did, key -> [old, new])."""
+    """Compare two identities. Return a line per key that makes it another run, and {key: [old, new]} of the changed
+    keys that may change."""
     others: list[str] = []
     changed: dict[str, list[str]] = {}
     for key in dict.fromkeys([*was.values, *now.values]):
@@ -206,7 +210,7 @@ def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str
 
 
 def _default(key: str) -> str:
-    """Of a key that the version did not have which recorded the run."""
+    """Return the default of a key that did not exist in the version that recorded the run."""
     return json.dumps(leaves()[key].default, default=str) if key in leaves() else "null"
 
 
@@ -223,7 +227,7 @@ def may_change(key: str) -> bool:
 
 
 def _digest(files: Iterable[Path]) -> str:
-    """sha256 over names and contents."""
+    """Return the sha256 of names and contents."""
 
     def one(path: Path) -> str:
         with open(path, "rb") as stream:
@@ -232,7 +236,7 @@ def _digest(files: Iterable[Path]) -> str:
     every = list(files)
     with ThreadPoolExecutor(4) as pool:
         hashes = list(pool.map(one, every))
-    names = [path.name for path in every] if len(every) > 1 else [""]  # a file by itself may be called otherwise
+    names = [path.name for path in every] if len(every) > 1 else [""]  # a single file may be renamed
     return _text_digest(json.dumps(list(zip(names, hashes))))
 
 

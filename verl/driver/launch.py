@@ -1,4 +1,4 @@
-"""From a resolved configuration to a finished run: print the plan, assemble, train, report. First cause last."""
+"""From a resolved configuration to a finished run: print the plan, build the parts, train, report."""
 
 from __future__ import annotations
 
@@ -44,14 +44,20 @@ pays for a dozen searches."""
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a run came to. `values` of the last step; `evals` the last value of every eval metric."""
+    """The result of a run."""
 
     dir: Path
+    """The run directory."""
     steps: int
+    """Steps that this process did."""
     seconds: float
+    """Wall time."""
     values: Mapping[str, float]
+    """The metrics of the last step."""
     evals: Mapping[str, float]
+    """The last value of every evaluation metric."""
     report: Path | None
+    """The page of the run; None if it could not be written."""
 
 
 def run_rl(
@@ -62,7 +68,8 @@ def run_rl(
     quiet: bool = False,
     progress: LiveProgress | None = None,
 ) -> Finished:
-    """Train to the end. Raises the first cause of a failure, after a crash record and with every child gone."""
+    """Train to the end. Raises the first cause of a failure, after a crash record is written and every child has
+    ended."""
     validate(resolved.config)
     plan = make_plan(resolved.config)
     _refuse_small_disk(resolved.config, plan.checkpoint_bytes * plan.checkpoints_kept)
@@ -70,8 +77,8 @@ def run_rl(
     if not quiet:
         progress.message(render_plan(plan))
     if (free := free_bytes_of(resolved.config)) is not None:
-        for said in small_memory(plan.memory, free()):
-            progress.message(f"warning: {said}")
+        for line in small_memory(plan.memory, free()):
+            progress.message(f"warning: {line}")
     text, died = plan.to_json(), list[str]()
     for number in range(resolved.config.cluster.max_restarts + 1):
         with _repaired(resolved, number, died, progress):
@@ -81,8 +88,8 @@ def run_rl(
 
 @contextmanager
 def _repaired(resolved: Resolved, number: int, died: list[str], progress: LiveProgress) -> Iterator[None]:
-    """Attempt `number` at a run. If it ends with the death of a process that is noted in `died`, and one may follow.
-    What it is refused for before it has begun comes after the death."""
+    """Run attempt `number`. If it ends with the death of a process and another attempt is allowed, note the death in
+    `died` and return. A refusal at the start of the next attempt is raised together with the death."""
     most = resolved.config.cluster.max_restarts
     try:
         yield
@@ -100,21 +107,22 @@ def _repaired(resolved: Resolved, number: int, died: list[str], progress: LivePr
 
 @asynccontextmanager
 async def _deaths_first(cluster: Cluster) -> AsyncIterator[None]:
-    """The death of a worker is the cause of an error, where one is heard of: others may say first what they see."""
+    """Raise the death of a worker as the cause of an error if one is detected soon after it: the error itself may be a
+    consequence of the death."""
     try:
         yield
     except Exception as error:
         if cluster.apart and not isinstance(cause := first_cause(error), Stopped | ReplicaLost):
-            heard: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-            cluster.watch(from_threads(lambda death: None if heard.done() else heard.set_result(death)))
-            await asyncio.wait({heard}, timeout=FENCE_S)
-            if heard.done() and heard.result() is not cause:
-                raise error from heard.result()
+            death_seen: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+            cluster.watch(from_threads(lambda death: None if death_seen.done() else death_seen.set_result(death)))
+            await asyncio.wait({death_seen}, timeout=FENCE_S)
+            if death_seen.done() and death_seen.result() is not cause:
+                raise error from death_seen.result()
         raise
 
 
 def _go_on(resolved: Resolved) -> None:
-    """With what this run has saved, also if it began as a fork; one that was to find nothing finds itself."""
+    """Continue from the checkpoints of this run, also if it began as a fork or with run.resume=never."""
     run = resolved.config.run
     if run.resume == "never" or any((Path(run.root_dir) / run.name / "checkpoints").glob("step_*")):
         run.resume = "auto"
@@ -140,7 +148,7 @@ async def _trained(run: Run, title: str, plan: str) -> None:
             progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")
         progress.start(run.total_steps, title)
         gc.collect()
-        if thawed:  # what lives as long as the run: else every full collection walks all of it, a tenth of a second
+        if thawed:  # else every full collection walks all long-lived objects, which takes 0.1 s
             gc.freeze()
         if thresholds[0]:  # 0: the user has switched it off
             gc.set_threshold(max(GC_THRESHOLD, thresholds[0]), *thresholds[1:])
@@ -148,7 +156,7 @@ async def _trained(run: Run, title: str, plan: str) -> None:
             await run.until_stopped(train(run))
         run.reporter.events.append(FINISHED, run.total_steps, {})
     finally:
-        if thawed:  # what the caller has frozen stays so
+        if thawed:  # objects that the caller has frozen stay frozen
             gc.unfreeze()
         gc.set_threshold(*thresholds)
         await asyncio.shield(run.close())
@@ -188,7 +196,7 @@ def run_supervised(
     on_step: OnStep | None = None,
     progress: LiveProgress | None = None,
 ) -> Finished:
-    """Supervised fine-tuning, reward-model or preference training to the end."""
+    """Train a supervised, reward-model or preference run to the end."""
     take_part(resolved.config.cluster)
     validate(resolved.config, command)
     one, kept = checkpoint_bytes(resolved.config, command), checkpoints_kept(resolved.config, None)
@@ -196,7 +204,7 @@ def run_supervised(
     shown = progress or LiveProgress(silent=is_spare())
     died = list[str]()
     for number in range(resolved.config.cluster.max_restarts + 1):
-        with nullcontext() if launched() else _repaired(resolved, number, died, shown):  # torchrun starts all again
+        with nullcontext() if launched() else _repaired(resolved, number, died, shown):  # torchrun restarts all
             return uvloop.run(_fit(resolved, command, title, on_step, shown, died))
     raise AssertionError("the last attempt returns or raises")
 
@@ -261,7 +269,7 @@ def _refuse_small_disk(config: Config, needed_bytes: int) -> None:
 
 @contextmanager
 def _crash_recorded(resolved: Resolved, refused: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """A record of what ends the block, but not of a start that is refused: that leaves a run directory as it was."""
+    """Write a crash record if the block fails. A refused start leaves the run directory as it was."""
     try:
         yield
     except Stopped:
@@ -274,10 +282,11 @@ def _crash_recorded(resolved: Resolved, refused: tuple[type[Exception], ...] = (
 
 
 def _crash_record(resolved: Resolved, error: BaseException) -> None:
-    """One record per death, with the first cause; best effort, it must not hide that cause."""
+    """Write one record per failure, with the first cause. Errors of the write are ignored: they must not hide that
+    cause."""
     run_dir = Path(resolved.config.run.root_dir) / resolved.config.run.name
     if not is_mine(run_dir) or isinstance(error, KeyboardInterrupt | SystemExit):
-        return  # a run directory of another process is not written to
+        return  # another process owns the run directory
     record = {
         "at_unix_s": time.time(),
         "error": resolved.hide(f"{type(error).__name__}: {error}"),

@@ -1,4 +1,4 @@
-"""What a batch says of itself: metrics of refs, in the units of trajectories, groups and steps."""
+"""Metrics of the refs of a step, in the units of trajectories, groups and steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def spread(name: str, values: Iterable[float], unit: Unit) -> Metrics:
-    """name/mean, name/max, name/min."""
+    """Return the metrics name/mean, name/max and name/min."""
     found = list(values)
     if not found:
         return {}
@@ -30,7 +30,7 @@ def spread(name: str, values: Iterable[float], unit: Unit) -> Metrics:
 
 
 def _trajectories(refs: Refs) -> list[Ref]:
-    """One per trajectory, whatever its number of rows: a rewritten history must not count its reward once per row."""
+    """Return one ref per trajectory: the rows of a rewritten history must not count its reward several times."""
     rows: dict[str, list[Ref]] = {}
     for r in refs:
         if r.outcome == "ok" and r.reward == r.reward:
@@ -49,8 +49,8 @@ def _joined(rows: list[Ref]) -> Ref:
 
 
 def batch_metrics(refs: Refs, stats: RolloutStats, version: int, *, max_prompt_tokens: int) -> Metrics:
-    """Scores, lengths, groups, staleness of the trained trajectories; turns of those played; what was released
-    on the way. verl's names where they exist."""
+    """Compute scores, lengths, groups and staleness of the trained trajectories, turns of the played ones, and the
+    released groups. The names are verl's where verl has one."""
     train = _trajectories(refs.of("train"))
     out: Metrics = {
         **spread("critic/rewards", (t.reward for t in train), "sequence"),
@@ -86,7 +86,7 @@ def batch_metrics(refs: Refs, stats: RolloutStats, version: int, *, max_prompt_t
 
 
 def pool_metrics(load: PoolLoad) -> Metrics:
-    """How long answers waited for a grader, how long graders took, and how many would do where these do not."""
+    """Compute how long answers waited for a grader, how long graders took, and how many graders would be enough."""
     n = max(1, load.calls)
     return {
         "reward/queue_s/mean": Metric(load.queued_s, n, "sequence"),

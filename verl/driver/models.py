@@ -1,5 +1,5 @@
-"""The models of a run: folder and role -> engine -> workers. Which engine it is stands in a table of the
-configuration."""
+"""Build the models of a run: the engine of each role's folder, and the workers around it. The table of engines is in
+config/backends.py."""
 
 from __future__ import annotations
 
@@ -39,39 +39,51 @@ from verl.workers.teachers import Teachers
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """What all models of a run have in common. updates: optimizer steps of the whole run (schedules, warm-up share)."""
+    """Settings that all models of a run share."""
 
     config: Config
+    """The configuration of the run."""
     queue: TransferQueue
+    """The queue that the workers read and write."""
     device: str
+    """The device of a role that is not in `devices`."""
     updates: int
+    """Optimizer steps of the whole run, for schedules and the share of the warm-up."""
     crash_dir: Path | None = None
+    """Folder for the batches of updates that were skipped."""
     cluster: Cluster = field(default_factory=InprocCluster)
+    """The processes of the workers."""
     say: Callable[[str], None] = print
-    devices: Mapping[str, str] = field(default_factory=dict)  # of roles
-    peers: Peers = field(default_factory=Peers)  # of the rollout's servers
-    actor: ModelWorkers | None = None  # the policy's workers, once they are there
-    longest: int | None = None  # row of a supervised stage; None: prompt and response
+    """Prints a line for the user."""
+    devices: Mapping[str, str] = field(default_factory=dict)
+    """Role -> its device."""
+    peers: Peers = field(default_factory=Peers)
+    """The processes of the rollout's servers."""
+    actor: ModelWorkers | None = None
+    """The policy's workers, once they are started."""
+    longest: int | None = None
+    """Tokens of the longest row of a supervised stage; None: prompt and response of the configuration."""
 
 
 def workers_of(
     context: ModelContext, spec: RoleSpec, view: View = AS_SAMPLED, died: Died | None = None
 ) -> ModelWorkers:
-    """The worker group of one model. died: hears of its end in place of the run, which goes on."""
+    """Start the worker group of one model. died: called with the error if the group dies; then the run continues
+    without it."""
     layout = None if spec.apart else context.cluster.layout
     size = layout.world_size if layout else 1
     group = context.cluster.start(spec.name, build_roles, (spec,), world_size=size, died=died)
-    place = spec.name if spec.apart else context.cluster.place(spec.name)  # a server is on no device of ours
+    place = spec.name if spec.apart else context.cluster.place(spec.name)  # a server uses no device of the run
     return ModelWorkers(group, layout=layout, view=view, place=place)
 
 
 def workers_around(context: ModelContext, engine: ModelEngine, spec: RoleSpec) -> ModelWorkers:
-    """The same around an engine of this process."""
+    """Start a worker group around an engine of this process."""
     return ModelWorkers(context.cluster.start(spec.name, partial(roles_of, engine), (spec,)))
 
 
 def policy_optim(config: Config, updates: int) -> OptimSpec:
-    """The optimizer of the trained model in a run of so many optimizer steps."""
+    """Return the optimizer of the trained model for a run of so many optimizer steps."""
     o = config.optim
     return OptimSpec(
         lr=o.lr,
@@ -81,14 +93,15 @@ def policy_optim(config: Config, updates: int) -> OptimSpec:
         clip_grad_norm=o.clip_grad_norm,
         schedule=o.schedule,
         warmup_steps=warmup_steps(o, updates),
-        total_steps=max(1, updates),  # 0: a critic that warms up for the whole run; a schedule wants a length
+        total_steps=max(1, updates),  # 0 if a critic warms up during the whole run; a schedule needs a length
         decay_ratio=o.decay_ratio,
         min_lr_ratio=o.min_lr_ratio,
     )
 
 
 def critic_optim(config: Config, updates: int) -> OptimSpec:
-    """The optimizer of the value model in a run of so many optimizer steps: constant after its warm-up."""
+    """Return the optimizer of the value model for a run of so many optimizer steps. The rate is constant after the
+    warm-up."""
     o, c = config.optim, config.critic
     return OptimSpec(
         lr=c.lr,
@@ -112,8 +125,8 @@ def trained(
     hf_export: HfExport | None = None,
     outlet: Outlet | None = None,
 ) -> RoleSpec:
-    """The trained model. share_prefix: prompts will be shared · updates: its optimizer steps, where they are fewer than
-    the run's (a critic's warm-up) · outlet: where its weights are published from."""
+    """Return the specification of the trained model. share_prefix: prompts will be shared · updates: its optimizer
+    steps if they are fewer than the run's (warm-up of a critic) · outlet: publishes its weights."""
     optim = policy_optim(context.config, context.updates if updates is None else updates)
     spec = role_spec(context, name, optim=optim, head=head)
     if note := rope_note(context.config.model.path, spec.context.longest):
@@ -126,7 +139,7 @@ def trained(
 
 
 def critic(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
-    """The value model with its own optimizer: the policy's engine with another head."""
+    """Start the value model with its own optimizer: the policy's engine with a value head."""
     c, optim = context.config.critic, critic_optim(context.config, context.updates)
     if c.path is not None:
         _tokenizer_of(context.config, "critic.path", Path(c.path).expanduser())
@@ -135,12 +148,12 @@ def critic(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
 
 
 def reference(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
-    """The start weights, not trained."""
+    """Start the reference model: the start weights, never trained."""
     return workers_of(context, role_spec(context, "ref"))
 
 
 def teacher(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
-    """Whom the policy learns from: a frozen model of its own folder, several, or the policy itself."""
+    """Start the teachers: a frozen model of its own folder, several of them, or the policy itself."""
     t = context.config.teacher
     view, roles = View(t.temperature, informed=t.hint_key is not None, average=t.ema > 0), t.roles()
     if t.path == POLICY:
@@ -152,16 +165,18 @@ def teacher(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
     if not t.paths:
         return workers_of(context, specs[TEACHER], view)
 
-    def told(error: BaseException) -> None:
+    def report_death(error: BaseException) -> None:
         context.say(f"warning: {error}; its samples are Invalid from now on, the other teachers go on")
 
-    members = {name: workers_of(context, spec, view, told) for name, spec in zip(t.paths, specs.values(), strict=True)}
-    share = 0.75 / (2 if asks_ahead(context.config) else 1)  # and then those left blank; see `_teacher_spec`
+    members = {
+        name: workers_of(context, spec, view, report_death) for name, spec in zip(t.paths, specs.values(), strict=True)
+    }
+    share = 0.75 / (2 if asks_ahead(context.config) else 1)  # time remains for failed rows
     return Teachers(members, t.pick, t.shares(), share * context.config.run.wait_timeout_s)
 
 
 def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: str) -> RoleSpec:
-    """Of a folder or a URL; it must read the policy's tokens, written alike."""
+    """Return the specification of a teacher in a folder or behind a URL. It must have the policy's tokenizer."""
     key = f"teacher.path{role.removeprefix(TEACHER).replace('_', 's.', 1)}"
     config, base = context.config, base_of(path, context.config.model.path)
     spec, adapter = role_spec(context, role, path=base), Path(path) if base != path else None
@@ -172,7 +187,7 @@ def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: 
         top = any(need.output == "topk_ids" for need in algorithm.needs(1))
         url, secret = split_key(path)
         longest, vocab = longest_sequence(config), describe_model(config.model.path).vocab
-        # one that hangs must have said nothing before the driver gives up; a step may wait for two of its calls
+        # a server that hangs must fail before the driver's deadline; a step may wait for two calls
         budget_s = config.run.wait_timeout_s / (3 if asks_ahead(config) else 2)
         served = ServedAt(url=url, key=secret, longest=longest, vocab=vocab, texts=texts, top=top, budget_s=budget_s)
         return replace(spec, engine="verl.model_engine.served:build", options=served, apart=True)
@@ -184,16 +199,16 @@ def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: 
 
 
 def refuse_other_words(ours: Tokenizer, theirs: Tokenizer, what: str, *, texts: int = 1000, tokens: int = 8) -> None:
-    """ValueError where one vocabulary is cut by other rules: texts of `tokens` tokens drawn at random become other
+    """Raise a ValueError if the tokenizers split text differently: texts of `tokens` random tokens get different
     ids."""
     for text, a in drawn_texts(ours, texts=texts, tokens=tokens):
         if a != (b := tuple(theirs(text, add_special_tokens=False)["input_ids"])):
-            said = f"its tokenizer reads {text!r} as {list(b)}, the policy's as {list(a)}"
-            raise ValueError(f"{what}: {said}; take a teacher with the policy's tokenizer")
+            why = f"its tokenizer reads {text!r} as {list(b)}, the policy's as {list(a)}"
+            raise ValueError(f"{what}: {why}; take a teacher with the policy's tokenizer")
 
 
 def drawn_texts(ours: Tokenizer, *, texts: int, tokens: int = 8) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Texts of so many tokens drawn at random, with the ids that they become."""
+    """Yield texts of so many random tokens, each with the ids that it is tokenised to."""
     ids, rng = sorted(ours.get_vocab().values()), random.Random(0)
     for _ in range(texts):
         text = str(ours.decode(rng.choices(ids, k=tokens)))
@@ -201,7 +216,8 @@ def drawn_texts(ours: Tokenizer, *, texts: int, tokens: int = 8) -> Iterator[tup
 
 
 def teacher_head(config: Config) -> TeacherHead | None:
-    """Whom the policy is compared with over the whole vocabulary; None where its loss reads no such output."""
+    """Return the teacher that the policy is compared with over the whole vocabulary; None if the loss reads no such
+    output."""
     loss, t = settled(config.algorithm.name, config.algorithm.given()).loss, config.teacher
     if not isinstance(loss, GKD) or t.path is None:
         return None
@@ -211,7 +227,7 @@ def teacher_head(config: Config) -> TeacherHead | None:
 
 
 def reward_model(context: ModelContext) -> ModelWorkers | None:
-    """The trained reward model of `reward.model`, frozen. It must read the policy's tokens."""
+    """Start the trained reward model of `reward.model`, frozen. It must have the policy's vocabulary."""
     config = context.config
     if config.reward.model is None:
         return None
@@ -223,7 +239,7 @@ def reward_model(context: ModelContext) -> ModelWorkers | None:
 
 
 def _tokenizer_of(config: Config, key: str, folder: Path) -> Tokenizer:
-    """The tokenizer of a model beside the policy; ValueError where the policy's ids are other words to it."""
+    """Load the tokenizer of another model; ValueError if its vocabulary differs from the policy's."""
     ours = load_tokenizer(config.model.tokenizer_path or config.model.path, trust_remote_code=False)
     theirs = load_tokenizer(folder, trust_remote_code=False)
     if ours.get_vocab() != theirs.get_vocab():
@@ -235,20 +251,20 @@ def _tokenizer_of(config: Config, key: str, folder: Path) -> Tokenizer:
 
 
 def models_of(context: ModelContext, algorithm: Algorithm, actor: ModelWorkers) -> dict[str, ModelWorkers]:
-    """The actor, and whatever else the algorithm has a column computed by."""
+    """Start the models of all columns that the algorithm needs; return them by role, with the actor."""
     builds, context = {n.role: n.build for n in algorithm.needs(1) if n.build}, replace(context, actor=actor)
     return {"actor": actor, **{role: load(builds[role])(context, algorithm) for role in sorted(builds)}}
 
 
 def asks_ahead(config: Config) -> bool:
-    """Whether frozen models may be asked before the step. Which rows are packed together depends then on what ends
-    when."""
+    """Return whether frozen models may compute rows before the step. The packing of rows then depends on the order in
+    which groups end."""
     return config.pipeline.staleness > 0 and not config.run.deterministic
 
 
 def asked_ahead(config: Config, algorithm: Algorithm, models: Mapping[str, ModelWorkers]) -> dict[str, Ahead]:
-    """Of the models that a step asks the frozen ones that share their place with no other, asked for a group's rows
-    once it has ended."""
+    """Return the frozen models that compute a group's rows as soon as it is complete: those that share their place with
+    no other model."""
     made: dict[str, Ahead] = {}
     asked = algorithm.asked(config.step.updates_per_step * config.step.epochs_per_step) if asks_ahead(config) else {}
     for role, outputs in asked.items():
@@ -259,6 +275,7 @@ def asked_ahead(config: Config, algorithm: Algorithm, models: Mapping[str, Model
 
 
 def hf_export(config: Config, *, head: Head = "lm", pad_token_id: int | None = None) -> HfExport:
+    """Return the settings of the Hugging Face folder that every checkpoint contains."""
     source = Path(config.model.path).expanduser()
     return HfExport(
         source_dir=source,
@@ -271,7 +288,8 @@ def hf_export(config: Config, *, head: Head = "lm", pad_token_id: int | None = N
 def role_spec(
     context: ModelContext, name: str, *, optim: OptimSpec | None = None, head: Head = "lm", path: str | None = None
 ) -> RoleSpec:
-    """What the workers of a model are built from; frozen without `optim`, of model.path without `path`."""
+    """Return the specification of a model's workers. Without `optim` the model is frozen; without `path` it is
+    model.path."""
     config = context.config
     return RoleSpec(
         name=name,

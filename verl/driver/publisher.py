@@ -15,27 +15,37 @@ from verl.workers.waits import Waits
 
 @dataclass(eq=False, kw_only=True)
 class Publisher:
-    """Owns the version: the number of publishes so far. exclusive: rollout waits during an update, so a publish can
-    read the trainer's weights in place. partial_rollout: running requests go on under new weights, on replicas that
-    can do that. published: told after every publish which replicas do not have it, and why."""
+    """Publishes the policy's weights and counts the versions."""
 
     engine: CheckpointEngine
+    """Transfers and verifies the weights."""
     trainer: ModelWorkers
+    """The workers that hold the weights."""
     replicas: Sequence[RolloutEngine]
+    """The engines that get them; it grows when replicas join."""
     waits: Waits
+    """The waits of the run, with their reports."""
     timeout_s: float
+    """Limit of one publish."""
     exclusive: bool
+    """Rollout waits during an update, so a publish can read the trainer's weights in place."""
     partial_rollout: bool
+    """Running requests continue under new weights, on replicas that support it."""
     note: Callable[[str], None]
+    """Prints a line for the user."""
     published: Callable[[Mapping[int, str]], None] | None
+    """Called after every publish with the replicas that do not have it, and the reasons."""
     version: int = field(default=0, init=False)
-    _asked: int = field(default=0, init=False)  # replicas, by the latest publish
-    _modes: list[PauseMode] = field(default_factory=list, init=False)  # of each replica that gets weights
+    """The number of publishes so far."""
+    _asked: int = field(default=0, init=False)
+    """Replicas of the latest publish."""
+    _modes: list[PauseMode] = field(default_factory=list, init=False)
+    """For each replica that gets weights: running requests wait during a publish, or continue."""
     _under_way: asyncio.Task[None] | None = field(default=None, init=False)
     _metrics: Metrics = field(default_factory=dict, init=False)
 
     async def start(self, version: int) -> None:
-        """Ask the replicas what they can do, and make the weights of `version` live on them."""
+        """Ask the replicas for their capabilities, and make the weights of `version` live on them."""
         can = list[Capabilities]()
 
         async def ask() -> None:
@@ -51,13 +61,13 @@ class Publisher:
         self._report(await self._awaited(self._enqueue(version), version))
 
     def join(self, able: Capabilities) -> None:
-        """The next of `replicas` gets every publish from now on."""
+        """Include the next of `replicas` in every publish from now on."""
         self._modes.append("keep" if self.partial_rollout and able.in_flight_update else "wait")
 
     def publish(self, committed: Callable[[SyncReport], None], failed: Callable[[BaseException], None]) -> None:
         """Read the weights as they are at this call as the next version, and deliver them in the background.
 
-        Only one publish is under way at a time: `settle` comes before."""
+        Only one publish is under way at a time: call `settle` first."""
         assert self._under_way is None, "a publish is under way"
         version = self.version + 1
         self._under_way = asyncio.ensure_future(self._commit(self._enqueue(version), version, committed))
@@ -80,7 +90,7 @@ class Publisher:
             await asyncio.gather(self._under_way, return_exceptions=True)
 
     def take_metrics(self) -> Metrics:
-        """Of the last publish, once."""
+        """Return the metrics of the last publish, once."""
         found, self._metrics = self._metrics, {}
         return found
 

@@ -1,5 +1,5 @@
-"""Every trajectory is written to samples/, from step 0. Runs beside the loop, in a worker of its own: the driver hands
-it refs, and reads no column."""
+"""Write every trajectory to samples/, from step 0. The recorder is a worker beside the loop: it gets refs from the
+driver and reads the columns itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import read_samples
 from verl.types import LEARNED, Refs, Sample, Trajectory, response_ids_of, samples_of, versions_of
 
-# queue column -> field of a row; the first one that was written wins
+# field of a row -> queue columns; the first one that exists is recorded
 _COLUMNS = {
     "old_logprobs": ("old_logprobs", "train_logprobs"),
     "ref_logprobs": ("ref_logprobs",),
@@ -31,7 +31,7 @@ _COLUMNS = {
 }
 
 
-# the same of a sample and of its row
+# fields with the same name in a sample and in its row
 SHARED = (
     *("sample_id", "trajectory_id", "group_id", "task_id", "purpose", "teacher"),
     *("reward", "components", "outcome", "stop_reason", "temperature"),
@@ -42,31 +42,35 @@ MOST_WAITING = 8_000_000  # response tokens; a row holds about 40 bytes of each
 def build_recorder(
     queue: TransferQueue, run_dir: Path, tokenizer: Any, groups_per_step: int = 0, *, ranks: Sequence[Ranks]
 ) -> list[SampleRecorder]:
-    """Writes samples with their prompts as the model sees them. tokenizer: for the texts."""
+    """Build the worker that writes samples. The tokenizer makes the texts; prompts keep their special tokens."""
     decode, decode_prompt = decoder(tokenizer), decoder(tokenizer, special_tokens=True)
     return [SampleRecorder(queue, run_dir, decode, decode_prompt, groups_per_step) for _ in ranks]
 
 
 @dataclass(eq=False)
 class SampleRecorder:
-    """Worker: writes the rows of a step, then drops them from the queue. While the disk is full or faulty they wait, of
-    the newest steps as many as MOST_WAITING tokens allow. Each call returns the lines that a person should read: once
-    that samples wait, and what is lost. truths: task id -> ground truth, of the tasks of the call · decode_prompt: of
-    prompts, with their special tokens (None: as the rest) · groups_per_step: so many are written, 0: all."""
+    """Worker: writes the rows of a step, then drops them from the queue. While the disk is full or faulty rows wait,
+    the newest steps up to MOST_WAITING tokens. Each call returns lines for the user: one when samples begin to wait,
+    and one for each lost step. The calls get `truths`: task id -> ground truth of the tasks."""
 
     queue: TransferQueue
+    """The queue with the columns."""
     run_dir: Path
+    """The run directory."""
     decode: DecodeFn
+    """Text of a response."""
     decode_prompt: DecodeFn | None = None
+    """Text of a prompt with its special tokens; None: `decode`."""
     groups_per_step: int = 0
+    """Groups of a step that are written; 0: all."""
     _waiting: list[tuple[int, list[SampleRow], Kind]] = field(default_factory=list)
 
     def record(self, step: int, refs: Refs, truths: Mapping[str, Any]) -> list[str]:
         groups = list(refs.groups().values())[: self.groups_per_step or None]
         rows = self._rows(step, Refs(ref for group in groups for ref in group), truths)
-        said = self._write(step, rows, "train")
+        lines = self._write(step, rows, "train")
         self.queue.drop(refs)
-        return said
+        return lines
 
     def record_eval(self, step: int, found: Sequence[Trajectory], truths: Mapping[str, Any]) -> list[str]:
         prompts: dict[bytes, str] = {}
@@ -74,12 +78,12 @@ class SampleRecorder:
         return self._write(step, [self._row(step, s, {}, prompts, truths) for s in samples], "eval")
 
     def finish(self) -> list[str]:
-        """The last attempt to write what waits."""
-        said = self._drain(stuck=True) if self._waiting else []
+        """Try for the last time to write the rows that wait."""
+        lines = self._drain(stuck=True) if self._waiting else []
         if self._waiting:
             lost = ", ".join(str(step) for step, _, _ in self._waiting)
-            said.append(f"warning: the samples of step {lost} are lost: the disk had no room until the end")
-        return said
+            lines.append(f"warning: the samples of step {lost} are lost: the disk had no room until the end")
+        return lines
 
     def _write(self, step: int, rows: list[SampleRow], kind: Kind) -> list[str]:
         stuck = bool(self._waiting)
@@ -87,7 +91,7 @@ class SampleRecorder:
         return self._drain(stuck)
 
     def _drain(self, stuck: bool) -> list[str]:
-        said = []
+        lines = []
         try:
             while self._waiting:
                 write_samples(self.run_dir, *self._waiting[0])
@@ -95,13 +99,13 @@ class SampleRecorder:
         except OSError as e:
             if not stuck:
                 path = samples_path(self.run_dir, self._waiting[0][0], self._waiting[0][2])
-                said.append(f"warning: {path} cannot be written ({e.strerror or e}): samples wait for room")
+                lines.append(f"warning: {path} cannot be written ({e.strerror or e}): samples wait for room")
             while sum(r.response_tokens for _, waiting, _ in self._waiting for r in waiting) > MOST_WAITING:
-                said.append(f"warning: the samples of step {self._waiting.pop(0)[0]} are lost: the disk is full")
+                lines.append(f"warning: the samples of step {self._waiting.pop(0)[0]} are lost: the disk is full")
         else:
             if stuck:
-                said.append(f"{self.run_dir / FOLDER} is written again")
-        return said
+                lines.append(f"{self.run_dir / FOLDER} is written again")
+        return lines
 
     def _rows(self, step: int, refs: Refs, truths: Mapping[str, Any]) -> list[SampleRow]:
         found: dict[str, dict[str, np.ndarray]] = {
@@ -127,7 +131,7 @@ class SampleRecorder:
         prompts: dict[bytes, str],
         truths: Mapping[str, Any],
     ) -> SampleRow:
-        """`prompts`: the texts of prompts so far, each made once for its group."""
+        """Build the recorded row of a sample. prompts: texts of prompts so far, one for each group."""
         prompt, rest = sample.segments[0], sample.segments[1:]
         lengths = [len(s.ids) for s in rest]
         ids = response_ids_of(sample.segments)
@@ -162,7 +166,7 @@ class SampleRecorder:
 
 
 def _spread(values: np.ndarray, at: np.ndarray, length: int) -> np.ndarray:
-    """Per-trainable-token values at their places in the response; NaN elsewhere."""
+    """Return the values of trainable tokens at their positions in the response, NaN elsewhere."""
     if len(at) == length:
         return values.astype(np.float32, copy=False)
     out = np.full(length, np.nan, np.float32)

@@ -1,8 +1,7 @@
-"""`verl train --replay STEP`: recompute a recorded step from samples/ and say equal, or what differs first.
+"""`verl train --replay STEP`: recompute a recorded step from samples/ and print equality or the first difference.
 
-From the newest checkpoint before the step (or the start weights), every step up to it is trained again on its recorded
-samples; the step's own log-probs, advantages and gradient norm are compared with what was recorded.
-"""
+Every step from the newest checkpoint before the step (or from the start weights) is trained again on its recorded
+samples. The step's own log-probs, advantages and gradient norm are compared with the recorded ones."""
 
 from __future__ import annotations
 
@@ -36,7 +35,8 @@ COMPARED_METRICS = ("actor/pg_loss", "actor/grad_norm", "actor/entropy")
 
 
 def replay(args: Sequence[str], number: int) -> int:
-    """0: equal. 1: something differs (printed). ValueError: the step cannot be replayed, and why."""
+    """Replay step `number`. Return 0 if it is equal and 1 if something differs (printed); ValueError with the reason if
+    the step cannot be replayed."""
     run_dir = _recorded(args)
     recorded = sample_steps(run_dir)
     if number not in recorded:
@@ -52,7 +52,7 @@ def replay(args: Sequence[str], number: int) -> int:
 
 
 def _recorded(args: Sequence[str]) -> Path:
-    """The run named on the command line."""
+    """Return the directory of the run named on the command line."""
     if any(a.partition("=")[0] in ("recipe", "model.path") for a in args):
         asked = load_config(args).config
         run_dir = Path(asked.run.root_dir) / asked.run.name
@@ -65,7 +65,8 @@ def _recorded(args: Sequence[str]) -> Path:
 
 
 def _config_of(run_dir: Path, first: int, last: int) -> tuple[Config, int]:
-    """The configuration of the attempt that trained these steps, and its number of steps: the schedule follows it."""
+    """Return the configuration of the attempt that trained these steps, and its number of steps, which the schedule
+    needs."""
     total_steps = {e.attempt: e.data["total_steps"] for e in read_events(run_dir, {"resumed"})}
     attempts = sorted({line.attempt for line in read_metrics(run_dir) if first <= line.step <= last})
     made = [(read_config(config_path(run_dir, attempt)), total_steps[attempt]) for attempt in attempts]
@@ -111,7 +112,7 @@ async def _replay(run_dir: Path, number: int) -> list[str]:
 
 
 def sample_of(row: SampleRow, reads_feedback: bool) -> Sample:
-    """A recorded row as a sample. reads_feedback: its teacher does."""
+    """Return a recorded row as a sample. reads_feedback: its teacher reads it."""
     adapter, segments = unpacked_segments(row.segments) if row.segments else (None, _segments(row))
     return Sample(
         **{name: getattr(row, name) for name in SHARED},
@@ -124,14 +125,14 @@ def sample_of(row: SampleRow, reads_feedback: bool) -> Sample:
 
 
 def _segments(row: SampleRow) -> tuple[Segment, ...]:
-    """Runs of equal mask and equal version."""
+    """Split the response into segments of equal mask and equal version."""
     mask, logprobs, versions = row.response_mask.astype(bool), row.rollout_logprobs, row.token_versions
     assert logprobs is not None and versions is not None
     edges = [0, *(np.flatnonzero(np.diff(mask) | (np.diff(versions) != 0)) + 1), len(mask)]
     segments = [Segment(ids=row.prompt_ids, source="prompt")]
     for a, b in zip(edges, edges[1:]):
         if a == b:
-            break  # nothing was answered
+            break  # an empty response
         ids, version = row.response_ids[a:b], int(versions[a])
         if not mask[a]:
             segments.append(Segment(ids=ids, source="env"))

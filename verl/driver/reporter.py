@@ -1,5 +1,4 @@
-"""What a run says of itself: metrics, events, samples, the report, health. One step is over when its metrics are
-written."""
+"""The records of a run: metrics, events, samples, the report, health. A step is over when its metrics are written."""
 
 from __future__ import annotations
 
@@ -26,30 +25,35 @@ from verl.types import Refs, Trajectory
 from verl.workers.group import WorkerGroup
 from verl.workers.waits import Waits
 
-RECORD_AFTER_S = (
-    0.1  # samples are written once the next rollout is under way: at its start the event loop has most to do
-)
-QUIET_STEPS = 20  # an alarm that goes on is printed once; one that was away for longer is printed again
+RECORD_AFTER_S = 0.1  # samples are written after the start of the next rollout, when the event loop has less work
+QUIET_STEPS = 20  # an alarm is printed again after this many steps without it
 OnStep = Callable[[int, Mapping[str, float]], None]
 
 
 @dataclass(eq=False, kw_only=True)
 class Reporter:
-    """recorder: the worker that writes samples; None where a run has none (supervised). verl_names: metrics also stand
-    under the names that verl gives them."""
+    """Writes the records of a run and prints its messages."""
 
     config: Config
+    """The configuration of the run."""
     run_dir: Path
+    """The run directory."""
     sinks: Sinks
+    """Receive the numbers of each step."""
     events: EventLog
+    """The log of events."""
     progress: LiveProgress
+    """The console."""
     waits: Waits
+    """The waits of the run."""
     recorder: WorkerGroup | None
+    """The worker that writes samples; None in a supervised run."""
     on_step: OnStep | None
     verl_names: bool
     history: list[dict[str, float]] = field(default_factory=list)
     last_eval: dict[str, float] = field(default_factory=dict)
-    _raised: dict[str, int] = field(default_factory=dict)  # alarm -> length of the history when it was raised last
+    _raised: dict[str, int] = field(default_factory=dict)
+    """Alarm -> length of the history when it was raised last."""
     _warned: set[str] = field(default_factory=set)
     _recording: asyncio.Task[None] | None = None
     _record_now: asyncio.Event = field(default_factory=asyncio.Event)
@@ -57,8 +61,8 @@ class Reporter:
     # -- samples -------------------------------------------------------------------------------------------------------
 
     async def record(self, step: int, refs: Refs, truths: Mapping[str, Any]) -> None:
-        """Write the samples of a step, beside the next one, and drop its rows from the queue. One step at a time.
-        truths: ground truth by task id."""
+        """Start to write the samples of a step, while the next one runs, and then drop its rows from the queue. One
+        step at a time. truths: ground truth by task id."""
         await self.wait_recorded()
         self._record_now.clear()
         self._recording = asyncio.ensure_future(self._record(step, refs, truths))
@@ -69,7 +73,7 @@ class Reporter:
         await self._done(written, "recorder.record_eval")
 
     async def wait_recorded(self) -> None:
-        """Until the samples that are being written are on disk."""
+        """Wait until the samples that are being written are on disk."""
         if self._recording is not None:
             task, self._recording = self._recording, None
             self._record_now.set()
@@ -88,7 +92,7 @@ class Reporter:
         await self._done(self.recorder.submit(SampleRecorder.record, [(step, refs, truths)]), "recorder.record")
 
     async def _done(self, future: Future[list[list[str]]], what: str) -> None:
-        """The recorder's call is over; what it says is printed."""
+        """Wait for a call of the recorder and print the lines that it returns."""
         said = await self.waits.wait(
             asyncio.wrap_future(future), who="driver", what=what, timeout_s=self.config.run.wait_timeout_s
         )
@@ -102,12 +106,13 @@ class Reporter:
     # -- metrics -------------------------------------------------------------------------------------------------------
 
     def keep(self, step: Step) -> None:
-        """What a checkpoint follows from is on disk before it: a kill right after its commit loses no record."""
+        """Write the records that a checkpoint follows from, before it: a kill right after its commit loses no
+        record."""
         self.sinks.keep(step.number, reduce(step.metrics))
         self.events.flush(fsync=True)
 
     def log(self, step: Step, *, tokens: int, more: Mapping[str, float]) -> dict[str, float]:
-        """Close the step's ledger and hand its values to the sinks; RunEnded where a health rule says stop."""
+        """Close the step's ledger and pass its values to the sinks; RunEnded if a health rule stops the run."""
         step.ledger.stop()
         wall_s = step.ledger.wall_s
         values = {**reduce(step.metrics), **step.ledger.metrics(), **more, "training/global_step": float(step.number)}
@@ -133,7 +138,8 @@ class Reporter:
         return values
 
     def write_report(self) -> Path | None:
-        """None: there is no room for it, or what it shows is damaged: no reason for a run to end, or to have failed."""
+        """Write the page of the run and return its path. None if the disk has no room or a record is damaged, which
+        fails no run."""
         try:
             return write_report(self.run_dir, self._warn_once)
         except (OSError, ValueError, KeyError, TypeError) as e:
@@ -149,8 +155,8 @@ class Reporter:
         return due(number, self.config.track.report_every_steps)
 
     def check_health(self) -> None:
-        """Record the alarms of the step, print those that the last QUIET_STEPS did not have; RunEnded where one stops
-        the run."""
+        """Record the alarms of the step and print those that the last QUIET_STEPS steps did not have; RunEnded if one
+        stops the run."""
         alarms = check_health(self.history, self.config.health)
         for alarm in alarms:
             if len(self.history) - self._raised.get(alarm.name, -QUIET_STEPS) > QUIET_STEPS:
@@ -164,7 +170,7 @@ class Reporter:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     async def finish_recording(self) -> None:
-        """Write what waits, and end the recorder: before the cluster that it lives in."""
+        """Write the rows that wait and end the recorder, before its cluster ends."""
         if self._recording is not None:
             self._record_now.set()
             await asyncio.gather(self._recording, return_exceptions=True)

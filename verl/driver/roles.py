@@ -21,45 +21,53 @@ T = TypeVar("T")
 
 
 class Controllers(msgspec.Struct):
-    """What an algorithm adapts from step to step. Saved with every checkpoint."""
+    """State that an algorithm adapts from step to step. It is saved with every checkpoint."""
 
     kl_coef: float = 0.0
+    """The present coefficient of the KL penalty."""
     critic_warm: bool = False
+    """The critic's warm-up is over."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Learner:
-    """What learns from samples: an algorithm over the workers of its roles. RL runs, supervised runs, a replayed
-    step, the Python face and a user's own flow differ in where the samples come from.
-
-    models: actor, and where the algorithm has them ref, critic, reward_model; trainer in a supervised run."""
+    """An algorithm over the workers of its roles. RL runs, supervised runs, a replayed step, the Python API and a
+    user's own flow differ only in the source of the samples."""
 
     config: Config
+    """The configuration of the run."""
     models: dict[str, ModelWorkers]
+    """Role -> workers: actor, and where the algorithm has them ref, critic, reward_model; trainer in a supervised
+    run."""
     compute: ComputeWorker
+    """The worker for columns that need no model."""
     queue: TransferQueue
+    """The queue of the samples."""
     waits: Waits
+    """The waits of the run."""
     algorithm: Algorithm | None = None
+    """None in a supervised run."""
     cluster: Cluster = field(default_factory=InprocCluster)
+    """The processes of the workers."""
     controllers: Controllers = field(default_factory=Controllers)
 
     async def done(self, future: Future[T], what: str) -> T:
-        """The result of a call that was enqueued, within the run's deadline."""
+        """Return the result of a call that was enqueued, within the run's deadline."""
         return await self.waits.wait(
             asyncio.wrap_future(future), who="driver", what=what, timeout_s=self.config.run.wait_timeout_s
         )
 
     def why_together(self) -> str:
-        """Why this process may leave nothing undone by itself; "" where it may."""
+        """Return why this process may not abandon work alone; "" if it may."""
         return "" if self.cluster.drivers is None else "the processes of torchrun end a step together"
 
     async def agreed(self, value: T) -> T:
-        """The first driver's value, where many processes run this one."""
+        """Return the first driver's value if several processes run the driver."""
         drivers = self.cluster.drivers
         return value if drivers is None else (await self.done(drivers.gather(value), "the other ranks"))[0]
 
     async def finish(self) -> None:
-        """All drivers are done; none waits for another any more."""
+        """Wait until all drivers are done."""
         if (drivers := self.cluster.drivers) is not None:
             await self.done(drivers.finish(), "the other ranks to finish")
 

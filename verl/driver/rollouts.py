@@ -49,18 +49,26 @@ class Draws(Protocol):
 
 @dataclass(slots=True)
 class RolloutStats:
-    """Since the last step was trained. `invalid`: trajectories without a valid reward, by reason; `turns`: of those
-    with one, how many had so many; `sampled`: tokens, `unread`: those of them that are no text."""
+    """Counts since the last step was trained."""
 
     released: Counter[str] = field(default_factory=Counter)
+    """Released groups by reason."""
     invalid: Counter[str] = field(default_factory=Counter)
+    """Trajectories without a valid reward, by reason."""
     turns: Counter[int] = field(default_factory=Counter)
-    agent: Counter[str] = field(default_factory=Counter)  # sums of what the loops counted
+    """Number of turns -> trajectories with a valid reward that have it."""
+    agent: Counter[str] = field(default_factory=Counter)
+    """Sums of the loops' counts."""
     played: int = 0
+    """Trajectories that ended."""
     flat: int = 0
+    """Groups with equal scores."""
     groups: int = 0
+    """Groups that ended."""
     sampled: int = 0
+    """Sampled tokens."""
     unread: int = 0
+    """Those of them that are no text."""
 
 
 def _none(ids: np.ndarray) -> int:
@@ -70,7 +78,7 @@ def _none(ids: np.ndarray) -> int:
 @dataclass(slots=True)
 class InvalidShare:
     """Ends a run in which too many trajectories get no valid reward: more than `limit` beyond chance (three standard
-    deviations), judged from `least` trajectories on and over at least `span`, whatever the size of a step."""
+    deviations). It is checked after `least` trajectories and over at least `span`, for steps of any size."""
 
     limit: float
     least: int
@@ -106,12 +114,7 @@ class InvalidShare:
 
 @dataclass(eq=False, kw_only=True)
 class RolloutManager:
-    """See the module. Owned by the driver's event loop.
-
-    timeout_s: for a wait that no trajectory is the cause of; those have deadlines of their own, which come first ·
-    eager: admit as soon as a slot is free; else only when a batch is asked for (staleness 0) · inform: the task with
-    what its teacher reads of an attempt · ahead: who is asked for a group's rows once it is complete · unread: how
-    many of sampled ids are no text."""
+    """Plays the groups of a run. The driver's event loop owns it."""
 
     scheduler: Scheduler
     cursor: Draws
@@ -124,24 +127,29 @@ class RolloutManager:
     events: EventLog
     waits: Waits
     timeout_s: float
+    """Limit of a wait that does not depend on a trajectory; trajectories have deadlines of their own."""
     eager: bool
+    """Admit as soon as a slot is free; else only when a batch is requested (staleness 0)."""
     max_invalid_share: float
     inform: Callable[[Task, Trajectory], Task] | None = None
+    """Adds the text that the teacher reads about an attempt to its task."""
     ahead: Sequence[Ahead] = ()
+    """Frozen models that begin with a group's rows when it is complete."""
     unread: Callable[[np.ndarray], int] = _none
+    """Counts the sampled ids that are no text."""
 
     def __post_init__(self) -> None:
         self._wait_s = self.timeout_s + self.trajectories.longest_s
         self._invalid = InvalidShare(self.max_invalid_share, least=4 * self.samples_per_prompt)
         self._closed = False
         self._running: dict[str, asyncio.Task[None]] = {}
-        self.groups: dict[str, Group] = {}  # in flight: running, or complete and waiting to be trained
+        self.groups: dict[str, Group] = {}  # in flight: running, or complete and not trained yet
         self._draws: dict[str, Any] = {}
         self._refs: dict[str, Refs] = {}
-        self._leaving: dict[str, asyncio.Task[None]] = {}  # of dropped groups, whose rows are still read or written
-        self._taken: tuple[str, ...] = ()  # handed out, not trained yet
+        self._dropping: dict[str, asyncio.Task[None]] = {}  # dropped groups; their rows are still read or written
+        self._taken: tuple[str, ...] = ()  # the batch that is being trained
         self._done: dict[str, list[Trajectory]] = {}  # ended trajectories of running groups, kept for a checkpoint
-        self._number = 1  # of the step that is worked on; a checkpoint of a step holds what its events say
+        self._number = 1  # the present step; a checkpoint of a step contains the state after its events
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self.stats = RolloutStats()
@@ -150,12 +158,13 @@ class RolloutManager:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Nothing is played any more: every task is cancelled and has ended."""
+        """Cancel every task and wait until it has ended."""
         self._closed = True
-        await self._cancel([*self._running.values(), *self._leaving.values()])
+        await self._cancel([*self._running.values(), *self._dropping.values()])
 
     async def take(self, step: int) -> Refs:
-        """The groups of this step: complete, scored, selected, within their deadline. Waits with a deadline."""
+        """Return the groups of this step: complete, scored, selected, within their deadline. The wait has a
+        deadline."""
         self._number = step + 1
         while True:
             self.check()
@@ -177,7 +186,7 @@ class RolloutManager:
             )
 
     def on_trained(self, step: int, refs: Refs) -> dict[str, Any]:
-        """Free the groups of a step -> the ground truths of their tasks by id."""
+        """Free the groups of a step. Return the ground truths of their tasks by id."""
         self.scheduler.trained(step)
         assert {r.group_id for r in refs} <= set(self._taken), "trained on other groups than were taken"
         tasks = [self.groups[group_id].task for group_id in self._taken]
@@ -207,8 +216,8 @@ class RolloutManager:
             self.check()
 
     async def restore(self, scheduler: Mapping[str, Any], saved: Sequence[SavedGroup]) -> None:
-        """Groups in flight at a checkpoint: complete ones are there as they were, the others go on under the restored
-        version with the trajectories that had ended."""
+        """Restore the groups in flight at a checkpoint. Complete groups are stored again; the others continue under the
+        restored version with the trajectories that had ended."""
         by_id = {group.group_id: group for group in saved}
         found = self.scheduler.load_state(scheduler, time.monotonic())
         self._number = self.scheduler.next_step + 1
@@ -226,7 +235,7 @@ class RolloutManager:
                 self.cursor.give_back(by_id[group_id].draw)
 
     def save(self) -> tuple[SavedGroup, ...]:
-        """Every group that is not trained yet, with its ended trajectories."""
+        """Return every group that is not trained yet, with its ended trajectories."""
         out = []
         for group_id, group in self.groups.items():
             complete = group_id in self._refs
@@ -235,7 +244,7 @@ class RolloutManager:
         return tuple(out)
 
     def take_stats(self) -> RolloutStats:
-        """Since the last step was trained; counting begins anew."""
+        """Return the counts since the last step was trained, and reset them."""
         found, self.stats = self.stats, RolloutStats()
         return found
 
@@ -271,7 +280,7 @@ class RolloutManager:
             self._start(group)
 
     def _start(self, group: Group) -> None:
-        self._done[group.group_id] = list(group.trajectories)  # of a checkpoint: they are not played again
+        self._done[group.group_id] = list(group.trajectories)  # a restored group keeps its ended trajectories
         task = asyncio.ensure_future(self._run(group))
         self._running[group.group_id] = task
         task.add_done_callback(lambda t: self._ended(group.group_id, t))
@@ -280,26 +289,26 @@ class RolloutManager:
         if self._running.get(group_id) is task:
             del self._running[group_id], self._done[group_id]
         if not task.cancelled():
-            broken = task.exception()  # asked for also where another was first: else it is told as never retrieved
+            broken = task.exception()  # retrieved in any case, else asyncio logs a warning
             self._failure = self._failure or broken
         elif not self._closed and self.scheduler.holds(group_id):
             self._failure = self._failure or RuntimeError(f"group {group_id} was cancelled, but not by the driver")
         self._changed.set()
 
     async def _cancel(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Stay until they have ended: what is cancelled neither generates nor holds a request id any more."""
+        """Cancel tasks and wait until they have ended, so that no request of theirs is left in the engine."""
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=self._wait_s)
 
     def fail(self, error: BaseException) -> None:
-        """Something that `take` may be waiting for broke (a publish): it raises this instead of waiting on."""
+        """Make `take` raise this error of something that it may be waiting for (a publish)."""
         self._failure = self._failure or error
         self._changed.set()
 
     def check(self) -> None:
-        """Raise what broke beside the loop, or that too many rewards are invalid."""
+        """Raise an error of a background task, or RunEnded if too many rewards are invalid."""
         if self._failure is not None:
             raise self._failure
         self._invalid.check()
@@ -328,7 +337,7 @@ class RolloutManager:
             await self._finish(group)
 
     async def _finish(self, group: Group) -> None:
-        """Count, select, and store or release a group whose trajectories have ended."""
+        """Count a group after all its trajectories have ended, select it, and store or release it."""
         self.stats.played += len(group.trajectories)
         for ids in (s.ids for t in group.trajectories for row in t.rows for s in row if s.source == "sampled"):
             self.stats.sampled += len(ids)
@@ -381,8 +390,8 @@ class RolloutManager:
             self.queue.drop(self._refs.pop(group.group_id))
 
     async def _store(self, group: Group) -> None:
-        if leaving := self._leaving.get(group.group_id):  # drawn again: its rows have the ids of those
-            await asyncio.shield(leaving)
+        if dropping := self._dropping.get(group.group_id):  # the group was drawn again and its rows have the same ids
+            await asyncio.shield(dropping)
         ended = [t for t in group.trajectories if t.outcome == "ok"]
         tasks = [group.task if self.inform is None else self.inform(group.task, t) for t in ended]
         samples = [taught(s, task) for t, task in zip(ended, tasks) for s in samples_of(t) if s.loss_tokens > 0]
@@ -401,12 +410,11 @@ class RolloutManager:
             self._admit()
 
     async def _drop(self, group_ids: Sequence[str]) -> None:
-        """Over-sampled surplus: cancel it and return its tasks to the cursor, latest admitted first.
+        """Cancel over-sampled surplus and return its tasks to the cursor, latest admitted first.
 
-        A task may be drawn again under the same group id, so what was dropped has ended before. Its slot stays free
-        until the next admission: drawn again at once, it would be the latest admitted of the same version again, and
-        dropped at every step.
-        """
+        A task may be drawn again under the same group id, so the dropped group must have ended before. Its slot stays
+        free until the next admission: a group drawn again at once would be the latest admitted of the same version
+        again, and would be dropped at every step."""
         await self._cancel([self._running[g] for g in group_ids if g in self._running])
         for group_id in reversed(group_ids):
             self.cursor.give_back(self._draws[group_id])
@@ -418,32 +426,32 @@ class RolloutManager:
         del self.groups[group_id], self._draws[group_id]
         if (refs := self._refs.pop(group_id, None)) and self.ahead:
             left = [workers.leave(refs) for workers in self.ahead]
-            self._leaving[group_id] = asyncio.ensure_future(self._let_go(group_id, refs, left))
-            self._leaving[group_id].add_done_callback(self._let_gone)
+            self._dropping[group_id] = asyncio.ensure_future(self._drop_after(group_id, refs, left))
+            self._dropping[group_id].add_done_callback(self._dropped)
         elif refs:
             self.queue.drop(refs)
 
-    async def _let_go(self, group_id: str, refs: Refs, left: Sequence[Future[None]]) -> None:
-        """No step waits for the calls that hold rows of a dropped group: these go when the calls have ended."""
+    async def _drop_after(self, group_id: str, refs: Refs, left: Sequence[Future[None]]) -> None:
+        """Drop the rows of a dropped group after the calls that still use them have ended. No step waits for them."""
         for answer in map(asyncio.wrap_future, left):
             what = "a model to let go of rows that are dropped"
             await self.waits.wait(answer, who=group_id, what=what, timeout_s=self.timeout_s)
         self.queue.drop(refs)
-        del self._leaving[group_id]
+        del self._dropping[group_id]
 
-    def _let_gone(self, task: asyncio.Task[None]) -> None:
+    def _dropped(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (broken := task.exception()):
             self.fail(broken)
 
 
 def reason_of(trajectory: Trajectory) -> str:
-    """Why it has no valid reward, in a word: errors read `reason: detail`."""
+    """Return the reason, in a word, why a trajectory has no valid reward. Errors read `reason: detail`."""
     return trajectory.error.partition(":")[0]
 
 
 def metric_of(trajectory: Trajectory, name: str | None) -> float:
-    """The number that selection looks at: a named component, or the raw score before shaping. The accuracy (`acc`) of a
-    reward function that returns one number is that number, as in verl's reward managers."""
+    """Return the number that selects groups: a named component, or the raw score before shaping. The accuracy (`acc`)
+    of a reward function that returns one number is that number, as in verl's reward managers."""
     score = trajectory.reward
     assert isinstance(score, Score)
     if name is None or (name == "acc" and score.components.keys() <= SHAPED):

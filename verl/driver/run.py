@@ -1,4 +1,4 @@
-"""An RL run: the parts that `assemble` made, and what the loop does with them at the ends of a step."""
+"""An RL run: the parts that `assemble` made, and the methods that the loop calls at the ends of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from verl.types import Metrics, Refs, Task
 from verl.weight_sync.base import SyncReport
 from verl.workers.placement import Placement
 
-HISTORY = 200  # steps of metrics that a checkpoint keeps: health rules look back
+HISTORY = 200  # steps of metrics in a checkpoint, for the health rules
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Run:
     reward_metrics: Callable[[], Metrics]
     first_index: int = 0
     _step: Step | None = None
-    _beginning: DriverState | None = None  # of that step
+    _beginning: DriverState | None = None  # the state before `_step`
 
     @property
     def version(self) -> int:
@@ -63,7 +63,7 @@ class Run:
     # -- the loop's own words ------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Continue from the checkpoint, if there is one; nothing is sampled before a verified publish."""
+        """Restore the checkpoint, if there is one, and publish its weights, verified, before anything is sampled."""
         state = await self.checkpointer.restore()
         if state is not None:
             self.groups.cursor.load_state(state.cursor)
@@ -73,11 +73,11 @@ class Run:
         self.fleet.open()
         if state is not None and state.scheduler is not None:
             await self.groups.restore(state.scheduler, state.groups)
-            if state.version > self.groups.scheduler.version:  # published while the state's own step had begun
+            if state.version > self.groups.scheduler.version:  # committed after that step began
                 self.groups.on_published(state.version)
 
     async def evaluate_first(self) -> None:
-        """Before the first step of a new run."""
+        """Evaluate before the first step of a new run."""
         if self.first_index == 0 and self.config.run.eval_before and self.eval_tasks:
             step = Step(-1)
             with step.clock("evaluate"):
@@ -85,7 +85,7 @@ class Run:
             self._log(step)
 
     def steps(self) -> Iterator[Step]:
-        """Steps after the resumed one, each with a fresh ledger."""
+        """Yield the steps after the resumed one, each with a fresh ledger."""
         for index in range(self.first_index, self.total_steps):
             self._beginning, self._step = self._state(index), Step(index)
             if self.stop.requested:
@@ -93,8 +93,8 @@ class Run:
             yield self._step
 
     async def publish(self, step: Step) -> None:
-        """The optimizer steps are done: free the groups, and deliver the weights when due. Exclusive: before rollout
-        wakes. Else in the background, in order."""
+        """Free the groups after the optimizer steps, and deliver the weights when a publish is due: before rollout
+        wakes if it is exclusive, else in the background and in order."""
         step.updated = True
         spent_s = step.ledger.seconds()
         await self.checkpointer.updated(sum(spent_s.get(phase, 0.0) for phase in ("update_critic", "update")))
@@ -124,7 +124,7 @@ class Run:
         step.log(self.publisher.take_metrics())
 
     async def settle(self) -> None:
-        """Wait for what is under way beside the loop: samples being written, a publish."""
+        """Wait for background work: samples being written, a publish."""
         await self.reporter.wait_recorded()
         await self.publisher.settle()
 
@@ -151,7 +151,7 @@ class Run:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     async def until_stopped(self, training: Coroutine[Any, Any, None]) -> None:
-        """Await the loop; Stopped, once the state is saved, where a signal ended it."""
+        """Await the loop. Raises Stopped, after the state is saved, if a signal ended it."""
         self.stop.listen()
         try:
             if await self.stop.unless_given_up(training, ", the state at its beginning is saved", self._why_not):
@@ -161,21 +161,21 @@ class Run:
             if not self.stop.requested:
                 raise
         await self.settle()
-        if self._beginning is not None:  # a publish that was under way then has been delivered since
+        if self._beginning is not None:  # a publish of that time has been delivered since
             self._beginning.version = self.version
         raise await self.checkpointer.stopped(self._beginning, self.total_steps)
 
     # -- private -----------------------------------------------------------------------------------------------------
 
     def _why_not(self) -> str:
-        """Why the step under way cannot be given up."""
+        """Return why the present step cannot be abandoned; "" if it can."""
         step = self._step
         if step is None or not step.updating:
             return ""
         return "its update is done" if step.updated else self.checkpointer.no_way_back(step.index)
 
     def _state(self, number: int) -> DriverState:
-        """After `number` steps: the list of all parts that may influence the next one, but for models and
+        """Return the state after `number` steps: all parts that may influence the next one, except models and
         optimizers."""
         return DriverState(
             step=number,
@@ -200,7 +200,7 @@ class Run:
         self.reporter.check_health()
 
     async def close(self) -> None:
-        """Release everything, whatever happened."""
+        """Release everything, after any end of the run."""
         until_s = time.monotonic() + 10.0
         try:
             await self.checkpointer.close()

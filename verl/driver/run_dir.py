@@ -1,4 +1,5 @@
-"""The run directory: claimed by one process at a time, what to continue from, and whether that is this run."""
+"""The run directory: claim it for one process, find the checkpoint to continue from, and check that it is of this
+run."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ from verl.track.events import next_attempt
 from verl.track.files import remove_leftovers, write_atomic
 
 _NAMED, _NUMBER = re.compile(r"^(model|transformer)\."), re.compile(r"\d+")
-"""What a folder's names may begin with, or not; the number of a layer in them."""
+"""Patterns for an optional prefix of tensor names and for the number of a layer in them."""
 
 
-class Store(Protocol):
-    """What a checkpoint is saved with: see `CheckpointStore`."""
+class CheckpointWriter(Protocol):
+    """Writes checkpoints, as `CheckpointStore` does."""
 
     def save(
         self, step: int, write: Callable[[Path], None], *, needed_bytes: int, meta: Mapping[str, Any] | None = None
@@ -35,33 +36,44 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """A claimed run directory: nobody else writes here while `lock` is open. resumed: checkpoint to continue from, and
-    `state`, what the driver saved in it · parent: the checkpoint that a fork began from · changed: key -> [old, new]
-    since then · notes: what a person should know of all this, a line each."""
+    """A claimed run directory: no other process writes into it while `lock` is open."""
 
     path: Path
-    store: Store
+    """The folder."""
+    store: CheckpointWriter
+    """Writes the checkpoints."""
     lock: IO[str]
+    """The lock file, held until the run ends."""
     attempt: int
+    """The number of this start of the run."""
     identity: Identity
+    """Compared with that of a checkpoint."""
     resumed: Path | None = None
+    """The checkpoint to continue from."""
     state: DriverState | None = None
+    """The driver's state in that checkpoint."""
     parent: str = ""
+    """Path of the checkpoint that a fork began from; "" if the run is no fork."""
     changed: Mapping[str, list[str]] = field(default_factory=dict)
+    """Key -> [old, new] since that checkpoint."""
     notes: tuple[str, ...] = ()
-    hide: Callable[[str], str] = str  # what may not be recorded
-    records: Path | None = None  # where a driver beside the first writes what it says of the run
+    """Lines about all this for the user."""
+    hide: Callable[[str], str] = str
+    """Removes secrets from a text that is recorded."""
+    records: Path | None = None
+    """The folder for the records of a driver that is not the first."""
 
-    told: tuple[str, ...] = ()  # of who plays and scores, as `what: how`, for the report
+    setup_lines: tuple[str, ...] = ()
+    """Lines `what: how` about loops and graders, for the report."""
 
     def begun(self, total_steps: int) -> dict[str, Any]:
-        """The data of this attempt's first event."""
+        """Return the data of this attempt's first event."""
         return {
             "checkpoint": str(self.resumed or ""),
             "parent": self.parent,
             "changed": dict(self.changed),
             "notes": list(self.notes),
-            "told": list(self.told),
+            "told": list(self.setup_lines),
             "total_steps": total_steps,
         }
 
@@ -71,8 +83,8 @@ PARTS: Mapping[str, tuple[str, ...]] = {"train": SECTIONS, "eval": ("rollout",)}
 
 
 def open_run_dir(resolved: Resolved, command: str, contents: Mapping[str, str] | None = None) -> RunDir:
-    """Claim the run directory and find what to resume from. A start that is refused leaves an earlier run as it was.
-    contents: what else than its files is behind a key."""
+    """Claim the run directory and find the checkpoint to resume from. A refused start leaves an earlier run as it was.
+    contents: further content of keys, beside their files, for the identity."""
     config, identity = resolved.config, identity_of(resolved, command)
     for key, more in (contents or {}).items():
         identity.contents[key] = f"{identity.contents.get(key, '')}\n{more}"
@@ -84,13 +96,13 @@ def open_run_dir(resolved: Resolved, command: str, contents: Mapping[str, str] |
         state = read_state(checkpoint) if checkpoint is not None else None
         parent = ""
         changed: dict[str, list[str]] = {}
-        if checkpoint is not None and config.run.resume != "auto":  # `auto` compares the folders themselves
+        if checkpoint is not None and config.run.resume != "auto":  # `auto` compares the identities
             _refuse_another_model(config, checkpoint)
         if checkpoint is None and command != "eval" and (run_dir / "metrics.jsonl").exists():
             notes += [f"{run_dir}: an earlier attempt left no checkpoint; this one starts at the beginning"]
         if checkpoint is not None and state is not None:
             parent, changed = _as_itself(config, run_dir, checkpoint, state, identity)
-            notes += _said(run_dir, state, parent, changed)
+            notes += _change_notes(run_dir, state, parent, changed)
     except BaseException:
         lock.close()
         raise
@@ -112,7 +124,7 @@ def open_run_dir(resolved: Resolved, command: str, contents: Mapping[str, str] |
 
 
 def write_config(run_dir: Path, attempt: int, resolved: Resolved) -> None:
-    """Of this attempt, under its number, and as `config.yaml`, the configuration of the newest one."""
+    """Write the configuration of this attempt under its number and as `config.yaml`."""
     text = dump_config(resolved).encode()
     write_atomic(config_path(run_dir, attempt), text)
     write_atomic(run_dir / "config.yaml", text)
@@ -123,7 +135,7 @@ def config_path(run_dir: Path, attempt: int) -> Path:
 
 
 def is_mine(run_dir: Path) -> bool:
-    """Whether this process was the last to claim it."""
+    """Return whether this process was the last to claim the run directory."""
     lock = run_dir / ".lock"
     return lock.is_file() and lock.read_text() == str(os.getpid())
 
@@ -144,7 +156,7 @@ def _resume_path(config: Config, run_dir: Path) -> tuple[Path | None, list[str]]
     own, notes = find_latest(run_dir)
     if own is None or own.resolve() == path.resolve():
         return path, notes
-    if read_state(own).parent == str(path.resolve()):  # the fork itself was cut: it goes on
+    if read_state(own).parent == str(path.resolve()):  # the fork was interrupted: it continues
         return own, notes
     if path.resolve().parent != (run_dir / "checkpoints").resolve():
         raise ValueError(f"run.resume={asked}: {run_dir} holds a run of its own; a fork needs another run.name")
@@ -152,8 +164,9 @@ def _resume_path(config: Config, run_dir: Path) -> tuple[Path | None, list[str]]
 
 
 def _refuse_another_model(config: Config, checkpoint: Path) -> None:
-    """ValueError where tensors of both have other shapes, or one has layers that the other does not have; by the
-    headers of their files. Families whose files and modules have names of their own are compared as far as they go."""
+    """Raise a ValueError if tensors of both models differ in shape, or one model has layers that the other does not
+    have, by the headers of their files. Families with other names in files than in modules are compared where names
+    agree."""
     if not any((checkpoint / "hf").glob("*.safetensors")):
         return
     folders = (checkpoint / "hf", find_model_folder(config.model.path))
@@ -174,7 +187,7 @@ def _refuse_another_model(config: Config, checkpoint: Path) -> None:
 def _as_itself(
     config: Config, run_dir: Path, checkpoint: Path, state: DriverState, now: Identity
 ) -> tuple[str, dict[str, list[str]]]:
-    """(parent, what changed). ValueError where `auto` would continue another run."""
+    """Return the parent and the changed keys. ValueError if `auto` would continue another run."""
     others, changed = compare(state.identity, now)
     asked = Path(config.run.resume)
     if config.run.resume != "auto" and checkpoint.resolve() == asked.resolve():
@@ -192,7 +205,7 @@ def _as_itself(
     return state.parent, changed
 
 
-def _said(run_dir: Path, state: DriverState, parent: str, changed: Mapping[str, list[str]]) -> list[str]:
+def _change_notes(run_dir: Path, state: DriverState, parent: str, changed: Mapping[str, list[str]]) -> list[str]:
     notes = []
     if parent and parent != state.parent:
         notes.append(f"{run_dir} is a fork of {parent}")
@@ -203,7 +216,7 @@ def _said(run_dir: Path, state: DriverState, parent: str, changed: Mapping[str, 
 
 
 def _lock(run_dir: Path) -> IO[str]:
-    """One process per run directory: a lock that dies with its holder."""
+    """Lock a run directory for one process; the lock ends with the process."""
     handle = open(run_dir / ".lock", "a+")  # noqa: SIM115 - held for the life of the run
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

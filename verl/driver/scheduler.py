@@ -3,14 +3,14 @@
     admit -> running -> complete -> taken -> trained -> (publish) slot free
                 \\-> released (rejected | invalid | cancelled | failed): slot free at once
 
-Words. `step` counts from 0; a publish is due after every `sync_every`-th step and after the last. `version` is the
+Terms. `step` counts from 0; a publish is due after every `sync_every`-th step and after the last. `version` is the
 number of publishes so far. A group admitted at version a is *due* at the last step that runs at version
 a + ceil(staleness). Due steps never decrease in admission order, so admission order *is* earliest-deadline-first.
 
 Invariant, for every step j >= the next one:   groups due by j  <=  prompts_per_step x steps left until j  (+ extra)
 
 where `extra` = ceil(oversample x prompts_per_step) is what over-sampling may drop. `admit` keeps it because it counts
-its own group; `release` can only help; `take` hands out a batch only if it still holds for the rest. Hence once nothing
+its own group; `release` only lowers it; `take` returns a batch only if it still holds for the rest. Hence once nothing
 runs any more, the oldest complete groups are always a legal batch: no group outlives its deadline, and no deadlock.
 Room to admit never runs out either: at a take at most (sync_every - 1) batches are trained but unpublished, which
 leaves at least one batch of slots.
@@ -45,38 +45,43 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Groups of one step, in admission order. `dropped`: over-sampled surplus that can no longer train; cancel what
-    still runs of it and return its tasks to the cursor. staleness[i] = version now - version at admission."""
+    """Groups of one step, in admission order."""
 
     step: int
+    """The step that trains on them."""
     group_ids: tuple[str, ...]
+    """In admission order."""
     dropped: tuple[str, ...]
+    """Over-sampled surplus that can no longer train: cancel the running groups and return their tasks to the cursor."""
     needed: int
+    """Groups of a full step."""
     staleness: tuple[int, ...]
+    """For each group: version now - version at admission."""
 
     @property
     def short(self) -> bool:
-        """Fewer groups than a step asks for: denominators must count what is there."""
+        """The batch has fewer groups than a full step: denominators must count the groups that exist."""
         return len(self.group_ids) < self.needed
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """No batch now. `why` names what must happen: a running group ends · a running group that is due at this step ends
-    · the driver admits · a publish commits. `Scheduler.why_waiting` is the line for people."""
+    """No batch now. `why` is the event that must happen: a running group ends · a running group that is due at this
+    step ends · the driver admits · a publish commits. `Scheduler.why_waiting` returns a line for people."""
 
     why: Literal["running", "deadline", "admission", "publish"]
 
 
 @dataclass(frozen=True, slots=True)
 class Exhausted:
-    """The step cannot be filled: the draw budget is spent or the tasks are used up. The declared end of a run."""
+    """The step cannot be filled: the draw budget is spent or the tasks are used up. It ends the run as configured."""
 
     step: int
     cause: Literal["draws", "data"]
     complete: int
     needed: int
-    lost: Mapping[str, int]  # reason -> groups, since the budget began
+    lost: Mapping[str, int]
+    """Reason -> groups, since the budget began."""
 
     def __str__(self) -> str:
         what = "the tasks are used up" if self.cause == "data" else "the draw budget is spent"
@@ -86,8 +91,8 @@ class Exhausted:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What `load_state` found, in admission order. `running` groups are to be played again under their own ids;
-    `dropped` ones cannot train any more under the settings of this run: their tasks go back to the cursor."""
+    """The groups in a loaded state, in admission order. `running` groups must be played again under their own ids;
+    `dropped` ones cannot train any more under the settings of this run, and their tasks return to the cursor."""
 
     complete: tuple[str, ...]
     running: tuple[str, ...]
@@ -104,19 +109,19 @@ class _Held:
 
 @dataclass(slots=True)
 class _Budget:
-    """Draws that steps from `first_step` on may cost: what was lost since the last publish (or short batch)."""
+    """Draws that steps from `first_step` on may cost: the groups lost since the last publish (or short batch)."""
 
     first_step: int
     lost: Counter[str]
 
 
 def _exact(value: float) -> Fraction:
-    """0.15 as 3/20, so that floor(1.15 x 100) is 115 and not 114."""
+    """Return 0.15 as 3/20, so that floor(1.15 x 100) is 115 and not 114."""
     return Fraction(repr(float(value)))
 
 
 class Scheduler:
-    """See the module. Not thread-safe: the driver's one event loop owns it."""
+    """Admits groups and selects batches. Not thread-safe: the driver's one event loop owns it."""
 
     def __init__(
         self,
@@ -129,8 +134,8 @@ class Scheduler:
         max_draws_per_group: float | None = None,
         on_exhausted: OnExhausted = "stop",
     ) -> None:
-        """max_draws_per_group: groups drawn per group needed in a step before `Exhausted`; None: no limit (then data
-        without a single acceptable group draws for ever). Over-sampled groups come on top of it."""
+        """max_draws_per_group: groups drawn per group needed in a step before `Exhausted`; None: no limit (data without
+        a single acceptable group is then drawn for ever). Over-sampled groups are counted in addition."""
         if min(prompts_per_step, sync_every) < 1 or total_steps < 0:
             raise ValueError(f"{prompts_per_step=}, {sync_every=} must be >= 1 and {total_steps=} >= 0")
         _check_shares(staleness, oversample, max_draws_per_group, on_exhausted)
@@ -148,12 +153,12 @@ class Scheduler:
             self._refills_per_step = math.ceil(_exact(max_draws_per_group) * prompts_per_step) - prompts_per_step
 
         self.version = 0
-        self.next_step = 0  # that the next `take` is for
-        self._base = (0, 0)  # a step and the version it runs at
+        self.next_step = 0  # the step of the next `take`
+        self._base = (0, 0)  # a step and its version
         self._groups: dict[str, _Held] = {}  # running and complete, in admission order
         self._running = 0
         self._unpublished: dict[int, int] = {}  # version trained at -> groups that hold a slot until the next one
-        self._batch: StepBatch | None = None  # handed out, not trained yet
+        self._batch: StepBatch | None = None  # taken, not trained yet
         self._budget = _Budget(0, Counter())
         self._data_ended = False
         self._admitted = 0
@@ -190,13 +195,14 @@ class Scheduler:
     # ---- admission
 
     def free_slots(self) -> int:
-        """How many groups may be admitted now."""
+        """Return how many groups may be admitted now."""
         if self._data_ended:
             return 0
         return max(0, self._room() - self._overdrawn() - len(self._groups))
 
     def _room(self) -> int:
-        """Groups that may be in flight: what the slots hold and what can train by the deadline of this version."""
+        """Return how many groups may be in flight: the slots, and the groups that can train by the deadline of this
+        version."""
         steps_left = self._due(self.version) - self.next_step + 1
         if steps_left <= 0:  # the last step of this version is taken: wait for the publish
             return 0
@@ -204,7 +210,8 @@ class Scheduler:
         return min(self.slots - held, self.prompts_per_step * steps_left) + self.extra
 
     def _overdrawn(self) -> int:
-        """Lost groups that the draw budget does not replace. They thin out the look-ahead first, the step last."""
+        """Return the lost groups that the draw budget does not replace. They reduce the look-ahead first, the step
+        last."""
         if self._refills_per_step is None:
             return 0
         paid = self._refills_per_step * (1 + self.next_step - self._budget.first_step)
@@ -219,24 +226,25 @@ class Scheduler:
         return Admission(group_id, self.version, self.version + self.max_lag, self._due(self.version))
 
     def holds(self, group_id: str) -> bool:
-        """False once a group is taken, released or dropped: its late result is nobody's."""
+        """Return whether a group is running or complete. The late result of any other group is dropped."""
         return group_id in self._groups
 
     def no_more_tasks(self) -> None:
-        """The cursor is at its end. Forgotten with each released or dropped group, whose task may be back in it."""
+        """Note that the cursor is at its end. Each released or dropped group clears this, since its task may be back in
+        it."""
         self._data_ended = True
 
     # ---- what became of a group
 
     def complete(self, group_id: str) -> None:
-        """Scored, selected and admissible: ready to train."""
+        """Mark a group as scored, selected and admissible: ready to train."""
         group = self._groups.get(group_id)
         assert group is not None and not group.complete, f"group {group_id} is not running"
         group.complete = True
         self._running -= 1
 
     def release(self, group_id: str, reason: Released) -> None:
-        """The group will not train. Its slot is free at once, and it counts against the draw budget."""
+        """Free the slot of a group that will not train. It counts against the draw budget."""
         group = self._groups.pop(group_id, None)
         assert group is not None, f"group {group_id} is not in flight"
         self._running -= not group.complete
@@ -246,21 +254,21 @@ class Scheduler:
     # ---- batches
 
     def take(self) -> StepBatch | Wait | Exhausted:
-        """The batch of the next step, if it can be handed out without breaking any deadline of the rest."""
+        """Return the batch of the next step, if it breaks no deadline of the remaining groups."""
         assert self._batch is None, f"step {self.next_step - 1} is taken and not trained yet"
         assert not self.done, f"all {self.total_steps} steps are taken"
         chosen = self._choose()
         if chosen is None:
             if (blocked := self._blocked()) is not None:
                 return blocked
-            chosen = list(self._groups.values())  # the declared smaller batch: all there is
+            chosen = list(self._groups.values())  # a smaller batch is allowed: all groups that exist
         overdue = self._overdue_after(chosen)
         if overdue is None:
             return Wait("deadline")
         return self._hand_out(chosen, overdue)
 
     def _choose(self) -> list[_Held] | None:
-        """The oldest complete groups; at staleness 0 the oldest groups, once they are complete."""
+        """Return the oldest complete groups; at staleness 0 the oldest groups, once they are complete."""
         needed = self.prompts_per_step
         if len(self._groups) - self._running < needed:
             return None
@@ -270,7 +278,7 @@ class Scheduler:
         return list(islice((g for g in self._groups.values() if g.complete), needed))
 
     def _blocked(self) -> Wait | Exhausted | None:
-        """Why there are too few complete groups; None if a smaller batch is to be trained."""
+        """Return why there are too few complete groups; None if a smaller batch is to be trained."""
         if self._running:
             return Wait("running")
         if self.free_slots():
@@ -284,7 +292,8 @@ class Scheduler:
         return Exhausted(self.next_step, cause, len(self._groups), self.prompts_per_step, dict(self._budget.lost))
 
     def _overdue_after(self, chosen: Sequence[_Held]) -> list[_Held] | None:
-        """Groups that could not train any more once `chosen` is taken, to be dropped; None if that is not allowed."""
+        """Return the groups that cannot train any more once `chosen` is taken and must be dropped; None if that is not
+        allowed."""
         step, taken = self.next_step, {g.group_id for g in chosen}
         overdue: list[_Held] = []
         later = 0
@@ -312,19 +321,21 @@ class Scheduler:
         )
         self.next_step += 1
         self._data_ended = self._data_ended and not overdue
-        if self._batch.short:  # a step that gave up paid for itself: the next one starts with a fresh budget
+        if self._batch.short:  # after a short step the next one starts with a fresh budget
             self._budget = _Budget(self.next_step, Counter())
         return self._batch
 
     def trained(self, step: int) -> None:
-        """The optimizer steps of `step` are done. Its groups keep their slots until the next publish has committed."""
+        """Note that the optimizer steps of `step` are done. Its groups keep their slots until the next publish has
+        committed."""
         assert self._batch is not None and self._batch.step == step, f"step {step} is not the one in training"
         at = self._version_at(step)
         self._unpublished[at] = self._unpublished.get(at, 0) + len(self._batch.group_ids)
         self._batch = None
 
     def published(self, version: int) -> None:
-        """The publish has committed on the rollout side. It may commit while a later step already trains."""
+        """Note that the publish has committed on the rollout side. It may commit while a later step is trained
+        already."""
         assert version == self.version + 1, f"published version {version} after {self.version}"
         assert self.publish_pending, f"publish of version {version} before its step is trained"
         self.version = version
@@ -339,7 +350,7 @@ class Scheduler:
     # ---- for people
 
     def why_waiting(self, now_s: float) -> str:
-        """One line for an error message: what the next step needs, what is there, and who is in the way."""
+        """Return one line for an error message: what the next step needs, what exists, and what blocks it."""
         complete = len(self._groups) - self._running
         text = (
             f"step {self.next_step} needs {self.prompts_per_step} groups: {complete} complete, {self._running} "
@@ -364,8 +375,8 @@ class Scheduler:
     # ---- checkpoints
 
     def state(self) -> dict[str, Any]:
-        """JSON-able; at any moment but between `take` and `trained`, where no weights belong to it. Lists the groups
-        in flight, running and complete; the trained ones are gone."""
+        """Return a JSON-able state of the groups in flight, running and complete, without the trained ones. It may be
+        called at any time except between `take` and `trained`, when no weights match it."""
         assert self._batch is None, f"step {self._batch.step} is in training: its weights are neither old nor new"
         return {
             "prompts_per_step": self.prompts_per_step,
@@ -381,8 +392,8 @@ class Scheduler:
 
     def load_state(self, state: Mapping[str, Any], now_s: float) -> Resumed:
         """Continue from `state`: same ids, original versions and deadlines. Staleness, oversample, total_steps and
-        budget may differ from the run that saved; what cannot train any more under them is dropped, latest admitted
-        first."""
+        budget may differ from the run that saved it; groups that cannot train any more under them are dropped, latest
+        admitted first."""
         assert not self._admitted, "load_state comes before the first admit"
         same = (state["prompts_per_step"], state["sync_every"]) == (self.prompts_per_step, self.sync_every)
         if state["unpublished"] and not same:
@@ -402,7 +413,7 @@ class Scheduler:
         for group_id, version, complete in state["groups"]:
             due = self._due(version)
             if len(self._groups) >= self.prompts_per_step * max(0, due - self.next_step + 1) + self.extra:
-                dropped.append(group_id)  # admission order is due order: those before it fill the steps up to its due
+                dropped.append(group_id)  # admission order is due order: earlier groups fill the steps up to its due
                 continue
             self._groups[group_id] = _Held(group_id, version, now_s, complete)
         self._running = sum(not g.complete for g in self._groups.values())

@@ -1,4 +1,4 @@
-"""What every verb does first: threads, precision, seeds, the device, the tokenizer."""
+"""The first actions of every verb: threads, precision, seeds, the device, the tokenizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from verl.config.model_files import declared_tie, describe_model, read_model_con
 from verl.config.model_folder import folder_lines, refuse_other_head, refuse_other_vocabulary
 from verl.config.schema import Config
 from verl.data.source import LoadReport
-from verl.driver.home import Home
+from verl.driver.driver_host import DriverHost
 from verl.rollout.base import Capabilities
 from verl.workers.group import Place
 from verl.workers.pools import main_pool
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def set_up_process(config: Config) -> None:
-    """Threads, precision and seeds. Nothing samples from these generators in a step; user code may."""
+    """Set threads, precision and seeds. Nothing samples from these generators in a step; user code may."""
     torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
     transformers_logging.disable_progress_bar()
     if config.model.dtype == "auto":
@@ -47,9 +47,9 @@ def set_up_process(config: Config) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def set_up_worker(config: Config, home: Home | None, place: Place) -> None:
-    """The same in a process beside others that work at the same time. ValueError on a node that cannot work with the
-    driver of `home`, or has not the device."""
+def set_up_worker(config: Config, home: DriverHost | None, place: Place) -> None:
+    """Set up a process that works beside others at the same time. ValueError on a node that cannot work with the driver
+    of `home`, or that does not have the device."""
     if home is not None:
         home.enter()
     if place.device != "cpu":
@@ -57,14 +57,15 @@ def set_up_worker(config: Config, home: Home | None, place: Place) -> None:
         if not found.is_available():
             fix = "install a torch for it there, or give this pool no gpus_per_rank and no resource"
             raise ValueError(f"torch sees no {place.device} device on this node, which the cluster says it has; {fix}")
-        if place.device != "cuda":  # Ray shows a process its own GPUs; of other devices it only keeps count
+        if place.device != "cuda":  # Ray hides other GPUs from a process; other devices it only counts
             found.set_device(place.number)
     threads = config.run.threads or max(1, (os.cpu_count() or 1) // place.neighbours)
     set_up_process(replace(config, run=replace(config.run, threads=threads)))
 
 
 def device_of(config: Config) -> str:
-    """Of models in this process, and of pools that do not say what a rank holds: those may be on other machines."""
+    """Return the device of models in this process, and of pools without one of their own, which may be on other
+    machines."""
     if config.model.device != "auto":
         here = config.cluster.backend != "ray"
         if here and config.model.device == "cuda" and not torch.cuda.is_available():
@@ -80,18 +81,18 @@ def data_seed(config: Config) -> int:
 
 
 def free_bytes_of(config: Config) -> Callable[[], int] | None:
-    """How much is free of the device of this process, that rollout servers started by it share: also what torch keeps
-    for itself. None without one, or where it is another process's."""
+    """Return a function that reads the free bytes of this process's device, with the memory that torch caches; rollout
+    servers started by the process share it. None without a device, or if another process uses it."""
     if config.cluster.backend != "inproc" or device_of(config) != "cuda":
         return None
     return lambda: torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def native_dtype(device: str) -> str:
-    """bfloat16 where the device multiplies it in hardware, else float32."""
+    """Return bfloat16 where the device multiplies it in hardware, else float32."""
     if device == "cuda" and torch.cuda.is_available():
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    if device != "cpu":  # of another machine
+    if device != "cpu":  # a device of another machine
         return "bfloat16"
     found = torch.cpu.get_capabilities()
     return "bfloat16" if found.get("avx512_bf16") or found.get("amx_bf16") or found.get("bf16") else "float32"
@@ -102,8 +103,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def load_tokenizer_of(config: Config, *, needs_template: bool = True) -> Any:
-    """The tokenizer, once it is clear that it and the model's folder go together. needs_template: rows are messages,
-    whatever they hold; else the first that is says what is missing."""
+    """Load the tokenizer, and check that it matches the model's folder. needs_template: the rows are messages, so a
+    missing chat template is an error now; else the first row of messages raises it."""
     path = config.model.tokenizer_path or config.model.path
     tokenizer = load_tokenizer(
         path, trust_remote_code=config.model.trust_remote_code, chat_template_file=config.model.chat_template
@@ -126,8 +127,8 @@ def load_tokenizer_of(config: Config, *, needs_template: bool = True) -> Any:
 
 
 def refuse_unembedded(config: Config, tokenizer: Any, *reports: LoadReport) -> None:
-    """ValueError for rows with an id that the embedding has no row for: a special token of `refuse_other_vocabulary`
-    that their own text spells out."""
+    """Raise a ValueError for rows with an id that has no row in the embedding: a special token of
+    `refuse_other_vocabulary` that occurs in their own text."""
     vocab = describe_model(config.model.path).vocab
     for report in reports:
         if report.largest_id >= vocab:
@@ -154,17 +155,17 @@ def max_context_tokens(config: Config, hf_config: Any) -> int:
 
 
 def decoder(tokenizer: Any, *, special_tokens: bool = False) -> Callable[[Sequence[int]], str]:
-    """Ids -> text; without special tokens, as reward functions expect it."""
+    """Return a function from ids to text; without special tokens, as reward functions expect it."""
     own, fast = type(tokenizer), PreTrainedTokenizerFast
     plain = isinstance(tokenizer, fast) and (own.decode, own._decode) == (fast.decode, fast._decode)
-    if plain and not tokenizer.clean_up_tokenization_spaces:  # whose Python layers only hand on, at four times its cost
+    if plain and not tokenizer.clean_up_tokenization_spaces:  # the Python layers only pass on, at four times the cost
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=not special_tokens)
     return partial(tokenizer.decode, skip_special_tokens=not special_tokens)
 
 
 def unread_ids(config: Config, tokenizer: Any) -> Callable[[np.ndarray], int]:
-    """A function that counts the ids that are no text: beyond the vocabulary, holes in it, and special tokens that
-    have no part of their own, that the chat template does not write, and that end no answer."""
+    """Return a function that counts the ids that are no text: beyond the vocabulary, holes in it, and special tokens
+    that have no part of their own, are not in the chat template, and end no answer."""
     known = np.zeros(max(tokenizer.get_vocab().values(), default=-1) + 1, bool)
     known[list(tokenizer.get_vocab().values())] = True
     template, ends = str(tokenizer.chat_template), stop_ids(config, tokenizer)
@@ -179,7 +180,7 @@ def pad_id(tokenizer: Any) -> int | None:
 
 
 def eos_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
-    """The tokenizer's end token and those of generation_config.json, or of config.json where that names none."""
+    """Return the tokenizer's end token and those of generation_config.json, or of config.json if that has none."""
     found = [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         path = Path(config.model.path) / name
@@ -191,20 +192,19 @@ def eos_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
 
 
 def stop_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens at which an answer ends: those of `eos_ids`, and those with which the chat template ends a turn."""
+    """Return the tokens that end an answer: those of `eos_ids`, and those with which the chat template ends a turn."""
     named = eos_ids(config, tokenizer)
     audit = _audited(config, tokenizer, named)
     return tuple(dict.fromkeys((*named, *(audit.ends if audit else ()))))
 
 
 def _audited(config: Config, tokenizer: Any, stops: tuple[int, ...]) -> TemplateAudit | None:
-    """What the chat template was measured to do; None without one."""
+    """Return the measured behaviour of the chat template; None without a template."""
     return audit_template(tokenizer, config.model.template_kwargs, stops) if tokenizer.chat_template else None
 
 
 def end_lines(config: Config, tokenizer: Any) -> list[str]:
-    """What is to be said at the start where the template's end of a turn is not what the files name as the end of an
-    answer, or where it writes none."""
+    """Return lines for the start if the template ends a turn with another token than the files name, or with none."""
     named = eos_ids(config, tokenizer)
     audit, lines = _audited(config, tokenizer, named), list[str]()
     if audit is None:
@@ -231,13 +231,13 @@ def end_lines(config: Config, tokenizer: Any) -> list[str]:
 
 
 def template_lines(config: Config, tokenizer: Any) -> list[str]:
-    """What is to be said of the chat template at the start: where its turns end, and that it prints the date."""
+    """Return lines about the chat template for the start: the end of its turns, and a date that it prints."""
     dated = date_line(Renderer(tokenizer, config.model.template_kwargs)) if tokenizer.chat_template else ""
     return [*end_lines(config, tokenizer), *([dated] if dated else [])]
 
 
 def require_an_end(config: Config, tokenizer: Any) -> None:
-    """ValueError where nothing ends an answer but its limit."""
+    """Raise a ValueError if only the length limit ends an answer."""
     r = config.rollout
     if not (stop_ids(config, tokenizer) or r.stop or r.stop_token_ids or r.ignore_eos):
         raise ValueError(
@@ -249,7 +249,7 @@ def require_an_end(config: Config, tokenizer: Any) -> None:
 
 
 def check_able(able: Capabilities, config: Config) -> None:
-    """ValueError for a run that needs what its rollout engine cannot."""
+    """Raise a ValueError if the run needs something that its rollout engine cannot do."""
     r, at, in_flight = config.rollout, able.score_temperatures, config.pipeline.partial_rollout
     lacks = {
         "run.deterministic=true": (config.run.deterministic and not able.seeds, "it does not look at seeds"),

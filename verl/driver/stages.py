@@ -1,4 +1,4 @@
-"""What a supervised run trains on: SFT rows, reward-model pairs, preference pairs. Rows -> samples, token columns and
+"""The data of a supervised run: SFT rows, reward-model pairs, preference pairs. Rows become samples, token columns and
 terms."""
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class SftStage:
 
 @dataclass(slots=True)
 class PreferenceStage:
-    """Pairs, or unpaired answers with one mismatched answer beside each (KTO's reference point: the next row's)."""
+    """Pairs, or unpaired answers each with one mismatched answer (KTO's reference point: the answer of the next
+    row)."""
 
     table: PairTable
     terms: tuple[Term, ...]
@@ -75,7 +76,7 @@ class PreferenceStage:
 
 @dataclass(slots=True)
 class RewardStage(PreferenceStage):
-    """Pairs for Bradley-Terry: each answer ends in one trainable token that nobody reads; its value is the score."""
+    """Pairs for Bradley-Terry. Each answer ends in one trainable token without a text; its value is the score."""
 
     end: TurnEnd = NO_TURN_END
 
@@ -111,8 +112,8 @@ async def reference_logprobs(
     drivers: Drivers | None = None,
     rows_at_once: int = 64,
 ) -> Reference:
-    """Computed once with the start weights, kept on disk by the content of rows and weights; no reference model after
-    it. drivers: those that compute it together, where not all have it."""
+    """Compute the log-probs of the start weights once and keep them on disk, by the content of rows and weights; no
+    reference model is needed later. drivers: the drivers that compute them together if one of them has no copy."""
     path = cache_path(cache_dir, f"reference_{_key(stage, model_dir, dtype)}")
     found = load_cached(path)
     everywhere = drivers.gather(found is not None).result() if drivers else ()
@@ -143,7 +144,7 @@ def _key(stage: PreferenceStage, model_dir: Path, dtype: str) -> str:
 
 
 def sample_of(row: Rendered, name: str, group: str | None = None) -> Sample:
-    """A conversation as a sample: supervised tokens are the trainable ones, everything else is context."""
+    """Return a conversation as a sample: supervised tokens are trainable, the others are context."""
     edges = np.flatnonzero(np.diff(row.mask.astype(np.int8))) + 1
     segments = []
     for a, b in zip([0, *edges], [*edges, len(row.ids)]):
@@ -164,8 +165,8 @@ def sample_of(row: Rendered, name: str, group: str | None = None) -> Sample:
 
 
 def scored_sample(row: Rendered, name: str, group: str, end: TurnEnd) -> Sample:
-    """The row as context, up to where a reward model is read in RL too, and one more token that stands for the score:
-    a value is read at what precedes its token."""
+    """Return the row as context, up to the position where a reward model is read in RL too, and one more token for the
+    score: a value is read at the token before its own."""
     first, behind = int(np.argmax(row.mask)), int(np.flatnonzero(row.mask)[-1]) + 1
     context = Sample(
         sample_id=name,
@@ -180,7 +181,7 @@ def scored_sample(row: Rendered, name: str, group: str, end: TurnEnd) -> Sample:
 
 
 def _mismatched(pair: Pair, other: Pair) -> Rendered:
-    """The prompt of one row with the answer of another."""
+    """Return the prompt of one row with the answer of another."""
     a, b = int(np.argmax(pair.chosen.mask)), int(np.argmax(other.chosen.mask))
     return Rendered(
         np.concatenate([pair.chosen.ids[:a], other.chosen.ids[b:]]),

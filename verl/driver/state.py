@@ -1,4 +1,4 @@
-"""What the driver saves with a checkpoint: small and typed. Models and optimizers are saved by their workers."""
+"""The driver's state in a checkpoint: small and typed. Models and optimizers are saved by their workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILE = "driver.msgpack"
 
 
 class SavedRng(msgspec.Struct):
-    """The generators of this process: Python's, numpy's, torch's. Nothing of verl draws from them; user code may."""
+    """The generators of this process: Python's, numpy's, torch's. verl itself never draws from them; user code may."""
 
     python: tuple[int, tuple[int, ...], float | None]
     numpy_key: bytes
@@ -75,7 +75,8 @@ class DriverState(msgspec.Struct):
     scheduler: dict[str, Any] | None = None
     groups: tuple[SavedGroup, ...] = ()
     identity: Identity = msgspec.field(default_factory=Identity)
-    parent: str = ""  # the checkpoint of another run that this one began from
+    parent: str = ""
+    """The checkpoint of another run that this run began from."""
     format: int = FORMAT
 
 
@@ -85,7 +86,7 @@ def write_state(path: Path, state: DriverState) -> None:
 
 
 def read_state(checkpoint: Path) -> DriverState:
-    """Of a checkpoint folder. ValueError for one that this version cannot continue."""
+    """Read the state in a checkpoint folder. ValueError if this version cannot continue from it."""
     path = checkpoint / "state" / FILE
     if not path.is_file():
         raise ValueError(
@@ -115,8 +116,8 @@ def save_group(group: Group, draw: Draw, complete: bool) -> SavedGroup:
 
 
 def hidden(group: SavedGroup, hide: Callable[[str], str]) -> SavedGroup:
-    """With what users' code said of its trajectories as it may be recorded; a teacher that reads feedback of an attempt
-    from before a resume reads it so."""
+    """Return the group with secrets removed from the texts that user code returned. A teacher that reads the feedback
+    of an attempt from before a resume reads this text."""
 
     def one(t: SavedTrajectory) -> SavedTrajectory:
         invalid = None if t.invalid is None else (t.invalid[0], hide(t.invalid[1]))
@@ -191,7 +192,7 @@ def restore_rng(saved: SavedRng) -> None:
 
 
 def packed_segments(sample: Sample) -> bytes:
-    """For the record: its adapter and its segments, whole."""
+    """Return the adapter and the segments of a sample as bytes for the record."""
     return msgspec.msgpack.encode((sample.adapter, sample.segments), enc_hook=_encode)
 
 
@@ -200,7 +201,7 @@ def unpacked_segments(data: bytes) -> tuple[str | None, tuple[Segment, ...]]:
 
 
 def _encode(value: Any) -> Any:
-    """Arrays, and numpy's scalars, as msgpack has them."""
+    """Convert arrays and numpy's scalars to types that msgpack has."""
     if isinstance(value, np.ndarray):
         return [value.dtype.str, value.shape, value.tobytes()]
     if isinstance(value, np.generic):

@@ -1,4 +1,5 @@
-"""One step's experience and update: which columns, in which order, by which role. No tensor is touched here."""
+"""Experience and update of one step: the columns, their order and the role that computes each. No tensor is touched
+here."""
 
 from __future__ import annotations
 
@@ -25,21 +26,27 @@ from verl.types import Metric, Metrics, Refs, derive_seed, merge_metrics
 from verl.workers.compute import Computed
 from verl.workers.model_workers import OptimizerStep
 
-RECORDED = ("logprobs", "entropy")  # of the policy in its first pass over a row, beside what the terms name
+RECORDED = ("logprobs", "entropy")  # outputs of the policy's first pass over a row, beside those of the terms
 
 
 @dataclass(slots=True)
 class Step:
-    """One turn of the driver. index counts from 0; number = index + 1 names it in logs and checkpoints. `trained` are
-    the rows that were trained on, with the rewards that were trained on."""
+    """One turn of the driver."""
 
     index: int
+    """Counts from 0; `number` = index + 1 names the step in logs and checkpoints."""
     ledger: TimeLedger = field(default_factory=TimeLedger)
+    """The time of each phase."""
     metrics: Metrics = field(default_factory=dict)
+    """The metrics so far."""
     trained: Refs = field(default_factory=Refs)
-    truths: Mapping[str, Any] = field(default_factory=dict)  # task id -> ground truth, of its groups
-    updating: bool = False  # optimizer steps were enqueued: the models are those of its beginning no more
-    updated: bool = False  # they are done, and what the step did is told
+    """The rows that were trained on, with their final rewards."""
+    truths: Mapping[str, Any] = field(default_factory=dict)
+    """Task id -> ground truth of its groups."""
+    updating: bool = False
+    """Optimizer steps were enqueued: the models may differ from those at the beginning of the step."""
+    updated: bool = False
+    """The optimizer steps are done and their metrics are logged."""
 
     @property
     def number(self) -> int:
@@ -53,22 +60,23 @@ class Step:
 
 
 async def experience_and_update(learner: Learner, step: Step, refs: Refs) -> None:
-    """Reward model, outputs of the other roles, corrections, advantages, weights, optimizer steps."""
+    """Compute the rewards of a model, the outputs of the other roles, corrections, advantages and weights of a step,
+    and do its optimizer steps."""
     shape = learner.config.step
     assert learner.algorithm is not None
     algorithm, scheduled = learner.algorithm.at(step.number)
     step.log({f"algorithm/{key}": Metric(value, 1, "step", "last") for key, value in scheduled.items()})
     step.trained = refs = await _rewarded(learner, step, refs)
-    chosen = _chosen(learner, step, refs)
-    rows = chosen.of("train")  # baselines are compared with, not trained on
+    chosen = _selected(learner, step, refs)
+    rows = chosen.of("train")  # baselines are not trained on
     updates = shape.updates_per_step * shape.epochs_per_step
     inferred, failed = await _experience(learner, step, algorithm, rows, updates)
     if failed:
-        step.trained, chosen = _without(failed, step.trained), _without(failed, chosen)
+        step.trained, chosen = _mark_invalid(failed, step.trained), _mark_invalid(failed, chosen)
         rows = chosen.of("train")
     with step.clock("advantages"):
         replaced = await _advantages(learner, step, algorithm, chosen)
-    rows = _drawn(learner, step, rows)
+    rows = _with_copies(learner, step, rows)
     steps = optimizer_steps(rows, shape.updates_per_step, shape.epochs_per_step, learner.config.run.seed, step.index)
     optional = tuple(name for name in ("old_logprobs",) if name in (*inferred, *replaced))
     step.updating = True
@@ -90,7 +98,7 @@ async def experience_and_update(learner: Learner, step: Step, refs: Refs) -> Non
             if algorithm.figures is not None and (drawn := rows.sampled()):
                 read = (*(f"train_{name}" for name in algorithm.loss.recorded), "rollout_logprobs")
                 step.log(await learner.done(learner.compute.compute(drawn, algorithm.figures, read, ()), "figures"))
-            if "old_logprobs" not in inferred:  # the first pass is the trainer's view of the tokens before any update
+            if "old_logprobs" not in inferred:  # the first pass has the trainer's log-probs before any update
                 step.log(await _mismatch(learner, rows, "train_logprobs"))
                 if algorithm.correction is not None:
                     measure, both = partial(measured, spec=algorithm.correction), ("train_logprobs", "rollout_logprobs")
@@ -98,12 +106,12 @@ async def experience_and_update(learner: Learner, step: Step, refs: Refs) -> Non
 
 
 def inputs_of(terms: tuple[Term, ...], optional: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """The stored columns that these terms read; the optional ones are those that terms use where they exist."""
+    """Return the stored columns that these terms read. Optional columns are read where they exist."""
     return tuple(dict.fromkeys([*(name for term in terms for name in term.inputs), *optional]))
 
 
 async def _rewarded(learner: Learner, step: Step, refs: Refs) -> Refs:
-    """The refs with the reward model's part, where it scores in batches; columns hold it too."""
+    """Return the refs with the score of a reward model that works in batches; the columns get it too."""
     reward = learner.config.reward
     model, drawn = learner.models.get("reward_model"), refs.sampled()
     if model is None or reward.stage != "batch" or not drawn:
@@ -115,8 +123,9 @@ async def _rewarded(learner: Learner, step: Step, refs: Refs) -> Refs:
     return Refs(of.get(r.sample_id, r) for r in refs)
 
 
-def _chosen(learner: Learner, step: Step, refs: Refs) -> Refs:
-    """The trajectories that an algorithm trains on, of each group by its scores (PF-PPO); all without a choice."""
+def _selected(learner: Learner, step: Step, refs: Refs) -> Refs:
+    """Return the trajectories of each group that the algorithm selects by their scores (PF-PPO); all if it selects
+    none."""
     assert learner.algorithm is not None
     chosen = learner.algorithm.sample_filter
     if chosen is None or chosen.draws:
@@ -124,15 +133,15 @@ def _chosen(learner: Learner, step: Step, refs: Refs) -> Refs:
     kept: set[str] = set()
     for group_id, rows in refs.of("train").groups().items():
         rng = random.Random(derive_seed(learner.config.run.seed, "choose", step.index, group_id))
-        scores = {r.trajectory_id: r.reward for r in rows}  # one may be of several rows
+        scores = {r.trajectory_id: r.reward for r in rows}  # a trajectory may have several rows
         names = list(scores)
         kept |= {names[i] for i in chosen.choose(list(scores.values()), rng)}
     return Refs(r for r in refs if r.purpose != "train" or r.trajectory_id in kept)
 
 
-def _drawn(learner: Learner, step: Step, rows: Refs) -> Refs:
-    """As many draws with replacement as there are answers (verl's PF-PPO), all that a row holds moving with it. A
-    stored answer stands for as many as the policy would have given."""
+def _with_copies(learner: Learner, step: Step, rows: Refs) -> Refs:
+    """Set how often each row counts: as many draws with replacement as there are answers (verl's PF-PPO), and a stored
+    answer counts like all the answers that the policy would have given."""
     assert learner.algorithm is not None
     chosen, n = learner.algorithm.sample_filter, learner.config.step.samples_per_prompt
     if learner.algorithm.stored_share():
@@ -148,8 +157,9 @@ def _drawn(learner: Learner, step: Step, rows: Refs) -> Refs:
     return Refs(replace(r, copies=drawn[r.trajectory_id]) for r in rows if drawn[r.trajectory_id])
 
 
-def _without(failed: set[str], refs: Refs) -> Refs:
-    """The refs with the trajectories of these samples Invalid: they are in no advantage, statistic or loss."""
+def _mark_invalid(failed: set[str], refs: Refs) -> Refs:
+    """Return the refs with the trajectories of these samples marked Invalid, so that they are in no advantage,
+    statistic or loss."""
     gone = {r.trajectory_id for r in refs if r.sample_id in failed}
     return Refs(replace(r, outcome="invalid") if r.trajectory_id in gone else r for r in refs)
 
@@ -157,8 +167,8 @@ def _without(failed: set[str], refs: Refs) -> Refs:
 async def _experience(
     learner: Learner, step: Step, algorithm: Algorithm, rows: Refs, updates: int
 ) -> tuple[list[str], set[str]]:
-    """The model outputs that the algorithm needs, one pass per role, those of one place one after the other; the
-    columns that were written, and the samples of which a role that may fail has none."""
+    """Compute the model outputs that the algorithm needs: one pass per role, one after the other where roles share a
+    place. Return the columns that were written, and the samples without an output of a role that may fail."""
     needs, by_role, failed = algorithm.needs(updates), algorithm.asked(updates), set[str]()
     may_fail = {need.role for need in needs if need.may_fail}
     asked: dict[str, Future[frozenset[str]]] = {}
@@ -170,7 +180,7 @@ async def _experience(
                 step.log(await _mismatch(learner, rows, "old_logprobs"))
         if role in may_fail:
             failed.update(broken)
-            await _tell_failed(learner, step, role, rows, broken)
+            await _log_failed(learner, step, role, rows, broken)
 
     for role, outputs in by_role.items():
         assert role in learner.models, f"{algorithm.name} needs {sorted(outputs.values())}: assembled with a {role}"
@@ -183,8 +193,8 @@ async def _experience(
     return [need.column for need in needs], failed
 
 
-async def _tell_failed(learner: Learner, step: Step, role: str, rows: Refs, broken: frozenset[str]) -> None:
-    """Log what a role that may fail counted, and of which samples it has nothing; ValueError for too many of them."""
+async def _log_failed(learner: Learner, step: Step, role: str, rows: Refs, broken: frozenset[str]) -> None:
+    """Log the counts of a role that may fail, and its samples without an output; ValueError for too many of them."""
     counted = await learner.done(learner.models[role].take_metrics(), f"{role}.take_metrics")
     step.log({f"{role}/{name}": metric for name, metric in counted.items()})
     if any(r.untaught for r in rows):
@@ -192,43 +202,41 @@ async def _tell_failed(learner: Learner, step: Step, role: str, rows: Refs, brok
         step.log({f"{role}/untaught": Metric(without, float(len(rows)), "sequence")})
     step.log({f"{role}/invalid": Metric(float(len(broken)), float(len(rows)), "sequence")})
     most = learner.config.pipeline.max_invalid_share
-    if len(broken) > min(most * len(rows), len(rows) - 1):  # none left: a step would be of momentum alone
+    if len(broken) > min(most * len(rows), len(rows) - 1):  # with none left, a step would be momentum alone
         said = f"{role}: {len(broken)} of {len(rows)} samples have no finite number from it, e.g. {min(broken)}"
         raise ValueError(f"{said}; pipeline.max_invalid_share={most:g} of a step may have none, never all of it")
 
 
 async def _mismatch(learner: Learner, rows: Refs, column: str) -> Metrics:
-    """See `Compute.mismatch`; of what was drawn."""
+    """Compare the sampler's log-probs with a column (`Compute.mismatch`), over the rows that the policy sampled."""
     drawn = rows.sampled()
     return await learner.done(learner.compute.mismatch(drawn, column), "compute.mismatch") if drawn else {}
 
 
-_PHASES = {
-    "ref": "reference",
-    "actor": "old_logprobs",
-    "critic": "values",
-}  # their passes here have names that verl's users know
+_PHASES = {"ref": "reference", "actor": "old_logprobs", "critic": "values"}  # verl's names of these phases
 
 
 def _critic_is_warm(learner: Learner, step: Step, algorithm: Algorithm) -> bool:
-    """Value pretraining: the policy waits for the critic, by steps or until it explains enough of the returns."""
+    """Return whether the policy is trained. In value pretraining it waits a number of steps, or until the critic
+    explains enough of the returns."""
     controllers, spec = learner.controllers, algorithm.critic
     if "critic" not in learner.models or spec is None or controllers.critic_warm:
         return True
     if spec.critic_warmup_until is not None:
         explained = step.metrics["critic/vf_explained_var"].value
         controllers.critic_warm = explained >= spec.critic_warmup_until
-    if spec.critic_warmup_steps or spec.critic_warmup_until is None:  # without steps the threshold alone decides
+    if spec.critic_warmup_steps or spec.critic_warmup_until is None:  # without steps only the threshold counts
         controllers.critic_warm = controllers.critic_warm or step.index >= spec.critic_warmup_steps
     return controllers.critic_warm
 
 
 async def _advantages(learner: Learner, step: Step, algorithm: Algorithm, refs: Refs) -> list[str]:
-    """Corrections, rewards and advantages of the whole step; the columns that replace an output of a model."""
+    """Compute corrections, rewards and advantages of the whole step. Return the columns that replace an output of a
+    model."""
     rows, compute, controllers = refs.of("train"), learner.compute, learner.controllers
     correction, kl = algorithm.correction, algorithm.kl_reward
     corrects = correction is not None and correction.of_step
-    if correction is not None and corrects:  # on the mask before rejection; the losses see the one after
+    if correction is not None and corrects:  # uses the mask before rejection; the losses use the mask after it
         weigh, both = partial(correct, spec=correction), ("old_logprobs", "rollout_logprobs")
         found = compute.compute(rows, weigh, both, ("is_weights", "keep"))
         step.log(await learner.done(found, "compute.correct"))
@@ -265,7 +273,8 @@ async def _advantages(learner: Learner, step: Step, algorithm: Algorithm, refs: 
 
 
 def explained_variance(columns: Columns) -> Computed:
-    """Of the returns by the critic: 1 - Var(returns - values) / Var(returns); 0 where they do not vary."""
+    """Compute how well the critic explains the returns: 1 - Var(returns - values) / Var(returns); 0 if they do not
+    vary."""
     values, returns = (columns[n][columns.mask].double() for n in ("old_values", "returns"))
     if len(returns) < 2 or float(spread := returns.var()) < 1e-12:
         share = 0.0
@@ -275,7 +284,7 @@ def explained_variance(columns: Columns) -> Computed:
 
 
 def without_truncated(columns: Columns) -> Computed:
-    """`keep` without the tokens of answers that the budget cut (DAPO's overlong filtering)."""
+    """Compute `keep` without the tokens of answers that the length limit cut (DAPO's overlong filtering)."""
     cut = columns.sequence["truncated"]
     keep = columns.mask & ~cut[columns.sequence_of]
     share = Metric(float(cut.sum()), float(len(cut)), "sequence")
@@ -283,20 +292,20 @@ def without_truncated(columns: Columns) -> Computed:
 
 
 def measured(columns: Columns, *, spec: Correction) -> Computed:
-    """The metrics of a correction whose weights are made inside the loss (bypass), of the first pass of the update."""
+    """Compute the metrics of a correction with weights inside the loss (bypass), from the first pass of the update."""
     found = correct(columns.with_token({"old_logprobs": columns["train_logprobs"]}), spec)
     return {name: value for name, value in found.items() if isinstance(value, Metric)}
 
 
 def rollout_is_old(columns: Columns) -> Computed:
-    """Bypass mode: the sampler's own policy is the old one."""
+    """Use the sampler's own policy as the old one (bypass mode)."""
     return {"old_logprobs": columns["rollout_logprobs"]}
 
 
 def rewards_and_advantages(
     columns: Columns, *, advantage: Callable[[Columns], Computed], kl: KLReward | None, kl_coef: float
 ) -> Computed:
-    """Per-token rewards, with the KL penalty if there is one, and what the algorithm makes of them."""
+    """Compute per-token rewards, with the KL penalty if there is one, and the algorithm's advantages."""
     penalty = None
     metrics: Computed = {}
     if kl is not None:
@@ -305,11 +314,11 @@ def rewards_and_advantages(
     columns = columns.with_token({"rewards": token_rewards(columns, penalty)})
     check_finite(columns, ("rewards",))
     found = advantage(columns)
-    return {**found, **metrics} if isinstance(found, Mapping) else found  # a user's own: `compute` says what is wrong
+    return {**found, **metrics} if isinstance(found, Mapping) else found  # `compute` checks the result of user code
 
 
 def optimizer_steps(refs: Refs, updates: int, epochs: int, seed: int, index: int) -> list[OptimizerStep]:
-    """The rows of each optimizer step: groups whole, shares as equal as they can be, a seeded order per epoch.
+    """Return the rows of each optimizer step: whole groups, sizes as equal as possible, a seeded order per epoch.
 
     A row is in one step of each epoch, with that step's denominators: its weights are columns of that epoch."""
     groups = list(refs.groups().values())

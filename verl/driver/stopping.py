@@ -1,10 +1,9 @@
 """SIGTERM, Ctrl-C and a lost terminal, the same for every verb.
 
-The first SIGTERM or Ctrl-C: the step under way is finished and saved if it ends within `run.grace_s`; else it is given
-up, and the state at its beginning is saved. An update that has begun is given up too where that state is on disk or a
-copy of it is kept (`Checkpointer.hold`); where not, it is finished, however long that takes, and the lines say why. A
-Ctrl-C after that: out now. SIGHUP: the console is let go.
-"""
+After the first SIGTERM or Ctrl-C the present step is finished and saved if it ends within `run.grace_s`; else it is
+abandoned, and the state at its beginning is saved. An update that has begun is abandoned too if that state is on disk
+or a copy of it is kept (`Checkpointer.hold`); if not, it is finished, however long that takes, and the printed lines
+give the reason. A further Ctrl-C ends the process at once. After SIGHUP nothing is written to the console any more."""
 
 from __future__ import annotations
 
@@ -22,55 +21,57 @@ from verl.track.console import LiveProgress
 
 T = TypeVar("T")
 PREEMPTED, INTERRUPTED = 75, 130  # exit codes after SIGTERM (EX_TEMPFAIL) and after Ctrl-C
-RESERVE_S = 2.0  # of the grace, for what a save does not measure
+RESERVE_S = 2.0  # of the grace, for work beside the save
 
 
 class Stopped(RuntimeError):
-    """A signal came, and what was done is saved."""
+    """A signal ended the run; finished steps are saved."""
 
     code = PREEMPTED
 
 
 class StopRequest:
-    """Set by a signal between `listen` and `close`; they come to the main thread, elsewhere nothing is heard. save_s:
-    what a save takes."""
+    """The request to stop, set by a signal between `listen` and `close`. Signals are handled in the main thread only.
+    save_s: returns the duration of a save."""
 
     def __init__(self, progress: LiveProgress, grace_s: float, save_s: Callable[[], float]) -> None:
         self.requested = ""  # the name of the signal
-        self.abandoned = False  # an update was given up, and is still computed: nobody waits for its end
+        self.abandoned = False  # an abandoned update is still being computed
         self._progress, self._grace_s, self._save_s = progress, grace_s, save_s
         self._given_up = False
-        self._heard: list[signal.Signals] = []
+        self._handled: list[signal.Signals] = []
         self._works: list[tuple[asyncio.Task[None], str, Callable[[], str]]] = []  # innermost last
 
     @property
     def left_s(self) -> float:
-        """Of the grace, for a step to end in."""
+        """The part of the grace in which a step can still end."""
         return max(0.0, self._grace_s - self._save_s() - RESERVE_S)
 
     def listen(self) -> None:
-        """To the signals that are not ignored (as under nohup, or in a shell's background)."""
+        """Handle the signals that are not ignored (they are under nohup, or in a shell's background)."""
         if threading.current_thread() is threading.main_thread():
             for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 if signal.getsignal(one) is not signal.SIG_IGN:
-                    asyncio.get_running_loop().add_signal_handler(one, self._hear, one)
-                    self._heard.append(one)
+                    asyncio.get_running_loop().add_signal_handler(one, self._on_signal, one)
+                    self._handled.append(one)
 
     def close(self, *, deaf: bool = False) -> None:
-        """deaf: a signal does not end this process either, which has to say why it ends. After an update was abandoned
-        the process ends without Python's own end, which would tear its thread out of a kernel and abort."""
+        """Stop handling signals. deaf: ignore them from now on, so that this process can still print why it ends. After
+        an abandoned update the process ends without Python's own finalization, which would stop a thread inside a
+        kernel and abort."""
         if self.abandoned:
             atexit.register(_leave, self._code)
-        while self._heard:  # uvloop would leave it there, for no loop
-            asyncio.get_running_loop().remove_signal_handler(one := self._heard.pop())
+        while self._handled:  # uvloop would leave the handler installed
+            asyncio.get_running_loop().remove_signal_handler(one := self._handled.pop())
             if deaf:
                 signal.signal(one, signal.SIG_IGN)
 
     async def unless_given_up(
         self, work: Coroutine[Any, Any, None], then: str, why_not: Callable[[], str] = lambda: ""
     ) -> bool:
-        """Await work that is cancelled when the grace ends, if it may be left undone then. False: it was. then: what
-        becomes of it, the end of a sentence · why_not: why it may not be left now; "" if it may."""
+        """Await work that is cancelled when the grace ends, if it may be abandoned then. Return False if it was
+        cancelled. then: the consequence, as the end of a sentence · why_not: returns why it may not be abandoned now;
+        "" if it may."""
         task = asyncio.ensure_future(work)
         self._works.append((task, then, why_not))
         if self._given_up:
@@ -87,7 +88,7 @@ class StopRequest:
         return True
 
     def stopped(self, number: int, total: int, saved: int) -> Stopped:
-        """Before step `number`, with the state after step `saved` as the newest on disk."""
+        """Return the error for a stop before step `number`, when the state after step `saved` is the newest on disk."""
         where = "the run resumes there" if saved == number - 1 else f"only step {saved} is saved, the run resumes there"
         error = Stopped(f"{self.requested}: stopped before step {number} of {total}; {where}")
         error.code = self._code
@@ -97,9 +98,9 @@ class StopRequest:
     def _code(self) -> int:
         return INTERRUPTED if self.requested == "SIGINT" else PREEMPTED
 
-    def _hear(self, which: signal.Signals) -> None:
+    def _on_signal(self, which: signal.Signals) -> None:
         if which == signal.SIGHUP:
-            return self._progress.let_go(which.name, hung_up=True)
+            return self._progress.close_output(which.name, hung_up=True)
         if self.requested:
             if which == signal.SIGINT:
                 self._progress.message("Ctrl-C again: out now, nothing more is saved")
@@ -128,27 +129,28 @@ class StopRequest:
 
 
 async def unless_stopped(work: Coroutine[Any, Any, T]) -> T:
-    """Of a verb that saves nothing: SIGTERM and Ctrl-C end the work, and are told once it has closed what it began."""
-    task, heard, loop = asyncio.ensure_future(work), list[signal.Signals](), asyncio.get_running_loop()
+    """Await the work of a verb that saves nothing. SIGTERM and Ctrl-C cancel it; Stopped is raised after it has cleaned
+    up."""
+    task, received, loop = asyncio.ensure_future(work), list[signal.Signals](), asyncio.get_running_loop()
 
-    def hear(one: signal.Signals) -> None:
-        if heard and one == signal.SIGINT:
+    def on_signal(one: signal.Signals) -> None:
+        if received and one == signal.SIGINT:
             os._exit(INTERRUPTED)
-        if not heard:
-            heard.append(one)
+        if not received:
+            received.append(one)
             task.cancel()
 
     listening = threading.current_thread() is threading.main_thread()
     signals = [s for s in (signal.SIGTERM, signal.SIGINT) if listening and signal.getsignal(s) is not signal.SIG_IGN]
     for one in signals:
-        loop.add_signal_handler(one, hear, one)
+        loop.add_signal_handler(one, on_signal, one)
     try:
         return await task
     except asyncio.CancelledError:
-        if not heard:
+        if not received:
             raise
-        error = Stopped(f"{heard[0].name}: stopped before the end; nothing is saved, start it again")
-        error.code = INTERRUPTED if heard[0] == signal.SIGINT else PREEMPTED
+        error = Stopped(f"{received[0].name}: stopped before the end; nothing is saved, start it again")
+        error.code = INTERRUPTED if received[0] == signal.SIGINT else PREEMPTED
         raise error from None
     finally:
         for one in signals:
@@ -157,6 +159,6 @@ async def unless_stopped(work: Coroutine[Any, Any, T]) -> T:
 
 def _leave(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed
+        with contextlib.suppress(OSError, ValueError):  # the console is closed
             stream.flush()
     os._exit(code)

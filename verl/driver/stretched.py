@@ -1,4 +1,4 @@
-"""What a resume with another number of steps does to the learning rate."""
+"""The effect of a resume with another number of steps on the learning rate."""
 
 from __future__ import annotations
 

@@ -51,14 +51,14 @@ class SupervisedRun:
 
 
 async def fit(run: SupervisedRun) -> dict[str, float]:
-    """Train; the values of the last step."""
+    """Train, and return the values of the last step."""
     config = run.config.run
     values: dict[str, float] = {}
     await _restore(run)
     run.stop.listen()
     for index in range(run.first_index, run.total_steps):
         if stopping := await run.learner.agreed(run.stop.requested):
-            run.stop.requested = stopping  # by a signal that the first driver heard: the others come here with it
+            run.stop.requested = stopping  # the first driver got the signal; all drivers stop here
             stopped = await run.checkpointer.stopped(_state(run, index), run.total_steps)
             await run.learner.finish()
             raise stopped
@@ -92,7 +92,7 @@ async def _evaluate(run: SupervisedRun, step: Step) -> None:
 
 
 async def put_rows(learner: Learner, stage: Stage, indices: Sequence[int], names: Sequence[str]) -> Refs:
-    """The samples of these entries as rows of the queue, with the stage's own columns."""
+    """Put the samples of these entries into the queue, with the stage's own columns."""
     samples, columns = stage.rows(indices, names)
     refs = await learner.queue.put(samples)
     offsets = np.cumsum([0, *(r.loss_tokens for r in refs)], dtype=np.int64)
@@ -110,7 +110,7 @@ async def _update(run: SupervisedRun, step: Step, refs: Refs) -> None:
 
 
 async def evaluate(run: SupervisedRun) -> Metrics:
-    """The stage's own loss and metrics on the evaluation rows, without a step."""
+    """Compute the stage's own loss and metrics on the evaluation rows, without an optimizer step."""
     stage, learner = run.eval_stage, run.learner
     if stage is None:
         return {}

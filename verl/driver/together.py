@@ -1,4 +1,5 @@
-"""One run directory for many drivers (torchrun): the first owns it, all write their shards into its checkpoints."""
+"""One run directory for many drivers (torchrun): the first driver owns it, and all write shards into its
+checkpoints."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from typing import Any
 from verl.checkpoint.store import is_late
 from verl.config.load import Resolved
 from verl.driver.checkpointer import SLOW_BYTES_PER_S
-from verl.driver.home import home_of
+from verl.driver.driver_host import driver_host
 from verl.driver.identity import compare, identity_of
-from verl.driver.run_dir import RunDir, Store, open_run_dir
+from verl.driver.run_dir import CheckpointWriter, RunDir, open_run_dir
 from verl.driver.state import read_state
 from verl.leftovers import own_folder
 from verl.workers.answers import told_of
@@ -24,8 +25,8 @@ from verl.workers.group import Drivers, WorkerDied
 
 
 def open_together(resolved: Resolved, command: str, drivers: Drivers) -> RunDir:
-    """As `open_run_dir`, which the first driver calls; the others go on from what it found, and keep their records in a
-    folder of their own that goes with them. ValueError where they do not run the same, or see another folder."""
+    """Open the run directory with `open_run_dir` in the first driver; the others use its result, and keep their records
+    in a temporary folder. ValueError if a driver runs something else or sees another folder."""
     claimed: RunDir | None = None
     error: Exception | None = None
     if drivers.number == 0:
@@ -35,7 +36,7 @@ def open_together(resolved: Resolved, command: str, drivers: Drivers) -> RunDir:
             error = e
     found = None
     if claimed is not None:
-        home = home_of(claimed.path)
+        home = driver_host(claimed.path)
         found = (home, claimed.path, claimed.attempt, claimed.identity, claimed.resumed, claimed.parent)
     first, failed = drivers.gather((found, error)).result()[0]
     if failed is not None:
@@ -64,18 +65,19 @@ def open_together(resolved: Resolved, command: str, drivers: Drivers) -> RunDir:
 
 
 class SharedStore:
-    """A store that the first driver holds: all write into one checkpoint, and all hear what became of it. They meet
-    beside the calls of training, which may go on meanwhile: for the folder, when each has written its part, and when
-    the checkpoint has its name."""
+    """A store that the first driver owns. All drivers write into one checkpoint, and all learn its outcome. They
+    exchange messages beside the calls of training, which may continue meanwhile: for the folder, after each has written
+    its part, and after the checkpoint has its name."""
 
-    def __init__(self, store: Store | None, drivers: Drivers) -> None:
+    def __init__(self, store: CheckpointWriter | None, drivers: Drivers) -> None:
         self._store, self._drivers = store, drivers
 
     def save(
         self, step: int, write: Callable[[Path], None], *, needed_bytes: int, meta: Mapping[str, Any] | None = None
     ) -> None:
-        """See `CheckpointStore`. What keeps one rank from writing its part is raised by all, but that another rank is
-        gone or late: such a one is in no exchange."""
+        """Save a checkpoint, as `CheckpointStore.save` does. An error that stops one rank from writing its part is
+        raised by all ranks. The death or delay of another rank is raised at once, since that rank takes part in no
+        exchange."""
         meet = partial(self._drivers.meet, timeout_s=needed_bytes / SLOW_BYTES_PER_S)
         error: BaseException | None = None
         of_all: BaseException | None = None
@@ -105,7 +107,7 @@ class SharedStore:
             elif (path := meet(None)[0]) is not None:
                 written(path)
         except Exception as e:
-            if _of_another(e) or (e is of_all and not isinstance(e, OSError)):  # which the first has as it is, too
+            if _of_another(e) or (e is of_all and not isinstance(e, OSError)):  # the first driver raises it too
                 raise
             error = told_of(e).error
         if self._store is not None and not begun:

@@ -1,4 +1,4 @@
-"""One trajectory: an agent loop, then its reward, then retries. What goes wrong is an outcome of that trajectory."""
+"""One trajectory: an agent loop, then its reward, then retries. A failure is an outcome of that trajectory."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from verl.types import (
 )
 from verl.workers.waits import DeadlineExpired, Limit, Waits
 
-WALL_SHARE = 0.75  # of the time of an attempt, after which it has no further turn and ends as cut
+WALL_SHARE = 0.75  # of the time of an attempt; after it no further turn begins and the attempt ends as cut
 TOOL_FIELDS = ("tool_rewards", "rollout_reward_scores", "malformed_calls")
-"""Of a loop's `extra_fields`, what the reward function sees in `extra_info` (verl's names)."""
+"""The entries of a loop's `extra_fields` that the reward function gets in `extra_info` (verl's names)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectorySpec:
-    """Which trajectory it is: its ids, purpose and the parts of its seed."""
+    """The ids and the purpose of a trajectory, and the parts of its seed."""
 
     group_id: str
     index: int
@@ -56,11 +56,7 @@ class TrajectorySpec:
 @dataclass(eq=False, kw_only=True)
 class TrajectoryRunner:
     """Runs single trajectories: agent loop, then reward, then retries. Outcomes are values; the death of a rollout
-    engine is an exception.
-
-    timeout_s: for the agent loop of one attempt · reward_timeout_s: for its reward, counted from the last reward that
-    came: many answers wait for few graders, and that is no fault of an answer · stored_share: of the groups, those that
-    are a stored answer."""
+    engine is an exception."""
 
     engine: RolloutEngine
     loop: AgentLoopFactory
@@ -69,12 +65,20 @@ class TrajectoryRunner:
     waits: Waits
     seed: int
     max_attempts: int
+    """Attempts until a valid reward."""
     timeout_s: float
+    """Limit of the agent loop of one attempt."""
     reward_timeout_s: float
+    """Limit of its reward, counted from the last reward of any answer: when many answers wait for few graders, a long
+    wait is no fault of an answer."""
     max_turns: int | None = None
+    """Turns of an agent loop; None: no limit."""
     credits_turns: bool = False
+    """Each turn may get a reward of its own."""
     stored_share: float = 0.0
-    moved_s: float = field(default=-math.inf, init=False)  # when a reward came last
+    """Share of the groups that use a stored answer."""
+    moved_s: float = field(default=-math.inf, init=False)
+    """Time of the last reward of any trajectory."""
 
     def __post_init__(self) -> None:
         assert self.max_attempts >= 1, f"max_attempts={self.max_attempts}: a trajectory is tried at least once"
@@ -83,11 +87,11 @@ class TrajectoryRunner:
 
     @property
     def longest_s(self) -> float:
-        """No trajectory takes longer without a reward for any other, whatever user code does."""
+        """The longest duration of a trajectory without a reward for any other, whatever user code does."""
         return self.max_attempts * (self.timeout_s + self.reward_timeout_s)
 
     def stored(self, group: Group, sampling: Sampling) -> Trajectory | None:
-        """The answer that the row of the group holds, where its draw is one of those that take it."""
+        """Return the stored answer of the group's row as a trajectory if its draw uses it; else None."""
         if not takes_stored(self.stored_share, self.seed, group.epoch, group.draw):
             return None
         assert group.task.answer_ids is not None, "rows without one are refused when they are read"
@@ -105,7 +109,7 @@ class TrajectoryRunner:
         )
 
     async def run(self, task: Task, spec: TrajectorySpec, sampling: Sampling) -> Trajectory:
-        """The first attempt that ends with a valid reward, or the last one."""
+        """Return the first attempt that ends with a valid reward, or the last one."""
         for attempt in range(self.max_attempts):
             trajectory = await self._attempt(task, spec, sampling, attempt)
             if trajectory.outcome == "ok":
@@ -140,11 +144,11 @@ class TrajectoryRunner:
             turns = int(output.num_turns) or max(1, len(manager.record))
             if made.discarded or manager.counts:
                 manager.counts["discarded_tokens"] = made.discarded
-        except ReplicaLost:  # no fault of this trajectory: the run ends or starts again
+        except ReplicaLost:  # the engine's fault: the run ends or starts again
             raise
-        except Exception as e:  # an agent loop is user code: its failure is an outcome, and retried
+        except Exception as e:  # an agent loop is user code: its failure is an outcome and is retried
             late = f"timeout: the agent loop did not end in {self.timeout_s:g} s"
-            error = late if isinstance(e, DeadlineExpired) else said_by(e)
+            error = late if isinstance(e, DeadlineExpired) else _error_text(e)
             made, turns = CheckedOutput((Segment(ids=task.prompt_ids, source="prompt"),), "error"), 1
         else:
             if made.stop_reason == "abort":
@@ -152,8 +156,10 @@ class TrajectoryRunner:
             elif not any(s.source == "sampled" for row in (made.segments, *made.branches) for s in row):
                 error = "empty: the agent loop returned no token of the model"
             else:
-                said = [call.token_ids for call in manager.record]
-                reward = _paid(made, heard(await self._score(name, task, sampling, made, output, turns, said), output))
+                score = await self._score(
+                    name, task, sampling, made, output, turns, [c.token_ids for c in manager.record]
+                )
+                reward = _with_turn_rewards(made, _with_feedback(score, output))
                 if isinstance(reward, Score):
                     outcome = "ok"
                 else:
@@ -188,7 +194,7 @@ class TrajectoryRunner:
         turns: int,
         turn_ids: Sequence[list[int]],
     ) -> Score | Invalid:
-        """turn_ids: what the model said in each of its turns."""
+        """Score an attempt. turn_ids: the tokens that the model sampled in each of its turns."""
         row = made.branches[-1] if made.branches else made.segments
         response = response_ids_of(row)
         try:
@@ -197,15 +203,15 @@ class TrajectoryRunner:
             text = self.decode(response.tolist())
             whole = len(turn_ids) == 1 and len(made.segments) == 2 and not made.branches
             turn_texts = [text] if whole else [self.decode(ids) for ids in turn_ids]
-        except Exception as e:  # what the loop returned: an object of its own, ids that are none
+        except Exception as e:  # the loop returned an object of its own, or ids that do not exist
             return Invalid("exception", f"{type(e).__name__}: {e}")
-        said = {key: output.extra_fields[key] for key in TOOL_FIELDS if key in output.extra_fields}
+        passed = {key: output.extra_fields[key] for key in TOOL_FIELDS if key in output.extra_fields}
         request = RewardRequest(
             request_id=name,
             data_source=task.data_source,
             solution_str=text,
             ground_truth=task.ground_truth,
-            extra_info={**task.extra_info, **said, "num_turns": turns, "turn_texts": turn_texts},
+            extra_info={**task.extra_info, **passed, "num_turns": turns, "turn_texts": turn_texts},
             response_tokens=len(response),
             max_response_tokens=sampling.max_tokens,
             truncated=made.stop_reason in CUT,
@@ -223,28 +229,28 @@ class TrajectoryRunner:
         return found
 
 
-def said_by(error: Exception) -> str:
-    """Its name and its text."""
+def _error_text(error: Exception) -> str:
+    """Return the name and the text of an error."""
     return str(error) if isinstance(error, LoopFailed) else f"{type(error).__name__}: {error}"
 
 
-def heard(reward: Score | Invalid, output: AgentLoopOutput) -> Score | Invalid:
-    """With what the environment said of the attempt, where the reward says nothing."""
-    said = output.extra_fields.get("feedback")
-    if isinstance(reward, Invalid) or reward.feedback or not isinstance(said, str):
+def _with_feedback(reward: Score | Invalid, output: AgentLoopOutput) -> Score | Invalid:
+    """Return the reward with the environment's text about the attempt, if the reward has no feedback of its own."""
+    text = output.extra_fields.get("feedback")
+    if isinstance(reward, Invalid) or reward.feedback or not isinstance(text, str):
         return reward
-    return replace(reward, feedback=said[:MAX_FEEDBACK_CHARS])
+    return replace(reward, feedback=text[:MAX_FEEDBACK_CHARS])
 
 
 def takes_stored(share: float, seed: int, epoch: int, draw: int) -> bool:
-    """Systematic sampling: of any draws in a row of an epoch their share, to less than one, and every row is as
-    likely."""
+    """Select draws by systematic sampling: any range of draws in an epoch contains this share, to less than one, and
+    every row is equally likely."""
     start = derive_seed(seed, "stored", epoch) / 2**63
     return math.floor((draw + 1) * share + start) > math.floor(draw * share + start)
 
 
-def _paid(made: CheckedOutput, reward: Score | Invalid) -> Score | Invalid:
-    """The reward, after its turns have theirs; Invalid if these are not one for each."""
+def _with_turn_rewards(made: CheckedOutput, reward: Score | Invalid) -> Score | Invalid:
+    """Return the reward with the rewards of turns; Invalid if there is not one for each turn."""
     if isinstance(reward, Invalid) or reward.turn_rewards is None:
         return reward
     wrong = made.pay(reward.turn_rewards)

@@ -1,1 +1,1 @@
-"""The report of a run: one self-contained page, or the same page served while the run goes on."""
+"""The report of a run: one self-contained page, or the same page served while the run continues."""

@@ -1,4 +1,4 @@
-"""What the report shows, as plain JSON values: read from the run directory, reduced to what a page can carry."""
+"""The data of the report as plain JSON values: read from the run directory and reduced to the size of a page."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ CARDS = (
 
 
 class RunReader:
-    """Reads one run directory again and again while it grows; samples that did not change are not decoded twice."""
+    """Reads one run directory repeatedly while it grows; unchanged samples are decoded once."""
 
     def __init__(self, run_dir: Path, note: Note = logger.warning) -> None:
-        """note: is told once of each thing that is damaged and left out."""
+        """note: called once with a line about each damaged file that is left out."""
         if not is_run_dir(run_dir):
             known = f"{METRICS_FILE}, {CONFIG_FILE} nor events/"
             raise ValueError(f"{run_dir} is not a run directory: it has neither {known}")
@@ -69,7 +69,7 @@ class RunReader:
             self._note_of(text)
 
     def _read_config(self, path: Path) -> tuple[str, Mapping[str, Any]]:
-        """The text of the configuration and its tree; nothing of one that is damaged."""
+        """Return the text of the configuration and its tree; both empty if it is damaged."""
         try:
             text = path.read_text("utf-8") if path.is_file() else ""
             tree = yaml.safe_load(text) or {}
@@ -79,7 +79,7 @@ class RunReader:
         return text, tree if isinstance(tree, dict) else {}
 
     def version(self) -> str:
-        """Changes whenever something that the page shows was written."""
+        """Return a text that changes whenever the page's data change."""
         stamps = []
         for folder in (self.run_dir, self.run_dir / "samples", self.run_dir / "events"):
             for path in sorted(folder.glob("*")):
@@ -123,7 +123,7 @@ def is_run_dir(path: Path) -> bool:
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key; None if it is not there."""
+    """Return the value of a dotted key; None if it does not exist."""
     node: Any = config
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
@@ -131,7 +131,7 @@ def lookup(config: Mapping[str, Any], key: str) -> Any:
 
 
 def series(lines: Sequence[MetricLine], units: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Every metric as {x: steps, y: values or null, unit}; `thinned` where points were left out."""
+    """Return every metric as {x: steps, y: values or null, unit}; `thinned` if points were left out."""
     points: dict[str, list[tuple[int, float]]] = {}
     for line in lines:
         for name, value in line.values.items():
@@ -148,7 +148,7 @@ def series(lines: Sequence[MetricLine], units: Mapping[str, str]) -> dict[str, d
 
 
 def thin(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, float]]:
-    """At most about `limit` of the points: first, last, and the extremes of equal stretches, so that spikes stay."""
+    """Return at most about `limit` points: first, last, and the extremes of equal ranges, so that spikes remain."""
     if len(points) <= limit:
         return list(points)
     stretches = limit // 2 - 1
@@ -161,7 +161,7 @@ def thin(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, flo
 
 
 def time_ledger(lines: Sequence[MetricLine]) -> dict[str, Any]:
-    """Seconds by phase: the totals of the run, and one bar per step (or the mean of a stretch of steps)."""
+    """Return seconds by phase: the totals of the run, and one bar per step (or the mean of a range of steps)."""
     prefix = "timing_s/"
     timed: list[tuple[int, dict[str, float]]] = []
     for line in lines:
@@ -179,8 +179,8 @@ def time_ledger(lines: Sequence[MetricLine]) -> dict[str, Any]:
 
 
 def summary(lines: Sequence[MetricLine]) -> list[dict[str, Any]]:
-    """Before -> after, one card each. Measurements at single steps compare the first with the last; noisy per-step
-    numbers compare the mean of the first steps with that of the last ones."""
+    """Return one card per measurement, before -> after. Measurements at single steps compare the first with the last;
+    noisy per-step numbers compare the mean of the first steps with the mean of the last ones."""
     cards = []
     word = held_out_word(line.values for line in lines)
     form, show = ("percent", "{:.1%}") if word == "accuracy" else ("number", "{:.4g}")
@@ -205,7 +205,7 @@ def summary(lines: Sequence[MetricLine]) -> list[dict[str, Any]]:
 
 
 def _accuracies(lines: Sequence[MetricLine]) -> list[tuple[str, str]]:
-    """(label, metric) of the held-out means: the overall ones, or else those of the first few data sources."""
+    """Return (label, metric) of the held-out means: the overall ones, or else those of the first few data sources."""
     names = {name for line in lines for name, value in line.values.items() if math.isfinite(value)}
     overall = [n for n in ("eval/acc/greedy", "eval/acc/sampled") if n in names]
     sources = sorted(n for n in names if n.startswith("eval/") and n.endswith(("/acc/greedy", "/acc/sampled")))
@@ -215,8 +215,8 @@ def _accuracies(lines: Sequence[MetricLine]) -> list[tuple[str, str]]:
 
 
 def alarms(run_dir: Path, lines: Sequence[MetricLine], config: Mapping[str, Any], note: Note) -> list[dict[str, Any]]:
-    """Alarms that the run recorded (events of kind `alarm`) and those that its metrics raise, one entry per name and
-    unbroken stretch of steps."""
+    """Return the recorded alarms (events of kind `alarm`) and those of the metrics, one entry per name and unbroken
+    range of steps."""
     section = lookup(config, "health")
     section = section if isinstance(section, Mapping) else {}
     limits = Limits(**{key: section[key] for key in Limits.__dataclass_fields__ if key in section})

@@ -1,4 +1,4 @@
-"""`verl show --live RUN`: the report over loopback HTTP, following the run while it goes on."""
+"""`verl show --live RUN`: the report over loopback HTTP, updated while the run continues."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def serve(run_dir: Path, port: int = 0) -> None:
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Reads the run directory at most once per version of it, whoever asks."""
+    """Serves the report of a run directory, which it reads at most once per version, for any number of clients."""
 
     daemon_threads = True
 
@@ -45,11 +45,11 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://{self.hosts[0]}/"
 
     def answer(self, path: str) -> tuple[str, str] | None:
-        """(content type, text) of a path; None if there is no such page."""
+        """Return (content type, text) of a path; None if there is no such page."""
         if path not in ("/", "/version.json", "/data.json"):
             return None
         with self._reading:
-            version = self._reader.version()  # taken before reading: what is written meanwhile shows at the next poll
+            version = self._reader.version()  # taken before reading: later writes appear at the next poll
             if path == "/version.json":
                 return "application/json", json.dumps({"version": version})
             if version != self._version:
@@ -61,12 +61,12 @@ class LiveServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: LiveServer
-    timeout = 30.0  # of the socket
+    timeout = 30.0  # seconds, for the socket
     server_version = "verl"
     sys_version = ""
 
     def do_GET(self) -> None:
-        # Loopback only, also against a foreign page whose host name was pointed at 127.0.0.1.
+        # Loopback only: this also refuses a foreign page with a host name that resolves to 127.0.0.1.
         known = self.headers.get("Host", "") in self.server.hosts
         try:
             answer = self.server.answer(self.path) if known else None
@@ -87,4 +87,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # the page was closed meanwhile
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet: a poll every two seconds is no news."""
+        """Log nothing: the page polls every two seconds."""

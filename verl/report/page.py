@@ -1,4 +1,4 @@
-"""`report.html`: one self-contained page of a run. No request leaves it; what it shows is embedded as JSON."""
+"""`report.html`: one self-contained page of a run. It makes no request; its data are embedded as JSON."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _UNSAFE = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 
 def write_report(run_dir: Path, note: Note = logger.warning) -> Path:
-    """Write `report.html` of a run directory, finished or not, and return its path. `note` is told of what is damaged
-    and left out."""
+    """Write `report.html` of a run directory, finished or not, and return its path. `note` is called with a line about
+    each damaged file, which is left out."""
     path = run_dir / REPORT_FILE
     page = render_page(RunReader(run_dir, note).payload())
     write_atomic(path, page.encode("utf-8", "replace"))
@@ -30,7 +30,7 @@ def write_report(run_dir: Path, note: Note = logger.warning) -> Path:
 
 
 def render_page(payload: Mapping[str, Any], *, live: Mapping[str, Any] | None = None) -> str:
-    """The page with its data. `live`: {version, poll_s}, where a server will answer the page's questions."""
+    """Return the page with its data. `live`: {version, poll_s} if a server answers the page's polls."""
     room = files("verl.report")
     scripts = "\n".join((room / name).read_text("utf-8") for name in _SCRIPTS)
     assert "</script" not in scripts, "the page's own scripts may not close their tag"
@@ -47,6 +47,6 @@ def render_page(payload: Mapping[str, Any], *, live: Mapping[str, Any] | None = 
 
 
 def json_in_script(value: Any) -> str:
-    """JSON that cannot end the script element it stands in, whatever its strings hold."""
+    """Return JSON that cannot end the surrounding script element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(_UNSAFE)

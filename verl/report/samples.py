@@ -1,4 +1,4 @@
-"""Which samples the report carries, and how: a bounded, deterministic choice with the text of every token."""
+"""The samples of the report: a bounded, deterministic choice with the text of every token."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from verl.track.samples import DamagedSamples, Kind, SampleRow, read_samples, re
 
 Decode = Callable[[list[int]], str]
 T = TypeVar("T")
-HEAD_TOKENS, TAIL_TOKENS = 900, 300  # of a long response
-TEXT_CHARS = 6000  # of a long text
+HEAD_TOKENS, TAIL_TOKENS = 900, 300  # tokens shown of a long response
+TEXT_CHARS = 6000  # characters shown of a long text
 
 
-class Limits(NamedTuple):
-    """What one report may carry of one kind of samples."""
+class SampleLimits(NamedTuple):
+    """The largest share of one report for one kind of samples."""
 
     steps: int
     groups: int
@@ -29,23 +29,24 @@ class Limits(NamedTuple):
     total_bytes: int
 
 
-LIMITS: Mapping[Kind, Limits] = {
-    "train": Limits(steps=12, groups=40, rows_per_group=16, total_bytes=4_500_000),
-    "eval": Limits(steps=6, groups=48, rows_per_group=8, total_bytes=1_800_000),
+LIMITS: Mapping[Kind, SampleLimits] = {
+    "train": SampleLimits(steps=12, groups=40, rows_per_group=16, total_bytes=4_500_000),
+    "eval": SampleLimits(steps=6, groups=48, rows_per_group=8, total_bytes=1_800_000),
 }
 
 
 class SamplePicker:
-    """Chooses and packs the samples of a run; what it packed is kept for as long as the file does not change."""
+    """Chooses and packs the samples of a run; packed samples are kept until the file changes."""
 
     def __init__(self, run_dir: Path, tokenizer_folders: Sequence[Path], note: Note = logger.warning) -> None:
-        """note: is told of each file that is damaged and left out."""
+        """note: called with a line about each damaged file that is left out."""
         self._run_dir, self._folders, self._note_of = run_dir, tokenizer_folders, note
         self._decode: Decode | None = None
         self._packed: dict[tuple[Kind, int], tuple[object, dict[str, Any]]] = {}
 
     def pick(self, last_step: int | None) -> dict[str, Any]:
-        """{files: [{kind, step, groups, ...}], note, decoded}. Steps after `last_step` belong to a past attempt."""
+        """Return {files: [{kind, step, groups, ...}], note, decoded}. Steps after `last_step` belong to a past
+        attempt."""
         if self._decode is None:
             self._decode = find_decoder(self._run_dir, self._folders, self._note_of)
         files: list[dict[str, Any]] = []
@@ -54,7 +55,7 @@ class SamplePicker:
             files += self._pick_kind(kind, limits, steps)
         return {"files": files, "decoded": self._decode is not None, "note": self._note(files)}
 
-    def _pick_kind(self, kind: Kind, limits: Limits, steps: Sequence[int]) -> list[dict[str, Any]]:
+    def _pick_kind(self, kind: Kind, limits: SampleLimits, steps: Sequence[int]) -> list[dict[str, Any]]:
         chosen = spread(steps, limits.steps)
         files = []
         for i, step in enumerate(chosen):
@@ -71,14 +72,14 @@ class SamplePicker:
         _fit(files, limits.total_bytes)
         return [file for file in files if file["groups"]]
 
-    def _pack(self, kind: Kind, step: int, quota: int, limits: Limits) -> dict[str, Any]:
+    def _pack(self, kind: Kind, step: int, quota: int, limits: SampleLimits) -> dict[str, Any]:
         try:
             return self._packed_file(kind, step, quota, limits)
         except DamagedSamples as e:
             self._note_of(f"{e}; it is left out")
             return {"kind": kind, "step": step, "groups": [], "all_rows": 0, "all_groups": 0}
 
-    def _packed_file(self, kind: Kind, step: int, quota: int, limits: Limits) -> dict[str, Any]:
+    def _packed_file(self, kind: Kind, step: int, quota: int, limits: SampleLimits) -> dict[str, Any]:
         scalars = read_scalars(self._run_dir, step, kind)
         wanted = choose_groups(scalars, quota, limits.rows_per_group, by_reward=kind == "train")
         ids = [sample_id for group in wanted for sample_id in group]
@@ -101,7 +102,7 @@ class SamplePicker:
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """At most `count` of the items at equal distances, first and last included (one: the last)."""
+    """Return at most `count` of the items at equal distances, first and last included (for one: the last)."""
     if len(items) <= count:
         return list(items)
     if count == 1:
@@ -112,8 +113,8 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 def choose_groups(
     scalars: Sequence[Mapping[str, Any]], quota: int, rows_per_group: int, *, by_reward: bool
 ) -> list[list[str]]:
-    """Sample ids of the chosen groups. Training: equal distances over the mean reward, worst and best included.
-    Evaluation: the tasks that come first by id, so that every evaluation step shows the same ones."""
+    """Return the sample ids of the chosen groups. Training: equal distances over the mean reward, worst and best
+    included. Evaluation: the first tasks by id, so that every evaluation step shows the same ones."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in scalars:
         groups.setdefault(row["group_id"], []).append(row)
@@ -128,7 +129,7 @@ def choose_groups(
 
     if by_reward:
         chosen = spread(sorted(groups, key=lambda g: (mean_reward(g), g)), quota)
-        chosen = chosen[-1:] + chosen[:-1]  # the best, the worst, the rest: what the size limit cuts is the middle
+        chosen = chosen[-1:] + chosen[:-1]  # the best, the worst, the rest: the size limit cuts the middle
     else:
         chosen = sorted(groups, key=lambda g: (number_first(g), g))[:quota]
     rank = lambda row: (row["reward"] if math.isfinite(row["reward"]) else -math.inf, row["sample_id"])  # noqa: E731
@@ -184,10 +185,10 @@ def pack_row(row: SampleRow, decode: Decode | None) -> dict[str, Any]:
 
 
 def token_pieces(ids: Sequence[int], decode: Decode) -> list[str]:
-    """The text that each token adds. A token inside a character that later tokens complete adds "", the last of them
-    the character; joined, the pieces are the decoded text."""
+    """Return the text that each token adds. A token inside a character that later tokens complete adds "", and the last
+    of them adds the character; joined, the pieces are the decoded text."""
     pieces: list[str] = []
-    start = done = 0  # decode a short window: what a piece looks like depends on the tokens just before it
+    start = done = 0  # decode a short window: a piece depends on the tokens just before it
     for end in range(1, len(ids) + 1):
         before, after = decode(list(ids[start:done])), decode(list(ids[start:end]))
         if after.endswith("�") and end < len(ids) and end - done < 8:
@@ -199,7 +200,8 @@ def token_pieces(ids: Sequence[int], decode: Decode) -> list[str]:
 
 
 def find_decoder(run_dir: Path, folders: Sequence[Path], note: Note = logger.warning) -> Decode | None:
-    """The run's tokenizer.json: in the run directory, in its latest checkpoint, or where the model came from."""
+    """Return the decoder of the run's tokenizer.json: in the run directory, in its latest checkpoint, or in the model's
+    folder."""
     saved = [path for path in run_dir.glob("checkpoints/step_*/hf") if path.parent.name[5:].isdigit()]
     saved.sort(key=lambda path: -int(path.parent.name[5:]))
     path = next((p / "tokenizer.json" for p in (run_dir, *saved, *folders) if (p / "tokenizer.json").is_file()), None)
@@ -216,7 +218,7 @@ def find_decoder(run_dir: Path, folders: Sequence[Path], note: Note = logger.war
 
 
 def number(value: float, digits: int = 6) -> float | None:
-    """So many significant digits; null for what JSON cannot hold."""
+    """Round to significant digits; null for values that JSON does not have."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
@@ -228,7 +230,7 @@ def clip(text: str, chars: int) -> str:
 
 
 def _fit(files: Sequence[dict[str, Any]], total_bytes: int) -> None:
-    """Keep groups in turns over the steps, latest step first, until the budget is spent."""
+    """Keep groups in turns over the steps, latest step first, until the size limit is reached."""
     sizes = [[len(json.dumps(group)) for group in file["groups"]] for file in files]
     kept: list[list[int]] = [[] for _ in files]
     left = total_bytes
@@ -242,7 +244,7 @@ def _fit(files: Sequence[dict[str, Any]], total_bytes: int) -> None:
 
 
 def _column(values: np.ndarray | None, keep: np.ndarray) -> Any:
-    """A column of the page: null if absent, one number if constant, else a list with four significant digits."""
+    """Return a column of the page: null if absent, one number if constant, else a list with four significant digits."""
     if values is None or not len(values):
         return None
     kept = values[keep].tolist()

@@ -36,7 +36,7 @@ CELL = 9  # characters of a column with its space
 
 def print_runs(paths: Sequence[Path], console: Console | None = None, note: Note = logger.warning) -> None:
     """Print the metrics of one run, or of up to eight side by side: under each heading a column for every run. Below
-    are the metrics that the headings stand for, and those for which the console is too narrow."""
+    the table are the metrics of the headings, and those for which the console is too narrow."""
     console = console or Console()
     if len(paths) > len(LETTERS):
         raise ValueError(f"verl show takes up to {len(LETTERS)} runs, and {len(paths)} are given")
@@ -61,7 +61,7 @@ def print_runs(paths: Sequence[Path], console: Console | None = None, note: Note
 
 
 def _some(steps: Sequence[int]) -> Sequence[int]:
-    """About MOST_ROWS of the steps, the last one among them."""
+    """Return about MOST_ROWS of the steps, including the last one."""
     if len(steps) <= MOST_ROWS:
         return steps
     return sorted({*steps[:: -(-len(steps) // MOST_ROWS)], steps[-1]})

@@ -1,1 +1,1 @@
-"""What a run leaves behind and shows while it goes on: events, metrics, samples, health alarms, sinks, the console."""
+"""Records and display of a run: events, metrics, samples, health alarms, sinks, the console."""

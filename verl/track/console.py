@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live panel on a terminal, one line per step in a log file."""
+"""The display of a running run: a live panel on a terminal, one line per step in a log file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ACCURACY = ("eval/acc/greedy", "eval/acc/sampled")
 
 class _Field(NamedTuple):
     label: str
-    metrics: tuple[str, ...]  # the first one that a step has is shown
+    metrics: tuple[str, ...]  # the first of them that a step has is shown
     show: Callable[[float], str]
     spark: bool = False
 
@@ -36,7 +36,7 @@ class _Field(NamedTuple):
 
 
 def compact(value: float) -> str:
-    """Three significant digits with a magnitude letter: 0.413, 1.2e-06, 3.42k, 12.8M."""
+    """Format a number with three significant digits and a magnitude letter: 0.413, 1.2e-06, 3.42k, 12.8M."""
     if not math.isfinite(value):
         return str(value)
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -46,7 +46,7 @@ def compact(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """8.1s, 4m 05s, 3h 12m, 2d 4h."""
+    """Format seconds as 8.1s, 4m 05s, 3h 12m, 2d 4h."""
     if seconds < 60:
         return f"{seconds:.1f}s"
     whole = int(seconds)
@@ -71,7 +71,7 @@ _FIELDS = (
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One character per value, between the least and the greatest of them."""
+    """Return one character per value, scaled between the least and the greatest of them."""
     finite = [v for v in values if math.isfinite(v)]
     if len(finite) < 2:
         return ""
@@ -80,10 +80,10 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 class _Output(io.TextIOBase):
-    """Standard output as it is at each call. One that cannot be written is let go, and ends nothing."""
+    """Standard output at the time of each call. If a write fails, output is closed and the run continues."""
 
-    def __init__(self, let_go: Callable[[str], None]) -> None:
-        self._let_go = let_go
+    def __init__(self, close_output: Callable[[str], None]) -> None:
+        self._on_error = close_output
 
     def write(self, text: str) -> int:
         return self._try(lambda stream: stream.write(text))
@@ -100,24 +100,24 @@ class _Output(io.TextIOBase):
 
     def _try(self, act: Callable[[Any], Any]) -> Any:
         try:
-            return act(getattr(sys.stdout, "rich_proxied_file", sys.stdout))  # a live panel stands in for it
+            return act(getattr(sys.stdout, "rich_proxied_file", sys.stdout))  # a live panel replaces sys.stdout
         except OSError as e:
-            self._let_go(str(e))
+            self._on_error(str(e))
             return 0
 
 
 class LiveProgress:
-    """Progress of a run, and the sink `console`: a panel that redraws itself; one line per `log` off a terminal."""
+    """Progress of a run, and the sink `console`: a panel that redraws itself on a terminal, else one line per `log`."""
 
     def __init__(
         self, console: Console | None = None, clock: Callable[[], float] = time.monotonic, *, silent: bool = False
     ) -> None:
-        """silent: another process says the same."""
-        file = io.StringIO() if silent else cast(IO[str], _Output(self.let_go))
+        """silent: print nothing, because another process prints the same."""
+        file = io.StringIO() if silent else cast(IO[str], _Output(self.close_output))
         self._console, self._clock = console or Console(file=file, quiet=silent), clock
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
-        self.lost = ""  # why nobody sees it any more
-        self._told_lost = False
+        self.lost = ""  # why the output is closed
+        self._lost_reported = False
         self._live: Live | None = None
         self._title, self._total, self._step = "", 0, 0
         self._started = self._last_update = clock()
@@ -155,11 +155,12 @@ class LiveProgress:
         self.message(self._line(step, values))
 
     def message(self, text: str) -> None:
-        """A line that stays, above the panel."""
+        """Print a line that remains above the panel."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
 
-    def let_go(self, why: str, *, hung_up: bool = False) -> None:
-        """Nobody reads standard output any more (a closed pipe, a full disk), or the terminal: it is dropped."""
+    def close_output(self, why: str, *, hung_up: bool = False) -> None:
+        """Close standard output (a broken pipe, a full disk) or, with hung_up, the terminal: further output is
+        discarded."""
         self.lost = self.lost or why
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for number in self._terminals if hung_up else {1, *self._terminals}:
@@ -167,9 +168,9 @@ class LiveProgress:
         os.close(nowhere)
 
     def newly_lost(self) -> str:
-        """Why nobody sees it any more, once: a terminal that is gone refuses a write and hangs up, in either order."""
-        why = "" if self._told_lost else self.lost  # asked once: the thread that draws may lose it between two looks
-        self._told_lost = self._told_lost or bool(why)
+        """Return why the output is closed, once. A terminal may refuse a write and hang up, in either order."""
+        why = "" if self._lost_reported else self.lost  # read once: the drawing thread may set it meanwhile
+        self._lost_reported = self._lost_reported or bool(why)
         return why
 
     def close(self) -> None:
@@ -263,7 +264,7 @@ class LiveProgress:
 
 
 def _shares(values: Mapping[str, float]) -> dict[str, float]:
-    """What each phase took of the step."""
+    """Return the share of each phase in the time of the step."""
     seconds = {n.removeprefix("timing_s/"): s for n, s in values.items() if n.startswith("timing_s/")}
     total = sum(seconds.values())
     return {name: s / total for name, s in seconds.items()} if total > 0 else {}

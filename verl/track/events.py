@@ -1,4 +1,5 @@
-"""What was drawn, dispatched, scored, admitted, trained, published and saved, and when: `events/attempt_0000.log`.
+"""The events of a run and their times: drawn, dispatched, scored, admitted, trained, published, saved. They are in
+`events/attempt_0000.log`.
 
 One checksummed log per attempt; a line is
 
@@ -35,8 +36,8 @@ class Event:
 
 
 class EventLog(Log):
-    """The writer of one attempt; `flush(fsync=True)` before what follows from the events is written elsewhere. With the
-    event `resumed` at a step, whatever earlier attempts recorded of it and of later steps is void."""
+    """The writer of one attempt. Call `flush(fsync=True)` before writing elsewhere anything that depends on the events.
+    The event `resumed` at a step voids the records of earlier attempts for this and later steps."""
 
     def __init__(
         self,
@@ -57,8 +58,8 @@ class EventLog(Log):
 
 
 def read_events(run_dir: Path, kinds: Collection[str] | None = None, note: Note = logger.warning) -> Iterator[Event]:
-    """The records of a run in order of writing, also while the run goes on, without those of an attempt at or after the
-    step where a later attempt began. `note` is told of damaged ones, which are left out."""
+    """Yield the records of a run in order of writing, also while the run continues, without those that a later attempt
+    voids. `note` is called with a line for each damaged record, which is left out."""
     files = _files(run_dir)
     began = {event.attempt: event.step for _, path in files for event in _events(path, {"resumed"}, lambda _: None)}
     for attempt, path in files:
@@ -74,7 +75,7 @@ def _events(path: Path, kinds: Collection[str] | None, note: Note) -> Iterator[E
 
 
 def next_attempt(run_dir: Path) -> int:
-    """The number of the attempt that starts now: 0 in a new run directory."""
+    """Return the number of the attempt that starts now: 0 in a new run directory."""
     used = [attempt for attempt, _ in _files(run_dir)]
     last = list(deque(records(run_dir / METRICS_FILE, lambda _: None), maxlen=1))  # a supervised run records no events
     by_metrics = [int(record["attempt"]) for record in last if isinstance(record.get("attempt"), int)]
@@ -82,6 +83,6 @@ def next_attempt(run_dir: Path) -> int:
 
 
 def _files(run_dir: Path) -> list[tuple[int, Path]]:
-    """(attempt, file), in order of attempts."""
+    """Return (attempt, file) in order of attempts."""
     found = [(_FILE_NAME.fullmatch(path.name), path) for path in (run_dir / FOLDER).glob("*")]
     return sorted((int(match[1]), path) for match, path in found if match)

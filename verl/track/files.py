@@ -1,4 +1,4 @@
-"""Whole files, written atomically."""
+"""Write whole files atomically."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from typing import BinaryIO
 import psutil
 
 _TEMPORARY = re.compile(r"\..+\.(\d+)-[0-9a-f]{8}\.tmp")
-_ABANDONED_S = 3600.0  # nothing was written for so long: its writer is gone, also from another machine
+_ABANDONED_S = 3600.0  # after so long without a write the writer is dead, also on another machine
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the name `path` when the block is done: a reader, or a crash at any moment, sees the old or
-    the new file and never a part. Temporary file, fsync, rename, fsync of the folder; a fault removes it."""
+    """Open a temporary file that gets the name `path` when the block is done. A reader, or a crash at any moment, finds
+    the old or the new file and never a part. Temporary file, fsync, rename, fsync of the folder; after a fault it is
+    removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
@@ -38,10 +39,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files in a folder, and in the folders in it, whose writers were killed."""
+    """Remove the temporary files of killed writers in a folder and in its subfolders."""
     for path in (*folder.glob(".*.tmp"), *folder.glob("*/.*.tmp")):
         match = _TEMPORARY.fullmatch(path.name)
-        with suppress(OSError):  # it went meanwhile, or is not ours to remove
+        with suppress(OSError):  # removed meanwhile, or not ours
             if match is None or path.is_dir():
                 continue
             if not psutil.pid_exists(int(match[1])) or time.time() - path.lstat().st_mtime > _ABANDONED_S:

@@ -1,8 +1,7 @@
-"""The ways in which a run goes wrong, as a table of alarms over the metrics so far. No state of its own.
+"""The ways in which a run can fail, as a table of alarms over the metrics so far. It has no state of its own.
 
-An alarm looks at the last step of the history and, where it speaks of a change, at the steps before it. Several causes
-share one symptom (entropy falls, reward falls), so each message carries the numbers that tell them apart.
-"""
+An alarm reads the last step of the history and, for a change, the steps before it. Several causes share one symptom
+(entropy falls, reward falls), so each message contains the numbers that distinguish them."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ Level = Literal["warn", "stop"]
 
 WINDOW = 20  # steps of the past that a step is compared with
 MIN_PAST = 5  # fewer steps than this are no past to compare with
-COMPONENT_PREFIX = "reward/component/"  # and the name of a component of the reward: its mean in the step
+COMPONENT_PREFIX = "reward/component/"  # followed by a component of the reward: its mean in the step
 
 
 @dataclass
@@ -42,7 +41,7 @@ class Alarm:
 
 
 class Seen(NamedTuple):
-    """What the condition of an alarm looks at. Every comparison with NaN is false."""
+    """The input of an alarm's condition. Every comparison with NaN is false."""
 
     history: History
     limits: Limits
@@ -55,17 +54,19 @@ class Seen(NamedTuple):
 
 
 class Row(NamedTuple):
-    """`wrong` says whether the alarm is raised; one that does more arithmetic returns what the message shows of it."""
+    """An alarm of the table."""
 
     name: str
     metric: str
     wrong: Callable[[Seen], bool | Mapping[str, Any] | None]
+    """Returns whether the alarm is raised, or the values that its message shows."""
     level: Level = "warn"
-    says: str = ""  # the key of its message, where that is not the name
+    says: str = ""
+    """The key of its message, if that is not the name."""
 
 
 def check_health(history: History, config: Limits) -> list[Alarm]:
-    """The alarms of the last step of `history` (one mapping of reduced metrics per step, oldest first)."""
+    """Return the alarms of the last step of `history` (one mapping of reduced metrics per step, oldest first)."""
     found = []
     for name, metric, wrong, level, says in TABLE if history else ():
         value, past = history[-1].get(metric), _finite(history[-WINDOW - 1 : -1], metric)
@@ -80,14 +81,15 @@ def check_health(history: History, config: Limits) -> list[Alarm]:
 
 
 def scan(history: History, config: Limits) -> Iterator[tuple[int, Alarm]]:
-    """(index, alarm) of every step of a finished history, as `check_health` would have raised them on the way."""
+    """Yield (index, alarm) for every step of a finished history, as `check_health` would have raised them during the
+    run."""
     for i in range(len(history)):
         for alarm in check_health(history[max(0, i - 2 * WINDOW) : i + 1], config):
             yield i, alarm
 
 
 def entropy_collapses(s: Seen) -> Mapping[str, Any] | None:
-    """Entropy falls exponentially, so fast that it meets the floor within a window."""
+    """Entropy falls exponentially, fast enough to reach the floor within a window."""
     recent = [v for v in s.recent("actor/entropy", 10) if v > 0]
     if len(recent) < MIN_PAST or recent[-1] < s.limits.entropy_floor:
         return None
@@ -101,7 +103,7 @@ def entropy_collapses(s: Seen) -> Mapping[str, Any] | None:
 
 
 def length_drifts(s: Seen) -> Mapping[str, Any] | None:
-    """Responses grow steadily and nothing is gained by it."""
+    """Responses grow steadily without a gain in score."""
     lengths, scores = s.recent("response_length/mean"), s.recent("critic/score/mean")
     if len(lengths) < 10 or len(scores) != len(lengths):
         return None
@@ -146,13 +148,13 @@ def gradient_not_finite(s: Seen) -> Mapping[str, Any] | None:
 
 
 def teacher_disagrees(s: Seen) -> Mapping[str, Any] | None:
-    """What is learned from the teacher lowers the score, step after step."""
+    """The teacher's signal lowers the score, step after step."""
     recent = s.recent("teacher/likes_right", MIN_PAST)
     return {"gap": -fmean(recent), "steps": MIN_PAST} if len(recent) == MIN_PAST and max(recent) < 0 else None
 
 
 def teacher_fails(s: Seen) -> Mapping[str, Any] | None:
-    """Of several the one that fails most is named."""
+    """A teacher fails; among several, the message names the one that fails most."""
     shares = {n: v for n, v in s.history[-1].items() if n.split("/")[:2] == ["teacher", "invalid"] and v > 0.05}
     if not shares:
         return None
@@ -255,12 +257,12 @@ def _finite(history: History, metric: str) -> list[float]:
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Means of the first and of the last three."""
+    """Return the means of the first and of the last three values."""
     return fmean(values[:3]), fmean(values[-3:])
 
 
 def _line(values: Sequence[float]) -> tuple[float, float]:
-    """Slope of the least-squares line over the index, and the share of the variance it explains."""
+    """Return the slope of the least-squares line over the index, and the share of the variance that it explains."""
     middle, mean = (len(values) - 1) / 2, fmean(values)
     sxx = sum((i - middle) ** 2 for i in range(len(values)))
     sxy = sum((i - middle) * (v - mean) for i, v in enumerate(values))

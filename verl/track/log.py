@@ -1,10 +1,9 @@
-"""The append-only log that a run records into: JSON records, one per line, each with the attempt that wrote it.
+"""The append-only log of a run: JSON records, one per line, each with the attempt that wrote it.
 
 `events/attempt_0000.log`, `metrics.jsonl` and `metrics_units.jsonl` are such logs. An attempt is one process that ran
-or resumed the run. A crash can tear only the last line: readers leave it out, the next writer cuts it. In a checksummed
-log each line begins with the CRC-32 of its JSON text and a space (`cut -c10- attempt_*.log | jq` reads it). Non-finite
-numbers are the tokens NaN, Infinity and -Infinity, as Python writes them.
-"""
+or resumed the run. A crash can damage only the last line: readers leave it out, the next writer cuts it off. In a
+checksummed log each line begins with the CRC-32 of its JSON text and a space (`cut -c10- attempt_*.log | jq` reads it).
+Non-finite numbers are the tokens NaN, Infinity and -Infinity, as Python writes them."""
 
 from __future__ import annotations
 
@@ -25,18 +24,18 @@ import numpy as np
 from verl.track.files import sync_folder
 
 logger = logging.getLogger(__name__)
-Note = Callable[[str], None]  # is given a line for a person
+Note = Callable[[str], None]  # called with a line for the user
 MOST_WAITING = 256  # records that a killed process may lose
-MOST_BYTES = 64 << 20  # of text that waits for room on the disk; what comes then is lost, and counted
+MOST_BYTES = 64 << 20  # of text that waits for disk space; further records are lost, and counted
 
 
 Hide = Callable[[str], str]
 
 
 class Log:
-    """The writer of one attempt, for several threads. `put` only keeps the record: its text is made at the next
-    `flush`; `flush(fsync=True)` makes all records durable. Opening cuts the torn line that a crash left. While the disk
-    is full or faulty the text waits, in order, for the next flush; `report` hears of it once, and when it is over."""
+    """The writer of one attempt, for several threads. `put` only keeps the record; the next `flush` makes its text, and
+    `flush(fsync=True)` makes all records durable. Opening cuts off the partial line of a crash. While the disk is full
+    or faulty the text waits, in order, for the next flush; `report` is called when this begins and when it ends."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class Log:
         report: Callable[[str], None] = logger.warning,
         hide: Hide = str,
     ) -> None:
-        """hide: makes of a record's text what may be written."""
+        """hide: removes secrets from a record's text."""
         assert attempt >= 0, f"attempts count from 0, got {attempt}"
         self.attempt, self._path, self._report, self._hide = attempt, path, report, hide
         self._text, self._stuck, self._lost = bytearray(), False, 0
@@ -63,14 +62,14 @@ class Log:
             cut_torn_line(path)
 
     def put(self, head: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
-        """Record `head`, attempt, time, `rest`, in this order. They hold anything JSON does, numpy values too, and do
-        not change any more."""
+        """Record `head`, attempt, time and `rest`, in this order. The values are anything that JSON has, numpy values
+        too, and must not change later."""
         self._waiting.append({**head, "attempt": self.attempt, "time_s": self._clock(), **rest})
         if len(self._waiting) >= MOST_WAITING:
             self.flush()
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """A record of an earlier attempt, as it was."""
+        """Append a record of an earlier attempt unchanged."""
         self._waiting.append(dict(record))
 
     def flush(self, fsync: bool = False) -> None:
@@ -81,7 +80,7 @@ class Log:
                 self._write(fsync)
 
     def close(self) -> None:
-        """May be called again."""
+        """Flush and close. May be called again."""
         if not self._file.closed:
             try:
                 self.flush(fsync=True)
@@ -91,7 +90,7 @@ class Log:
                     self._report(f"warning: {self._path}: {self._lost} records and {len(self._text)} bytes were lost")
 
     def _write(self, fsync: bool) -> None:
-        """What is written leaves the text; a line that was written in part goes on where it stopped."""
+        """Write the text and remove the written part; a line that was written in part continues at the next call."""
         try:
             while self._text:
                 del self._text[: self._file.write(self._text)]
@@ -107,7 +106,8 @@ class Log:
             self._stuck, self._lost = False, 0
 
     def _encode(self) -> None:
-        """All records that wait; one that is no JSON is an error of ours, raised once the others are text."""
+        """Encode all waiting records. A record that is no JSON is an error of ours, raised after the others are
+        encoded."""
         wrong: TypeError | None = None
         while self._waiting:
             try:
@@ -124,13 +124,14 @@ class Log:
 
 
 def whole_lines(path: Path, note: Note = logger.warning) -> Iterator[bytes]:
-    """The lines of a log without their newline, also while it is written. A torn last line is left out; so are damaged
-    lines before others, of which `note` is told: writers cut before they append, so something else changed them."""
+    """Yield the lines of a log without their newline, also while it is written. A partial last line is left out.
+    Damaged lines before others are left out too, and `note` is called with a line about them: writers cut before they
+    append, so something else has changed them."""
     yield from (raw[:-1] for _, raw in _whole(path, note))
 
 
 def _whole(path: Path, note: Note) -> Iterator[tuple[int, bytes]]:
-    """The whole lines of a log, each with the byte where it ends."""
+    """Yield the whole lines of a log, each with the byte where it ends."""
     if not path.is_file():
         return
     damaged: list[int] = []
@@ -148,7 +149,7 @@ def _whole(path: Path, note: Note) -> Iterator[tuple[int, bytes]]:
 
 
 def records(path: Path, note: Note = logger.warning) -> Iterator[dict[str, Any]]:
-    """The records of a log; `note` is told of what is left out."""
+    """Yield the records of a log; `note` is called with a line about those left out."""
     wrong = 0
     for line in whole_lines(path, note):
         try:
@@ -164,14 +165,15 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cut what is behind the last whole line."""
+    """Cut off the text after the last whole line."""
     kept = max((end for end, _ in _whole(path, lambda _: None)), default=0)
     if kept < path.stat().st_size:
         os.truncate(path, kept)
 
 
 def redone_from(began: Mapping[int, int], attempt: int) -> float:
-    """The first step of `attempt` that a later attempt did again; infinity if none did. `began`: attempt -> step."""
+    """Return the first step of `attempt` that a later attempt did again; infinity if none did. `began`: attempt ->
+    step."""
     return min((step for later, step in began.items() if later > attempt), default=math.inf)
 
 

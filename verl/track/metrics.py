@@ -1,4 +1,4 @@
-"""The numbers of a step: reduced once, kept in `metrics.jsonl`, and the ledger of where the step's time went."""
+"""The numbers of a step: reduced once and kept in `metrics.jsonl`; and the ledger of the step's time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl.track.log import Log, Note, logger, records, redone_from
 from verl.types import Metric
 
 METRICS_FILE = "metrics.jsonl"
-KEPT_FILE = "metrics_kept.jsonl"  # one line: of a step that is being saved
+KEPT_FILE = "metrics_kept.jsonl"  # one line: the metrics of a step that is being saved
 UNITS_FILE = "metrics_units.jsonl"
 PHASE_COLORS: Mapping[str, str] = {
     "rollout": "#3987e5",
@@ -43,18 +43,20 @@ _WORDS = {"mean": "mean per {}", "sum": "sum over {}s", "max": "max over {}s", "
 
 
 def reduce(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The one place where a metric becomes a number, after all its parts were merged. A mean of nothing is NaN."""
+    """Reduce metrics to numbers, after all their parts were merged. This is the only place. A mean of nothing is
+    NaN."""
     return {name: float(metric.value) for name, metric in metrics.items()}
 
 
 def units_of(metrics: Mapping[str, Metric]) -> dict[str, str]:
-    """What each number is taken over, in words: `mean per token`, `max over sequences`. The report's captions."""
+    """Return the unit and reduction of each number in words: `mean per token`, `max over sequences`. The report's
+    captions."""
     return {name: _WORDS[metric.kind].format(metric.unit) for name, metric in metrics.items()}
 
 
 def held_out_word(steps: Iterable[Mapping[str, float]]) -> str:
-    """What the mean of a run's held-out rewards is to people: `accuracy` where all of them are 0 or 1, else `score`.
-    Records from before graded_share tell by their means alone."""
+    """Return the user's word for the mean of a run's held-out rewards: `accuracy` if all rewards are 0 or 1, else
+    `score`. In records without graded_share it depends on the means alone."""
     for values in steps:
         for name, value in values.items():
             mean = name.startswith("eval/") and "/acc/" in name
@@ -65,7 +67,7 @@ def held_out_word(steps: Iterable[Mapping[str, float]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MetricLine:
-    """The metrics of one step as they stand: those of the last attempt that did it."""
+    """The valid metrics of one step: those of the last attempt that did it."""
 
     step: int
     attempt: int
@@ -74,8 +76,8 @@ class MetricLine:
 
 
 class MetricsLog:
-    """One strict JSON object per call: step, attempt, time_s (epoch), then every metric under its own name, null where
-    it is not finite. It is on disk when `log` returns. Units are kept when first seen."""
+    """Writes one strict JSON object per call: step, attempt, time_s (epoch), then every metric under its own name, null
+    if it is not finite. It is on disk when `log` returns. Units are recorded when they first occur."""
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class MetricsLog:
     ) -> None:
         self._values = Log(run_dir / METRICS_FILE, attempt, clock=clock, report=report)
         self._kept, self._clock = run_dir / KEPT_FILE, clock
-        for record in records(self._kept):  # of an attempt that ended before it logged the step
+        for record in records(self._kept):  # an attempt that ended before it logged the step
             self._values.restore(record)
         self._values.flush(fsync=True)
         self._kept.unlink(missing_ok=True)
@@ -94,9 +96,9 @@ class MetricsLog:
         self._known: dict[str, str] = {}
 
     def keep(self, step: int, values: Mapping[str, float]) -> None:
-        """What is known of a step, on disk until `log` has the whole of it."""
+        """Write the present metrics of a step to disk, until `log` writes all of them."""
         head = {"step": step, "attempt": self._values.attempt, "time_s": self._clock()}
-        with suppress(OSError):  # a full disk: `log` has the whole of it, and says so
+        with suppress(OSError):  # a full disk: `log` writes them later and reports it
             write_atomic(self._kept, json.dumps({**head, **_strict_values(values)}).encode() + b"\n")
 
     def log(self, step: int, values: Mapping[str, float], units: Mapping[str, str] = {}) -> None:
@@ -116,9 +118,9 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: Path, note: Note = logger.warning) -> list[MetricLine]:
-    """One entry per step, in order. Where a step was logged again, by name the later value counts; what an earlier
-    attempt logged after the step where a later one began is left out, so that curves never overlap. `note` is told of
-    damaged lines, which are left out."""
+    """Return one entry per step, in order. If a step was logged again, the later value of each name counts. Records of
+    an earlier attempt after the step where a later one began are left out, so that curves never overlap. `note` is
+    called with a line about damaged lines, which are left out."""
     lines, damaged = list[MetricLine](), 0
     for record in (*records(run_dir / METRICS_FILE, note), *records(run_dir / KEPT_FILE, note)):
         try:
@@ -145,7 +147,7 @@ def read_units(run_dir: Path, note: Note = logger.warning) -> dict[str, str]:
 
 
 def _strict_values(values: Mapping[str, float]) -> dict[str, float | None]:
-    """Return what JSON has a number for; null for NaN and the infinities."""
+    """Return the values that JSON has a number for; null for NaN and the infinities."""
     return {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
 
 
@@ -155,13 +157,13 @@ def _number(value: float | str | None) -> float:
 
 
 def phase_order(names: Iterable[str]) -> list[str]:
-    """As in `PHASES`; unknown phases by name, before `other`."""
+    """Sort phases as in `PHASES`; unknown phases follow by name, before `other`."""
     rank = {name: float(i) for i, name in enumerate(PHASES)}
     return sorted(names, key=lambda name: (rank.get(name, len(PHASES) - 1.5), name))
 
 
 class TimeLedger:
-    """Books every second of a step to exactly one phase (the inner one, where they are nested; `other` outside all), so
+    """Assigns every second of a step to exactly one phase (the inner one if they are nested; `other` outside all), so
     that the phases sum to the wall time. Phases close in the reverse order of opening."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -186,7 +188,7 @@ class TimeLedger:
             self._open.pop()
 
     def stop(self) -> None:
-        """End the step. Phases that are still open are closed by their own `with`, at no cost."""
+        """End the step. Phases that are still open are closed by their own `with`, with no further time."""
         self._book()
         if self._end is None:
             self._end = self._mark
@@ -196,7 +198,7 @@ class TimeLedger:
         return (self._clock() if self._end is None else self._end) - self._start
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase so far, in the order of `PHASES`, the phase in progress included."""
+        """Return seconds by phase so far, in the order of `PHASES`, including the present phase."""
         self._book()
         return {name: self._seconds[name] for name in phase_order(self._seconds)}
 

@@ -1,8 +1,7 @@
 """The columnar store of samples: `runs/<name>/samples/step_000012.parquet`, evaluation in `eval_step_000012.parquet`.
 
-One row is one training row. Ids, masks and per-token numbers come back bit for bit, because a replay reads them; the
-texts are a view. Any Parquet reader opens the files (pandas, DuckDB, `pyarrow.parquet.read_table`).
-"""
+One row is one training row. Ids, masks and per-token numbers are stored exactly, because a replay reads them; the texts
+are derived from them. Any Parquet reader opens the files (pandas, DuckDB, `pyarrow.parquet.read_table`)."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ _TEXT_FIELDS = ("sample_id", "trajectory_id", "group_id", "task_id", "purpose", 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRow:
     """One sample as it was trained on (or evaluated): P prompt tokens (the first segment), R response tokens (all that
-    follows, environment tokens included). A per-token array is None where it was not computed."""
+    follow, environment tokens included). A per-token array is None if it was not computed."""
 
     step: int
     sample_id: str
@@ -129,14 +128,14 @@ def samples_path(run_dir: Path, step: int, kind: Kind = "train") -> Path:
 
 
 def sample_steps(run_dir: Path, kind: Kind = "train") -> list[int]:
-    """The steps that have samples, in order."""
+    """Return the steps that have samples, in order."""
     names = {path.name for path in (run_dir / FOLDER).glob("*.parquet")}
     steps = {int(match[2]) for match in map(_FILE_NAME.fullmatch, names) if match}
     return sorted(step for step in steps if samples_path(run_dir, step, kind).name in names)
 
 
 def write_samples(run_dir: Path, step: int, rows: Sequence[SampleRow], kind: Kind = "train") -> Path:
-    """Write the rows of one step, replacing what an earlier attempt wrote of it."""
+    """Write the rows of one step, and replace the file of an earlier attempt."""
     for row in rows:
         _check(row, step)
     table = pa.Table.from_arrays([_column(name, rows) for name in SCHEMA.names], schema=SCHEMA)
@@ -150,7 +149,7 @@ def write_samples(run_dir: Path, step: int, rows: Sequence[SampleRow], kind: Kin
 def read_samples(
     run_dir: Path, step: int, kind: Kind = "train", *, sample_ids: Collection[str] | None = None
 ) -> list[SampleRow]:
-    """The rows of one step as they were written; `sample_ids` keeps only those rows (in the order of the file)."""
+    """Return the rows of one step as they were written; `sample_ids` selects rows (in the order of the file)."""
     path = _existing(run_dir, step, kind)
     filters = None if sample_ids is None else [("sample_id", "in", list(sample_ids))]
     with _readable(path):
@@ -173,7 +172,7 @@ def _rows_of(table: pa.Table) -> list[SampleRow]:
 
 
 def read_scalars(run_dir: Path, step: int, kind: Kind = "train") -> list[dict[str, Any]]:
-    """The scalar columns (`SCALARS`) of one step, without texts and arrays: what selecting and plotting need."""
+    """Return the scalar columns (`SCALARS`) of one step, without texts and arrays, for selection and plots."""
     with _readable(path := _existing(run_dir, step, kind)):
         return pq.read_table(path, columns=SCALARS).to_pylist()
 

@@ -1,4 +1,4 @@
-"""Where a step's numbers go. `metrics.jsonl` is always written; the others are shown to people."""
+"""The receivers of a step's numbers. `metrics.jsonl` is always written; the others are displays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verl.track.metrics import MetricsLog
 
 
 class Sink(Protocol):
-    """`values` are the reduced metrics of `step`."""
+    """Receives `values`, the reduced metrics of `step`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -38,7 +38,7 @@ class TensorboardSink:
         self._resuming = attempt > 0
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        if self._resuming:  # TensorBoard then drops what earlier attempts wrote at and after this step
+        if self._resuming:  # TensorBoard then drops the values of earlier attempts from this step on
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, session_log=start))
             self._resuming = False
@@ -58,14 +58,14 @@ class WandbSink:
             wandb = importlib.import_module("wandb")
         except ModuleNotFoundError as fault:
             if fault.name != "wandb":
-                raise  # it is there but broken: its own message says what is missing
+                raise  # it is installed but broken: its own message has the reason
             raise ValueError(
                 "track.sinks has wandb, which is not installed: pip install '.[wandb]' in verl's folder"
             ) from None
-        identity = run_dir / "wandb_id"  # one per run directory: a resumed run goes on in the same chart
+        identity = run_dir / "wandb_id"  # one per run directory: a resumed run continues the same chart
         if not identity.exists():
             write_atomic(identity, os.urandom(4).hex().encode())
-        recorded = run_dir / "config.yaml"  # which holds nothing of the environment
+        recorded = run_dir / "config.yaml"  # contains no secrets of the environment
         offline = "WANDB_MODE" not in os.environ and not getattr(wandb.api, "api_key", None)
         self._run = wandb.init(
             project=config.track.project,
@@ -88,14 +88,14 @@ class WandbSink:
 
 
 class Sinks:
-    """All sinks of a run as one. A full disk or lost mount under a sink other than metrics.jsonl is reported once and
-    that sink is left out from then on: a dashboard does not end a run."""
+    """All sinks of a run as one. If a sink other than metrics.jsonl meets a full disk or a lost mount, this is reported
+    once and the sink is left out from then on: a dashboard does not end a run."""
 
     def __init__(self, record: MetricsLog, shown: Mapping[str, Sink], report: Callable[[str], None]) -> None:
         self._record, self._shown, self._report = record, dict(shown), report
 
     def keep(self, step: int, values: Mapping[str, float]) -> None:
-        """Have what is known of a step on disk now; its `log` takes the place of it."""
+        """Write the present metrics of a step to disk; its `log` replaces them."""
         self._record.keep(step, values)
 
     def log(self, step: int, values: Mapping[str, float], units: Mapping[str, str] | None = None) -> None:
@@ -117,7 +117,7 @@ class Sinks:
 
 
 def open_sinks(run_dir: Path, config: Config, *, attempt: int, progress: LiveProgress) -> Sinks:
-    """The sinks of `track.sinks`. `progress` is the display that `console` feeds, and that warnings go to."""
+    """Open the sinks of `track.sinks`. `progress` is the display of the sink `console` and prints warnings."""
     build: dict[str, Callable[[], Sink]] = {
         "console": lambda: progress,
         "tensorboard": lambda: TensorboardSink(run_dir, attempt),

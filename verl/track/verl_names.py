@@ -1,4 +1,4 @@
-"""The numbers of a step under the names that verl writes, for dashboards made for it. On with verl's entry points."""
+"""The numbers of a step under the names that verl writes, for dashboards made for it. Used by verl's entry points."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
 
 
 def verl_names(values: Mapping[str, float], answer_tokens: float) -> dict[str, float]:
-    """What verl would write beside `values`, the metrics of one step."""
+    """Return the further numbers that verl would write for `values`, the metrics of one step."""
     out = {theirs: values[ours] for theirs, ours in SAME.items() if ours in values and theirs not in values}
     if "global_seqlen/min" in out:
         out["global_seqlen/minmax_diff"] = out["global_seqlen/max"] - out["global_seqlen/min"]

@@ -10,34 +10,35 @@ from verl.types import Refs, Sample
 
 
 class TransferQueue(Protocol):
-    """A row exists from `put` until `drop`. Reading a row or column that is not there is a ValueError that names it.
-    Each queue of a run is a partition of its own: others of the same store may hold the same ids.
+    """A table of samples. A row exists from `put` until `drop`. Reading a row or column that does not exist is a
+    ValueError that names it. Each queue of a run is a partition of its own: other queues in the same store may hold the
+    same ids.
 
-    Everything of a sample is a column (see `rows.py`): what was sampled, its reward, the outputs of models,
-    advantages and the weights of the loss. Whoever made something writes it once; nothing is put a second time. Any
-    thread may call. What was written is a copy. What was read stays as it was until the reader lets go of it, whatever
-    is written or dropped meanwhile; it may be a view, and nobody writes into it. A call that is refused has changed
-    nothing.
-    """
+    Every field of a sample is a column (`rows.py` lists them): the sampled tokens, the reward, the outputs of models,
+    advantages and the weights of the loss. The producer of a value writes it once; nothing is put a second time. Any
+    thread may call. A write copies its values. A read result stays unchanged until the reader releases it, also when
+    rows are written or dropped meanwhile; it may be a view, so readers must not write into it. A refused call changes
+    nothing."""
 
     async def put(self, samples: Sequence[Sample]) -> Refs:
-        """Store new rows, where they were made; an id that is already there is a ValueError (no sample is doubled)."""
+        """Store new rows. An id that exists already is a ValueError (no sample is doubled). The bytes stay with the
+        caller's node."""
         ...
 
     def read(self, refs: Refs, columns: Sequence[str]) -> dict[str, Ragged]:
-        """These columns, rows in the order of `refs`."""
+        """Return these columns, with rows in the order of `refs`."""
         ...
 
     def write(self, refs: Refs, columns: Mapping[str, Ragged]) -> None:
-        """Set columns of these rows; written again, they are replaced."""
+        """Set columns of these rows; existing values are replaced."""
         ...
 
     def having(self, refs: Refs, column: str) -> Refs:
-        """Those of these rows that have the column, in this order."""
+        """Return those of these rows that have the column, in this order."""
         ...
 
     def columns(self, refs: Refs) -> list[str]:
-        """The names of what is stored of these rows: of all, or of some of them."""
+        """Return the names of the columns that all or some of these rows have."""
         ...
 
     def drop(self, refs: Refs) -> None: ...

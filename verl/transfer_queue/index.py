@@ -1,10 +1,9 @@
-"""Where every column of every row lies: the index of a queue whose bytes are held elsewhere. No torch, no bytes.
+"""The index of a queue with its bytes elsewhere: the address of every column of every row. No torch, no bytes.
 
-A *block* is a run of bytes that somebody holds (a shared-memory segment, an object of a store) under a number. A *cell*
-is one column of one row: (block, first byte, values, kind), kind = its type and trailing dimensions. Rows are numbered
-and a column is an array over the numbers, so that a call of a thousand rows is a handful of array operations; what is
-asked and answered are messages of scalars and packed numbers, whoever carries them.
-"""
+A *block* is a numbered run of bytes in a store (a shared-memory segment, an object). A *cell* is one column of one row:
+(block, first byte, values, kind), where kind is its type and trailing dimensions. Rows are numbered and a column is an
+array over the numbers, so that a call for a thousand rows is a few array operations. Requests and answers are messages
+of scalars and packed numbers, for any transport."""
 
 from __future__ import annotations
 
@@ -22,33 +21,41 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Kind(msgspec.Struct, array_like=True, frozen=True):
-    """What a value is. dtype: a name of torch · tail: trailing dimensions · width: its bytes."""
+    """The type of a value."""
 
     dtype: str
+    """A name of torch."""
     tail: tuple[int, ...]
+    """Trailing dimensions."""
     width: int
+    """Bytes of one value with its trailing dimensions."""
 
 
-class Packed(msgspec.Struct, array_like=True, frozen=True):
-    """One column of a put or write, its rows one after the other. at: its first byte · counts: [n] int64, values per
-    row · rows: [n] int64, their places among the ids, None for all of them."""
+class PackedColumn(msgspec.Struct, array_like=True, frozen=True):
+    """One column of a put or write, its rows one after the other."""
 
     name: str
+    """The column."""
     kind: Kind
+    """The type of its values."""
     at: int
+    """Its first byte."""
     counts: bytes
+    """[n] int64: values per row."""
     rows: bytes | None = None
+    """[n] int64: positions of its rows among the ids; None: all of them."""
 
 
 class Commit(msgspec.Struct, array_like=True, tag=True):
-    """Make what lies in a block from byte `base` exist: `new` rows, or columns of rows that are there."""
+    """Add the bytes of a block from byte `base` to the index: `new` rows, or columns of existing rows."""
 
     ids: list[str]
     block: int
     base: int
-    columns: list[Packed]
+    columns: list[PackedColumn]
     new: bool
-    nbytes: int = 0  # of the block, where it is a store's
+    nbytes: int = 0
+    """Bytes of the block, where an object store holds it."""
 
 
 class Find(msgspec.Struct, array_like=True, tag=True):
@@ -74,7 +81,8 @@ class Size(msgspec.Struct, array_like=True, tag=True):
 
 
 class Room(msgspec.Struct, array_like=True, tag=True):
-    """Of a store: keep so many bytes for new rows, which a `Commit` of as many takes; below 0: give them back."""
+    """Reserve so many bytes of an object store for new rows, which a `Commit` of the same size uses. Below 0: release
+    them."""
 
     nbytes: int
 
@@ -84,27 +92,31 @@ class Full(msgspec.Struct, tag=True):
     limit: int
 
 
-Asked = Commit | Find | Having | Names | Drop | Size
+IndexRequest = Commit | Find | Having | Names | Drop | Size
 
 
-class Place(msgspec.Struct, array_like=True):
-    """Where the rows of a column lie, in the order asked. counts: [n] int64 · runs: [k, 4] int64 (block, first byte,
-    values, kind), rows that follow each other in a block joined."""
+class CellRuns(msgspec.Struct, array_like=True):
+    """The addresses of the rows of a column, in the order requested."""
 
     counts: bytes
+    """[n] int64: values per row."""
     runs: bytes
+    """[k, 4] int64: (block, first byte, values, kind); adjacent rows of a block are joined."""
 
 
 class Found(msgspec.Struct, tag=True):
-    """blocks: number -> its generation, where blocks are used again."""
+    """The answer to `Find`."""
 
-    columns: dict[str, Place]
+    columns: dict[str, CellRuns]
+    """Column -> addresses."""
     kinds: dict[int, Kind]
+    """Number -> kind."""
     blocks: dict[int, int]
+    """Number of a block -> its generation, where blocks are used again."""
 
 
 class Refused(msgspec.Struct, tag=True):
-    """What the asker raises as a ValueError. Nothing has changed."""
+    """The reason of a ValueError in the requesting process. Nothing has changed."""
 
     reason: str
 
@@ -112,7 +124,7 @@ class Refused(msgspec.Struct, tag=True):
 Answer = Found | Refused | Full | bytes | list[str] | int | None
 
 
-class Index:
+class CellIndex:
     """Rows -> columns -> cells. free: called with each block that has no cell any more. Its owner calls it from one
     thread at a time."""
 
@@ -121,7 +133,7 @@ class Index:
         self._numbers: dict[str, int] = {}
         self._unused: list[int] = []
         self._capacity = 0
-        self._cells: dict[str, Numbers] = {}  # column -> [capacity, 4]; block -1: the row does not have it
+        self._cells: dict[str, Numbers] = {}  # column -> [capacity, 4]; block -1: the row has no such column
         self._kinds: list[Kind] = []
         self._kind_numbers: dict[Kind, int] = {}
         self._held: Counter[int] = Counter()  # cells per block
@@ -132,31 +144,31 @@ class Index:
     def holds(self, block: int) -> bool:
         return block in self._held
 
-    def answer(self, asked: Asked) -> Answer:
+    def answer(self, request: IndexRequest) -> Answer:
         try:
-            match asked:
+            match request:
                 case Commit():
-                    self.commit(asked)
+                    self.commit(request)
                 case Find():
-                    return self.find(asked)
+                    return self.find(request)
                 case Having():
-                    return self.having(asked)
+                    return self.having(request)
                 case Names():
-                    return self.names(asked)
+                    return self.names(request)
                 case Drop():
-                    self.drop(asked)
+                    self.drop(request)
                 case Size():
                     return len(self)
             return None
         except ValueError as exc:
             return Refused(str(exc))
 
-    def commit(self, asked: Commit) -> None:
-        numbers = self._add(asked.ids) if asked.new else self._find(asked.ids)
+    def commit(self, request: Commit) -> None:
+        numbers = self._add(request.ids) if request.new else self._find(request.ids)
         every = _at(numbers)
-        distinct = numbers if asked.new or isinstance(every, slice) else np.unique(numbers)
-        starts: dict[bytes, Numbers] = {}  # columns of one layout are many
-        for packed in asked.columns:
+        distinct = numbers if request.new or isinstance(every, slice) else np.unique(numbers)
+        starts: dict[bytes, Numbers] = {}  # many columns have the same layout
+        for packed in request.columns:
             rows = every if packed.rows is None else numbers[np.frombuffer(packed.rows, np.int64)]
             counts = np.frombuffer(packed.counts, np.int64)
             if packed.counts not in starts:
@@ -164,49 +176,49 @@ class Index:
             cells = self._cells.get(packed.name)
             if cells is None:
                 cells = self._cells[packed.name] = np.full((self._capacity, 4), -1, np.int64)
-            elif not asked.new:
+            elif not request.new:
                 self._forget(cells[every if distinct is numbers else distinct, BLOCK])
             made = np.empty((len(counts), 4), np.int64)
-            made[:, BLOCK], made[:, COUNT], made[:, KIND] = asked.block, counts, self._kind(packed.kind)
-            made[:, AT] = starts[packed.counts] * packed.kind.width + (asked.base + packed.at)
+            made[:, BLOCK], made[:, COUNT], made[:, KIND] = request.block, counts, self._kind(packed.kind)
+            made[:, AT] = starts[packed.counts] * packed.kind.width + (request.base + packed.at)
             cells[rows] = made
-            self._held[asked.block] += len(counts) if asked.new else len(distinct)
+            self._held[request.block] += len(counts) if request.new else len(distinct)
 
-    def find(self, asked: Find) -> Found:
-        numbers = self._find(asked.ids)
+    def find(self, request: Find) -> Found:
+        numbers = self._find(request.ids)
         every = _at(numbers)
         places, kinds, blocks = {}, set(), set()
-        for name in asked.columns:
+        for name in request.columns:
             cells = self._cells.get(name)
             found = np.full((len(numbers), 4), -1, np.int64) if cells is None else cells[every]
             missing = found[:, BLOCK] < 0
             if missing.any():
-                what = f"{int(missing.sum())} of {len(numbers)} samples, e.g. {asked.ids[int(missing.argmax())]}"
+                what = f"{int(missing.sum())} of {len(numbers)} samples, e.g. {request.ids[int(missing.argmax())]}"
                 raise ValueError(f"column {name!r} was not written for {what}")
             runs = self._runs(found)
             blocks.update(runs[:, BLOCK].tolist())
             kinds.update(runs[:, KIND].tolist())
-            places[name] = Place(found[:, COUNT].tobytes(), runs.tobytes())
+            places[name] = CellRuns(found[:, COUNT].tobytes(), runs.tobytes())
         return Found(places, {k: self._kinds[k] for k in kinds}, dict.fromkeys(blocks, 0))
 
-    def having(self, asked: Having) -> bytes:
-        """[n] bool."""
-        numbers, cells = self._find(asked.ids), self._cells.get(asked.column)
+    def having(self, request: Having) -> bytes:
+        """Return [n] bool."""
+        numbers, cells = self._find(request.ids), self._cells.get(request.column)
         return (np.zeros(len(numbers), np.bool_) if cells is None else cells[_at(numbers), BLOCK] >= 0).tobytes()
 
-    def names(self, asked: Names) -> list[str]:
-        numbers = self._find(asked.ids)
+    def names(self, request: Names) -> list[str]:
+        numbers = self._find(request.ids)
         return [name for name, cells in self._cells.items() if (cells[_at(numbers), BLOCK] >= 0).any()]
 
-    def drop(self, asked: Drop) -> None:
-        numbers = np.unique(self._find(asked.ids))
+    def drop(self, request: Drop) -> None:
+        numbers = np.unique(self._find(request.ids))
         every = _at(numbers)
         for name, cells in list(self._cells.items()):
             self._forget(cells[every, BLOCK])
             cells[every, BLOCK] = -1
             if not (cells[:, BLOCK] >= 0).any():
                 del self._cells[name]
-        for sample_id in set(asked.ids):
+        for sample_id in set(request.ids):
             del self._numbers[sample_id]
         self._unused += numbers.tolist()
 
@@ -240,7 +252,7 @@ class Index:
         return self._kind_numbers[kind]
 
     def _runs(self, cells: Numbers) -> Numbers:
-        """[n, 4] -> [k, 4]."""
+        """Join adjacent cells: [n, 4] -> [k, 4]."""
         if not len(cells):
             return cells
         widths = np.array([k.width for k in self._kinds], np.int64)
@@ -253,8 +265,8 @@ class Index:
         return runs
 
     def _forget(self, blocks: Numbers) -> None:
-        """Cells of these blocks are gone."""
-        alike = len(blocks) and (blocks == blocks[0]).all()  # mostly, and much sooner than a sort
+        """Count removed cells, given their blocks, and free blocks without cells."""
+        alike = len(blocks) and (blocks == blocks[0]).all()  # the usual case, much faster than a sort
         found = (blocks[:1], np.array([len(blocks)])) if alike else np.unique(blocks, return_counts=True)
         for block, cells in zip(*(x.tolist() for x in found)):
             if block >= 0:
@@ -265,35 +277,36 @@ class Index:
 
 
 class Registry:
-    """An index with what its blocks are held by (an object's reference, a key), and their bytes. It is an actor, so it
-    is here, where importing it imports little. max_bytes: new rows find room in half of it."""
+    """An index with the handles of its blocks (object references, keys) and their sizes. It runs as an actor, so it is
+    in this module, which imports little. max_bytes: new rows may use half of it."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._limit = max_bytes, max_bytes // 2
-        self._used = 0  # by blocks, and kept for those that are being written
+        self._used = 0  # by blocks, and reserved for those that are being written
         self._held: dict[int, tuple[Any, int]] = {}
         self._freed: list[Any] = []
-        self._index = Index(free=self._free)
+        self._index = CellIndex(free=self._free)
         self._made = 0
 
     def answer(self, message: bytes, held: list[Any]) -> tuple[Answer, list[Any], list[Any]]:
-        """held: of the block that is committed; in a list, since an object by itself would be fetched to here. -> the
-        answer, what the blocks that it names are held by, and what held blocks that are no more."""
-        asked = msgspec.msgpack.decode(message, type=Asked | Room)
-        if isinstance(asked, Room):
-            if asked.nbytes > self._limit:
-                return never_fit(asked.nbytes, "new rows", self._limit, self._max_bytes), [], []
-            if asked.nbytes > 0 and self._used + asked.nbytes > self._limit:
+        """Answer a message. held: the handle of the committed block, in a list because Ray would fetch a bare
+        reference. Return the answer, the handles of the blocks that it names, and the handles of blocks that were
+        freed."""
+        request = msgspec.msgpack.decode(message, type=IndexRequest | Room)
+        if isinstance(request, Room):
+            if request.nbytes > self._limit:
+                return never_fit(request.nbytes, "new rows", self._limit, self._max_bytes), [], []
+            if request.nbytes > 0 and self._used + request.nbytes > self._limit:
                 return Full(self._used, self._limit), [], []
-            self._used += asked.nbytes
+            self._used += request.nbytes
             return None, [], []
-        if isinstance(asked, Commit):
+        if isinstance(request, Commit):
             self._made += 1
-            asked.block, self._held[self._made] = self._made, (held[0], asked.nbytes)
-            self._used += 0 if asked.new else asked.nbytes
-        answer = self._index.answer(asked)
-        if isinstance(asked, Commit) and not self._index.holds(asked.block):  # refused, or without a row
-            self._free(asked.block)
+            request.block, self._held[self._made] = self._made, (held[0], request.nbytes)
+            self._used += 0 if request.new else request.nbytes
+        answer = self._index.answer(request)
+        if isinstance(request, Commit) and not self._index.holds(request.block):  # refused, or no row
+            self._free(request.block)
         freed, self._freed = self._freed, []
         return answer, [self._held[b][0] for b in answer.blocks] if isinstance(answer, Found) else [], freed
 
@@ -304,7 +317,7 @@ class Registry:
 
 
 def _at(numbers: Numbers) -> Numbers | slice:
-    """An index of these rows, which is much faster where they follow each other."""
+    """Return an index for these rows: a slice if they are adjacent, which is much faster."""
     n = len(numbers)
     if n and numbers[-1] - numbers[0] == n - 1 and (np.diff(numbers) == 1).all():
         return slice(int(numbers[0]), int(numbers[0]) + n)
@@ -316,14 +329,14 @@ def encoded(message: object) -> bytes:
 
 
 def _plain(name: object) -> str:
-    """Of a name that is no plain string, such as numpy's."""
+    """Encode a str subclass, such as numpy's, as a str."""
     if not isinstance(name, str):
         raise NotImplementedError(f"{type(name).__name__} in a message of the queue")
     return str(name)
 
 
 def pick(refs: Refs, having: bytes) -> Refs:
-    """Those of these rows for which `having` is true."""
+    """Return the rows for which `having` is true."""
     return Refs(ref for ref, has in zip(refs, having, strict=True) if has)
 
 

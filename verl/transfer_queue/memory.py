@@ -1,5 +1,5 @@
-"""TransferQueue in this process: columns stay where they are, a read of one update is one concatenation. What was put
-stays numpy's, which cuts and joins small arrays in a third of the time of tensors."""
+"""TransferQueue in this process: columns are not moved, and reading an update is one concatenation. Columns of `put`
+remain numpy arrays: cutting and joining small ones takes a third of the time of tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def build(options: object) -> MemoryQueue:
 
 
 class MemoryQueue:
-    """See `TransferQueue`. Safe to use from the threads of in-process worker groups."""
+    """A `TransferQueue` in a dictionary. The threads of in-process worker groups may use it."""
 
     def __init__(self) -> None:
         self._rows: dict[str, _Columns] = {}
@@ -62,7 +62,7 @@ class MemoryQueue:
             if int(column.offsets[-1]) != len(column.values):
                 raise ValueError(f"column {name!r} has {len(column.values)} values, its rows {int(column.offsets[-1])}")
         for name, column in columns.items():
-            kept = Ragged(column.values.detach().clone(), column.offsets)  # what the writer does next is not seen
+            kept = Ragged(column.values.detach().clone(), column.offsets)  # later changes by the writer have no effect
             for row, part in zip(rows, kept.rows(), strict=True):
                 row[name] = part
 

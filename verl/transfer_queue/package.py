@@ -1,9 +1,8 @@
-"""TransferQueue whose bytes are in the TransferQueue package (0.1.11): its storage units over ZeroMQ, Ray's direct
-transport, or Mooncake or Yuanrong over RDMA, as its own configuration says.
+"""TransferQueue with its bytes in the TransferQueue package (0.1.11): its storage units over ZeroMQ, Ray's direct
+transport, or Mooncake or Yuanrong over RDMA, as configured in the package.
 
-A put or write is one key of one partition: a key per sample, the package's own way, costs its controller and its units
-a round of Python each. What is in which key is known to our index, in an actor of Ray, beside which the package runs.
-"""
+A put or write is one key of one partition. A key per sample, the package's own way, would cost its controller and its
+units a round of Python for each sample. Our index, an actor of Ray, records the content of each key."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ from verl.transfer_queue.options import Package
 from verl.transfer_queue.ray import RayQueue, start
 
 FIELD = "packed"
-ROOM_S = 10.0  # for Ray to know what is free
+ROOM_S = 10.0  # until Ray has an up-to-date count of free processors
 SIMPLE, UNITS = "SimpleStorage", "backend.SimpleStorage.num_data_storage_units"
 
 
 def build(options: Package) -> PackageQueue:
-    """A new queue in the package's store of this cluster, which is started with `config` (a YAML file that goes over
-    the package's own) unless it runs."""
+    """Return a new queue in the package's store of this cluster. The store is started with `config` (a YAML file that
+    overrides the package's own) unless it runs already."""
     try:
         import transfer_queue
     except ImportError as exc:
@@ -41,7 +40,7 @@ def build(options: Package) -> PackageQueue:
         bounded_yaml(Path(options.config).read_text(encoding="utf-8"))
     own = OmegaConf.load(options.config) if options.config else OmegaConf.create()
     simple = OmegaConf.select(own, "backend.storage_backend", default=SIMPLE) == SIMPLE
-    cpus = 1 + (OmegaConf.select(own, UNITS, default=2) if simple else 0)  # of Ray: its controller, and each unit
+    cpus = 1 + (OmegaConf.select(own, UNITS, default=2) if simple else 0)  # one each for its controller and its units
     name, keeper = start(options.max_bytes or psutil.virtual_memory().available // 2, cpus)
     _check_room(cpus)
     transfer_queue.init(own)
@@ -49,10 +48,10 @@ def build(options: Package) -> PackageQueue:
 
 
 def _check_room(cpus: int) -> None:
-    """The package itself would wait for ever for processors that others hold."""
+    """Check that Ray has free processors, for which the package itself would wait for ever."""
     import ray
 
-    with contextlib.suppress(ValueError):  # it runs already, and takes no more
+    with contextlib.suppress(ValueError):  # it runs already and needs no further processors
         ray.get_actor("TransferQueueController", namespace="transfer_queue")
         return
     until_s = time.monotonic() + ROOM_S
@@ -64,13 +63,13 @@ def _check_room(cpus: int) -> None:
 
 
 class PackageQueue(RayQueue):
-    """See `TransferQueue`. What was read is the reader's own."""
+    """A `RayQueue` with its bytes in the package's store. A read result is a copy."""
 
     def _store(self, packed: np.ndarray) -> Any:
         import transfer_queue
 
         key = uuid.uuid4().hex
-        some = packed if len(packed) else np.zeros(1, np.uint8)  # Mooncake holds nothing of no bytes
+        some = packed if len(packed) else np.zeros(1, np.uint8)  # Mooncake stores no empty values
         transfer_queue.kv_put(key=key, partition_id=self._name, fields={FIELD: torch.from_numpy(some)})
         return key
 
@@ -81,10 +80,10 @@ class PackageQueue(RayQueue):
             return []
         try:
             found = transfer_queue.kv_batch_get(keys=held, partition_id=self._name, select_fields=[FIELD])
-        except (ValueError, RuntimeError):  # none of them is there; so say SimpleStorage, and RayStore and Mooncake
+        except (ValueError, RuntimeError):  # none exists: SimpleStorage; RayStore and Mooncake
             return None
         rows = [row.numpy() for row in found[FIELD].unbind()]
-        return rows if len(rows) == len(held) else None  # it leaves out those that are not there
+        return rows if len(rows) == len(held) else None  # missing rows are left out
 
     def _release(self, held: list[Any]) -> None:
         import transfer_queue

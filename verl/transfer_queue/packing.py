@@ -1,4 +1,4 @@
-"""Columns as one run of bytes and back: what a queue whose bytes are shared writes, and makes of what it reads."""
+"""Pack columns into one run of bytes and unpack them, for queues with shared bytes."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import torch
 from torch import Tensor
 
 from verl.batch import Ragged
-from verl.transfer_queue.index import AT, BLOCK, COUNT, KIND, Found, Kind, Numbers, Packed
+from verl.transfer_queue.index import AT, BLOCK, COUNT, KIND, Found, Kind, Numbers, PackedColumn
 from verl.transfer_queue.rows import columns_of
 from verl.types import Sample
 
-ALIGNED = 64  # bytes: where a column begins
+ALIGNED = 64  # bytes; every column begins at a multiple
 
 
 @dataclass(slots=True)
 class Parcel:
-    """Columns that are about to be packed: where each will lie in `nbytes` bytes, and what will lie there."""
+    """Columns to be packed: the position of each in `nbytes` bytes, and its values."""
 
     nbytes: int = 0
-    columns: list[Packed] = field(default_factory=list)
+    columns: list[PackedColumn] = field(default_factory=list)
     values: list[Tensor | list[np.ndarray]] = field(default_factory=list)
 
     def add(
         self, name: str, kind: Kind, counts: Numbers, values: Tensor | list[np.ndarray], rows: bytes | None = None
     ) -> None:
-        self.columns.append(Packed(name, kind, self.nbytes, counts.tobytes(), rows))
+        self.columns.append(PackedColumn(name, kind, self.nbytes, counts.tobytes(), rows))
         self.values.append(values)
         self.nbytes += -(-int(counts.sum()) * kind.width // ALIGNED) * ALIGNED
 
     def fill(self, target: np.ndarray) -> None:
-        """Into [nbytes] uint8: one copy."""
+        """Write the columns into [nbytes] uint8, in one copy."""
         for column, values in zip(self.columns, self.values):
             if isinstance(values, Tensor):
                 data = values.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-                np.copyto(target[column.at : column.at + len(data)], data)  # torch would wake its threads for it
+                np.copyto(target[column.at : column.at + len(data)], data)  # a copy by torch would start its threads
             else:
                 nbytes = sum(part.nbytes for part in values)
                 shaped = target[column.at : column.at + nbytes].view(values[0].dtype)
@@ -60,7 +60,7 @@ def parcel_of_samples(samples: Sequence[Sample]) -> Parcel:
 
 
 def parcel_of_columns(count: int, columns: Mapping[str, Ragged]) -> Parcel:
-    """Of `count` rows; ValueError for a column that does not fit to them."""
+    """Return the parcel of columns of `count` rows; ValueError for a column of another length."""
     parcel = Parcel()
     for name, column in columns.items():
         if len(column) != count:
@@ -76,13 +76,14 @@ def parcel_of_columns(count: int, columns: Mapping[str, Ragged]) -> Parcel:
 
 
 def unpack(columns: Sequence[str], found: Found, blocks: Mapping[int, np.ndarray]) -> dict[str, Ragged]:
-    """blocks: number -> its bytes, [n] uint8. A column that lies there in one run is a view of them, else a copy."""
+    """Return columns from the bytes of blocks (number -> [n] uint8). A column in one run is a view of them, else a
+    copy."""
     out = {}
     for name in columns:
         place = found.columns[name]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.frombuffer(place.counts, np.int64))])
         runs = np.frombuffer(place.runs, np.int64).reshape(-1, 4)
-        alike = np.split(runs, np.flatnonzero(np.diff(runs[:, KIND])) + 1)  # of one kind: mostly all of them
+        alike = np.split(runs, np.flatnonzero(np.diff(runs[:, KIND])) + 1)  # runs of one kind, usually all
         parts = [_joined(part, found.kinds[int(part[0, KIND])], blocks) for part in alike if len(part)]
         values = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(0)
         out[name] = Ragged(values, offsets)

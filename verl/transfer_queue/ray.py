@@ -1,9 +1,8 @@
-"""TransferQueue of many nodes over Ray: an object of its store per put or write, the index in a named actor.
+"""TransferQueue for many nodes over Ray: an object of its store per put or write, the index in a named actor.
 
-The columns of a call are one packed array, which a reader on the same node sees where it lies and others fetch once.
-An object lives as long as the process that wrote it. New rows wait where half of the store is in use; columns of rows
-that are there do not: Ray spills to disk.
-"""
+The columns of a call are one packed array. Readers on the same node use it in place, others fetch it once. An object
+exists as long as the process that wrote it. New rows wait while half of the store is in use; columns of existing rows
+do not wait: Ray spills to disk."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ import numpy as np
 
 from verl.batch import Ragged
 from verl.transfer_queue.index import (
-    Asked,
     Commit,
     Drop,
     Find,
     Full,
     Having,
+    IndexRequest,
     Names,
     Refused,
     Registry,
@@ -39,39 +38,39 @@ from verl.types import Refs, Sample, ref_of
 from verl.workers.group import WorkerDied
 
 NAMESPACE = "verl"
-RETRY_S = 0.05  # until a put asks again whether there is room
+RETRY_S = 0.05  # between two attempts of a put to get space
 GONE = "the process that holds the queue is gone"
 LOST = "the process that wrote these rows or columns is gone, and with it what it wrote"
 
 
 def build(options: Remote) -> RayQueue:
-    """A new queue in the cluster that this process is connected to, or connects to now (RAY_ADDRESS; else here). It
-    ends with this process."""
+    """Return a new queue in the cluster of this process, which connects if needed (RAY_ADDRESS; else a local one). The
+    queue ends with this process."""
     name, keeper = start(options.max_bytes)
     return RayQueue(name, options.timeout_s, keeper)
 
 
 def start(max_bytes: int | None, cpus: int = 0) -> tuple[str, Any]:
-    """(name, a new index of that name). max_bytes: None: all of the cluster's object stores · cpus: that a Ray which
-    is started here has at least."""
+    """Start a new index and return its name and actor. max_bytes: None: all of the cluster's object stores · cpus: the
+    minimum for a Ray that is started here."""
     try:
         import ray
     except ImportError:
         raise ValueError("queue.engine needs Ray, which is not here: pip install '.[ray]' in verl's folder") from None
     if not ray.is_initialized():
-        address = os.environ.get("RAY_ADDRESS") or "local"  # or Ray would join whatever runs on this machine
+        address = os.environ.get("RAY_ADDRESS") or "local"  # else Ray would join any cluster on this machine
         wanted = max(cpus, os.cpu_count() or 1) if address == "local" else None
         ray.init(address=address, namespace=NAMESPACE, include_dashboard=False, num_cpus=wanted)
     name = f"queue-{uuid.uuid4().hex}"
     most = max_bytes or int(ray.cluster_resources()["object_store_memory"])
-    node = ray.get_runtime_context().get_node_id()  # the driver's: an index elsewhere would be lost with that node
+    node = ray.get_runtime_context().get_node_id()  # the driver's node: an index elsewhere would be lost with its node
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
     made = ray.remote(num_cpus=0)(Registry).options(name=name, namespace=NAMESPACE, scheduling_strategy=here)
     return name, made.remote(most)
 
 
 class RayQueue:
-    """See `TransferQueue`. What was read is a view of the store's memory: nobody may write into it."""
+    """A `TransferQueue` over Ray. A read result is a view of the store's memory and must not be written."""
 
     def __init__(self, name: str, timeout_s: float, keeper: Any = None) -> None:
         self._name, self._timeout_s, self._actor = name, timeout_s, keeper
@@ -117,22 +116,23 @@ class RayQueue:
     # -- the store -----------------------------------------------------------------------------------------------------
 
     def _store(self, packed: np.ndarray) -> Any:
-        """-> what it is held by."""
+        """Store an array and return its handle."""
         import ray
 
         return ray.put(packed)
 
     def _fetch(self, held: list[Any]) -> Sequence[np.ndarray] | None:
-        """None: some were freed since the index was asked."""
+        """Return the arrays of these handles; None if some were freed since the index was read."""
         return [np.asarray(_Bytes(array)) for array in self._get(held, "find")]
 
     def _release(self, held: list[Any]) -> None:
-        """They were freed; a reference that nobody has is enough."""
+        """Release freed handles. For Ray nothing is to be done: dropping the last reference is enough."""
 
     # -- the keeper ----------------------------------------------------------------------------------------------------
 
     async def _put(self, parcel: Parcel, refs: Refs) -> Full | None:
-        """In a thread, which no cancelling stops: a caller that is cancelled stays until it ends, and leaves no row."""
+        """Put a parcel in a thread, which cannot be cancelled: a cancelled caller waits until it ends, and leaves no
+        row."""
 
         def tried() -> Full | None:
             if (found := self._ask(Room(parcel.nbytes))[0]) is None:
@@ -159,16 +159,16 @@ class RayQueue:
             raise
         self._ask(Commit(refs.ids, 0, 0, parcel.columns, new, parcel.nbytes), [held])
 
-    def _ask(self, asked: Asked | Room, held: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
+    def _ask(self, request: IndexRequest | Room, held: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
         import ray
 
         if self._actor is None:
             try:
                 self._actor = ray.get_actor(self._name, NAMESPACE)
-            except ValueError:  # nobody of that name
+            except ValueError:  # no such actor
                 raise WorkerDied(GONE) from None
-        future = self._actor.answer.remote(encoded(asked), list(held))
-        answer, found, freed = self._get(future, type(asked).__name__.lower())
+        future = self._actor.answer.remote(encoded(request), list(held))
+        answer, found, freed = self._get(future, type(request).__name__.lower())
         if freed:
             self._release(freed)
         if isinstance(answer, Refused):
@@ -190,7 +190,8 @@ class RayQueue:
 
 
 class _Bytes:
-    """An array of the store with a word less: torch warns of each that is not writable, and none is written to."""
+    """An array of the store that does not report itself as read-only: torch would warn about each, and none is
+    written."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array = array

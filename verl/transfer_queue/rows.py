@@ -2,12 +2,12 @@
 
 ids               [T] int64
 mask              [T] bool: sampled by the policy, or stored
-segments          [S, 3] int64: length, source (its place in `SOURCES`), weight version
+segments          [S, 3] int64: length, source (its position in `SOURCES`), weight version
 rollout_logprobs  [L] float32: of the distribution that was sampled from; NaN of a stored answer
 temperature       [1] float32
 reward            [1] float64, NaN without one · component/NAME [1] float64, NaN where a reward had none
 side/NAME         [t, ...]: of the tokens of those segments that have the channel
-context           [1 + C] int64, where a teacher reads another prompt (see `Sample`)
+context           [1 + C] int64, where a teacher reads another prompt (`Sample.context`)
 facts             [n] uint8: task, stop reason, adapter, media references as JSON; ids and outcome are in the ref
 """
 
@@ -29,13 +29,15 @@ _CODE = {source: i for i, source in enumerate(SOURCES)}
 
 
 class _Facts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What of a sample is neither a number nor in its ref."""
+    """The fields of a sample that are neither numbers nor in its ref."""
 
     task_id: str = ""
     stop_reason: StopReason = "eos"
     adapter: str | None = None
-    media: dict[int, tuple[str, ...]] = {}  # of segments by their place
-    side: dict[str, tuple[int, ...]] = {}  # channel -> the segments that have it
+    media: dict[int, tuple[str, ...]] = {}
+    """Position of a segment -> its references."""
+    side: dict[str, tuple[int, ...]] = {}
+    """Channel -> the segments that have it."""
 
 
 _encode = msgspec.json.Encoder().encode
@@ -43,13 +45,13 @@ _decode = msgspec.json.Decoder(_Facts).decode
 
 
 def columns_of(sample: Sample) -> dict[str, np.ndarray]:
-    """The columns of one row. The arrays are its own: nobody else holds them."""
+    """Return the columns of one row, as arrays that no other object shares."""
     segments = sample.segments
     lengths = [len(s.ids) for s in segments]
     learned = [s for s in segments if s.source in LEARNED]
     logprobs = [np.full(len(s.ids), np.nan, np.float32) if s.logprobs is None else s.logprobs for s in learned]
     if logprobs and segments[0].source in LEARNED:
-        logprobs[0] = logprobs[0][1:]  # nothing precedes a row's first token: it is no loss token
+        logprobs[0] = logprobs[0][1:]  # no token precedes a row's first token: it is no loss token
     mask, at = np.zeros(sum(lengths), np.bool_), 0
     for segment, length in zip(segments, lengths):
         if segment.source in LEARNED:
@@ -85,7 +87,7 @@ def columns_of(sample: Sample) -> dict[str, np.ndarray]:
 
 
 def read_samples(queue: TransferQueue, refs: Refs) -> list[Sample]:
-    """The rows of the queue as samples, in the order of `refs`."""
+    """Return the rows of the queue as samples, in the order of `refs`."""
     if not refs:
         return []
     found = queue.read(refs, SAMPLE_COLUMNS)
@@ -105,7 +107,7 @@ def read_samples(queue: TransferQueue, refs: Refs) -> list[Sample]:
 
 
 def observed_tokens(segments: np.ndarray) -> int:
-    """The tokens that `batch.observed` makes loss tokens, of the column `segments` of a row."""
+    """Count the tokens that `batch.observed` makes loss tokens, from the column `segments` of a row."""
     drawn = np.flatnonzero(segments[:, 1] == _CODE["sampled"])
     behind = segments[drawn[0] :] if len(drawn) else segments[:0]
     return int(behind[(behind[:, 1] == _CODE["env"]) & (behind[:, 2] != TEMPLATE), 0].sum())
@@ -128,7 +130,7 @@ def _sample(ref: Ref, facts: _Facts, columns: dict[str, np.ndarray]) -> Sample:
                 side[name] = columns[SIDE + name][taken[name] : taken[name] + length]
                 taken[name] += length
         if SOURCES[code] in LEARNED:
-            first = 1 if i == 0 and length else 0  # its log-prob is in no column: nothing predicts the token
+            first = 1 if i == 0 and length else 0  # no column has its log-prob: no token predicts it
             logprobs = columns["rollout_logprobs"][drawn : drawn + length - first]
             drawn += length - first
             if code == _CODE["sampled"]:

@@ -1,11 +1,10 @@
-"""The keeper of a shared queue: its index and its segments of shared memory, in the process that made it.
+"""The keeper of a shared queue: its index and its segments of shared memory, in the process that made the queue.
 
-A segment is a file of /dev/shm: a page with its generation, then what was written. One process at a time writes into
-it; once it is full, and all of its rows are gone, it is idle and is used again while its pages are warm.
-Who reads holds a shared lock (flock) on the file as long as a view of it lives; the kernel takes it back when a process
-dies. A segment is given out again only under the exclusive lock, with the next generation: a reader that was told of
-an older one sees so after it has locked, and asks again.
-"""
+A segment is a file of /dev/shm: a page with its generation, then the written bytes. One process at a time writes into
+it. Once it is full and all of its rows are dropped, it is idle and is used again while its pages are in memory. A
+reader holds a shared lock (flock) on the file as long as a view of it exists; the kernel releases the lock when the
+process dies. A segment is reused only under the exclusive lock, with the next generation: a reader with the address of
+an older generation detects this after it has locked, and reads the index again."""
 
 from __future__ import annotations
 
@@ -21,25 +20,25 @@ from pathlib import Path
 import msgspec
 
 from verl.leftovers import own_folder
-from verl.transfer_queue.index import Answer, Asked, Commit, Found, Full, Index, Refused, never_fit
+from verl.transfer_queue.index import Answer, CellIndex, Commit, Found, Full, IndexRequest, Refused, never_fit
 
 ROOT, PREFIX = Path("/dev/shm"), "verl-queue-"
 PAGE = 4096
-SMALLEST, LARGEST = 64 << 10, 16 << 20  # bytes of a segment that takes several writes
+SMALLEST, LARGEST = 64 << 10, 16 << 20  # bytes of a segment for several writes
 GENERATION = struct.Struct("<Q")
 LENGTH = struct.Struct("<I")
 HERE = 0  # the client number of the process that made the queue
 
 
 class Reserve(msgspec.Struct, array_like=True, tag=True):
-    """A segment for `nbytes`. put: for new rows."""
+    """Request a segment for `nbytes`. put: for new rows."""
 
     nbytes: int
     put: bool
 
 
 class Store(msgspec.Struct, array_like=True, tag=True):
-    """What was written into a segment. seal: it takes no further writes."""
+    """Commit the bytes written into a segment. seal: no further writes follow."""
 
     commit: Commit | None
     block: int
@@ -47,16 +46,18 @@ class Store(msgspec.Struct, array_like=True, tag=True):
 
 
 class Space(msgspec.Struct, tag=True):
-    """A segment that is now the client's. backed: its first bytes that have pages · several: writes fit into it."""
+    """A segment that the client may write into."""
 
     number: int
     size: int
     generation: int
     backed: int
+    """Its first bytes that have pages."""
     several: bool
+    """Several writes fit into it."""
 
 
-Request = Reserve | Store | Asked
+Request = Reserve | Store | IndexRequest
 Reply = Space | Full | Answer
 
 
@@ -75,7 +76,7 @@ class Keeper:
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder, self.max_bytes = folder, max_bytes
         self.segment_bytes = max(SMALLEST, min(LARGEST, max_bytes // 256 // PAGE * PAGE))
-        self._index = Index()
+        self._index = CellIndex()
         self._segments: dict[int, _Segment] = {}
         self._made = 0
         self._lock = threading.Lock()
@@ -96,18 +97,18 @@ class Keeper:
             return reply
 
     def leave(self, client: int) -> None:
-        """A process is gone: what it wrote and told of stays, the rest is free."""
+        """Release the segments of a process that has ended. Its committed rows remain."""
         with self._lock:
             for segment in self._segments.values():
                 if segment.owner == client:
                     segment.owner = None
 
-    def _reserve(self, client: int, asked: Reserve) -> Space | Full | Refused:
-        several = asked.nbytes <= self.segment_bytes // 4
-        size = self.segment_bytes if several else _size_class(asked.nbytes)
-        limit = self.max_bytes // 2 if asked.put else self.max_bytes
+    def _reserve(self, client: int, request: Reserve) -> Space | Full | Refused:
+        several = request.nbytes <= self.segment_bytes // 4
+        size = self.segment_bytes if several else _size_class(request.nbytes)
+        limit = self.max_bytes // 2 if request.put else self.max_bytes
         if size > limit:
-            return never_fit(asked.nbytes, "new rows" if asked.put else "columns", limit, self.max_bytes)
+            return never_fit(request.nbytes, "new rows" if request.put else "columns", limit, self.max_bytes)
         idle = [s for s in self._segments.values() if s.owner is None and not self._index.holds(s.number)]
         used = sum(s.size for s in self._segments.values())
         if used - sum(s.size for s in idle) + size > limit:
@@ -126,33 +127,34 @@ class Keeper:
         return Space(made.number, size, made.generation, 0, several)
 
     def _take_back(self, segment: _Segment, *, remove: bool = False) -> bool:
-        """Under the exclusive lock, the next generation or the end of a segment; False while somebody reads it."""
+        """Take an idle segment for its next generation, or remove it, under the exclusive lock. Return False while it
+        is read."""
         path = self.folder / str(segment.number)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # its writer may have died before it made the file
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # its writer may have died before the file existed
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if remove:
                 path.unlink()
-                os.ftruncate(fd, 0)  # the pages go, whoever has a mapping
+                os.ftruncate(fd, 0)  # frees the pages despite mappings
                 del self._segments[segment.number]
             else:
                 os.pwrite(fd, GENERATION.pack(segment.generation + 1), 0)
                 segment.generation, segment.backed = segment.generation + 1, os.fstat(fd).st_blocks * 512
             return True
-        except OSError:  # locked, or not a page is left for its head
+        except OSError:  # locked, or no page is free for its head
             return False
         finally:
             os.close(fd)
 
 
 def _size_class(nbytes: int) -> int:
-    """Four to a doubling, so that a segment suits the next write of about that size."""
+    """Round up to one of four sizes per doubling, so that a segment fits the next write of about that size."""
     step = max(PAGE, 1 << max(0, nbytes.bit_length() - 3))
     return PAGE + -(-nbytes // step) * step
 
 
 def make_folder() -> tuple[Path, int]:
-    """See `own_folder`."""
+    """Make the folder of a queue, as `own_folder` does."""
     return own_folder(ROOT, PREFIX)
 
 
@@ -160,7 +162,7 @@ def make_folder() -> tuple[Path, int]:
 
 
 class Server:
-    """The keeper over a Unix socket, a thread per process that has connected."""
+    """Serves the keeper over a Unix socket, with a thread per connected process."""
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
@@ -171,20 +173,20 @@ class Server:
         threading.Thread(target=self._accept, name="queue", daemon=True).start()
 
     def close(self) -> None:
-        """Of the process that made it: who is connected sees the end."""
+        """End all connections, in the process that made the server."""
         for one in (self._socket, *self._sockets):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
         self.forget()
 
     def forget(self) -> None:
-        """In a fork: the sockets are the parent's, and end with it."""
+        """Close the sockets in a forked process; they remain open in the parent."""
         for one in (self._socket, *self._sockets):
             one.close()
 
     def _accept(self) -> None:
         client = HERE
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # the socket is closed
             while True:
                 connection, _ = self._socket.accept()
                 client += 1
@@ -194,7 +196,7 @@ class Server:
     def _serve(self, client: int, connection: socket.socket) -> None:
         decode, encode = msgspec.msgpack.Decoder(Request).decode, msgspec.msgpack.Encoder().encode
         try:
-            with contextlib.suppress(OSError, EOFError):  # the process is gone
+            with contextlib.suppress(OSError, EOFError):  # the process has ended
                 while True:
                     send(connection, encode(self._keeper.answer(client, decode(receive(connection)))))
         finally:
@@ -208,7 +210,7 @@ def send(connection: socket.socket, message: bytes) -> None:
 
 
 def receive(connection: socket.socket) -> bytearray:
-    """A message; EOFError where the other side has ended."""
+    """Return a message; EOFError if the other side has ended."""
     return _exactly(connection, LENGTH.unpack(_exactly(connection, LENGTH.size))[0])
 
 

@@ -1,8 +1,7 @@
 """TransferQueue of several processes on one host: columns in shared memory, their index in the process that made it.
 
-The queue is a handle: pickled or forked, it speaks to the process that made it (`segments.py`) in one round trip per
-call, of ids and places. Bytes are written once, into a segment of /dev/shm, and read where they lie.
-"""
+The queue is a handle: pickled or forked, it sends ids and receives addresses (`segments.py`), in one round trip per
+call. Bytes are written once, into a segment of /dev/shm, and are read in place."""
 
 from __future__ import annotations
 
@@ -63,12 +62,12 @@ from verl.transfer_queue.segments import (
 )
 from verl.types import Refs, Sample, ref_of
 
-RETRY_S = 0.02  # until a put looks again whether there is room
-STRIDE = 1 << 20  # bytes of a segment that get their pages at once, at least
+RETRY_S = 0.02  # between two attempts of a put to get space
+STRIDE = 1 << 20  # bytes of a segment that get their pages at once, at minimum
 
 
 def build(options: Shared) -> SharedQueue:
-    """A new queue, whose segments go with it. ValueError where /dev/shm cannot hold it."""
+    """Return a new queue, which removes its segments at its end. ValueError if /dev/shm has no space for it."""
     if not ROOT.is_dir():
         raise ValueError(f"queue.engine=shared needs {ROOT}, which this machine does not have; use queue.engine=memory")
     folder, lock = make_folder()
@@ -98,15 +97,16 @@ def _close(pid: int, folder: Path, server: Server, lock: int) -> None:
 
 
 def _forget(server: Callable[[], Server | None], lock: int, end: weakref.finalize) -> None:
-    """In a fork: what says that the parent lives must end with the parent."""
+    """Close the server's socket and the lock in a forked process: other processes use them to detect the parent's
+    end."""
     if end.detach() and (found := server()):
         found.forget()
         os.close(lock)
 
 
 class SharedQueue:
-    """See `TransferQueue`. What was read may be a view of the shared memory, which nobody can write into: an attempt
-    ends the process. It is kept as it was until the reader lets go of it."""
+    """A `TransferQueue` in shared memory. A read result may be a view of it, which cannot be written: an attempt ends
+    the process. It is unchanged until the reader releases it."""
 
     def __init__(self, folder: Path, timeout_s: float, keeper: Keeper | None = None) -> None:
         self._folder, self._timeout_s = folder, timeout_s
@@ -172,7 +172,7 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class _Mapped:
-    """A segment in this process's memory, as long as an array over it lives."""
+    """A segment in this process's memory, mapped as long as an array over it exists."""
 
     def __init__(self, fd: int, size: int, protection: int) -> None:
         address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)  # the mmap module would keep the file open
@@ -188,7 +188,7 @@ class _Mapped:
 
 
 class _Lease:
-    """The bytes of a segment for a reader; until the last view of them goes, the segment is not used again."""
+    """The bytes of a segment for a reader. The segment is not used again until the last view of them is released."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._pid = fd, os.getpid()
@@ -205,11 +205,13 @@ class _Lease:
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """One that this process writes into. at: the first free byte · writers: threads that fill what they reserved."""
+    """A segment that this process writes into."""
 
     space: Space
     at: int = PAGE
+    """The first free byte."""
     writers: int = 0
+    """Threads that still write into their regions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,7 @@ class _Region:
 
 
 class _Process:
-    """What a process holds of a queue: its connection, its mappings, the segment that it fills."""
+    """The state of a queue in one process: its connection, its mappings, the segment that it fills."""
 
     def __init__(self, folder: Path, timeout_s: float, keeper: Keeper | None) -> None:
         self.pid = os.getpid()
@@ -233,7 +235,8 @@ class _Process:
         self._read: dict[int, _Mapped] = {}
 
     def ask(self, request: Request) -> Any:
-        """One round trip. ValueError: the index refuses; ConnectionError: nobody is there to be asked."""
+        """Send a request and return the answer. ValueError: the index refuses; ConnectionError: the keeper's process
+        has ended."""
         if self._keeper is not None:
             reply: Reply = self._keeper.answer(HERE, request)
         else:
@@ -254,7 +257,7 @@ class _Process:
                 self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 self._socket.settimeout(self._timeout_s)
                 self._socket.connect(str(self._folder / "index"))
-            broken.callback(self._socket.close)  # an answer that was not waited for is no answer to the next call
+            broken.callback(self._socket.close)  # a late answer must not become the answer to the next call
             send(self._socket, encoded(request))
             reply = self._decode(receive(self._socket))
             broken.pop_all()
@@ -263,7 +266,7 @@ class _Process:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int, *, put: bool) -> _Region | Full:
-        """Room that is this thread's until `store`."""
+        """Return a region that only this thread writes, until `store`."""
         with self._lock:
             segment, before = self._filled, self._filled
             if segment is None or segment.at + nbytes > segment.space.size:
@@ -290,7 +293,7 @@ class _Process:
             return region
 
     def store(self, region: _Region, parcel: Parcel, ids: list[str], *, new: bool) -> None:
-        """Fill what was reserved and tell the index, in this order: nobody is told of a row that is not there yet."""
+        """Fill a reserved region, then commit it to the index: the index never names a row that is not written."""
         commit, number = None, region.segment.space.number
         try:
             parcel.fill(self._written[number][region.start : region.start + region.nbytes])
@@ -300,15 +303,15 @@ class _Process:
                 self._end(region.segment, commit)
 
     def _end(self, segment: _Segment, commit: Commit | None) -> None:
-        """Of a write. Under the lock: the last one of a segment that is filled no more is told of last."""
+        """End a write, under the lock. The last writer of a segment that is full seals it."""
         segment.writers -= 1
         seal = not segment.writers and segment is not self._filled
         if commit or seal:
             self.ask(Store(commit, segment.space.number, seal))
 
     def _back(self, segment: _Segment, end: int) -> None:
-        """Pages for the segment's first `end` bytes, and its place in memory. A full disk is an OSError here: a write
-        to a page that cannot be had would be the end of the process."""
+        """Allocate pages for the segment's first `end` bytes, and map it. A full disk raises an OSError here; a write
+        to a page that cannot be allocated would end the process."""
         space = segment.space
         if end <= space.backed and space.number in self._written:
             return
@@ -330,7 +333,7 @@ class _Process:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def lease(self, blocks: Mapping[int, int]) -> dict[int, np.ndarray] | None:
-        """The bytes of these segments; None where one has been given out again since the index was asked."""
+        """Return the bytes of these segments; None if one has been reused since the index was read."""
         leased = {}
         for number, generation in blocks.items():
             try:
@@ -349,7 +352,7 @@ class _Process:
         return leased
 
     def _prune(self) -> None:
-        """Mappings of segments that are no more."""
+        """Unmap segments that do not exist any more."""
         for mapped in (self._written, self._read):
             for number in [n for n in mapped if not (self._folder / str(n)).exists()]:
                 del mapped[number]

@@ -1,4 +1,4 @@
-"""What every process of a run must have in common with its driver, on whichever node it is."""
+"""The requirements that every process of a run shares with its driver, on every node."""
 
 from __future__ import annotations
 
@@ -19,22 +19,27 @@ from verl.track.files import write_atomic
 
 MARK = ".driver"
 SOURCE = Path(__file__).parents[1]
-BUILT = {"__pycache__", ".pyc", ".so"}  # from the sources, perhaps just now, and not the same on every node
+BUILT = {"__pycache__", ".pyc", ".so"}  # made from the sources, maybe just now, and different on every node
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """The driver's host, folder and versions, and its run directory with what its mark says."""
+class DriverHost:
+    """The driver's environment, which every other process must match."""
 
     host: str
+    """The host name of the driver."""
     folder: str
+    """The driver's working folder."""
     versions: tuple[tuple[str, str], ...]
+    """(what, version) of Python, torch and verl."""
     run_dir: Path | None = None
+    """The run directory; None: the run has none."""
     mark: str = ""
+    """The content of the mark file in the run directory."""
 
     def enter(self) -> None:
-        """In another process: go to the driver's folder, for relative paths. ValueError where this is another Python,
-        torch or verl, or where the run directory is another."""
+        """Change to the driver's folder in another process, for relative paths. ValueError if Python, torch or verl
+        differs, or if this node sees another run directory."""
         here = socket.gethostname()
         for (name, ours), (_, theirs) in zip(versions(), self.versions, strict=True):
             if ours != theirs:
@@ -54,17 +59,17 @@ class Home:
             )
 
 
-def home_of(run_dir: Path | None) -> Home:
-    """Of this process, which marks the run directory."""
+def driver_host(run_dir: Path | None) -> DriverHost:
+    """Describe this process, and write the mark into the run directory."""
     mark = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}\n"
     if run_dir is not None:
         write_atomic(run_dir / MARK, mark.encode())
         run_dir = run_dir.absolute()
-    return Home(socket.gethostname(), os.getcwd(), versions(), run_dir, mark)
+    return DriverHost(socket.gethostname(), os.getcwd(), versions(), run_dir, mark)
 
 
 def versions() -> tuple[tuple[str, str], ...]:
-    """(what, which): two commits of verl, or a changed file, are two sources."""
+    """Return (what, version) of Python, torch and verl. Two commits of verl, or a changed file, are two versions."""
     source = hashlib.sha256()
     for path in sorted(p for p in SOURCE.rglob("[!.]*") if BUILT.isdisjoint((p.suffix, *p.parts)) and p.is_file()):
         source.update(str(path.relative_to(SOURCE)).encode() + path.read_bytes())
@@ -76,7 +81,7 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 def server_place(config: Config, replica: int, peers: Peers) -> ServerPlace:
-    """Of a rollout engine that is one. Its log is in the run's directory, where there is one."""
+    """Return the address and the log file of a rollout server. The log is in the run directory if there is one."""
     home, urls = Path(config.run.root_dir) / config.run.name, urls_of(config)
     peers.urls.update(urls)
     folder = home if home.is_dir() else Path(tempfile.gettempdir()) / f"verl-{os.getpid()}"

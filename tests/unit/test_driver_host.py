@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from verl.config.schema import Config
-from verl.driver import home
+from verl.driver import driver_host as host_module
 from verl.driver.assemble import context_of
-from verl.driver.home import home_of
+from verl.driver.driver_host import driver_host
 from verl.workers.group import ClusterContext, Place
 
 
 def test_the_same_node_is_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()
-    made = pickle.loads(pickle.dumps(home_of(Path("run"))))
+    made = pickle.loads(pickle.dumps(driver_host(Path("run"))))
     monkeypatch.chdir("/")
     made.enter()
     assert os.getcwd() == str(tmp_path), "relative paths mean what they mean to the driver"
@@ -29,7 +29,7 @@ def test_the_same_node_is_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("which", range(3))
 def test_other_versions_are_named(which: int) -> None:
-    made = home_of(None)
+    made = driver_host(None)
     name, ours = made.versions[which]
     others = tuple((n, "another" if n == name else v) for n, v in made.versions)
     with pytest.raises(ValueError) as caught:
@@ -39,19 +39,19 @@ def test_other_versions_are_named(which: int) -> None:
 
 
 def test_a_changed_line_of_verl_is_another_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(home, "SOURCE", tmp_path)
+    monkeypatch.setattr(host_module, "SOURCE", tmp_path)
     found = set()
     for text in ("x = 1\n", "x = 2\n", "x = 1\n"):
         (tmp_path / "a.py").write_text(text)
-        found.add(home.versions()[2])
+        found.add(host_module.versions()[2])
     (tmp_path / "a.py").rename(tmp_path / "b.py")
-    assert len(found | {home.versions()[2]}) == 3
+    assert len(found | {host_module.versions()[2]}) == 3
     (tmp_path / "accel" / "__pycache__").mkdir(parents=True)
     for name in ("accel/kernels.c", "table.tsv"):
-        before = home.versions()
+        before = host_module.versions()
         (tmp_path / name).write_text("int x;")
-        assert home.versions() != before, name
-    before = home.versions()
+        assert host_module.versions() != before, name
+    before = host_module.versions()
     for name in (
         "accel/__pycache__/b.pyc",
         "accel/__pycache__/b.cpython-311.pyc.140105",
@@ -59,15 +59,15 @@ def test_a_changed_line_of_verl_is_another_source(tmp_path: Path, monkeypatch: p
         ".b.py.swp",
     ):
         (tmp_path / name).write_text("made here")
-    assert home.versions() == before
+    assert host_module.versions() == before
 
 
 def test_a_run_directory_that_is_another_folder_of_the_same_name(tmp_path: Path) -> None:
     for name in ("shared", "own"):
         (tmp_path / name).mkdir()
-    made = home_of(tmp_path / "shared")
+    made = driver_host(tmp_path / "shared")
     made.enter()
-    home_of(tmp_path / "own")  # of an earlier run there
+    driver_host(tmp_path / "own")  # of an earlier run there
     for folder in (tmp_path / "own", tmp_path / "none"):
         with pytest.raises(ValueError, match=rf"does not see the run directory {folder}.*run.root_dir"):
             replace(made, run_dir=folder).enter()
@@ -78,7 +78,7 @@ def test_every_worker_elsewhere_asks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     contexts: list[ClusterContext] = []
     monkeypatch.setattr("verl.workers.ray.cluster.build", lambda section, context: contexts.append(context))
     monkeypatch.setattr(
-        "verl.driver.home.Home.enter", lambda self: (_ for _ in ()).throw(ValueError(str(self.run_dir)))
+        "verl.driver.driver_host.DriverHost.enter", lambda self: (_ for _ in ()).throw(ValueError(str(self.run_dir)))
     )
     config = Config()
     config.model.device, config.cluster.backend, config.queue.engine = "cpu", "ray", "memory"
