@@ -156,14 +156,11 @@ class TrajectoryRunner:
             elif not any(s.source == "sampled" for row in (made.segments, *made.branches) for s in row):
                 error = "empty: the agent loop returned no token of the model"
             else:
-                score = await self._score(
-                    name, task, sampling, made, output, turns, [c.token_ids for c in manager.record]
-                )
+                sampled = [call.token_ids for call in manager.record]
+                score = await self._score(name, task, sampling, made, output, turns, sampled)
                 reward = _with_turn_rewards(made, _with_feedback(score, output))
-                if isinstance(reward, Score):
-                    outcome = "ok"
-                else:
-                    outcome, error = "invalid", f"{reward.reason}: {reward.detail}"
+                outcome = "ok" if isinstance(reward, Score) else "invalid"
+                error = "" if isinstance(reward, Score) else f"{reward.reason}: {reward.detail}"
         return Trajectory(
             trajectory_id=name,
             group_id=spec.group_id,
