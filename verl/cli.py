@@ -65,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _help(verb: str) -> int:
     """Print the verb's own lines of the usage, then its keys."""
-    from verl.config.help import keys_of, render_keys
+    from verl.config.help import keys_of_verb, render_keys
 
     print("\n".join(line.strip() for line in USAGE.splitlines() if line.startswith(f"  {verb} ")))
-    if keys := keys_of(verb):
+    if keys := keys_of_verb(verb):
         print("\nKeys with their defaults (what a recipe and this command line make of them: verl show config)\n")
         print(render_keys(keys))
     return 0
@@ -312,9 +312,9 @@ def doctor(args: list[str]) -> int:
 
 
 def completion(args: list[str]) -> int:
-    from verl.config.help import completion as script
+    from verl.config.help import completion_script
 
-    print(script(args[0] if args else "", VERBS))
+    print(completion_script(args[0] if args else "", VERBS))
     return 0
 
 

@@ -56,7 +56,7 @@ def test_the_warm_up_shows_the_form_and_no_answer(tmp_path):
             assert final == f"#{said[-2]}", "the answer is what the calculator showed"
     assert 200 < guessed < 280 and failed > 60 and set(signs) == {"+", "-", "*"}
     assert 0.35 < signs.count("*") / len(signs) < 0.65
-    for problem in itertools.islice(tool_arithmetic.problems(5, held=False), 20):
+    for problem in itertools.islice(tool_arithmetic.products(5, held=False), 20):
         assert answer(problem) == problem[0] * problem[1] >= 1100
 
 

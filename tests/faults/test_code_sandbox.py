@@ -24,7 +24,7 @@ from verl.agent_loop.tools import Toolbox, close_tools, load_tools
 from verl.chat.parsing import ToolCall
 from verl.config.schema import Config
 from verl.driver.assemble_rewards import sandbox_of
-from verl.reward.code import code_score, program_of, same_text, same_value
+from verl.reward.code import code_score, program_of, same_result, same_text
 from verl.reward.compute import compute_score
 from verl.sandbox import code as sandboxes
 from verl.sandbox import guardian, launcher
@@ -614,7 +614,7 @@ def test_programs_are_scored(tier):
     ],
 )
 def test_values_are_compared_as_json(value, expected, same):
-    assert same_value(Ran("ok", "", "", json.dumps(value)), expected) is same
+    assert same_result(Ran("ok", "", "", json.dumps(value)), expected) is same
 
 
 @pytest.mark.parametrize(

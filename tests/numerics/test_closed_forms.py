@@ -194,7 +194,7 @@ def test_garbage_outside_the_mask_reaches_no_advantage(estimator, garbage):
 
 def test_the_kl_penalty_of_an_invalid_reward_trains_nothing():
     penalised = columns([1.0, 99.0], tokens=2, valid=[True, False], penalty=f64(0.1, 0.1, 0.1, 0.1))
-    assert adv.reinforce(penalised)["advantages"].tolist() == pytest.approx([0.8, 0.9, 0, 0]), (
+    assert adv.reward_to_go(penalised)["advantages"].tolist() == pytest.approx([0.8, 0.9, 0, 0]), (
         "nor does its KL penalty train it"
     )
 
@@ -217,8 +217,8 @@ def test_an_advantage_function_cannot_replace_the_kl_that_the_controller_follows
     found = rewards_and_advantages(c, advantage=given, kl=KLReward(coef=0.1), kl_coef=0.2)
     assert found["actor/reward_kl_penalty"].value == pytest.approx(0.25)
     assert found["advantages"].tolist() == pytest.approx([1 - 0.2 * 0.5, 0])
-    plain = rewards_and_advantages(c, advantage=adv.reinforce, kl=None, kl_coef=0.2)
-    torch.testing.assert_close(plain["advantages"], adv.reinforce(c)["advantages"])
+    plain = rewards_and_advantages(c, advantage=adv.reward_to_go, kl=None, kl_coef=0.2)
+    torch.testing.assert_close(plain["advantages"], adv.reward_to_go(c)["advantages"])
 
 
 def test_whitening_edges():

@@ -437,7 +437,7 @@ EVERY = {
     "vapo": fed(adv.gae, lam_critic=1.0, length_adaptive_alpha=0.5),
     "rf++": adv.reinforce_plus_plus,
     "rf++_baseline": adv.reinforce_plus_plus_baseline,
-    "reinforce": adv.reinforce,
+    "reinforce": adv.reward_to_go,
     "opd": fed(adv.opd, gamma=0.5, reward_coef=0.3),
     "iw_opd": fed(adv.opd, prefix_gain=0.5),
 }

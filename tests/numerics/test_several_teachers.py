@@ -235,7 +235,7 @@ def test_what_is_asked_ahead_is_what_is_asked_in_the_step(name, pick, gone, tiny
                 dead(learner.models["teacher"]._members, gone, WorkerDied("rank 0 of teacher was killed"))
             if ahead:
                 learner.models["teacher"] = Early(
-                    learner.models["teacher"], learner.algorithm.asked(1)["teacher"], 10, 60.0
+                    learner.models["teacher"], learner.algorithm.outputs_by_role(1)["teacher"], 10, 60.0
                 )
 
         step, refs, queue = one_turn(config, rows(), patch)

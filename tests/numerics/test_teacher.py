@@ -151,13 +151,13 @@ def test_ids_and_the_rest_are_a_distribution(sides, k):
 def test_all_ids_are_the_whole_vocabulary(sides, beta):
     (h, head, t), (teacher, teachers, u) = sides
     ids, topk, _ = top_k(teacher, teachers, u, V)
-    few = losses.divergence(logprobs_at(h, head, ids, t), topk, beta)
+    few = losses.token_divergence(logprobs_at(h, head, ids, t), topk, beta)
     whole = divergence(h, head, t, teacher, teachers, u, beta)
     torch.testing.assert_close(few, whole, rtol=1e-10, atol=1e-12)
     same_gradients(few, whole, (h, head.weight, head.bias), (N,))
     for k in (1, 4):  # fewer outcomes never differ more
         ids, topk, _ = top_k(teacher, teachers, u, k)
-        assert (losses.divergence(logprobs_at(h, head, ids, t), topk, beta) <= whole + 1e-12).all()
+        assert (losses.token_divergence(logprobs_at(h, head, ids, t), topk, beta) <= whole + 1e-12).all()
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
@@ -264,14 +264,14 @@ def test_the_divergence_by_hand():
     s, t = f64(0.5, 0.3, 0.2).log(), f64(0.25, 0.25, 0.5).log()
     forward = 0.25 * math.log(0.25 / 0.5) + 0.25 * math.log(0.25 / 0.3) + 0.5 * math.log(0.5 / 0.2)
     reverse = 0.5 * math.log(0.5 / 0.25) + 0.3 * math.log(0.3 / 0.25) + 0.2 * math.log(0.2 / 0.5)
-    assert float(losses.divergence(s, t, 0.0)) == pytest.approx(forward, rel=1e-12)
-    assert float(losses.divergence(s, t, 1.0)) == pytest.approx(reverse, rel=1e-12)
+    assert float(losses.token_divergence(s, t, 0.0)) == pytest.approx(forward, rel=1e-12)
+    assert float(losses.token_divergence(s, t, 1.0)) == pytest.approx(reverse, rel=1e-12)
     m = [0.25 * 0.25 + 0.75 * 0.5, 0.25 * 0.25 + 0.75 * 0.3, 0.25 * 0.5 + 0.75 * 0.2]
     jsd = 0.25 * sum(p * math.log(p / x) for p, x in zip((0.25, 0.25, 0.5), m))
     jsd += 0.75 * sum(p * math.log(p / x) for p, x in zip((0.5, 0.3, 0.2), m))
-    assert float(losses.divergence(s, t, 0.25)) == pytest.approx(jsd, rel=1e-12)
+    assert float(losses.token_divergence(s, t, 0.25)) == pytest.approx(jsd, rel=1e-12)
     for beta in BETAS:
-        assert float(losses.divergence(t, t, beta)) == pytest.approx(0, abs=1e-15)
+        assert float(losses.token_divergence(t, t, beta)) == pytest.approx(0, abs=1e-15)
 
 
 def test_the_metrics_of_the_likeliest_tokens():

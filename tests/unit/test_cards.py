@@ -12,7 +12,7 @@ import torch
 from bench import cards
 from verl.algorithms.corrections import correct
 from verl.algorithms.estimators import token_rewards
-from verl.algorithms.losses import divergence, kl_penalty
+from verl.algorithms.losses import kl_penalty, token_divergence
 from verl.algorithms.presets import PRESETS, settled
 from verl.algorithms.resolve import resolve
 from verl.algorithms.weights import term_weights
@@ -116,7 +116,7 @@ def solve(name: str) -> Solved:
     weights = {k.removeprefix("w/"): v for k, v in term_weights(columns, terms).items()}
     now = torch.tensor([0.7, 0.5, 0.3], dtype=f64).log()
     at = torch.stack([now.exp(), 1 - now.exp()], -1).log()  # a vocabulary of two
-    apart = {"logprobs_at": at, "divergence": divergence(at, columns["teacher_topk"], 0.5)}
+    apart = {"logprobs_at": at, "divergence": token_divergence(at, columns["teacher_topk"], 0.5)}
     apart |= dict.fromkeys(("teacher_agreement", "teacher_entropy"), TEACHER)  # figures, which are on no page
     columns = columns.with_token({"logprobs": now, "values": columns["old_values"], **apart})
     losses = {t.name: torch.where(weights[t.name] != 0, t.fn(columns).values, 0.0) for t in terms}

@@ -11,7 +11,7 @@ import pytest
 
 from verl.cli import VERBS, main
 from verl.config import schema
-from verl.config.help import key_texts, keys_of
+from verl.config.help import key_texts, keys_of_verb
 from verl.config.load import load_config
 from verl.config.tree import leaves, text_of
 from verl.config.validate import validate
@@ -27,14 +27,14 @@ def test_help_of_a_verb_has_its_keys_with_default_and_meaning(capsys: pytest.Cap
         page = said(capsys, verb, "--help")
         assert verb in page.splitlines()[0]
         shown = re.findall(r"^  ([a-z_]+\.[a-z_]+)=(.*)$", page, re.MULTILINE)
-        assert [key for key, _ in shown] == keys_of(verb)
+        assert [key for key, _ in shown] == keys_of_verb(verb)
         for key, rest in shown:
             default = "" if key == "model.path" else text_of(leaves()[key].default)
             assert rest.startswith(default), (verb, key)
         flat = " ".join(page.split())
         assert not [key for key, _ in shown if key_texts().get(key, "") not in flat]
         assert not [line for line in page.splitlines() if len(line) > 120 and " " in line.strip()]
-    keys = {verb: {key.partition(".")[0] for key in keys_of(verb)} for verb in VERBS}
+    keys = {verb: {key.partition(".")[0] for key in keys_of_verb(verb)} for verb in VERBS}
     assert (
         keys["train"]
         == keys["plan"]

@@ -21,7 +21,7 @@ from verl.cli import USAGE
 from verl.config.backends import TABLES, Backend, load, option_keys, options_of
 from verl.config.load import Resolved, dump_config, load_config, read_config, recipe_names
 from verl.config.schema import FIRST_RUN
-from verl.config.tree import build, convert, leaf_of, leaves, sections, values_of
+from verl.config.tree import convert, leaf_of, leaves, sections, tree_of, values_of
 
 MODEL = "model.path=/models/m"
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def test_defaults_are_those_of_the_schema() -> None:
     filled = {
         f"{name}.engine_options": values_of(resolved.config)[f"{name}.engine_options"] for name in ("model", "rollout")
     }
-    assert resolved.config == build({"model.path": "/models/m", **filled})
+    assert resolved.config == tree_of({"model.path": "/models/m", **filled})
     assert set(resolved.origins) == set(leaves())
     assert {o for k, o in resolved.origins.items() if k != "model.path"} == {"default"}
 
@@ -373,7 +373,7 @@ SCALARS = st.one_of(
 def test_any_text_survives_the_file(
     tmp_path_factory: pytest.TempPathFactory, text: str, kwargs: dict[str, object]
 ) -> None:
-    config = build(
+    config = tree_of(
         {"model.path": "m", "data.system_prompt": text, "rollout.stop": [text, "x"], "reward.kwargs": kwargs}
     )
     file = tmp_path_factory.mktemp("dump") / "config.yaml"

@@ -12,7 +12,7 @@ from verl.config.schema import DataConfig
 from verl.data.files import RawRow
 from verl.data.formats import conversation_row, task_row
 from verl.data.pairs import pair_of_texts, pair_row, unpaired_rows
-from verl.data.render import ConversationJob, Counts
+from verl.data.render import ConversationJob, RowCounts
 
 Q, A, B = "What is seven plus two?", "It is nine.", "It is ten."
 ASKED, SAID = {"role": "user", "content": Q}, {"role": "assistant", "content": A}
@@ -53,7 +53,7 @@ def test_the_system_column_is_read_beside_every_kind_of_prompt(column: str) -> N
 
 
 def test_what_is_not_read_of_a_row_is_counted_with_its_name() -> None:
-    counts, job = Counts(), ConversationJob(tokenizer_for("ours: chatml"), DataConfig(), {})
+    counts, job = RowCounts(), ConversationJob(tokenizer_for("ours: chatml"), DataConfig(), {})
     own = {"messages": [{**SYSTEM, "content": "Its own."}, ASKED, SAID]}
     job.entries(RawRow("rows.jsonl:7", {**own, "system": "Its own."}), counts)
     job.entries(RawRow("rows.jsonl:7", {**CHAT, "reasoning": A, "prompt": Q}), counts)

@@ -12,7 +12,7 @@ import pytest
 from verl.config.schema import Config, DataConfig
 from verl.data.files import RawRow
 from verl.data.formats import task_row
-from verl.data.render import Counts
+from verl.data.render import RowCounts
 from verl.data.truths import kind_of_truth, truth_text, truth_texts, unread_truths
 from verl.driver.assemble_rewards import check_graders, reward_of
 from verl.reward.compute import DAPO, GEOMETRY, GSM8K, MATH, NUMINA, SEARCH_QA, compute_score, right_answer
@@ -74,8 +74,8 @@ def test_the_labelled_answers_are_not_refused() -> None:
             assert score(source, str(right_answer(source, truth)), truth) > score(source, "", truth), (source, truth)
 
 
-def report(source: str, truth: Any) -> Counts:
-    return Counts(truths={source: {kind_of_truth(truth): [3, "f.jsonl:7"]}})
+def report(source: str, truth: Any) -> RowCounts:
+    return RowCounts(truths={source: {kind_of_truth(truth): [3, "f.jsonl:7"]}})
 
 
 def task_of(source: str, truth: Any) -> Task:

@@ -25,7 +25,7 @@ from test_tool_agent import CALL, MULTIPLY, USER, kit_of, played, text_of
 
 from verl.agent_loop.registry import load_loops
 from verl.chat.bridge import Bridge, bridge_of, plain_text
-from verl.chat.renderers import Marked, Package, load_package
+from verl.chat.renderers import Marked, PackageRenderer, load_package
 from verl.chat.template import Renderer, audit_template, is_prefix
 from verl.config.schema import Config
 from verl.data.special import SpecialTokens
@@ -88,7 +88,7 @@ def tokenizer_with(tokens: list[str]) -> Any:
 class Family:
     tokenizer: Any
     renderer: Any
-    package: Package
+    package: PackageRenderer
     bridge: Bridge | None
     trailing: int
 
@@ -119,7 +119,7 @@ def family(name: str) -> Family:
     plain = plain_text(tokenizer)
     marked = renderers.create_renderer(Marked(plain), renderers.config_from_name(name))
     bridge = bridge_of(tokenizer, audit, {})
-    return Family(tokenizer, renderer, Package(marked, plain), bridge, len(audit.trailing_ids))
+    return Family(tokenizer, renderer, PackageRenderer(marked, plain), bridge, len(audit.trailing_ids))
 
 
 def test_which_of_its_renderers_have_a_bridge_of_ours():

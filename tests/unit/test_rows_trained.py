@@ -22,7 +22,7 @@ from verl.chat.template import RowRefused
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
 from verl.data.preference import PairJob
-from verl.data.render import ConversationJob, Counts, PromptJob
+from verl.data.render import ConversationJob, PromptJob, RowCounts
 
 QUICK = ("qwen2_5", "qwen3", "qwen3_8", "deepseekv3", "gptoss", "llama3_1", "gemma4_v5", "llava_next", "ours: r1")
 NAMES = [name for name in SOURCES if name in QUICK or FULL_GRID]
@@ -184,7 +184,7 @@ def job_of(name: str, kind: Any) -> Any:
 def entries(name: str, kind: Any, row: dict[str, Any]) -> list[Any] | None:
     """The entries of a row; None if it was refused, with its place."""
     try:
-        return job_of(name, kind).entries(RawRow("f.jsonl:7", row), Counts())  # type: ignore[no-any-return]
+        return job_of(name, kind).entries(RawRow("f.jsonl:7", row), RowCounts())  # type: ignore[no-any-return]
     except RowRefused:
         return None  # counted, and its example has the place
     except ValueError as e:

@@ -23,8 +23,8 @@ from verl.agent_loop.tools import Answer, Tool, Toolbox
 from verl.chat.bridge import Bridge, PlainText
 from verl.chat.messages import without_nulls
 from verl.chat.parsing import Malformed, ToolCall, Turn, TurnParser
-from verl.chat.renderers import Package
-from verl.chat.template import Renderer, TemplateAudit, as_ids
+from verl.chat.renderers import PackageRenderer
+from verl.chat.template import Renderer, TemplateAudit, rendered_ids
 from verl.types import StopReason
 
 SAME_CALLS = 3  # turns in a row with the same calls and the same answers: no progress
@@ -45,7 +45,7 @@ class ToolKit:
     bridge: Bridge | None
     ends: frozenset[int]  # ids that end a turn
     limits: AgentConfig
-    package: Package | None = None  # replaces parser and bridge
+    package: PackageRenderer | None = None  # replaces parser and bridge
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class Play:
             grown = np.empty(2 * end, np.int64)
             grown[: self.used] = self.ids
             self.held = grown
-        self.held[self.used : end] = as_ids(ids)
+        self.held[self.used : end] = rendered_ids(ids)
         self.used = end
         self.mask.append((len(ids), sampled))
         self.written.append(np.ones(len(ids), bool) if written is None else written)
@@ -128,7 +128,7 @@ class ToolAgentLoop(AgentLoopBase):
             without_nulls(kwargs.get("tools_kwargs") or extra.get("tools_kwargs") or {}),
             kit.limits.tool_timeout_s,
         )
-        play = Play(as_ids(kwargs["prompt_ids"]), [dict(m) for m in kwargs["raw_prompt"]], box)
+        play = Play(rendered_ids(kwargs["prompt_ids"]), [dict(m) for m in kwargs["raw_prompt"]], box)
         try:
             columns = {name: value for name, value in kwargs.items() if name not in NO_COLUMNS}
             if said := await box.begin({**columns, "prompt": [dict(m) for m in play.messages]}):
@@ -290,7 +290,7 @@ class ToolAgentLoop(AgentLoopBase):
         size = most * CHARACTERS_PER_TOKEN
         if len(text) > 2 * size:
             text = f"{text[:size]}\n[{len(text) - 2 * size} characters cut]\n{text[-size:]}"
-        ids = as_ids(self.tokenizer(text, add_special_tokens=False)).tolist()
+        ids = rendered_ids(self.tokenizer(text, add_special_tokens=False)).tolist()
         if len(ids) <= most:
             return text
         head = (most + 1) // 2

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.losses import parts_of
+from verl.algorithms.losses import token_groups
 from verl.batch import Columns, segment_sum
 from verl.types import Metric
 
@@ -256,7 +256,7 @@ def reinforce_plus_plus_baseline(
     return {"advantages": whiten(a, usable, shift_mean=shift_mean, epsilon=whiten_epsilon)}
 
 
-def reinforce(columns: Columns, *, gamma: float = 1.0) -> Advantage:
+def reward_to_go(columns: Columns, *, gamma: float = 1.0) -> Advantage:
     """Plain reward to go, no baseline. A sequence without a valid reward has none, whatever its KL penalty."""
     returns = to_go(columns, gamma)
     return {"advantages": torch.where(_usable_tokens(columns), returns, 0.0), "returns": returns}
@@ -327,7 +327,7 @@ def of_teacher(columns: Columns, *, name: str = "teacher_logprobs") -> dict[str,
     others."""
     likes, taught = _likes(columns, name)
     usable, columns = _usable_tokens(columns) & taught, replace(columns, mask=columns.mask & taught)
-    parts = {"": usable, **{part: usable & at for part, at in parts_of(columns).items()}}
+    parts = {"": usable, **{part: usable & at for part, at in token_groups(columns).items()}}
     out = {f"teacher/kl{part}": Metric(-float(likes[at].sum()), float(at.sum()), "token") for part, at in parts.items()}
     out["teacher/overlap"] = Metric(float(likes[usable].clamp(max=0).exp().sum()), float(usable.sum()), "token")
     score, there = columns.sequence["score"].double(), columns.sequence["valid"] & (columns.counts() > 0)
@@ -405,8 +405,8 @@ def summed_components(
     """([S] weighted sum of the normalised components, [S] which sequences are usable)."""
     have = sorted(n.removeprefix("component/") for n in columns.sequence if n.startswith("component/"))
     if missing := [n for n in names if n not in have]:
-        said = f"the reward gave no {missing}; its components: {', '.join(have) or 'none'}"
-        raise ValueError(f"algorithm.options.reward_components: {said}")
+        prefix = f"the reward gave no {missing}; its components: {', '.join(have) or 'none'}"
+        raise ValueError(f"algorithm.options.reward_components: {prefix}")
     total = torch.zeros(columns.num_sequences, dtype=torch.float64)
     for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
         one = _Groups(columns, columns.sequence[f"component/{name}"].double())

@@ -134,18 +134,18 @@ class Rejection(NamedTuple):
     def parse(cls, text: str) -> Rejection:
         """`token_k1:0.5:2` (bounds on pi_train / pi_rollout), `seq_mean_k3:0.01` (an upper bound)."""
         stat, *bounds = str(text).split(":")
-        said = f"algorithm.options.correction_reject={text}: "
+        prefix = f"algorithm.options.correction_reject={text}: "
         try:
             values = [float(b) for b in bounds]
         except ValueError:
             values = []
         if not 1 <= len(values) <= 2:
-            raise ValueError(said + "write STAT:HIGH or STAT:LOW:HIGH, e.g. token_k1:0.5:2")
+            raise ValueError(prefix + "write STAT:HIGH or STAT:LOW:HIGH, e.g. token_k1:0.5:2")
         if stat not in REJECTION_STATS:
-            raise ValueError(said + f"statistic {stat!r} is unknown; known: {', '.join(REJECTION_STATS)}")
+            raise ValueError(prefix + f"statistic {stat!r} is unknown; known: {', '.join(REJECTION_STATS)}")
         rule = cls(stat, values[0] if len(values) == 2 else None, values[-1])
         if not rule.high > 0 or not 0 <= (rule.low or 0) <= rule.high:
-            raise ValueError(said + "need 0 <= low <= high and high > 0")
+            raise ValueError(prefix + "need 0 <= low <= high and high > 0")
         return rule
 
 

@@ -169,7 +169,7 @@ def _places(columns: Columns) -> tuple[Tensor, Tensor]:
     return counts[columns.sequence_of], out
 
 
-def _drawn(columns: Columns, among: Tensor, share: float, first: Tensor | None = None) -> Tensor:
+def _highest_share(columns: Columns, among: Tensor, share: float, first: Tensor | None = None) -> Tensor:
     """[L] bool: that share of all tokens (at least one), of those `among`, the highest `first` before the lottery's."""
     at = torch.nonzero(among)[:, 0]
     at = at[torch.argsort(_lottery(columns)[at], stable=True)]
@@ -185,7 +185,7 @@ def kl_cov(columns: Columns, *, cov_ratio: float = 2e-4, cov_coef: float = 1.0) 
     Statistics are over all tokens given: a two-pass term, which sees the whole optimizer step. At least one token.
     Of equal covariances `_lottery` chooses."""
     a, d, r = _ratio(columns)
-    chosen = _drawn(columns, columns.mask, cov_ratio, first=_covariance(columns))
+    chosen = _highest_share(columns, columns.mask, cov_ratio, first=_covariance(columns))
     loss = torch.where(chosen, -a * r + cov_coef * distance(d), -a * r)
     return TermValue(loss, {"ppo_kl": (-d.detach(), "mean"), "kl_cov_fraction": (chosen.to(d.dtype), "mean")})
 
@@ -205,7 +205,7 @@ def clip_cov(
     a, d, r = _ratio(columns)
     loss, where = _clipped(a, r, clip_low, clip_high)
     cov = _covariance(columns)
-    chosen = _drawn(columns, columns.mask & ~where & (cov > cov_low) & (cov < cov_high), cov_ratio)
+    chosen = _highest_share(columns, columns.mask & ~where & (cov > cov_low) & (cov < cov_high), cov_ratio)
     return TermValue(torch.where(chosen, 0.0, loss), _clip_metrics(d, chosen))
 
 
@@ -289,7 +289,7 @@ def _quarters(columns: Columns) -> Tensor:
     return 4 * place // counts.clamp(min=1)
 
 
-def parts_of(columns: Columns) -> dict[str, Tensor]:
+def token_groups(columns: Columns) -> dict[str, Tensor]:
     """Suffix of a figure -> [L] bool, the tokens that it is of: by quarter of the answer, by teacher where there are
     several."""
     quarter = _quarters(columns)
@@ -298,10 +298,10 @@ def parts_of(columns: Columns) -> dict[str, Tensor]:
     return {**{f"/quarter_{q + 1}": quarter == q for q in range(4)}, **by_teacher}
 
 
-def _taught(columns: Columns, value: Tensor, more: Metrics, mixed: bool) -> TermValue:
-    """A divergence [L] with its figures: of all tokens, by `parts_of`, and of stored answers, which no weights drew,
-    apart from the policy's."""
-    name, parts = "teacher_divergence", parts_of(columns)
+def _with_metrics(columns: Columns, value: Tensor, more: Metrics, mixed: bool) -> TermValue:
+    """Return a divergence [L] with its metrics: over all tokens, by `token_groups`, and of stored answers, which no
+    weights sampled, apart from the policy's."""
+    name, parts = "teacher_divergence", token_groups(columns)
     if mixed:
         drawn = columns["versions"] >= 0
         parts |= {"/drawn": drawn, "/stored": ~drawn}
@@ -309,7 +309,7 @@ def _taught(columns: Columns, value: Tensor, more: Metrics, mixed: bool) -> Term
     return TermValue(value, {**metrics, **more}, {name + part: at for part, at in parts.items()})
 
 
-def divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+def token_divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     """[..., m] log-probs of the same m outcomes -> [...]: beta KL(T || M) + (1 - beta) KL(S || M) with the mixture
     M = beta T + (1 - beta) S; KL(T || S) at beta 0, KL(S || T) at 1 (2306.13649)."""
     if beta == 0:
@@ -330,20 +330,20 @@ def gkd_topk(
     student = columns["logprobs_at"]
     teacher = columns["teacher_topk"].to(student.dtype)
     sides_of = (student, teacher) if floor is None else (student.clamp(min=floor), teacher.clamp(min=floor))
-    value = divergence(*sides_of, beta)
+    value = token_divergence(*sides_of, beta)
     value = value if clamp is None else value.clamp(-clamp, clamp)
     sides = {"teacher": teacher, "student": student.detach()}
     metrics: Metrics = {f"{name}_coverage": (1 - x[:, -1].exp(), "mean") for name, x in sides.items()}
     same = student[:, :-1].argmax(-1) == teacher[:, :-1].argmax(-1)
     metrics["teacher_agreement"] = (same.to(value.dtype), "mean")
     metrics |= {f"{n}_entropy": (-(x.exp() * x).sum(-1).detach(), "mean") for n, x in sides.items()}
-    return _taught(columns, value, metrics, mixed)
+    return _with_metrics(columns, value, metrics, mixed)
 
 
 def gkd(columns: Columns, *, mixed: bool = False) -> TermValue:
     """The divergence over the whole vocabulary, which the engine computes with the column `teacher_hidden`."""
     metrics: Metrics = {n: (columns[n], "mean") for n in ("teacher_agreement", "teacher_entropy")}
-    return _taught(columns, columns["divergence"], metrics, mixed)
+    return _with_metrics(columns, columns["divergence"], metrics, mixed)
 
 
 def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], TermValue], delta: float) -> TermValue:

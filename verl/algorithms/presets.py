@@ -71,7 +71,7 @@ class Preset:
             wanted.add("old_values")
         return tuple(need for need in specs.NEEDS if need.column in wanted)
 
-    def asked(self, updates: int) -> dict[str, dict[str, str]]:
+    def outputs_by_role(self, updates: int) -> dict[str, dict[str, str]]:
         """Return the same by role, in order: {output: column}."""
         needs = self.needs(updates)
         return {n.role: {m.output: m.column for m in needs if m.role == n.role} for n in needs}
@@ -101,16 +101,16 @@ class Preset:
             for column in spec.inputs:
                 if column not in written:
                     hint = f"{did_you_mean(column, sorted(written))}; there are: {', '.join(sorted(written))}"
-                    said = f"{spec.fn} reads the column {column!r}, which nobody writes"
-                    yield f"algorithm.name={self.name}: {said}{hint}"
+                    prefix = f"{spec.fn} reads the column {column!r}, which nobody writes"
+                    yield f"algorithm.name={self.name}: {prefix}{hint}"
         if self.loss.aggregation == specs.BY_HORIZON and self.loss.horizon_tokens is None:
-            said = f"{self.loss.aggregation} divides by a constant; set it to the longest response, {longest}"
-            yield f"algorithm.horizon_tokens is missing: {said}"
+            prefix = f"{self.loss.aggregation} divides by a constant; set it to the longest response, {longest}"
+            yield f"algorithm.horizon_tokens is missing: {prefix}"
         settings = self.settings()
         able = [key for key in SCHEDULED if settings.get(key)]
         for key in (key for key in self.loss.schedule() if key not in able):
-            said = f"{key} is no coefficient of {self.name} that is above 0"
-            yield f"algorithm.options.coef_schedule: {said}; of such there are: {', '.join(able) or 'none'}"
+            prefix = f"{key} is no coefficient of {self.name} that is above 0"
+            yield f"algorithm.options.coef_schedule: {prefix}; of such there are: {', '.join(able) or 'none'}"
         drawn = {
             "a KL to the reference": self.kl_loss or self.kl_reward,
             "a correction": self.correction,
@@ -119,14 +119,14 @@ class Preset:
             "a selection of answers": self.sample_filter or self.group_filter.filter_groups,
         }
         for what in (what for what, on in drawn.items() if on and self.stored_share()):
-            said = f"algorithm.options.on_policy_share={1 - self.stored_share():g} with {what}"
-            yield f"{said}, which is of answers that the policy drew: nobody drew a stored one; leave one of them out"
+            prefix = f"algorithm.options.on_policy_share={1 - self.stored_share():g} with {what}"
+            yield f"{prefix}, which is of answers that the policy drew: nobody drew a stored one; leave one of them out"
         if self.loss.top_entropy_quantile is not None and isinstance(self.loss, specs.GKDTopK):
-            said = f"algorithm.options.top_entropy_quantile={self.loss.top_entropy_quantile:g}"
-            yield f"{said} with algorithm.name={self.name}: it is of policy losses, and this loss is a divergence"
+            prefix = f"algorithm.options.top_entropy_quantile={self.loss.top_entropy_quantile:g}"
+            yield f"{prefix} with algorithm.name={self.name}: it is of policy losses, and this loss is a divergence"
         if self.divergence and isinstance(self.loss, specs.GKDTopK):
-            said = f"algorithm.options.divergence_coef={self.divergence.coef:g} with algorithm.name={self.name}"
-            yield f"{said}, whose loss is a divergence: it goes with a policy loss, as algorithm.name=grpo has"
+            prefix = f"algorithm.options.divergence_coef={self.divergence.coef:g} with algorithm.name={self.name}"
+            yield f"{prefix}, whose loss is a divergence: it goes with a policy loss, as algorithm.name=grpo has"
         c, loss = self.correction, short(self.loss.fn)
         if c is None or not c.bypass:
             return
@@ -147,8 +147,8 @@ class Preset:
     def idle(self, given: Mapping[str, Any]) -> Iterator[str]:
         """Yield the given settings that have no effect in this algorithm although they look as if they had."""
         if "horizon_tokens" in given and self.loss.aggregation != specs.BY_HORIZON:
-            said = f"algorithm.horizon_tokens={given['horizon_tokens']} does nothing here"
-            yield f"{said}: it belongs to algorithm.aggregation={specs.BY_HORIZON}"
+            prefix = f"algorithm.horizon_tokens={given['horizon_tokens']} does nothing here"
+            yield f"{prefix}: it belongs to algorithm.aggregation={specs.BY_HORIZON}"
         if "kl_reward_target" in given and self.kl_reward is None:
             yield "algorithm.kl_reward_target: its controller needs a start; set algorithm.kl_reward_coef (verl: 0.001)"
         if "kl_reward_horizon" in given and "kl_reward_target" not in given:
@@ -282,7 +282,7 @@ _TABLE = (
     Preset("remax", "ReMax, 2310.10505", EstimatorSpec(_A + "remax"), _SUMMED, group=_GREEDY_BASELINE, kl_reward=_KL),
     Preset("reinforce_plus_plus", "REINFORCE++, 2501.03262", _RFPP, PPO_CLIP, kl_reward=_KL, group=_ALONE),
     Preset("reinforce_plus_plus_baseline", "REINFORCE++-baseline, 2501.03262", _RFPP_BASELINE, PPO_CLIP, kl_loss=_K2),
-    Preset("reinforce", "Williams 1992", specs.Discounted(_A + "reinforce"), _SUMMED, group=_ALONE),
+    Preset("reinforce", "Williams 1992", specs.Discounted(_A + "reward_to_go"), _SUMMED, group=_ALONE),
     Preset("ppo", "PPO, 1707.06347; for language models 1909.08593", GAE, PPO_CLIP, group=_ALONE, **_PPO),
     Preset("vapo", "VAPO, 2504.05118", _VAPO_GAE, _VAPO, critic=_WARM, group=_ALONE),
     Preset("turn_discount", "Returns over turns: process supervision of 2402.03300", specs.TurnReturns(), PPO_CLIP),
@@ -411,12 +411,12 @@ def unknown_option(key: str, value: Any = "VALUE") -> str:
 
 def written(key: str, value: Any = "VALUE") -> str:
     """Return the setting as a command line has it, with what it needs beside it."""
-    said = f"algorithm.{'options.' if knobs().get(key) else ''}{key}={value}"
+    prefix = f"algorithm.{'options.' if knobs().get(key) else ''}{key}={value}"
     if key == "correction":
-        return f"{said} algorithm.options.correction_high=2.0"
+        return f"{prefix} algorithm.options.correction_high=2.0"
     if key in ("correction_level", "correction_low", "correction_high", "correction_batch_normalize"):
-        return f"{said} beside algorithm.correction=truncate (or clamp, icepop, mask)"
-    return said
+        return f"{prefix} beside algorithm.correction=truncate (or clamp, icepop, mask)"
+    return prefix
 
 
 def settled(name: str, given: Mapping[str, Any] | None = None, *, longest: int | None = None) -> Preset:

@@ -159,7 +159,7 @@ def _importable(path: str, key: str) -> Callable[..., Any]:
     return fn
 
 
-class _Asked(dict[str, Tensor]):
+class _MissingColumn(dict[str, Tensor]):
     """Columns that record the first missing name that is read."""
 
     missing: str | None = None
@@ -172,7 +172,7 @@ class _Asked(dict[str, Tensor]):
 def _try(fn: Callable[[Columns], Any], path: str, preset: Preset) -> None:
     """Refuse a loss that reads a missing column, by calling it on two tokens before a model is loaded."""
     names = ("logprobs", "entropy", *preset.columns())
-    token = _Asked({name: torch.full((2,), -0.5, dtype=torch.float64) for name in names})
+    token = _MissingColumn({name: torch.full((2,), -0.5, dtype=torch.float64) for name in names})
     one = torch.zeros(2, dtype=torch.int64)
     token["mask"] = one == 0
     columns = Columns(token=token, sequence={}, sequence_of=one, num_sequences=1, mask=token["mask"])
@@ -182,5 +182,5 @@ def _try(fn: Callable[[Columns], Any], path: str, preset: Preset) -> None:
         if token.missing is not None:
             hint = did_you_mean(token.missing, names)
             need = " (a KL term has it made: set algorithm.kl_loss_coef)" if token.missing == "ref_logprobs" else ""
-            said = f"algorithm.loss={path} reads the column {token.missing!r}, which nobody writes"
-            raise ValueError(f"{said}{need}{hint}; there are: {', '.join(names)}") from None
+            prefix = f"algorithm.loss={path} reads the column {token.missing!r}, which nobody writes"
+            raise ValueError(f"{prefix}{need}{hint}; there are: {', '.join(names)}") from None

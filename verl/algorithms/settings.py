@@ -36,19 +36,19 @@ class Knob:
     def fault(self, key: str, value: Any, kind: str) -> str | None:
         """Return one line about an invalid value; None for a valid one."""
         wanted, types = _KINDS[kind.split(" ")[0].split("[")[0]]
-        said = f"{self.path(key)}={value}: "
+        prefix = f"{self.path(key)}={value}: "
         if value is None:
-            return None if "None" in kind else said + f"must be {wanted}"
+            return None if "None" in kind else prefix + f"must be {wanted}"
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            return said + f"must be {wanted}"
+            return prefix + f"must be {wanted}"
         if self.choices and value not in self.choices:
             known = f"there are: {', '.join(self.choices)}{self.advice}"
-            return said + f"unknown{did_you_mean(value, self.choices)}; {known}"
+            return prefix + f"unknown{did_you_mean(value, self.choices)}; {known}"
         if isinstance(value, int | float):
             if not math.isfinite(value):
-                return said + "must be finite"
+                return prefix + "must be finite"
             if not (self.least <= value <= self.most and self.above < value < self.below):
-                return said + f"must be {self._range()}{self.advice}"
+                return prefix + f"must be {self._range()}{self.advice}"
         return None
 
     def path(self, key: str) -> str:
@@ -127,5 +127,5 @@ class Spec:
     def faults(self) -> Iterator[str]:
         """Yield a line for each invalid setting, with the fix."""
         for key, (name, limits, kind) in self.knobs().items():
-            if said := limits.fault(key, getattr(self, name), kind):
-                yield said
+            if prefix := limits.fault(key, getattr(self, name), kind):
+                yield prefix

@@ -232,8 +232,8 @@ class GDPO(Scaled):
             fix = "set algorithm.options.reward_components=[a,b] to keys of the dict that the reward function returns"
             yield f"gdpo normalises reward components one by one: {fix}"
         if weights is not None and len(weights) != len(names):
-            said = f"algorithm.options.reward_weights has {len(weights)} values for {len(names)}"
-            yield f"{said} algorithm.options.reward_components: give one for each"
+            prefix = f"algorithm.options.reward_weights has {len(weights)} values for {len(names)}"
+            yield f"{prefix} algorithm.options.reward_components: give one for each"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,12 +399,12 @@ class GKDTopK(LossSpec):
     def faults(self) -> Iterator[str]:
         yield from LossSpec.faults(self)
         if (self.on_policy_share < 1) != (self.stored_key is not None):
-            said = f"algorithm.options.on_policy_share={self.on_policy_share:g}"
+            prefix = f"algorithm.options.on_policy_share={self.on_policy_share:g}"
             if self.stored_key is None:
                 fix = "set algorithm.options.stored_key=COLUMN, where the rows hold them"
-                yield f"{said}: the other prompts have stored answers; {fix}"
+                yield f"{prefix}: the other prompts have stored answers; {fix}"
             else:
-                yield f"algorithm.options.stored_key={self.stored_key} does nothing with {said}: lower it"
+                yield f"algorithm.options.stored_key={self.stored_key} does nothing with {prefix}: lower it"
 
 
 @dataclass(frozen=True, kw_only=True)

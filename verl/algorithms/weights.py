@@ -91,5 +91,5 @@ def check_finite(columns: Columns, names: tuple[str, ...]) -> None:
         if bad.any():
             at = int(torch.nonzero(bad)[0, 0])
             where = f"at trainable token {at} of sequence {int(columns.sequence_of[at])} ({int(bad.sum())} such tokens)"
-            said = "the model or the sampler produced a non-finite number"
-            raise ValueError(f"{name} is {columns[name][at].tolist()} {where}: {said}")
+            prefix = "the model or the sampler produced a non-finite number"
+            raise ValueError(f"{name} is {columns[name][at].tolist()} {where}: {prefix}")

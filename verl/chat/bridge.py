@@ -26,18 +26,18 @@ from verl.chat.template import (
     RenderError,
     TemplateAudit,
     Tokenizer,
-    as_ids,
     is_prefix,
     keeps_text,
+    rendered_ids,
 )
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
 """Around the number of a marker that replaces a special token in the text of a message."""
-_SAID = {"role": "assistant", "content": "It is 42.", "tool_calls": CALLS}
+_ANSWERED = {"role": "assistant", "content": "It is 42.", "tool_calls": CALLS}
 _DUMMIES = (
     {"role": "assistant", "content": "", "tool_calls": CALLS},
-    _SAID,
-    {**_SAID, "reasoning_content": "six sevens"},
+    _ANSWERED,
+    {**_ANSWERED, "reasoning_content": "six sevens"},
     {"role": "assistant", "content": "It is 42."},
 )
 """Assistant turns that a template may render alike whether they are the last message or not."""
@@ -87,7 +87,7 @@ class PlainText:
                 at += size
             elif part:
                 found: Any = self.tokenizer(part, add_special_tokens=False, **more)
-                ids = as_ids(found)
+                ids = rendered_ids(found)
                 yield ids, [(at + a, at + b) for a, b in found["offset_mapping"]] if more else [(0, 0)] * len(ids)
                 at += len(part)
 
@@ -98,7 +98,7 @@ def plain_text(tokenizer: Tokenizer) -> PlainText:
     texts = {t.content for t in added.values() if t.special or len(t.content) > 2} | set(tokenizer.all_special_tokens)
     control = {}
     for text in sorted(filter(None, texts), key=lambda t: (-len(t), t)):
-        halves = (as_ids(tokenizer(half, add_special_tokens=False)) for half in (text[:1], text[1:]) if half)
+        halves = (rendered_ids(tokenizer(half, add_special_tokens=False)) for half in (text[:1], text[1:]) if half)
         control[text] = tuple(i for half in halves for i in half.tolist() if i not in added)
     return PlainText(tokenizer, control)
 
@@ -150,13 +150,13 @@ def bridge_of(tokenizer: Tokenizer, audit: TemplateAudit, template_kwargs: Mappi
     if not audit.ends_turn_with:
         return None
     r, plain = Renderer(tokenizer, template_kwargs, spelling=audit.spelling), plain_text(tokenizer)
-    for said in _DUMMIES:
-        dummy = (USER, said)
+    for prefix in _DUMMIES:
+        dummy = (USER, prefix)
         before = _up_to_end(r, dummy, audit)
         if before is None:
             continue
         bridge = Bridge(r, plain, audit.ends_turn_with[-1:], dummy, before)
-        if all(_holds(bridge, history, messages, audit) for history in _histories(said, audit) for messages in _NEW):
+        if all(_holds(bridge, history, messages, audit) for history in _histories(prefix, audit) for messages in _NEW):
             return bridge
     return None
 
@@ -164,14 +164,14 @@ def bridge_of(tokenizer: Tokenizer, audit: TemplateAudit, template_kwargs: Mappi
 _NEW = ([ANSWER], [ANSWER, {**ANSWER, "content": '{"kiwi": "a\\nb"}\nkea'}])
 
 
-def _histories(said: Message, audit: TemplateAudit) -> list[list[Message]]:
+def _histories(prefix: Message, audit: TemplateAudit) -> list[list[Message]]:
     """Return histories that end with an assistant turn: short, of several turns, with a result, with a system
     message."""
     found: list[list[Message]] = [
-        [USER, said],
+        [USER, prefix],
         [USER, {**THINK, "tool_calls": CALLS}],
-        [AGAIN, said, ANSWER, said],
-        [USER, said, ANSWER, _SAID, AGAIN, said],
+        [AGAIN, prefix, ANSWER, prefix],
+        [USER, prefix, ANSWER, _ANSWERED, AGAIN, prefix],
     ]
     return [*found, [SYSTEM, *found[3]]] if audit.supports_system else found
 

@@ -28,12 +28,12 @@ from verl.chat.template import (
     TemplateAudit,
     Tokenizer,
     Tool,
-    as_ids,
     audit_template,
     is_prefix,
     keeps_text,
     refuse_dropped,
     refuse_unsupported,
+    rendered_ids,
     shared,
 )
 from verl.types import Sample, Segment
@@ -181,7 +181,7 @@ def _appended_row(
         )
     history, text = (r.text(messages[:i], prompt=p) for p in (False, True))
     answer = _after_opening(text[shared(history, text) :], message["content"])
-    encoded = as_ids(r.tokenizer(text + answer, add_special_tokens=False))
+    encoded = rendered_ids(r.tokenizer(text + answer, add_special_tokens=False))
     if not is_prefix(prompt, encoded) or len(encoded) == len(prompt):
         raise RowRefused("the prompt's tokens merge with the first of the answer", f"message {i + 1}")
     end = audit.ends_turn_with or (_end_by_the_next(messages, i, audit),)

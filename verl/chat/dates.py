@@ -14,11 +14,11 @@ def date_line(r: Renderer) -> str:
     """Return a line about a template that prints the date of the day, with what pins it; "" for any other."""
     if "strftime_now" not in str(r.tokenizer.chat_template) or not _changes(r):
         return ""
-    said = "chat template: it prints today's date, so that prompts are others tomorrow. Fix: "
+    prefix = "chat template: it prints today's date, so that prompts are others tomorrow. Fix: "
     pins = (name for name in NAMES if not _changes(replace(r, template_kwargs={**r.template_kwargs, name: "kea"})))
     if name := next(pins, ""):
-        return f"{said}model.template_kwargs={{{name}: '26 Jul 2024'}} pins it"
-    return f"{said}model.chat_template=FILE with a fixed date pins it"
+        return f"{prefix}model.template_kwargs={{{name}: '26 Jul 2024'}} pins it"
+    return f"{prefix}model.chat_template=FILE with a fixed date pins it"
 
 
 def _changes(r: Renderer) -> bool:

@@ -87,8 +87,8 @@ def messages_of_text(text: str, where: str, column: str) -> list[Any] | None:
         begins = re.match(r"\s*\[\s*\{\s*(['\"])(role|from|content|value)['\"]\s*:", text)
         more = str(e).startswith("Extra data")  # JSON that other text follows is a text of its own
         if begins and not more and (begins.group(1) == '"' or text.rstrip().endswith("]")):
-            said = f"{column!r} is text that begins like a list of messages and is not JSON: {text.strip()[:60]!r}"
-            raise ValueError(f"{where}: {said}. Fix: write the column as a list, or with json.dumps") from None
+            prefix = f"{column!r} is text that begins like a list of messages and is not JSON: {text.strip()[:60]!r}"
+            raise ValueError(f"{where}: {prefix}. Fix: write the column as a list, or with json.dumps") from None
         return None
     listed = [found] if isinstance(found, dict) else found
     if not isinstance(listed, list) or not listed or not all(map(_is_message, listed)):
@@ -159,8 +159,8 @@ def _without_thought(content: str, thought: Any, where: str) -> str:
     if found is None or not found.group(1).strip():
         return content
     if "".join(found.group(1).split()) != "".join(str(thought).split()):
-        said = "a <think> block in its content and another reasoning beside it"
-        raise ValueError(f"{where} has {said}: it would be trained twice. Fix: drop one of them")
+        prefix = "a <think> block in its content and another reasoning beside it"
+        raise ValueError(f"{where} has {prefix}: it would be trained twice. Fix: drop one of them")
     return content[found.end() :]
 
 
@@ -180,8 +180,8 @@ def _joined(parts: list[Any], where: str) -> Any:
         elif (isinstance(kind, str) and MEDIA_PART.search(kind)) or any(MEDIA_PART.search(str(key)) for key in more):
             media = True
         else:
-            said = f"a content part of type {kind!r} with the keys {names_of(there)}"
-            raise ValueError(f"{where}: content holds more than text: {said}. Fix: write it as text, or drop it")
+            prefix = f"a content part of type {kind!r} with the keys {names_of(there)}"
+            raise ValueError(f"{where}: content holds more than text: {prefix}. Fix: write it as text, or drop it")
     return parts if media else "".join(texts)
 
 
@@ -214,8 +214,8 @@ def _read_marks(message: dict[str, Any], where: str) -> None:
     for key in [key for key in message if key in MARKS]:
         mark = message.pop(key)
         if isinstance(mark, str) or mark not in (0, 1):
-            said = f"{key}={mark!r}: a turn is trained or it is context. Fix: 0 or 1"
-            raise ValueError(f"{where}: {said}")
+            prefix = f"{key}={mark!r}: a turn is trained or it is context. Fix: 0 or 1"
+            raise ValueError(f"{where}: {prefix}")
         found[key] = int(int(mark) == MARKS[key])
     if not found:
         return
@@ -225,15 +225,15 @@ def _read_marks(message: dict[str, Any], where: str) -> None:
     if message["role"] in ("assistant", FUNCTION_CALL):
         message["weight"] = weight
     elif weight:
-        said = f"{next(iter(found))!r} marks a message of {message['role']!r} to be trained"
-        raise ValueError(f"{where}: {said}; only turns of the assistant are. Fix: drop the mark")
+        prefix = f"{next(iter(found))!r} marks a message of {message['role']!r} to be trained"
+        raise ValueError(f"{where}: {prefix}; only turns of the assistant are. Fix: drop the mark")
 
 
 def refuse_trained(messages: Iterable[Mapping[str, Any]], where: str, column: str) -> None:
     """Refuse messages that are context, where one of them is marked to be trained."""
     if any(m.get("weight") == 1 for m in messages):
-        said = f"{column!r} marks a turn to be trained (weight=1) that is context here"
-        raise ValueError(f"{where}: {said}. Fix: drop the mark, or `verl sft` with the whole conversation")
+        prefix = f"{column!r} marks a turn to be trained (weight=1) that is context here"
+        raise ValueError(f"{where}: {prefix}. Fix: drop the mark, or `verl sft` with the whole conversation")
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
@@ -248,8 +248,8 @@ def _called_in_content(message: Mapping[str, Any], where: str) -> dict[str, Any]
         try:
             content = json.loads(content)
         except (ValueError, RecursionError):
-            said = f"the text of a function call is no JSON of {{name, arguments}}: {str(content)[:60]!r}"
-            raise ValueError(f"{where}: {said}") from None
+            prefix = f"the text of a function call is no JSON of {{name, arguments}}: {str(content)[:60]!r}"
+            raise ValueError(f"{where}: {prefix}") from None
     calls = content if isinstance(content, list) else [content]
     return {"content": thought, "tool_calls": calls}
 
@@ -266,8 +266,8 @@ def _call(value: Any, where: str, tools: Tools, filled: bool) -> dict[str, Any]:
     name, arguments = function.get("name"), function.get("arguments")
     more = sorted(function.keys() - {"name", "arguments"} | call.keys() - {"id", "type", "index"})
     if not isinstance(name, str) or not name or more or call.get("type", "function") != "function":
-        said = f"got {json.dumps(value, default=str, ensure_ascii=False)[:120]}"
-        raise ValueError(f"{where}: a tool call is {{id, type: function, function: {{name, arguments}}}}, {said}")
+        prefix = f"got {json.dumps(value, default=str, ensure_ascii=False)[:120]}"
+        raise ValueError(f"{where}: a tool call is {{id, type: function, function: {{name, arguments}}}}, {prefix}")
     if arguments is None or isinstance(arguments, str):
         arguments = _arguments_of_text(arguments or "", name, where)
     elif isinstance(arguments, Mapping):

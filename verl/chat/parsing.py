@@ -321,7 +321,7 @@ class TurnParser:
         turn, where prompts differ in it. Never raises."""
         from transformers.utils.chat_parsing import ResponseParser
 
-        shown = _as_it_is if _holds_stand_ins(text) else _shown
+        shown = _as_it_is if _holds_placeholders(text) else _shown
         try:
             opening = self.opening if opening is None else opening
             parser = ResponseParser(self._loaded[0], opening, tools=[dict(t) for t in tools])
@@ -330,11 +330,11 @@ class TurnParser:
             written = self._functions(message.get("tool_calls", ()))
         except (ValueError, KeyError, TypeError, RecursionError) as e:
             return Turn(malformed=Malformed(_why(e), self._span(text)), text=text)
-        said = str(message.get("content", "")) + str(message.get("answer", ""))
+        prefix = str(message.get("content", "")) + str(message.get("answer", ""))
         for mark in self.format.frame if self.format else ():
-            said = said.replace(mark, "")
-        said = said.strip()
-        reason = self._unread(said, [*parser.initial_events, *events], left)
+            prefix = prefix.replace(mark, "")
+        prefix = prefix.strip()
+        reason = self._unread(prefix, [*parser.initial_events, *events], left)
         calls: list[ToolCall] = []
         for function in written:
             name, arguments = function["name"], shown(function["arguments"])
@@ -346,13 +346,13 @@ class TurnParser:
                 calls.append(ToolCall(name.strip(), arguments))
         if reason:
             return Turn(malformed=Malformed(shown(reason), self._span(text)), text=text)
-        return Turn(tuple(calls), text=shown(said), reasoning=shown(str(message.get("reasoning_content", ""))))
+        return Turn(tuple(calls), text=shown(prefix), reasoning=shown(str(message.get("reasoning_content", ""))))
 
     def _hidden(self, text: str, tools: Sequence[Mapping[str, Any]], opening: str) -> str:
         """The text with other characters in the place of those in the values of calls that could begin a marker, and
         with arguments where a call of a tool that takes none has left them out. `_shown` takes both back."""
         f = self.format
-        if f is None or self.template is not None or _holds_stand_ins(text):
+        if f is None or self.template is not None or _holds_placeholders(text):
             return text
         if f.value:
             return _masked_groups(f.value, text, "<")  # a value that is a list begins with the other
@@ -400,7 +400,7 @@ class TurnParser:
             return [call for body in found for call in self.format.read(body)]
         return [call["function"] for one in found for call in (one if isinstance(one, list) else [one])]
 
-    def _unread(self, said: str, events: Sequence[Mapping[str, Any]], left: Sequence[Mapping[str, Any]]) -> str:
+    def _unread(self, prefix: str, events: Sequence[Mapping[str, Any]], left: Sequence[Mapping[str, Any]]) -> str:
         """Return why the text that was read as calls is not all that was written as such; "" if it is."""
         own = self.format is None or self.template is not None
         may_end = self.format is not None and bool(self.format.close_pattern) and not own
@@ -419,16 +419,16 @@ class TurnParser:
                 if inside or not re.fullmatch(self.format.body, body, re.DOTALL):
                     return f"between the markers of the call stands something else: {one_line(ValueError(body))[:80]}"
                 body = ""
-        found = self.format.strays(said)
+        found = self.format.strays(prefix)
         return f"{found} does not belong to a call" if found else ""
 
 
-_STAND_INS = {"<": "\ue010", "[": "\ue011", "": "\ue012"}
+_PLACEHOLDERS = {"<": "\ue010", "[": "\ue011", "": "\ue012"}
 _NO_ARGUMENTS = '{"\ue012": null}'
 
 
-def _holds_stand_ins(text: str) -> bool:
-    return any(mark in text for mark in _STAND_INS.values())
+def _holds_placeholders(text: str) -> bool:
+    return any(mark in text for mark in _PLACEHOLDERS.values())
 
 
 def _as_it_is(value: Any) -> Any:
@@ -436,11 +436,11 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _masked_groups(pattern: str, text: str, marks: str) -> str:
-    """The text with stand-ins for these characters in the first group of every match."""
+    """The text with placeholders for these characters in the first group of every match."""
     pieces, at = list[str](), 0
     for found in re.finditer(pattern, text, re.DOTALL):
         first, end = found.span(1)
-        pieces += [text[at:first], found[1].translate({ord(mark): _STAND_INS[mark] for mark in marks})]
+        pieces += [text[at:first], found[1].translate({ord(mark): _PLACEHOLDERS[mark] for mark in marks})]
         at = end
     return "".join([*pieces, text[at:]])
 
@@ -453,12 +453,12 @@ def _masked_strings(text: str) -> str:
 def _shown(value: Any) -> Any:
     """Return the value without the characters that `TurnParser._hidden` inserted."""
     if isinstance(value, dict):
-        return {_shown(k): _shown(v) for k, v in value.items() if k != _STAND_INS[""]}
+        return {_shown(k): _shown(v) for k, v in value.items() if k != _PLACEHOLDERS[""]}
     if isinstance(value, list):
         return [_shown(v) for v in value]
     if isinstance(value, str):
-        for mark, stand_in in _STAND_INS.items():
-            value = value.replace(stand_in, mark)
+        for mark, placeholder in _PLACEHOLDERS.items():
+            value = value.replace(placeholder, mark)
     return value
 
 

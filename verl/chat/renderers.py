@@ -36,7 +36,7 @@ class Marked:
 
 
 @dataclass(frozen=True, slots=True)
-class Package:
+class PackageRenderer:
     """A renderer of the package for one model. prompt, sampled: [t] ids of what a turn was played in, and of it."""
 
     renderer: Any
@@ -55,8 +55,8 @@ class Package:
                 why = "no arguments" if call.status == "ok" else call.status.replace("_", " ")
                 first, end = call.token_span or (0, len(sampled))
                 place = [len(self.plain.tokenizer.decode(sampled[:n].tolist())) for n in (first, end)]
-                said = f"the call cannot be read ({why}): {call.raw[:200]}"
-                return Turn(malformed=Malformed(said, (place[0], place[1])), text=call.raw)
+                prefix = f"the call cannot be read ({why}): {call.raw[:200]}"
+                return Turn(malformed=Malformed(prefix, (place[0], place[1])), text=call.raw)
             calls.append(ToolCall(call.name, call.arguments))
         return Turn(tuple(calls), text=(found.content or "").strip(), reasoning=found.reasoning_content or "")
 
@@ -69,7 +69,7 @@ class Package:
         return whole[len(before) :] if is_prefix(before, whole) else None
 
 
-def load_package(name: str, plain: PlainText, template_kwargs: Mapping[str, Any], shown: Renderer) -> Package:
+def load_package(name: str, plain: PlainText, template_kwargs: Mapping[str, Any], shown: Renderer) -> PackageRenderer:
     """shown: the chat template with its tools. ValueError if the package is not there, has no such renderer, or writes
     anything else than this model's template does."""
     key = f"agent.format={PREFIX}{name}"
@@ -84,12 +84,12 @@ def load_package(name: str, plain: PlainText, template_kwargs: Mapping[str, Any]
         made = renderers.create_renderer(Marked(plain), config, chat_template_kwargs=dict(template_kwargs))
     except Exception as e:  # of another's package: of tokens that are not there, names, files that it loads
         raise ValueError(f"{key}: the package makes no renderer for this model: {one_line(e)}") from e
-    package = Package(made, plain)
+    package = PackageRenderer(made, plain)
     _check(package, key, shown)
     return package
 
 
-def _check(package: Package, key: str, shown: Renderer) -> None:
+def _check(package: PackageRenderer, key: str, shown: Renderer) -> None:
     """Refuse a renderer with other prompts, or other texts after a call, than the template, or that interprets tool
     text."""
     plain, stops, tools = (

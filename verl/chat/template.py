@@ -108,14 +108,14 @@ class Renderer:
         return out
 
     def ids(self, messages: Sequence[Message], *, prompt: bool) -> np.ndarray:
-        return as_ids(self._apply(messages, prompt=prompt, tokenize=True))
+        return rendered_ids(self._apply(messages, prompt=prompt, tokenize=True))
 
     def both(self, messages: Sequence[Message], *, prompt: bool) -> tuple[str, np.ndarray]:
         """Return the text and the ids of one rendering."""
         text = self.text(messages, prompt=prompt)
         if self.tokenizer.apply_chat_template.__module__ != "transformers.tokenization_utils_base":
             return text, self.ids(messages, prompt=prompt)  # its own way, with ids that may be others
-        return text, as_ids(self.tokenizer(text, add_special_tokens=False))
+        return text, rendered_ids(self.tokenizer(text, add_special_tokens=False))
 
     def turn(self, messages: Sequence[Message], i: int) -> tuple[np.ndarray, np.ndarray]:
         """The ids of assistant turn i's prompt, and those of everything up to and including it."""
@@ -309,8 +309,8 @@ def _spelled(r: Renderer) -> Renderer:
     r = replace(r, spelling=Spelling(parts=frozenset(parts)))
     text = r.text([USER], prompt=True)
     if not keeps_text(USER, text):
-        said = "the chat template drops the text of a question, given as text and as a content part"
-        raise RenderError(f"{said}. Fix: model.chat_template=FILE")
+        prefix = "the chat template drops the text of a question, given as text and as a content part"
+        raise RenderError(f"{prefix}. Fix: model.chat_template=FILE")
     developer = {**SYSTEM, "role": "developer"}
     thoughts = [(key, {**turn, key: "six sevens"}) for turn in (PLAIN, CALL) for key in REASONING_KEYS]
     read = [key for key, turn in thoughts if _shows(partial(r.text, [USER, turn], prompt=False), "six sevens")]
@@ -333,9 +333,9 @@ def _keeps(r: Renderer, messages: list[Message], message: Message) -> bool:
 
 def _doubles(r: Renderer) -> bool:
     """Return whether a `<think>` block in a turn's content gets another one before it, but not as reasoning."""
-    said = {**PLAIN, "reasoning_content": "six sevens, forty-two"}
+    prefix = {**PLAIN, "reasoning_content": "six sevens, forty-two"}
     try:
-        block, reasoning = (r.text([USER, turn], prompt=False).count("<think>") for turn in (THINK, said))
+        block, reasoning = (r.text([USER, turn], prompt=False).count("<think>") for turn in (THINK, prefix))
     except RenderError:
         return False
     return 0 < reasoning < block
@@ -469,7 +469,7 @@ def is_prefix(head: np.ndarray, whole: np.ndarray) -> bool:
     return len(head) <= len(whole) and bool(np.array_equal(head, whole[: len(head)]))
 
 
-def as_ids(encoded: Any) -> np.ndarray:
+def rendered_ids(encoded: Any) -> np.ndarray:
     """The ids of one rendering: transformers 5 returns a BatchEncoding, some tokenizers a list."""
     ids = encoded["input_ids"] if hasattr(encoded, "keys") else encoded
     out = np.asarray(ids, dtype=np.int64)

@@ -30,7 +30,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {  # other initialisations change the bas
     "bias": ("none", None),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-_SAID = (  # parts that are in the weights too, and details of the adapter's training
+_IGNORED = (  # parts that are in the weights too, and details of the adapter's training
     *("fan_in_fan_out", "modules_to_save", "layers_pattern", "lora_dropout", "inference_mode", "task_type", "revision"),
     *("auto_mapping", "peft_version", "qalora_group_size", "megatron_config", "megatron_core", "loftq_config"),
     *("eva_config", "corda_config", "lora_ga_config"),
@@ -69,7 +69,7 @@ class _Lora(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Part:
+class AdaptedWeight:
     """How one weight of the base changes: it is replaced by `whole`, or scale * B @ A is added to it."""
 
     whole: str = ""
@@ -105,25 +105,25 @@ def teacher_models(config: Config) -> dict[str, str]:
     return {role: base_of(path, config.model.path) for role, path in config.teacher.folders().items()}
 
 
-def read_adapter(folder: Path, base: Path) -> dict[str, Part]:
+def read_adapter(folder: Path, base: Path) -> dict[str, AdaptedWeight]:
     """Return how the adapter changes each weight of the base, by name. ValueError for an adapter that is more than
     LoRA, or that belongs to another model."""
-    lora, headers, parts = _read(folder), read_weight_headers(folder), dict[str, Part]()
+    lora, headers, parts = _read(folder), read_weight_headers(folder), dict[str, AdaptedWeight]()
     if not (folder / WEIGHTS).is_file():
         raise ValueError(f"model.path={folder}: an adapter without {WEIGHTS}; save it again with PEFT")
     for key, header in headers.items():
         name = key.removeprefix("base_model.model.")
         module, _, factor = name.rpartition(".lora_")
         if factor == "A.weight":
-            part = parts.setdefault(f"{module}.weight", Part())
+            part = parts.setdefault(f"{module}.weight", AdaptedWeight())
             part.a, part.scale = key, lora.scale(module, max(1, *header.shape[:1]))
         elif factor == "B.weight":
-            parts.setdefault(f"{module}.weight", Part()).b = key
+            parts.setdefault(f"{module}.weight", AdaptedWeight()).b = key
         else:
-            parts.setdefault(name.replace(".base_layer.", "."), Part()).whole = key
-    if said := next(_misfits(lora, parts, headers, base), None):
+            parts.setdefault(name.replace(".base_layer.", "."), AdaptedWeight()).whole = key
+    if prefix := next(_misfits(lora, parts, headers, base), None):
         fix = f"name the folder of its own base in {CONFIG} (base_model_name_or_path)"
-        raise ValueError(f"model.path={folder}: {said} ({base}); {fix}, or {_MERGE}")
+        raise ValueError(f"model.path={folder}: {prefix} ({base}); {fix}, or {_MERGE}")
     return parts
 
 
@@ -136,7 +136,7 @@ def rank_of(folder: Path) -> int:
 def _read(folder: Path) -> _Lora:
     config = {"peft_type": None, **json_object(folder / CONFIG, (folder / CONFIG).read_bytes())}
     for key, value in config.items():
-        known = value in _ONLY[key] if key in _ONLY else not value or key in (*_Lora.__struct_fields__, *_SAID)
+        known = value in _ONLY[key] if key in _ONLY else not value or key in (*_Lora.__struct_fields__, *_IGNORED)
         if not known:
             raise ValueError(f"model.path={folder}: an adapter with {key}={value}, which is not read here; {_MERGE}")
     try:
@@ -145,7 +145,9 @@ def _read(folder: Path) -> _Lora:
         raise ValueError(f"{folder / CONFIG}: {exc}; save it again with PEFT") from exc
 
 
-def _misfits(lora: _Lora, parts: Mapping[str, Part], headers: Mapping[str, TensorHeader], base: Path) -> Iterator[str]:
+def _misfits(
+    lora: _Lora, parts: Mapping[str, AdaptedWeight], headers: Mapping[str, TensorHeader], base: Path
+) -> Iterator[str]:
     """Yield why the adapter does not belong to this base."""
     tied, theirs = describe_model(str(base)).tied, read_weight_headers(base)
     ranks = {lora.r, *(lora.rank_pattern or {}).values()}

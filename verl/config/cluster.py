@@ -118,13 +118,13 @@ def _layout(config: Config, layout: Layout, command: str) -> Iterator[str]:
         yield from impossible
         return
     groups = config.step.prompts_per_step // config.step.updates_per_step
-    said = "groups of an optimizer step (step.prompts_per_step / step.updates_per_step)"
+    prefix = "groups of an optimizer step (step.prompts_per_step / step.updates_per_step)"
     if command in ("sft", "rm", "dpo"):
         groups = config.supervised.rows_per_step
-        said = f"rows of a step (supervised.rows_per_step={groups})"
+        prefix = f"rows of a step (supervised.rows_per_step={groups})"
     if layout.data > groups and command in ("train", "sft", "rm", "dpo"):
         fix = "some would be idle: raise it, lower cluster.ranks_per_node, or share the model with parallel.tensor"
-        yield f"{layout.world_size} ranks are {layout.data} data ranks, but there are {groups} {said}; {fix}"
+        yield f"{layout.world_size} ranks are {layout.data} data ranks, but there are {groups} {prefix}; {fix}"
     for name, size in (("sequence", layout.sequence), ("pipeline", layout.pipeline)):
         if size > 1 and options_of(config, "model").attention == "padded":
             yield f"parallel.{name}={size} shares packed rows: set model.engine_options.attention=auto"

@@ -80,7 +80,7 @@ def render_keys(
     return "\n".join(line.rstrip() for line in lines)
 
 
-def keys_of(verb: str) -> list[str]:
+def keys_of_verb(verb: str) -> list[str]:
     """Return the keys that a verb reads, in the order of the tree; [] for a verb that takes none."""
     return [key for key in leaves() if key.partition(".")[0] in SECTIONS.get(verb, ())]
 
@@ -97,7 +97,7 @@ def named_keys(words: Iterable[str]) -> list[str]:
     return found
 
 
-def completion(shell: str, verbs: Iterable[str]) -> str:
+def completion_script(shell: str, verbs: Iterable[str]) -> str:
     """Return the shell script that completes verbs and keys."""
     if shell not in ("bash", "zsh", "fish"):
         raise ValueError("verl completion bash|zsh|fish, as in: source <(verl completion bash)")

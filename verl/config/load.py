@@ -34,7 +34,7 @@ from verl.config.compat.translate import Note, VerlDefaults, translated
 from verl.config.model_files import cached_model_folder, context_tokens
 from verl.config.overrides import parse_argument
 from verl.config.schema import Config
-from verl.config.tree import Setting, build, convert, did_you_mean, leaf_of, leaves, sections, text_of, values_of
+from verl.config.tree import Setting, convert, did_you_mean, leaf_of, leaves, sections, text_of, tree_of, values_of
 from verl.config.validate import validate
 
 __all__ = ["Resolved", "dump_config", "load_config", "read_config", "recipe_names", "validate"]
@@ -87,28 +87,28 @@ def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None 
     recipe, args = _split_recipe(overrides)
     settings = list(_recipe_settings(recipe, ())) if recipe else []
     prompts = [s.value for s in settings if s.key == "step.prompts_per_step" and isinstance(s.value, int)]
-    said, faults = translated(args, prompts_per_step=prompts[-1] if prompts else None, verl_defaults=verl_defaults)
-    values, origins, wrong = _merge([*said.defaults, *_of_its_algorithm(settings, said.settings), *said.settings])
+    prefix, faults = translated(args, prompts_per_step=prompts[-1] if prompts else None, verl_defaults=verl_defaults)
+    values, origins, wrong = _merge([*prefix.defaults, *_of_its_algorithm(settings, prefix.settings), *prefix.settings])
     faults += wrong
     masked: dict[str, Any] = {}
     try:
         masked = _resolve(values, origins)
     except ValueError as exc:
         faults += str(exc).splitlines()
-    notes = list(said.notes)
+    notes = list(prefix.notes)
     faults += [] if faults else _idle_agent(values, origins, notes)
     if faults:
         command: Literal["train", "sft"] = "sft" if verl_defaults == "sft" else "train"
-        more = _also_wrong(values, command, "algorithm.name" not in said.unknown) if verl_defaults else []
+        more = _also_wrong(values, command, "algorithm.name" not in prefix.unknown) if verl_defaults else []
         raise ValueError("\n".join(dict.fromkeys([*faults, *more])))
-    return Resolved(build(values), origins, tuple(notes), masked, verl_names=verl_defaults is not None)
+    return Resolved(tree_of(values), origins, tuple(notes), masked, verl_names=verl_defaults is not None)
 
 
 def _also_wrong(values: dict[str, Any], command: Literal["train", "sft"], named: bool) -> list[str]:
     """Return the further faults that `validate` finds in the keys that were read, so that a launch script is mended in
     one go. named: the algorithm is known; lines about the default algorithm would be wrong."""
     try:
-        validate(build(values), command)
+        validate(tree_of(values), command)
     except ValueError as exc:
         default = re.compile(rf"\b{re.escape(str(values['algorithm.name']))}\b")
         return [line for line in str(exc).splitlines() if named or not default.search(line)]
@@ -183,13 +183,13 @@ def _recipe_settings(recipe: str, chain: tuple[str, ...], folder: Path | None = 
     if base is not None:
         yield from _recipe_settings(str(base), (*chain, recipe), folder)
     for key, value in _flatten(tree, "", f"recipe {recipe}"):
-        yield Setting(key, _beside(key, value, folder), f"recipe {recipe}")
+        yield Setting(key, _from_recipe_folder(key, value, folder), f"recipe {recipe}")
 
 
-def _beside(key: str, value: Any, folder: Path | None) -> Any:
+def _from_recipe_folder(key: str, value: Any, folder: Path | None) -> Any:
     """Return a recipe's file of code as the one beside the recipe, where the current folder has none of that name."""
     if isinstance(value, list):
-        return [_beside(key, one, folder) for one in value] if key in CODE_KEYS else value
+        return [_from_recipe_folder(key, one, folder) for one in value] if key in CODE_KEYS else value
     if folder is None or key not in CODE_KEYS or not isinstance(value, str):
         return value
     file, colon, name = value.partition(":")
@@ -395,4 +395,4 @@ def read_config(path: str | os.PathLike[str]) -> Config:
     values = {key: _converted(key, value, str(path)) for key, value in _flatten(tree, "", str(path))}
     for key, (plain, _) in _interpolated(values, dict.fromkeys(values, str(path))).items():
         values[key] = _converted(key, plain, str(path))
-    return build(values)
+    return tree_of(values)

@@ -89,7 +89,7 @@ def estimate_memory(config: Config, model: ModelFacts, reference: bool, update_t
     elif items["KV cache"] <= KEPT_KV_BYTES and not on_cuda(config):
         flying = ("KV cache",)
     own = ("master weights", "optimizer states", "reference policy", "critic with its optimizer", "teacher")
-    gone = _gone(config)
+    gone = _offloaded_items(config)
 
     def held(*awake: str) -> tuple[str, ...]:
         here = (item for item in (*own, "rollout weights") if item in awake or item not in gone)
@@ -124,7 +124,7 @@ def offloaded(config: Config, *, trained: bool) -> tuple[str, ...]:
     return options.offload(trained=trained) if isinstance(options, Options) else ()
 
 
-def _gone(config: Config) -> set[str]:
+def _offloaded_items(config: Config) -> set[str]:
     """Return the items that are off the device between two uses. A critic is one item, which is always counted."""
     gone = {"reference policy", "teacher"} if offloaded(config, trained=False) else set()
     gone |= {"rollout weights"} if drops_rollout_weights(config) else set()

@@ -192,8 +192,8 @@ def refuse_adapter(folder: Path) -> None:
     weights = sorted(name for name in files if not name.startswith("adapter_"))
     merge = "merge it into its base (merge_and_unload of PEFT), save that, and give its folder"
     if adapter and weights:
-        said = f"a whole model ({weights[0]}) and an adapter ({adapter[0]}): it cannot be told which is meant"
-        raise ValueError(f"model.path={folder}: {said}; move the adapter's files away, or {merge}")
+        prefix = f"a whole model ({weights[0]}) and an adapter ({adapter[0]}): it cannot be told which is meant"
+        raise ValueError(f"model.path={folder}: {prefix}; move the adapter's files away, or {merge}")
     if adapter:
         config = folder / ADAPTER_CONFIG
         base = json_object(config, config.read_bytes()).get("base_model_name_or_path") if config.is_file() else None
@@ -205,8 +205,8 @@ def refuse_adapter(folder: Path) -> None:
     if whole.is_file() and index.is_file():
         named = {str(name) for name in json_object(index, index.read_bytes()).get("weight_map", {}).values()}
         if named != {whole.name}:
-            said = f"{whole.name} and {index.name}, which names other files: two models"
-            raise ValueError(f"model.path={folder}: {said}; move the files of one of them away")
+            prefix = f"{whole.name} and {index.name}, which names other files: two models"
+            raise ValueError(f"model.path={folder}: {prefix}; move the files of one of them away")
 
 
 def refuse_quantised(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> None:

@@ -29,7 +29,7 @@ from verl.config.model_files import ModelFacts, chat_template_of, describe_model
 from verl.config.model_folder import check_folder, check_tie, folder_lines
 from verl.config.schema import Config, OptimConfig
 from verl.config.spread import Spread, on_this_machine, spread_of
-from verl.data.files import expand_files, format_of
+from verl.data.files import expand_files, file_format
 from verl.driver.dispatch import count_microbatches
 from verl.driver.scheduler import Scheduler
 from verl.types import Ref, Refs
@@ -337,7 +337,7 @@ def count_rows(files: list[str]) -> int | None:
         return None
     total = 0
     for file in expand_files(files):
-        kind = format_of(file.path)
+        kind = file_format(file.path)
         if kind == ("parquet", None):
             import pyarrow.parquet as parquet  # only for a run with Parquet files
 
@@ -413,12 +413,12 @@ def render_plan(plan: Plan) -> str:
         "saved": plan.checkpoints_made,
     }
     if plan.teacher_share is not None:
-        said = f"its pass over a step takes {plan.teacher_share:.2g} of the FLOPs of the policy's update"
-        lines["teacher"] = said if plan.teacher_share else "computed elsewhere"
+        prefix = f"its pass over a step takes {plan.teacher_share:.2g} of the FLOPs of the policy's update"
+        lines["teacher"] = prefix if plan.teacher_share else "computed elsewhere"
     if plan.calls:
         lines["agent"] = f"calls of tools are written as {plan.calls}"
     lines |= _cluster_lines(plan.cluster) if plan.cluster else {}
-    text = [f"{name:<9} {said}" for name, said in lines.items()]
+    text = [f"{name:<9} {prefix}" for name, prefix in lines.items()]
     if plan.cluster is None:
         text += ["", *_memory_lines(plan.memory)]
     for name, pool in (plan.cluster.pools if plan.cluster else {}).items():

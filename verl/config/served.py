@@ -113,13 +113,13 @@ def _draws(config: Config, row: Backend, engine: str, command: str) -> Iterator[
             asked.setdefault("rollout", (r.temperature, 1.0, 0, 0.0))
     for of, (temperature, top_p, top_k, min_p) in asked.items():
         cut = temperature > 0 and (top_p < 1 or top_k > 0 or min_p > 0)
-        said = f"{of}.temperature={temperature:g} top_p={top_p:g} top_k={top_k} min_p={min_p:g} with {engine}"
+        prefix = f"{of}.temperature={temperature:g} top_p={top_p:g} top_k={top_k} min_p={min_p:g} with {engine}"
         if row.plain and (temperature not in (0.0, 1.0) or cut):
             greedy = ", or temperature 0" if of == "eval" else ""
-            yield f"{said}: its log-probs are those at temperature 1 of all tokens; set 1, 1, 0 and 0{greedy}"
+            yield f"{prefix}: its log-probs are those at temperature 1 of all tokens; set 1, 1, 0 and 0{greedy}"
         elif row.among and cut and not 0 < (top_k or _vocab(config)) <= row.among:
             why = f"it tells the log-probs of truncated draws for top_k from 1 to {row.among} alone"
-            yield f"{said}: {why}; set {of}.top_k={min(row.among, 1024)}, or leave top_p, top_k and min_p out"
+            yield f"{prefix}: {why}; set {of}.top_k={min(row.among, 1024)}, or leave top_p, top_k and min_p out"
 
 
 def _vocab(config: Config) -> int:

@@ -166,15 +166,15 @@ def _out_of_bounds(value: Any, hint: Any) -> str:
     unknown = [v for v in (value if isinstance(value, list) else [value]) if v not in words]
     if words:
         return f"{unknown[0]} is unknown; {did_you_mean(unknown[0], words)}There are: {', '.join(words)}"
-    said = []
+    prefix = []
     for meta in metas:
-        said += [f"{meta.min_length} values, each"] if meta.min_length is not None else []
+        prefix += [f"{meta.min_length} values, each"] if meta.min_length is not None else []
         bounds = ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt))
         limits = [f"{sign} {bound:g}" for sign, bound in bounds if bound not in (None, sys.float_info.max)]
         limits += ["finite"] if meta.le == sys.float_info.max else []
-        said += [" and ".join(limits)] if limits else []
+        prefix += [" and ".join(limits)] if limits else []
     off = " (0 is off)" if value == -1 and any(m.ge == 0 for m in metas) else ""
-    return f"must be {' '.join(said)}{off}"
+    return f"must be {' '.join(prefix)}{off}"
 
 
 def _metas(hint: Any) -> Iterator[msgspec.Meta]:
@@ -218,7 +218,7 @@ def text_of(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def build(values: Mapping[str, Any]) -> Config:
+def tree_of(values: Mapping[str, Any]) -> Config:
     """Build the tree from one value per leaf, each of its leaf's type. Leaves that are not named keep their default."""
     config = Config()
     settings = {key.partition(".")[2]: values[key] for key in _algorithm_settings() if key in values}

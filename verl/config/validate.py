@@ -113,15 +113,15 @@ def _algorithm(config: Config) -> Iterator[str]:
     if preset.group.least > 1 and a.advantage is None and config.step.samples_per_prompt == 1:
         yield f"step.samples_per_prompt=1: {a.name} compares the answers to one prompt; set at least 2 (8 is usual)"
     if preset.group_filter.curriculum is not None and not config.data.shuffle:
-        said = f"data.shuffle=false with algorithm.options.curriculum={preset.group_filter.curriculum}"
-        yield f"{said}: the curriculum says which rows come, not their order; leave one of them out"
+        prefix = f"data.shuffle=false with algorithm.options.curriculum={preset.group_filter.curriculum}"
+        yield f"{prefix}: the curriculum says which rows come, not their order; leave one of them out"
     if preset.stored_share() and config.pipeline.oversample:
         why = "the slowest groups are dropped, and stored answers never are: their share would grow; set 0"
         yield f"pipeline.oversample={config.pipeline.oversample:g} with algorithm.options.on_policy_share: {why}"
     if preset.truncation is not None and preset.truncation.measures and not config.reward.overlong_buffer_tokens:
         for key in sorted(given.keys() & {"overlong_tokens", "overlong_cap"}):
-            said = f"algorithm.options.{key}={given[key]} does nothing without an overlong penalty"
-            yield f"{said}: set reward.overlong_buffer_tokens"
+            prefix = f"algorithm.options.{key}={given[key]} does nothing without an overlong penalty"
+            yield f"{prefix}: set reward.overlong_buffer_tokens"
     shapes = preset.truncation is not None and preset.truncation.shapes
     if config.reward.stage == "batch" and config.reward.model is not None and shapes:
         why = "it scales a score that the reward model has not given yet: reward.stage=stream"
@@ -143,12 +143,12 @@ def _teacher(config: Config) -> Iterator[str]:
     preset, t = settled(config.algorithm.name, config.algorithm.given()), config.teacher
     columns = {need.column for need in preset.needs(1) if need.role == "teacher"}
     named = {name: split_key(path)[0] for name, path in t.paths.items()}
-    said = f"teacher.paths={text_of(named)}" if t.paths else f"teacher.path={split_key(t.path or 'null')[0]}"
+    prefix = f"teacher.paths={text_of(named)}" if t.paths else f"teacher.path={split_key(t.path or 'null')[0]}"
     if not columns:
-        said = f"teacher.hint_key={t.hint_key}" if t.hint_key is not None else said
+        prefix = f"teacher.hint_key={t.hint_key}" if t.hint_key is not None else prefix
         if t.path is not None or t.paths or t.hint_key is not None:
             fix = "set algorithm.name=opd, gkd or gkd_topk (or algorithm.options.divergence_coef), or leave it out"
-            yield f"{said} does nothing with algorithm.name={config.algorithm.name}: {fix}"
+            yield f"{prefix} does nothing with algorithm.name={config.algorithm.name}: {fix}"
         return
     if t.path is None and not t.paths:
         fix = "set teacher.path=FOLDER, a Hugging Face model with the policy's tokenizer"
@@ -214,18 +214,18 @@ def _folder(config: Config, columns: Collection[str], path: str) -> Iterator[str
     except ValueError as exc:
         yield str(exc).replace("model.path=", f"{key}=") if path in str(exc) else str(exc)
         return
-    said = f"{key}={path}"
+    prefix = f"{key}={path}"
     if columns == {"teacher_logprobs"}:
         if theirs < ours:
-            yield f"{said}: its head has {theirs} tokens, the policy's {ours}: it has no log-prob of the last ones"
+            yield f"{prefix}: its head has {theirs} tokens, the policy's {ours}: it has no log-prob of the last ones"
     elif theirs != ours:
         why = f"its head has {theirs} tokens, the policy's {ours}: ids of padding would count on one side alone"
-        yield f"{said}: {why}; take one of the same size, or algorithm.name=opd, which reads the drawn tokens"
+        yield f"{prefix}: {why}; take one of the same size, or algorithm.name=opd, which reads the drawn tokens"
     if "teacher_topk" in columns and t.top_k > theirs:
         yield f"teacher.top_k={t.top_k} is above the {theirs} tokens of {path}: lower it, or algorithm.name=gkd"
     if (room := context_tokens(base)) is not None and room < longest_sequence(config):
         fix = "lower data.max_prompt_tokens or rollout.max_response_tokens"
-        yield f"{said} was made for {room} tokens, and rows have up to {longest_sequence(config)}: {fix}"
+        yield f"{prefix} was made for {room} tokens, and rows have up to {longest_sequence(config)}: {fix}"
 
 
 def _pipeline(config: Config) -> Iterator[str]:
@@ -279,8 +279,8 @@ def _reward(config: Config) -> Iterator[str]:
         (answer, "rollout.max_response_tokens") if longest is None else (longest, "algorithm.options.overlong_tokens")
     )
     if isinstance(whole, int) and r.overlong_buffer_tokens > whole:
-        said = f"reward.overlong_buffer_tokens={r.overlong_buffer_tokens} is above {key}={whole}"
-        yield f"{said}: it is the last part of that length"
+        prefix = f"reward.overlong_buffer_tokens={r.overlong_buffer_tokens} is above {key}={whole}"
+        yield f"{prefix}: it is the last part of that length"
     if r.path is not None and ("/" in r.path or r.path.endswith(".py")) and not Path(r.path).is_file():
         signature = f"def {r.name}(data_source, solution_str, ground_truth, extra_info=None)"
         yield f"reward.path={r.path}: no such file; a Python file with `{signature}`"

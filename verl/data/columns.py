@@ -44,7 +44,7 @@ def unread_system(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]])
             yield key
 
 
-def asked_of(row: Mapping[str, Any]) -> str:
+def question_of(row: Mapping[str, Any]) -> str:
     """Return the question of an Alpaca row: the instruction, and the text that it refers to."""
     parts = (row["instruction"], *(row.get(key) for key in CONTEXT_COLUMNS))
     return "\n\n".join(str(text) for text in parts if text)
@@ -61,16 +61,16 @@ def refuse_history(row: Mapping[str, Any], where: str) -> None:
 def refuse_unasked(row: Mapping[str, Any], where: str) -> None:
     """Refuse two answers that are texts without a prompt, where another column could be their prompt."""
     if column := next((key for key in PROMPT_COLUMNS if row.get(key)), ""):
-        said = f"no prompt is read for 'chosen' and 'rejected', and the row has {column!r} (columns: {names_of(row)})"
-        raise ValueError(f"{where}: {said}. Fix: data.prompt_key={column} if that is the prompt, or drop the column")
+        prefix = f"no prompt is read for 'chosen' and 'rejected', and the row has {column!r} (columns: {names_of(row)})"
+        raise ValueError(f"{where}: {prefix}. Fix: data.prompt_key={column} if that is the prompt, or drop the column")
 
 
 def refuse_schemas(row: Mapping[str, Any], where: str, read: str) -> None:
     """Refuse a column of tool schemas other than the one that is read."""
     for key, value in row.items():
         if key != read and isinstance(value, list | str) and value and are_schemas(value) and value != row.get(read):
-            said = f"column {key!r} holds the schemas of tools and is not read ({read!r} is)"
-            raise ValueError(f"{where}: {said}. Fix: data.tools_key={key}, or drop the column")
+            prefix = f"column {key!r} holds the schemas of tools and is not read ({read!r} is)"
+            raise ValueError(f"{where}: {prefix}. Fix: data.tools_key={key}, or drop the column")
 
 
 def are_schemas(value: Any) -> bool:
@@ -95,9 +95,9 @@ def refuse_marks(row: Mapping[str, Any], where: str) -> None:
     """Refuse a row that a column weighs or marks, or with a turn that one does: marks are read on messages."""
     for key in [key for key in row if key in ROW_MARKS or key in TURN_COLUMNS]:
         if (row[key] and key in TURN_COLUMNS) or not _trains_all(row[key], ROW_MARKS.get(key, 1), key):
-            said = f"column {key!r} is {str(row[key])[:60]}, and marks of what is trained are read on messages alone"
+            prefix = f"column {key!r} is {str(row[key])[:60]}, and marks of what is trained are read on messages alone"
             raise ValueError(
-                f"{where}: {said}. Fix: weight=0 or 1 on each message of the assistant, or drop the column"
+                f"{where}: {prefix}. Fix: weight=0 or 1 on each message of the assistant, or drop the column"
             )
 
 
@@ -123,6 +123,6 @@ def unread_texts(
     for key in columns:
         text = row.get(key)
         if isinstance(text, str) and text.strip():
-            said = (str(m.get(part)) for m in messages for part in ("content", "reasoning_content"))
-            if not any(text.strip() in part for part in said):
+            prefix = (str(m.get(part)) for m in messages for part in ("content", "reasoning_content"))
+            if not any(text.strip() in part for part in prefix):
                 yield key

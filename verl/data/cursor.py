@@ -141,9 +141,9 @@ class Curriculum:
     def _weights(self) -> np.ndarray:
         found = np.asarray(self._weigh(self.scores.copy()), np.float64)
         if found.shape != (self.num_tasks,) or not np.isfinite(found).all() or (found < 0).any() or not found.any():
-            said = f"it gave {found.shape} with {found.min(initial=0):g} to {found.max(initial=0):g}"
+            prefix = f"it gave {found.shape} with {found.min(initial=0):g} to {found.max(initial=0):g}"
             fix = f"return one weight for each of the {self.num_tasks} rows, none below 0, some above it"
-            raise ValueError(f"algorithm.options.curriculum: {said}; {fix}")
+            raise ValueError(f"algorithm.options.curriculum: {prefix}; {fix}")
         return found
 
     def state(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import fsspec
 
-from verl.data.splits import SPLITS, is_beside_rows, refuse_mixed, saved_files, saved_splits
+from verl.data.splits import SPLITS, is_without_rows, refuse_mixed, saved_files, saved_splits
 
 TABLES = {".csv": ",", ".tsv": "\t"}
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -30,7 +30,7 @@ PARQUET = (".parquet", ".pq")
 ARROW = (".arrow", ".feather")
 COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 AROUND_ROWS = ("data", "rows", "examples", "instances", "records", "items")
-BESIDE_ROWS = {"version", "metadata", "meta", "info", "description", "license", "name", "schema", "type"}
+NOT_ROWS = {"version", "metadata", "meta", "info", "description", "license", "name", "schema", "type"}
 """Keys of an object around a list of rows: of the list, and of what else may be there."""
 WIDE = (
     *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")),
@@ -120,7 +120,7 @@ def _expand(url: str) -> list[DataFile]:
             if "state.json" in names and "dataset_info.json" in names:
                 saved = [names[name] for name in saved_files(fs.cat_file(names["state.json"])) if name in names]
                 return [_data_file(fs, p, protocol) for p in saved]
-    paths = [p for p in sorted(map(str, found)) if format_of(p) is not None and not is_beside_rows(p)]
+    paths = [p for p in sorted(map(str, found)) if file_format(p) is not None and not is_without_rows(p)]
     if not paths:
         raise ValueError(f"{url}: {where}")
     refuse_mixed(url, paths, [_stem(p) for p in paths])
@@ -141,7 +141,7 @@ def _only_split(url: str, splits: Sequence[str]) -> str:
 def _without_rows(fs: fsspec.AbstractFileSystem, path: str) -> str:
     """Describe a folder without files of rows, and which of its folders has some."""
     inner = [str(p["name"]) for p in fs.ls(path, detail=True) if p["type"] == "directory"]
-    filled = [p.rpartition("/")[2] for p in inner if any(format_of(str(f)) for f in fs.ls(p, detail=False))]
+    filled = [p.rpartition("/")[2] for p in inner if any(file_format(str(f)) for f in fs.ls(p, detail=False))]
     there = f"; there are in {', '.join(sorted(filled))}. Fix: name one of these" if filled else ""
     return f"a folder without JSONL, Parquet or CSV files{there}"
 
@@ -154,7 +154,7 @@ def _stem(path: str) -> str:
     return path
 
 
-def format_of(path: str) -> tuple[str, str | None] | None:
+def file_format(path: str) -> tuple[str, str | None] | None:
     """Return ("json" | "parquet" | "arrow" | the separator of a table's columns, compression) by the file's name."""
     name = path.lower()
     compression = next((codec for ending, codec in COMPRESSION.items() if name.endswith(ending)), None)
@@ -183,7 +183,7 @@ def fingerprint(file: DataFile) -> str:
 
 def read_rows(file: DataFile) -> Iterator[RawRow]:
     """Yield the rows of one file, streamed. JSON types only, and bytes (Parquet)."""
-    known = format_of(file.path)
+    known = file_format(file.path)
     if known is None:
         packed = (e + c for e in JSON_LINES[:1] for c in COMPRESSION)
         endings = " ".join((*JSON_LINES, *packed, *PARQUET, *ARROW, *TABLES))
@@ -264,7 +264,7 @@ def _listed(url: str, document: Any) -> list[Any] | None:
         document and all(isinstance(value, dict) and "0" in value for value in document.values())
     ):
         raise ValueError(f"{url}: a table by columns. Fix: one by rows (pandas: to_json(orient='records', lines=True))")
-    if len(lists) == 1 and lists[0].lower() in (*AROUND_ROWS, *SPLITS) and document.keys() - lists <= BESIDE_ROWS:
+    if len(lists) == 1 and lists[0].lower() in (*AROUND_ROWS, *SPLITS) and document.keys() - lists <= NOT_ROWS:
         return list(document[lists[0]])
     return None
 

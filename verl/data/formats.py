@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from verl.chat.messages import Messages, messages_of_text, read_messages, refuse_trained, tool_without_nulls
 from verl.config.schema import DataConfig
-from verl.data.columns import are_schemas, asked_of, refuse_history, refuse_marks, refuse_schemas, system_of
+from verl.data.columns import are_schemas, question_of, refuse_history, refuse_marks, refuse_schemas, system_of
 from verl.data.files import RawRow
 from verl.data.media import media_in, refuse_media
 from verl.data.truths import GSM8K_ANSWER, GSM8K_INSTRUCTION, GSM8K_SOURCE, ground_truth_of, gsm8k_number, gsm8k_texts
@@ -159,8 +159,8 @@ def hinted(row: Mapping[str, Any], key: str, messages: Messages, where: str) -> 
     if not isinstance(hint, str):
         return read_messages(hint, where, key)
     if messages[-1]["role"] != "user" or not isinstance(messages[-1]["content"], str):
-        said = "the prompt does not end with a user's text, behind which a hint could stand"
-        raise ValueError(f"{where}: {said}. Fix: give {key!r} as messages, the whole prompt that the teacher reads")
+        prefix = "the prompt does not end with a user's text, behind which a hint could stand"
+        raise ValueError(f"{where}: {prefix}. Fix: give {key!r} as messages, the whole prompt that the teacher reads")
     return with_hint(messages, hint)
 
 
@@ -283,8 +283,8 @@ def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
             " Fix: data.messages_key=COLUMN"
         )
     if prompt and prompt[-1]["role"] == answer[0]["role"] == "assistant":
-        said = "the prompt ends with an assistant turn, and so does the answer begin; turns are not continued here"
-        raise ValueError(f"{where}: {said}. Fix: the whole turn in the answer")
+        prefix = "the prompt ends with an assistant turn, and so does the answer begin; turns are not continued here"
+        raise ValueError(f"{where}: {prefix}. Fix: the whole turn in the answer")
     if answer[-1]["role"] != "assistant" and row.get("chosen") is not None and row.get("rejected") is not None:
         raise ValueError(f"{where}: a preference row: its answers are in 'chosen' and 'rejected'. Fix: {PREFERENCE}")
     refuse_media(row, prompt + answer, where)
@@ -323,7 +323,7 @@ def named_row(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
     turns = [{"role": role, "content": text} for turn in history for role, text in zip(("user", "assistant"), turn)]
     if isinstance(row.get("output"), list):
         raise ValueError(f"{raw.where}: a preference row ('output' is a list of answers). Fix: {PREFERENCE}")
-    prompt = [*turns, {"role": "user", "content": asked_of(row)}]
+    prompt = [*turns, {"role": "user", "content": question_of(row)}]
     output = {"completion": row["output"], "solution": row["output"]} if row.get("output") is not None else {}
     return {**row, cfg.prompt_key: prompt, **output}
 

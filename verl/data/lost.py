@@ -68,12 +68,12 @@ def texts_of(messages: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def lost_lines(characters: Mapping[str, Sequence[int]], examples: Mapping[str, str]) -> list[str]:
     """Yield a line for each file with lost text. ValueError where it is more than MAX_LOST_SHARE of a file."""
-    said = []
+    prefix = []
     for file, (total, lost) in characters.items():
         if lost:
             how_much = f"{lost} of {total} characters ({lost / total:.2%}) have no token and vanish"
-            said.append(f"{file}: {how_much}, e.g. {examples[file]}")
+            prefix.append(f"{file}: {how_much}, e.g. {examples[file]}")
             if lost > MAX_LOST_SHARE * total:
                 fix = "train a model whose tokenizer knows them, or take them out of the rows"
-                raise ValueError(f"{said[-1]}. The model would be asked something else. Fix: {fix}")
-    return said
+                raise ValueError(f"{prefix[-1]}. The model would be asked something else. Fix: {fix}")
+    return prefix

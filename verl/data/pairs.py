@@ -219,7 +219,7 @@ def _turns(text: str) -> list[dict[str, str]]:
     """The turns of an HH-style transcript; a last one without text only asks for the answer."""
     parts = HH_TURN.split(text)[1:]
     roles = {"Human": "user", "Assistant": "assistant"}
-    turns = [{"role": roles[name], "content": said.strip()} for name, said in zip(parts[::2], parts[1::2])]
+    turns = [{"role": roles[name], "content": prefix.strip()} for name, prefix in zip(parts[::2], parts[1::2])]
     return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
 
 
@@ -294,8 +294,8 @@ def _check_answer(prompt: Messages, answer: Messages, where: str, name: str) -> 
     if last["role"] != "assistant":
         raise ValueError(f"{where}: {name!r} ends with a message of {last['role']!r}; it must be the assistant's")
     if prompt[-1]["role"] == "assistant" and answer[0]["role"] == "assistant":
-        said = "the prompt ends with an assistant turn, and so does the answer begin: which of them was judged"
-        raise ValueError(f"{where}: {name!r}: {said} cannot be told. Fix: end the prompt with the user's turn")
+        prefix = "the prompt ends with an assistant turn, and so does the answer begin: which of them was judged"
+        raise ValueError(f"{where}: {name!r}: {prefix} cannot be told. Fix: end the prompt with the user's turn")
     if prompt[-1]["role"] in ASKING and answer[0]["role"] in ASKING:
         raise ValueError(
             f"{where}: {name!r} begins with a turn of {answer[0]['role']!r} that the prompt does not have, and"

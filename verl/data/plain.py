@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from verl.chat.conversation import Rendered
-from verl.chat.template import RowRefused, Tokenizer, as_ids
+from verl.chat.template import RowRefused, Tokenizer, rendered_ids
 from verl.config.schema import DataConfig
 from verl.data.columns import CONTEXT_COLUMNS
 from verl.data.formats import COMPLETION_KEYS
@@ -49,7 +49,7 @@ def unread_columns(row: Mapping[str, Any], cfg: DataConfig) -> Iterator[str]:
 
 def text_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """[t] int64: the ids of a text with what the tokenizer puts around it, and the end token behind it."""
-    ids = as_ids(tokenizer(text))
+    ids = rendered_ids(tokenizer(text))
     end = tokenizer.eos_token_id
     return ids if end is None or ids[-1:].tolist() == [end] else np.append(ids, np.int64(end))
 
@@ -71,25 +71,25 @@ def ids_row(row: Mapping[str, Any], where: str) -> Rendered:
         raise ValueError(f"{where}: {IDS!r} must be a list of token ids, got {row[IDS][:8]}")
     mask = np.ones(len(ids), bool)
     if (labels := row.get("labels")) is not None:
-        labels = _beside(ids, labels, where, "labels")
+        labels = _same_length(ids, labels, where, "labels")
         mask &= labels != NOT_TRAINED
         if not (labels == ids)[mask].all():
             shifted = len(ids) > 1 and (labels[:-1] == ids[1:])[mask[:-1]].all()
-            said = "those of the next token" if shifted else "other ids"
+            prefix = "those of the next token" if shifted else "other ids"
             raise ValueError(
-                f"{where}: 'labels' are {said} than {IDS!r} where they are not {NOT_TRAINED}."
+                f"{where}: 'labels' are {prefix} than {IDS!r} where they are not {NOT_TRAINED}."
                 f" Fix: labels at the place of their own token, {NOT_TRAINED} where nothing is trained"
             )
     for key in row:
         if key in MASKS and row[key] is not None:
-            mask &= _beside(ids, row[key], where, key, least=0, most=1) == 1
+            mask &= _same_length(ids, row[key], where, key, least=0, most=1) == 1
         elif (key.endswith("mask") or key.endswith("masks")) and key not in NEVER_READ and row[key] is not None:
             raise ValueError(f"{where}: {key!r} is not read beside {IDS!r}. Fix: one of {', '.join(MASKS)}, or labels")
     real = np.ones(len(ids), bool)
     if (attended := row.get("attention_mask")) is not None:
-        real = _beside(ids, attended, where, "attention_mask", least=0, most=1) == 1
+        real = _same_length(ids, attended, where, "attention_mask", least=0, most=1) == 1
     if (positions := row.get("position_ids")) is not None:
-        positions = _beside(ids, positions, where, "position_ids")[real]
+        positions = _same_length(ids, positions, where, "position_ids")[real]
         if not np.array_equal(positions, np.arange(len(positions))):
             raise ValueError(f"{where}: 'position_ids' begin anew: several rows in one. Fix: a row for each")
     if len(row.get("seq_lengths") or ()) > 1:
@@ -105,7 +105,9 @@ def _trained(ids: np.ndarray, mask: np.ndarray) -> Rendered:
     return Rendered(ids, mask)
 
 
-def _beside(ids: np.ndarray, value: Any, where: str, column: str, least: int = NOT_TRAINED, most: int = 1 << 31) -> Any:
+def _same_length(
+    ids: np.ndarray, value: Any, where: str, column: str, least: int = NOT_TRAINED, most: int = 1 << 31
+) -> Any:
     found = _integers(value, where, column)
     if len(found) != len(ids):
         raise ValueError(f"{where}: {column!r} has {len(found)} values and {IDS!r} has {len(ids)}. Fix: as many")

@@ -18,7 +18,7 @@ from verl.data.formats import row_kwargs
 from verl.data.media import refuse_media
 from verl.data.pairs import PreferenceRow, gap_of, pair_of_texts, pair_row, unpaired_rows
 from verl.data.plain import text_ids
-from verl.data.render import Counts, Entry, RenderJob
+from verl.data.render import Entry, RenderJob, RowCounts
 from verl.data.source import ConversationTable, LoadReport, load_arrays, refuse_empty
 from verl.data.values import names_of
 
@@ -90,13 +90,13 @@ class PairJob(RenderJob):
     flat: ClassVar = {"ids": np.int32, "mask": np.bool_}
     scalar: ClassVar = {"desirable": np.bool_, "gap": np.float64}
 
-    def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
+    def entries(self, raw: RawRow, counts: RowCounts) -> list[Entry]:
         if self.paired and (texts := pair_of_texts(raw, self.cfg)) is not None:
             return self._text_entries(raw, texts, counts)
         rows = [pair_row(raw, self.cfg)] if self.paired else unpaired_rows(raw, self.cfg)
         return [entry for row in rows for entry in self._entries_of(raw, row, counts)]
 
-    def _entries_of(self, raw: RawRow, row: PreferenceRow, counts: Counts) -> list[Entry]:
+    def _entries_of(self, raw: RawRow, row: PreferenceRow, counts: RowCounts) -> list[Entry]:
         every = row.prompt + row.chosen + (row.rejected or ())
         refuse_media(raw.row, every, raw.where)
         self.count_text(every, raw.where, counts)
@@ -111,7 +111,7 @@ class PairJob(RenderJob):
         ]
         return self._fitting(raw, rendered, row.gap, row.desirable)
 
-    def _text_entries(self, raw: RawRow, texts: tuple[str, str], counts: Counts) -> list[Entry]:
+    def _text_entries(self, raw: RawRow, texts: tuple[str, str], counts: RowCounts) -> list[Entry]:
         """Return the entries of two texts without a prompt: no template renders them, and their common beginning is
         context."""
         refuse_media(raw.row, (), raw.where)

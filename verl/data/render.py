@@ -62,7 +62,7 @@ Entry = dict[str, Any]
 
 
 @dataclass(slots=True, kw_only=True)
-class Counts:
+class RowCounts:
     """Statistics of the rows."""
 
     rows_read: int = 0
@@ -96,7 +96,7 @@ class Counts:
     unread_keys: dict[str, str] = field(default_factory=dict)
     """Keys of messages that are not read."""
 
-    def add(self, other: Counts) -> None:
+    def add(self, other: RowCounts) -> None:
         for name in ("rows_read", "rows_kept", "rows_filtered", "rows_truncated", "rows_unthinking"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         shortest = (self.shortest_filtered_tokens, other.shortest_filtered_tokens)
@@ -113,12 +113,12 @@ class Counts:
         add_found(self.truths, other.truths)
 
 
-Chunk = tuple[Counts, dict[str, np.ndarray]]  # the entries of rows in a row, as arrays by name
+Chunk = tuple[RowCounts, dict[str, np.ndarray]]  # the entries of rows in a row, as arrays by name
 
 
 def merge(chunks: Iterable[Chunk]) -> Chunk:
     """Concatenate, in order; `numbers` (row of the chunk) becomes the row of the whole."""
-    total, columns = Counts(), list[dict[str, np.ndarray]]()
+    total, columns = RowCounts(), list[dict[str, np.ndarray]]()
     for counts, arrays in chunks:
         columns.append({**arrays, "numbers": arrays["numbers"] + total.rows_read})
         total.add(counts)
@@ -155,10 +155,10 @@ class RenderJob:
         assert self.measured is not None
         return self.measured
 
-    def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
+    def entries(self, raw: RawRow, counts: RowCounts) -> list[Entry]:
         raise NotImplementedError
 
-    def count_text(self, messages: Sequence[Message], where: str, counts: Counts) -> None:
+    def count_text(self, messages: Sequence[Message], where: str, counts: RowCounts) -> None:
         """Count in a row's messages: text without ids, text that is read as control tokens, keys that are not read."""
         file, texts = where.rpartition(":")[0], texts_of(messages)
         for key in {key for m in messages for key in m.keys() - KNOWN_KEYS}:
@@ -175,7 +175,7 @@ class RenderJob:
             if lost and file not in counts.lost:
                 counts.lost[file] = f"{lost[:20]!r} of {text[:60]!r} ({where})"
 
-    def count_columns(self, raw: RawRow, messages: Sequence[Message], counts: Counts) -> None:
+    def count_columns(self, raw: RawRow, messages: Sequence[Message], counts: RowCounts) -> None:
         """Count the columns of system messages, thoughts and prompts that the row's messages do not hold."""
         for column in unread_system(raw.row, messages):
             counts.unread.setdefault(OWN_SYSTEM.format(column), raw.where)
@@ -184,7 +184,7 @@ class RenderJob:
         for column in unread_texts(raw.row, messages, columns):
             counts.unread.setdefault(f"column {column!r} is not read, and no message has its text", raw.where)
 
-    def _count_key(self, pattern: str, key: str, where: str, counts: Counts) -> None:
+    def _count_key(self, pattern: str, key: str, where: str, counts: RowCounts) -> None:
         """Count a key of a message, unless the source of the chat template has it."""
         if not re.search(pattern, str(self.tokenizer.chat_template)):
             counts.unread_keys.setdefault(key, where)
@@ -197,7 +197,7 @@ class RenderJob:
         return {"job": type(self).__name__, **own, **data}
 
     def __call__(self, rows: Sequence[RawRow], progress: Callable[[int], None]) -> Chunk:
-        counts, kept, numbers = Counts(rows_read=len(rows)), list[Entry](), list[int]()
+        counts, kept, numbers = RowCounts(rows_read=len(rows)), list[Entry](), list[int]()
         with bounded_memory():  # of all of them: looking each up in the process takes a tenth of a row's time
             for number, raw in enumerate(rows):
                 try:
@@ -234,13 +234,15 @@ class PromptJob(RenderJob):
     flat: ClassVar = {"ids": np.int32, "rows": np.uint8, "context": np.int32, "answer": np.int32}
     scalar: ClassVar = {"hashes": np.uint64}
 
-    def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
+    def entries(self, raw: RawRow, counts: RowCounts) -> list[Entry]:
         task, limit = task_row(raw, self.cfg, self.players), self.cfg.max_prompt_tokens
         refuse_media(raw.row, task.messages, raw.where)
         for name, value in row_kwargs(raw.row, raw.where).items():
             if name not in self.template_kwargs or self.template_kwargs[name] != value:
-                said = f"the row sets {name}={value!r} for the chat template, and a run has one setting for all rows"
-                raise ValueError(f"{raw.where}: {said}. Fix: model.template_kwargs.{name}={value}, or drop the column")
+                prefix = f"the row sets {name}={value!r} for the chat template, and a run has one setting for all rows"
+                raise ValueError(
+                    f"{raw.where}: {prefix}. Fix: model.template_kwargs.{name}={value}, or drop the column"
+                )
         self.count_text(task.messages, raw.where, counts)
         for column in unread_system(raw.row, task.messages):
             counts.unread.setdefault(OWN_SYSTEM.format(column), raw.where)
@@ -270,7 +272,7 @@ class PromptJob(RenderJob):
         number = int(content_hash(raw.row, ID_BYTES), 16)
         return [{"ids": ids, "rows": blob, "context": context, "answer": answer, "hashes": number}]
 
-    def _count_truth(self, raw: RawRow, task: TaskRow, counts: Counts) -> None:
+    def _count_truth(self, raw: RawRow, task: TaskRow, counts: RowCounts) -> None:
         if self.players.graded(task.agent):
             kinds = counts.truths.setdefault(task.data_source, {})
             kinds.setdefault(kind_of_truth(task.ground_truth), [0, raw.where])[0] += 1
@@ -279,17 +281,17 @@ class PromptJob(RenderJob):
         read_otherwise = (self.cfg.prompt_key, self.players.hint_key, self.players.answer_key)
         for column in unread_truths(raw.row, task.ground_truth):
             if column not in read_otherwise:
-                said = f"column {column!r} is not read: the ground truth is another"
-                counts.unread.setdefault(said, raw.where)
+                prefix = f"column {column!r} is not read: the ground truth is another"
+                counts.unread.setdefault(prefix, raw.where)
 
-    def _answer(self, raw: RawRow, task: TaskRow, prompt: np.ndarray, counts: Counts) -> np.ndarray:
+    def _answer(self, raw: RawRow, task: TaskRow, prompt: np.ndarray, counts: RowCounts) -> np.ndarray:
         """Return [A] int64: the row's stored answer as it is rendered behind its prompt, with the end of the turn;
         empty where the run takes none."""
         if (key := self.players.answer_key) is None:
             return np.zeros(0, np.int64)
-        said = stored_answer(raw.row, key, raw.where)
-        self.count_text([said], raw.where, counts)
-        turns, n = (*task.messages, said), len(task.messages)
+        prefix = stored_answer(raw.row, key, raw.where)
+        self.count_text([prefix], raw.where, counts)
+        turns, n = (*task.messages, prefix), len(task.messages)
         try:
             (row,) = render_conversation(
                 self.tokenizer, turns, self.audit, self.template_kwargs, tools=task.tools, train_from=n
@@ -335,7 +337,7 @@ class ConversationJob(RenderJob):
 
     flat: ClassVar = {"ids": np.int32, "mask": np.bool_}
 
-    def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
+    def entries(self, raw: RawRow, counts: RowCounts) -> list[Entry]:
         if (column := plain_column(raw.row, self.cfg)) is not None:
             refuse_media(raw.row, (), raw.where)
             if column == TEXT and isinstance(raw.row[TEXT], str):
@@ -360,7 +362,7 @@ class ConversationJob(RenderJob):
         counts.rows_unthinking += any(r.unthinking for r in rendered)
         return [{"ids": r.ids, "mask": r.mask} for r in [self._fit(r, raw.where, counts) for r in rendered]]
 
-    def _fit(self, row: Rendered, where: str, counts: Counts) -> Rendered:
+    def _fit(self, row: Rendered, where: str, counts: RowCounts) -> Rendered:
         length, limit = len(row.ids), self.cfg.max_tokens_per_row
         if length <= limit:
             return row
@@ -391,9 +393,9 @@ class Feedback:
     def __call__(self, task: Task, attempt: Trajectory) -> Task:
         """Return the task with that context. Without feedback, or with more than there is room for, it has no
         teacher."""
-        if not (said := attempt.reward.feedback if isinstance(attempt.reward, Score) else ""):
+        if not (prefix := attempt.reward.feedback if isinstance(attempt.reward, Score) else ""):
             return replace(task, untaught=True)
-        messages = with_hint(tuple(map(dict, task.messages)), self.plain.marked(said))
+        messages = with_hint(tuple(map(dict, task.messages)), self.plain.marked(prefix))
         renderer = Renderer(self.plain.tokenizer, self.template_kwargs, task.tools, self.spelling)
         ids = self.plain.encode(renderer.text(messages, prompt=True))
         return replace(task, untaught=True) if len(ids) > self.longest else replace(task, context_ids=ids)

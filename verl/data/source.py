@@ -27,7 +27,7 @@ from verl.data.files import DataFile, expand_files, fingerprint, read_rows
 from verl.data.formats import ONE_ANSWER, Players, TaskRow
 from verl.data.lost import lost_lines
 from verl.data.parallel import run_chunks
-from verl.data.render import ID_BYTES, Chunk, ConversationJob, Counts, PromptJob, RenderJob, merge
+from verl.data.render import ID_BYTES, Chunk, ConversationJob, PromptJob, RenderJob, RowCounts, merge
 from verl.data.special import special_lines
 from verl.types import Task
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class LoadReport(Counts):
+class LoadReport(RowCounts):
     """Statistics of the rows of these files, and the size of the table."""
 
     files: tuple[str, ...]
@@ -173,7 +173,7 @@ def load_arrays(
     path = cache_path(job.cfg.cache_dir, key)
     cached = load_cached(path)
     if cached is not None:
-        counts, arrays = Counts(**cached[0]), cached[1]
+        counts, arrays = RowCounts(**cached[0]), cached[1]
     else:
         counts, arrays = _render(found, job, max_rows)
         if not counts.rows_read:

@@ -46,7 +46,7 @@ def add_found(found: Found, more: Found) -> None:
 def special_lines(found: Found, names: Mapping[str, str | Sequence[str]]) -> list[str]:
     """A line for each file. names: the tokenizer's special_tokens_map, name -> token."""
     called = {token: f" ({name})" for name, token in names.items() if isinstance(token, str)}
-    said = []
+    prefix = []
     for file, tokens in found.items():
         most = sorted(tokens.items(), key=lambda item: -item[1][0])
         parts = [
@@ -57,5 +57,5 @@ def special_lines(found: Found, names: Mapping[str, str | Sequence[str]]) -> lis
         what = (
             "they are read as control tokens, as if the chat template had written them (a turn may end in its middle)"
         )
-        said.append(f"{file}: special tokens in the rows' own text, {', '.join(parts)}{more}: {what}")
-    return said
+        prefix.append(f"{file}: special tokens in the rows' own text, {', '.join(parts)}{more}: {what}")
+    return prefix

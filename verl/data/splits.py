@@ -30,7 +30,7 @@ def _split_word(path: str) -> str:
     return next((word for word in words if word in SPLITS), "")
 
 
-def is_beside_rows(path: str) -> bool:
+def is_without_rows(path: str) -> bool:
     """Return whether a file has no rows though its name ends like that of rows: metadata, and hidden files."""
     name = path.rpartition("/")[2]
     return name in METADATA or name.startswith(".")

@@ -12,7 +12,7 @@ from verl.algorithms.filters import Truncation
 from verl.algorithms.presets import settled
 from verl.config.schema import Config
 from verl.data.formats import Players
-from verl.data.render import Counts
+from verl.data.render import RowCounts
 from verl.data.source import TaskTable
 from verl.data.truths import NOTHING
 from verl.reward.base import RewardFn
@@ -76,7 +76,7 @@ def rewards_count(config: Config) -> bool:
     return settled(config.algorithm.name, config.algorithm.given()).reads_rewards()
 
 
-def check_graders(config: Config, first: Sequence[Task], reports: Sequence[Counts]) -> None:
+def check_graders(config: Config, first: Sequence[Task], reports: Sequence[RowCounts]) -> None:
     """Refuse rows that need a judge if none is given, rows of a source without a rule, and rows with a missing ground
     truth or one that the rule cannot read. first: a task of each table."""
     if config.reward.path is None and config.reward.model is None:

@@ -266,7 +266,11 @@ def asked_ahead(config: Config, algorithm: Algorithm, models: Mapping[str, Model
     """Return the frozen models that compute a group's rows as soon as it is complete: those that share their place with
     no other model."""
     made: dict[str, Ahead] = {}
-    asked = algorithm.asked(config.step.updates_per_step * config.step.epochs_per_step) if asks_ahead(config) else {}
+    asked = (
+        algorithm.outputs_by_role(config.step.updates_per_step * config.step.epochs_per_step)
+        if asks_ahead(config)
+        else {}
+    )
     for role, outputs in asked.items():
         others = frozenset[str]().union(*(m.places for name, m in models.items() if name != role))
         if models[role].places.isdisjoint(others) and not models[role].trains:

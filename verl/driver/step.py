@@ -169,7 +169,7 @@ async def _experience(
 ) -> tuple[list[str], set[str]]:
     """Compute the model outputs that the algorithm needs: one pass per role, one after the other where roles share a
     place. Return the columns that were written, and the samples without an output of a role that may fail."""
-    needs, by_role, failed = algorithm.needs(updates), algorithm.asked(updates), set[str]()
+    needs, by_role, failed = algorithm.needs(updates), algorithm.outputs_by_role(updates), set[str]()
     may_fail = {need.role for need in needs if need.may_fail}
     asked: dict[str, Future[frozenset[str]]] = {}
 

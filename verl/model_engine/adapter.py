@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from verl.config.adapter import WEIGHTS, Part, read_adapter
+from verl.config.adapter import WEIGHTS, AdaptedWeight, read_adapter
 from verl.model_engine.base import EngineContext
 from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.hf_parts import part_and_place
@@ -31,7 +31,7 @@ class Adapter:
     """turned: the weights that are [in, out]."""
 
     file: Path
-    parts: Mapping[str, Part]
+    parts: Mapping[str, AdaptedWeight]
     turned: Collection[str] = ()
 
     @torch.no_grad()

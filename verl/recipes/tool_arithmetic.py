@@ -96,7 +96,7 @@ def write_tools(path: Path, *, fail_share: float) -> Path:
     return path
 
 
-def problems(seed: int, *, held: bool) -> Iterator[Problem]:
+def products(seed: int, *, held: bool) -> Iterator[Problem]:
     """Distinct products of numbers with two and three digits, of one side of the split."""
     rng = random.Random(seed)
     seen: set[Problem] = set()
@@ -117,14 +117,14 @@ def conversation(problem: Problem, rng: random.Random) -> list[dict[str, Any]]:
         call = {"name": "calculator", "arguments": {"expression": f"{problem[0]}{sign}{problem[1]}"}}
         asked += [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}]
         if rng.random() >= BUSY_SHARE:
-            result = _drawn(problem, rng)
+            result = _wrong_product(problem, rng)
             asked += [{"role": "tool", "content": result}, {"role": "assistant", "content": f"#{result}"}]
             return asked
         asked += [{"role": "tool", "content": f"Error: calculator failed: OSError: {BUSY}"}]
-    return [*asked, {"role": "assistant", "content": f"#{_drawn(problem, rng)}"}]
+    return [*asked, {"role": "assistant", "content": f"#{_wrong_product(problem, rng)}"}]
 
 
-def _drawn(problem: Problem, rng: random.Random) -> str:
+def _wrong_product(problem: Problem, rng: random.Random) -> str:
     """Return a random number that is not the product."""
     while True:
         number = rng.randrange(10 ** rng.randint(2, 6))
@@ -135,8 +135,8 @@ def _drawn(problem: Problem, rng: random.Random) -> str:
 def write_inputs(folder: Path, *, sft_rows: int, rl_rows: int, held_out_rows: int, seed: int) -> None:
     """The files of the three stages: sft.jsonl, train.jsonl, heldout.jsonl."""
     rng = random.Random(1001 + seed)
-    seen = islice(problems(1000 + seed, held=False), sft_rows)
+    seen = islice(products(1000 + seed, held=False), sft_rows)
     write_rows(folder / "sft.jsonl", [{"messages": conversation(p, rng), "tools": [SCHEMA]} for p in seen])
     for name, count, number, held in (("train", rl_rows, 2000 + seed, False), ("heldout", held_out_rows, 3000, True)):
-        found = islice(problems(number, held=held), count)
+        found = islice(products(number, held=held), count)
         write_rows(folder / f"{name}.jsonl", [rl_row(p, i, held) for i, p in enumerate(found)])

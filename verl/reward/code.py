@@ -48,7 +48,7 @@ def code_score(
     else:
         cases = [{"stdin": "\n".join(given) if isinstance(given, list) else str(given)} for given in inputs[:n]]
     ran = sandbox.run_all(program, cases, within_s)
-    same = same_value if function else same_text
+    same = same_result if function else same_text
     passed = sum(one.status == "ok" and same(one, expected) for one, expected in zip(ran, outputs))
     return {"score": passed / n, "tests": float(n), "passed": float(passed), "has_code": 1.0}
 
@@ -101,21 +101,21 @@ def same_text(ran: Ran, expected: Any) -> bool:
     lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (ran.stdout, wanted)]
     if lines[0] == lines[1]:
         return True
-    said, words = ran.stdout.split(), wanted.split()
-    return len(said) == len(words) and all(a == b or _same_number(a, b) for a, b in zip(said, words))
+    prefix, words = ran.stdout.split(), wanted.split()
+    return len(prefix) == len(words) and all(a == b or _same_number(a, b) for a, b in zip(prefix, words))
 
 
-def _same_number(said: str, wanted: str) -> bool:
+def _same_number(prefix: str, wanted: str) -> bool:
     """For a wanted number with a point or an exponent; whole numbers are compared as they are written."""
     if not re.fullmatch(r"[+-]?\d*\.?\d*(?:[eE][+-]?\d+)?", wanted) or wanted.lstrip("+-").isdigit():
         return False
     try:
-        return math.isclose(float(said), float(wanted), rel_tol=1e-9, abs_tol=1e-9)
+        return math.isclose(float(prefix), float(wanted), rel_tol=1e-9, abs_tol=1e-9)
     except ValueError:
         return False
 
 
-def same_value(ran: Ran, expected: Any) -> bool:
+def same_result(ran: Ran, expected: Any) -> bool:
     """Return whether a function's value equals the expected one, as JSON: plain data, whatever class it had in the
     sandbox. Expected are data or their JSON; a value in a list of one is the value, as APPS has it."""
     wanted = [expected]

@@ -29,9 +29,9 @@ def check_data_source(data_source: str) -> None:
         return
     near = get_close_matches(data_source, KNOWN, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    said = f"data_source={data_source!r}: no reward function is known for it{hint} Known: {', '.join(KNOWN)}, aime*."
+    prefix = f"data_source={data_source!r}: no reward function is known for it{hint} Known: {', '.join(KNOWN)}, aime*."
     signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None)"
-    raise ValueError(f"{said} Fix: reward.path=your_reward.py with `{signature}`")
+    raise ValueError(f"{prefix} Fix: reward.path=your_reward.py with `{signature}`")
 
 
 def readable_truth(data_source: str, kind: str) -> bool:

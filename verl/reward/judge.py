@@ -60,15 +60,15 @@ def compute_score(
     found = _post(f"{url.rstrip('/')}/v1/chat/completions", body, timeout_s, api_key)
     try:
         choice = found["choices"][0]
-        said = str(choice["message"]["content"])
+        prefix = str(choice["message"]["content"])
     except (LookupError, TypeError):
         raise ValueError(f"the judge answered no chat completion: {json.dumps(found)[:200]}") from None
     if choice.get("finish_reason") == "length":
         raise ValueError(f"the judge was cut off after max_tokens={max_tokens}, before its verdict: give it more")
     if (ended := choice.get("finish_reason")) not in (None, "stop"):  # half a number is one
         raise ValueError(f"the judge was ended before its verdict (finish_reason={ended!r}): is it being stopped?")
-    if not (scores := re.findall(pattern, said)):
-        raise ValueError(f"the judge gave no score: ...{' '.join(said.split())[-200:]!r} has no {pattern}")
+    if not (scores := re.findall(pattern, prefix)):
+        raise ValueError(f"the judge gave no score: ...{' '.join(prefix.split())[-200:]!r} has no {pattern}")
     if pattern == SCORE and not 0 <= float(scores[-1]) <= scale:
         raise ValueError(f"the judge's score of {scores[-1]} is not within 0 and scale={scale:g}")
     return float(scores[-1]) / scale
@@ -93,9 +93,9 @@ def _post(url: str, body: Mapping[str, Any], timeout_s: float, api_key: str | No
             with urllib.request.urlopen(request, timeout=max(end_s - time.monotonic(), 0.01)) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as e:
-            said = " ".join(e.read().decode(errors="replace").split())[:300]
+            prefix = " ".join(e.read().decode(errors="replace").split())[:300]
             if e.code not in BUSY or time.monotonic() + AGAIN_S > end_s:
-                raise RuntimeError(f"{url}: HTTP {e.code}: {said}") from None
+                raise RuntimeError(f"{url}: HTTP {e.code}: {prefix}") from None
             time.sleep(AGAIN_S)
         except (urllib.error.URLError, TimeoutError) as e:
             raise RuntimeError(f"{url}: {e}; does the judge run there?") from None

@@ -55,18 +55,18 @@ class RewardPool(Pool[Scored]):
         """Call once before anything expensive starts: with the ground truth as answer, else with none, else with a
         word. ValueError if the function raises on all, or returns no score; the pool is closed then. The score is not
         used."""
-        said = ""
+        prefix = ""
         for answer in dict.fromkeys((task.ground_truth if isinstance(task.ground_truth, str) else "", "", "answer")):
             found = await self.score(_rehearsal(task, answer))
             if isinstance(found, Score) or found.reason not in ("exception", "bad_result"):
                 self.stats = PoolStats()
                 self.take_load()
                 return
-            said = said or f"{answer[:60]!r} gave: {' '.join(found.detail.split())[-400:]}"
+            prefix = prefix or f"{answer[:60]!r} gave: {' '.join(found.detail.split())[-400:]}"
         await self.close()
         raise ValueError(
             f"{self.spec}: no score for row {task.index}, neither for its own ground truth nor an empty answer: "
-            f"{said}. Fix: return a number for any answer, 0.0 for one that cannot be read"
+            f"{prefix}. Fix: return a number for any answer, 0.0 for one that cannot be read"
         )
 
     async def rehearsed(self, task: Task, answer: str) -> float | None:

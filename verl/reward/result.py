@@ -27,8 +27,8 @@ def score_and_components(value: Any) -> Scored:
         if "score" not in value:
             keys = ", ".join(repr(k) for k in list(value)[:8])
             raise BadResult(f'the reward function returned a dict without "score" (keys: {keys or "none"})')
-        score, said = value["score"], value.get("pred")
-        vote = said if isinstance(said, str) else _number(said)
+        score, prefix = value["score"], value.get("pred")
+        vote = prefix if isinstance(prefix, str) else _number(prefix)
         pred = None if vote is None else str(vote)[:MAX_PRED_CHARS]
         turns = _turn_rewards(value.get("turn_rewards"))
         feedback = text[:MAX_FEEDBACK_CHARS] if isinstance(text := value.get("feedback"), str) else ""
@@ -47,8 +47,8 @@ def score_and_components(value: Any) -> Scored:
     number = _number(score)
     if number is None:
         kind = f"the text {score[:60]!r}" if isinstance(score, str) else f"a {type(score).__name__}"
-        said = "None" if score is None else kind
-        raise BadResult(f"the reward function returned {said}; a number or a dict with a number as score is needed")
+        prefix = "None" if score is None else kind
+        raise BadResult(f"the reward function returned {prefix}; a number or a dict with a number as score is needed")
     if not math.isfinite(number):
         raise BadResult(f"the reward function returned {number}; a score must be finite")
     return number, components, pred, turns, feedback

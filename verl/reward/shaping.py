@@ -20,10 +20,10 @@ def overlong_penalty(
     """The DAPO penalty to add to a score: 0 up to `max - buffer` tokens, then linear to -`penalty` at `max` tokens.
     `cap`: never below -`penalty` (the paper, OpenRLHF). Without, it continues beyond `max` tokens (verl, NeMo-RL)."""
     if not 0 < buffer_tokens <= max_response_tokens:
-        said = (
+        prefix = (
             f"reward.overlong_buffer_tokens={buffer_tokens}: must be in 1..{max_response_tokens} (the response budget)"
         )
-        raise ValueError(f"{said}; 0 in the configuration turns the penalty off")
+        raise ValueError(f"{prefix}; 0 in the configuration turns the penalty off")
     if penalty < 0:
         raise ValueError(f"reward.overlong_penalty={penalty}: must be >= 0; it is subtracted")
     over = (response_tokens - (max_response_tokens - buffer_tokens)) / buffer_tokens
