@@ -62,15 +62,15 @@ def test_a_state_that_comes_and_goes_is_the_state_that_stays(layout, tmp_path):
         for e in (stays, goes):
             steps(case, rank, e, 2)
         assert state_bytes(goes) == 0 < state_bytes(stays)
-        bring = offload._Place.bring
+        bring = offload._Offloaded.bring
         for e, name in ((stays, "stays"), (goes, "goes")):
             with pytest.MonkeyPatch.context() as patch:  # the device may be another's while it is saved
                 patch.setattr(
-                    offload._Place, "bring", lambda place: pytest.fail("it came back") if place.sizes else None
+                    offload._Offloaded, "bring", lambda place: pytest.fail("it came back") if place.sizes else None
                 )
                 e.save(tmp_path / name)
                 kept = e.snapshot()
-            assert bring is offload._Place.bring
+            assert bring is offload._Offloaded.bring
             kept.save(tmp_path / f"{name} kept")
             e.load(tmp_path / name)
             steps(case, rank, e, 1)

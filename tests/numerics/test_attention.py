@@ -187,13 +187,13 @@ def joined(batch, device, **options):
     return real_plan(replace(batch, seg_start=batch.seg_start[[0, -1]], parent=batch.parent[:1]), device, **options)
 
 
-real_plan = attention.make_plan
+real_plan = attention.plan_attention
 
 
 @each("name, leak", product(["qwen3", "gpt2"], [wrong_offsets, one_tree, joined]))
 def test_a_planted_leak_is_caught_at_start(name, leak, monkeypatch):
     engine = TorchEngine(make(name), dtype="float32")
-    monkeypatch.setattr(attention, "make_plan", leak)
+    monkeypatch.setattr(attention, "plan_attention", leak)
     with pytest.raises(ValueError, match=r"packed log-probs differ .* Set model\.engine_options\.attention=padded"):
         engine.check_packing(share_prefix=True)
 
@@ -260,7 +260,7 @@ def test_models_that_scale_or_sink_are_refused_in_words():
 def test_every_token_is_a_query_once_and_sees_its_ancestors(free_padding, monkeypatch):
     monkeypatch.setattr(attention, "_FREE_PADDING", free_padding)
     batch = pack(rows())
-    plan = attention.make_plan(batch, torch.device("cpu"))
+    plan = attention.plan_attention(batch, torch.device("cpu"))
     assert (len(plan.blocks) == 1) == (free_padding == 1 << 30)
     queries = torch.cat([b.q_index[b.real] for b in plan.blocks])
     assert sorted(queries.tolist()) == list(range(batch.num_tokens))
@@ -303,7 +303,7 @@ def test_the_flash_path_of_the_gpu_is_the_blocks_attention(share, window):
     upstream = torch.randn(t, 4, 8, dtype=torch.float64)
     found = []
     for attend in (
-        lambda: attention.attend(attention.make_plan(batch, torch.device("cpu")), q, k, v, 0.3, window),
+        lambda: attention.attend(attention.plan_attention(batch, torch.device("cpu")), q, k, v, 0.3, window),
         lambda: attention.attend_varlen(
             attention.make_varlen(batch, torch.device("cpu")), q, k, v, 0.3, window, plain_varlen
         ),
@@ -367,7 +367,7 @@ def test_the_flash_kernels_take_the_arguments_we_give(monkeypatch):
 
 def test_padding_is_bounded():
     batch = pack(rows(tuple((p, (r,) * 4) for p, r in ((4, 30), (8, 200), (300, 12), (64, 64), (2, 500)))))
-    plan = attention.make_plan(batch, torch.device("cpu"), max_waste=0.2)
+    plan = attention.plan_attention(batch, torch.device("cpu"), max_waste=0.2)
     for b in plan.blocks:
         area, lengths = b.q_index.numel() * b.k_index.shape[1], b.real.sum(1)
         assert (

@@ -213,7 +213,7 @@ def test_packing_is_proven_per_model_and_a_leak_is_refused(model, monkeypatch):
 
     e = engine(model)
     assert e.check_packing(share_prefix=True) < 1e-4 and e.check_packing(share_prefix=False) < 1e-4
-    real = attention.make_plan
+    real = attention.plan_attention
 
     def leaking(batch, device, **options):
         import dataclasses
@@ -221,7 +221,7 @@ def test_packing_is_proven_per_model_and_a_leak_is_refused(model, monkeypatch):
         joined = dataclasses.replace(batch, seg_start=batch.seg_start[[0, -1]], parent=batch.parent[:1])
         return real(joined, device, **options)
 
-    monkeypatch.setattr(attention, "make_plan", leaking)
+    monkeypatch.setattr(attention, "plan_attention", leaking)
     with pytest.raises(ValueError, match="model.engine_options.attention=padded"):
         e.check_packing(share_prefix=False)
 

@@ -33,7 +33,7 @@ from verl.driver.assemble import offline_learner
 from verl.driver.models import drawn_texts
 from verl.model_engine.base import EngineContext, ServedAt
 from verl.model_engine.hf_model import load_causal_lm
-from verl.model_engine.served import OUTPUTS, PROBE_EVERY, ServedModel, Unanswered, _bytes, build, read_answer
+from verl.model_engine.served import OUTPUTS, PROBE_EVERY, ServedModel, Unanswered, _bytes, build, read_prompt_logprobs
 
 K = 5
 VOCAB = 64
@@ -273,17 +273,17 @@ def test_a_server_that_is_no_teacher_is_refused_at_the_start(kind, change, said,
 
 def test_what_is_left_of_1_is_the_others():
     row = {"7": {"logprob": np.log(0.5)}, "3": {"logprob": np.log(0.25)}, "9": {"logprob": np.log(0.125)}}
-    found = read_answer([None, row], np.array([1, 9]), 2, 10)
+    found = read_prompt_logprobs([None, row], np.array([1, 9]), 2, 10)
     assert found["topk_ids"].tolist() == [[7, 3]]
     assert found["topk_logprobs"].exp()[0].tolist() == pytest.approx([0.5, 0.25, 0.25])
     assert float(found["logprobs"].exp()) == pytest.approx(0.125)
     whole = {"7": {"logprob": np.log(0.5)}, "3": {"logprob": np.log(0.5)}}
-    assert read_answer([None, whole], np.array([1, 3]), 2, 10)["topk_logprobs"][0, -1] < -16
+    assert read_prompt_logprobs([None, whole], np.array([1, 3]), 2, 10)["topk_logprobs"][0, -1] < -16
     with pytest.raises(Unanswered, match="of which the first has none"):
-        read_answer([row, row], np.array([1, 9]), 2, 10)
+        read_prompt_logprobs([row, row], np.array([1, 9]), 2, 10)
     with pytest.raises(Unanswered, match="token 7 is among the likeliest, and the policy has 7: take a teacher whose"):
-        read_answer([None, row], np.array([1, 9]), 2, 7)
-    assert read_answer([None, row], np.array([1, 9]), 0, 7)["topk_ids"].shape == (1, 0)
+        read_prompt_logprobs([None, row], np.array([1, 9]), 2, 7)
+    assert read_prompt_logprobs([None, row], np.array([1, 9]), 0, 7)["topk_ids"].shape == (1, 0)
 
 
 def test_other_temperatures_are_refused(stand, tiny_teacher):

@@ -37,7 +37,8 @@ _OURS = ("config.json", "*.index.json", "adapter_config.json", "trainer_state.js
 
 @dataclass(frozen=True, slots=True)
 class HfExport:
-    """What a folder of a run's weights gets besides the weights: everything of `source_dir` that is not weights.
+    """The files that a folder of a run's weights gets besides the weights: everything of `source_dir` that is not
+    weights.
 
     tokenizer_dir, chat_template: where they differ from the source."""
 
@@ -166,9 +167,9 @@ def skeleton_of(config: Any) -> torch.nn.Module | None:
 
 
 def saved_as(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...], int]]:
-    """What transformers makes of this tensor of the model when it saves it (experts one by one): (name in the folder,
-    shape, the row at which its own begin), in their order. A row: along the last dimension. ValueError for what is no
-    run of rows."""
+    """Return the tensors that transformers makes of this tensor of the model when it saves it (experts one by one):
+    (name in the folder, shape, the row at which its own begin), in their order. A row: along the last dimension.
+    ValueError for a tensor that is no run of rows."""
     from transformers.core_model_loading import revert_weight_conversion
 
     if not math.prod(shape):

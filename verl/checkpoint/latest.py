@@ -26,7 +26,7 @@ def _warned(notes: list[str]) -> Note:
 
 
 def beyond(run_dir: str | Path, step: int, total_steps: int) -> list[str]:
-    """A line where a run has done more steps than it is asked for."""
+    """Return a warning where a run has done more steps than are configured now."""
     if step <= total_steps:
         return []
     return [f"warning: run.total_steps={total_steps}, but {run_dir} has done {step}: no step is left, none is undone"]

@@ -1,4 +1,5 @@
-"""Whether a Hugging Face folder is a causal language model that can be trained: said in a line, before it is loaded."""
+"""Checks that a Hugging Face folder is a causal language model that can be trained, before it is loaded; failures are
+one line."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from verl.config.model_files import (
     refuse_quantised,
 )
 
-# What transformers and a model's own code raise for a config.json that they cannot build.
+# Errors of transformers and of a model's own code for a config.json that they cannot build.
 BUILD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError)
 
 
@@ -30,8 +31,9 @@ def cannot_load(folder: Path, exc: BaseException) -> ValueError:
 
 
 def check_loadable(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """The model's configuration. ValueError for quantised weights, an architecture that is no causal language model
-    here, and weights of other shapes than config.json says. No weight is read: the model is built without storage."""
+    """Return the model's configuration. ValueError for quantised weights, an architecture that is no causal language
+    model here, and weights with other shapes than config.json has. No weight is read: the model is built without
+    storage."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     refuse_adapter(folder)

@@ -28,7 +28,8 @@ def read_score(folder: Path) -> Tensor | None:
 
 
 def classifier_config(folder: Path, pad_token_id: int | None) -> dict[str, Any]:
-    """What config.json says where the model of `folder` is a classifier; ValueError if transformers has no such."""
+    """Return the fields of config.json for the model of `folder` as a classifier; ValueError if transformers has no
+    such class."""
     import transformers
 
     config = json.loads((folder / "config.json").read_text())

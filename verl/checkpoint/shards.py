@@ -17,12 +17,12 @@ MAX_FILE_BYTES = 256 << 20  # a file is put together in memory before it is writ
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], group: Any = None) -> None:
-    """Write `tensors` into the new folder `path`, in files of bounded size: where there are many ranks, each what it
-    holds, and all of `group` (None: the default one) call this. OSError as of any write."""
+    """Write `tensors` into the new folder `path`, in files of bounded size. With many ranks each writes the parts that
+    it holds, and all of `group` (None: the default one) call this. OSError as of any write."""
     with agreed(group):
         path.mkdir(parents=True, exist_ok=True)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    if not _alone():  # the first rank says what goes where, also of what others alone hold
+    if not _alone():  # the first rank assigns files, also to tensors that only others hold
         every: list[Any] = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(every, sizes, group=group)
         sizes = {name: size for theirs in every for name, size in theirs.items()}
@@ -40,7 +40,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], group: Any = None) -
 
 
 def tensor_names(path: Path) -> frozenset[str]:
-    """The names of what `save_tensors` wrote. ValueError if it is no such folder."""
+    """Return the names that `save_tensors` wrote. ValueError if it is no such folder."""
     if not path.is_dir() or not any(path.glob("*.safetensors")):
         raise ValueError(f"{path} holds no tensors of a checkpoint: use another checkpoint")
     with _own_errors():

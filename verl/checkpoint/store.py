@@ -42,9 +42,9 @@ FORMAT = 1
 _STEP = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"(step_\d+)\.(tmp|old|trash)-(.+)-(\d+)")
 _HASH_THREADS = 4
-_MOST_BYTES = 64 << 20  # of a manifest that is read
+_MOST_BYTES = 64 << 20  # the longest manifest that is read
 SLACK_BYTES = 16 << 20  # beside the checkpoints: directories, manifest, other writers on the same disk
-_ABANDONED_S = 3600.0  # nobody writes for so long: the writer is dead, also on another host
+_ABANDONED_S = 3600.0  # after so long without a write the writer is dead, also on another host
 logger = logging.getLogger(__name__)
 
 
@@ -53,7 +53,7 @@ class SaveFailed(OSError):
 
 
 class DiskFull(SaveFailed):
-    """As SaveFailed: no space, foreseen before the first byte or met while writing."""
+    """A `SaveFailed` for lack of space, foreseen before the first byte or met while writing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class _Entry(msgspec.Struct):
 
 
 class _Fields(msgspec.Struct):
-    """What a manifest holds."""
+    """The fields of a manifest."""
 
     step: int
     serial: int
@@ -133,7 +133,7 @@ class CheckpointStore:
             raise DiskFull(errno.ENOSPC, f"{what} {fix}", str(self.directory))
 
     def _seal(self, tmp: Path, step: int, meta: Mapping[str, Any]) -> None:
-        """Sync every file, then write the manifest: whoever sees a manifest sees what it lists."""
+        """Sync every file, then write the manifest: if a manifest is visible, so are the files that it lists."""
         paths = sorted(_files(tmp))
         with ThreadPoolExecutor(_HASH_THREADS) as pool:
             entries = dict(zip((p.relative_to(tmp).as_posix() for p in paths), pool.map(_synced_entry, paths)))
@@ -175,9 +175,9 @@ class CheckpointStore:
         return sorted(int(m[1]) for p in self.directory.iterdir() if (m := _STEP.fullmatch(p.name)) and p.is_dir())
 
     def latest_valid(self, note: Callable[[str], None] = logger.warning) -> Path | None:
-        """The newest checkpoint (the one saved last) that is whole; None if there is none at all. If there are some
-        and all are damaged that is an error, because starting over must be the user's decision. note: is told of each
-        that is passed over."""
+        """Return the newest checkpoint (the one saved last) that is whole; None if there is none at all. If there are
+        some and all are damaged that is an error, because starting over must be the user's decision. note: is called
+        for each damaged one that is skipped."""
         readable = self._manifests()
         unreadable = [self._path(step) for step in self.steps() if step not in {m.step for m in readable}]
         skipped: list[str] = []
@@ -205,8 +205,8 @@ class CheckpointStore:
         return sorted((m for step, m in found if isinstance(m, _Manifest) and m.step == step), key=lambda m: m.serial)
 
     def _prune(self, just_saved: int) -> None:
-        """Remove what retention does not keep. Never the one just saved, the best, the kept steps, or one whose
-        manifest cannot be read (somebody should look at it)."""
+        """Remove the checkpoints that retention does not keep. Never the one just saved, the best, the kept steps, or
+        one with an unreadable manifest (the user should look at it)."""
         manifests = self._manifests()
         keep = {just_saved, *(m.step for m in manifests[-self.keep_last :])}
         keep |= {m.step for m in manifests if self.keep_every_steps and m.step % self.keep_every_steps == 0}
@@ -233,8 +233,8 @@ class CheckpointStore:
 
 
 def damage(path: Path, *, quick: bool = False) -> str | None:
-    """What is wrong with the checkpoint; None if it is whole: with the contents that were written, and weights that can
-    be read. quick: sizes only, no hashes."""
+    """Return a description of the checkpoint's damage; None if it is whole: with the contents that were written, and
+    weights that can be read. quick: sizes only, no hashes."""
     manifest = _read_manifest(path)
     if isinstance(manifest, str):
         return manifest
@@ -260,7 +260,7 @@ def damage(path: Path, *, quick: bool = False) -> str | None:
 
 
 def _read_manifest(path: Path) -> _Manifest | str:
-    """The manifest of a checkpoint folder, or what is wrong with it, whatever lies there under its name."""
+    """Return the manifest of a checkpoint folder, or a description of its damage, whatever file has its name."""
     file = path / MANIFEST
     try:
         if not stat.S_ISREG((found := file.stat()).st_mode):
@@ -311,7 +311,8 @@ def _sha256(path: Path) -> str:
 
 
 def _abandoned(path: Path, host: str, pid: int) -> bool:
-    """No process works on it any more: its writer is gone from this host, or nothing was written for an hour."""
+    """Return True if no process writes it any more: its writer is not on this host, or nothing was written for an
+    hour."""
     if host == socket.gethostname() and (pid == os.getpid() or not psutil.pid_exists(pid)):
         return True
     newest_s = max((p.lstat().st_mtime for p in (path, *path.rglob("*"))), default=0.0)
@@ -332,7 +333,7 @@ def _reported_for(final: Path) -> Iterator[None]:
 
 
 def is_late(e: OSError) -> bool:
-    """A deadline that passed: no fault of the disk, whose errors have numbers."""
+    """Return True for a deadline that passed: no fault of the disk, which raises errors with numbers."""
     return isinstance(e, TimeoutError) and e.errno is None
 
 

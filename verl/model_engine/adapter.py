@@ -1,4 +1,4 @@
-"""A LoRA adapter in the weights of its base, W + scale * B A: of each tensor in what this rank holds."""
+"""A LoRA adapter in the weights of its base, W + scale * B A, for the parts of each tensor that this rank holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl.model_engine.hf_parts import part_and_place
 
 
 def load_model(context: EngineContext) -> Any:
-    """The causal LM of the folder, whole, with its adapter in it."""
+    """Load the causal LM of the folder, whole, with its adapter added."""
     c = context
     model = load_causal_lm(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm")
     if c.adapter is not None:
@@ -28,7 +28,7 @@ def load_model(context: EngineContext) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """turned: the weights that are [in, out]."""
+    """An adapter file. turned: the weights that are stored as [in, out]."""
 
     file: Path
     parts: Mapping[str, AdaptedWeight]
@@ -36,7 +36,7 @@ class Adapter:
 
     @torch.no_grad()
     def add(self, into: Mapping[str, Tensor]) -> None:
-        """To these tensors of the model, by its names."""
+        """Add the adapter to these tensors of the model, by its names."""
         with safe_open(self.file, "pt") as file:
             for name in self.parts.keys() & into.keys():
                 part, (mine, index) = self.parts[name], part_and_place(into[name])
@@ -48,7 +48,7 @@ class Adapter:
                     mine.add_((b @ a).T if name in self.turned else b @ a, alpha=part.scale)
 
     def after(self, fill: Callable[[Mapping[str, Tensor]], None]) -> Callable[[Mapping[str, Tensor]], None]:
-        """What fills tensors from the base's folder, and then adds to them."""
+        """Return a function that fills tensors from the base's folder and then adds the adapter."""
 
         def both(into: Mapping[str, Tensor]) -> None:
             fill(into)
@@ -58,7 +58,7 @@ class Adapter:
 
 
 def open_adapter(folder: Path, base: Path, model: Any) -> Adapter:
-    """Of a model, which may be without storage; ValueError for an adapter that is not of it."""
+    """Open an adapter of a model, which may be without storage; ValueError for an adapter of another model."""
     from transformers.pytorch_utils import Conv1D
 
     parts, names = read_adapter(folder, base), {name for name, _ in model.named_parameters()}

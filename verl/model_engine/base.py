@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Part = Literal["weights", "optimizer"]
-"""Of an engine's state."""
+"""A part of an engine's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +36,22 @@ class StepOutput:
 
 
 class Ranks(Protocol):
-    """What a rank knows of the others that train the same model: `rank` of `world_size` that have rows of their own.
-    primary: of the ranks that compute the same rows, this one writes and reports what came of them."""
+    """The group of ranks that train the same model."""
 
     @property
-    def primary(self) -> bool: ...
+    def primary(self) -> bool:
+        """Among the ranks that compute the same rows, this one writes and reports the results."""
+        ...
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """The index of this rank among those with rows of their own."""
+        ...
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """The number of ranks with rows of their own."""
+        ...
 
     def all_gather(self, value: T) -> list[T]:
         """The values of all ranks, in rank order. Every rank must call it the same number of times."""
@@ -66,62 +71,76 @@ class OneRank:
 
 @dataclass(frozen=True, slots=True)
 class TeacherHead:
-    """Whom the output `divergence` of a student compares with: the head of the model in `folder`, whose hidden states
-    are the column `teacher_hidden`. beta: see nn/linear_teacher.py · temperature: of its logits; None: the sample's
-    · adapter: in its weights."""
+    """The teacher that the output `divergence` of a student is compared with: its hidden states are the column
+    `teacher_hidden`."""
 
     folder: Path
+    """The model folder that the head is read from."""
     beta: float
+    """The mixture parameter of the divergence (nn/linear_teacher.py)."""
     temperature: float | None = None
+    """The temperature of the teacher's logits; None: the sample's."""
     adapter: Path | None = None
+    """A LoRA adapter that is added to the teacher's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedAt:
-    """Where a frozen model is served (`served.py`). longest: row that it will be asked for, in tokens · vocab: ids that
-    the policy has logits of · texts: with the ids that its tokenizer must read them as · top: it names its likeliest
-    tokens too · timeout_s: of one answer · budget_s: for all rows of a call; the others have no number then · parallel:
-    requests at once · key: sent as a bearer token · cache_mb: of what it said of rows."""
+    """The server of a frozen model, and the limits of its requests (`served.py`)."""
 
     url: str
     longest: int
+    """The longest row that is sent, in tokens."""
     vocab: int
+    """The number of ids that the policy has logits for."""
     texts: tuple[tuple[str, tuple[int, ...]], ...]
+    """Texts with the ids that the server's tokenizer must return for them."""
     top: bool = False
+    """The server must also return its likeliest ids."""
     timeout_s: float = 120.0
+    """The timeout of one request."""
     budget_s: float = 300.0
+    """The time for all rows of a call; rows that are late have no number."""
     parallel: int = 32
+    """The number of concurrent requests."""
     key: str = field(default="", repr=False)
+    """Sent as a bearer token."""
     cache_mb: float = 256.0
+    """The size of the cache of answered rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
-    """What every backend builds an engine from, besides its own options. `folder`: a Hugging Face folder · head: lm
-    (policy, reference, teacher), value (critic) or score (reward model) · optim: None for a frozen model · dump_dir:
-    where a batch with a non-finite gradient is written · layout: of the ranks that hold the model together · teacher:
-    of a student · top_k: how many ids a teacher names · adapter: of a frozen model, which is in the weights of the
-    folder · longest: row of the run, in tokens, by which RoPE is fixed (nn/rope.py); None: the model's positions."""
+    """The arguments from which every backend builds an engine, besides its own options."""
 
     folder: Path
+    """A Hugging Face folder."""
     head: Head = "lm"
+    """lm (policy, reference, teacher), value (critic) or score (reward model)."""
     optim: OptimSpec | None = None
+    """None for a frozen model."""
     dtype: str = "bfloat16"
     device: str = "cpu"
     max_tokens_per_microbatch: int = 16384
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
     dump_dir: Path | None = None
+    """The folder for batches with a non-finite gradient."""
     layout: Layout = field(default_factory=Layout)
+    """The arrangement of the ranks that hold the model together."""
     teacher: TeacherHead | None = None
+    """The teacher of a student."""
     top_k: int = 0
+    """The number of ids that a teacher returns per token."""
     adapter: Path | None = None
+    """A LoRA adapter that is added to the weights of a frozen model."""
     longest: int | None = None
+    """The longest row of the run in tokens, which fixes RoPE (nn/rope.py); None: the model's maximum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
-    """What an engine can do with the model it holds; asked once at start, and obeyed."""
+    """The abilities of an engine with the model that it holds; read once at start, and obeyed."""
 
     shares_prefix: bool
     max_tokens_per_microbatch: int
@@ -132,8 +151,8 @@ class EngineCapabilities:
 
 
 @runtime_checkable
-class Counts(Protocol):
-    """An engine that counts what it does."""
+class ReportsMetrics(Protocol):
+    """An engine that reports metrics of its own."""
 
     def take_metrics(self) -> Metrics: ...
 
@@ -151,9 +170,10 @@ class ModelEngine(Protocol):
         ...
 
     def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
-        """logprobs, entropy, values, sum_pi_squared [L], or scores [R]: only what is asked. Of a teacher hidden [L, H],
-        topk_ids [L, k], topk_logprobs [L, k + 1]; of a student logprobs_at [L, k + 1], divergence [L] and its figures
-        (nn/linear_teacher.py). average: of the weights' moving average, where the optimizer keeps one."""
+        """Return the given columns: logprobs, entropy, values, sum_pi_squared [L], or scores [R]. A teacher also has
+        hidden [L, H], topk_ids [L, k], topk_logprobs [L, k + 1]; a student logprobs_at [L, k + 1], divergence [L] and
+        its figures (nn/linear_teacher.py). average: use the moving average of the weights, where the optimizer keeps
+        one."""
         ...
 
     def optim_step(self) -> Metrics:
@@ -161,12 +181,12 @@ class ModelEngine(Protocol):
         ...
 
     def published(self, version: int) -> None:
-        """The weights as they are now become this version: a copy of them that lags (`OptimSpec`) is taken anew where
-        it is due, once, though a run that goes on publishes its version again."""
+        """The weights as they are now become this version. A lagging copy of them (`OptimSpec`) is updated where it is
+        due, once per version, also when a resumed run publishes its version again."""
         ...
 
     def weights(self, kind: Literal["full", "adapter", "merged"] = "full") -> Iterator[tuple[str, Tensor]]:
-        """(HF name, tensor) with bounded memory; tied tensors once."""
+        """Yield (Hugging Face name, tensor) with bounded memory; tied tensors once."""
         ...
 
     def save(self, path: Path) -> None:
@@ -175,13 +195,13 @@ class ModelEngine(Protocol):
         ...
 
     def snapshot(self) -> Snapshot:
-        """A copy of the state as it is now, on the host: another thread can save it, and export its weights, while
-        training goes on. One is saved at a time."""
+        """Return a copy of the state on the host: another thread can save it, and export its weights, while training
+        continues. One is saved at a time."""
         ...
 
     @property
     def snapshot_bytes(self) -> int:
-        """What this rank's part of a snapshot takes."""
+        """The size of this rank's part of a snapshot."""
         ...
 
     def load(self, path: Path) -> None:
@@ -194,23 +214,23 @@ class ModelEngine(Protocol):
         ...
 
     def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
-        """Log-probs [t-1] of ids[1:] of each probe [t] by the model's own forward pass with its weights in
-        `dtype`, as a rollout engine computes them: what they differ by from `infer` is rounding."""
+        """Return log-probs [t-1] of ids[1:] of each probe [t] by the model's own forward pass with its weights in
+        `dtype`, as a rollout engine computes them: the difference from `infer` is rounding."""
         ...
 
     def awake(self, *parts: Part) -> AbstractContextManager[None]:
-        """Inside, these parts of the state are on the device. Behind the outermost one, what the engine offloads is
-        not; each of its methods is inside one of its own, so this is for several calls that belong together."""
+        """Inside the context these parts of the state are on the device. After the outermost context the offloaded
+        parts leave it. Each method opens a context of its own; this one is for several calls that belong together."""
         ...
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """{name: the name its tensor is delivered under} of tied tensors."""
+        """For each tied tensor, the name under which it is delivered."""
         ...
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        """The trained tensors by the engine's own names; of a sharded engine what this rank holds of them."""
+        """The trained tensors by the engine's own names; for a sharded engine the parts of this rank."""
         ...
 
     @property

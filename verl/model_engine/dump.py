@@ -1,4 +1,4 @@
-"""The batch of a gradient that was not finite, for whoever looks for its cause."""
+"""Writes the batch of a gradient that was not finite, for debugging."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from verl.batch import Batch
 
 
 def dump_batch(path: Path, batch: Batch, terms: Sequence[str], norm: float) -> str:
-    """Write it; returns where it is, or why it is nowhere."""
+    """Write the batch; return its path, or why it was not written."""
     seen: dict[str, Any] = {"ids": batch.ids, "targets": batch.targets}
     seen |= {"seg_start": batch.seg_start, "row_start": batch.row_start}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"terms": terms, **seen, "columns": dict(batch.columns), "grad_norm": norm}, path)
-    except (OSError, RuntimeError) as e:  # of torch's writer, where the disk is full
+    except (OSError, RuntimeError) as e:  # raised by torch's writer where the disk is full
         return f"nowhere ({e})"
     return str(path)

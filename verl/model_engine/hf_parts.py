@@ -28,15 +28,15 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """Tensors of the model out of those of a folder. sources: names in the folder by transformers' patterns · targets:
-    names in the model."""
+    """How tensors of a folder become tensors of the model. sources: names in the folder by transformers' patterns ·
+    targets: names in the model."""
 
     transform: Any
     sources: Mapping[str, Sequence[str]]
     targets: tuple[str, ...]
 
     def make(self, read: Callable[[str], Tensor], config: Any, *, row: int | None = None) -> dict[str, Tensor]:
-        """All of them; row: of the one target, which is stacked from lists of tensors, that row alone [1, ...]."""
+        """Return all targets; row: only that row [1, ...] of the one target that is stacked from lists of tensors."""
         rows = slice(None) if row is None else slice(row, row + 1)
         for pattern, names in self.sources.items():
             for name in names[rows]:
@@ -46,12 +46,12 @@ class _Made:
 
     @property
     def copied(self) -> str | None:
-        """The tensor of the folder that is the target as it stands, under whatever name."""
+        """The name of the folder's tensor that equals the target, under whatever name."""
         return None if hasattr(self.transform, "operations") else next(iter(self.sources.values()))[0]
 
     @property
     def stacked(self) -> bool:
-        """Whether a row of the target is made of one tensor of each list: experts."""
+        """True if a row of the target is made of one tensor of each list: experts."""
         from transformers.core_model_loading import Concatenate, MergeModulelist
 
         first, *rest = self.transform.operations
@@ -61,14 +61,15 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A causal LM in float32 whose parameters have no storage (its buffers have), and where they are read.
-
-    files: of each tensor of the folder · spare: weights that the folder lacks and nothing trains, drawn at random."""
+    """A causal LM in float32 without storage for its parameters (its buffers have storage), and the files that they are
+    read from."""
 
     model: Any
     files: Mapping[str, Path]
+    """The file of each tensor of the folder."""
     made: Sequence[_Made]
     spare: Collection[str]
+    """Weights that the folder lacks and nothing trains, drawn at random."""
 
     def fill(self, into: Mapping[str, Tensor]) -> None:
         """Read what this rank holds of these tensors, by the model's names; a tied one has several."""
@@ -112,7 +113,7 @@ class Skeleton:
 
 
 def part_and_place(t: Tensor) -> tuple[Tensor, Index]:
-    """What this rank holds of a tensor, in its own storage, and where in the whole that is."""
+    """Return this rank's part of a tensor, in its own storage, and the slices of the whole that it covers."""
     if not isinstance(t, DTensor):
         return t.detach(), tuple(slice(0, size) for size in t.shape)
     whole: Any = t
@@ -123,8 +124,8 @@ def part_and_place(t: Tensor) -> tuple[Tensor, Index]:
 
 
 def open_skeleton(path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True) -> Skeleton | None:
-    """As `load_causal_lm`, with the same errors, but no weight is read; None for a folder whose weights are no
-    safetensors, or that lacks some which transformers makes up."""
+    """Open a folder as `load_causal_lm` does, with the same errors, but read no weight. None for a folder without
+    safetensors, or without some weights that transformers initialises."""
     from transformers import AutoModelForCausalLM
 
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
@@ -244,7 +245,7 @@ def _faults(model: Any, found: set[str], unexpected: set[str]) -> tuple[set[str]
 
 def _make_buffers(model: Any) -> None:
     """Give the buffers storage, and those that are not saved their values, as transformers does after loading: its
-    initialisation passes over what is said to have been loaded."""
+    initialisation skips tensors that are marked as loaded."""
     saved = {*model.state_dict()}
     for name, buffer in list(model.named_buffers()):
         holder, _, leaf = name.rpartition(".")

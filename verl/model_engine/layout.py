@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank stands. data: whose rows it computes · sequence, tensor, pipeline: which part of that work."""
+class RankPlace:
+    """The coordinates of a rank in a layout. data: the index of its rows · sequence, tensor, pipeline: its part of that
+    work."""
 
     data: int
     sequence: int
@@ -16,31 +17,30 @@ class Place:
 
     @property
     def primary(self) -> bool:
-        """Of the ranks that compute the same rows, the one that reports and writes what came of them."""
+        """True for the rank that reports and writes the results, among the ranks that compute the same rows."""
         return self.sequence == self.tensor == self.pipeline == 0
 
 
 def use(number: int) -> str:
-    """What to do where something must divide `number`."""
+    """Return advice for a value that must divide `number`."""
     return f"use one of {', '.join([str(d) for d in range(1, number + 1) if number % d == 0][:8])}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """world_size ranks = pipeline x data x sequence x tensor; tensor varies fastest (neighbours talk most).
-
-    data: ranks with rows of their own · sequence: ranks that share the tokens of a row (Ulysses) · tensor: ranks that
-    share every matrix · pipeline: ranks that share the layers · expert: of the data and sequence ranks, so many share
-    the experts · replicate: copies of the sharded model (HSDP); parameters are sharded over the data and sequence
-    ranks of one copy.
-    """
+    """world_size ranks = pipeline x data x sequence x tensor; tensor varies fastest (neighbours communicate most)."""
 
     world_size: int = 1
     replicate: int = 1
+    """Copies of the sharded model (HSDP); parameters are sharded over the data and sequence ranks of one copy."""
     sequence: int = 1
+    """Ranks that share the tokens of a row (Ulysses)."""
     tensor: int = 1
+    """Ranks that share every matrix."""
     pipeline: int = 1
+    """Ranks that share the layers."""
     expert: int = 1
+    """The number of data and sequence ranks that share the experts."""
 
     def __post_init__(self) -> None:
         within = self.sequence * self.tensor * self.pipeline
@@ -58,6 +58,7 @@ class Layout:
 
     @property
     def data(self) -> int:
+        """Ranks with rows of their own."""
         return self.world_size // (self.sequence * self.tensor * self.pipeline)
 
     @property
@@ -65,21 +66,23 @@ class Layout:
         """Ranks over which one copy's parameters are spread (besides tensor and pipeline)."""
         return self.data * self.sequence // self.replicate
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankPlace:
+        """Return the coordinates of a rank."""
         rest, tensor = divmod(rank, self.tensor)
         rest, sequence = divmod(rest, self.sequence)
         pipeline, data = divmod(rest, self.data)
-        return Place(data, sequence, tensor, pipeline)
+        return RankPlace(data, sequence, tensor, pipeline)
 
     @property
     def primaries(self) -> tuple[int, ...]:
-        """The ranks that answer, in the order of their rows."""
+        """The ranks that return results, in the order of their rows."""
         return tuple(rank for rank in range(self.world_size) if self.place(rank).primary)
 
 
 def layers_of_stages(layers: int, stages: int) -> list[range]:
-    """The layers of each pipeline stage: the embeddings count as one more of the first, the head as one more of the
-    last, and then no stage has two more than another. ValueError where there is no layer for each."""
+    """Return the layers of each pipeline stage. The embeddings count as one more layer of the first stage, the head
+    as one more of the last, and no stage has two more than another. ValueError where there are fewer layers than
+    stages."""
     if layers < stages:
         raise ValueError(f"parallel.pipeline={stages}: {layers} layers cannot be {stages} stages; use at most {layers}")
     ends = [int(s == 0) + int(s == stages - 1) for s in range(stages)]

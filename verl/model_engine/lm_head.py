@@ -1,4 +1,4 @@
-"""What a language model's head says of its hidden states: the outputs of an engine with head=lm."""
+"""The outputs of an engine with head=lm: functions of the hidden states and a language model's head."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from verl.nn.linear_teacher import FIGURES, HeadWeights, divergence, top_k
 
 LM_OUTPUTS = (
     *("logprobs", "entropy", "sum_pi_squared"),
-    *("hidden", "topk_ids", "topk_logprobs"),  # of a teacher
-    *("logprobs_at", "divergence", *FIGURES),  # of a student, which read the columns `teacher_ids`, `teacher_hidden`
+    *("hidden", "topk_ids", "topk_logprobs"),  # outputs of a teacher
+    *("logprobs_at", "divergence", *FIGURES),  # of a student: reads `teacher_ids`, `teacher_hidden`
 )
 SLICES = "the configuration refuses slices of a head here"
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
@@ -32,21 +32,22 @@ _TIED = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$"
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """A teacher's head, beside a student. See `TeacherHead`."""
+    """The head of a teacher, held by a student's engine; the fields are as in `TeacherHead`."""
 
     head: HeadWeights
     beta: float
     temperature: float | None
 
-    def beside(self, device: torch.device, dtype: torch.dtype, *, rounds: bool) -> Teacher:
-        """Where, and in what, the student computes; rounds: to bfloat16 first, as its own weights are."""
+    def moved_to(self, device: torch.device, dtype: torch.dtype, *, rounds: bool) -> Teacher:
+        """Return the head on the student's device and in its precision; rounds: to bfloat16 first, as the student's own
+        weights are."""
         weight, bias = self.head.weight, self.head.bias
         weight = (weight.to(torch.bfloat16) if rounds else weight).to(device, dtype)
         return replace(self, head=HeadWeights(weight, None if bias is None else bias.to(device), self.head.cap))
 
 
 def read_teacher(wanted: TeacherHead) -> Teacher:
-    """The head of a folder alone, float32; ValueError where none is found."""
+    """Read only the head of a folder, in float32; ValueError where none is found."""
     names: dict[str, Path] = {}
     for path in sorted(wanted.folder.glob("*.safetensors")):
         with safe_open(path, "pt") as f:
@@ -71,9 +72,9 @@ def read_teacher(wanted: TeacherHead) -> Teacher:
     return Teacher(HeadWeights(head, bias, float(cap or 0.0)), wanted.beta, wanted.temperature)
 
 
-def room_for(batch: Batch, names: Sequence[str], width: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """For these outputs of a batch, on the host. width: of hidden states · k: the ids that a teacher names; what a
-    student reads of them stands in the column `teacher_ids`."""
+def allocate_outputs(batch: Batch, names: Sequence[str], width: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Allocate these outputs of a batch on the host. width: of hidden states · k: the number of ids that a teacher
+    returns; a student reads them from the column `teacher_ids`."""
     tokens = batch.num_loss_tokens
     shapes = {"scores": (batch.num_rows,), "hidden": (tokens, width)}
     shapes |= {"topk_ids": (tokens, k), "topk_logprobs": (tokens, k + 1)}
@@ -83,8 +84,8 @@ def room_for(batch: Batch, names: Sequence[str], width: int, k: int, dtype: torc
     return {name: torch.empty(shapes.get(name, (tokens,)), dtype=kinds.get(name, dtype)) for name in names}
 
 
-def keep(room: Mapping[str, Tensor], found: Mapping[str, Tensor], batch: Batch, rows: np.ndarray) -> None:
-    """The outputs of these rows to where they stand among those of the batch."""
+def store_outputs(room: Mapping[str, Tensor], found: Mapping[str, Tensor], batch: Batch, rows: np.ndarray) -> None:
+    """Copy the outputs of these rows to their positions among those of the batch."""
     index = loss_index(batch, rows)
     for name, value in found.items():
         room[name][torch.from_numpy(rows) if name == "scores" else index] = value.detach().to("cpu", room[name].dtype)
@@ -101,14 +102,15 @@ def lm_outputs(
     teacher: Teacher | None = None,
     k: int = 0,
 ) -> dict[str, Tensor]:
-    """The wanted outputs [n, ...] of the hidden rows [n, H], which predict the loss tokens `which` of the batch.
+    """Return the wanted outputs [n, ...] of the hidden rows [n, H], which predict the loss tokens `which` of the batch.
 
-    vocabulary: the head is a slice · teacher: whom `divergence` compares with · k: how many ids are `topk_ids`."""
+    vocabulary: the head is a slice · teacher: the head that `divergence` compares with · k: the number of
+    `topk_ids`."""
     device = hidden.device
     temperature = batch.row_columns["temperature"][batch.row_of][which].to(device)
     targets = batch.targets[which].to(device)
     out: dict[str, Tensor] = {}
-    apart = {"logprobs"} if "topk_ids" in wanted else set[str]()  # read in the walk that finds the likeliest
+    apart = {"logprobs"} if "topk_ids" in wanted else set[str]()  # computed by the pass that finds the likeliest
     if {"logprobs", "entropy", "sum_pi_squared", "logprobs_at"} & {*wanted} - apart:
         logprobs, entropy, sum_pi2, at = linear_logprob(
             hidden,

@@ -16,7 +16,7 @@ from verl.types import Metric, Metrics
 
 
 def surrogate(output: str) -> Term:
-    """The second pass of two-pass terms: sum(dL/doutput * output), whose weight column holds dL/doutput."""
+    """Return the second pass of a two-pass term: sum(dL/doutput * output), with dL/doutput in the weight column."""
     return Term(name=f"two_pass/{output}", fn=partial(_output, name=output), outputs=(output,), silent=True)
 
 
@@ -25,8 +25,8 @@ def _output(columns: Columns, *, name: str) -> TermValue:
 
 
 def before_moving(term: Term) -> Term:
-    """The term in the first update behind the pass that computed `old_logprobs`: the policy is the same, so its own
-    log-probs take their place. The ratio is exactly 1, whatever the rounding of the two passes."""
+    """Return the term for the first update after the pass that computed `old_logprobs`: the policy is the same, so its
+    own log-probs take their place. The ratio is exactly 1, whatever the rounding of the two passes."""
     return replace(term, fn=partial(_before_moving, fn=term.fn))
 
 
@@ -37,11 +37,10 @@ def _before_moving(columns: Columns, *, fn: Callable[[Columns], TermValue]) -> T
 
 
 def evaluate_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
-    """sum over terms of sum(w * value), and the metrics of the terms. The engine's only reduction.
+    """Return the sum over terms of sum(w * value), and the metrics of the terms. This is the engine's only reduction.
 
     The mask of a term is its column `m/TERM` (none: where its weight is not 0); outside of it, inputs are replaced
-    before any arithmetic.
-    """
+    before any arithmetic."""
     device = next(iter(outputs.values())).device
     sequence_of = batch.sequence_of.to(device)
     total = next(iter(outputs.values()))[:0].sum()  # 0, and a path for backward even where no term has a token
@@ -77,8 +76,8 @@ def evaluate_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Te
 def first_pass(
     batch: Batch, terms: Sequence[Term], outputs: Mapping[str, Tensor], ranks: Ranks
 ) -> tuple[Batch, list[Term], Metrics]:
-    """For terms with statistics over the whole optimizer step under the current policy: evaluate them on the rows of
-    all ranks, and keep dL/doutput as the weights of the second pass. Exact on every layout.
+    """Evaluate terms with statistics over the whole optimizer step under the current policy, on the rows of all ranks,
+    and keep dL/doutput as the weights of the second pass. Exact on every layout.
 
     outputs: those that these terms name, of this rank's rows. Returns the batch with the weights, the terms of the
     second pass, and the metrics of the whole step (from the first rank alone: they are not a share)."""
@@ -98,7 +97,7 @@ def first_pass(
 
 
 def _teachers(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """[S] bool of each of several teachers: whose sequences they are."""
+    """Return for each of several teachers [S] bool: True for its sequences."""
     index, out = torch.from_numpy(batch.sequence).to(device), {}
     for name, rows in batch.row_columns.items():
         if name.startswith("teacher/"):
@@ -108,7 +107,7 @@ def _teachers(batch: Batch, device: torch.device) -> dict[str, Tensor]:
 
 
 def _sequence_weight(batch: Batch, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(weight [S], mask [L]) of a sequence-unit term; the row column holds the weight at each trajectory's first
+    """Return (weight [S], mask [L]) of a sequence-unit term; the row column holds the weight at each trajectory's first
     row."""
     per_row = batch.row_columns[f"w/{name}"].to(device)
     index = torch.from_numpy(batch.sequence).to(device)

@@ -1,9 +1,8 @@
-"""Where an engine's state lies while its device is wanted by others: an accelerator's in host memory, the host's own in
-a file that has no name and ends with the process.
+"""Storage for an engine's state while its device is used by others: an accelerator's state moves to host memory, the
+host's own to a file without a name that ends with the process.
 
-What leaves is the storage below the tensors. The tensors, their views (FSDP gathers from one) and whoever holds them
-stay, over a storage without bytes, which comes back as it was.
-"""
+Only the storage below the tensors moves. The tensors, their views (FSDP gathers from one) and all references stay, over
+a storage without bytes, which is restored as it was."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ T = TypeVar("T")
 
 
 def needs(*parts: Part) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Of a method of an engine: its time is spent inside `awake`."""
+    """Decorate a method of an engine: it runs inside `awake(*parts)`."""
 
     def around(method: Callable[P, T]) -> Callable[P, T]:
         @wraps(method)
@@ -43,17 +42,18 @@ def needs(*parts: Part) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 class Offload:
-    """away: the parts of a state that are on `device` only while they are used · held: the tensors of a part now."""
+    """Moves parts of a state to and from a device. away: the parts that are on `device` only while they are used ·
+    held: returns the current tensors of a part."""
 
     def __init__(self, device: torch.device, away: Sequence[Part], held: Callable[[Part], Iterable[Tensor]]) -> None:
         self._held = held
-        self._places = {part: _Place(device) for part in away}
+        self._places = {part: _Offloaded(device) for part in away}
         self._inside = 0
         self._lock = threading.Lock()  # virtual ranks share an engine
 
     @contextmanager
     def awake(self, *parts: Part) -> Iterator[None]:
-        """Inside, these parts are on the device; behind the outermost `awake` none is that may be away."""
+        """Inside the context these parts are on the device; after the outermost one all offloaded parts leave it."""
         with self._lock:
             self._inside += 1
             for part in parts:
@@ -69,21 +69,22 @@ class Offload:
                         place.put(self._held(part))
 
     def stream(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """While they are awake; where they leave the device behind it, copies."""
+        """Yield the weights while they are on the device; copies, where they leave it afterwards."""
         with self.awake("weights"):
             yield from ((name, w.clone()) for name, w in weights) if self.moves("weights") else weights
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Inside, nothing comes or goes."""
+        """Inside the context no part is moved."""
         with self._lock:
             yield
 
     def on_host(self, t: Tensor, *, copy: bool) -> Tensor:
-        """What is away where it lies, since the device may be somebody else's: until it comes back, or a copy. The rest
-        as a copy, or itself, on its device."""
+        """Return a tensor that is offloaded in its place in host memory (valid until it is moved back), or a copy of
+        it, since the device may be used by another process. Any other tensor is returned as it is, or as a copy on the
+        host."""
         for place in self._places.values():
-            if (found := place.lying(t)) is not None:
+            if (found := place.view_of(t)) is not None:
                 return found.clone() if copy else found
         return t.to("cpu", copy=True) if copy else t
 
@@ -94,9 +95,9 @@ class Offload:
         return self.moves(part) and bool(self._places[part].sizes)
 
 
-class _Place:
-    """For one part of a state. sizes: of the storages that are there, in order; in the file each begins at a multiple
-    of `ALIGN_BYTES`."""
+class _Offloaded:
+    """The storage of one offloaded part. sizes: of the storages that are in it, in order; in the file each begins at a
+    multiple of `ALIGN_BYTES`."""
 
     def __init__(self, device: torch.device) -> None:
         self.sizes: list[tuple[torch.UntypedStorage, int]] = []
@@ -105,7 +106,7 @@ class _Place:
         self._mapped: mmap.mmap | None = None
 
     def put(self, tensors: Iterable[Tensor]) -> None:
-        """OSError, with all still in its place, where the disk has no room."""
+        """Move the tensors away. OSError, with all of them still on the device, where the disk has no room."""
         if self.sizes:
             return
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
@@ -123,6 +124,7 @@ class _Place:
             self.sizes.append((storage, size))
 
     def bring(self) -> None:
+        """Move the tensors back."""
         if self._file is not None:
             self._file.seek(0)
         for i, (storage, size) in enumerate(self.sizes):
@@ -137,8 +139,8 @@ class _Place:
         self._copies.clear()
         self._mapped = None
 
-    def lying(self, t: Tensor) -> Tensor | None:
-        """Of a tensor that is away, in host memory; None: it is not, or not here."""
+    def view_of(self, t: Tensor) -> Tensor | None:
+        """Return a tensor that is away as a view of host memory; None: it is not away, or not in this part."""
         at = 0
         for i, (storage, size) in enumerate(self.sizes):
             if storage._cdata == t.untyped_storage()._cdata:
@@ -166,7 +168,7 @@ def _room(size: int) -> int:
 
 
 def own_storage(parameters: Iterable[nn.Parameter]) -> None:
-    """Give storages of their own to parameters that lie in one that others use too, or that is a map of a file."""
+    """Give storages of their own to parameters that share one, or that map a file."""
     for p in parameters:
         storage = p.untyped_storage()
         if storage.nbytes() != p.nbytes or not storage.resizable():

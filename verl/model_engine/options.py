@@ -16,41 +16,45 @@ TENSOR_PLANS = (
     *("jais2", "llama", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "phi"),
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu"),
 )
-"""The model_type of models that parallel.tensor can cut: transformers has a plan, and nn/tensor_parallel.py knows all
+"""The model_type of models that support parallel.tensor: transformers has a plan, and nn/tensor_parallel.py knows all
 its ways (a test compares)."""
 
 EXPERT_PLANS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-"""Those whose experts parallel.expert can give to ranks: transformers' fused ones, each compared with one process."""
+"""The model types with parallel.expert: they have transformers' fused experts, and each was compared with one
+process."""
 
 NO_STAGES = ("gemma4_unified_text", "hrm_text", "nanochat", "nemotron", "olmoe")
 PIPELINE_PLANS = tuple(kind for kind in sorted({*TENSOR_PLANS, *EXPERT_PLANS}) if kind not in NO_STAGES)
-"""Those that parallel.pipeline can cut into stages: transformers has a plan, and each was compared with the whole."""
+"""The model types that parallel.pipeline can cut into stages: transformers has a plan, and each was compared with the
+whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
+    """The options of the torch engine."""
+
     attention: Literal["auto", "padded"] = "auto"
     """auto: the best packed attention here · padded: one row per sequence, the oracle."""
     max_skipped_updates: Annotated[int, Meta(ge=0)] = 3
     """Non-finite gradients in a row that are skipped, each with its batch written down, before the run stops."""
     share_prefix: bool = True
-    """A prompt is computed once per group and micro-batch in training."""
+    """In training a prompt is computed once per group and micro-batch."""
     offload_weights: bool = False
-    """Weights of models that are trained are on the device only while they are used; else an accelerator's are in host
+    """Weights of trained models are on the device only while they are used; otherwise an accelerator's are in host
     memory, and a CPU's in a file below TMPDIR."""
     offload_optimizer: bool = False
-    """So are optimizer states."""
+    """The same for optimizer states."""
     offload_frozen: bool = False
-    """So are weights of models that are not trained (reference, teacher, reward model)."""
+    """The same for weights of models that are not trained (reference, teacher, reward model)."""
 
     def offload(self, *, trained: bool) -> tuple[Literal["weights", "optimizer"], ...]:
-        """What of a model's state leaves the device."""
+        """Return the parts of a model's state that leave the device."""
         weights = self.offload_weights if trained else self.offload_frozen
         return (*(("weights",) if weights else ()), *(("optimizer",) if trained and self.offload_optimizer else ()))
 
 
 def cannot(layout: Layout) -> Iterator[str]:
-    """What of a layout the sharded engine cannot do, a line each."""
+    """Yield a line for each property of a layout that the sharded engine does not support."""
     if layout.shard % layout.expert:
         said = f"parallel.expert={layout.expert} does not divide the {layout.shard} ranks that hold one copy"
         yield f"{said}: {use(layout.shard)}"

@@ -1,14 +1,13 @@
-"""The model engine of one rank of a pipeline: the layers of a stage, sharded over the stage's ranks as ever.
+"""The model engine of one rank of a pipeline: the layers of a stage, sharded over the stage's ranks as usual.
 
-A pass is one micro-batch; its states go from stage to stage, and their gradients back, one forward and one backward in
-turn (1F1B, 2006.09503). The last stage computes outputs and loss; all stages of a place are told them, so whoever
-reports is on the first stage as in every layout.
+A pass is one micro-batch; its states pass from stage to stage, and their gradients back, one forward and one backward
+in turn (1F1B, 2006.09503). The last stage computes outputs and loss and sends them to all stages, so that the first
+stage reports as in every layout.
 
 Not torch.distributed.pipelining: its stages exchange tensors of one shape, so every micro-batch of a step would be
 padded to the longest, and positions, segments and parents, which every stage needs and every rank has, would travel as
 keyword arguments that it can only split along a batch dimension. Here a micro-batch keeps its own length, which both
-ends know from the batch, and what is computed is what one process computes.
-"""
+ends know from the batch, and the result is that of one process."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ class _Weight:
 
 
 class PipelinedEngine(ShardedEngine):
-    """See `ModelEngine` and `ShardedEngine`."""
+    """A `ShardedEngine` with the layers of one stage."""
 
     _of_a_pipeline = True
 
@@ -62,7 +61,7 @@ class PipelinedEngine(ShardedEngine):
         super()._place()
 
     def _know_the_whole(self, owner: Mapping[str, int]) -> None:
-        """What a stage has to know of a model that it will not hold."""
+        """Record the properties of the whole model, before the layers of other stages are cut."""
         self._whole_tied = dict(super().tied)
         self._whole_names = frozenset(super()._trained_names())
         self._delivery = [name for name, _ in super()._named_weights()]
@@ -96,8 +95,8 @@ class PipelinedEngine(ShardedEngine):
                     self._back.send(came.grad)
 
     def _through(self, batch: Batch, read: Callable[..., Any], *args: Any) -> tuple[Tensor | None, Any]:
-        """What came from the stage before [T, H], and what this stage makes of it: states [T, H], which have gone to
-        the next one; of the last what `read` finds."""
+        """Return the states received from the stage before [T, H], and the result of this stage: states [T, H], sent to
+        the next one; on the last stage the result of `read`."""
         came = None
         if self._stage:
             tokens = batch.num_tokens if self.layout.sequence == 1 else self._exchange(batch).run
@@ -178,7 +177,7 @@ class PipelinedEngine(ShardedEngine):
     # -- weights and state ---------------------------------------------------------------------------------------------
 
     def _named_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """All of them on every stage, in one order; None for what another one delivers."""
+        """Yield all weights on every stage, in one order; None for a weight that another stage delivers."""
         here: dict[str, Tensor] = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         if self.value_head is not None and self._is_last:
             here[SCORE_WEIGHT] = self.value_head.weight
@@ -186,7 +185,8 @@ class PipelinedEngine(ShardedEngine):
             yield name, here[name] if self._weights[name].stage == self._stage else None
 
     def _delivered(self, name: str, p: Tensor | None, *, host: bool = False) -> Tensor:
-        """host: of a copy there, whose ranks meet in a group of its own."""
+        """Return a whole tensor on all stages. host: take it from a snapshot in host memory; its ranks meet in a group
+        of their own."""
         weight = self._weights[self._whole_tied.get(name, name)]
         if weight.stage == self._stage:
             assert p is not None, name

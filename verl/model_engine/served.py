@@ -1,6 +1,5 @@
-"""A frozen model behind a server, which says how likely the tokens of a row are: `verl serve`, vLLM, and what speaks
-OpenAI's completions with prompt_logprobs or echo. It is asked for whole rows, by their ids; a row that it fails on is
-NaN."""
+"""A frozen model behind a server, which scores the tokens of a row: `verl serve`, vLLM, and every server of OpenAI's
+completions with prompt_logprobs or echo. Whole rows are sent by their token ids; a row that fails is NaN."""
 
 from __future__ import annotations
 
@@ -29,20 +28,22 @@ from verl.model_engine.base import EngineCapabilities, EngineContext, Part, Serv
 from verl.types import Metric, Metrics
 
 TOKENS_IN, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
-WAYS = ((TOKENS_IN, False), (COMPLETIONS, False), (COMPLETIONS, True))
-"""To ask for the log-probs of a prompt: the path, and whether by `echo` with `logprobs`, as OpenAI's completions do."""
-OTHERWISE = (200, 400, 404, 405, 422)  # of an answer: it may be asked for in another way
-AGAIN = 2  # times that a row is asked for
-AGAIN_S = 0.5  # between them
-TOLERANCE = 0.1  # nats, between two answers of one server about the same tokens
-PROBE_EVERY = 10  # calls, after which it is asked whether it is who it was
+FORMS = ((TOKENS_IN, False), (COMPLETIONS, False), (COMPLETIONS, True))
+"""Request forms for the log-probs of a prompt: the path, and True for `echo` with `logprobs`, as OpenAI's completions
+have it."""
+TRY_NEXT_FORM = (200, 400, 404, 405, 422)  # status codes after which the next form is tried
+ATTEMPTS = 2  # attempts per row
+RETRY_AFTER_S = 0.5  # between attempts
+TOLERANCE = 0.1  # nats, between two answers of one server for the same tokens
+PROBE_EVERY = 10  # calls, after which the server is probed again
 logger = logging.getLogger(__name__)
 OUTPUTS = ("logprobs", "topk_ids", "topk_logprobs")
 A = TypeVar("A")
 
 
 class Unanswered(RuntimeError):
-    """No answer, or not the one that was asked for. status: of HTTP; 200: nothing of what was asked for; 0: none."""
+    """No answer, or not the requested one. status: of HTTP; 200: an answer without the requested fields; 0: no
+    answer."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -50,18 +51,19 @@ class Unanswered(RuntimeError):
 
 
 def build(options: ServedAt, context: EngineContext) -> ServedModel:
-    """ValueError for a server that cannot be this teacher, before anything is sampled."""
+    """Connect to the server. ValueError for a server that cannot be this teacher, before anything is sampled."""
     made = ServedModel(options, context.top_k, context.max_tokens_per_microbatch)
-    (probed,) = beside([made.probe], 1, time.monotonic() + options.budget_s)
+    (probed,) = run_in_threads([made.probe], 1, time.monotonic() + options.budget_s)
     if not probed.done():
         raise ValueError(f"{options.url} cannot be a teacher: its first answers took more than {options.budget_s:g} s")
     probed.result()
     return made
 
 
-def beside(jobs: Sequence[Callable[[], A]], threads: int, until_s: float) -> list[Future[A]]:
-    """What they return or raise, where it is there by then (monotonic clock). Who is sent a byte now and then may be
-    held for ever: nobody waits for these threads, not even the end of the process."""
+def run_in_threads(jobs: Sequence[Callable[[], A]], threads: int, until_s: float) -> list[Future[A]]:
+    """Run the jobs in daemon threads and return their futures, after all are done or at `until_s` (monotonic clock). A
+    server that sends a byte now and then can hold a thread for ever: nothing waits for these threads, not even the end
+    of the process."""
     found = [Future[A]() for _ in jobs]
     left = deque(zip(found, jobs, strict=True))
 
@@ -84,27 +86,27 @@ def beside(jobs: Sequence[Callable[[], A]], threads: int, until_s: float) -> lis
 
 
 class ServedModel:
-    """Of a `ModelEngine` what a frozen model does. k: of `topk_ids`."""
+    """The methods of a `ModelEngine` that a frozen model needs. k: the width of `topk_ids`."""
 
     def __init__(self, options: ServedAt, k: int, max_tokens: int) -> None:
         self._url, self._options, self._k = options.url.rstrip("/"), options, k if options.top else 0
-        (self._path, self._echo), self._model = WAYS[0], ""
+        (self._path, self._echo), self._model = FORMS[0], ""
         self.capabilities = EngineCapabilities(
             shares_prefix=True, max_tokens_per_microbatch=max_tokens, outputs=OUTPUTS, trains=False, one_pass=True
         )
-        self._told, self._lock = threading.Event(), threading.Lock()
+        self._warned, self._lock = threading.Event(), threading.Lock()
         self._kept, self._kept_bytes = OrderedDict[bytes, dict[str, Tensor]](), 0
         self._rows, self._hits = 0, 0
-        self._calls, self._known_at = 0, 1  # calls, and the first that nobody has vouched for yet
-        self._unsure, self._era = set[bytes](), 0  # what was kept since it was known, and a number of that time
+        self._calls, self._good_since = 0, 1  # calls, and the first one since the last good probe
+        self._unproved, self._era = set[bytes](), 0  # keys since the last good probe, and its number
 
     def awake(self, *parts: Part) -> AbstractContextManager[None]:
-        """Nothing of it is on a device of ours."""
+        """Do nothing: no part of this model is on a device of this process."""
         return nullcontext()
 
     def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
-        """See `ModelEngine.infer`; at temperature 1, as servers score prompts. It is not asked for untaught rows, which
-        are in no loss: any number stands there."""
+        """Return the columns as `ModelEngine.infer` does; at temperature 1, as servers score prompts. Untaught rows are
+        not sent: they are in no loss, and hold arbitrary numbers."""
         assert not average, "a server has no moving average of our weights"
         assert {*columns} <= {*OUTPUTS}, f"a server gives {OUTPUTS}, not {tuple(columns)}"
         flat, n, untaught = unshare(batch), batch.num_loss_tokens, batch.row_columns["untaught"]
@@ -112,23 +114,24 @@ class ServedModel:
             raise ValueError(f"{self._url} scores at temperature 1: set teacher.temperature=1")
         rows = [flat.ids[a:b].numpy() for a, b in zip(flat.seg_start, flat.seg_start[1:])]
         until_s = time.monotonic() + self._options.budget_s
-        wanted = [r for r, left in enumerate(untaught.tolist()) if not left] if self._is_who_it_was(until_s) else []
+        wanted = [r for r, left in enumerate(untaught.tolist()) if not left] if self._is_unchanged(until_s) else []
         jobs = [partial(self._row, rows[r], until_s, self._era) for r in wanted]
-        asked = dict(zip(wanted, beside(jobs, self._options.parallel, until_s), strict=True))
+        asked = dict(zip(wanted, run_in_threads(jobs, self._options.parallel, until_s), strict=True))
         out = {"logprobs": torch.where(untaught[batch.row_of], -math.log(self._k + 1), torch.nan)}
-        out["topk_ids"] = torch.arange(self._k).repeat(n, 1)  # which differ, also where nothing is known
+        out["topk_ids"] = torch.arange(self._k).repeat(n, 1)  # distinct ids, also in rows without an answer
         out["topk_logprobs"] = out["logprobs"][:, None].repeat(1, self._k + 1)
         for r, answer in ((r, found.result()) for r, found in asked.items() if found.done()):
             span = slice(int(flat.row_start[r]), int(flat.row_start[r + 1]))
-            at = flat.target_from[span] - int(flat.seg_start[r])  # what predicts a token stands before it
+            at = flat.target_from[span] - int(flat.seg_start[r])  # the row before a token predicts it
             for name, values in answer.items():
                 out[name][span] = values[at]
         return {name: out[name] for name in columns}
 
     def probe(self) -> None:
-        """The server has a model with room enough, our tokenizer, and log-probs of prompts that mean what they say."""
+        """Check that the server has a model with enough context, our tokenizer, and log-probs of prompts that belong to
+        their tokens."""
         try:
-            card = self._ask("/v1/models")["data"][0]
+            card = self._request("/v1/models")["data"][0]
             self._model, room = str(card["id"]), card.get("max_model_len")
             if room is not None and int(room) <= self._options.longest:
                 fix = "start it with a longer context, or lower data.max_prompt_tokens or rollout.max_response_tokens"
@@ -136,10 +139,10 @@ class ServedModel:
                     f"{self._url} reads {room} tokens, rows have {self._options.longest} and one more: {fix}"
                 )
             for text, ours in self._options.texts:
-                if said := self._reads_otherwise(text, ours):
+                if said := self._tokenizer_differs(text, ours):
                     raise ValueError(f"{self._url}: {said}; take a teacher with the policy's tokenizer")
             ids = self._probe_ids()
-            whole = self._asked_somehow(ids)
+            whole = self._score_by_any_form(ids)
             part, self._first = self.score(ids[: len(ids) // 2]), whole["logprobs"]
         except (Unanswered, KeyError, IndexError, TypeError) as e:
             fix = "it must give prompt_logprobs and have /tokenize, as `verl serve` and vLLM do"
@@ -150,15 +153,16 @@ class ServedModel:
             said = f"its log-probs of the same tokens differ by {gap:.3g} with what comes behind them"
             raise ValueError(f"{self._url}: {said}: they are of another context, or of no fixed model")
 
-    def _asked_somehow(self, ids: np.ndarray) -> dict[str, Tensor]:
-        """What it says of them in the first way that it understands, which it is asked in from now on."""
+    def _score_by_any_form(self, ids: np.ndarray) -> dict[str, Tensor]:
+        """Score the ids with the first request form that the server understands, and keep that form for all later
+        requests."""
         first: Unanswered | None = None
-        for self._path, self._echo in WAYS:
+        for self._path, self._echo in FORMS:
             try:
                 found = self.score(ids)
             except Unanswered as e:
                 first = e if first is None or first.status in (404, 405) else first
-                if e.status not in OTHERWISE:
+                if e.status not in TRY_NEXT_FORM:
                     break
             else:
                 if self._echo and self._k:
@@ -173,29 +177,29 @@ class ServedModel:
     def _probe_ids(self) -> np.ndarray:
         return np.array([i for _, some in self._options.texts for i in some][:24], np.int64)
 
-    def _reads_otherwise(self, text: str, ours: Sequence[int], until_s: float = math.inf) -> str:
-        """How its tokenizer cuts this text, where not as ours does."""
+    def _tokenizer_differs(self, text: str, ours: Sequence[int], until_s: float = math.inf) -> str:
+        """Return how the server's tokenizer splits this text if it differs from ours, else ""."""
         asked = {"model": self._model, "prompt": text, "add_special_tokens": False}
-        theirs = self._ask("/tokenize", asked, until_s)["tokens"]
+        theirs = self._request("/tokenize", asked, until_s)["tokens"]
         return "" if theirs == list(ours) else f"its tokenizer reads {text!r} as {theirs}, the policy's as {list(ours)}"
 
-    def _is_who_it_was(self, until_s: float) -> bool:
-        """Asked every so many calls, and again in the next one while another tokenizer or another model is behind the
-        address. One that does not answer may be who it was: its rows will show. What another one may have said of rows
-        is forgotten."""
+    def _is_unchanged(self, until_s: float) -> bool:
+        """Probe the server every `PROBE_EVERY` calls, and in each call while another tokenizer or another model answers
+        at its address. Returns False then, and drops the answers that the other model may have given. A server that
+        does not answer counts as unchanged: its rows will fail."""
         self._calls += 1
         if self._calls % PROBE_EVERY:
             return True
-        (asked,) = beside([partial(self._differs, until_s)], 1, until_s)
+        (asked,) = run_in_threads([partial(self._model_differs, until_s)], 1, until_s)
         said = asked.result() if asked.done() else None
         if said is None:
             return True
         with self._lock:
-            self._era += 1  # who is still reading adds nothing
-            for key in self._unsure & self._kept.keys() if said else ():
+            self._era += 1  # requests that are still running add nothing
+            for key in self._unproved & self._kept.keys() if said else ():
                 self._kept_bytes -= _bytes(self._kept.pop(key))
-            self._unsure.clear()
-        calls, self._known_at = self._calls - self._known_at, self._calls
+            self._unproved.clear()
+        calls, self._good_since = self._calls - self._good_since, self._calls
         if said:
             fear = f"; in {calls} calls before this one it may have been so: what steps took of them was trained on"
             more = "no sample of this step is taught" + (fear if calls else "")
@@ -203,10 +207,10 @@ class ServedModel:
             self._calls -= 1
         return not said
 
-    def _differs(self, until_s: float) -> str | None:
-        """From the one at the start; None: it does not say."""
+    def _model_differs(self, until_s: float) -> str | None:
+        """Return how the server differs from the one at the start, "" if it does not, None if it does not answer."""
         try:
-            said = self._reads_otherwise(*self._options.texts[0], until_s)
+            said = self._tokenizer_differs(*self._options.texts[0], until_s)
             now = self.score(self._probe_ids(), until_s)["logprobs"]
         except (Unanswered, KeyError, TypeError):
             return None
@@ -214,8 +218,8 @@ class ServedModel:
         return said or ("" if gap <= TOLERANCE else f"its log-probs of the same tokens differ by {gap:.3g}")
 
     def score(self, ids: np.ndarray, until_s: float = math.inf) -> dict[str, Tensor]:
-        """Of ids [t]: logprobs [t-1] of ids[1:], and what is likeliest there (see `ModelEngine.infer`). until_s: by the
-        monotonic clock, when nobody waits for it any more."""
+        """Score ids [t]. Returns logprobs [t-1] of ids[1:], and the likeliest ids there (`ModelEngine.infer`). until_s:
+        deadline of the request by the monotonic clock."""
         how = {"echo": True, "logprobs": 0} if self._echo else {"prompt_logprobs": self._k}
         wanted = {"max_tokens": 1, "temperature": 0.0, **how}
         if self._path == TOKENS_IN:
@@ -223,23 +227,23 @@ class ServedModel:
             body = {"model": self._model, "token_ids": ids.tolist(), "sampling_params": params}
         else:
             body = {"model": self._model, "prompt": ids.tolist(), **wanted}
-        answer = self._ask(self._path, body, until_s)
+        answer = self._request(self._path, body, until_s)
         try:
             found = (answer if self._path == TOKENS_IN else answer["choices"][0]).get("prompt_logprobs")
-            found = echoed(answer, ids) if self._echo else found
-        except (LookupError, TypeError, AttributeError) as e:  # of who stands before the server
+            found = echo_as_prompt_logprobs(answer, ids) if self._echo else found
+        except (LookupError, TypeError, AttributeError) as e:  # errors of a proxy before the server
             raise Unanswered(f"{self._path}: no completion: {json.dumps(answer)[:200]}") from e
-        return read_answer(found, ids, 0 if self._echo else self._k, self._options.vocab)
+        return read_prompt_logprobs(found, ids, 0 if self._echo else self._k, self._options.vocab)
 
     def take_metrics(self) -> Metrics:
-        """The share of rows that were known, since it was asked last."""
+        """Return the share of rows that were in the cache since the last call."""
         found = {"cache_hits": Metric(float(self._hits), float(self._rows), "sequence")}
         self._rows = self._hits = 0
         return found if found["cache_hits"].count else {}
 
     def _row(self, ids: np.ndarray, until_s: float, era: int) -> dict[str, Tensor]:
-        """What is known of a row, else what the server says. Nothing where it fails: that row stays NaN. The first
-        failure is told. era: in which it was asked for."""
+        """Return a row from the cache, else from the server. A row that fails is empty and stays NaN; the first failure
+        is logged. era: the counter of trusted periods at the request."""
         key, said = hashlib.blake2b(ids.tobytes(), digest_size=16).digest(), ""
         with self._lock:
             known = self._kept.get(key)
@@ -247,33 +251,34 @@ class ServedModel:
             if known is not None:
                 self._kept.move_to_end(key)
                 return known
-        for left in reversed(range(AGAIN)):
+        for left in reversed(range(ATTEMPTS)):
             try:
                 found = self.score(ids, until_s)
             except Unanswered as e:
                 said = said or str(e)
-                time.sleep(AGAIN_S if left else 0)
+                time.sleep(RETRY_AFTER_S if left else 0)
             else:
-                if all(bool(values.isfinite().all()) for values in found.values()):  # else it is asked again
+                if all(bool(values.isfinite().all()) for values in found.values()):  # others are not cached
                     self._keep(key, found, era)
                 return found
-        if not self._told.is_set():
-            self._told.set()
+        if not self._warned.is_set():
+            self._warned.set()
             logger.warning("teacher %s: %s; its samples are Invalid while it lasts", self._url, said)
         return {}
 
     def _keep(self, key: bytes, found: dict[str, Tensor], era: int) -> None:
-        """The model is frozen: the same ids have the same answer. What was read longest ago makes room."""
+        """Cache an answer: the model is frozen, so the same ids have the same answer. The least recently used rows are
+        dropped for it."""
         with self._lock:
             if era != self._era:
                 return
-            self._unsure.add(key)
+            self._unproved.add(key)
             self._kept_bytes += 0 if key in self._kept else _bytes(found)
             self._kept[key] = found
             while self._kept_bytes > self._options.cache_mb * 2**20:
                 self._kept_bytes -= _bytes(self._kept.popitem(last=False)[1])
 
-    def _ask(self, path: str, body: Mapping[str, Any] | None = None, until_s: float = math.inf) -> Any:
+    def _request(self, path: str, body: Mapping[str, Any] | None = None, until_s: float = math.inf) -> Any:
         timeout_s = min(self._options.timeout_s, until_s - time.monotonic())
         if timeout_s <= 0:
             raise Unanswered(f"{path}: not all rows were answered within {self._options.budget_s:g} s")
@@ -292,7 +297,7 @@ class ServedModel:
 
 
 def _read(answer: http.client.HTTPResponse, until_s: float) -> bytes:
-    """The body, however it is dealt out: the socket's own limit is of every piece."""
+    """Read the body within the deadline, in pieces of any size: the socket's own timeout applies to each piece."""
     parts = []
     while part := answer.read1(2**20):
         parts.append(part)
@@ -302,7 +307,7 @@ def _read(answer: http.client.HTTPResponse, until_s: float) -> bytes:
 
 
 def _why(error: urllib.error.HTTPError) -> str:
-    """What stands in the body, which may stall or be cut off as any other."""
+    """Return the start of an error's body, which may stall or break off like any other."""
     try:
         return " ".join(error.read(400).decode(errors="replace").split())
     except (OSError, http.client.HTTPException) as e:
@@ -313,9 +318,9 @@ def _bytes(found: Mapping[str, Tensor]) -> int:
     return sum(x.nbytes for x in found.values())
 
 
-def echoed(answer: Any, ids: np.ndarray) -> list[Any]:
-    """The prompt of an echo as vLLM's prompt_logprobs. It stands before the one token that was to be drawn, and is as
-    long as we have it: nothing was put before it."""
+def echo_as_prompt_logprobs(answer: Any, ids: np.ndarray) -> list[Any]:
+    """Return the prompt of an echo in the form of vLLM's prompt_logprobs. It must be as long as the ids that were sent
+    (nothing is added before it), followed by the one sampled token."""
     told = list((answer["choices"][0].get("logprobs") or {}).get("token_logprobs") or ())
     read = (answer.get("usage") or {}).get("prompt_tokens", len(ids))
     if read != len(ids) or len(told) not in (len(ids), len(ids) + 1):
@@ -325,9 +330,9 @@ def echoed(answer: Any, ids: np.ndarray) -> list[Any]:
     return [None, *({str(i): {"logprob": of}} for i, of in zip(ids[1:].tolist(), told[1:]))]
 
 
-def read_answer(found: Any, ids: np.ndarray, k: int, vocab: int) -> dict[str, Tensor]:
-    """vLLM's prompt_logprobs: nothing for the first token, then {id: {logprob}} with the token that stands there and
-    the k likeliest, all below `vocab`. The probability of all others is what is left of 1."""
+def read_prompt_logprobs(found: Any, ids: np.ndarray, k: int, vocab: int) -> dict[str, Tensor]:
+    """Convert vLLM's prompt_logprobs to tensors: nothing for the first token, then {id: {logprob}} with the actual
+    token and the k likeliest, all below `vocab`. The last column is the log-probability of all other ids."""
     if not isinstance(found, list) or len(found) != len(ids) or found[0] is not None:
         raise Unanswered(f"no prompt_logprobs of {len(ids)} tokens, of which the first has none", 200)
     own, named, logs = [], [], []

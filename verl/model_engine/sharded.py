@@ -33,17 +33,17 @@ from verl.model_engine.options import Options, cannot
 from verl.model_engine.snapshot import Snapshot
 from verl.model_engine.torch_engine import Reader, TorchEngine, Which
 from verl.model_engine.torch_engine import build as build_torch
-from verl.nn.attention import make_plan
+from verl.nn.attention import plan_attention
 from verl.nn.expert_parallel import ExpertParallel
 from verl.nn.precision import rounded_in_place
 from verl.nn.rope import fix_rope
-from verl.nn.sequence_parallel import Exchange, check_heads
+from verl.nn.sequence_parallel import HeadExchange, check_heads
 from verl.nn.tensor_parallel import TensorParallel
 
 
 class _Root(nn.Module):
-    """What is wrapped as a whole. A pass of the engine runs as a method of it: only then are the weights that belong
-    to no layer (embeddings, last norm, heads) gathered before it."""
+    """The module that FSDP wraps as a whole. A pass of the engine runs as a method of it: only then are the weights
+    that belong to no layer (embeddings, last norm, heads) gathered before it."""
 
     def __init__(self, model: nn.Module, value_head: nn.Module | None) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ class _Root(nn.Module):
 
 
 class ShardedEngine(TorchEngine):
-    """See `ModelEngine` and `TorchEngine`. layout: how the ranks of the default process group are arranged; that group
-    exists, with a deadline of its own · fill: reads this rank's parts of a model that came without storage."""
+    """A `TorchEngine` on many ranks. layout: how the ranks of the default process group are arranged; that group
+    exists, with a deadline of its own · fill: reads this rank's parts of a model that was built without storage."""
 
     _of_a_pipeline = False
 
@@ -124,8 +124,8 @@ class ShardedEngine(TorchEngine):
         self._root._apply(lambda t: t)  # FSDP looks at what it gathers from only then
 
     def _spread_experts(self) -> tuple[list[nn.Module], DeviceMesh | None]:
-        """The modules whose parameters are spread over fewer ranks, since others have other experts, and which these
-        are."""
+        """Return the modules with parameters that are spread over fewer ranks, since other ranks have other experts,
+        and the mesh of those ranks."""
         layout = self.layout
         if layout.expert == 1:
             return [], None
@@ -134,7 +134,7 @@ class ShardedEngine(TorchEngine):
         return spread.modules, mesh["replicate", "part"] if layout.replicate > 1 else mesh["part"]
 
     def _layers(self, model: nn.Module) -> list[nn.Module]:
-        """The parts whose weights are gathered and dropped together."""
+        """Return the modules that are gathered and dropped as one."""
         kinds: Any = model._no_split_modules or ()
         return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in kinds]
 
@@ -157,7 +157,7 @@ class ShardedEngine(TorchEngine):
         """With ranks that share the tokens: the states of this rank's run."""
         if self.layout.sequence == 1:
             return super()._hidden_packed(batch)
-        over, plan = self._exchange(batch), make_plan(batch, self.device)
+        over, plan = self._exchange(batch), plan_attention(batch, self.device)
         plan.exchange = over
         return self._states(over.mine(batch.ids), over.mine(batch.positions), plan)
 
@@ -170,8 +170,8 @@ class ShardedEngine(TorchEngine):
         found = fn(hidden.index_select(0, (index[which] % over.run).to(self.device)), which)
         return {name: over.together(values, which, len(index)) for name, values in found.items()}
 
-    def _exchange(self, batch: Batch) -> Exchange:
-        return Exchange(self._sequence, batch.num_tokens)
+    def _exchange(self, batch: Batch) -> HeadExchange:
+        return HeadExchange(self._sequence, batch.num_tokens)
 
     def _cut(self, batch: Batch, count: int = 0) -> Iterator[np.ndarray]:
         parts = self._passes(batch, count)
@@ -187,13 +187,13 @@ class ShardedEngine(TorchEngine):
         return exactly(parts, int(most))
 
     def _meet_copies(self, meet: bool) -> None:
-        """Whether the next backward pass sums over copies of the model what they have found: after the last."""
+        """Set if the next backward pass sums the gradients over the copies of the model: only the last one does."""
         if self.layout.replicate > 1:
             self._root.set_requires_all_reduce(meet)
 
     @contextmanager
     def _compute_weights(self) -> Iterator[None]:
-        """What is gathered is rounded where it is kept: FSDP does not look at `p.data` of what it once gathered."""
+        """Round the shards in place during the context: FSDP gathers from them and does not read `p.data` again."""
         shards = [part_of_rank(p) for p in self.model.parameters()]
         with rounded_in_place(shards, self.dtype) if self._rounded else nullcontext():
             try:
@@ -251,7 +251,7 @@ class ShardedEngine(TorchEngine):
         return found
 
     def _grad_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
-        """Of the whole gradient, on every rank the same: what one rank refuses, all refuse."""
+        """Return the norm of the whole gradient, the same on every rank: all ranks refuse it or none."""
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)
         for p in self._counted():
             if p.grad is not None:
@@ -266,7 +266,7 @@ class ShardedEngine(TorchEngine):
         return squares.sum().sqrt().to(self.master)
 
     def _counted(self) -> list[nn.Parameter]:
-        """The parameters whose gradients count in the norm for these ranks."""
+        """Return the parameters that this rank counts in the norm."""
         return super()._params()
 
     def _whole(self, p: Tensor) -> Tensor:
@@ -315,8 +315,8 @@ class ShardedEngine(TorchEngine):
 
 
 def _mesh(device_type: str, sizes: Mapping[str, int], backends: Any = None) -> DeviceMesh:
-    """All ranks in these dimensions, the last varies fastest. Its groups get the deadline of the default group: torch
-    gives them half an hour, whatever that one was told."""
+    """Arrange all ranks in these dimensions; the last varies fastest. Its groups get the deadline of the default group:
+    torch gives them half an hour, whatever that one has."""
     names = tuple(sizes)
     made = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=names, backend_override=backends)
     for group in made.get_all_groups():
@@ -345,13 +345,13 @@ def patience() -> timedelta:
 
 
 def part_of_rank(p: Any) -> Tensor:
-    """What this rank holds of a parameter or gradient."""
+    """Return this rank's part of a parameter or gradient."""
     part: Tensor = p.detach().to_local()
     return part
 
 
 def _split(p: Any, axis: str) -> bool:
-    """Whether the ranks along that axis hold different parts."""
+    """Return True if the ranks along that axis hold different parts."""
     names = p.device_mesh.mesh_dim_names
     return axis in names and isinstance(p.placements[names.index(axis)], Shard)
 

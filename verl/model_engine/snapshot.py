@@ -1,4 +1,4 @@
-"""The state of an engine: as it is, or as it was at one moment and written while training goes on."""
+"""The state of an engine at one moment: written at once, or copied and written while training continues."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ COUNTERS = "engine.json"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """state: weights and moments by their places in a checkpoint · named: weights by their Hugging Face names (None:
-    of other ranks), each made whole by `whole` of both · counters: None where another rank writes them · group: of the
-    ranks that write this together, None for the default one. All ranks call the same methods in the same order."""
+    """The tensors and counters of an engine. All ranks call the same methods in the same order."""
 
     state: Mapping[str, Tensor]
+    """Weights and moments by their names in a checkpoint."""
     named: Sequence[tuple[str, Tensor | None]]
+    """Weights by their Hugging Face names; None: of other ranks."""
     whole: Callable[[str, Tensor | None], Tensor]
+    """Gathers a whole tensor from its name and this rank's part."""
     counters: Mapping[str, int] | None
+    """None where another rank writes them."""
     group: Any = None
+    """The ranks that write this together; None: the default group."""
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> Snapshot:
-        """Every tensor once, though a weight stands in both."""
+        """Return a snapshot of copies; a tensor that is in both collections is copied once."""
         copies: dict[int, Tensor] = {}
 
         def of(t: Tensor) -> Tensor:
@@ -43,13 +46,13 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """What this rank holds of it."""
+        """The bytes of this rank's tensors."""
         named = (t for _, t in self.named if t is not None)
         distinct = {id(t): t for t in (*self.state.values(), *named)}.values()
         return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in distinct)
 
     def without_tensors(self) -> Snapshot:
-        """For a rank whose part another one has."""
+        """Return the snapshot of a rank that holds only a copy of another rank's part."""
         return replace(self, state={}, named=(), counters=None)
 
     def save(self, path: Path) -> None:
@@ -61,7 +64,7 @@ class Snapshot:
                 (path / COUNTERS).write_text(json.dumps(self.counters))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As the engine's, one whole tensor at a time."""
+        """Yield the weights as the engine does, one whole tensor at a time."""
         return ((name, self.whole(name, tensor)) for name, tensor in self.named)
 
 
@@ -69,7 +72,7 @@ class Snapshot:
 def load_state(
     path: Path, names: Set[str], params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, int]:
-    """Fill what a rank holds from the folder that `save` wrote, and return the counters. names: of the whole model.
+    """Fill this rank's tensors from the folder that `save` wrote, and return the counters. names: of the whole model.
     ValueError if the folder is of another model."""
     found = tensor_names(path)
     saved = {name.removeprefix("model.") for name in found if name.startswith("model.")}

@@ -1,11 +1,10 @@
 """The model engine of one process: a float32 master model, autocast compute, AdamW. Nothing is sharded.
 
 A CPU that only emulates bf16 computes dtype=bfloat16 with weights rounded to bf16 in float32 arithmetic: closer to the
-true values than bf16 arithmetic, and ten times sooner.
+true values than bf16 arithmetic, and ten times faster.
 
 Any Hugging Face causal LM. A micro-batch is one packed forward pass (nn/attention.py); the padded path, one row per
-sequence through the model's own attention, is the oracle and the way out for models whose attention cannot be packed.
-"""
+sequence through the model's own attention, is the oracle and the fallback for models without packed attention."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from verl.model_engine.adapter import load_model
 from verl.model_engine.base import EngineCapabilities, EngineContext, Part, StepOutput
 from verl.model_engine.dump import dump_batch
 from verl.model_engine.hf_model import refuse_altered_logits, switch_dropout_off
-from verl.model_engine.lm_head import LM_OUTPUTS, Teacher, keep, lm_outputs, read_teacher, room_for
+from verl.model_engine.lm_head import LM_OUTPUTS, Teacher, allocate_outputs, lm_outputs, read_teacher, store_outputs
 from verl.model_engine.objective import evaluate_terms
 from verl.model_engine.offload import Offload, needs, own_storage
 from verl.model_engine.optim import OptimSpec, averaged, copy_anew, grad_norm, learning_rate, make_adamw, step
@@ -54,13 +53,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 
 
 class TorchEngine:
-    """See `ModelEngine`.
+    """The `ModelEngine` of one process.
 
     model: an instantiated causal LM · head: lm (policy, reference) or value (critic, reward model) · optim: None for a
-    frozen model · attention_mode: auto | padded · dump_dir: where a batch with a non-finite gradient is written ·
-    emulate_bf16: None asks the hardware · score: the weight [1, H] that a value or score head starts with · teacher,
-    top_k, longest: see `EngineContext`.
-    """
+    frozen model · attention_mode: auto | padded · dump_dir: the folder for batches with a non-finite gradient ·
+    emulate_bf16: None: as the hardware needs · score: the weight [1, H] that a value or score head starts with ·
+    teacher, top_k, longest: as in `EngineContext`."""
 
     _vocabulary: Vocabulary | None = None
     _suffix = ""  # of the files that this process writes beside those of others
@@ -117,7 +115,7 @@ class TorchEngine:
         switch_dropout_off(self.model)
         self._optimizer_step = self._skipped = self._copied = 0  # _copied: the version that a lagging copy is of
         self._last: tuple[Batch, tuple[str, ...]] | None = None
-        self._teacher = teacher and teacher.beside(self.device, self._compute, rounds=self._rounded)
+        self._teacher = teacher and teacher.moved_to(self.device, self._compute, rounds=self._rounded)
 
     def _place(self) -> None:
         """Bring the model, which was loaded on the host, to where it computes."""
@@ -152,12 +150,13 @@ class TorchEngine:
                 loss, metrics = evaluate_terms(terms, part, outputs)
                 if len(rows):
                     parts.append(metrics)
-                    keep(kept, outputs, batch, rows)
+                    store_outputs(kept, outputs, batch, rows)
                 take(loss)
         return StepOutput(merge_metrics(parts), kept)
 
     def _ready(self, batch: Batch, count: int, wanted: Sequence[str]) -> Iterator[Ready]:
-        """The passes whose loss is made here, in turn; the backward pass of each comes before the next."""
+        """Yield the passes that compute their loss here; the caller runs the backward pass of each before it takes the
+        next."""
         for rows in self._cut(batch, count):
             part = part_of(batch, rows)
             yield rows, part, self._outputs(part, wanted), torch.autograd.backward
@@ -178,14 +177,14 @@ class TorchEngine:
             for rows in self._cut(batch):
                 found = self._outputs(part_of(batch, rows), columns)
                 if len(rows):
-                    keep(out, found, batch, rows)
+                    store_outputs(out, found, batch, rows)
         return out
 
     def _room(self, batch: Batch, names: Sequence[str]) -> dict[str, Tensor]:
-        return room_for(batch, names, self.model.config.get_text_config().hidden_size, self._top_k, self.master)
+        return allocate_outputs(batch, names, self.model.config.get_text_config().hidden_size, self._top_k, self.master)
 
     def _outputs(self, batch: Batch, wanted: Sequence[str]) -> dict[str, Tensor]:
-        """The asked outputs of one micro-batch, on the engine's device, with gradient where enabled."""
+        """Return the wanted outputs of one micro-batch, on the engine's device, with gradient where enabled."""
         possible = LM_OUTPUTS if self.head == "lm" else VALUE_OUTPUTS
         assert set(wanted) <= set(possible), f"a model with head={self.head!r} gives {possible}, not {tuple(wanted)}"
         if self.value_head is None:
@@ -231,7 +230,7 @@ class TorchEngine:
         return computing_in(self._compute, self.master, self.device)
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
-        return self._states(batch.ids, batch.positions, attention.make_plan(batch, self.device))
+        return self._states(batch.ids, batch.positions, attention.plan_attention(batch, self.device))
 
     def _states(self, ids: Tensor, positions: Tensor, plan: attention.AttentionPlan) -> Tensor:
         with self._autocast():
@@ -249,7 +248,7 @@ class TorchEngine:
     def _hidden_padded(self, batch: Batch) -> Tensor:
         """The same [T, H] through one padded row per sequence; a shared token keeps the value of its last row."""
         ids, place, origin = padded_rows(batch)
-        with self._autocast():  # without a mask: padding comes last, where causal attention does not see it
+        with self._autocast():  # without a mask: padding is last, where causal attention ignores it
             out = self.model.base_model(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
         return out[place.to(self.device)].index_select(0, origin.to(self.device))
 
@@ -456,7 +455,7 @@ class TorchEngine:
         return self._optimizer_step
 
     def _trained_names(self) -> Set[str]:
-        """Whoever holds them."""
+        """Return the names of all trained parameters, on whichever rank they are."""
         return {name for name, _ in self._trained().named_parameters()}
 
     def _trained(self) -> nn.Module:

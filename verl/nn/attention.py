@@ -43,7 +43,8 @@ class Block:
     masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[b, 1, Q, K]: where attention goes (bool), or what is added to the scores. `window`: of a sliding window."""
+        """Return [b, 1, Q, K]: the attended positions (bool), or the values to add to the scores. `window`: of a
+        sliding window."""
         if (window, dtype) not in self.masks:
             depth, device = self.k_index.shape[1], self.offset.device
             q = self.offset[:, None] + torch.arange(self.q_index.shape[1], device=device)  # [b, Q]
@@ -58,7 +59,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where q [T, H, D], k and v [T, KV, D], seen as rows of D, stand in the slots of all blocks in order."""
+    """The positions of q [T, H, D], k and v [T, KV, D], seen as rows of D, in the slots of all blocks in order."""
 
     q: Tensor  # [sum b * H * Q] the heads of a group are neighbours: more query rows over the same keys
     k: Tensor  # [sum b * KV * K]
@@ -110,8 +111,8 @@ class AttentionPlan:
         return self.by_heads[heads, kv_heads]
 
 
-def make_plan(batch: Batch, device: torch.device, *, max_waste: float = 0.2) -> AttentionPlan:
-    """Group the segments of `batch` into blocks whose padding is at most about `max_waste` of their area."""
+def plan_attention(batch: Batch, device: torch.device, *, max_waste: float = 0.2) -> AttentionPlan:
+    """Group the segments of `batch` into blocks with padding of at most about `max_waste` of their area."""
     lengths = np.diff(batch.seg_start)
     depths = _depths(batch.parent, lengths)
     blocks = []
@@ -290,7 +291,7 @@ def _attend_block(
         bias = block.mask(window, exact).expand(b, heads, width, depth).clone(memory_format=torch.contiguous_format)
         q, k, v = (x.flatten(0, 1) for x in (grouped, k, v))
         return _BatchedAttention.apply(q, k, v, bias.view(b * kv_heads, -1, depth), scale).flatten(0, 1)
-    if block.rooted and window is None:  # padding comes last, where causal attention does not see it
+    if block.rooted and window is None:  # padding is last, where causal attention does not see it
         k, v = k[:, :, :width], v[:, :, :width]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads != kv_heads)
     else:
@@ -327,7 +328,7 @@ class _BatchedAttention(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     """Rows `index` of x. Each row of x is in exactly one slot besides padding, so that the gradient is a gather by
-    `inverse`, whose rows `pad` are 0, and not a sum."""
+    `inverse`, with rows `pad` of 0, and not a sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, pad: Tensor | None) -> Tensor:

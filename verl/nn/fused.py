@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from verl.accel.cpu import training
 from verl.nn.attention import attend, window_of
 
-# The model types whose modules are known to be these.
+# The model types with modules that are known to be these.
 _KNOWN = ("llama", "mistral", "qwen2", "qwen3")
 
 

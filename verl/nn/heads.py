@@ -1,4 +1,4 @@
-"""What is put on top of the hidden states: policy, critic and reward model differ by their head."""
+"""The heads on top of the hidden states: policy, critic and reward model differ by their head."""
 
 from __future__ import annotations
 

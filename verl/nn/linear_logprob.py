@@ -19,8 +19,9 @@ _CHUNK_ROWS = 64  # at least: each chunk reads and writes the whole gradient of 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A vocabulary of which every rank of a group has a slice of the head. start: the first id of this rank's · enter:
-    the identity, whose gradient is summed over the group · gather: [...] -> [ranks, ...] of the whole group."""
+    """A vocabulary that is spread over a group: every rank has a slice of the head. start: the first id of this rank's
+    · enter: the identity, with a gradient that is summed over the group · gather: [...] -> [ranks, ...] of the whole
+    group."""
 
     start: int
     enter: Callable[[Tensor], Tensor]
@@ -130,7 +131,7 @@ def rest_of(z: Tensor, ids: Tensor) -> Tensor:
 
 
 class HeadGradients:
-    """Of hidden states [n, H], weight [V, H] and bias [V]: sums over chunks of rows, in `dtype`."""
+    """Gradients of hidden states [n, H], weight [V, H] and bias [V]: sums over chunks of rows, in `dtype`."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self._hidden = torch.zeros_like(hidden)
@@ -158,7 +159,7 @@ def _over_slices(
     vocabulary: Vocabulary, z: Tensor, lse: Tensor, entropy: Tensor | None, sum_pi2: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The target's logit (0 where it is in another slice), log-sum-exp, entropy and sum of squares, each [n] of this
-    rank's slice -> of the whole vocabulary, whose distribution is a mixture of the slices'."""
+    rank's slice -> of the whole vocabulary: its distribution is a mixture of the slices'."""
     known = [x for x in (z, lse, entropy, sum_pi2) if x is not None]
     of_ranks = iter(vocabulary.gather(torch.stack(known)).unbind(1))  # each [ranks, n]
     z, parts = next(of_ranks).sum(0), next(of_ranks)
@@ -204,13 +205,13 @@ def linear_logprob(
     vocabulary: Vocabulary | None = None,
     ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Log-prob [n] of `targets` [n] under softmax(hidden [n, H] @ weight [V, H]^T / temperature [n]), float32; cap > 0:
-    of cap tanh(logits / cap) instead, before the temperature (Gemma 2). If asked for, the entropy [n] in nats
-    (differentiable), sum_v pi_v^2 [n] (not), and of `ids` [n, k], which differ from each other, the log-probs
-    [n, k + 1], in the last place that of all others together (-1e30 where there are none; differentiable).
+    """Return the log-prob [n] of `targets` [n] under softmax(hidden [n, H] @ weight [V, H]^T / temperature [n]),
+    float32; cap > 0: of cap tanh(logits / cap) instead, before the temperature (Gemma 2). On request also the entropy
+    [n] in nats (differentiable), sum_v pi_v^2 [n] (not), and of distinct `ids` [n, k] the log-probs [n, k + 1], in the
+    last place that of all others together (-1e30 where there are none; differentiable).
 
     vocabulary: `weight` and `bias` are one rank's slice; `targets` are ids of the whole, results are of the whole; it
-    goes without `ids`."""
+    excludes `ids`."""
     assert vocabulary is None or ids is None, "named ids are read from a whole head"
     hidden = hidden if vocabulary is None else vocabulary.enter(hidden)
     asked = (temperature, cap, entropy, sum_pi_squared, vocabulary, ids)

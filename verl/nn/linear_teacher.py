@@ -1,8 +1,8 @@
-"""What distillation reads of a head: a distribution against a teacher's, over a few ids or the whole vocabulary,
+"""Outputs of a head for distillation: a distribution against a teacher's, over a few ids or the whole vocabulary,
 without [tokens, vocab]. As in `linear_logprob.py`, a chunk of logits is made, read and dropped, and made again for the
 gradient.
 
-Of a teacher over the whole vocabulary its hidden states are kept, [n, H], not its log-probs, [n, V]: V is some forty
+For a teacher over the whole vocabulary its hidden states are kept, [n, H], not its log-probs, [n, V]: V is some forty
 times H, and a chunk of its logits is one more product."""
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.autograd.function import once_differentiable
 from verl.nn.linear_logprob import NONE, HeadGradients, centred, chunk_logits, chunks, linear_logprob, rest_of
 
 FIGURES = ("drawn_by_teacher", "teacher_agreement", "teacher_entropy")
-"""Of the teacher's whole distribution at each token: the log-prob of the one that was drawn, whether both find the same
-one likeliest (1.0, else 0), and the entropy in nats."""
+"""Figures of the teacher's whole distribution at each token: the log-prob of the drawn id, 1.0 if both find the same id
+likeliest (else 0), and the entropy in nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """What turns hidden states [n, H] into logits: weight [V, H], bias [V], cap (see `linear_logprob`)."""
+    """The map from hidden states [n, H] to logits: weight [V, H], bias [V], cap as in `linear_logprob`."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -92,8 +92,7 @@ class _Divergence:
         return self.head.logprobs(self.hidden[at], self.temperature[at])
 
     def _mixture(self, t: Tensor, p: Tensor, q: Tensor) -> Tensor:
-        """What both are compared with, of its p and of q = exp(t); at beta 1 the student is compared with the
-        teacher."""
+        """Return the mixture that both are compared with, from p and q = exp(t); at beta 1 it is the teacher."""
         if self.beta == 1:
             return t
         return (q * self.beta).add_(p, alpha=1 - self.beta).clamp_(min=torch.finfo(p.dtype).tiny).log_()
@@ -163,6 +162,6 @@ def top_k(
         ids.append(found.indices)
         if targets is not None:  # before the rest is summed, of which the likeliest are taken out
             own.append(logp.gather(-1, targets[at, None])[:, 0])
-        impossible = found.values <= NONE  # fewer than k ids can be at all: whoever reads it shall see that
+        impossible = found.values <= NONE  # fewer than k ids are possible: the reader must see that
         logprobs.append(torch.cat([found.values.masked_fill(impossible, -torch.inf), rest_of(logp, found.indices)], -1))
     return torch.cat(ids), torch.cat(logprobs), torch.cat(own) if own else None

@@ -1,9 +1,8 @@
-"""Pipeline parallelism: every rank of a group holds some of a model's layers, and the states of a pass go through them
+"""Pipeline parallelism: every rank of a group holds some of a model's layers, and the states of a pass run through them
 in turn.
 
-The base model runs as it is written, from the embeddings of its tokens or, behind the first stage, from what came in
-their place. Where a layer of another stage was stands a module without parameters that hands on what it is given.
-"""
+The base model runs as it is written, from the embeddings of its tokens or, after the first stage, from the received
+states. A layer of another stage is replaced by a module without parameters that returns its input."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 
 class Elsewhere(nn.Module):
-    """In the place of a layer that another stage holds."""
+    """The replacement for a layer that another stage holds."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -93,8 +92,9 @@ def one_forward_one_backward(stage: int, stages: int, count: int) -> Iterator[tu
 
 @dataclass(slots=True)
 class Lane:
-    """From a stage to its neighbour `step` further, in a group of its own: what goes the other way never stands in its
-    way. At most one tensor of a rank is on its way; what is received was sent in the same order."""
+    """A connection from a stage to its neighbour `step` further, in a group of its own, so that the two directions do
+    not wait for each other. At most one tensor of a rank is under way; tensors are received in the order in which they
+    were sent."""
 
     group: dist.ProcessGroup
     step: int

@@ -1,4 +1,4 @@
-"""What the hardware computes natively."""
+"""The precisions that the hardware computes natively."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def rounded(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> Iterator[
 
 @contextmanager
 def rounded_in_place(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """The same for shards, from whose storage others gather: inside, they hold their values rounded to `dtype`."""
+    """As `rounded`, for shards that others gather from: inside the context their storage holds values rounded to
+    `dtype`."""
     kept = [(t, t.clone()) for t in tensors]
     for t, _ in kept:
         t.copy_(t.to(dtype))

@@ -1,10 +1,9 @@
-"""RoPE whose factors follow the longest position of a pass (`longrope`, `dynamic`), fixed for a run.
+"""RoPE with factors that follow the longest position of a pass (`longrope`, `dynamic`), fixed for a run.
 
 Transformers chooses the factors in every forward pass, by its longest row. In a batch a long row then changes the
 log-probs of the short ones, and which rows share a micro-batch decides a gradient. Servers such as vLLM choose once, by
 the longest sequence that they serve; so does a run, by its longest row: in training, scoring and generation. A prompt
-that is computed once for answers of unlike lengths has one set of factors, too.
-"""
+that is computed once for answers of unlike lengths has one set of factors, too."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def _kinds(rope_type: object) -> list[object]:
 
 
 def _follows_length(kind: object) -> bool:
-    """Whether transformers chooses the factors of this RoPE in the forward pass."""
+    """Return True if transformers chooses the factors of this RoPE in the forward pass."""
     return isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class HeadExchange:
     """`num_tokens` of a batch over the ranks of `group`, padded to equal runs of `run`."""
 
     group: dist.ProcessGroup
@@ -44,8 +44,8 @@ class Exchange:
         return (index // self.run == self.group.rank()).nonzero()[:, 0]
 
     def together(self, values: Tensor, which: Tensor, size: int) -> Tensor:
-        """[size, ...] on every rank, of which this one has `which`. All go on with the same values to the same loss;
-        the gradient of a value goes to the rank that computed it, once."""
+        """Return [size, ...] on every rank, of which this one computed the rows `which`. All ranks continue with the
+        same values to the same loss; the gradient of a value reaches the rank that computed it, once."""
         out: Tensor = _Together.apply(values, which.to(values.device), size, self.group)
         return out
 
@@ -85,7 +85,7 @@ class _Together(torch.autograd.Function):
 
 def check_heads(config: Any, sequence: int, tensor: int) -> None:
     """ValueError where the heads that a rank has cannot be shared over `sequence` ranks."""
-    heads = config.num_attention_heads  # where nothing is said, each has keys of its own
+    heads = config.num_attention_heads  # without this setting each head has keys of its own
     key_heads = config.to_dict().get("num_key_value_heads") or heads
     for name, number in {"attention heads": heads, "key-value heads": key_heads}.items():
         if number % (sequence * tensor):

@@ -1,9 +1,8 @@
 """Tensor parallelism: every rank of a group holds a slice of each matrix and computes with it.
 
-A module runs as it is written, on slices: hooks show it local weights, sum what is partial, and make the gradient of
-what all ranks share the sum of what each has seen. Which matrix is cut which way stands in the plan that transformers
-has for an architecture; the vocabulary is cut too, and no rank ever holds a row of logits.
-"""
+A module runs as it is written, on slices: hooks give it local weights, sum partial results, and sum the gradients of
+what all ranks share. The plan that transformers has for an architecture defines how each matrix is cut; the vocabulary
+is cut too, and no rank ever holds a row of logits."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks; each then goes on with all of it, so the gradient is that of each."""
+    """The sum over ranks. Each rank uses the whole sum, so each gets its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
