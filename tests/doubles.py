@@ -253,8 +253,8 @@ class SglangDouble(Double):
         try:
             while (piece := await pieces.get()) is not None:
                 ids, logprobs = np.append(ids, piece[0]), np.append(logprobs, piece[1])
-                so_far = Completion(rid, ids, logprobs, (), "length")
-                await self._event(response, self._answer(so_far, told, new=len(piece[0]), last=False))
+                begun = Completion(rid, ids, logprobs, (), "length")
+                await self._event(response, self._answer(begun, told, new=len(piece[0]), last=False))
             done = whole.result()
             await self._event(response, self._answer(done, told, new=len(done.ids) - len(ids)))
         finally:

@@ -21,9 +21,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from routing import router
 
-from verl.rollout import life, sglang
+from verl.rollout import liveness, sglang
 from verl.rollout.base import Peers, ReplicaLost, RolloutContext, ServerPlace
-from verl.rollout.calls import Call
+from verl.rollout.calls import PendingCall
 from verl.rollout.http import ServerLate
 from verl.rollout.process import free_port
 from verl.types import Sampling
@@ -94,7 +94,7 @@ async def publish(fleet: Any, engines: Sequence[Any], version: int, seed: int, *
     for one in engines:
         assert await one.load_weights(CheckedReader(source), on_inflight="keep") == version
     for one in engines[:verified]:
-        one.vouch()
+        one.mark_verified()
     return module
 
 
@@ -188,7 +188,7 @@ def test_no_answer_is_taken_of_weights_that_this_run_has_not_verified(
             elif what == "closed":
                 await engines[1].close()
             elif what == "other run":
-                engines[1].vouch()
+                engines[1].mark_verified()
                 other = routed(fleet, 1)
                 await publish(fleet, [other], 9, seed=98)
                 await other.close()
@@ -216,14 +216,14 @@ def test_an_answer_of_weights_that_are_verified_meanwhile_counts(fleet: Any) -> 
         async with engines_of(fleet) as engines:
             await publish(fleet, engines, 20, seed=20, verified=1)
             before = rids(fleet)
-            engines[1].vouch()
+            engines[1].mark_verified()
             await publish(fleet, engines[1:], 21, seed=21, verified=0)
             asked = asyncio.ensure_future(ask(engines[0], "held"))
             while rids(fleet)[1] < before[1] + 10:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.2)
             assert not asked.done()
-            engines[1].vouch()
+            engines[1].mark_verified()
             found = await asked
             assert {v for one in found for v, _, _ in one.spans} == {20, 21}
             assert sum(rids(fleet)) - sum(before) < 24 + 12, "they were not drawn again"
@@ -257,11 +257,11 @@ def test_an_engine_without_a_router_of_ours_is_vouched_for_by_its_publish(
 
 def test_one_that_streams_for_others_is_alive_though_its_probe_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its queue is long, and all that comes from it goes to others, by the router."""
-    monkeypatch.setattr(life, "QUIET_S", 0.1)
+    monkeypatch.setattr(liveness, "QUIET_S", 0.1)
 
     async def run() -> None:
         heard, lost = [0], list[str]()
-        call = Call("a", "policy", routed=True)
+        call = PendingCall("a", "policy", routed=True)
 
         async def late() -> None:
             heard[0] += busy
@@ -275,7 +275,7 @@ def test_one_that_streams_for_others_is_alive_though_its_probe_waits(monkeypatch
             lost.append(why)
 
         for busy in (True, False):
-            watched = life.Life({"a": call}, lambda: heard[0], late, nothing, lambda: True, gone)
+            watched = liveness.LivenessWatch({"a": call}, lambda: heard[0], late, nothing, lambda: True, gone)
             watched.watch()
             await asyncio.sleep(0.8)
             watched.close()
@@ -302,7 +302,7 @@ def test_a_server_that_another_run_gave_its_weights_is_out_of_service(fleet: Any
 
 def test_an_answer_that_does_not_come_is_asked_for_again(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has it hangs: long before the request's own deadline."""
-    monkeypatch.setattr(life, "QUIET_S", 0.3)
+    monkeypatch.setattr(liveness, "QUIET_S", 0.3)
 
     async def run() -> None:
         async with engines_of(fleet) as engines:

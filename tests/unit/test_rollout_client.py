@@ -26,7 +26,7 @@ from families import QWEN3_MOE
 from served import NAMES, SERVED, VOCAB, Fault, Served, crashing, hanging_up, logprob, silent
 
 from verl.checkpoint.hf import skeleton_of
-from verl.rollout import client, http, life, wire
+from verl.rollout import client, http, liveness, wire
 from verl.rollout.api import Deadlines, Expected
 from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutContext
 from verl.rollout.client import ServedEngine
@@ -504,7 +504,7 @@ def test_a_long_queue_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quiet(monkeypatch: pytest.MonkeyPatch, quiet_s: float = 0.05, probe_s: float = 1.0) -> None:
-    monkeypatch.setattr(life, "QUIET_S", quiet_s)
+    monkeypatch.setattr(liveness, "QUIET_S", quiet_s)
     monkeypatch.setattr(client, "PROBE_S", probe_s)
 
 

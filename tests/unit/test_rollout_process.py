@@ -23,7 +23,7 @@ from verl.rollout.api import Deadlines, Expected
 from verl.rollout.base import Capabilities, ReplicaLost
 from verl.rollout.client import ServedEngine
 from verl.rollout.http import ServerGone, ServerLate
-from verl.rollout.process import SHM, ServerProcess, _session, free_port, said_by
+from verl.rollout.process import SHM, ServerProcess, _session, free_port, output_of
 from verl.rollout.router import Router
 from verl.rollout.vllm_api import VllmApi
 from verl.workers.group import first_cause
@@ -160,11 +160,11 @@ time.sleep(600)
 
 
 def test_what_an_installation_says() -> None:
-    assert said_by([sys.executable, "-c", "print(5)"], timeout_s=30) == (0, "5")
-    assert said_by([sys.executable, "-c", "raise SystemExit('no')"], timeout_s=30) == (1, "no")
-    assert said_by([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.5)[0] == -1
+    assert output_of([sys.executable, "-c", "print(5)"], timeout_s=30) == (0, "5")
+    assert output_of([sys.executable, "-c", "raise SystemExit('no')"], timeout_s=30) == (1, "no")
+    assert output_of([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.5)[0] == -1
     with pytest.raises(OSError):
-        said_by(["/nowhere/python"], timeout_s=1)
+        output_of(["/nowhere/python"], timeout_s=1)
 
 
 # ---- engines over them -----------------------------------------------------------------------------------------------

@@ -312,7 +312,7 @@ def test_what_is_drawn_with_new_weights_waits_for_their_canary(end: str, monkeyp
         await turns()
         assert not task.done()
         if end == "verified":
-            replica.vouch()
+            replica.mark_verified()
         elif end == "published":
             world.router.published({})
         elif end == "given up":

@@ -21,7 +21,7 @@ from serving import engine_of, model, serving, tokenizer
 
 from verl.rollout import server_url
 from verl.rollout.api import Deadlines, Expected
-from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutContext, ServerPlace, SoFar
+from verl.rollout.base import Capabilities, Completion, PartialAnswer, ReplicaLost, RolloutContext, ServerPlace
 from verl.rollout.client import ServedEngine
 from verl.rollout.router import Router
 from verl.rollout.vllm_api import VerlApi, VllmApi
@@ -39,8 +39,8 @@ def same(found: Completion, wanted: Completion, at: Any) -> None:
     assert (found.spans, found.stop_reason, found.stop) == (wanted.spans, wanted.stop_reason, wanted.stop), at
 
 
-def part_of(whole: Completion, tokens: int, version: int = 0, *, mixes: bool = False) -> SoFar:
-    found = SoFar(mixes=mixes)
+def part_of(whole: Completion, tokens: int, version: int = 0, *, mixes: bool = False) -> PartialAnswer:
+    found = PartialAnswer(mixes=mixes)
     found.add(whole.ids[:tokens].tolist(), whole.logprobs[:tokens].tolist(), version)
     return found
 
@@ -93,7 +93,7 @@ def test_an_answer_that_was_begun_elsewhere_ends_as_it_would_have(sampling: Samp
                 assert (whole.stop_reason == "stop") == (of is not sampling)
                 names = {k: f"{k}" for k in range(len(whole.ids))}
                 found = await asyncio.gather(
-                    *(engine.generate(name, OURS, of, so_far=part_of(whole, k)) for k, name in names.items())
+                    *(engine.generate(name, OURS, of, begun=part_of(whole, k)) for k, name in names.items())
                 )
                 for k, one in enumerate(found):
                     same(one, whole, (of, k))
@@ -105,8 +105,8 @@ def test_what_is_kept_of_an_answer_holds_nothing_that_ends_it() -> None:
     async def run() -> None:
         async with ours() as engine:
             whole = await engine.generate("whole", OURS, SEEDED)
-            kept = SoFar()
-            same(await engine.generate("told", OURS, SEEDED, so_far=kept), whole, "streamed")
+            kept = PartialAnswer()
+            same(await engine.generate("told", OURS, SEEDED, begun=kept), whole, "streamed")
             assert kept.ids == whole.ids[:-1].tolist()
 
     asyncio.run(asyncio.wait_for(run(), 60))
@@ -184,7 +184,7 @@ def with_two(
         for server in servers:
             await server.start_server()
         urls = [str(server.make_url("")) for server in servers]
-        starts = [lambda died, url=url: engine_at(url, api or VllmApi(follows=True)) for url in urls]
+        starts = [lambda died, url=url: engine_at(url, api or VllmApi(resumable_stream=True)) for url in urls]
         router = Router(starts, mixes=mixes, note=lambda text: None)
         await publish(router, 0)
         router.published({})
@@ -230,7 +230,7 @@ def test_a_server_that_draws_by_position_goes_on_with_the_same_seed() -> None:
         params = asked_of(doubles[1])[0]["sampling_params"]
         assert (params["seed"], params["position"], params["max_tokens"]) == (3, 5, 7)
 
-    with_two(body, dies_at=5, api=VerlApi(follows=True))
+    with_two(body, dies_at=5, api=VerlApi(resumable_stream=True))
 
 
 @pytest.mark.parametrize("mixes", [False, True])
@@ -239,7 +239,7 @@ def test_versions_mix_where_they_may_and_spans_say_so(mixes: bool) -> None:
 
     async def body(router: Router, doubles: list[Chained]) -> None:
         await publish(router, 1, {1})
-        router.replicas[1].vouch()
+        router.replicas[1].mark_verified()
         found = await router.generate("r", PROMPT, Sampling(max_tokens=12, temperature=0.0))
         assert found.ids.tolist() == list(range(5, 17))
         assert found.spans == (((0, 0, 5), (1, 5, 12)) if mixes else ((1, 0, 12),))
@@ -285,7 +285,7 @@ def test_tokens_of_a_version_that_failed_at_one_replica_alone_are_drawn_again() 
     async def body(router: Router, doubles: list[Chained]) -> None:
         doubles[0].slow_s = 0.02
         await publish(router, 1)
-        router.replicas[1].vouch()
+        router.replicas[1].mark_verified()
         task = asyncio.create_task(router.generate("r", PROMPT, Sampling(max_tokens=40, temperature=0.0)))
         await drawing(doubles[0])
         router.published({0: "its canary"})
@@ -305,10 +305,10 @@ def test_tokens_of_weights_that_others_gave_a_server_are_drawn_again(name: str) 
         first, engine = doubles[0], router.replicas[0].engine
         assert isinstance(engine, ServedEngine)
         first.slow_s, first.weights = 0.02, name
-        begun = SoFar(mixes=True)
+        begun = PartialAnswer(mixes=True)
         begun.add([5, 6], [-1.1, -1.12], 0)
         slow = asyncio.create_task(
-            engine.generate("slow", PROMPT, Sampling(max_tokens=40, temperature=0.0), so_far=begun)
+            engine.generate("slow", PROMPT, Sampling(max_tokens=40, temperature=0.0), begun=begun)
         )
         await drawing(first)
         found = await router.generate("r", PROMPT, Sampling(max_tokens=12, temperature=0.0))
@@ -357,10 +357,10 @@ def test_a_request_that_is_held_over_an_update_is_not_mixed() -> None:
 
     async def body(router: Router, doubles: list[Chained]) -> None:
         engine: Any = router.replicas[1].engine
-        begun = SoFar()
+        begun = PartialAnswer()
         begun.add([5, 6], [-1.1, -1.12], 0)
         doubles[1].weights = f"1-{engine._tag}"
-        found = await engine.generate("r", PROMPT, Sampling(max_tokens=6, temperature=0.0), so_far=begun)
+        found = await engine.generate("r", PROMPT, Sampling(max_tokens=6, temperature=0.0), begun=begun)
         assert found.ids.tolist() == list(range(5, 11)) and found.spans == ((1, 0, 6),)
         assert [len(body["token_ids"]) for body in asked_of(doubles[1])[-2:]] == [4, 2]
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from verl.rollout.api import poured
+from verl.rollout.api import deliver_buckets
 from verl.rollout.process import free_port
 from verl.weight_sync import buckets, relay, shm
 from verl.weight_sync.base import Bucket, Passed, Readers, SyncError, WeightSource, checksum
@@ -358,18 +358,18 @@ def test_servers_that_read_side_by_side_do_not_wait_for_each_others_threads(near
     of = tensors(1)
     out = outlet(near, of)
 
-    async def pour(post: object, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
+    async def send_buckets(post: object, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
         async for bucket in buckets:
             seen[sent.address] += len(bucket.checksums)
 
     seen = Counter[str]()
-    api: Any = SimpleNamespace(pour=pour)
+    api: Any = SimpleNamespace(send_buckets=send_buckets)
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(1))
         sources = [out.source(0, 0, i, {}, near) for i in range(3)]
-        pouring = [asyncio.ensure_future(poured(api, None, source)) for source in sources]  # type: ignore[arg-type]
+        pouring = [asyncio.ensure_future(deliver_buckets(api, None, source)) for source in sources]  # type: ignore[arg-type]
         with ThreadPoolExecutor(1) as own:
             await loop.run_in_executor(own, out.stream, 0, passing(of), Readers(0, 3, 60.0))
             out.commit(0)

@@ -76,7 +76,7 @@ class Unwilling(FakeEngine):
             raise ConnectionError("the server is gone")
         await super().wake(tags)
 
-    def vouch(self):
+    def mark_verified(self):
         """Its weights were verified."""
 
     def lose(self, why):

@@ -1,4 +1,4 @@
-"""What kinds of server differ in: what they are asked, and how their answers are read. No connection is made here."""
+"""The differences between kinds of servers: their requests, and how answers are read. No connection is made here."""
 
 from __future__ import annotations
 
@@ -13,52 +13,61 @@ import numpy as np
 
 from verl.rollout.base import PauseMode, RolloutContext, WeightReader
 from verl.rollout.http import ServerRefused
-from verl.rollout.wire import Drawn, version_of
+from verl.rollout.wire import ServerAnswer, version_of
 from verl.types import Sampling
 from verl.weight_sync.base import Bucket, CheckedReader, InBuckets, SyncError, WeightSource, open_stream
 
 SEGMENTS = "verl.weight_sync.shm:open_weights"
 
 Post = Callable[..., Awaitable[Any]]
-"""(path, body, timeout in seconds) -> what it answered. Without a body an empty one, without a timeout that
-of control."""
+"""(path, body, timeout in seconds) -> the parsed answer. The default body is empty, the default timeout is that of
+control calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a server must be. name: in errors · versions: from, below; None: any · needs: how it gets a path that it
-    lacks."""
+    """The requirements on a server."""
 
     name: str
+    """Its name in error messages."""
     versions: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """The lowest version, and the first one that is too new. None: any version."""
     needs: Mapping[str, str] = field(default_factory=dict)
+    """How to start the server so that it has a path that is missing, by path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Seconds: to start · for one answer, however long · for a control call."""
+    """How long the client waits for a server."""
 
     start_s: float = 600.0
+    """Until the server has started."""
     request_s: float = 600.0
+    """For one answer, however long it is."""
     control_s: float = 300.0
+    """For one control call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """tokens: that fit behind the prompt · vocab: its size · ends: the model's end tokens."""
+class TokenBudget:
+    """The tokens that an answer may have."""
 
     tokens: int
+    """How many fit after the prompt."""
     vocab: int
+    """The size of the vocabulary."""
     ends: Sequence[int]
+    """The end tokens of the model."""
 
     def stops(self, sampling: Sampling) -> list[int]:
-        """Every end is asked for by its id: what the server thinks of its own end token does not matter. Ids that no
-        token has are left out: some servers make an index of them."""
+        """Return the ids at which the server must end an answer. The model's end tokens are among them, so the server's
+        own configuration of end tokens has no effect. Ids outside the vocabulary are left out, because some servers
+        index an array with them."""
         asked = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.ends)]
         return sorted({i for i in asked if 0 <= i < self.vocab})
 
     def asked(self, sampling: Sampling) -> dict[str, Any]:
-        """The fields of a draw that servers of completions have in common."""
+        """Return the sampling fields that all servers of completions have in common."""
         return {
             "max_tokens": min(sampling.max_tokens, self.tokens),
             "temperature": sampling.temperature,
@@ -69,52 +78,60 @@ class Room:
 
 
 class Api:
-    """`post` and `get` reach the server. A server's refusals and deaths are raised by them (rollout/http.py); what it
-    says and does not mean, by these functions: `NotUnderstood`, `SyncError`. What has no body here is not asked of a
-    server whose fields say that it cannot."""
+    """The HTTP API of one kind of server: requests and how their answers are read.
+
+    `post` and `get` send a request to the server. They raise the errors of a server that refuses or has died
+    (rollout/http.py). The methods here raise `NotUnderstood` or `SyncError` for an answer that breaks the API. A method
+    without a body here is never called for a server whose fields exclude it.
+    """
 
     generate: str
     """The path that answers a request, also as a stream of events."""
     modes: frozenset[PauseMode] = frozenset()
-    """What its own pause can do; the rest is done by the client, but for `keep`."""
-    aborts = False
-    """It can be told to end a request. Without, the connection is closed, and what came by then is the answer."""
-    updates = False
-    """It takes new weights as it runs. Without, it is started anew with them, or keeps its own."""
-    ahead = False
-    """It reads new weights while it draws by the old ones, before it is made to stand still for the rest."""
-    offloads = False
-    """Asleep at level 1, its weights lie in the host's memory, and are to be woken too."""
-    plain = False
-    """Its log-probs are those at temperature 1 of all tokens, and other draws are refused."""
-    follows = False
-    """Its answers come as streams where it is one of several, so that another one can go on with them."""
-    marks = False
-    """It names weights as it is told to: by their version, and by who gave them to it."""
-    pours = False
-    """It takes weights in parts, each of which is gone when the next one comes."""
-    by_position = False
-    """What it draws is a function of the seed and the position in the answer (`Sampling.position`)."""
-    exact = True
-    """It refuses the first id behind its vocabulary, and goes on."""
-    scores: tuple[float, ...] = (0.0, 1.0)
-    """Temperatures at which it tells log-probs of prompts (0: the greedy one's are those at 1)."""
-    names: Literal["model", "saved"] = "model"
-    """Of tensors, that it knows: those of the model in memory, or those of a saved folder (experts one by one)."""
+    """The modes that its own pause has. The client does the others, except `keep`."""
+    aborts_requests = False
+    """It has a call that ends a request. Otherwise the connection is closed, and the tokens until then are the
+    answer."""
+    updates_weights = False
+    """It takes new weights while it runs. Otherwise it is restarted with them, or keeps its own."""
+    prepares_weights = False
+    """It reads new weights while it samples with the old ones, before it is paused for the switch."""
+    sleep_keeps_weights = False
+    """At sleep level 1 its weights are in host memory, and have to be woken too."""
+    raw_logprobs_only = False
+    """Its log-probs are those at temperature 1 over all tokens. Requests with other sampling settings are refused."""
+    resumable_stream = False
+    """As one of several replicas it answers by streams, so that another replica can continue an answer."""
+    takes_weight_version = False
+    """It labels tokens with the name that an update gives to the weights: their version and the client's mark."""
+    streams_weights = False
+    """It takes weights in parts. The memory of a part is reused for the next one."""
+    draws_by_position = False
+    """A token is a function of the seed and its position in the answer (`Sampling.position`)."""
+    validates_token_ids = True
+    """It refuses the first id beyond its vocabulary, and keeps running."""
+    score_temperatures: tuple[float, ...] = (0.0, 1.0)
+    """Temperatures at which it returns log-probs of prompts (0: those of greedy decoding are those at 1)."""
+    tensor_names: Literal["model", "saved"] = "model"
+    """How it names tensors: as the model in memory does, or as a saved folder does (experts one by one)."""
     transport: str
-    """How the address of weights that it reads must begin, and the sync.engine that makes such."""
+    """The required prefix of the address from which it reads weights."""
     sync: str
+    """The sync.engine that makes addresses with that prefix."""
 
-    def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
-        """ValueError for what it cannot honour. With `stream` true the same request is answered as a stream."""
+    def body(
+        self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
+    ) -> dict[str, Any]:
+        """Return the body of a request. With `stream` true the same request is answered as a stream. Raise ValueError
+        for settings that the server cannot follow."""
         raise NotImplementedError
 
-    def read(self, drawn: Drawn, answer: Any) -> None:
-        """Note a whole answer, or the next event of a stream."""
+    def read(self, drawn: ServerAnswer, answer: Any) -> None:
+        """Add a whole answer, or the next event of a stream, to `drawn`."""
         raise NotImplementedError
 
     async def score(self, post: Post, model: str, ids: np.ndarray, timeout_s: float) -> np.ndarray:
-        """Log-probs [t-1] float32 of ids[1:] at temperature 1."""
+        """Return log-probs [t-1] float32 of ids[1:] at temperature 1."""
         raise NotImplementedError
 
     async def abort(self, post: Post, names: Sequence[str]) -> None:
@@ -124,68 +141,70 @@ class Api:
         raise NotImplementedError
 
     async def resume(self, post: Post) -> None:
-        """Nothing, where it cannot stand still."""
+        """Continue after a pause. A server without pauses needs nothing."""
 
     async def announce(self, post: Post, sent: WeightSource) -> None:
-        """What comes before new weights are live, and need not wait until the server stands still if it is `ahead`."""
+        """Let the server read new weights, without making them live. A server with `prepares_weights` samples
+        meanwhile; any other one is paused."""
 
-    async def pour(self, post: Post, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
-        """Instead of that, where the weights lie nowhere as a whole: one bucket after the other, each as it comes, into
-        a server that stands still. It has read one when the next one is asked for."""
+    async def send_buckets(self, post: Post, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
+        """Let a paused server read new weights bucket by bucket, where they are never in memory as a whole. The server
+        has read a bucket before the next one is requested."""
         raise NotImplementedError
 
     async def deliver(self, post: Post, sent: WeightSource, name: str) -> None:
-        """New weights, which were announced, into a server that stands still, and no prefix of older ones after. name:
-        of them, in its answers."""
+        """Make announced weights live in a paused server, and drop all prefixes of older ones. The server labels its
+        tokens with `name`."""
         raise NotImplementedError
 
     async def sleep(self, post: Post, level: int) -> int:
-        """Bytes, as far as it says."""
+        """Free memory and return the number of bytes, or 0 if the server does not report it."""
         raise NotImplementedError
 
     async def wake(self, post: Post, part: str) -> None:
-        """`weights` or `kv`, which is asleep. With the last one it goes on."""
+        """Allocate `weights` or `kv` again. The server resumes after the last part."""
         raise NotImplementedError
 
     def adapting(self, name: str, folder: str) -> tuple[str, dict[str, Any]]:
-        """What it is asked to load an adapter, by a name that no other one had."""
+        """Return path and body of the call that loads an adapter under a name that no other one had."""
         raise NotImplementedError
 
     def dropping(self, name: str) -> tuple[str, dict[str, Any]]:
+        """Return path and body of the call that drops an adapter."""
         raise NotImplementedError
 
     def routable(self, body: dict[str, Any]) -> bool:
-        """A router passes it on as it is."""
+        """Return true for a request that a router passes on unchanged."""
         return False
 
     async def behind(self, get: Post) -> set[str]:
-        """The URLs of the servers that a router knows."""
+        """Return the URLs of the servers that a router knows."""
         raise NotImplementedError
 
     async def paused(self, get: Post) -> bool | None:
-        """Whether it stands still; None: it does not tell."""
+        """Return true if the server is paused, or None if it does not report that."""
         return None
 
     async def progress(self, get: Post) -> Any:
-        """What changes whenever it has drawn a token; None: it does not tell."""
+        """Return a value that changes with every sampled token, or None if the server reports none."""
         return None
 
     async def release(self, get: Post) -> str:
-        """Its own version, as text."""
+        """Return the version of the server software."""
         return str((await get("/version"))["version"])
 
     async def model(self, get: Post) -> tuple[str, int | None]:
-        """The name that requests give, and how many tokens a sequence may have (None: it does not say)."""
+        """Return the model's name for requests and the longest sequence in tokens (None: not reported)."""
         first = (await get("/v1/models"))["data"][0]
         room = first.get("max_model_len")
         return str(first["id"]), None if room is None else int(room)
 
     async def unlike(self, post: Post, model: str, config: Any) -> str:
-        """What shows that its model is not that of this config; nothing: "". Asked of servers that run already: by ids
-        at the edge of the vocabulary, which it refuses."""
+        """Return why the server's model is not that of `config`, or "" if nothing shows that. It is called for servers
+        that run already, and here it sends ids at the end of the vocabulary."""
         vocab, one = int(config.vocab_size), Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
-        for token, known in ((vocab - 1, True), *([(vocab, False)] if self.exact else [])):
-            room = Room(tokens=1, vocab=token + 1, ends=())
+        for token, known in ((vocab - 1, True), *([(vocab, False)] if self.validates_token_ids else [])):
+            room = TokenBudget(tokens=1, vocab=token + 1, ends=())
             try:
                 await post(self.generate, self.body(model, f"edge-{token}", [token], one, room))
             except ServerRefused as e:
@@ -199,12 +218,13 @@ class Api:
         return ""
 
     async def prepare(self, post: Post, model: str, vocab: int) -> None:
-        """Once, when it is up: ValueError for a server that cannot do what it must, `ServerRefused` where it says so
-        itself."""
+        """Check the server once after its start. Raise ValueError, or the server's own `ServerRefused`, if it lacks
+        something that is needed."""
 
 
 async def model_of(api: Api, expected: Expected, url: str, get: Post, wants: int) -> str:
-    """The name of its model; ValueError for a server of another version, or of shorter sequences than `wants`."""
+    """Return the name of the server's model. Raise ValueError for a server of another version, or with sequences
+    shorter than `wants`."""
     if expected.versions is not None:
         at_least, below = expected.versions
         said, name = await api.release(get), expected.name
@@ -219,12 +239,12 @@ async def model_of(api: Api, expected: Expected, url: str, get: Post, wants: int
 
 
 async def source_of(api: Api, source: WeightReader) -> tuple[CheckedReader, WeightSource]:
-    """A server reads the weights by itself, from where both see them: where the trainer put them, or a segment of this
-    host, into which they are fetched first. SyncError: the trainer has another version by now."""
+    """Return a source of weights that the server can read by itself: the trainer's own, or a shared-memory segment of
+    this host into which they are fetched first. Raise SyncError if the trainer has another version by now."""
     if isinstance(source, CheckedReader):
         sent = source.source
         if sent.passes:
-            if not api.pours:
+            if not api.streams_weights:
                 raise ValueError("this rollout engine reads whole versions: leave sync.engine_options.bucket_mb out")
             return source, sent
         if sent.transport.startswith(api.transport):
@@ -235,7 +255,7 @@ async def source_of(api: Api, source: WeightReader) -> tuple[CheckedReader, Weig
 
 
 def _segment_of(sent: WeightSource) -> WeightSource | None:
-    """The same weights in this host's shared memory; None where the transport brings them nowhere."""
+    """Return the same weights in this host's shared memory, or None if the transport has no such segment."""
     stream = open_stream(sent)
     if (path := stream.segment()) is None:
         return None
@@ -244,25 +264,25 @@ def _segment_of(sent: WeightSource) -> WeightSource | None:
     return replace(sent, transport=SEGMENTS, address=path)
 
 
-async def poured(api: Api, post: Post, sent: WeightSource) -> None:
-    """The buckets into the server; what ends it in the middle is told to the sender, who waits for them."""
+async def deliver_buckets(api: Api, post: Post, sent: WeightSource) -> None:
+    """Send all buckets into the server. If that fails in the middle, the sender, which waits for them, is released."""
     stream = open_stream(sent)
     assert isinstance(stream, InBuckets), "nothing else passes"
     buckets = stream.buckets()
-    own = ThreadPoolExecutor(1, "weights")  # those who wait for a bucket would keep each other's threads
+    own = ThreadPoolExecutor(1, "weights")  # waits of several servers must not block the shared threads
 
     async def each() -> AsyncIterator[Bucket]:
         while (bucket := await asyncio.get_running_loop().run_in_executor(own, next, buckets, None)) is not None:
             yield bucket
 
     try:
-        await api.pour(post, sent, each())
+        await api.send_buckets(post, sent, each())
     finally:
         own.shutdown(wait=False)
-        with contextlib.suppress(ValueError):  # a thread waits in it: it hears that it is waited for no more
+        with contextlib.suppress(ValueError):  # a thread still waits in it, and is released by the close
             buckets.close()
 
 
 def positions_of(context: RolloutContext) -> int | None:
-    """That the model was made for, if it says so."""
+    """Return the longest sequence that the model was made for, or None if its config has no limit."""
     return getattr(context.hf_config.get_text_config(), "max_position_embeddings", None)

@@ -1,10 +1,13 @@
-"""Rollout engines: tokens in, tokens out. An engine knows no chat, reward or group. No torch is imported here."""
+"""The protocol of rollout engines: tokens in, tokens out. An engine knows no chat, reward or group.
+
+No torch is imported here.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -22,85 +25,114 @@ OnTokens = Callable[[np.ndarray, np.ndarray], object]  # ids [t] int64, log-prob
 
 
 class ReplicaLost(RuntimeError):
-    """An engine is gone, or must not speak any more: what was asked of it may be asked of another one."""
+    """An engine has died, or its answers no longer count. The same request may be sent to another engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """ids [t] int64 and logprobs [t] float32, the stop token included; spans = ((version, start, end), ...) cover ids.
-
-    `logprobs` are those of the distribution that was drawn from (temperature and truncation applied); greedy tokens
-    carry the log-prob at temperature 1. stop_reason `abort` keeps the tokens so far. `side`: {name: [t, ...]}.
-    """
+    """The answer to one request."""
 
     request_id: str
     ids: np.ndarray
+    """The sampled tokens [t] int64, the stop token included."""
     logprobs: np.ndarray
+    """[t] float32, of the distribution that was sampled from (temperature and truncation applied). Greedy tokens have
+    their log-prob at temperature 1."""
     spans: tuple[tuple[int, int, int], ...]
+    """(version, start, end), ...: which weights sampled which tokens. The spans cover `ids`."""
     stop_reason: StopReason
+    """`abort` keeps the tokens that were sampled before it."""
     stop: str | None = None
+    """The stop string that ended the answer."""
     cached_tokens: int = 0
+    """Prompt tokens with KV from earlier requests."""
     side: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Further values per token, [t, ...], by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an engine can do; asked at start. stop_strings: an answer ends at them · seeds: one gives its tokens
-    whatever the batch · score_temperatures: at which it scores prompts; None: any · spans: every token says which
-    weights drew it, so that they may change while a request runs."""
+    """The abilities of an engine. They are read once, at the start."""
 
-    logprobs: Literal["processed", "raw"]  # processed: temperature and truncation applied
+    logprobs: Literal["processed", "raw"]
+    """processed: with temperature and truncation applied."""
     max_context_tokens: int
+    """The longest sequence, prompt and answer together."""
     prefix_cache: bool = False
+    """The KV of common prompts is reused."""
     in_flight_update: bool = False
-    lora_rank: int = 0  # of adapters that it takes, at most; 0: none (`Adapting`)
+    """New weights can be loaded while requests run."""
+    lora_rank: int = 0
+    """The highest rank of LoRA adapters that it loads. 0: it loads none."""
     media: bool = False
+    """Prompts may contain images."""
     sleep_levels: tuple[int, ...] = ()
+    """1 frees the KV, 2 the weights too."""
     stop_strings: bool = True
+    """An answer ends at a stop string."""
     seeds: bool = True
+    """A seed gives the same tokens whatever else is in the batch."""
     score_temperatures: tuple[float, ...] | None = None
+    """Temperatures at which it scores prompts. None: any."""
     spans: bool = True
-    notes: tuple[str, ...] = ()  # lines that the user is told at start
+    """Every token is labelled with the version that sampled it, so the weights may change during a request."""
+    notes: tuple[str, ...] = ()
+    """Lines that are printed for the user at the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """What the connections to the servers of one run know of each other. Each has a mark. urls: of all servers that
-    there ever were · marks: their URLs · verified: the latest version that was; none of those that are given up ·
-    lost: those, but where another connection to that server came after · heard: what came of it through a router."""
+    """State that the connections to the servers of one run share. Each connection has a mark of its own."""
 
     urls: set[str] = field(default_factory=set)
+    """URLs of all servers that were ever part of the run."""
     marks: dict[str, str] = field(default_factory=dict)
+    """The URL of the server, by mark."""
     verified: dict[str, int] = field(default_factory=dict)
+    """The latest verified version, by mark. A connection that is given up has no entry."""
     lost: set[str] = field(default_factory=set)
-    heard: Counter[str] = field(default_factory=Counter)
+    """Marks that were given up, unless a later connection to the same server exists."""
+    received: Counter[str] = field(default_factory=Counter)
+    """Events that arrived from a server through a router, by mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlace:
-    """Where an engine that is a server lives. model: its folder · python: of the environment that starts it (None:
-    this one) · url: it runs already, and is not started · log: file for what it says."""
+    """Where an engine that is a server runs."""
 
     model: str
+    """The folder of its model."""
     log: Path
+    """The file for its output."""
     python: str | None = None
+    """The interpreter of the environment that starts it. None: this one."""
     url: str | None = None
+    """The server runs already at this URL, and is not started here."""
     peers: Peers = field(default_factory=Peers)
+    """The state that is shared with the other servers of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext:
-    """What every backend is built from, besides its own options. place: for those that are servers."""
+    """The settings that every backend is built from, besides its own options."""
 
     hf_config: Any
+    """The model's transformers config."""
     max_context_tokens: int
+    """The longest sequence, prompt and answer together."""
     dtype: torch.dtype
+    """The dtype that the model is computed in."""
     eos_token_ids: Sequence[int] = ()
-    decode: DecodeFn | None = None  # for stop strings
+    """Tokens that end an answer."""
+    decode: DecodeFn | None = None
+    """Turns ids into text, for stop strings. None: stop strings are refused."""
     device: torch.device | str = "cpu"
     max_concurrent_sequences: int = 256
-    deterministic: bool = False  # what a sequence gets is bitwise independent of what else is in the batch
+    """Requests that are decoded together."""
+    deterministic: bool = False
+    """The result of a sequence is bitwise independent of what else is in the batch."""
     place: ServerPlace | None = None
+    """For engines that are servers."""
 
     def __post_init__(self) -> None:
         check_positive(max_context_tokens=self.max_context_tokens)
@@ -117,7 +149,7 @@ NO_ADAPTERS = "this rollout engine loads no adapters"
 
 
 def check_inputs(able: Capabilities, what: str, adapter: str | None, media: Sequence[str]) -> None:
-    """ValueError for an adapter or media that the engine does not take."""
+    """Raise ValueError for an adapter or media that the engine does not take."""
     if adapter is not None and not able.lora_rank:
         raise ValueError(f"{what}: adapter={adapter!r}, but {NO_ADAPTERS}; leave it out")
     if media and not able.media:
@@ -125,7 +157,7 @@ def check_inputs(able: Capabilities, what: str, adapter: str | None, media: Sequ
 
 
 def checked_ids(what: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """One sequence [t] int64 of ids that the vocabulary has, or ValueError."""
+    """Return one sequence [t] int64. Raise ValueError for ids outside the vocabulary."""
     ids = as_ids(ids)
     if ids.ndim != 1:
         raise ValueError(f"{what}: ids must be one sequence [t], got shape {ids.shape}")
@@ -134,16 +166,36 @@ def checked_ids(what: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
     return ids
 
 
-@dataclass(slots=True, kw_only=True)
-class SoFar:
-    """What engines that were lost have drawn of an answer, as in `Completion`; nothing of it ends the answer.
+def check_request(
+    request_id: str,
+    ids: np.ndarray,
+    sampling: Sampling,
+    running: Container[str],
+    *,
+    max_context_tokens: int,
+    decodes: bool,
+) -> None:
+    """Raise ValueError for an id that is in use, a prompt without room for an answer, and stop strings without a
+    decode function."""
+    if request_id in running:
+        raise ValueError(f"request_id={request_id!r} is already running: every call needs its own id")
+    if not 0 < len(ids) < max_context_tokens:
+        room = f"max_context_tokens={max_context_tokens}; shorten it or raise the limit"
+        raise ValueError(f"{request_id}: a prompt of {len(ids)} tokens leaves no room to sample in {room}")
+    if sampling.stop and not decodes:
+        raise ValueError(f"stop={sampling.stop} needs text: give the engine decode=, or use stop_token_ids")
 
-    mixes: an answer may hold tokens of several versions."""
+
+@dataclass(slots=True, kw_only=True)
+class PartialAnswer:
+    """The beginning of an answer, sampled by engines that were lost. No token of it ends the answer."""
 
     mixes: bool = False
+    """An answer may contain tokens of several versions."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int, int]] = field(default_factory=list)
+    """As in `Completion`."""
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         if ids:
@@ -152,18 +204,18 @@ class SoFar:
             self.logprobs += logprobs
 
     def cut(self, end: int) -> None:
-        """Forget the tokens from there on."""
+        """Drop the tokens from index `end` on."""
         self.spans = [(version, a, min(b, end)) for version, a, b in self.spans if a < end]
         del self.ids[end:], self.logprobs[end:]
 
     def keep(self, least: int, most: int) -> None:
-        """Forget the tokens from the first one on that another version has drawn."""
+        """Drop all tokens from the first one on that has a version outside of [least, most]."""
         ok = list(itertools.takewhile(lambda span: least <= span[0] <= most, self.spans))
         self.cut(ok[-1][2] if ok else 0)
 
 
 class WeightReader(Protocol):
-    """What a replica reads of a publish: its version and a stream of HF-named tensors."""
+    """One publish as a replica reads it: the version and a stream of HF-named tensors."""
 
     version: int
 
@@ -172,33 +224,37 @@ class WeightReader(Protocol):
 
 @runtime_checkable
 class Timed(Protocol):
-    """A `WeightReader` that wants to know where the time goes. transfer: until the tensors were here · load: into the
-    engine · pause: for which its requests stood still."""
+    """A `WeightReader` that records how long the parts of an update take."""
 
     seconds: dict[str, float]
+    """transfer: until the tensors have arrived; load: into the engine; pause: while no request is decoded."""
 
 
 @runtime_checkable
 class Passing(Protocol):
-    """A `WeightReader` whose tensors may lie nowhere as a whole: if it `passes`, they are written over the live ones
-    while nothing is drawn, and their end says whether all were of one version."""
+    """A `WeightReader` with tensors that may never be in memory all at once."""
 
     @property
-    def passes(self) -> bool: ...
+    def passes(self) -> bool:
+        """The tensors are written over the live ones while nothing is sampled. Only the end of the stream shows whether
+        all of them were of one version."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of ids [t]: logprobs [t-1] float32 of ids[1:], and the k likeliest ids there [t-1, k] int64, the likeliest first,
-    with their log-probs."""
+    """The scores of a sequence ids [t]."""
 
     logprobs: np.ndarray
+    """[t-1] float32, of ids[1:]."""
     top_ids: np.ndarray
+    """[t-1, k] int64, the k most likely ids at each position, the most likely one first."""
     top_logprobs: np.ndarray
+    """[t-1, k] float32, their log-probs."""
 
 
 class Generates(Protocol):
-    """The one verb that a trajectory needs."""
+    """The one method that an agent loop needs."""
 
     async def generate(
         self,
@@ -210,7 +266,8 @@ class Generates(Protocol):
         adapter: str | None = None,
         media: Sequence[str] = (),
     ) -> Completion:
-        """Requests with one `prefix_key` have a common prompt. `media`: content hashes, in the order of the prompt."""
+        """Sample one answer. Requests with the same `prefix_key` have a common prompt. `media` are content hashes, in
+        the order of the prompt."""
         ...
 
 
@@ -218,12 +275,13 @@ class RolloutEngine(Generates, Protocol):
     async def score(
         self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:
-        """Log-probs [t-1] float32 of ids[1:] given their prefix, under the live weights."""
+        """Return log-probs [t-1] float32 of ids[1:] given their prefix, under the live weights."""
         ...
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
-        """Make `source` live and return its version. keep: running requests continue under it · wait: they finish
-        first · abort: they return with their partial tokens. Every prefix computed under older weights is dropped."""
+        """Make the weights of `source` live and return their version. Running requests continue under them (keep),
+        finish first (wait), or return with their partial tokens (abort). Every prefix that was computed under older
+        weights is dropped."""
         ...
 
     async def pause(self, mode: PauseMode = "keep") -> None: ...
@@ -240,25 +298,25 @@ class RolloutEngine(Generates, Protocol):
 
 @runtime_checkable
 class Replaceable(Protocol):
-    """One of several, which go on without it."""
+    """One of several engines; the others go on without it."""
 
     def lose(self, why: BaseException) -> None:
-        """Give up the engine that was asked to load weights last."""
+        """Give up the engine that took part in the last publish."""
         ...
 
 
 @runtime_checkable
 class Vouched(Protocol):
-    """An engine whose answers count once its weights are verified."""
+    """An engine with answers that count only after its weights were verified."""
 
-    def vouch(self) -> None:
-        """Those that were loaded last are."""
+    def mark_verified(self) -> None:
+        """Record that the weights which were loaded last have been verified."""
         ...
 
 
 @runtime_checkable
 class Resuming(Protocol):
-    """An engine that goes on with an answer that another one has begun."""
+    """An engine that continues an answer which another engine has begun."""
 
     goes_on: bool
 
@@ -271,20 +329,21 @@ class Resuming(Protocol):
         prefix_key: str | None = None,
         adapter: str | None = None,
         media: Sequence[str] = (),
-        so_far: SoFar | None = None,
+        begun: PartialAnswer | None = None,
     ) -> Completion:
-        """The whole answer. When the call ends, in whatever way, `so_far` holds what is sure of it."""
+        """Return the whole answer. When the call ends, also with an error, `begun` holds the tokens that are
+        certain."""
         ...
 
 
 @runtime_checkable
 class Adapting(Protocol):
-    """An engine into which LoRA adapters are loaded while it draws."""
+    """An engine that loads LoRA adapters while it runs."""
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """From a folder in PEFT's layout that the engine sees, for later requests with `adapter=name`, in place of one
-        of that name. Every later publish is of its base. ValueError for one of another base or above the engine's rank,
-        and while requests of that name run."""
+        """Load an adapter from a folder in PEFT's layout, for later requests with `adapter=name`. It replaces an
+        adapter of the same name. Every later publish changes its base. Raise ValueError for an adapter of another base
+        or of a rank above the engine's, and while requests of that name run."""
         ...
 
     async def drop_adapter(self, name: str) -> None: ...
@@ -292,16 +351,17 @@ class Adapting(Protocol):
 
 @runtime_checkable
 class Preparing(Protocol):
-    """An engine that reads new weights while it draws with those that it has."""
+    """An engine that reads new weights while it samples with the live ones."""
 
     async def prepare_weights(self, source: WeightReader) -> Callable[[PauseMode], Awaitable[int]]:
-        """Nothing of `source` is live before what is returned is called, which does the rest of `load_weights`."""
+        """Read the weights of `source` and return a function that makes them live: the second half of
+        `load_weights`."""
         ...
 
 
 @runtime_checkable
 class Streaming(Protocol):
-    """An engine that tells of tokens as they are drawn."""
+    """An engine that reports tokens while they are sampled."""
 
     async def stream(
         self,
@@ -314,13 +374,13 @@ class Streaming(Protocol):
         adapter: str | None = None,
         media: Sequence[str] = (),
     ) -> Completion:
-        """As `generate`. on_tokens is called in the event loop with the tokens since its last call; those after its
-        last call stand in the completion alone."""
+        """Do the same as `generate`. `on_tokens` is called in the event loop with the tokens since its last call. The
+        tokens after its last call are only in the completion."""
         ...
 
 
 @runtime_checkable
 class Ranking(Protocol):
-    """An engine that knows which tokens are likeliest."""
+    """An engine that returns the most likely tokens of a prompt's positions."""
 
     async def score_top(self, ids: np.ndarray, top: int) -> Scores: ...

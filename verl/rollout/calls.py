@@ -1,4 +1,4 @@
-"""Requests on their way to a server, and waiting for their ends."""
+"""Requests that a client has sent to a server, and waits for their ends."""
 
 from __future__ import annotations
 
@@ -12,25 +12,31 @@ from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 
 
 @dataclass(slots=True, eq=False)
-class Call:
-    """server_id: the name that it has there · model: its name there, or an adapter's · asked: the server has been ·
-    cut: it was aborted · routed: another one of the run may have it, and its connection alone ends it · reading: its
-    stream, where only the end of the connection ends it · heard_s: when something
-    came of it last (monotonic clock) · quiet: nothing did for too long."""
+class PendingCall:
+    """A request that waits for its answer from a server."""
 
     server_id: str
+    """Its id at the server."""
     model: str
+    """The model's name at the server, or an adapter's."""
     asked: bool = False
+    """It was sent."""
     routed: bool = False
-    heard_s: float = 0.0
+    """It was sent through a router: any server of the run may have it, and only closing the connection ends it."""
+    last_event_s: float = 0.0
+    """The time of the last event (monotonic clock)."""
     quiet: bool = False
+    """No event arrived for too long."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the call has returned."""
     cut: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it is aborted."""
     reading: asyncio.Task[None] | None = None
+    """The task that reads its stream, if the answer is a stream."""
 
 
-async def ended(calls: Sequence[Call], timeout_s: float | None) -> None:
-    """Wait for their ends, so long at most."""
+async def ended(calls: Sequence[PendingCall], timeout_s: float | None) -> None:
+    """Wait for the ends of all calls, at most `timeout_s`."""
     if waits := [asyncio.ensure_future(call.ended.wait()) for call in calls]:
         try:
             await asyncio.wait(waits, timeout=timeout_s)
@@ -40,7 +46,7 @@ async def ended(calls: Sequence[Call], timeout_s: float | None) -> None:
 
 
 async def first(*awaited: Coroutine[Any, Any, Any]) -> None:
-    """Wait until one of them is done; the others are given up."""
+    """Wait until one of them is done, and cancel the others."""
     tasks = [asyncio.ensure_future(one) for one in awaited]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -50,7 +56,7 @@ async def first(*awaited: Coroutine[Any, Any, Any]) -> None:
 
 
 async def after(task: asyncio.Future[Any] | None, then: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-    """Do that when the task has ended, in whatever way; what becomes of it is nobody's concern any more."""
+    """Run `then` after the task has ended in any way. Errors of both are ignored."""
     if task is not None:
         await asyncio.gather(task, return_exceptions=True)
     with contextlib.suppress(ServerGone, ServerLate, ServerRefused):

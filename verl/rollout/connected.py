@@ -1,4 +1,4 @@
-"""One server: its process, where it is started here, its start, and what is known of its end."""
+"""The connection to one server: the process if it is started here, the checks at its start, and causes of its end."""
 
 from __future__ import annotations
 
@@ -13,39 +13,38 @@ from typing import Any
 
 import numpy as np
 
-from verl.rollout.api import Api, Deadlines, Expected, Room, model_of, positions_of
+from verl.rollout.api import Api, Deadlines, Expected, TokenBudget, model_of, positions_of
 from verl.rollout.base import RolloutContext
-from verl.rollout.calls import Call
+from verl.rollout.calls import PendingCall
 from verl.rollout.embedded.core import check_context
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.launching import Launch
 from verl.rollout.process import ServerProcess
 from verl.rollout.routed import Routed
-from verl.rollout.wire import Drawn, Span, marked, raw
+from verl.rollout.wire import ServerAnswer, Span, marked, raw
 from verl.types import Sampling
 
-DYING_S = 3.0  # from the end of an engine to that of the server before it
-HEALTH_S = 5.0  # for what a server tells of itself
-PORTS = 3  # that are tried after one that was taken
+DYING_S = 3.0  # from the end of an engine process to the end of its server
+HEALTH_S = 5.0  # for health and metrics of a server
+PORTS = 3  # further ports that are tried if one is taken
 PROBE_S = 30.0  # for one token of a healthy server
+LOG_LINES = 1000  # last lines of a log that are searched for the cause of an end
+UNKNOWN_MODEL = ("are not supported for now", "Unknown architecture", "does not recognize this architecture")
+"""Messages about an unknown architecture: of vLLM and SGLang, of TensorRT-LLM, of transformers in any of them."""
+OTHER_ENGINES = "rollout.engine=native (or hf, for whatever transformers has)"
 
 
-LOG_LINES = 1000  # of a log, that are looked through for why it ended
-LACKS = ("are not supported for now", "Unknown architecture", "does not recognize this architecture")
-"""What servers say of an architecture that they do not have: vLLM and SGLang, TensorRT-LLM, transformers in any."""
-OTHERS = "rollout.engine=native (or hf, for whatever transformers has)"
-
-
-def _lacking(log: str) -> str:
-    """What its log says of an architecture that it does not have, up to the list of those that it has."""
-    found = [line for line in log.splitlines() if any(text in line for text in LACKS)]
+def _unknown_model(log: str) -> str:
+    """Return the message about an unknown architecture from a log, without the list of the known ones, or ""."""
+    found = [line for line in log.splitlines() if any(text in line for text in UNKNOWN_MODEL)]
     return (
         found[-1].partition(" Supported architectures")[0].strip().removeprefix("Value error, ")[-300:] if found else ""
     )
 
 
 class Server:
-    """at: the URL of one that runs, or what starts one, which then ends with this · router: that of one before it."""
+    """A server at the URL `at`, or one that `at` starts and that ends with this object. `router` is the URL of a router
+    in front of it."""
 
     def __init__(
         self,
@@ -62,8 +61,8 @@ class Server:
         self._vocab: int = context.hf_config.get_text_config().vocab_size
         self._launch = None if isinstance(at, str) else at
         self._server: ServerProcess | None = None
-        # one that is started anew for every version is not started before the first
-        self._waiting = self._launch is not None and not api.updates
+        # a server that is restarted for every version starts with the first one
+        self._waiting = self._launch is not None and not api.updates_weights
         self._http = Http(at, key) if isinstance(at, str) else Http("") if self._waiting else self._launched(None)
         self._tag, self._number = uuid.uuid4().hex[:8], itertools.count()
         self._router: Routed | None = None
@@ -71,19 +70,19 @@ class Server:
             self._router = Routed(router, key, api, context.place.peers, self._http.url, self._tag)
         self._starting: asyncio.Task[None] | None = None
         self._ready = self._closed = False
-        self._left = False  # it stood still when it was found: it goes on, and is looked at, with whole weights
-        self._fenced: str | None = None  # why it must not speak
-        self._foreign = False  # it had weights of others: of what has no name yet, nobody knows whose they drew
+        self._found_paused = False  # it was paused before this run: it is resumed and checked with complete weights
+        self._fenced: str | None = None  # why its answers no longer count
+        self._foreign = False  # it had weights of another run: unlabelled tokens may be from those
         self._model = "policy"
         self._version = -1
 
     async def probe(self, timeout_s: float = PROBE_S) -> None:
-        """Health that the engine itself has shown: one token in time (`/health` is 200 while it is stopped)."""
-        await self._drawn(Sampling(max_tokens=1, temperature=0.0, ignore_eos=True), timeout_s)
+        """Check that the engine samples one token in time. `/health` is 200 even while the engine is stopped."""
+        await self._short_answer(Sampling(max_tokens=1, temperature=0.0, ignore_eos=True), timeout_s)
 
-    async def _drawn(self, sampling: Sampling, timeout_s: float | None = None) -> Drawn:
-        """A short answer to the first token of the vocabulary."""
-        room, drawn = Room(tokens=sampling.max_tokens, vocab=self._vocab, ends=()), Drawn()
+    async def _short_answer(self, sampling: Sampling, timeout_s: float | None = None) -> ServerAnswer:
+        """Return a short answer to the prompt [0]."""
+        room, drawn = TokenBudget(tokens=sampling.max_tokens, vocab=self._vocab, ends=()), ServerAnswer()
         body = self._api.body(self._model, f"{self._tag}-{next(self._number)}-probe", [0], sampling, room)
         self._api.read(drawn, await self._call(self._api.generate, body, timeout_s))
         return drawn
@@ -105,18 +104,18 @@ class Server:
         if self._server is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._server.stop)
         await self._http.close()
-        self._check_alive()  # nobody would end what is started after a close
+        self._check_alive()  # a server that is started after a close would never be stopped
         self._http = self._launched(folder)
 
     async def _start(self) -> None:
-        """Wait until it answers; then ValueError for a server that is not what was asked for."""
+        """Wait until the server answers. Then raise ValueError if it is not as required."""
         self._ports = PORTS
         try:
             async with self._deadline(self._limits.start_s, "it to start", tail=True):
-                while not await self._answers():  # noqa: ASYNC110 - it tells nobody
+                while not await self._answers():  # noqa: ASYNC110 - there is no event to wait for
                     await asyncio.sleep(0.2)
-            await self._known()
-            await self._adapted()
+            await self._check_server()
+            await self._load_adapters()
             if self._router is not None:
                 await self._router.check(self._limits.control_s)
         except BaseException:
@@ -126,8 +125,8 @@ class Server:
         self._ready = True
 
     async def _answers(self) -> bool:
-        """Whether it does, and nobody else in its place: its port was free when it was told of it, long before it had
-        loaded its model and listened there."""
+        """Return true if this server answers, and not another one at its port. The port was free when it was chosen,
+        but the server opens it much later, after loading its model."""
         server, at = self._server, self._http.url
         if server is None or server.exit_code is None:
             try:
@@ -144,14 +143,14 @@ class Server:
             await self._launched_anew(self._folder)
         elif others or (code := server.exit_code) is not None:
             how = "shares its port with another server" if others else f"ended with exit code {code} as it started"
-            if lacks := _lacking(server.tail(LOG_LINES)):
-                raise ValueError(f"{self._expected.name} does not know this model ({lacks}): set {OTHERS}")
+            if lacks := _unknown_model(server.tail(LOG_LINES)):
+                raise ValueError(f"{self._expected.name} does not know this model ({lacks}): set {OTHER_ENGINES}")
             last = f"the last lines of {server.log}:\n{server.tail()}"
             raise RuntimeError(f"{self._expected.name} at {at} {how}; {last}")
-        return not others  # where the kernel tells of nobody, nobody else is there
+        return not others  # no entry in the kernel's table: no other server
 
-    async def _known(self) -> None:
-        """Version, model, context, control plane and the meaning of its log-probs."""
+    async def _check_server(self) -> None:
+        """Check version, model, context length, control calls and the meaning of log-probs."""
         url, get = self._http.url, partial(self._http.get, timeout_s=self._limits.control_s)
         self._model = await model_of(self._api, self._expected, url, get, self._context.max_context_tokens)
         try:
@@ -160,31 +159,31 @@ class Server:
             fix = self._expected.needs.get("transfer", "it must take weights from shared memory")
             raise ValueError(f"{url} cannot be sent weights ({e}): {fix}") from e
         if self._server is None and (paused := await self._api.paused(get)) is not False:
-            # left so by a driver that died, perhaps amid an update: resumed with half of it, an engine of vLLM ends
-            self._left = bool(paused)
-            if not self._left:
+            # paused by a driver that died, perhaps in the middle of an update: resumed then, vLLM's engine would end
+            self._found_paused = bool(paused)
+            if not self._found_paused:
                 await self._api.resume(self._call)
-        if not self._left:
-            await self._proved()
+        if not self._found_paused:
+            await self._check_answers()
 
-    async def _hung_up(self) -> None:
+    async def _disconnect(self) -> None:
         await self._http.close()
         if self._router is not None:
             self._router.fence()
             await self._router.http.close()
 
-    async def _adapted(self) -> None:
-        """Nothing, where no adapters are taken."""
+    async def _load_adapters(self) -> None:
+        """Load what a new server needs for adapters. A server without adapters needs nothing."""
 
-    async def _proved(self) -> None:
+    async def _check_answers(self) -> None:
         if self._server is None:
             await self._refuse_another_model()
-            if not self._api.plain:
+            if not self._api.raw_logprobs_only:
                 await self._refuse_raw_logprobs()
         await self.probe()
 
     async def _refuse_another_model(self) -> None:
-        """ValueError for a server of another one than this run's, as far as it is told before it has its weights."""
+        """Raise ValueError for a server of another model than this run's, as far as that shows without weights."""
         place, config = self._context.place, self._context.hf_config.get_text_config()
         if said := await self._api.unlike(self._call, self._model, config):
             ours = "the model of this run" if place is None else f"model.path={place.model}"
@@ -192,8 +191,8 @@ class Server:
             raise ValueError(f"{self._http.url} serves another model, {self._model!r}: {said}; {fix}")
 
     async def _refuse_raw_logprobs(self) -> None:
-        """ValueError for a server whose log-probs are not those of the distribution that it drew from."""
-        drawn = await self._drawn(Sampling(max_tokens=8, temperature=2.0, seed=1, ignore_eos=True))
+        """Raise ValueError for a server with log-probs that are not those of the distribution that it sampled from."""
+        drawn = await self._short_answer(Sampling(max_tokens=8, temperature=2.0, seed=1, ignore_eos=True))
         plain = (await self._api.score(self._call, self._model, np.array([0, *drawn.ids]), PROBE_S))[-len(drawn.ids) :]
         if raw(np.array(drawn.logprobs), plain, self._vocab):
             fix = self._expected.needs.get("logprobs", "have it return those of the distribution that was drawn from")
@@ -210,35 +209,35 @@ class Server:
                 raise ValueError(f"{self._http.url} has no {path}: {fix}") from e
             raise
 
-    async def _numbered(self, call: Call, told: list[Span], least: int) -> list[Span]:
-        """By their numbers, of weights that are ours."""
+    async def _numbers(self, call: PendingCall, told: list[Span], least: int) -> list[Span]:
+        """Return the spans with plain version numbers. Raise ServerGone if another run gave the weights."""
         if call.routed and self._router is not None:
             return await self._router.numbers(told, least, self._limits.control_s)
-        if not self._api.marks:
+        if not self._api.takes_weight_version:
             return told
         if others := [name for name, _, _ in told if marked(name)[1] != self._tag]:
             self._foreign = True
             why = f"it has weights ({others[0]}) that this run did not give it"
-            await self._gone(f"{why}: another one uses it too, or it was restarted: it is to be left alone")
+            await self._give_up(f"{why}: another one uses it too, or it was restarted: it is to be left alone")
             raise ServerGone(f"{self._http.url}: {self._fenced}")
         return [(str(marked(name)[0]), start, end) for name, start, end in told]
 
-    async def _gone(self, why: str) -> None:
-        """Whoever waits for it hears why."""
+    async def _give_up(self, why: str) -> None:
+        """Give up the server: all waiting calls fail with this reason."""
         self._fenced = why
         if self._router is not None:
             self._router.fence()
         await self._http.close()
 
     @property
-    def _ended(self) -> bool:
+    def _exited(self) -> bool:
         return self._server is not None and self._server.exit_code is not None
 
-    async def _ends(self) -> bool:
-        """The server is gone, or goes within `DYING_S`."""
+    async def _is_ending(self) -> bool:
+        """Return true if the server has ended, or ends within `DYING_S`."""
         with contextlib.suppress(ServerLate):
             async with self._deadline(DYING_S, "its end"):
-                while self._server is not None and self._server.exit_code is None:  # noqa: ASYNC110 - it tells nobody
+                while self._server is not None and self._server.exit_code is None:  # noqa: ASYNC110 - no event
                     await asyncio.sleep(0.05)
                 return self._server is not None
         return False
@@ -249,9 +248,10 @@ class Server:
         return None
 
     async def _cause(self, error: ServerGone) -> Exception:
-        """Why nobody answers, as far as it is known here: another error. One that ends is given the time for it."""
+        """Return an error with the known reason why the server does not answer. A server that ends now gets `DYING_S`
+        to do so."""
         if not self._closed and self._fenced is None:
-            await self._ends()
+            await self._is_ending()
         if self._closed:
             return RuntimeError("the rollout engine was closed")
         if self._fenced is not None:

@@ -32,8 +32,8 @@ def build(
     max_prefill_tokens: int = 8192,
     notes: tuple[str, ...] = (),
 ) -> EmbeddedEngine:
-    """The engine without weights. `module`: for a model that AutoModelForCausalLM cannot build from the config; the
-    engine then owns it."""
+    """Return the engine without weights. `module` is for a model that AutoModelForCausalLM cannot build from the
+    config; the engine then owns it."""
     from verl.rollout.embedded.front import EmbeddedEngine  # not above: a plan reads the options without torch
     from verl.rollout.embedded.hf_runner import HfRunner
 

@@ -1,4 +1,4 @@
-"""The connection to one server: JSON over HTTP, with errors that say whether it is gone or refuses."""
+"""JSON over HTTP to one server. Errors distinguish a server that has died, refuses, or is late."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ import msgspec
 from verl.rollout.base import ReplicaLost
 
 CONNECT_S = 10.0
-IDLE_S = 2.0  # of a connection: servers close them after 5, and a request would meet the end of one
+IDLE_S = 2.0  # a kept connection is closed after this: servers close it after 5, and would lose a request
 FULL = 429  # the status of a server that takes no more requests now
 PAUSED = 503  # the status of a vLLM (0.33 on) that takes no request until it is resumed
-ROOM_S, MOST_S = 0.05, 1.0  # until it is asked again; grows to the second
-FILES = 65536  # that this process asks for at most; its children inherit that
-NO_FILE = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # this side has no room for a connection: none was made
-SAID = 500  # characters of an error's body that are told
+ROOM_S, MOST_S = 0.05, 1.0  # from one attempt to the next; grows to the second value
+FILES = 65536  # open files that this process requests at most; child processes inherit the limit
+NO_FILE = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # this process cannot open a connection now
+SHOWN = 500  # characters of an error's body that are shown
 
 
 class ServerGone(ReplicaLost):
-    """Nobody answers there: it died, was ended, or the connection broke. The request may have been worked on."""
+    """The server does not answer: it died, was stopped, or the connection broke. It may have begun the request."""
 
 
 class ServerRefused(RuntimeError):
-    """It answered with an error. status: of HTTP."""
+    """The server answered with an error of this HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -39,11 +39,11 @@ class ServerRefused(RuntimeError):
 
 
 class ServerLate(TimeoutError):
-    """It did not answer in time."""
+    """The server did not answer in time."""
 
 
 class Http:
-    """One pool of connections per event loop: a script may call asyncio.run more than once."""
+    """Connections to one server, in one pool per event loop: a script may call asyncio.run more than once."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
@@ -55,7 +55,7 @@ class Http:
         self._closed = False
 
     async def get(self, path: str, *, timeout_s: float, text: bool = False) -> Any:
-        """text: as it stands, where it is no JSON."""
+        """Return the parsed answer, or its plain text with `text`."""
         async with self._asked("GET", path, None, timeout_s) as response:
             return await response.text() if text else _parsed(path, await response.read())
 
@@ -68,13 +68,14 @@ class Http:
         again: bool = False,
         text: bool = False,
     ) -> Any:
-        """again: it may be asked more than once, where a kept connection ended before the server said a word. So many
-        of these are under way at once that what controls them always finds a connection. text: as of `get`."""
+        """Return the parsed answer, or its plain text with `text`. With `again` the request is repeated if a kept
+        connection closes before the first byte of the answer. The number of such requests at once is limited, so that
+        control calls always find a connection."""
         async with self._asked("POST", path, body or {}, timeout_s, again) as response:
             return await response.text() if text else _parsed(path, await response.read())
 
     async def stream(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> AsyncGenerator[Any, None]:
-        """The events of a stream; it ends after the last one, and a stream that breaks off is ServerGone."""
+        """Yield the events of a stream up to its end mark. Raise ServerGone if the stream ends before it."""
         async with self._asked("POST", path, body, timeout_s, again=True) as response:
             async for line in response.content:
                 text = line.strip()
@@ -89,7 +90,7 @@ class Http:
         raise ServerGone(f"{self.url}{path}: the stream broke off")
 
     async def close(self) -> None:
-        """For good. What is under way ends with ServerGone: who reads a stream would not hear of it by itself."""
+        """Close for good. Open requests end with ServerGone; a reader of a stream would not notice the close itself."""
         self._closed = True
         for response in self._reading:
             response.content.set_exception(aiohttp.ClientConnectionError("its client was closed"))
@@ -119,9 +120,9 @@ class Http:
                         break
                     response.release()
                 except aiohttp.ServerDisconnectedError:
-                    if not again or self._session is not pool:  # closed meanwhile, or asked again already
+                    if not again or self._session is not pool:  # closed meanwhile, or repeated already
                         raise
-                    # on a connection of its own: where the machine is busy, a server ends many kept ones at once
+                    # on a new connection: a busy server closes many kept ones at once
                     pool = await stack.enter_async_context(aiohttp.ClientSession())
                     continue
                 except aiohttp.ClientConnectorError as e:
@@ -161,7 +162,7 @@ class Http:
 
 
 def open_files() -> int:
-    """How many this process may have open, now that it has asked for more."""
+    """Raise this process's limit of open files, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if (most := min(hard, FILES)) > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -176,12 +177,12 @@ def _parsed(path: str, body: bytes) -> Any:
     try:
         return json.loads(body)  # takes the NaN that servers in Python write
     except ValueError as e:
-        said = f"{path}: the answer is no JSON: {body[:SAID]!r}; if a router gives it, name the servers behind it"
+        said = f"{path}: the answer is no JSON: {body[:SHOWN]!r}; if a router gives it, name the servers behind it"
         raise ServerRefused(said, 200) from e
 
 
 def _reason(body: bytes) -> str:
-    """What an error's body says: OpenAI's shape, FastAPI's, or the text."""
+    """Return the message of an error's body: in OpenAI's shape, in FastAPI's, or the text."""
     text = body.decode(errors="replace").strip()
     try:
         found = json.loads(text)
@@ -189,4 +190,4 @@ def _reason(body: bytes) -> str:
         text = str(error.get("message", error) if isinstance(error, dict) else error)
     except (ValueError, AttributeError):
         pass
-    return " ".join(text.split())[:SAID]
+    return " ".join(text.split())[:SHOWN]

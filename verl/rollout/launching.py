@@ -1,4 +1,4 @@
-"""What is common to servers that are started here: whether they are installed, their flags, their environment."""
+"""Common parts of servers that are started here: the check of their installation, their flags, their environment."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from functools import cache
 from typing import Any
 
 from verl.rollout.base import ServerPlace
-from verl.rollout.process import ServerProcess, free_port, said_by
+from verl.rollout.process import ServerProcess, free_port, output_of
 from verl.rollout.wire import version_of
 
-ASK_S = 120.0  # for the version of an environment on a cold disk
+ASK_S = 120.0  # for reading the version of an environment, on a cold disk
 OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 Release = tuple[int, ...]
 Launch = Callable[[str | None], tuple[ServerProcess, str]]
-"""Starts the server, with the model of this folder (None: the one that it was made for): its process and its URL."""
+"""Starts the server with the model of a folder (None: its configured model) and returns its process and its URL."""
 
 
-@cache  # a restart asks nobody: the event loop would wait for it
+@cache  # a restart must not check again: the event loop would block
 def require(python: str, package: str, name: str, versions: tuple[Release, Release], install: str) -> None:
-    """ValueError unless this interpreter has a server that its adapter was made for. name: in errors · versions: from,
-    below · install: how it gets there."""
+    """Raise ValueError unless this interpreter has the server's package, from the first of `versions` to below the
+    second. `name` and `install`, the way to install it, are parts of the message."""
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     try:
-        status, said = said_by([python, "-c", code], timeout_s=ASK_S)
+        status, output = output_of([python, "-c", code], timeout_s=ASK_S)
     except OSError as e:
         raise ValueError(
             f"rollout.python={python}: cannot be started ({e}); name the bin/python of an environment"
         ) from e
-    last, (at_least, below) = (said.splitlines() or ["no output"])[-1], versions
+    last, (at_least, below) = (output.splitlines() or ["no output"])[-1], versions
     if status != 0:
         raise ValueError(f"rollout.python={python}: no {name} there ({last}): {install}, and name its bin/python")
     if not at_least <= version_of(last) < below:
@@ -41,8 +41,8 @@ def require(python: str, package: str, name: str, versions: tuple[Release, Relea
 
 
 def flags(ours: Mapping[str, Any], more: Mapping[str, Any] | None, dash: str = "-") -> list[str]:
-    """Of a command line: {max-logprobs: 5} is --max-logprobs 5, true the flag alone, false none. more: the user's, none
-    of which is ours · dash: between the words of a flag."""
+    """Return the words of a command line: {max-logprobs: 5} is --max-logprobs 5, true is the flag alone, false is left
+    out. `more` are the user's flags; a flag that is also in `ours` is refused. `dash` joins the words of a flag."""
     given = dict(ours)
     for name, value in (more or {}).items():
         if (key := name.lstrip("-").replace("_", dash).replace("-", dash)) in given:
@@ -53,7 +53,7 @@ def flags(ours: Mapping[str, Any], more: Mapping[str, Any] | None, dash: str = "
 
 
 def launcher(name: str, place: ServerPlace, command: Callable[[str, int], list[str]]) -> Launch:
-    """Starts it by the command for a model's folder and a port. name: in errors."""
+    """Return the function that starts a server with `command(model folder, port)`. `name` is for errors."""
 
     def launch(folder: str | None) -> tuple[ServerProcess, str]:
         port = free_port()
@@ -64,7 +64,7 @@ def launcher(name: str, place: ServerPlace, command: Callable[[str, int], list[s
 
 
 def environment_of(ours: Mapping[str, str]) -> dict[str, str]:
-    """Ours, without what belongs to our Python; no hub is asked."""
+    """Return our environment without the variables of our Python. Model hubs are switched off."""
     return {name: value for name, value in ours.items() if name not in OF_OUR_PYTHON} | {"HF_HUB_OFFLINE": "1"}
 
 

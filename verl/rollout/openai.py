@@ -1,9 +1,9 @@
-"""Any server of OpenAI's completions API that takes and gives token ids, at a URL: a model to evaluate, a teacher, a
-judge. Its weights are its own: a publish changes nothing there, and succeeds where the canary finds the same model.
+"""A server of OpenAI's completions API with token ids, at a URL: a model to evaluate, a teacher, a judge.
 
-What OpenAI's API leaves open is asked at start, with real requests: whether token ids come back (`return_token_ids`, as
-vLLM and `verl serve` have it), whether answers end at given ids, and how prompts are scored (`prompt_logprobs`, or
-`echo` with log-probs). No torch is imported at module level.
+Its weights are its own. A publish changes nothing there, and succeeds if the canary finds the same model. Real requests
+at the start check the parts that OpenAI's API leaves open: whether token ids are returned (`return_token_ids`, as in
+vLLM and `verl serve`), whether answers end at given ids, and how prompts are scored (`prompt_logprobs`, or `echo` with
+log-probs). No torch is imported at module level.
 """
 
 from __future__ import annotations

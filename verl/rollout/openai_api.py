@@ -1,4 +1,4 @@
-"""OpenAI's completions API with token ids, and TensorRT-LLM's form of it. See `Api`."""
+"""OpenAI's completions API with token ids, and TensorRT-LLM's form of it."""
 
 from __future__ import annotations
 
@@ -7,33 +7,36 @@ from typing import Any
 
 import numpy as np
 
-from verl.rollout.api import Api, Post, Room
+from verl.rollout.api import Api, Post, TokenBudget
 from verl.rollout.http import ServerRefused
-from verl.rollout.wire import Drawn, NotUnderstood, prompt_scores
+from verl.rollout.wire import NotUnderstood, ServerAnswer, prompt_scores
 from verl.types import Sampling
 
 PROBED_TOKENS = 4
 
 
 class CompletionsApi(Api):
-    """See `Api`. Its state is what was found out at start."""
+    """OpenAI's completions API. Its fields are set by the checks at the start."""
 
     generate, transport, sync = "/v1/completions", "verl.weight_sync.", "shm"
-    exact = False  # some know ids up to a padded size
+    validates_token_ids = False  # some servers accept ids up to a padded size
 
     def __init__(self) -> None:
-        self.scoring: str | None = None  # the field that asks for log-probs of the prompt
-        self.plain, self.scores = True, ()  # without scores nobody can tell what its log-probs are of
+        self.scoring: str | None = None  # the field that requests log-probs of the prompt
+        # without scores it cannot be checked which distribution its log-probs are of
+        self.raw_logprobs_only, self.score_temperatures = True, ()
 
-    def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
+    def body(
+        self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
+    ) -> dict[str, Any]:
         s = sampling
-        if self.plain:
+        if self.raw_logprobs_only:
             refuse_other_than_plain(s)
         found = {"model": model, "prompt": list(prompt), "top_p": s.top_p, "logprobs": 0, "return_token_ids": True}
         extra = {"top_k": s.top_k, "min_p": s.min_p}
         return room.asked(s) | found | {name: value for name, value in extra.items() if value > 0}
 
-    def read(self, drawn: Drawn, answer: Any) -> None:
+    def read(self, drawn: ServerAnswer, answer: Any) -> None:
         try:
             usage = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
             drawn.cached_tokens = int(usage.get("cached_tokens") or drawn.cached_tokens)
@@ -61,16 +64,16 @@ class CompletionsApi(Api):
         await self._require_ids(post, model, vocab)
         for field in ("prompt_logprobs", "echo"):
             if await self._scores_by(field, post, model):
-                self.scoring, self.plain, self.scores = field, False, Api.scores
+                self.scoring, self.raw_logprobs_only, self.score_temperatures = field, False, Api.score_temperatures
                 return
 
     async def _require_ids(self, post: Post, model: str, vocab: int) -> None:
-        """ValueError unless an answer has its ids and log-probs, and ends at an id that it was given."""
+        """Raise ValueError unless an answer has ids and log-probs, and ends at a given stop id."""
         ends: tuple[int, ...] = ()
         for wanted in (PROBED_TOKENS, 1):
-            room = Room(tokens=PROBED_TOKENS, vocab=vocab, ends=ends)
+            room = TokenBudget(tokens=PROBED_TOKENS, vocab=vocab, ends=ends)
             body = self.body(model, "probe", [0], Sampling(max_tokens=PROBED_TOKENS, temperature=0.0), room)
-            drawn = Drawn()
+            drawn = ServerAnswer()
             try:
                 self.read(drawn, await post(self.generate, body))
             except (ServerRefused, NotUnderstood) as e:
@@ -92,11 +95,14 @@ class CompletionsApi(Api):
 
 
 class TrtllmApi(CompletionsApi):
-    """See `Api`. It refuses fields that it does not know, and cuts the token that ended an answer unless it is told."""
+    """TensorRT-LLM's completions API. It refuses unknown fields, and by default cuts off the token that ended an
+    answer."""
 
     transport, sync = "verl.weight_sync.disk:", "disk"
 
-    def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
+    def body(
+        self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
+    ) -> dict[str, Any]:
         refuse_other_than_plain(sampling)
         return room.asked(sampling) | {
             "model": model,
@@ -112,7 +118,7 @@ class TrtllmApi(CompletionsApi):
 
 
 def refuse_other_than_plain(sampling: Sampling) -> None:
-    """ValueError for draws whose log-probs would be those of another distribution."""
+    """Raise ValueError for sampling with log-probs of another distribution."""
     s = sampling
     if s.temperature not in (0.0, 1.0) or (s.temperature > 0 and (s.top_p < 1 or s.top_k > 0 or s.min_p > 0)):
         said = f"temperature={s.temperature} top_p={s.top_p} top_k={s.top_k} min_p={s.min_p}"

@@ -1,9 +1,8 @@
-"""A server as a child: in a session of its own, watched by a guardian that ends it with this process, however that
-ends.
+"""A server as a child process, in its own session. A guardian process stops it when this process ends in any way.
 
 Run as a script (`python -I -S process.py ORDER`) this file is the guardian, so it imports the standard library alone.
-It starts the server, tells its process id, and ends what is left of the session when the server ends, when its standard
-input is closed, or when its parent is another process than before.
+The guardian starts the server and writes its process id. It kills the rest of the session when the server ends, when
+the guardian's standard input is closed, or when the guardian gets another parent process.
 """
 
 from __future__ import annotations
@@ -25,18 +24,19 @@ from pathlib import Path
 from typing import Any
 
 GRACE_S = 5.0  # from SIGTERM to SIGKILL: a server with a running request would wait for it
-LOOK_S = 0.5  # between two looks at the parent
-MAPS_S = 5.0  # between two looks at what of the shared memory the server holds
-DIES_S = 10.0  # for killed processes to be gone
+LOOK_S = 0.5  # between two checks of the parent
+MAPS_S = 5.0  # between two checks of the server's shared memory
+DIES_S = 10.0  # for killed processes to disappear
 TAIL_BYTES = 16384
 PR_SET_PDEATHSIG = 1
 LISTENS = "0A"  # the state of a socket, in the kernel's table
 SHM = Path("/dev/shm")
-OURS = "verl-"  # what is named so is the trainer's: segments that a server only reads, its folder for files
+OURS = "verl-"  # prefix of the trainer's own names: segments that a server only reads, its folder for files
 
 
 class ServerProcess:
-    """Started by its constructor, which does not wait for it. what: its name in errors · log: gets what it prints."""
+    """A server process. The constructor starts it and does not wait. `what` is its name in errors, `log` gets its
+    output."""
 
     def __init__(self, what: str, command: Sequence[str], *, env: Mapping[str, str], log: Path) -> None:
         self.what, self.log = what, log
@@ -50,14 +50,14 @@ class ServerProcess:
                 stdout=subprocess.PIPE,
                 stderr=said,
                 env=dict(env),
-                start_new_session=True,  # what stops this process is not for it
+                start_new_session=True,  # signals to this process must not reach it
             )
         self._ended = weakref.finalize(self, _close, self._guardian)
         self._pid = 0
 
     @property
     def pid(self) -> int:
-        """Of the server, which leads its session; 0: it could not be started."""
+        """The process id of the server, which leads its session. 0: it could not be started."""
         if not self._pid and self._guardian.stdout is not None and not self._guardian.stdout.closed:
             self._pid = int(self._guardian.stdout.readline() or 0)
             self._guardian.stdout.close()
@@ -65,11 +65,11 @@ class ServerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None: it runs. 128 and the signal's number, where one ended it."""
+        """None while it runs. 128 plus the signal's number if a signal ended it."""
         return self._guardian.poll()
 
     def listens(self, port: int) -> tuple[bool, bool]:
-        """Whether it listens on this port, and whether others do: both can be, where both let the port be shared."""
+        """Return (this server listens on the port, another process does). Both are possible on a shared port."""
         found, ours = set[str](), set[str]()
         for table in Path("/proc/net").glob("tcp*"):
             rows = [line.split() for line in table.read_text().splitlines()[1:]]
@@ -90,11 +90,11 @@ class ServerProcess:
         return "\n".join(said[-lines:]) or "(it said nothing)"
 
     def stop(self) -> None:
-        """End it and everything it started; returns once they are gone."""
+        """Stop the server and all processes that it started, and wait for their end."""
         pid = self.pid
         self._ended()
         self._guardian.wait(GRACE_S + 2 * DIES_S)
-        if pid and self._guardian.returncode < 0:  # the guardian was shot: it could not clean up
+        if pid and self._guardian.returncode < 0:  # the guardian was killed and could not clean up
             _signal(pid, signal.SIGKILL)
 
 
@@ -104,14 +104,15 @@ def _close(guardian: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """One that nobody listens on now, of the loopback interface."""
+    """Return a port of the loopback interface that no process listens on now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
 
 
-def said_by(command: Sequence[str], *, timeout_s: float) -> tuple[int, str]:
-    """(exit code, output) of a short program of an installation: no user's code. OSError: it cannot be started."""
+def output_of(command: Sequence[str], *, timeout_s: float) -> tuple[int, str]:
+    """Run a short program of an installation (no user code) and return (exit code, output). Raise OSError if it cannot
+    be started."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s
@@ -125,7 +126,7 @@ def said_by(command: Sequence[str], *, timeout_s: float) -> tuple[int, str]:
 
 
 def guard(order: dict[str, Any]) -> int:
-    """Exit code of the server, whose temporary files (vLLM's sockets among them) go when it does."""
+    """Run the server and return its exit code. Its temporary files, such as vLLM's sockets, are deleted at its end."""
     with tempfile.TemporaryDirectory(prefix=OURS, ignore_cleanup_errors=True) as scratch:
         return _guarded(order, os.environ | {"TMPDIR": scratch})
 
@@ -149,7 +150,7 @@ def _guarded(order: dict[str, Any], env: Mapping[str, str]) -> int:
         if time.monotonic() - looked_s > MAPS_S:
             held, looked_s = held | _shared(server.pid), time.monotonic()
         if select.select([0], [], [], LOOK_S)[0]:
-            break  # nobody ever writes: it was closed
+            break  # nothing is ever written to it: it was closed
     held |= _shared(server.pid)
     if server.poll() is None:
         _signal(server.pid, signal.SIGTERM)
@@ -181,7 +182,7 @@ def _signal(session: int, number: signal.Signals) -> None:
 
 
 def _session(leader: int) -> list[int]:
-    """Processes of its session that are no zombies."""
+    """Return the processes of a session, without zombies."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -195,7 +196,7 @@ def _session(leader: int) -> list[int]:
 
 
 def _shared(leader: int) -> set[str]:
-    """Names in /dev/shm that its session has mapped, but for ours."""
+    """Return the names in /dev/shm that the session has mapped, except ours."""
     found = set()
     for pid in _session(leader):
         try:

@@ -1,4 +1,4 @@
-"""One of the rollout engines behind a router, and what becomes of it when it dies or must not speak any more."""
+"""One of the rollout engines behind a router, and its replacement after it died or failed an update."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from verl.rollout.base import (
     Adapting,
     Capabilities,
     Completion,
+    PartialAnswer,
     PauseMode,
     ReplicaLost,
     Resuming,
     RolloutEngine,
-    SoFar,
     Vouched,
     WeightReader,
 )
@@ -28,22 +28,25 @@ from verl.types import Sampling
 
 T = TypeVar("T")
 
-CLOSE_S = 20.0  # for an engine that is given up
-JUDGED_S = 3600.0  # for new weights to be verified; a publish has a deadline of its own
-START_S = 600.0  # for a new one: its process, its libraries, its model
+CLOSE_S = 20.0  # for closing an engine that is given up
+JUDGED_S = 3600.0  # for the verification of new weights; a publish has its own deadline
+START_S = 600.0  # for a new engine: its process, its libraries, its model
 
 Start = Callable[[Callable[[BaseException], None]], RolloutEngine]
-"""A new engine. What it is given hears, in any thread, of an engine that died on its own."""
+"""Makes a new engine. Its argument is called, in any thread, when that engine dies on its own."""
 
 
 class Replica:
-    """See `RolloutEngine`. A lost engine's requests end with `ReplicaLost`, also those that run; what keeps it in step
-    with the others (sleep, wake, pause, resume, abort) is nothing to it. There is no way from lost to serving but a new
-    engine and a publish that it took.
+    """A `RolloutEngine` with a replaceable engine.
 
-    lost: told why, once for each engine · starts: new engines that it may have, in all · at_url: they are one server,
-    which others started: where it failed an update, a new connection to it would let it speak again · adapters: that
-    every engine has before it is asked for them, their folders by name."""
+    All requests of a lost engine end with `ReplicaLost`, the running ones too. For a lost engine sleep, wake, pause,
+    resume and abort do nothing. A replica serves again only with a new engine that took a publish.
+
+    `lost` is called with the reason once for each lost engine. `starts` is the number of new engines that it may have
+    in all. With `at_url` all of them are connections to one server that this run did not start: after a failed update
+    no new connection is made, because it would accept answers of that server again. `adapters` maps names to folders;
+    an engine loads an adapter before its first request for it.
+    """
 
     def __init__(
         self,
@@ -55,36 +58,36 @@ class Replica:
         at_url: bool = False,
         adapters: Mapping[str, str],
     ) -> None:
-        self.number, self._start, self._tell, self._starts, self._at_url = number, start, lost, starts, at_url
+        self.number, self._start, self._on_lost, self._starts, self._at_url = number, start, lost, starts, at_url
         self._loop: asyncio.AbstractEventLoop | None = None  # of the calls
-        self._deaths: deque[tuple[RolloutEngine, BaseException]] = deque()  # that were told of
+        self._deaths: deque[tuple[RolloutEngine, BaseException]] = deque()  # reported and not yet handled
         self._why: BaseException | None = None
         self._restart: asyncio.Task[None] | None = None
         self.left = False
         self._adapters, self._loading = adapters, asyncio.Lock()
-        self.asleep = 0  # the level, also of the engine to come
+        self.asleep = 0  # the sleep level, also for the next engine
         self._woken, self._making = asyncio.Event(), asyncio.Lock()
         self._woken.set()
         self._has: tuple[RolloutEngine | None, dict[str, str]] = (None, {})
-        self.engine = self._asked = self._new()  # asked: by the last publish
+        self.engine = self._asked = self._new()  # _asked: the engine that took part in the last publish
         self._loaded: RolloutEngine | None = None
-        self._verified = -1  # the latest version that was
+        self._verified = -1  # the latest verified version
         self._judged = asyncio.Event()
-        self._judged.set()  # unless weights came that nobody has verified yet
+        self._judged.set()  # cleared while loaded weights are not verified yet
 
     @property
     def ready(self) -> bool:
-        """There is an engine, and it has taken weights."""
+        """There is an engine, and it has loaded weights."""
         return self._why is None and self._loaded is self.engine
 
     @property
     def lost(self) -> bool:
-        """There is none, and none follows."""
+        """There is no engine, and no new one will be started."""
         return self._why is not None and self.over
 
     @property
     def over(self) -> bool:
-        """No engine follows when this one is lost."""
+        """No new engine will be started if this one is lost."""
         return self._starts <= 0 or (self._at_url and self._loaded is None and self._asked is self.engine)
 
     async def generate(
@@ -96,32 +99,32 @@ class Replica:
         prefix_key: str | None = None,
         adapter: str | None = None,
         media: Sequence[str] = (),
-        so_far: SoFar | None = None,
+        begun: PartialAnswer | None = None,
     ) -> Completion:
-        """so_far: see `Resuming`; an engine that cannot go on with it begins anew."""
+        """Return the whole answer. An engine that cannot continue `begun` samples from the beginning."""
         try:
-            engine = await self._having(adapter)
+            engine = await self._with_adapter(adapter)
             ask = engine.generate
-            if so_far is not None and isinstance(engine, Resuming):
-                ask = partial(engine.generate, so_far=so_far)
+            if begun is not None and isinstance(engine, Resuming):
+                ask = partial(engine.generate, begun=begun)
             try:
                 found = await ask(request_id, prompt_ids, sampling, prefix_key=prefix_key, adapter=adapter, media=media)
             except ReplicaLost as e:
                 self._lose(engine, e)
                 raise
             except Exception as e:
-                self._check(engine, e)  # whose requests fail because it was closed
+                self._check(engine, e)  # requests also fail because their engine was closed
                 raise
             if any(version > self._verified for version, _, _ in found.spans):
-                await self._judgement(engine)
-            self._check(engine)  # whatever it still said
+                await self._wait_verified(engine)
+            self._check(engine)  # an answer of a lost engine does not count
         except ReplicaLost:
-            if so_far is not None:  # others may have that version verified: here it was not
-                so_far.keep(0, self._verified)
+            if begun is not None:  # tokens that were not verified here are dropped
+                begun.keep(0, self._verified)
             raise
         return found
 
-    async def _judgement(self, engine: RolloutEngine) -> None:
+    async def _wait_verified(self, engine: RolloutEngine) -> None:
         try:
             await asyncio.wait_for(self._judged.wait(), JUDGED_S)
         except TimeoutError:
@@ -131,7 +134,7 @@ class Replica:
     async def score(
         self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:
-        engine = await self._having(adapter)
+        engine = await self._with_adapter(adapter)
         return await engine.score(ids, temperature=temperature, adapter=adapter, media=media)
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
@@ -141,14 +144,14 @@ class Replica:
         self._verified = min(self._verified, source.version - 1)
         version = await engine.load_weights(source, on_inflight=on_inflight)
         for name in list(self._adapters):
-            await self._having(name)
-        for name in self._held(engine).keys() - self._adapters.keys():  # dropped while it was no replica
+            await self._with_adapter(name)
+        for name in self._held(engine).keys() - self._adapters.keys():  # dropped while this replica did not serve
             await self.drop_adapter(name)
         self._loaded = engine
         return version
 
-    async def _having(self, adapter: str | None) -> RolloutEngine:
-        """The engine, with this adapter as all replicas have it, if they do."""
+    async def _with_adapter(self, adapter: str | None) -> RolloutEngine:
+        """Return the engine, after loading the adapter if the router has one of that name."""
         engine, folder = self._live(), None if adapter is None else self._adapters.get(adapter)
         if adapter is not None and folder is not None and self._held(engine).get(adapter) != folder:
             async with self._loading:
@@ -156,11 +159,11 @@ class Replica:
                     await self.load_adapter(adapter, folder)
         return engine
 
-    def vouch(self) -> None:
+    def mark_verified(self) -> None:
         if self.ready and not self._judged.is_set():
             self._verified = self.engine.version
             if isinstance(self.engine, Vouched):
-                self.engine.vouch()
+                self.engine.mark_verified()
             self._judged.set()
 
     async def load_adapter(self, name: str, folder: str) -> None:
@@ -178,38 +181,38 @@ class Replica:
         self._held(engine).pop(name, None)
 
     def _held(self, engine: RolloutEngine) -> dict[str, str]:
-        """The adapters that this engine was given, by name."""
+        """Return the folders of the adapters that this engine has, by name."""
         if self._has[0] is not engine:
             self._has = (engine, {})
         return self._has[1]
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        await self._along(lambda engine: engine.pause(mode))
+        await self._if_alive(lambda engine: engine.pause(mode))
 
     async def resume(self) -> None:
-        await self._along(lambda engine: engine.resume())
+        await self._if_alive(lambda engine: engine.resume())
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        return await self._along(lambda engine: engine.abort(request_ids)) or 0
+        return await self._if_alive(lambda engine: engine.abort(request_ids)) or 0
 
     async def sleep(self, level: int = 1) -> int:
-        """No engine is started from here on until the KV is awake: others have the device. One that starts is waited
-        for."""
+        """Put the engine to sleep, after a starting engine is up. No engine is started until the KV is awake, because
+        the trainer uses the device meanwhile."""
         self.asleep = level
         self._woken.clear()
         async with self._making:
-            return await self._along(lambda engine: engine.sleep(level)) or 0
+            return await self._if_alive(lambda engine: engine.sleep(level)) or 0
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv")) -> None:
         try:
-            await self._along(lambda engine: engine.wake(tags))
+            await self._if_alive(lambda engine: engine.wake(tags))
         finally:
             if "kv" in tags:
                 self.asleep = 0
                 self._woken.set()
 
     async def woken(self) -> None:
-        """Until it is."""
+        """Wait until the KV cache is allocated again."""
         await self._woken.wait()
 
     async def capabilities(self) -> Capabilities:
@@ -225,17 +228,17 @@ class Replica:
         return self.engine.version
 
     def leave(self) -> None:
-        """For good: its requests go on elsewhere, and no engine follows."""
+        """Leave the run for good. Running requests continue at other replicas, and no new engine is started."""
         self.left, self._starts = True, 0
         if self._why is None:
             return self._lose(self.engine, ReplicaLost("it left the run"))
         if self._restart is not None:
             self._restart.cancel()
-        self._restart = asyncio.create_task(self._again(self.engine), name=f"end replica {self.number}")
+        self._restart = asyncio.create_task(self._replace(self.engine), name=f"end replica {self.number}")
 
     def lose(self, why: BaseException) -> None:
-        """Give up the engine that the last publish asked, unless a new one is there: its process ends, its requests go
-        on elsewhere."""
+        """Give up the engine that took part in the last publish, unless it was replaced already. Its process ends, and
+        its requests continue at other replicas."""
         self._loaded = None
         self._lose(self._asked, why)
 
@@ -245,12 +248,12 @@ class Replica:
 
     def _live(self) -> RolloutEngine:
         self._loop = asyncio.get_running_loop()
-        self._hear()
+        self._handle_deaths()
         if self._why is not None:
             raise ReplicaLost(f"rollout replica {self.number} has no engine: {self._why}")
         return self.engine
 
-    async def _along(self, call: Callable[[RolloutEngine], Coroutine[Any, Any, T]]) -> T | None:
+    async def _if_alive(self, call: Callable[[RolloutEngine], Coroutine[Any, Any, T]]) -> T | None:
         engine = self.engine
         if self._why is None:
             try:
@@ -263,13 +266,13 @@ class Replica:
         def died(why: BaseException) -> None:
             self._deaths.append((made, why))
             if self._loop is not None:
-                with contextlib.suppress(RuntimeError):  # it has ended
-                    self._loop.call_soon_threadsafe(self._hear)
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(self._handle_deaths)
 
         made = self._start(died)
         return made
 
-    def _hear(self) -> None:
+    def _handle_deaths(self) -> None:
         while self._deaths:
             self._lose(*self._deaths.popleft())
 
@@ -278,19 +281,19 @@ class Replica:
             return
         self._why = why
         self._judged.set()
-        self._tell(self.number, why)
-        self._restart = asyncio.create_task(self._again(engine), name=f"restart replica {self.number}")
+        self._on_lost(self.number, why)
+        self._restart = asyncio.create_task(self._replace(engine), name=f"restart replica {self.number}")
 
-    async def _again(self, engine: RolloutEngine) -> None:
+    async def _replace(self, engine: RolloutEngine) -> None:
         while self._why is not None:
-            with contextlib.suppress(Exception):  # it may be gone: nothing of it counts any more
+            with contextlib.suppress(Exception):  # the engine may be dead
                 async with asyncio.timeout(CLOSE_S):
-                    await engine.close()  # also of one that did not start: it holds a device and its place
+                    await engine.close()  # also one that did not start: it occupies a device
             if self.over:
                 return
             await self._woken.wait()
             async with self._making:
-                if not self._woken.is_set():  # it was put to sleep by then
+                if not self._woken.is_set():  # put to sleep meanwhile
                     continue
                 self._starts -= 1
                 try:
@@ -299,4 +302,4 @@ class Replica:
                         await engine.capabilities()
                     self._why, self._verified = None, -1
                 except Exception as e:
-                    self._tell(self.number, e if str(e) else ReplicaLost(f"no new engine within {START_S:g} s"))
+                    self._on_lost(self.number, e if str(e) else ReplicaLost(f"no new engine within {START_S:g} s"))

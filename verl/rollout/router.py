@@ -1,4 +1,4 @@
-"""Several replicas as one engine: requests go to the least loaded one, and with one prefix key to one replica."""
+"""Several replicas as one engine. A request is sent to the least loaded replica, those with one prefix key to one."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ import numpy as np
 
 from verl.config.adapter import copy_adapter
 from verl.leftovers import OwnFolder
-from verl.rollout.base import Capabilities, Completion, PauseMode, ReplicaLost, SoFar, WeightReader
+from verl.rollout.base import Capabilities, Completion, PartialAnswer, PauseMode, ReplicaLost, WeightReader
 from verl.rollout.replica import Replica, Start
 from verl.types import Sampling
 
-KEPT_KEYS = 4096  # prefix keys whose replica is remembered, the latest
-MAX_LEAD = 8  # requests by which the replica of a prefix key may be ahead of the least loaded one
+KEPT_KEYS = 4096  # the number of latest prefix keys with a remembered replica
+MAX_LEAD = 8  # requests that the replica of a prefix key may have more than the least loaded one
 
 
 class Router:
-    """`load_weights` is refused: the checkpoint engine delivers to each of `replicas`, as its own transaction. One that
-    is lost, or that did not take the weights which the trainer published last, gets no requests; its own go on at the
-    others, with what it has drawn where that is known (`Resuming`) and its weights were verified, else from their
-    beginning. Without one that serves the run cannot go on, and whoever watches hears why.
+    """The engine in front of all replicas.
 
-    restarts: of each replica · at_urls: they are servers that others started · mixes: an answer may hold tokens of
-    several versions · note: told what a person should know."""
+    `load_weights` is refused: a publish is sent to each of `replicas`, as its own transaction. A replica that is lost,
+    or that did not take the last publish, gets no requests. Its running requests continue at other replicas, with the
+    tokens that were sampled under verified weights, or else from their beginning. Without a serving replica the run
+    cannot continue, and the callback of `watch` is called with the reason.
+
+    Each replica may be restarted `restarts` times. `at_urls` is for servers that were not started by this run. With
+    `mixes` an answer may contain tokens of several versions. `note` prints a line for the user.
+    """
 
     def __init__(
         self,
@@ -48,13 +51,13 @@ class Router:
         self._verified = -1  # the latest version that a publish has ended with
         self._on_failure: Callable[[BaseException], None] | None = None
         self._failure: BaseException | None = None
-        self._load = [0] * len(starts)  # requests that run or wait
+        self._load = [0] * len(starts)  # requests that run or wait, by replica
         self._homes: OrderedDict[str, int] = OrderedDict()  # the replica of a prefix key
         self._running: dict[str, int] = {}  # the replica of a request id
         self._serving = frozenset(range(len(starts)))
         self._adapters: dict[str, str] = {}  # copies of their folders, by name
-        self._drawing = Counter[str]()  # requests, by their adapter
-        self._changing, self._dropped = set[str](), set[str]()  # adapters: that are loaded or dropped now; that were
+        self._drawing = Counter[str]()  # running requests, by their adapter
+        self._changing, self._dropped = set[str](), set[str]()  # adapters that change now; adapters that were dropped
         self._changes = set[asyncio.Future[None]]()
         self._copies: OwnFolder | None = None
         self._made = partial(Replica, starts=restarts, at_url=at_urls, adapters=self._adapters)
@@ -72,7 +75,7 @@ class Router:
     ) -> Completion:
         if request_id in self._running:
             raise ValueError(f"request_id={request_id!r} is already running: every call needs its own id")
-        with self._drawn_by(request_id, adapter):
+        with self._in_use(request_id, adapter):
             return await self._generate(request_id, prompt_ids, sampling, prefix_key, adapter, media)
 
     async def _generate(
@@ -84,19 +87,19 @@ class Router:
         adapter: str | None,
         media: Sequence[str],
     ) -> Completion:
-        so_far = SoFar(mixes=self._mixes) if len(self._serving) > 1 else None
+        begun = PartialAnswer(mixes=self._mixes) if len(self._serving) > 1 else None
         while True:
             chosen = self._choose(prefix_key)
             self._running[request_id] = chosen
             self._load[chosen] += 1
             try:
                 return await self.replicas[chosen].generate(
-                    request_id, prompt_ids, sampling, prefix_key=prefix_key, adapter=adapter, media=media, so_far=so_far
+                    request_id, prompt_ids, sampling, prefix_key=prefix_key, adapter=adapter, media=media, begun=begun
                 )
-            except ReplicaLost:  # the same draws at another one: a seed belongs to the request
-                if so_far is not None:
-                    so_far.keep(0, self._verified)
-            except BaseException:  # also one that was given up: asked again, it goes elsewhere
+            except ReplicaLost:  # another replica samples the same tokens: the seed belongs to the request
+                if begun is not None:
+                    begun.keep(0, self._verified)
+            except BaseException:  # also a cancelled request: if it is sent again, another replica gets it
                 others = self._serving - {chosen}
                 if prefix_key is not None and others and self._homes.get(prefix_key) == chosen:
                     self._homes[prefix_key] = min(sorted(others), key=self._load.__getitem__)
@@ -106,25 +109,25 @@ class Router:
                 del self._running[request_id]
 
     def published(self, failed: Mapping[int, str]) -> None:
-        """What came of a publish: who did not take it is given up, who took it serves from now on."""
+        """Record the result of a publish. Replicas that failed it are given up, the others serve from now on."""
         for i, why in failed.items():
             self.replicas[i].lose(ReplicaLost(why))
         ready = [one for one in self.replicas if one.ready and one.number not in failed]
         for one in ready:
-            one.vouch()
+            one.mark_verified()
         self._verified = max((one.version for one in ready), default=self._verified)
         self._serve(frozenset(one.number for one in ready))
 
     async def join(self, start: Start) -> Capabilities:
-        """One more at the end of `replicas`, once its engine is up; it gets requests after a publish that it took. What
-        keeps it from starting is raised, and it is none then. Not two at a time."""
+        """Add a replica at the end of `replicas` once its engine is up. It gets requests after its first publish. If it
+        does not start, nothing is added and the error is raised. Only one may be added at a time."""
 
         def lost(number: int, why: BaseException) -> None:
             if one in self.replicas:
                 self._lost(number, why)
 
         for other in self.replicas:
-            await other.woken()  # while they sleep, others have the device
+            await other.woken()  # while the replicas sleep, the trainer uses the device
         one = self._made(len(self.replicas), start, lost=lost)
         try:
             able = await one.capabilities()
@@ -138,7 +141,7 @@ class Router:
         return able
 
     def leave(self, number: int) -> None:
-        """It keeps its number, and nobody has it again."""
+        """Remove a replica from the run. Its number is never used again."""
         if not 0 <= number < len(self.replicas) or self.replicas[number].left:
             raise ValueError(f"replica {number}: none has this number; `verl replicas RUN list` shows them")
         if self._serving <= {number}:
@@ -146,14 +149,14 @@ class Router:
         self.replicas[number].leave()
 
     def states(self) -> list[str]:
-        """Of each replica, in the order of their numbers."""
+        """Return the state of each replica, in the order of their numbers."""
         return [
             "left" if one.left else "serves" if i in self._serving else "is lost" if one.lost else "waits for a publish"
             for i, one in enumerate(self.replicas)
         ]
 
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:
-        """Hear, once, that no replica is left."""
+        """Call `on_failure` once, when no replica is left."""
         self._on_failure = on_failure
         if self._failure is not None:
             on_failure(self._failure)
@@ -177,7 +180,7 @@ class Router:
     async def score(
         self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:
-        with self._drawn_by("score", adapter):
+        with self._in_use("score", adapter):
             one = self.replicas[self._choose(None)]
             return await one.score(ids, temperature=temperature, adapter=adapter, media=media)
 
@@ -185,19 +188,20 @@ class Router:
         raise ValueError("a router loads no weights: publish to each of its replicas")
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """See `Adapting`: into every replica that serves. Another one gets it before a request is asked of it, from a
-        copy of the folder; so does one that has another of that name where a load fails elsewhere."""
+        """Load an adapter into every serving replica. A replica that serves later loads it, from a copy of the folder,
+        before its first request. If one load fails, replicas that have it load the earlier adapter of that name
+        again."""
         await self._to_its_end(self._load_everywhere(name, folder))
 
     async def drop_adapter(self, name: str) -> None:
         await self._to_its_end(self._drop_everywhere(name))
 
     async def _to_its_end(self, change: Coroutine[Any, Any, None]) -> None:
-        """Also where its caller gives up: some replicas would have it, and others not."""
+        """Finish a change also if the caller is cancelled: otherwise only some replicas would have it."""
         task = asyncio.ensure_future(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it is known
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # retrieved
         await asyncio.shield(task)
 
     async def _load_everywhere(self, name: str, folder: str) -> None:
@@ -225,19 +229,21 @@ class Router:
                 shutil.rmtree(folder)
 
     async def _of_all(self, call: Callable[[Replica], Awaitable[None]]) -> list[BaseException]:
-        """Of the replicas that serve: what went wrong, but for those that are lost."""
-        asked = (call(self.replicas[i]) for i in sorted(self._serving))
-        told = await asyncio.gather(*asked, return_exceptions=True)
-        return [error for error in told if isinstance(error, BaseException) and not isinstance(error, ReplicaLost)]
+        """Make the call for all serving replicas and return its errors, without those of lost replicas."""
+        calls = (call(self.replicas[i]) for i in sorted(self._serving))
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        return [error for error in results if isinstance(error, BaseException) and not isinstance(error, ReplicaLost)]
 
     @contextlib.contextmanager
-    def _drawn_by(self, what: str, adapter: str | None) -> Iterator[None]:
+    def _in_use(self, what: str, adapter: str | None) -> Iterator[None]:
         if adapter is None:
             yield
             return
         if adapter in self._changing:
             raise ValueError(f"{what}: {adapter!r} is being loaded or dropped; wait for that")
-        if adapter in self._dropped or (self._adapters and adapter not in self._adapters):  # a replica may have it
+        if adapter in self._dropped or (
+            self._adapters and adapter not in self._adapters
+        ):  # a replica may still have it
             there = ", ".join(sorted(self._adapters)) or "none"
             raise ValueError(f"{what}: no adapter {adapter!r} was loaded (there are: {there}); load_adapter first")
         self._drawing[adapter] += 1
@@ -248,7 +254,8 @@ class Router:
 
     @contextlib.contextmanager
     def _changed(self, what: str, name: str) -> Iterator[None]:
-        """One that changed under a request would have drawn a part of its tokens without a word."""
+        """Refuse a change while requests of the adapter run: a part of their tokens would silently be of another
+        one."""
         if name in self._changing:
             raise ValueError(f"{what}: {name!r} is being loaded or dropped already; wait for that")
         if busy := self._drawing[name]:
@@ -278,7 +285,7 @@ class Router:
         await asyncio.gather(*(replica.wake(tags) for replica in self.replicas))
 
     async def capabilities(self) -> Capabilities:
-        """What all replicas can do. Replicas whose log-probs mean different things are refused."""
+        """Return the abilities that all replicas have. Raise ValueError if their log-probs mean different things."""
         every = await asyncio.gather(*(replica.capabilities() for replica in self.replicas))
         if len(kinds := {one.logprobs for one in every}) > 1:
             raise ValueError(f"replicas return {' and '.join(sorted(kinds))} log-probs: one run needs one kind")
@@ -292,7 +299,7 @@ class Router:
             lora_rank=min(able.pop("lora_rank")),
             sleep_levels=tuple(sorted(set.intersection(*map(set, able.pop("sleep_levels"))))),
             score_temperatures=tuple(sorted(set.intersection(*at))) if at else None,
-            notes=tuple(dict.fromkeys([*note, *(told for one in every for told in one.notes)])),
+            notes=tuple(dict.fromkeys([*note, *(line for one in every for line in one.notes)])),
             **{name: all(values) for name, values in able.items() if name != "logprobs"},
         )
 
@@ -305,7 +312,7 @@ class Router:
 
     @property
     def version(self) -> int:
-        """The oldest that is live on a serving replica; -1 without one."""
+        """The oldest live version of a serving replica, or -1 without one."""
         return min((self.replicas[i].version for i in self._serving), default=-1)
 
     def _choose(self, prefix_key: str | None) -> int:

@@ -1,5 +1,7 @@
-"""A server that runs already and speaks vLLM's token-in-token-out API and control plane (`verl serve` does). No torch
-is imported at module level."""
+"""A running server with vLLM's token-in-token-out API and control calls, such as `verl serve`.
+
+No torch is imported at module level.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class Options:
 
 
 def build(options: Options, context: RolloutContext) -> ServedEngine:
-    """The engine, whose server gets weights with the first publish."""
+    """Return the engine. Its server gets weights with the first publish."""
     from verl.rollout.api import Deadlines, Expected
     from verl.rollout.base import Capabilities
     from verl.rollout.client import ServedEngine
@@ -39,4 +41,6 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     needs = dict.fromkeys((*paths, "/init_weight_transfer_engine", "/collective_rpc"), CONTROL)
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
     expected = Expected(name="the server", needs=needs)
-    return ServedEngine(context, expected, VerlApi(follows=True), context.place.url, able, deadlines, options.api_key)
+    return ServedEngine(
+        context, expected, VerlApi(resumable_stream=True), context.place.url, able, deadlines, options.api_key
+    )

@@ -1,8 +1,8 @@
 """SGLang as a rollout engine: its server in a Python environment of its own, as a child of this process or at a URL.
 
-Written from the HTTP API of 0.5.23, and never run against it: its kernels want hardware that was not at hand. Weights
-reach it through a folder (sync.engine=disk). It does not say which tensors it loaded: that the folder is what was sent
-is checked before, and what it computes with, by the canary. No torch is imported at module level.
+Written from the HTTP API of 0.5.23, and never run against it: its kernels need hardware that was not available. It
+reads weights from a folder (sync.engine=disk). It does not report which tensors it loaded. The content of the folder is
+checked before, and the canary checks the loaded weights. No torch is imported at module level.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Options:
     tensor_parallel_size: PositiveInt = 1
     """Devices that share the model."""
     mem_fraction_static: PositiveShare = 0.5
-    """Of a GPU, weights and KV cache together."""
+    """The share of a GPU for weights and KV cache together."""
     max_running_requests: PositiveInt | None = None
     """Requests that are decoded together. None: rollout.max_concurrent_sequences."""
     deterministic_inference: bool = False
-    """A seed gives its tokens whatever the batch. Without, SGLang does not look at seeds. Of a server at a URL: it was
-    started so."""
+    """A seed gives the same tokens whatever is in the batch. Without it SGLang ignores seeds. For a server at a URL:
+    the server was started with it."""
     router: str | None = None
-    """The URL of an sglang-router before the servers of rollout.url, which requests go through; updates and scores go
-    to each server itself. Draws with top_p, top_k or min_p go there too: it would drop what they ask for."""
+    """The URL of an sglang-router in front of the servers of rollout.url. Requests are sent through it; updates, scores
+    and requests with top_p, top_k or min_p (which it would drop) are sent to each server directly."""
     start_timeout_s: Positive = 600.0
     request_timeout_s: Positive = 3600.0
     """For one answer, the time in the queue included."""
@@ -49,7 +49,7 @@ class Options:
 
 
 def build(options: Options, context: RolloutContext) -> ServedEngine:
-    """The engine without weights, its server on the way. ValueError: what cannot start."""
+    """Return the engine without weights, while its server starts. Raise ValueError if it cannot start."""
     from verl.rollout.api import Deadlines, Expected
     from verl.rollout.base import Capabilities
     from verl.rollout.client import ServedEngine

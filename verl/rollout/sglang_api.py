@@ -1,4 +1,4 @@
-"""SGLang's HTTP API, as its 0.5.23 has it. See `Api`."""
+"""SGLang's HTTP API, as of 0.5.23."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ from typing import Any
 
 import numpy as np
 
-from verl.rollout.api import Api, Post, Room
+from verl.rollout.api import Api, Post, TokenBudget
 from verl.rollout.base import PauseMode
 from verl.rollout.http import ServerRefused
 from verl.rollout.vllm_api import WORDS
-from verl.rollout.wire import Drawn, NotUnderstood
+from verl.rollout.wire import NotUnderstood, ServerAnswer
 from verl.types import Sampling
 from verl.weight_sync.base import CheckedReader, SyncError, WeightSource
 
-MASKS = 4096  # tokens that a draw may be among for SGLang to say with what probability it was drawn
+MASKS = 4096  # candidates of a truncated draw, at most, for which SGLang returns the log-prob
 
 
 class SglangApi(Api):
-    """See `Api`. Waiting and aborting before an update are the client's: its `abort` would end everybody's requests,
-    and leave the scheduler going. An abort that comes before its request has reached the scheduler is lost, and so is
-    every later one: requests are held here while it stands still."""
+    """SGLang's API. The client itself waits for requests or aborts them before an update: SGLang's `abort` mode ends
+    the requests of all clients and leaves the scheduler running. An abort before its request reaches the scheduler is
+    lost, and so is every later one. Therefore requests are held back here during a pause.
+    """
 
     generate, transport, sync = "/generate", "verl.weight_sync.disk:", "disk"
     modes: frozenset[PauseMode] = frozenset(("keep",))
-    aborts = updates = marks = True
+    aborts_requests = updates_weights = takes_weight_version = True
 
-    def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
+    def body(
+        self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
+    ) -> dict[str, Any]:
         s, truncated = sampling, sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         top_k = s.top_k or (room.vocab if truncated and room.vocab <= MASKS else -1)
         if truncated and s.temperature > 0 and not 0 < top_k <= MASKS:
@@ -49,16 +52,16 @@ class SglangApi(Api):
         body = {"rid": name, "input_ids": list(prompt), "sampling_params": params, "return_logprob": True}
         return body | ({"return_sampling_mask": True} if truncated and s.temperature > 0 else {})
 
-    def read(self, drawn: Drawn, answer: Any) -> None:
-        """An event of a stream holds all tokens so far, or, where the server was started so, the new ones."""
+    def read(self, drawn: ServerAnswer, answer: Any) -> None:
+        """Read an event. It has all tokens until now, or only the new ones, depending on how the server was started."""
         try:
             meta, ids = answer["meta_info"], answer["output_ids"]
-            told = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
+            logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
             if (of_mask := meta.get("output_token_sampling_logprobs")) is not None:
-                told = of_mask
+                logprobs = of_mask
             if len(ids) == int(meta["completion_tokens"]):
                 drawn.ids, drawn.logprobs = [], []
-            drawn.add(ids, told)
+            drawn.add(ids, logprobs)
             if len(drawn.ids) != int(meta["completion_tokens"]):
                 raise ValueError(f"{meta['completion_tokens']} tokens were told of, and {len(drawn.ids)} came")
             drawn.cached_tokens, drawn.live = int(meta.get("cached_tokens") or 0), meta.get("weight_version")
@@ -82,7 +85,7 @@ class SglangApi(Api):
             await post("/abort_request", {"rid": name})
 
     async def pause(self, post: Post, mode: PauseMode) -> None:
-        """They go back to the queue, and their keys and values are computed again under the new weights."""
+        """Pause. Running requests return to the queue, and their KV is computed again under the new weights."""
         await post("/pause_generation", {"mode": "retract"})
 
     async def resume(self, post: Post) -> None:
@@ -101,7 +104,7 @@ class SglangApi(Api):
             raise SyncError(f"version {sent.version}: SGLang did not take it: {told}")
 
     async def sleep(self, post: Post, level: int) -> int:
-        """It ends at what still runs. The weights of level 2 are dropped."""
+        """Free memory after a pause: SGLang ends if requests still run. Level 2 drops the weights."""
         await self.pause(post, "keep")
         await post("/release_memory_occupation", {"tags": ["kv_cache", "weights"][:level]})
         return 0
@@ -112,7 +115,7 @@ class SglangApi(Api):
             await self.resume(post)
 
     def routable(self, body: dict[str, Any]) -> bool:
-        """sglang-router 0.3.2 writes requests anew, and drops what it does not know of them without a word."""
+        """Return false for a request with a mask: sglang-router 0.3.2 silently drops fields that it does not know."""
         return "return_sampling_mask" not in body
 
     async def behind(self, get: Post) -> set[str]:

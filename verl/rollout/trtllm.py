@@ -1,9 +1,9 @@
 """TensorRT-LLM as a rollout engine: `trtllm-serve` in a Python environment of its own, as a child of this process.
 
-Written from its documented completions API (1.x), and never run against it: it needs a GPU. What that API cannot do is
-refused. It takes no weights while it runs that are not in its own GPU's memory, so that every publish starts it anew,
-with the folder of the new version (sync.engine=disk). It scores no prompts, so that there is no canary. Its log-probs
-are those at temperature 1, before truncation. No torch is imported at module level.
+Written from its documented completions API (1.x), and never run against it: it needs a GPU. Features that the API lacks
+are refused. While it runs it takes only weights in its own GPU's memory, so every publish restarts it with the folder
+of the new version (sync.engine=disk). It scores no prompts, so there is no canary. Its log-probs are those at
+temperature 1, before truncation. No torch is imported at module level.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Options:
     tensor_parallel_size: PositiveInt = 1
     """Devices that share the model."""
     kv_cache_free_gpu_memory_fraction: PositiveShare = 0.5
-    """Of what the weights leave of a GPU."""
+    """The share of the GPU memory that is left after the weights."""
     max_batch_size: PositiveInt | None = None
     """Requests that are decoded together. None: rollout.max_concurrent_sequences."""
     start_timeout_s: Positive = 1800.0
@@ -45,7 +45,7 @@ class Options:
 
 
 def build(options: Options, context: RolloutContext) -> ServedEngine:
-    """The engine, whose server starts with the first weights. ValueError: what cannot start."""
+    """Return the engine. Its server starts with the first weights. Raise ValueError if it cannot start."""
     from verl.rollout.api import Deadlines, Expected
     from verl.rollout.base import Capabilities
     from verl.rollout.client import ServedEngine
@@ -56,7 +56,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     assert place is not None and place.url is None, "one that runs takes no weights: refused before"
     python = place.python or sys.executable
     require(python, "tensorrt_llm", "TensorRT-LLM", (AT_LEAST, BELOW), INSTALL)
-    able = Capabilities(  # other draws than those whose log-probs are the processed ones are refused
+    able = Capabilities(  # sampling with other log-probs than the processed ones is refused
         logprobs="processed", max_context_tokens=context.max_context_tokens, prefix_cache=True, notes=(NOTE,)
     )
     config, wanted = json.loads((Path(place.model) / "config.json").read_text()), str(context.dtype).partition(".")[2]

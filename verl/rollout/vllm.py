@@ -1,7 +1,7 @@
 """vLLM as a rollout engine: `vllm serve` in its own Python environment, as a child of this process or at a URL.
 
-The lines that start it are those that were seen to work with 0.32.0 on a CPU; what they are for stands beside them.
-Weights come through `vllm_plugin/verl_weights.py`, which runs inside vLLM. No torch is imported at module level.
+Its command line and environment were tested with 0.32.0 on a CPU. Comments give the reason for each setting. Weights
+are loaded by `vllm_plugin/verl_weights.py`, which runs inside vLLM. No torch is imported at module level.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 AT_LEAST, BELOW = (0, 32), (0, 34)
 PLUGIN = Path(__file__).parent / "vllm_plugin"
 TRANSFER = '--weight-transfer-config \'{"backend":"verl"}\' --worker-extension-cls verl_weights.Extension'
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM has room for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the adapter ranks that vLLM can be started with
 RUNTIME = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 INSTALL = (
     "pip install vllm==0.32.0 in an environment of its own; without a GPU, the lines under vLLM in docs/engines.md "
     "(in a checkout: make vllm-env)"
 )
 LEAST_BATCHED_TOKENS = 4096
-MAX_KV_GIB = 4  # of a CPU's memory, unless kv_cache_gib says otherwise
+MAX_KV_GIB = 4  # of a CPU's memory, unless kv_cache_gib is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,28 +40,30 @@ class Options:
     tensor_parallel_size: PositiveInt = 1
     """Processes (on a GPU: devices) that share the model."""
     gpu_memory_utilization: PositiveShare = 0.5
-    """Of a GPU, weights and KV cache together."""
+    """The share of a GPU for weights and KV cache together."""
     kv_cache_gib: PositiveInt | None = None
-    """On a CPU. None: what max_concurrent_sequences need at full length, at most 4."""
+    """Memory for KV on a CPU. None: enough for max_concurrent_sequences at full length, at most 4."""
     max_num_seqs: PositiveInt | None = None
     """Requests that are decoded together. None: rollout.max_concurrent_sequences."""
     block_size: PositiveInt | None = None
-    """Tokens of a block of the KV cache; prefixes are shared by whole ones. None: 32 on a CPU, else vLLM's own."""
+    """Tokens per block of the KV cache; prefixes are shared in whole blocks. None: 32 on a CPU, else vLLM's default."""
     enforce_eager: bool | None = None
     """No CUDA graphs. None: on a CPU."""
     max_lora_rank: PositiveInt | None = None
-    """Of adapters that are taken, at most (docs/engines.md). None: none. Of a server at a URL: it was started so."""
+    """The highest rank of adapters (docs/engines.md). None: no adapters. For a server at a URL: it was started with
+    it."""
     max_loras: PositiveInt = 4
     """Adapters in one batch; others wait."""
     load_format: Annotated[str, words("dummy|auto|safetensors")] = "dummy"
-    """What it starts with. dummy: nothing is read, as the trainer's weights replace them before the first request."""
+    """The weights that it starts with. dummy: none are read, since the trainer's weights replace them before the first
+    request."""
     threads: PositiveInt | None = None
-    """Of a CPU, for each of its processes. None: torch's here, shared out."""
+    """CPU threads of each of its processes. None: torch's number here, divided by the processes."""
     start_timeout_s: Positive = 600.0
     request_timeout_s: Positive = 3600.0
     """For one answer, the time in the queue included."""
     stream_answers: bool = False
-    """Of several replicas: what one of them had drawn is not drawn again when it is lost. Costs an event per token."""
+    """With several replicas: the tokens of a lost replica are not sampled again. Costs an event per token."""
     args: dict[str, Any] | None = None
     """More of `vllm serve`: {max-logprobs: 5} is --max-logprobs 5, {trust-remote-code: true} the flag alone."""
 
@@ -69,7 +71,7 @@ class Options:
 def memory(
     options: Options, *, max_concurrent_sequences: int, max_context_tokens: int, kv_bytes_per_token: int
 ) -> dict[str, int]:
-    """Bytes for the plan. On a GPU vLLM takes its share of the device instead (gpu_memory_utilization)."""
+    """Return bytes for the plan. On a GPU vLLM takes its share of the device instead (gpu_memory_utilization)."""
     needed = (options.max_num_seqs or max_concurrent_sequences) * max_context_tokens * kv_bytes_per_token
     return {"KV cache": kv_gib(options, needed) << 30}
 
@@ -79,7 +81,8 @@ def kv_gib(options: Options, needed_bytes: int) -> int:
 
 
 def build(options: Options, context: RolloutContext) -> ServedEngine:
-    """The engine without weights, its server on the way: the first call waits for it. ValueError: what cannot start."""
+    """Return the engine without weights, while its server starts: the first call waits for it. Raise ValueError if it
+    cannot start."""
     from verl.rollout.api import Deadlines
     from verl.rollout.base import Capabilities
     from verl.rollout.client import ServedEngine
@@ -97,12 +100,12 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
         prefix_cache=True,
         in_flight_update=True,
         lora_rank=options.max_lora_rank or 0,
-        # at level 2 vLLM drops what it was given, adapters too
+        # at level 2 vLLM drops adapters too
         sleep_levels=() if on_cpu or place.url is not None else (1, 2) if options.max_lora_rank is None else (1,),
         notes=() if on_cpu else ("rollout: vLLM on a GPU was never run by those who wrote this adapter",),
     )
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
-    api = VllmApi(follows=options.stream_answers)
+    api = VllmApi(resumable_stream=options.stream_answers)
     if place.url is not None:
         return ServedEngine(context, expected(), api, place.url, able, deadlines)
     python = place.python or sys.executable
@@ -124,7 +127,7 @@ def expected() -> Expected:
 
 
 def require_vllm(python: str) -> None:
-    """ValueError unless this interpreter has a vLLM that the adapter was made for."""
+    """Raise ValueError unless this interpreter has a vLLM version that is supported here."""
     from verl.rollout.launching import require
 
     require(python, "vllm", "vLLM", (AT_LEAST, BELOW), INSTALL)
@@ -146,9 +149,9 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
 
     on_cpu = str(context.device) == "cpu"
     room = context.max_context_tokens
-    length = min(room + 1, positions_of(context) or room)  # to score a full context draws one token more
+    length = min(room + 1, positions_of(context) or room)  # scoring a full context samples one more token
     if room in first_lengths(context.hf_config.get_text_config()):
-        length = room  # one token more would give all rows the RoPE of long ones
+        length = room  # one more token would give all rows the RoPE of long sequences
     given: dict[str, Any] = {
         "served-model-name": "policy",
         "host": "127.0.0.1",
@@ -159,9 +162,9 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
         "tensor-parallel-size": options.tensor_parallel_size,
         "load-format": options.load_format,
         "generation-config": "vllm",  # no sampling defaults of the model folder
-        "logprobs-mode": "processed_logprobs",  # of the distribution that was drawn from
+        "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from
         "skip-tokenizer-init": True,  # tokens in, tokens out; a character tokenizer would end it
-        "enable-scale-out": True,  # the endpoint that takes and gives tokens
+        "enable-scale-out": True,  # the endpoint with token ids
         "enable-prompt-tokens-details": True,
         "weight-transfer-config": json.dumps({"backend": "verl"}),
         "worker-extension-cls": "verl_weights.Extension",
@@ -172,7 +175,7 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
         if (rank := next((r for r in RANKS if r >= wanted), None)) is None:
             raise ValueError(f"rollout.engine_options.max_lora_rank={wanted}: vLLM takes at most {RANKS[-1]}")
         given |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": options.max_loras + 1}
-    if on_cpu:  # a prefill that is split over steps kills the engine where requests have seeds
+    if on_cpu:  # a prefill that is split over steps ends the engine if requests have seeds
         if asked := [name for name in options.args or () if name.replace("_", "-").endswith("enable-chunked-prefill")]:
             why = (
                 "on a CPU a seeded request whose prefill is split ends vLLM, and all requests have seeds; leave it out"
@@ -187,7 +190,7 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
 
 
 def environment(ours: Mapping[str, str], options: Options, context: RolloutContext) -> dict[str, str]:
-    """Of the server: ours without our Python's, and what it has to be told this way."""
+    """Return the environment of the server: ours without our Python's variables, plus vLLM's settings."""
     import torch
 
     from verl.rollout.launching import environment_of

@@ -1,4 +1,4 @@
-"""vLLM's token-in-token-out API and control plane, which `verl serve` speaks too. See `Api`."""
+"""vLLM's token-in-token-out API and control calls, which `verl serve` has too."""
 
 from __future__ import annotations
 
@@ -9,37 +9,39 @@ from typing import Any, Literal
 
 import numpy as np
 
-from verl.rollout.api import Api, Post, Room
+from verl.rollout.api import Api, Post, TokenBudget
 from verl.rollout.base import PauseMode
 from verl.rollout.http import ServerRefused
-from verl.rollout.wire import Drawn, NotUnderstood, prompt_scores
+from verl.rollout.wire import NotUnderstood, ServerAnswer, prompt_scores
 from verl.types import Sampling
 from verl.weight_sync.base import Bucket, SyncError, WeightSource
 
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
-REQUEST_PREFIX = "generate-tokens-"  # of the id that a server gives a request, and that an abort must name
-COUNTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")  # its metrics of work done
-WORDS = {"weights": "weights", "kv": "kv_cache"}  # of what sleeps
-LEFT_S = 5.0  # for a server to hear that an update was left
-FOLLOWED_S = 0.25  # of tokens that are lost with a server, at most
+REQUEST_PREFIX = "generate-tokens-"  # the server adds it to a request's id, and an abort needs it
+COUNTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")  # metrics that grow with the work done
+WORDS = {"weights": "weights", "kv": "kv_cache"}  # the server's names of the parts that sleep
+LEFT_S = 5.0  # for ending an update in the middle
+FOLLOWED_S = 0.25  # between two events of a stream: the tokens since then are lost with a server
 ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_eos": True}
 
 
 class VllmApi(Api):
     generate, transport, sync = GENERATE, "verl.weight_sync.shm:", "shm"
     modes: frozenset[PauseMode] = frozenset(("keep", "wait", "abort"))
-    aborts = updates = offloads = pours = marks = True
-    names: Literal["model", "saved"] = "saved"  # its loaders read folders
+    aborts_requests = updates_weights = sleep_keeps_weights = streams_weights = takes_weight_version = True
+    tensor_names: Literal["model", "saved"] = "saved"  # its loaders read saved folders
 
-    def __init__(self, *, follows: bool = False) -> None:
-        self.follows = follows
+    def __init__(self, *, resumable_stream: bool = False) -> None:
+        self.resumable_stream = resumable_stream
 
-    def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
+    def body(
+        self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
+    ) -> dict[str, Any]:
         params = room.asked(sampling) | {"logprobs": 0, "detokenize": False}
         params |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
         return {"model": model, "request_id": name, "token_ids": list(prompt), "sampling_params": params}
 
-    def read(self, drawn: Drawn, answer: Any) -> None:
+    def read(self, drawn: ServerAnswer, answer: Any) -> None:
         try:
             usage = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
             drawn.cached_tokens = int(usage.get("cached_tokens") or drawn.cached_tokens)
@@ -49,12 +51,12 @@ class VllmApi(Api):
                 for span in choice.get("weight_versions") or ():
                     drawn.versions.append((str(span["version"]), int(span["start"]), int(span["end"])))
                 drawn.finish = choice.get("finish_reason") or drawn.finish
-                drawn.live = choice.get("weight_version") or drawn.live  # `verl serve` tells it
+                drawn.live = choice.get("weight_version") or drawn.live  # only `verl serve` has it
         except (KeyError, TypeError, AttributeError, ValueError) as e:
             raise NotUnderstood(f"the server's answer is not vLLM's: {type(e).__name__}: {e}") from e
 
     async def score(self, post: Post, model: str, ids: np.ndarray, timeout_s: float) -> np.ndarray:
-        params = ONE_TOKEN | {"prompt_logprobs": 0}  # one token has to be drawn with them
+        params = ONE_TOKEN | {"prompt_logprobs": 0}  # scoring needs one sampled token
         body = {"model": model, "token_ids": ids.tolist(), "sampling_params": params}
         return prompt_scores((await post(GENERATE, body, timeout_s)).get("prompt_logprobs"), ids)
 
@@ -77,10 +79,10 @@ class VllmApi(Api):
         checksums = {name: e.checksum for name, e in sent.delivered.items() if e.checksum is not None}
         info = {"path": sent.address, "version": sent.version, "names": None, "checksums": checksums}
         await post("/start_weight_update")
-        info |= ({"whole": True} if self.ahead else {}) | ({"parts": sent.parts} if sent.parts else {})
+        info |= ({"whole": True} if self.prepares_weights else {}) | ({"parts": sent.parts} if sent.parts else {})
         await post("/update_weights", {"update_info": info})
 
-    async def pour(self, post: Post, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
+    async def send_buckets(self, post: Post, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
         await post("/start_weight_update")
         async for bucket in buckets:
             checksums = {name: told for name, told in bucket.checksums.items() if told is not None}
@@ -111,7 +113,7 @@ class VllmApi(Api):
     async def paused(self, get: Post) -> bool | None:
         try:
             return bool((await get("/is_paused"))["is_paused"])
-        except ServerRefused:  # what it lacks is said where it is needed
+        except ServerRefused:  # a missing path is reported by the call that needs it
             return None
 
     async def progress(self, get: Post) -> Any:
@@ -119,7 +121,7 @@ class VllmApi(Api):
         return [line for line in told if line.startswith(COUNTED)] or None
 
     async def unlike(self, post: Post, model: str, config: Any) -> str:
-        """By the sizes that its workers tell: an id outside of its vocabulary would end vLLM."""
+        """Compare the model's sizes, which vLLM's workers report: an id outside of the vocabulary would end vLLM."""
         told = dict((await post("/collective_rpc", {"method": "served_model"}))["results"][0])
         if told.pop("splits", False):
             why = "a seeded request whose prefill is split would end it, as it runs on a CPU"
@@ -133,33 +135,35 @@ class VllmApi(Api):
 
 
 class VerlApi(VllmApi):
-    """That of `verl serve`, which goes on at a position, and tells of tokens as seldom as it is asked to."""
+    """The API of `verl serve`. It continues at a given position, and sends events at a requested interval."""
 
-    by_position = ahead = True
-    names = "model"
+    draws_by_position = prepares_weights = True
+    tensor_names = "model"
 
-    async def pour(self, post: Post, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
+    async def send_buckets(self, post: Post, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
         try:
-            await super().pour(post, sent, buckets)
-        except BaseException:  # its engine waits for the rest, and does nothing else
+            await super().send_buckets(post, sent, buckets)
+        except BaseException:  # the engine waits for the rest until the update is ended
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(LEFT_S):
                     await post("/start_weight_update")
             raise
 
-    def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
+    def body(
+        self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
+    ) -> dict[str, Any]:
         body = super().body(model, name, prompt, sampling, room)
         body["sampling_params"]["position"] = sampling.position
         return body | {"stream_interval_s": 0.0 if sampling.stop else FOLLOWED_S}
 
 
-def compare(sent: WeightSource, told: Mapping[str, Any]) -> None:
-    """SyncError where a worker of the server did not load what was sent. told: `loaded`: the tensors that it read, by
-    the names that they were sent under · `missing`: parts of its model that got nothing."""
-    wanted, loaded, at = sent.read_as, set(told["loaded"]), f"version {sent.version}"
+def compare(sent: WeightSource, report: Mapping[str, Any]) -> None:
+    """Raise SyncError if a worker of the server did not load what was sent. Its report has `loaded`, the names of the
+    tensors that it read as they were sent, and `missing`, parts of its model that got no weights."""
+    wanted, loaded, at = sent.read_as, set(report["loaded"]), f"version {sent.version}"
     if absent := sorted(wanted - loaded):
         raise SyncError(f"{at}: the server did not load {len(absent)} of {len(wanted)} tensors, e.g. {absent[:3]}")
     if more := sorted(loaded - wanted - set(sent.manifest)):
         raise SyncError(f"{at}: the server loaded {len(more)} tensors that nobody sent, e.g. {more[:3]}")
-    if left := sorted(told.get("missing", ())):
+    if left := sorted(report.get("missing", ())):
         raise SyncError(f"{at}: {len(left)} parts of the server's model got no weights, e.g. {left[:3]}")

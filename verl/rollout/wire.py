@@ -1,4 +1,4 @@
-"""What a server has answered, and what becomes of it here; no connection is made."""
+"""The tokens that a server has answered, and how they become a completion. No connection is made here."""
 
 from __future__ import annotations
 
@@ -10,38 +10,41 @@ from typing import Any
 
 import numpy as np
 
-from verl.rollout.base import Completion, DecodeFn, SoFar
+from verl.rollout.base import Completion, DecodeFn, PartialAnswer
 from verl.rollout.embedded.requests import find_stop
 from verl.types import Sampling, StopReason, derive_seed
 
-SAME = 0.02  # of a log-prob; less is rounding
-
+SAME = 0.02  # relative difference of log-probs; less is rounding
 
 Span = tuple[str, int, int]
-"""(version, start, end), as a server names it."""
+"""(version, start, end), with the server's name of the version."""
 
 
 class NotUnderstood(RuntimeError):
-    """A server's answer is not what its API promises."""
+    """A server's answer does not follow its API."""
 
 
 @dataclass(slots=True)
-class Drawn:
-    """What a server has drawn for one request so far; versions: [(version, start, end)], as it names them · live: the
-    version that it has by now, where it tells of it before the end · finish: its own reason · stopped: (tokens up to
-    the end of a stop string, the string) · sure: so many tokens are of the version that it had at the beginning."""
+class ServerAnswer:
+    """The tokens that a server has sampled for one request until now."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[Span] = field(default_factory=list)
+    """Which weights sampled which tokens."""
     live: str | None = None
+    """The server's present version, if it is reported before the end."""
     finish: str | None = None
+    """The server's reason for the end."""
     cached_tokens: int = 0
+    """Prompt tokens with KV from earlier requests."""
     stopped: tuple[int, str] | None = None
+    """(number of tokens up to the end of a stop string, the string)."""
     sure: int = 0
+    """This many tokens are certainly of the version that was live at the beginning."""
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """More tokens. ValueError for numbers that are none."""
+        """Append tokens. Raise ValueError for log-probs that are not finite."""
         given = [float(value) for value in logprobs]
         if len(given) != len(ids) or not all(map(math.isfinite, given)):
             raise ValueError(f"{len(ids)} tokens with the log-probs {given[-8:]} (non-finite logits?)")
@@ -51,39 +54,41 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How what a server drew becomes an answer. room: tokens that fit behind the prompt · before: what others drew of
-    it; counts of tokens are of both."""
+    """How the tokens of a server become an answer."""
 
     sampling: Sampling
     room: int
+    """Tokens that fit after the prompt."""
     eos_token_ids: Sequence[int]
     decode: DecodeFn | None
-    before: SoFar
+    before: PartialAnswer
+    """The beginning of the answer, sampled by other servers. Limits count it too."""
 
     @property
     def limit(self) -> int:
         return min(self.sampling.max_tokens, self.room)
 
     def rest(self, by_position: bool) -> Sampling:
-        """How the server draws what is left. by_position: as a function of the seed and the position; else of another
-        seed, as the same numbers behind a longer prompt would be those of the beginning."""
+        """Return the sampling of the rest of the answer. With `by_position` the server's random numbers are a function
+        of seed and position. Otherwise the rest gets another seed, because the same seed after a longer prompt would
+        repeat the random numbers of the beginning."""
         s, n = self.sampling, len(self.before.ids)
         if n == 0:
             return s
         seed = s.seed if by_position else derive_seed(s.seed, "rest", n)
         return replace(s, max_tokens=s.max_tokens - n, seed=seed, position=n if by_position else 0)
 
-    def keep(self, drawn: Drawn, version: int) -> None:
-        """Add to `before` what is sure, without what ends the answer: that is drawn again."""
+    def keep(self, drawn: ServerAnswer, version: int) -> None:
+        """Add the certain tokens to `before`, except one that ends the answer: that one is sampled again."""
         end = min(self.limit, self.limit if drawn.stopped is None else drawn.stopped[0]) - 1 - len(self.before.ids)
         ids, s = drawn.ids[: min(drawn.sure, end)], self.sampling
         if ids and (ids[-1] in s.stop_token_ids or (ids[-1] in self.eos_token_ids and not s.ignore_eos)):
             ids.pop()
         self.before.add(ids, drawn.logprobs[: len(ids)], version)
 
-    def end_of(self, drawn: Drawn, seen: int) -> tuple[int, str] | None:
-        """(tokens up to and with the one that completes a stop string, the string); `seen` of the drawn ones were
-        looked through."""
+    def end_of(self, drawn: ServerAnswer, seen: int) -> tuple[int, str] | None:
+        """Return (tokens up to and with the one that completes a stop string, the string), or None. The first `seen`
+        sampled tokens were searched before."""
         if not self.sampling.stop:
             return None
         assert self.decode is not None, "a request with stop strings was let through without a decode function"
@@ -93,16 +98,16 @@ class Reading:
                 return end, stop
         return None
 
-    def completion(self, request_id: str, drawn: Drawn) -> Completion:
-        """The server does not know stop strings."""
+    def completion(self, request_id: str, drawn: ServerAnswer) -> Completion:
+        """Return the completion, ended at the first stop string: the server does not know stop strings."""
         before, n = self.before, len(self.before.ids)
         end = n + len(drawn.ids) if drawn.stopped is None else drawn.stopped[0]
         ids = np.asarray((before.ids + drawn.ids)[:end], np.int64)
         logprobs = np.asarray((before.logprobs + drawn.logprobs)[:end], np.float32)
         if named := [v for v, _, _ in drawn.versions if not v.isdecimal()]:
             raise NotUnderstood(f"the server's weights have the version {named[0]!r}: nobody published it")
-        told = [*before.spans, *((int(v), n + a, n + b) for v, a, b in drawn.versions)]
-        spans = joined((v, a, min(b, end)) for v, a, b in told if a < min(b, end))
+        parts = [*before.spans, *((int(v), n + a, n + b) for v, a, b in drawn.versions)]
+        spans = joined((v, a, min(b, end)) for v, a, b in parts if a < min(b, end))
         if [0, *(b for _, _, b in spans)] != [*(a for _, a, _ in spans), end]:
             raise NotUnderstood(f"the server's weight_versions {drawn.versions} do not cover {end} tokens")
         stop = None if drawn.stopped is None else drawn.stopped[1]
@@ -111,7 +116,7 @@ class Reading:
             request_id, ids, logprobs, spans, reason, stop if reason == "stop" else None, drawn.cached_tokens
         )
 
-    def _reason(self, ids: np.ndarray, drawn: Drawn, stop: str | None) -> StopReason:
+    def _reason(self, ids: np.ndarray, drawn: ServerAnswer, stop: str | None) -> StopReason:
         s, last = self.sampling, int(ids[-1]) if len(ids) else -1
         if last in self.eos_token_ids and not s.ignore_eos:
             return "eos"
@@ -125,7 +130,7 @@ class Reading:
 
 
 def joined(spans: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Neighbours of one version are one span."""
+    """Join neighbouring spans of the same version."""
     found = list[tuple[int, int, int]]()
     for version, start, end in spans:
         if found and found[-1][::2] == (version, start):
@@ -135,7 +140,7 @@ def joined(spans: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int],
 
 
 def prompt_scores(rows: Any, ids: np.ndarray) -> np.ndarray:
-    """Log-probs [t-1] float32 of ids[1:], from vLLM's `prompt_logprobs`."""
+    """Return log-probs [t-1] float32 of ids[1:], from vLLM's `prompt_logprobs`."""
     if not isinstance(rows, list) or len(rows) != len(ids):
         raise NotUnderstood("the server's answer has no prompt_logprobs")
     try:
@@ -144,22 +149,22 @@ def prompt_scores(rows: Any, ids: np.ndarray) -> np.ndarray:
         raise NotUnderstood(f"the server's prompt_logprobs are not those of the prompt: {e}") from e
 
 
-def raw(told: np.ndarray, plain: np.ndarray, vocab: int) -> bool:
-    """Whether these log-probs [n] of tokens drawn at temperature 2 are those at 1 of the same tokens, but for rounding:
-    of bfloat16, a part in a thousand or so. The temperature changes those of a sure token by several times, and those
-    of a model that knows nothing by half their distance from a uniform guess."""
-    found = np.abs(told - plain).mean()
+def raw(given: np.ndarray, plain: np.ndarray, vocab: int) -> bool:
+    """Return true if the log-probs `given` [n] of tokens sampled at temperature 2 equal those at temperature 1, except
+    for rounding (of bfloat16: about a part in a thousand). Temperature 2 changes the log-prob of a confident token
+    several times, and that of a uniform model by half of its distance from a uniform guess."""
+    found = np.abs(given - plain).mean()
     return bool(found < min(SAME * np.abs(plain).mean(), 5 * SAME * np.abs(plain + np.log(vocab)).mean()))
 
 
 def marked(name: str) -> tuple[int, str]:
-    """(version, mark of who gave it: "" for none) of the name of weights; of one that nobody here has given, it is the
-    mark."""
+    """Split the server's name of weights into (version, mark of the client that sent them, "" for none). A name that no
+    client made is returned as the mark, with version -1."""
     number, _, mark = name.partition("-")
     return (int(number), mark) if number.isdecimal() else (-1, name)
 
 
 def version_of(text: str) -> tuple[int, ...]:
-    """(0, 32, 0) of "0.32.0+cpu"."""
+    """Return (0, 32, 0) for "0.32.0+cpu"."""
     numbers = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(n) for n in numbers[0].split(".")) if numbers else ()

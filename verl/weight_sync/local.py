@@ -224,7 +224,7 @@ class LocalCheckpointEngine:
                 replica.lose(e)
             raise
         if isinstance(replica, Vouched):
-            replica.vouch()
+            replica.mark_verified()
         return found, reader.seconds
 
 

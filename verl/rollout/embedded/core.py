@@ -1,5 +1,8 @@
-"""The synchronous half of an engine: who waits, who is resident, what one step does. Knows no asyncio and no model: the
-native and the HF engine differ in the `Runner` underneath (weights, KV, forward pass) alone."""
+"""The synchronous half of an engine: the waiting and the resident requests, and one step.
+
+It knows no asyncio and no model. The native and the HF engine differ only in their `Runner` (weights, KV, forward
+pass).
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,9 @@ class Admission:
 
 
 class Runner(Protocol):
-    """Row i of the runner is row i of the core. All methods but `prepare` run on the engine's one thread.
+    """Weights, KV and forward pass of an embedded engine.
 
-    ready: weights are loaded · prepare: read new weights into memory of their own, beside the live ones and in any
-    thread -> what makes them live; that drops prefixes, and keeps the KV of live rows · load: the same in the memory of
-    the live ones, which are gone with the first tensor: it is ready again when all have come · admit: make some
-    requests from the front of `waiting` resident in rows `resident`.., None if none is ready · decode: feed one token
-    to each of n rows and draw the next ones · move: rows `sources` become rows `holes`, then rows from `kept` on are
-    free.
+    Row i of the runner is row i of the core. All methods except `prepare` run on the engine's one thread.
     """
 
     max_rows: int
@@ -43,17 +41,51 @@ class Runner(Protocol):
     vocab_size: int
 
     @property
-    def ready(self) -> bool: ...
-    def enter_thread(self) -> None: ...
-    def prepare(self, source: WeightReader) -> Callable[[], None]: ...
-    def load(self, source: WeightReader) -> None: ...
-    def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None: ...
-    def decode(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled: ...
-    def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None: ...
-    def score(self, ids: np.ndarray, temperature: float, top: int = 0) -> Scores: ...
-    def drop_kv(self) -> int: ...
-    def drop_weights(self) -> int: ...
-    def stats(self) -> dict[str, int]: ...
+    def ready(self) -> bool:
+        """Weights are loaded."""
+        ...
+
+    def enter_thread(self) -> None:
+        """Prepare the calling thread for this runner."""
+        ...
+
+    def prepare(self, source: WeightReader) -> Callable[[], None]:
+        """Read new weights into new memory, in any thread, and return a function that makes them live. That function
+        drops prefixes and keeps the KV of live rows."""
+        ...
+
+    def load(self, source: WeightReader) -> None:
+        """Read new weights over the live ones. The runner is not ready from the first tensor to the last."""
+        ...
+
+    def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None:
+        """Make some of the first waiting requests resident in rows `resident`.., or return None if none is ready."""
+        ...
+
+    def decode(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
+        """Feed one token to each of n rows and sample the next ones."""
+        ...
+
+    def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
+        """Make rows `sources` rows `holes`. Then the rows from `kept` on are free."""
+        ...
+
+    def score(self, ids: np.ndarray, temperature: float, top: int = 0) -> Scores:
+        """Return the scores of a sequence, with the `top` most likely ids."""
+        ...
+
+    def drop_kv(self) -> int:
+        """Free KV and prefixes, and return the bytes."""
+        ...
+
+    def drop_weights(self) -> int:
+        """Free the weights, and return the bytes."""
+        ...
+
+    def stats(self) -> dict[str, int]:
+        """Return counters and sizes."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -80,9 +112,9 @@ class EngineCore:
     def run(
         self, deliver: Callable[[list[Finished], list[News]], object], every_s: float, interrupted: Callable[[], bool]
     ) -> list[Finished]:
-        """Steps until work ends or somebody wants the engine, at least one; `deliver` is given what has finished and
-        what followed requests have drawn, about `every_s`, and the rest of what has finished is returned. Where a run
-        is interrupted changes no result."""
+        """Run steps, at least one, until the work ends or the run is interrupted. About every `every_s` seconds
+        `deliver` is called with the finished requests and the new tokens of streamed ones. The remaining finished
+        requests are returned. The point of an interruption changes no result."""
         done: list[Finished] = []
         since = time.perf_counter()
         while True:
@@ -94,7 +126,7 @@ class EngineCore:
                 done, since = [], time.perf_counter()
 
     def step(self) -> list[Finished]:
-        """One bounded prefill pass for who can be admitted, then one token for every resident row."""
+        """Run one bounded prefill pass for requests that can be admitted, then sample a token for every row."""
         done: list[Finished] = []
         running = self.running
         self._steps += 1
@@ -108,7 +140,7 @@ class EngineCore:
         return done
 
     def abort(self, requests: set[Request] | None) -> list[Finished]:
-        """Stop these requests (None: all) and return them with the tokens they have."""
+        """Stop these requests (None: all) and return them with their tokens."""
         stopped = set(self.requests()) if requests is None else requests
         done = [(request, request.completion("abort")) for request in self.waiting if request in stopped]
         self.waiting = deque(request for request in self.waiting if request not in stopped)
@@ -118,8 +150,8 @@ class EngineCore:
         return done
 
     def prepare(self, source: WeightReader) -> Callable[[], int]:
-        """Read new weights, in any thread, while steps go on -> what makes them live: tokens sampled after that carry
-        the new version; live rows keep their KV (stale by design)."""
+        """Read new weights, in any thread, while steps are run, and return a function that makes them live. Tokens
+        sampled after that have the new version. Live rows keep their KV (stale by design)."""
         version = source.version
         switch = self.runner.prepare(source)
 
@@ -130,8 +162,8 @@ class EngineCore:
         return live
 
     def load(self, source: WeightReader) -> int:
-        """The same while nothing runs, with no memory but that of the live ones. If it fails there are none: nothing is
-        drawn before all have come."""
+        """Read new weights over the live ones while no step is run. If it fails the engine has no weights: nothing is
+        sampled before a complete load."""
         version = source.version
         self.runner.load(source)
         return self._now(version)
@@ -143,7 +175,7 @@ class EngineCore:
         return version
 
     def sleep(self, level: int) -> int:
-        """Free KV (level 1) and weights (level 2). Live requests go back to waiting with the tokens they have."""
+        """Free KV (level 1) and weights (level 2). Live requests wait again, with their tokens."""
         preempted = [self.running.save(row) for row in range(self.running.n)]
         self.running.remove(np.arange(self.running.n))
         self.waiting.extendleft(sorted(preempted, key=lambda request: -request.order))
@@ -165,7 +197,7 @@ class EngineCore:
         return self._append(first, *admission.sample(self.running.sampling(first, self.running.n)))
 
     def _append(self, first: int, ids: np.ndarray, logprobs: np.ndarray) -> list[Finished]:
-        """One more token for the rows from `first` on; those that end with it are removed and returned."""
+        """Append a token to the rows from `first` on. Rows that end with it are removed and returned."""
         running = self.running
         self._sampled += len(ids)
         if not np.isfinite(logprobs).all():
@@ -190,7 +222,7 @@ class EngineCore:
 
 
 def check_context(max_context_tokens: int, longest: int | None) -> None:
-    """`longest`: the model's own limit, if it has one."""
+    """Raise ValueError if sequences would be longer than the model's own limit `longest`."""
     if longest is not None and max_context_tokens > longest:
         raise ValueError(
             f"max_context_tokens={max_context_tokens} exceeds the model's max_position_embeddings={longest}: "

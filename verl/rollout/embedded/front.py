@@ -1,9 +1,9 @@
 """The asynchronous half of an engine: `RolloutEngine` over an `EngineCore`.
 
-One task drives the core and ends when there is nothing to do. Steps run on ONE worker thread until somebody calls the
-engine, so the event loop stays free, and is told what has finished meanwhile; everything else about the core happens
-between such runs. Before one the task lets the loop settle, so that a burst of generate() calls is admitted as a whole
-and in its order: the same calls give the same bits.
+One task drives the core, and ends when there is no work. Steps run on ONE worker thread until the engine is called
+again, so the event loop stays free; finished requests are delivered to it meanwhile. Everything else is done to the
+core between such runs. Before a run the task waits until no more calls arrive, so that a burst of generate() calls is
+admitted as a whole and in its order: the same calls give the same bits.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from verl.rollout.base import (
     Timed,
     WeightReader,
     check_inputs,
+    check_request,
     checked_ids,
 )
 from verl.rollout.embedded.core import EngineCore, Finished, Runner
@@ -39,13 +40,13 @@ from verl.rollout.embedded.requests import News, Request
 from verl.types import Sampling, as_ids
 
 T = TypeVar("T")
-DELIVER_S = 0.005  # between two deliveries of what has finished: the event loop scores it while the rest is decoded
+DELIVER_S = 0.005  # between two deliveries of finished requests, which are scored while the rest is decoded
 QUIET_TURNS = 2  # turns of the event loop without a new call, after which a burst is over
 
 
 @dataclass(slots=True, eq=False)
 class Control:
-    """A change of state that runs between steps, in its place among the generate() calls."""
+    """A change of state that runs between steps, in order with the generate() calls."""
 
     run: Callable[[Control], Coroutine[Any, Any, Any]]
     done: asyncio.Future[Any]
@@ -66,11 +67,11 @@ class EmbeddedEngine:
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout", initializer=runner.enter_thread)
         self._second = ThreadPoolExecutor(1, thread_name_prefix="rollout-load", initializer=runner.enter_thread)
-        self._beside = set[asyncio.Future[Any]]()  # for those who wait for what runs there
+        self._load_waits = set[asyncio.Future[Any]]()  # of callers that wait for the second thread
         self._driver: asyncio.Task[None] | None = None
         self._inbox: deque[Request | Control] = deque()  # in the order of the calls
         self._held: list[Request] = []  # submitted while paused
-        self._in_vocabulary = b""  # the latest ids that were checked
+        self._in_vocabulary = b""  # the last ids that were checked
         self._aborts: list[tuple[list[Request], asyncio.Future[int] | None]] = []
         self._pending: dict[str, tuple[Request, asyncio.Future[Completion]]] = {}
         self._serving: Control | None = None
@@ -79,7 +80,7 @@ class EmbeddedEngine:
         self._asleep: set[str] = set()
         self._failure: BaseException | None = None
         self._loaded = False
-        self._torn: BaseException | None = None  # why the load over those that it had did not come to its end
+        self._torn: BaseException | None = None  # why a load over the live weights failed
         self._closed = False
 
     async def generate(
@@ -105,7 +106,8 @@ class EmbeddedEngine:
         adapter: str | None = None,
         media: Sequence[str] = (),
     ) -> Completion:
-        """See `Streaming`. `prefix_key` is not needed here: equal prompts are found by their ids."""
+        """Sample an answer and report tokens meanwhile. `prefix_key` is not used: equal prompts are found by their
+        ids."""
         self._check_alive()
         check_inputs(self._capabilities, request_id, adapter, media)
         ids = self._checked(request_id, prompt_ids, sampling)
@@ -117,7 +119,7 @@ class EmbeddedEngine:
         try:
             return await future
         finally:
-            # the caller gave up: give its row back (all of them, if it is its event loop that ends)
+            # the caller was cancelled: free its row (all rows, if the event loop ends)
             if self._pop_pending(request) and not (self._driver and self._driver.cancelling()):
                 self._aborts.append(([request], None))
                 self._wake_driver()
@@ -149,20 +151,21 @@ class EmbeddedEngine:
         return await self._control(run)
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
-        """See `RolloutEngine`. keep: requests stand still for the switch alone, and what is read lies beside the
-        weights that they go on with. Where nothing runs, it is written over these: if that fails, there are none."""
+        """Load weights. With `keep`, requests stop only for the switch: new weights are read into further memory while
+        requests use the old ones. If no request can run, they are read over the old ones; a failure then leaves
+        none."""
         if on_inflight == "keep":
             return await (await self.prepare_weights(source))("keep")
         return await self._made_live(source, partial(self._core.load, source), 0.0, on_inflight)
 
     async def prepare_weights(self, source: WeightReader) -> Callable[[PauseMode], Awaitable[int]]:
-        """See `Preparing`."""
+        """Read weights while requests run, and return a function that makes them live."""
         self._check_alive()
         passes = isinstance(source, Passing) and source.passes
-        if passes or self._paused or self._asleep or not self._runner.ready:  # nothing is drawn meanwhile
+        if passes or self._paused or self._asleep or not self._runner.ready:  # nothing is sampled meanwhile
             return partial(self._made_live, source, partial(self._core.load, source), 0.0)
         began = time.perf_counter()
-        switch = await self._beside_steps(partial(self._core.prepare, source))
+        switch = await self._in_load_thread(partial(self._core.prepare, source))
         return partial(self._made_live, source, switch, time.perf_counter() - began)
 
     async def _made_live(self, source: WeightReader, load: Callable[[], int], read_s: float, mode: PauseMode) -> int:
@@ -184,7 +187,7 @@ class EmbeddedEngine:
         return await self._control(run)
 
     async def _tear(self, why: Exception) -> None:
-        """New weights came in part, over those that it had: nobody shall wait for an answer by them."""
+        """End all requests after a failed load over the live weights."""
         self._torn = why
         requests = [request for request, _ in self._pending.values()]
         for _, future in self._pending.values():
@@ -198,7 +201,7 @@ class EmbeddedEngine:
         return lost
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """keep: running requests stand still · wait: they finish first · abort: they return. New ones are held."""
+        """Pause: running requests stop where they are (keep), finish first (wait) or return (abort). New ones wait."""
 
         async def run(control: Control) -> None:
             await self._settle_inflight(mode, control, "pause('wait')")
@@ -216,7 +219,8 @@ class EmbeddedEngine:
         await self._control(run)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """Requests (None: all) return with their partial tokens -> how many did. Works while paused or draining."""
+        """Make requests (None: all) return with their partial tokens, and return how many did. This also works during a
+        pause or while requests finish before one."""
         self._check_alive()
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         names = self._pending.keys() if request_ids is None else self._pending.keys() & set(request_ids)
@@ -225,8 +229,8 @@ class EmbeddedEngine:
         return await future
 
     async def sleep(self, level: int = 1) -> int:
-        """Free KV (but for a little of it on a CPU) and prefixes (1), the weights too (2) -> bytes. Running requests
-        keep their tokens and go on, from a recomputed KV, after wake."""
+        """Free KV (except a little of it on a CPU) and prefixes (1), the weights too (2), and return the bytes. Running
+        requests keep their tokens, and continue with recomputed KV after wake."""
         if level not in (1, 2):
             raise ValueError(f"sleep level={level}: 1 frees the KV, 2 the weights too")
 
@@ -238,7 +242,7 @@ class EmbeddedEngine:
         return await self._control(run)
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv")) -> None:
-        """Memory comes back on use. After sleep(2) there are no weights before the next load_weights."""
+        """End the sleep. Memory is allocated on use. After sleep(2) there are no weights before load_weights."""
         if unknown := set(tags) - {"weights", "kv"}:
             raise ValueError(f"wake tags {sorted(unknown)}: known are 'weights' and 'kv'")
 
@@ -251,7 +255,7 @@ class EmbeddedEngine:
         return self._capabilities
 
     async def close(self) -> None:
-        """Pending calls fail; steps that are under way end in the background."""
+        """Close the engine. Pending calls fail; a running step ends in the background."""
         if self._closed:
             return
         self._closed = True
@@ -267,24 +271,18 @@ class EmbeddedEngine:
         return self._core.version
 
     def stats(self) -> dict[str, int]:
-        """Counters since construction, and what is resident now."""
+        """Return counters since construction, and the number of resident requests."""
         return self._core.stats()
 
     def _checked(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling) -> np.ndarray:
         self._check_weights("generate")
-        if request_id in self._pending:
-            raise ValueError(f"request_id={request_id!r} is already running: every call needs its own id")
-        ids = self._checked_ids(request_id, prompt_ids)
-        if not 0 < len(ids) < self._runner.max_context_tokens:
-            room = f"max_context_tokens={self._runner.max_context_tokens}; shorten it or raise the limit"
-            raise ValueError(f"{request_id}: a prompt of {len(ids)} tokens leaves no room to sample in {room}")
-        if sampling.stop and not self._decodes:
-            raise ValueError(f"stop={sampling.stop} needs text: give the engine decode=, or use stop_token_ids")
+        ids, room = self._checked_ids(request_id, prompt_ids), self._runner.max_context_tokens
+        check_request(request_id, ids, sampling, self._pending, max_context_tokens=room, decodes=self._decodes)
         return ids
 
     def _checked_ids(self, what: str, ids: np.ndarray) -> np.ndarray:
         ids = as_ids(ids)
-        if (content := ids.tobytes()) != self._in_vocabulary or ids.ndim != 1:  # siblings come one after the other
+        if (content := ids.tobytes()) != self._in_vocabulary or ids.ndim != 1:  # siblings follow one another
             ids = checked_ids(what, ids, self._runner.vocab_size)
             self._in_vocabulary = content
         return ids
@@ -292,7 +290,7 @@ class EmbeddedEngine:
     def _check_weights(self, what: str) -> None:
         if self._torn is not None:
             raise self._lost(what)
-        if not self._loaded:  # the runner itself has none while they are being loaded
+        if not self._loaded:  # the runner itself has none during a load
             raise ValueError(
                 f"{what}: the engine has no weights (never loaded or freed by sleep(2)): load_weights first"
             )
@@ -305,7 +303,7 @@ class EmbeddedEngine:
         self._follow_loop()
 
     def _follow_loop(self) -> None:
-        """A script may call asyncio.run again: what the last event loop left behind is dropped."""
+        """Drop the state of an event loop that has ended: a script may call asyncio.run again."""
         if self._driver is None or (last := self._driver.get_loop()) is asyncio.get_running_loop():
             return
         if not last.is_closed() and (self._pending or not self._driver.done()):
@@ -320,17 +318,17 @@ class EmbeddedEngine:
         self._wake_driver()
         return await control.done
 
-    async def _beside_steps(self, run: Callable[[], T]) -> T:
-        """In a thread of its own. The caller hears at once of an engine that fails or is closed meanwhile."""
+    async def _in_load_thread(self, run: Callable[[], T]) -> T:
+        """Run in the second thread. If the engine fails or is closed meanwhile, the caller gets the error at once."""
         loop = asyncio.get_running_loop()
         job, stopped = loop.run_in_executor(self._second, run), loop.create_future()
-        self._beside.add(stopped)
+        self._load_waits.add(stopped)
         try:
             await asyncio.wait({job, stopped}, return_when=asyncio.FIRST_COMPLETED)
             return await (stopped if stopped.done() else job)
         finally:
-            self._beside.discard(stopped)
-            job.cancel()  # nothing if it has ended; else nobody wants to know
+            self._load_waits.discard(stopped)
+            job.cancel()  # no effect if it has ended
 
     async def _in_thread(self, run: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
@@ -359,7 +357,7 @@ class EmbeddedEngine:
         return self._core.busy and self._runner.ready and not held_back
 
     async def _quiet(self) -> None:
-        """Let every task that is about to call the engine do so."""
+        """Wait until no more calls arrive."""
         turns, seen = 0, len(self._inbox)
         while turns < QUIET_TURNS:
             await asyncio.sleep(0)
@@ -383,10 +381,10 @@ class EmbeddedEngine:
         try:
             await asyncio.wait({task})
         finally:
-            task.cancel()  # nothing if it has ended; else the driver itself was cancelled
+            task.cancel()  # no effect if it has ended; otherwise the driver itself was cancelled
         self._serving = None
         error = None if task.cancelled() else task.exception()
-        if control.done.done():  # the caller gave up, or the engine failed
+        if control.done.done():  # the caller was cancelled, or the engine failed
             return
         if task.cancelled():
             control.done.cancel()
@@ -399,8 +397,8 @@ class EmbeddedEngine:
         loop = asyncio.get_running_loop()
 
         def deliver(done: list[Finished], news: list[News]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
-                loop.call_soon_threadsafe(self._tell, news)
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(self._report_tokens, news)
                 loop.call_soon_threadsafe(self._deliver, done)
 
         interrupted = lambda: self._wanted() or not loop.is_running()  # noqa: E731
@@ -409,7 +407,7 @@ class EmbeddedEngine:
         if error := running.exception():
             self._fail(error)
             self._check_alive()
-        self._tell(self._core.running.news())  # the thread is at rest
+        self._report_tokens(self._core.running.news())  # the thread is at rest
         self._deliver(running.result())
 
     def _wanted(self) -> bool:
@@ -424,7 +422,7 @@ class EmbeddedEngine:
             await self._abort([*self._core.requests(), *self._held])
         while mode == "wait" and self._core.busy:
             if control.done.done():
-                raise asyncio.CancelledError  # the caller gave up waiting
+                raise asyncio.CancelledError  # the caller was cancelled
             if not self._can_step:
                 still = f"{len(self._pending)} requests stand still (paused or asleep) and cannot finish"
                 raise ValueError(f"{what}: {still}; resume or wake first, or use 'keep' or 'abort'")
@@ -440,7 +438,7 @@ class EmbeddedEngine:
                 future.set_result(count)
 
     async def _abort(self, requests: Sequence[Request]) -> int:
-        """Wherever they wait or run."""
+        """Abort requests, whether they wait or run, and return how many had a waiting caller."""
         stopped = set(requests)
         done = [(item, item.completion("abort")) for item in (*self._held, *self._inbox) if item in stopped]
         self._held = [item for item in self._held if item not in stopped]
@@ -450,21 +448,21 @@ class EmbeddedEngine:
         return self._deliver(done)
 
     def _deliver(self, done: Sequence[Finished]) -> int:
-        """-> how many had a caller that still waits."""
+        """Give results to the callers, and return how many still waited."""
         futures = [(self._pop_pending(request), completion) for request, completion in done]
         for future, completion in futures:
             if future is not None and not future.done():
                 future.set_result(completion)
         return sum(future is not None for future, _ in futures)
 
-    def _tell(self, news: Sequence[News]) -> None:
+    def _report_tokens(self, news: Sequence[News]) -> None:
         for request, ids, logprobs in news:
             owner, _ = self._pending.get(request.request_id, (None, None))
             if owner is request and request.on_tokens is not None:
                 request.on_tokens(ids, logprobs)
 
     def _pop_pending(self, request: Request) -> asyncio.Future[Completion] | None:
-        """An id may be used again once its call has ended, so the request itself decides."""
+        """Return the caller's future. An id may be used again after its call, so the request itself is compared."""
         owner, future = self._pending.get(request.request_id, (None, None))
         if owner is not request:
             return None
@@ -484,11 +482,11 @@ class EmbeddedEngine:
         self._abandon(cause)
 
     def _abandon(self, error: BaseException) -> None:
-        """Every caller gets the error; nothing of theirs stays in the core."""
+        """Fail every call with the error, and drop all requests."""
         controls = [item for item in (self._serving, *self._inbox) if isinstance(item, Control)]
         waiting: list[asyncio.Future[Any]] = [future for _, future in self._pending.values()]
         waiting += [control.done for control in controls]
-        waiting += [*(future for _, future in self._aborts if future is not None), *self._beside]
+        waiting += [*(future for _, future in self._aborts if future is not None), *self._load_waits]
         self._pending, self._held, self._inbox, self._aborts = {}, [], deque(), []
         self._serving, self._orphans = None, True
         for future in waiting:

@@ -1,4 +1,4 @@
-"""The mechanism of the hf engine: static batches of what is waiting, left-padded; rows that finish leave the cache."""
+"""The runner of the hf engine: static, left-padded batches of the waiting requests. Finished rows leave the cache."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class HfRunner:
         self._max_prefill_tokens, self._module, self._loaded = max_prefill_tokens, module, False
         if module is not None:
             fix_rope(module, self.max_context_tokens)
-        self._arguments: frozenset[str] = frozenset()  # of the module's forward
+        self._arguments: frozenset[str] = frozenset()  # parameters of the module's forward
         self._cache: Any = None  # transformers.Cache of the resident rows
         self._mask = torch.zeros(0, 0, dtype=torch.int64)  # [rows, cached tokens], 0 is left padding
         self._counts = {"prefill_tokens": 0, "decode_tokens": 0, "reused_tokens": 0}
@@ -48,7 +48,7 @@ class HfRunner:
     def load(self, source: WeightReader) -> None:
         if not self._loaded or self._module is None:
             return self.prepare(source)()
-        self._loaded = False  # until all are there: a part of them is no model
+        self._loaded = False  # until all tensors are loaded
         state = self._module.state_dict(keep_vars=True)
         places = {id(t): Destination(t.shape, t.data, t.shape, t.dtype) for t in state.values()}
         receive(source.tensors(), {name: places[id(live)] for name, live in state.items()})
@@ -78,7 +78,7 @@ class HfRunner:
 
     @torch.inference_mode()
     def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None:
-        """A new batch once the last one has ended: padded to its longest prompt, within `max_prefill_tokens`."""
+        """Admit a new batch after the last one has ended, padded to its longest prompt, of `max_prefill_tokens`."""
         prompts: list[np.ndarray] = []
         longest = 0
         if resident:
@@ -138,7 +138,8 @@ class HfRunner:
         return freed
 
     def drop_weights(self) -> int:
-        """The module keeps its structure and shapes (one element, expanded) and what no checkpoint holds."""
+        """Free the weights. The module keeps its structure, the shapes (one element, expanded) and tensors that are not
+        part of a checkpoint."""
         freed = 0
         if self._module is not None and self._loaded:
             tensors = {id(t): t for t in self._module.state_dict(keep_vars=True).values()}

@@ -11,14 +11,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Destination:
-    """Where one HF tensor goes. Tied names have one destination in common."""
+    """The memory of one HF tensor. Tied names share one destination."""
 
     shape: tuple[int, ...]
-    into: Tensor  # a view into storage
-    copied_as: tuple[int, ...]  # the shape in which it is copied there
-    dtype: torch.dtype  # what values are rounded to before
-    plus: float = 0.0  # what is added
-    pack: Callable[[Tensor], None] | None = None  # instead of a copy: float32 of `shape`, into a layout of its own
+    into: Tensor
+    """A view into storage."""
+    copied_as: tuple[int, ...]
+    """The shape in which it is copied there."""
+    dtype: torch.dtype
+    """Values are rounded to it before."""
+    plus: float = 0.0
+    """This is added to all values."""
+    pack: Callable[[Tensor], None] | None = None
+    """Called in place of a copy, with float32 of `shape`, to write another layout."""
 
 
 def receive(tensors: Iterable[tuple[str, object]], destinations: Mapping[str, Destination]) -> None:

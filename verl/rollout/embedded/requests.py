@@ -1,5 +1,7 @@
-"""One generate call inside an engine, and the resident requests of a batch: Python objects are touched only for rows
-that finish or that have stop strings."""
+"""One generate call inside an engine, and the resident requests of a batch.
+
+Python objects are used only for rows that finish or that have stop strings.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,30 @@ from verl.types import Sampling, StopReason
 
 RUNNING, EOS, STOP, LENGTH, CONTEXT_FULL = range(5)  # codes of a row; the names are those of types.StopReason
 REASONS: tuple[StopReason | None, ...] = (None, "eos", "stop", "length", "context_full")
-NO_IDS, NO_LOGPROBS = np.zeros(0, np.int64), np.zeros(0, np.float32)  # empty: nobody can write into them
+NO_IDS, NO_LOGPROBS = np.zeros(0, np.int64), np.zeros(0, np.float32)  # shared, since nothing can be written into them
 PromptKey = tuple[str | None, tuple[str, ...], bytes]  # adapter, media hashes, bytes of the ids
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt and what was sampled for it before it last lost its row (nothing, unless it was preempted)."""
+    """A prompt, and the tokens that were sampled before it last lost its row (none, unless it was preempted)."""
 
     request_id: str
-    prompt_ids: np.ndarray  # [P] int64
+    prompt_ids: np.ndarray
+    """[P] int64."""
     sampling: Sampling
     adapter: str | None = None
     media: tuple[str, ...] = ()
     ids: np.ndarray = field(default_factory=lambda: NO_IDS)
     logprobs: np.ndarray = field(default_factory=lambda: NO_LOGPROBS)
-    span_starts: list[tuple[int, int]] = field(default_factory=list)  # (version, index of its first token)
+    span_starts: list[tuple[int, int]] = field(default_factory=list)
+    """(version, index of its first token)."""
     cached_tokens: int = 0
-    order: int = 0  # of submission; preempted requests go back in this order
+    order: int = 0
+    """The order of submission; preempted requests wait again in this order."""
     on_tokens: OnTokens | None = None
-    told: int = 0  # tokens that on_tokens was given
+    reported: int = 0
+    """Tokens that on_tokens was called with."""
 
     def start_span(self, version: int, start: int) -> None:
         """Tokens from `start` on are sampled under `version`."""
@@ -43,7 +49,7 @@ class Request:
             self.span_starts.append((version, start))
 
     def context(self) -> np.ndarray:
-        """The ids whose KV must be resident before the next token can be sampled."""
+        """Return the ids that need resident KV before the next token can be sampled."""
         return np.concatenate([self.prompt_ids, self.ids]) if len(self.ids) else self.prompt_ids
 
     def key(self) -> PromptKey:
@@ -59,8 +65,8 @@ News = tuple[Request, np.ndarray, np.ndarray]  # ids [t], log-probs [t]
 
 
 def find_stop(ids: np.ndarray, stops: Sequence[str], decode: DecodeFn) -> str | None:
-    """The first stop string that the last token of `ids` completed, looked for in a tail that is long enough for any
-    match which ends in the last token, whatever the token boundaries. Only ends in what it added are compared."""
+    """Return the first stop string that the last token of `ids` completed, or None. Only a tail is decoded, long enough
+    for any match that ends in the last token, and only matches that end in the text of that token count."""
     stops, longest, tail = tuple(stops), max(map(len, stops)), 0
     known, text = 0, ""
     # a token may decode to nothing, or only together with its neighbours: widen until the text suffices
@@ -75,12 +81,12 @@ def find_stop(ids: np.ndarray, stops: Sequence[str], decode: DecodeFn) -> str | 
 
 
 def _shared(a: str, b: str) -> int:
-    """How many characters two texts have in common at their beginning."""
+    """Return the number of characters that two texts have in common at their beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-# count: tokens of the response so far · last: sampled, its KV not yet computed · stream: of random numbers ·
-# limit_code: of a row that reaches its limit
+# count: tokens of the response until now; last: the last sampled token, without KV yet; stream: the random numbers;
+# limit_code: the code of a row that reaches its limit
 _ROW = np.dtype(
     [(name, np.int64) for name in ("prompt_tokens", "count", "limit", "last", "top_k")]
     + [("stream", np.uint64), *((name, np.float32) for name in ("temperature", "top_p", "min_p"))]
@@ -125,7 +131,7 @@ class RunningRequests:
         self.n += 1
 
     def sampling(self, lo: int, hi: int) -> SamplingMetadata:
-        """How the next token of rows lo..hi-1 is drawn."""
+        """Return the sampling of the next token of rows lo..hi-1."""
         r = self._rows[lo:hi]
         uniform = uniforms(r["stream"], r["count"])
         return SamplingMetadata(r["temperature"], r["top_k"], r["top_p"], r["min_p"], uniform)
@@ -157,17 +163,17 @@ class RunningRequests:
         return self._followed > 0
 
     def news(self) -> list[News]:
-        """What followed rows have drawn since this was called last."""
+        """Return the tokens of streamed rows that were sampled since the last call."""
         found: list[News] = []
         for row, request in enumerate(self.requests if self._followed else ()):
-            since, count = request.told, int(self.count[row])
+            since, count = request.reported, int(self.count[row])
             if request.on_tokens is not None and count > since:
-                request.told = count
+                request.reported = count
                 found.append((request, self._ids[row, since:count].copy(), self._logprobs[row, since:count].copy()))
         return found
 
     def save(self, row: int) -> Request:
-        """The request of a row with everything sampled so far."""
+        """Return the request of a row, with all tokens sampled until now."""
         request, tokens = self.requests[row], int(self.count[row])
         request.ids, request.logprobs = self._ids[row, :tokens].copy(), self._logprobs[row, :tokens].copy()
         return request

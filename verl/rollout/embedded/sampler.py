@@ -1,4 +1,4 @@
-"""Drawing tokens: one counter-based uniform per row, inverse CDF, log-probs of the distribution that was drawn from.
+"""Sampling: one counter-based uniform per row, inverse CDF, log-probs of the distribution that was sampled from.
 
 A draw is a pure function of (request seed, token position, logits): no batch, slot, order or restart changes it.
 """
@@ -26,7 +26,8 @@ def _mixed(z: np.ndarray) -> np.ndarray:
 
 
 def stream_of(seed: int, position: int = 0) -> np.uint64:
-    """A request's stream: its seed, mixed, so that neighbouring seeds share nothing. position: where it begins."""
+    """Return a request's stream of random numbers from its seed, mixed so that neighbouring seeds share nothing. The
+    stream begins at `position`."""
     return np.uint64((int(_mixed(np.array([seed & MASK], np.uint64))[0]) + position * GAMMA) & MASK)
 
 
@@ -76,8 +77,8 @@ def sample(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
 
 
 def sample_captured(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """As `sample` without truncation, of tensors alone, so that a graph can hold it: logits [n, V] float32,
-    temperature [n] (0 is greedy), uniform [n] float64."""
+    """Do the same as `sample` without truncation, with tensors only, so that a CUDA graph can contain it: logits [n, V]
+    float32, temperature [n] (0 is greedy), uniform [n] float64."""
     greedy = temperature == 0
     probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
     ids = torch.where(greedy, logits.argmax(dim=-1), _inverse_cdf(probs, uniform))
@@ -85,14 +86,14 @@ def sample_captured(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tup
 
 
 def score_logits(logits: Tensor, given: Tensor, temperature: float, top: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [t, V], given [t] -> float32 [t] log-prob of each given id; the likeliest ids [t, top] and theirs."""
+    """logits [t, V], given [t] -> float32 [t] log-prob of each given id; the most likely ids [t, top] and theirs."""
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     best = logprobs.topk(top)
     return logprobs.gather(1, given[:, None]).squeeze(1), best.indices, best.values
 
 
 def scores_of(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Scores:
-    """Of consecutive tokens."""
+    """Join the scores of consecutive blocks of tokens."""
     return Scores(*(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)))
 
 
@@ -103,8 +104,8 @@ def to_host(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """probs [n, V] float32, uniform [n] float64 -> the first id whose cumulative probability exceeds the uniform: one
-    of positive probability, and as targets stay strictly below the total, never one past the end."""
+    """probs [n, V] float32, uniform [n] float64 -> the first id with a cumulative probability above the uniform. It has
+    positive probability, and since targets stay strictly below the total, it is never one past the end."""
     n, vocab = probs.shape
     if vocab <= 2 * BLOCK:
         return _first_above(probs.cumsum(-1, dtype=torch.float64), uniform, scale=True)[0]

@@ -1,4 +1,4 @@
-"""Decoder families as data, and what one model's HF config says of its shape."""
+"""Decoder families as data, and the shape of one model, read from its HF config."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How one family differs from Llama. A `*_bias` names the config flag that turns it on, or says always/never."""
+    """The differences of one family from Llama. A `*_bias` is the config flag that turns it on, or always/never."""
 
     qkv_bias: str | bool = "attention_bias"
     out_bias: str | bool = "attention_bias"
     mlp_bias: str | bool = False
     qk_norm: bool = False
-    gemma: bool = False  # norms scale by 1 + weight and follow the blocks too; scaled embeddings; its own query scale
-    attention_cap: bool = False  # scores pass through cap tanh(score / cap)
+    """Query and key heads are normed."""
+    gemma: bool = False
+    """Norms scale by 1 + weight and also follow the blocks; embeddings are scaled; queries have their own scale."""
+    attention_cap: bool = False
+    """Scores pass through cap tanh(score / cap)."""
     experts: bool = False
-    same_window: bool = False  # transformers applies config.sliding_window to all layers, whatever layer_types says
+    """Feed-forward blocks may be experts with a router."""
+    same_window: bool = False
+    """transformers applies config.sliding_window to all layers, and ignores layer_types."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -72,7 +77,7 @@ class Shape:
 
 
 def shape_of(config: Any, max_context_tokens: int) -> Shape:
-    """HF config -> Shape, or UnsupportedModel for whatever the native forward pass does not compute."""
+    """Return the shape from a HF config. Raise UnsupportedModel for a model that native does not compute."""
     arch = ARCHITECTURES.get(config.model_type)
     if arch is None:
         known = sorted(ARCHITECTURES)
@@ -134,7 +139,7 @@ def _experts(config: Any, layer: int) -> int:
 
 
 def rope_kinds(config: Any) -> list[str | None]:
-    """The kinds of layers that have rotary tables of their own; [None]: one table for all."""
+    """Return the kinds of layers that have their own rotary tables, or [None] for one table."""
     rope = getattr(config, "rope_parameters", None) or {}
     return sorted(kind for kind, of in rope.items() if isinstance(of, dict)) or [None]
 

@@ -15,8 +15,9 @@ from verl.rollout.native.runner import NativeRunner
 def build(
     options: Options, context: RolloutContext, *, lanes: int | None = None, compiled: bool = True
 ) -> EmbeddedEngine:
-    """The engine without weights; a model that native does not compute gets the hf engine. `lanes`: CPU threads that
-    each decode a share of the rows (None: all of torch's). `compiled`: use accel/cpu's kernels where there are any."""
+    """Return the engine without weights, or the hf engine for a model that native does not compute. `lanes` is the
+    number of CPU threads that each decode a share of the rows (None: torch's number). With `compiled`, accel/cpu's
+    kernels are used where there are any."""
     if context.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"dtype={context.dtype}: native computes float32 or bfloat16")
     try:

@@ -1,4 +1,4 @@
-"""KV memory: the slots that sequences decode in, and the prompts whose KV is kept for the next request."""
+"""KV memory: the slots of sequences that are decoded, and the KV of prompts that is kept for later requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl.rollout.native.options import KEPT_KV_BYTES
 Count = TypeVar("Count", int, np.ndarray)
 GROW_STEP = 32  # tokens; the capacity of a slot is a multiple
 FAR_ABOVE = 4
-AHEAD_BYTES = 2**32  # of KV that may be reserved for what rows can still become
+AHEAD_BYTES = 2**32  # KV that may be reserved for the final lengths of rows
 REUSE_STEP = 64  # tokens; a stored prompt can be continued from every multiple of this, and from its end
 MIN_REUSE = 16  # tokens; a shorter head is cheaper to compute again in a batch than to continue alone
 
@@ -42,7 +42,7 @@ class SlotCache:
         self._bind(0, 0)
 
     def clear(self) -> int:
-        """Give the memory back, unless it is little -> bytes."""
+        """Free the memory unless it is small, and return the bytes."""
         freed = self.nbytes
         if self._device.type == "cpu" and freed <= KEPT_KV_BYTES:
             return 0
@@ -54,8 +54,8 @@ class SlotCache:
         return self.kv.nbytes
 
     def reserve(self, slots: int, tokens: int, live: int, ahead: int = 0) -> None:
-        """Room for `tokens` in each of `slots` slots; the first `live` slots keep their content up to there. `ahead`:
-        what rows can still become, reserved at once where that is address space and little of it."""
+        """Make room for `tokens` in each of `slots` slots. The first `live` slots keep their content. The final length
+        `ahead` is reserved at once where that costs only address space, and not much of it."""
         if slots <= self._slots and tokens <= self._capacity:
             return
         assert slots <= self._max_slots and tokens <= self._max_capacity, f"{slots} slots x {tokens} tokens"
@@ -82,7 +82,7 @@ class SlotCache:
             self.kv[:, :, hole, :, :tokens] = self.kv[:, :, source, :, :tokens]
 
     def places(self, lo: int, positions: Tensor) -> Tensor:
-        """Where the token at `positions` [n] of slots lo.. is kept in every layer, for `write` [n K]."""
+        """Return the places [n K], equal in all layers, of the tokens at `positions` [n] of slots lo.., for `write`."""
         heads = self._shape.kv_heads
         first = torch.arange(lo * heads, (lo + len(positions)) * heads, device=positions.device) * self._capacity
         return first + positions.repeat_interleave(heads)
@@ -93,7 +93,7 @@ class SlotCache:
             lines.index_copy_(0, places, new.reshape(-1, self._shape.head_dim))
 
     def read(self, layer: int, lo: int, hi: int, width: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [(hi - lo) K, width, D] of slots lo..hi-1, as views."""
+        """Return keys and values [(hi - lo) K, width, D] of slots lo..hi-1, as views."""
         keys, values = self._heads[layer]
         heads = self._shape.kv_heads
         return keys[lo * heads : hi * heads, :width], values[lo * heads : hi * heads, :width]
@@ -141,7 +141,7 @@ class PrefixStore:
     def clear(self) -> None:
         self._entries: OrderedDict[PromptKey, Prefix] = OrderedDict()
         self._heads: dict[tuple[str | None, tuple[str, ...], int, int], Prefix] = {}
-        self._lengths: Counter[int] = Counter()  # of the heads
+        self._lengths: Counter[int] = Counter()  # lengths of the heads
         self.tokens = self.nbytes = 0
 
     def get(self, key: PromptKey) -> Prefix | None:
@@ -151,7 +151,7 @@ class PrefixStore:
         return entry
 
     def longest(self, key: PromptKey, ids: np.ndarray) -> Tensor | None:
-        """KV [layers, 2, K, P, D] of the longest stored proper prefix of `ids` that is worth continuing."""
+        """Return KV [layers, 2, K, P, D] of the longest stored proper prefix of `ids` that is worth continuing."""
         lengths = sorted((n for n in self._lengths if n < len(ids)), reverse=True)
         hashes = _prefix_hashes(ids) if lengths else ids
         for length in lengths:
@@ -181,7 +181,7 @@ class PrefixStore:
         for head in entry.heads():
             if self._heads.get(head) is entry:
                 del self._heads[head]
-                self._lengths -= Counter([head[2]])  # forgets lengths that are left by none
+                self._lengths -= Counter([head[2]])  # a length without heads is removed
 
 
 def _prefix_hashes(ids: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a decoder layer has besides attention: norms and feed-forward blocks, over the compiled kernels or torch."""
+"""Parts of a decoder layer besides attention: norms and feed-forward blocks, by compiled kernels or torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl.accel.cpu.kernels import Kernels
 from verl.accel.cpu.linear import Linear
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-"""What configs call them -> what is computed."""
+"""Names of activations in configs -> the function that is computed."""
 
 
 class Norm:
@@ -48,7 +48,7 @@ class FeedForward:
 
 
 class Experts:
-    """Each row goes through the `chosen` of the experts that the router likes best, weighted by its probabilities."""
+    """Each row is computed by the `chosen` experts that the router prefers, weighted by its probabilities."""
 
     def __init__(self, router: Linear, experts: tuple[FeedForward, ...], chosen: int, normalised: bool) -> None:
         self.router, self.experts, self.chosen, self.normalised = router, experts, chosen, normalised

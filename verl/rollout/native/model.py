@@ -54,12 +54,12 @@ class Chunk:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Of positions."""
+        """The first position, and the one after the last."""
         return self.past.shape[3], self.past.shape[3] + len(self.ids)
 
 
 class Model:
-    """A decoder whose weights change: the passes over them, by the compiled kernels where there are any."""
+    """The passes of a decoder with replaceable weights, by the compiled kernels where there are any."""
 
     def __init__(self, config: Any, max_context_tokens: int, device: torch.device, kernels: Kernels | None) -> None:
         self.shape, self.device, self.kernels = shape_of(config, max_context_tokens), device, kernels
@@ -73,7 +73,7 @@ class Model:
 
     @property
     def weights_per_product(self) -> float:
-        """Of a mean matrix product."""
+        """The weights of an average matrix product."""
         return self.live.params / (4 * self.shape.layers + 1)
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
@@ -121,7 +121,8 @@ class Model:
         return self.forward(tokens, attention)
 
     def decode_compiled(self, kernels: Kernels, cache: SlotCache, tokens: Tensor, positions: Tensor, lo: int) -> Tensor:
-        """As `decode`: each row reads its own KV and no more. All layers are one call if the kernel knows them."""
+        """Do the same as `decode`, with each row reading only its own KV. All layers are one call if the kernel
+        supports them."""
         weights, s, turns = self.live, self.shape, self.rotary.table
         if weights.stack is not None:
             x = kernels.layers(weights.stack, weights.embedded(tokens), positions, None, turns, cache.kv, lo)
@@ -154,8 +155,8 @@ class Model:
 
     @torch.inference_mode()
     def prefill_compiled(self, kernels: Kernels, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
-        """As `prefill`, in one call for all layers, for short prompts: every token is a row that reads the KV of those
-        before it, so that neither other prompts nor the passes that a prompt is cut into change its bits."""
+        """Do the same as `prefill` for short prompts, in one call for all layers. Every token is a row that reads the
+        KV of the tokens before it, so neither other prompts nor the cut into passes change its bits."""
         weights, s = self.live, self.shape
         assert weights.stack is not None
         spans = [chunk.span for chunk in chunks]
@@ -194,8 +195,8 @@ def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: f
 
 
 class PrefillAttention:
-    """Whole prompts are attended to in right-padded causal batches (a pad is never before a real token, so no mask is
-    needed); a chunk with a past goes alone, against its past and itself."""
+    """The attention of a prefill. Whole prompts are right-padded causal batches (a pad is never before a real token, so
+    no mask is needed). A chunk with a past is attended to alone, against its past and itself."""
 
     def __init__(self, chunks: Sequence[Chunk], shape: Shape, device: torch.device) -> None:
         self._scale, self._cap = shape.query_scale, shape.attention_cap
@@ -254,7 +255,7 @@ def attend_causal(q: Tensor, keys: Tensor, values: Tensor, window: int, scale: f
     for lo in range(0, t, QUERY_BLOCK):
         hi = min(t, lo + QUERY_BLOCK)
         end, start = total - t + hi, max(0, total - t + lo + 1 - window) if window else 0  # keys that the block sees
-        offset = total - t + lo - start  # of the block's first query
+        offset = total - t + lo - start  # position of the block's first query
         mask = torch.ones(hi - lo, end - start, dtype=torch.bool, device=q.device).tril_(offset)
         if window:
             mask = mask.triu_(offset + 1 - window)

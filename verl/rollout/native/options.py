@@ -1,4 +1,4 @@
-"""The native engine's own keys and the memory they stand for. No torch is imported here."""
+"""The native engine's own keys and the memory that they need. No torch is imported here."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from msgspec import Meta
 from verl.rollout.base import check_positive
 
 KEPT_KV_BYTES = 64 << 20
-"""Of KV on a CPU that sleep does not free: a short step would pay for faulting its pages in again."""
+"""KV up to this size is not freed by sleep on a CPU: allocating its pages again would slow down a short step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     prefix_cache_tokens: Annotated[int, Meta(ge=0)] = 65536
-    """Prompt tokens whose KV is kept for later requests (0: none)."""
+    """Prompt tokens with KV that is kept for later requests (0: none)."""
     max_prefill_tokens: Annotated[int, Meta(ge=1)] = 8192
-    """Prompt tokens per prefill pass; decode goes on between passes."""
+    """Prompt tokens per prefill pass; rows are decoded between passes."""
     max_kv_tokens: Annotated[int, Meta(ge=1)] | None = None
     """KV slots in tokens; more requests wait. None: max_concurrent_sequences x (prompt + response)."""
 
@@ -31,6 +31,6 @@ class Options:
 def memory(
     options: Options, *, max_concurrent_sequences: int, max_context_tokens: int, kv_bytes_per_token: int
 ) -> dict[str, int]:
-    """Bytes that the engine comes to hold besides weights, once its caches have grown to their full size."""
+    """Return the bytes that the engine uses besides weights, when its caches have their full size."""
     tokens = options.max_kv_tokens or max_concurrent_sequences * max_context_tokens
     return {"KV cache": tokens * kv_bytes_per_token, "prefix cache": options.prefix_cache_tokens * kv_bytes_per_token}

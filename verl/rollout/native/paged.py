@@ -1,7 +1,7 @@
 """Decode on CUDA: KV in pages that siblings share, attention over block tables, a whole step captured as one graph.
 
 A step of a small model is a few hundred kernels of microseconds each; replayed as a graph they are one launch.
-Everything in it has a fixed shape: rows are padded to a bucket; padding rows write to page 0, which belongs to nobody.
+Everything in it has a fixed shape: rows are padded to a bucket. Padding rows write to page 0, which no sequence uses.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def torch_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale: fl
 
 
 def gathered_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale: float, window: int) -> Tensor:
-    """The same by plain operations, which copy the pages: what the kernels are compared with, and the way without."""
+    """Attend by plain operations, which copy the pages: the reference for the kernels, and the way without them."""
     table, seen = pages
     k, v = (pool[table.long()].flatten(1, 2).transpose(1, 2) for pool in (keys, values))  # [n, K, W PAGE, D]
     place = torch.arange(k.shape[2], device=q.device)
@@ -77,7 +77,7 @@ def paged_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel:
 
 
 def whole_pages(tokens: int) -> int:
-    """In tokens."""
+    """Round a number of tokens up to whole pages."""
     return round_up(tokens, PAGE)
 
 
@@ -102,14 +102,14 @@ class PageCache:
         self._own[:] = 0
         self._users = np.zeros(self._pages, np.int64)
         self._free = list(range(self._pages - 1, 0, -1))
-        self._stale = True  # the device's table differs
+        self._stale = True  # the table on the device is outdated
 
     @property
     def nbytes(self) -> int:
         return self.pool.nbytes if self.pool is not None else 0
 
     def fill(self, lo: int, hi: int, kv: Tensor) -> None:
-        """Slots lo..hi-1, which hold nothing, continue the prompt whose KV is [layers, 2, K, P, D]."""
+        """Let the empty slots lo..hi-1 continue a prompt with KV [layers, 2, K, P, D]."""
         s, tokens = self._shape, kv.shape[3]
         if self.pool is None:  # zeros: what is masked is multiplied by 0, which must not meet a NaN
             self.pool = torch.zeros(
@@ -133,7 +133,7 @@ class PageCache:
         self._stale = True
 
     def extend(self, positions: np.ndarray) -> None:
-        """Each of slots 0..n-1 gets the page of its token at `positions` [n]; the device's table is made current."""
+        """Give each of slots 0..n-1 the page of its token at `positions` [n], and update the table on the device."""
         needed = positions // PAGE + 1
         for slot in np.flatnonzero(needed > self._held[: len(needed)]).tolist():
             self._extend(slot, int(needed[slot]))
@@ -142,7 +142,8 @@ class PageCache:
             self._stale = False
 
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int) -> None:
-        """Slots `sources` become slots `holes`, whose content is dropped as that of all from `kept` on; no copies."""
+        """Make slots `sources` slots `holes`, without copies. The content of `holes` and of all slots from `kept` on is
+        dropped."""
         live = int(np.flatnonzero(self._held)[-1]) + 1  # a resident holds at least its prompt
         for slot in (*holes.tolist(), *(set(range(kept, live)) - set(sources.tolist()))):
             for page in self._own[slot, : self._held[slot]].tolist():
@@ -183,18 +184,18 @@ class PagedDecode:
         self._host = torch.zeros(4, max_rows, dtype=torch.float64, pin_memory=cuda)
         self._inputs = torch.zeros(4, max_rows, dtype=torch.float64, device=device)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by (rows, pages of the longest)
-        self._memory: Any = None  # that the graphs share
-        # of all captures: a library's workspace belongs to a stream
+        self._memory: Any = None  # shared by the graphs
+        # one stream for all captures: a library's workspace belongs to a stream
         self._stream = torch.cuda.Stream(device) if cuda else None
 
     def forget(self) -> None:
-        """Weights, pool or rotary table have moved."""
+        """Drop the graphs, after weights, pool or rotary table have moved."""
         self._graphs.clear()
         self._memory = None  # dies with the last graph
 
     @torch.inference_mode()
     def step(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
-        """tokens, positions [n] of slots 0..n-1."""
+        """Decode one token, from tokens and positions [n] of slots 0..n-1."""
         n = len(tokens)
         self.cache.extend(positions)
         self._model.rotary.reserve(self._max_context_tokens)
@@ -231,7 +232,7 @@ class PagedDecode:
         return both
 
     def _sample(self, inputs: Tensor, width: int) -> Tensor:
-        """inputs [4, n] -> float64 [2, n], ids and log-probs. Nothing here may ask the host."""
+        """inputs [4, n] -> float64 [2, n], ids and log-probs. Nothing here may synchronise with the host."""
         logits = self._model.live.logits(self._hidden(inputs, width))
         ids, logprobs = sample_captured(logits.float(), inputs[2].float(), inputs[3])
         return torch.stack((ids.double(), logprobs.double()))

@@ -19,7 +19,7 @@ from verl.rollout.native.options import Options
 
 SHORT_PROMPT = 256  # tokens up to which reading the KV row by row costs less than blocks of it, with padding and copies
 MIN_WIDTH = 32  # tokens; prompts below it are one batch, whatever they leave empty
-EVEN_SHARES = 1.25  # of a mean share: the most that a lane may have to do, if lanes shall finish before all cores do
+EVEN_SHARES = 1.25  # the largest share over the mean share, up to which separate lanes finish before all cores would
 
 
 @dataclass(slots=True, eq=False)
@@ -27,12 +27,17 @@ class Job:
     """A prompt being computed, perhaps in several passes."""
 
     key: PromptKey
-    ids: np.ndarray  # [P]
-    kv: Tensor  # [layers, 2, K, P, D], the first `done` tokens computed
+    ids: np.ndarray
+    """[P]"""
+    kv: Tensor
+    """[layers, 2, K, P, D], of which the first `done` tokens are computed."""
     done: int
-    cached: int  # what the next request that is admitted from this job did not have to compute
-    keep: bool  # in the prefix store
-    entry: Prefix | None = None  # once all is computed
+    cached: int
+    """Tokens that are not computed for the next request which is admitted from this job."""
+    keep: bool
+    """The prompt is put into the prefix store."""
+    entry: Prefix | None = None
+    """The computed prompt, at the end."""
 
 
 class Prefiller:
@@ -48,7 +53,7 @@ class Prefiller:
         self._jobs.clear()
 
     def advance(self, requests: Sequence[Request], keys: Sequence[PromptKey]) -> None:
-        """One pass over the prompts of these requests; prompts that nobody waits for any more are dropped."""
+        """Run one pass over the prompts of these requests. Prompts that no request waits for are dropped."""
         jobs: dict[PromptKey, Job] = {}
         for request, key in zip(requests, keys):
             if key not in jobs and (job := self._jobs.get(key)):
@@ -59,7 +64,7 @@ class Prefiller:
         self._pass()
 
     def take(self, key: PromptKey) -> tuple[Prefix, int] | None:
-        """The computed prompt and how many of its tokens were not computed for this request; None: not ready."""
+        """Return the prompt and how many of its tokens were not computed for this request, or None if not ready."""
         if job := self._jobs.get(key):
             if job.entry is None:
                 return None
@@ -93,7 +98,7 @@ class Prefiller:
         return Job(key, ids, kv, done, cached=done, keep=not len(request.ids))
 
     def _pass(self) -> None:
-        """At most `max_prefill_tokens` tokens of unfinished jobs, in order of arrival."""
+        """Compute at most `max_prefill_tokens` tokens of unfinished jobs, in order of arrival."""
         batch: list[tuple[Job, int]] = []
         budget = self._max_prefill_tokens
         for job in self._jobs.values():
@@ -125,9 +130,10 @@ class Prefiller:
                 self.store.put(job.entry)
         self.counts["prefill_tokens"] += total
 
-    @torch.inference_mode()  # a lane has a mode of its own
+    @torch.inference_mode()  # the mode is per thread
     def _prefill(self, part: list[tuple[Job, int]]) -> None:
-        """Short prompts by length, rounded up so that little of their KV is padding; long ones, width 0, apart."""
+        """Compute short prompts in groups of similar length, so that little of their KV is padding, and long prompts
+        (width 0) separately."""
         model = self._model
         kernels = model.kernels if model.live.stack is not None else None
 

@@ -27,15 +27,15 @@ from verl.rollout.native.prefill import Prefiller
 from verl.rollout.native.weights import Storage, Weights, weights_of
 
 FIXED_ROWS = 32  # rows of one decode call when deterministic and a product's bits depend on its number of rows
-MAX_LOGITS = 2**25  # that exist at once in a lane when sampling; fewer rows would read the head's weights more often
-SCORE_BLOCK = 1024  # tokens whose logits exist at once when scoring
+MAX_LOGITS = 2**25  # logits in memory at once in a lane when sampling; smaller blocks read the head more often
+SCORE_BLOCK = 1024  # tokens with logits in memory at once when scoring
 READ_STEP = 8  # tokens; the width that attention reads is a multiple: one vector register of float32
-BLOCK_ROWS, BLOCKS_PAY = 16, 0.6  # attention goes in blocks of rows where these read less than this share of the KV
+BLOCK_ROWS, BLOCKS_PAY = 16, 0.6  # attention is done in blocks of rows if they read less than this share of the KV
 MIN_LANE_ROWS = 8
 
 
 class NativeRunner:
-    """`layout`, `emulate_bf16` and `paged` are chosen by the machine unless a test gives them."""
+    """The runner of the native engine. `layout`, `emulate_bf16` and `paged` depend on the machine unless given."""
 
     def __init__(
         self,
@@ -64,17 +64,17 @@ class NativeRunner:
         self._lanes = Lanes((lanes or torch.get_num_threads()) if device.type == "cpu" else 1)
         self._prompts = Prefiller(self.model, self._lanes, self.compute_dtype, options, self._deterministic)
         self._make_cache(options.max_kv_tokens, device.type == "cuda" if paged is None else paged)
-        self._needs = np.zeros(self.max_rows, np.int64)  # tokens of KV that each resident row can come to hold
-        self._longest = self._ahead = 0  # of the longest resident row now, at least, and of the one that can become it
+        self._needs = np.zeros(self.max_rows, np.int64)  # tokens of KV that each resident row can have at its end
+        self._longest = self._ahead = 0  # length of the longest resident row now, and the longest possible at the end
         self._decoded = 0
-        self._torn: Weights | None = None  # over which new ones came in part
+        self._torn: Weights | None = None  # weights that are partly overwritten by a failed load
 
     def _make_cache(self, max_kv_tokens: int | None, paged: bool) -> None:
         rows, longest = self.max_rows, self.max_context_tokens
         kind = (self.model.shape, self.compute_dtype, self._device)
         slots = round_up(rows, FIXED_ROWS) if self._fixed_rows else rows
         self._cache = SlotCache(*kind, slots, longest, exact_reads=self._kernels is not None)
-        # slots where bits depend on the number of rows, and for capped scores, which not every paged kernel knows
+        # slots if bits depend on the number of rows, and for capped scores, which not every paged kernel supports
         in_pages = paged and not self._fixed_rows and not self.model.shape.attention_cap
         whole = whole_pages(longest) if in_pages else longest
         self._max_kv_tokens = rows * whole if max_kv_tokens is None else max_kv_tokens
@@ -98,9 +98,9 @@ class NativeRunner:
 
     def load(self, source: WeightReader) -> None:
         live = self.model.weights or self._torn
-        self.model.weights = self._torn = None  # until all are there: a part of them is no model
+        self.model.weights = self._torn = None  # until all tensors are loaded
         if live is None or not live.destinations:
-            del live  # its memory is free for those that come
+            del live  # frees the memory for the new weights
             return self.prepare(source)()
         self._torn = live  # graphs read it, and there is room for no other
         receive(source.tensors(), live.destinations)
@@ -166,7 +166,7 @@ class NativeRunner:
         return Admission(cached, partial(self._sample_first, *self._fill_slots(ready, resident)))
 
     def _that_fit(self, waiting: Sequence[Request], resident: int) -> list[Request]:
-        """Requests from the front whose KV fits beside that of the residents, however long all of them become."""
+        """Return the first requests with KV that fits beside that of the residents at their longest."""
         room, fit = self._max_kv_tokens - int(self._needs[:resident].sum()), list[Request]()
         for request in islice(waiting, self.max_rows - resident):
             room -= self._need(request)
@@ -180,13 +180,14 @@ class NativeRunner:
         return whole_pages(tokens) if self._paged is not None else tokens
 
     def _fill_slots(self, ready: list[Prefix], resident: int) -> tuple[Tensor, np.ndarray]:
-        """-> hidden states of the distinct prompts [u, hidden], which of them each admitted row continues [m]."""
+        """Return the hidden states of the distinct prompts [u, hidden], and which one each admitted row continues
+        [m]."""
         self._longest = max(self._longest if resident else 0, *(len(entry.ids) for entry in ready))
         if self._paged is None:
             self._reserve(resident + len(ready), live=resident)
         cache = self._cache if self._paged is None else self._paged.cache
         lo = resident
-        for entry, run in groupby(ready):  # a group's requests come in a row: one copy for all of them
+        for entry, run in groupby(ready):  # the requests of a group are neighbours: one copy for all of them
             hi = lo + sum(1 for _ in run)
             cache.fill(lo, hi, entry.kv)
             lo = hi
@@ -220,7 +221,7 @@ class NativeRunner:
         return _joined([self._lanes.wide(jobs[0])] if wide else self._lanes.map(jobs))
 
     def _split(self, n: int) -> list[slice]:
-        """Row ranges of one step, one per lane that pays; of fixed size where bits depend on it."""
+        """Return the row ranges of one step, one per useful lane, or of fixed size if bits depend on the size."""
         if self._fixed_rows:
             return [slice(lo, min(n, lo + FIXED_ROWS)) for lo in range(0, n, FIXED_ROWS)]
         useful = self._lanes.useful(n * self.model.live.params / self.model.shape.layers)
@@ -229,7 +230,7 @@ class NativeRunner:
 
     @torch.inference_mode()
     def _decode_rows(self, lo: int, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
-        """Slots lo.. take one token each."""
+        """Decode one token in each of slots lo.., and sample the next one."""
         n = len(tokens)
         if self._fixed_rows:  # idle rows write into free slots
             tokens, positions = (np.pad(column, (0, FIXED_ROWS - n)) for column in (tokens, positions))
@@ -247,7 +248,7 @@ class NativeRunner:
         return _joined(drawn)
 
     def _sample(self, logits: Tensor, sampling: SamplingMetadata) -> Sampled:
-        """A row is drawn by the same code whatever its neighbours ask for: its bits depend on it alone."""
+        """Sample each row by the same code whatever the settings of other rows: its bits depend on it alone."""
         cut = np.flatnonzero(sampling.truncated)
         if self._kernels is None or len(cut) == len(logits):
             return to_host(*sample(logits, sampling))
@@ -288,8 +289,8 @@ def _joined(parts: Sequence[Sampled]) -> Sampled:
 
 
 def read_blocks(positions: np.ndarray) -> list[tuple[int, int, int]]:
-    """(first row, end row, KV width) per attention call: one for all rows, unless a few long ones would make most of
-    them read far beyond their own end."""
+    """Return (first row, end row, KV width) per attention call: one call for all rows, unless a few long rows would
+    make most others read far beyond their end."""
     n, widths = len(positions), round_up(positions + 1, READ_STEP)
     blocks = [(lo, min(n, lo + BLOCK_ROWS), int(widths[lo : lo + BLOCK_ROWS].max())) for lo in range(0, n, BLOCK_ROWS)]
     longest = max(width for _, _, width in blocks)

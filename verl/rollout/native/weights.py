@@ -39,10 +39,10 @@ class Weights:
     head: Linear
     logit_cap: float
     tensors: tuple[Tensor, ...]  # all that the above are views of, in the plain layout
-    params: int  # that a token is multiplied with: of the experts, the chosen
+    params: int  # weights that a token is multiplied with: of the experts, only the chosen ones
     nbytes: int
-    stack: Stack | None  # all layers, for the kernel that does them in one call; it points into them
-    destinations: Mapping[str, Destination]  # of another version in this one's memory; empty: its layout is made anew
+    stack: Stack | None  # pointers to all layers, for the kernel that does them in one call
+    destinations: Mapping[str, Destination]  # for loading another version into this memory; empty: not possible
 
     def embedded(self, ids: Tensor) -> Tensor:
         """ids [T] -> [T, hidden]."""
@@ -55,7 +55,7 @@ class Weights:
             mine.copy_(new)
 
     def pack_tied_head(self) -> None:
-        """Of an embedding that was received into its place."""
+        """Pack the head again after its tied embedding was overwritten."""
         to = self.destinations
         if isinstance(self.head, Panels) and to["lm_head.weight"] is to["model.embed_tokens.weight"]:
             self.head.kernels.pack(self.embed, self.head.panels)
@@ -68,12 +68,12 @@ class Weights:
 
 @dataclass(slots=True)
 class Storage:
-    """The fused tensors of one version being received, and the HF names that fill them. With kernels, products are
-    laid out for them as they come: once written, and once found memory for, which takes longer."""
+    """The fused tensors of one version that is received, and the HF names that fill them. With kernels, products are
+    written in the kernels' layout at once, which saves a copy and, what takes longer, an allocation."""
 
     shape: Shape
-    dtype: torch.dtype  # that weights are rounded to
-    compute_dtype: torch.dtype  # that they are kept and multiplied in
+    dtype: torch.dtype  # weights are rounded to it
+    compute_dtype: torch.dtype  # weights are kept and multiplied in it
     device: torch.device
     kernels: Kernels | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Storage:
             self._layer(i, f"{i}.", f"model.layers.{i}.")
 
     def params(self) -> int:
-        """That a token is multiplied with."""
+        """Return the number of weights that a token is multiplied with."""
         s = self.shape
         found = sum(tensor.numel() for tensor in self.tensors.values())
         found += sum(one.width * one.panels.shape[1] for one in self.products.values())
@@ -153,7 +153,7 @@ class Storage:
                 start += n
 
     def _each(self, key: str, shape: tuple[int, ...], name: str) -> None:
-        """Products of their own, as many as there are experts."""
+        """Allocate one product per expert."""
         if self.kernels is None:
             return self._own(key, shape, name)
         experts, rows, width = shape
@@ -166,7 +166,7 @@ class Storage:
         self.destinations[name] = Destination(shape, self._new(key, shape), shape, self.dtype)
 
     def _new(self, key: str, shape: tuple[int, ...], norm: bool = False) -> Tensor:
-        """Norms stay in float32 where 1 is added to them, and on a CPU, whose kernels compute in it."""
+        """Allocate a tensor. Norms are float32 where 1 is added to them, and on a CPU, for its kernels."""
         exact = norm and (self.shape.arch.gemma or self.device.type == "cpu")
         self.tensors[key] = torch.empty(shape, dtype=torch.float32 if exact else self.compute_dtype, device=self.device)
         return self.tensors[key]
@@ -185,12 +185,13 @@ def _pack_each(weight: Tensor, kernels: Kernels, panels: list[Tensor]) -> None:
 
 
 def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weights:
-    """What the forward pass reads, of a storage that is filled. What is laid out anew is taken out, one by one."""
+    """Make the weights for the forward pass from a filled storage. Tensors that change their layout are removed from
+    the storage one by one."""
     t, s = storage.tensors, storage.shape
     take = t.__getitem__ if layout == "plain" else t.pop
-    params = storage.params()  # before something is taken out
+    params = storage.params()  # before tensors are removed
     if layout != "plain" and storage.kernels is None:
-        storage.destinations.clear()  # they are views of it
+        storage.destinations.clear()  # they are views of removed tensors
     linears: list[Linear] = []
 
     def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -251,7 +252,7 @@ def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Wei
 
 
 def _stack(layers: tuple[Layer, ...], s: Shape) -> Stack | None:
-    """None if a layer has something that the kernel does not know: experts, products in another layout."""
+    """Return pointers to all layers, or None if the kernel does not support one: experts, or another layout."""
     pointers = []
     for layer in layers:
         if not isinstance(layer.mlp, FeedForward):

@@ -1,8 +1,11 @@
-"""Weights from the trainer's segment of shared memory into vLLM 0.32. This file runs in vLLM's own environment, which
-has no verl: it is imported in every worker as `--worker-extension-cls verl_weights.Extension`.
+"""Loads weights from the trainer's shared-memory segment into vLLM 0.32.
 
-A segment (verl/weight_sync/shm.py): version, length of the index, first byte of the tensors and length of a handle as 8
-bytes each, the index in msgpack, the tensors or the handle of a GPU's memory that has them (weight_sync/device.py).
+This file runs in vLLM's own environment, which has no verl. Every worker imports it, by
+`--worker-extension-cls verl_weights.Extension`.
+
+A segment (verl/weight_sync/shm.py) has the version, the length of the index, the first byte of the tensors and the
+length of a handle as 8 bytes each; then the index in msgpack; then the tensors, or the handle of GPU memory with them
+(weight_sync/device.py).
 """
 
 import math
@@ -32,16 +35,20 @@ class Init(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """path: of the segment · version: that it must hold · names: of its tensors (None: all) · checksums: crc32 by name,
-    of those that are compared · parts: what one of them is in a saved folder, by name: (name, shape, first row) ·
-    passes: it is written again once it was read."""
+    """One update, or one bucket of it."""
 
     path: str
+    """The path of the segment."""
     version: int
+    """The version that the segment must have."""
     names: list[str] | None = None
+    """The tensors to load. None: all."""
     checksums: dict[str, int] = field(default_factory=dict)
+    """crc32 by name, of the tensors that are compared."""
     parts: dict[str, list[tuple[str, list[int], int]]] = field(default_factory=dict)
+    """The tensors of a saved folder that one tensor consists of, by name: (name, shape, first row)."""
     passes: bool = False
+    """The segment is overwritten after it was read."""
 
 
 class Segment:
@@ -62,7 +69,7 @@ class Segment:
 
     def tensors(self, update: Update) -> Iterator[tuple[str, torch.Tensor]]:
         size, first, length = (int.from_bytes(self._found[at : at + 8], "little") for at in (8, 16, 24))
-        lies = _opened(self._found[first : first + length]) if length else None
+        on_device = _opened(self._found[first : first + length]) if length else None
         parts = msgspec.msgpack.decode(self._found[HEAD_BYTES : HEAD_BYTES + size])
         wanted = None if update.names is None else set(update.names)
         if wanted is not None and (absent := sorted(wanted - {part[0] for part in parts})):
@@ -72,10 +79,10 @@ class Segment:
                 continue
             dtype = getattr(torch, dtype_name)
             if num_bytes:
-                if lies is None:
+                if on_device is None:
                     raw = torch.frombuffer(self._found, dtype=torch.uint8, count=num_bytes, offset=first + start)
                 else:
-                    raw = lies[start : start + num_bytes]
+                    raw = on_device[start : start + num_bytes]
                 raw = raw.clone() if update.passes else raw  # vLLM copies a layer once it is complete
                 tensor = raw.view(dtype).view(shape)
             else:
@@ -87,19 +94,19 @@ class Segment:
                 yield name, tensor
                 continue
             rows = tensor.view(-1, tensor.shape[-1])
-            for part, of, row in update.parts[name]:  # the same bytes
+            for part, of, row in update.parts[name]:  # views of the same bytes
                 yield part, rows[row : row + math.prod(of[:-1])].view(of)
-        if lies is not None:  # the copies of it have ended: its owner writes it again
-            torch.cuda.synchronize(lies.device)
+        if on_device is not None:  # its owner overwrites the memory when the copies have ended
+            torch.cuda.synchronize(on_device.device)
 
     def require(self, version: int) -> None:
         if self.version != version:
             raise RuntimeError(f"version {version} was expected in shared memory, and {self.version} is there")
 
 
-@lru_cache(maxsize=2)  # as many as there are of a sender
+@lru_cache(maxsize=2)  # a sender has two segments
 def _opened(handle: bytes) -> torch.Tensor:
-    """uint8, the memory of a GPU that the trainer's process has."""
+    """Return the GPU memory of the trainer's process as uint8."""
     gpu, num_bytes, allocation, storage_bytes, storage_offset, *rest = msgspec.msgpack.decode(handle)
     seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if gpu not in seen:
@@ -111,7 +118,7 @@ def _opened(handle: bytes) -> torch.Tensor:
 
 
 def _plain(name: str) -> str:
-    """Of a parameter, as it is called where vLLM serves no adapters."""
+    """Return a parameter's name without the suffix that vLLM adds when it serves adapters."""
     return name.replace(".base_layer.", ".")
 
 
@@ -119,7 +126,7 @@ class Engine(WeightTransferEngine[Init, Update]):
     init_info_cls, update_info_cls = Init, Update
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        """Every update says where it is."""
+        """Do nothing: every update has its own path."""
 
     def start_weight_update(self) -> None:
         self.read: list[str] = []
@@ -128,7 +135,7 @@ class Engine(WeightTransferEngine[Init, Update]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class, which would wait for an accelerator."""
+        """Receive weights. The base class would also wait for an accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Update) -> None:
@@ -136,18 +143,18 @@ class Engine(WeightTransferEngine[Init, Update]):
         segment.require(update_info.version)
         self.segments.append(segment)
         self.filled |= set(self.model.load_weights(self._noted(segment.tensors(update_info))) or ())
-        segment.require(update_info.version)  # nobody wrote over it meanwhile
+        segment.require(update_info.version)  # it was not overwritten meanwhile
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         self.segments = []
-        for module in self.model.modules():  # a head that is tied is packed by itself, and nothing came under its name
+        for module in self.model.modules():  # a tied head is packed separately, and has no tensor of its own
             if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
                 module.quant_method.process_weights_after_loading(module)
 
     def report(self) -> dict[str, list[str]]:
-        """loaded: names that were read · missing: parameters of the model that no tensor went into."""
-        parts = {_plain(name) for name, _ in self.model.named_parameters()}  # a tied one has one name
+        """Return the names that were read (loaded) and the parameters that got no tensor (missing)."""
+        parts = {_plain(name) for name, _ in self.model.named_parameters()}  # a tied parameter has one name
         return {"loaded": sorted(self.read), "missing": sorted(parts - set(map(_plain, self.filled)))}
 
     def shutdown(self) -> None:
@@ -166,14 +173,14 @@ class Extension:
     """Part of vLLM's worker."""
 
     def loaded_weights(self) -> dict[str, list[str]]:
-        """Of the last update, for `/collective_rpc`."""
+        """Return the report of the last update, for `/collective_rpc`."""
         return self.weight_transfer_engine.report()  # type: ignore[attr-defined]
 
     def served_model(self) -> dict[str, Any]:
-        """Which model this is: its folder, and sizes by their names in config.json. splits: a seeded request whose
-        prefill is split over steps would end this server."""
+        """Return the model's folder and its sizes by their names in config.json. `splits` is true if a prefill may be
+        split over steps: a seeded request would then end this server."""
         whole = self.vllm_config  # type: ignore[attr-defined]
         config, sizes = whole.model_config, ("vocab_size", "hidden_size", "num_hidden_layers")
         splits = whole.device_config.device_type == "cpu" and whole.scheduler_config.enable_chunked_prefill
-        told = {key: getattr(config.hf_text_config, key) for key in sizes}
-        return {"model": config.model, "splits": splits, **told}
+        found = {key: getattr(config.hf_text_config, key) for key in sizes}
+        return {"model": config.model, "splits": splits, **found}
