@@ -326,7 +326,7 @@ class ServedEngine(AdaptedServer):
                 if not self._paused:
                     await self._resumed()
             except BaseException as e:
-                await self._fence(sent, e)
+                await self._fence(f"the update to version {sent.version} failed ({type(e).__name__}: {e})")
                 if self._version < 0 and isinstance(e, SyncError | ServerRefused):
                     why = f"{self._expected.name} has taken no weights yet; if it has another model"
                     raise SyncError(f"{e}; {why}: start it with this one, or set {OTHER_ENGINES}") from e
@@ -358,7 +358,7 @@ class ServedEngine(AdaptedServer):
         try:
             await self._api.announce(self._call, sent)
         except BaseException as e:
-            await self._fence(sent, e)
+            await self._fence(f"the update to version {sent.version} failed ({type(e).__name__}: {e})")
             raise
         return True
 
@@ -413,11 +413,11 @@ class ServedEngine(AdaptedServer):
                 if not self._paused:
                     self._open.set()
 
-    async def _fence(self, sent: WeightSource, error: BaseException) -> None:
+    async def _fence(self, why: str) -> None:
         """Stop using the server: its answers no longer count, and it is not woken. Its paused requests end, and are
         sent to another server."""
-        self._fenced = f"the update to version {sent.version} failed ({type(error).__name__}: {error})"
-        self._waiting, self._asleep = self._launch is not None and not self._api.updates_weights, set()
+        self._fenced, self._asleep = why, set()
+        self._waiting = self._launch is not None and not self._api.updates_weights
         if self._router is not None:
             self._router.fence()
         if self._server is not None:
