@@ -19,7 +19,7 @@ from tools import hermes_tokenizer
 
 from verl.agent_loop.base import AgentLoopBase, ServerManager, sampling_params_of
 from verl.agent_loop.registry import Loops
-from verl.agent_loop.runner import Runner, hosted_loops
+from verl.agent_loop.runner import LoopRunner, hosted_loops
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.threads import Places
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
@@ -117,7 +117,9 @@ def loops_of(given: tuple[str, Path], start: int) -> Loops:
 async def opened(where: str, tool: str, told: Path) -> AsyncIterator[Loops]:
     given = (tool, told)
     loops = (
-        loops_of(given, 0) if where == HERE else await hosted_loops(Runner(loops_of, given, silent_s=60), None, None)
+        loops_of(given, 0)
+        if where == HERE
+        else await hosted_loops(LoopRunner(loops_of, given, silent_s=60), None, None)
     )
     try:
         yield loops

@@ -32,7 +32,7 @@ from verl.model_engine.layout import Layout
 from verl.models import tiny
 from verl.recipes import arithmetic
 from verl.transfer_queue.memory import MemoryQueue
-from verl.workers.answers import RankLate, Told, first_cause, of_another, told_of
+from verl.workers.answers import RankAnswer, RankLate, failed_answer, first_failure, is_consequence
 from verl.workers.dist import ProcessRanks
 from verl.workers.group import Broadcast
 from verl.workers.inproc import InprocCluster
@@ -232,7 +232,7 @@ def test_a_rank_that_stops_is_waited_for_with_a_deadline_and_named(stops, monkey
                 group.all_gather("there")
             exchange([None, None], "there", group=group._peers)
         except (RuntimeError, TimeoutError) as e:
-            (Path(folder) / "said").write_bytes(pickle.dumps(told_of(e).error))
+            (Path(folder) / "said").write_bytes(pickle.dumps(failed_answer(e).error))
             raise
         return None
 
@@ -243,8 +243,8 @@ def test_a_rank_that_stops_is_waited_for_with_a_deadline_and_named(stops, monkey
     told = (
         "rank 0 waited 5 s for 1 of 2 ranks" if stops == "before" else "waited 5 s for another rank, which is slow or"
     )
-    assert type(error) is RankLate and told in str(error) and of_another(Told(error=error))
-    assert first_cause([Told(error=error), own := Told(error=ValueError("mine"))]) is own
+    assert type(error) is RankLate and told in str(error) and is_consequence(RankAnswer(error=error))
+    assert first_failure([RankAnswer(error=error), own := RankAnswer(error=ValueError("mine"))]) is own
 
 
 def same_turn(

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from verl.data.parallel import WorkerDied, run_chunks
+from verl.data.parallel import ReaderDied, run_chunks
 
 
 @dataclass
@@ -81,7 +81,7 @@ def test_a_dead_worker_is_an_error_with_its_cause() -> None:
         ("kill", r"killed by SIGKILL \(the kernel kills so when memory is short.*\(in rows [56] to 6\)"),
         ("bug", r"(?s)exited with status 1 .*KeyError: 'our bug'"),
     ):
-        with pytest.raises(WorkerDied, match=message):
+        with pytest.raises(ReaderDied, match=message):
             run(Bad(how))
         assert leftovers() == [], how
 
@@ -89,7 +89,7 @@ def test_a_dead_worker_is_an_error_with_its_cause() -> None:
 def test_a_silent_worker_meets_its_deadline() -> None:
     for how in ("hang", "stop"):
         start = time.monotonic()
-        with pytest.raises(WorkerDied, match=r"made no progress for 4 s \((in rows [56] to 6|while)"):
+        with pytest.raises(ReaderDied, match=r"made no progress for 4 s \((in rows [56] to 6|while)"):
             run(Bad(how), timeout_s=4)
         assert time.monotonic() - start < 60 and leftovers() == [], how
 
@@ -108,7 +108,7 @@ def test_a_refused_row_comes_in_its_turn_and_as_it_was_said() -> None:
 
 
 def test_a_job_that_cannot_be_loaded_or_sent() -> None:
-    with pytest.raises(WorkerDied, match=r"exited with status 4 \(while loading the tokenizer\)"):
+    with pytest.raises(ReaderDied, match=r"exited with status 4 \(while loading the tokenizer\)"):
         run(DiesWhenLoaded())
     with pytest.raises(ValueError, match=r"cannot be sent to worker processes .*data\.num_workers=0"):
         run(lambda rows, progress: rows)

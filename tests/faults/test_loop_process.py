@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, LoopFailed, ServerManager, check_output
-from verl.agent_loop.hosted import Ids, Ready
+from verl.agent_loop.hosted import GrowingIds, Ready
 from verl.agent_loop.registry import Loops, of_the_user
-from verl.agent_loop.runner import HostedLoop, Runner, hosted_loops
+from verl.agent_loop.runner import HostedLoop, LoopRunner, hosted_loops
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.data.formats import Players
@@ -197,7 +197,7 @@ async def played(loop: AgentLoopBase, **row: Any) -> Any:
 
 def run(there: Path, body: Any, *, silent_s: float = 60.0, memory_mb: float = 1e6) -> None:
     async def whole() -> None:
-        runner = Runner(loops_of, str(there), silent_s=silent_s, memory_mb=memory_mb)
+        runner = LoopRunner(loops_of, str(there), silent_s=silent_s, memory_mb=memory_mb)
         loops = await hosted_loops(runner, None, None)
         assert loops.players.default == "does" and loops.notes == ("a note",)
 
@@ -281,7 +281,7 @@ def test_what_a_loop_does_wrong_is_said_and_costs_its_attempt(tmp_path: Path) ->
 
 
 def test_a_history_is_kept_whatever_becomes_of_it_and_not_copied_as_it_grows() -> None:
-    rng, known, views, copies = np.random.default_rng(0), Ids.of(PROMPT), [], 0
+    rng, known, views, copies = np.random.default_rng(0), GrowingIds.of(PROMPT), [], 0
     for _ in range(2_000):
         ids = known.held[: known.used]
         if rng.random() < 0.02:  # rewritten
@@ -417,7 +417,7 @@ def test_at_the_end_tools_are_released_before_they_are_closed(tmp_path: Path) ->
 )
 def test_what_cannot_be_made_there_is_refused_at_the_start(given: str, error: type[Exception], said: str) -> None:
     async def start() -> None:
-        await Runner(loops_of, given, silent_s=60).start()
+        await LoopRunner(loops_of, given, silent_s=60).start()
 
     with pytest.raises(error, match=said):
         asyncio.run(start())
@@ -440,9 +440,9 @@ def test_it_ends_with_a_driver_that_was_killed(tmp_path: Path) -> None:
         "import asyncio, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_loop_process import Engine, loops_of, manager_of, played, task_of\n"
-        "from verl.agent_loop.runner import HostedLoop, Runner\n"
+        "from verl.agent_loop.runner import HostedLoop, LoopRunner\n"
         "async def main():\n"
-        f"    runner = Runner(loops_of, {str(tmp_path)!r}, silent_s=60)\n"
+        f"    runner = LoopRunner(loops_of, {str(tmp_path)!r}, silent_s=60)\n"
         "    loop = HostedLoop(manager_of(Engine()), task_of(), runner)\n"
         f"    await played(loop, what='wait', starts=True, there={str(tmp_path)!r})\n"
         "asyncio.run(main())\n"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from verl.agent_loop.tools import Answer, Toolbox, load_tools
+from verl.agent_loop.tools import ToolAnswer, Toolbox, load_tools
 from verl.chat.parsing import ToolCall
 from verl.tools import ToolBroken, search_tool
 from verl.tools.search_tool import told
@@ -95,7 +95,7 @@ def tool_of(folder: Path, port: int, **config: Any) -> Any:
     return tool
 
 
-async def ask(tool: Any, *queries: str, timeout_s: float = 20.0) -> Answer:
+async def ask(tool: Any, *queries: str, timeout_s: float = 20.0) -> ToolAnswer:
     box = Toolbox({tool.name: tool}, {}, timeout_s)
     answer = await box.call(ToolCall("search", {"query_list": list(queries)}))
     assert await box.close() == []
@@ -105,7 +105,7 @@ async def ask(tool: Any, *queries: str, timeout_s: float = 20.0) -> Answer:
 def test_calls_of_many_trajectories_are_few_requests_and_each_gets_its_own(tmp_path, retriever):
     tool = tool_of(tmp_path, retriever.port, topk=2)
 
-    async def play() -> tuple[list[Answer], Answer]:
+    async def play() -> tuple[list[ToolAnswer], ToolAnswer]:
         together = await asyncio.gather(*(ask(tool, f"q{k}", f"r{k}") for k in range(30)))
         return together, await ask(tool, "stats")
 
@@ -139,7 +139,7 @@ def test_whatever_the_retriever_does_is_an_answer(tmp_path, retriever):
 def test_a_trajectory_that_gives_up_takes_nobody_with_it(tmp_path, retriever):
     tool = tool_of(tmp_path, retriever.port, window_ms=200)
 
-    async def play() -> list[Answer]:
+    async def play() -> list[ToolAnswer]:
         return await asyncio.gather(ask(tool, "a", timeout_s=0.05), ask(tool, "b"))
 
     late, fine = asyncio.run(play())
@@ -149,7 +149,7 @@ def test_a_trajectory_that_gives_up_takes_nobody_with_it(tmp_path, retriever):
 def test_a_killed_retriever_makes_attempts_invalid_and_one_that_comes_back_is_used(tmp_path, retriever, monkeypatch):
     tool = tool_of(tmp_path, retriever.port, timeout=30)
 
-    async def back_within_moments() -> list[Answer]:
+    async def back_within_moments() -> list[ToolAnswer]:
         retriever.kill()
         asked = asyncio.create_task(ask(tool, "while it is away"))
         await asyncio.sleep(0.3)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from verl.agent_loop.tools import Answer, Tool, Toolbox, close_tools, load_tools
+from verl.agent_loop.tools import Tool, ToolAnswer, Toolbox, close_tools, load_tools
 from verl.chat.parsing import ToolCall
 from verl.tools import ToolBroken
 from verl.tools.function_tool import ToolLimits
@@ -82,7 +82,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Acts]:
     close_tools(found)
 
 
-def call(acts: Acts, *asked: dict[str, object]) -> tuple[list[Answer], float]:
+def call(acts: Acts, *asked: dict[str, object]) -> tuple[list[ToolAnswer], float]:
     """The answers of calls made together, and the longest time that the event loop stood still."""
 
     async def beat() -> float:
@@ -94,7 +94,7 @@ def call(acts: Acts, *asked: dict[str, object]) -> tuple[list[Answer], float]:
                 return worst_s
             worst_s, last_s = max(worst_s, time.monotonic() - last_s), time.monotonic()
 
-    async def play() -> tuple[list[Answer], float]:
+    async def play() -> tuple[list[ToolAnswer], float]:
         box, pulse = Toolbox(acts.tools, {}, 30.0), asyncio.create_task(beat())
         await asyncio.sleep(0)
         found = await asyncio.gather(*(box.call(ToolCall("act", dict(given))) for given in asked))

@@ -30,7 +30,7 @@ from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Metric, Refs, Segment, Task, ref_of, taught
 from verl.weight_sync.local import LocalOutlet
 from verl.weight_sync.sender import WeightSender
-from verl.workers.ahead import Ahead
+from verl.workers.ahead import EarlyOutputs
 from verl.workers.compute import columns_of
 from verl.workers.group import WorkerDied
 from verl.workers.role import Role, informed
@@ -213,7 +213,7 @@ def test_the_samples_of_a_dead_teacher_are_invalid_and_the_others_learn(pick, na
     assert step.metrics["actor/grad_norm"].value > 0
 
 
-class Early(Ahead):
+class Early(EarlyOutputs):
     """Of a step half was asked for before."""
 
     def infer(self, refs, outputs):

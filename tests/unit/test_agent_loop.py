@@ -14,7 +14,14 @@ from fakes import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, Call, ServerManager, check_output, sampling_params_of
+from verl.agent_loop.base import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    RecordedCall,
+    ServerManager,
+    check_output,
+    sampling_params_of,
+)
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.rollout.base import Completion
 from verl.types import Sampling
@@ -34,7 +41,7 @@ def completion(
 
 def manager(*calls: tuple[Sequence[int], Completion]) -> ServerManager:
     made = ServerManager(FakeEngine(), SAMPLING, seed_parts=("s",))
-    made.record = [Call(np.array(p, np.int64), c, c.ids.tolist()) for p, c in calls]
+    made.record = [RecordedCall(np.array(p, np.int64), c, c.ids.tolist()) for p, c in calls]
     return made
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from verl.types import Metric, Refs
-from verl.workers.ahead import Ahead
+from verl.workers.ahead import EarlyOutputs
 from verl.workers.group import WorkerDied
 from verl.workers.waits import DeadlineExpired
 
@@ -44,9 +44,9 @@ class Asked:
         return self.calls.get(timeout=60)
 
 
-def made(most: int = 10, timeout_s: float = 60.0) -> tuple[Ahead, Asked]:
+def made(most: int = 10, timeout_s: float = 60.0) -> tuple[EarlyOutputs, Asked]:
     asked: Any = Asked()
-    return Ahead(asked, WANTED, most, timeout_s), asked
+    return EarlyOutputs(asked, WANTED, most, timeout_s), asked
 
 
 def test_one_call_is_under_way_and_a_step_waits_for_what_is_left():
@@ -76,7 +76,7 @@ def test_after_rows_without_an_answer_a_step_asks_for_all_that_it_wants():
     ahead, asked = made(most=1)
     for group, broken in (("a", ()), ("b", ("b1",)), ("c", ())):
         ahead.begin(rows(group))
-        under_way = ahead._now[1]
+        under_way = ahead._running[1]
         asked.next()[1].set_result(frozenset(broken))
         under_way.result(60)
     step = ahead.infer(rows("a", "b", "c"), WANTED)
@@ -109,7 +109,7 @@ def test_what_a_call_raises_the_next_step_raises(groups):
     ahead, asked = made()
     ahead.begin(rows("a"))
     _, answer = asked.next()
-    under_way = ahead._now[1]
+    under_way = ahead._running[1]
     answer.set_exception(WorkerDied("rank 0 of teacher was killed"))
     with pytest.raises(WorkerDied):
         under_way.result(60)

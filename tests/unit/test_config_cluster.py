@@ -18,7 +18,7 @@ from verl.config.tree import leaves
 from verl.driver.assemble import context_of
 from verl.driver.models import role_spec
 from verl.driver.setup import device_of
-from verl.workers.group import Place
+from verl.workers.group import DevicePlace
 from verl.workers.inproc import InprocCluster
 from verl.workers.pools import Pool, Shortage, fit, fit_together, pools_of, seen
 from verl.workers.ray.cluster import RayCluster
@@ -276,7 +276,11 @@ def test_every_model_is_told_the_device_the_precision_and_the_neighbours_of_its_
     specs = [role_spec(replace(context, cluster=InprocCluster()), role).context for role in ("actor", "ref")]
     assert [(spec.device, spec.dtype) for spec in specs] == [("cuda", "float32"), ("cpu", "bfloat16")]
     places = {role: made[0]._place_of(role, 11) for role in ("actor", "ref", "compute")}
-    assert places == {"actor": Place("cuda", 3, 8), "ref": Place("cpu", 3, 4), "compute": Place("cpu", 3, 8)}
+    assert places == {
+        "actor": DevicePlace("cuda", 3, 8),
+        "ref": DevicePlace("cpu", 3, 4),
+        "compute": DevicePlace("cpu", 3, 8),
+    }
     threads: list[int] = []
     monkeypatch.setattr("torch.set_num_threads", threads.append)
     made[0].set_up(places["ref"])

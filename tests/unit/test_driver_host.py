@@ -14,7 +14,7 @@ from verl.config.schema import Config
 from verl.driver import driver_host as host_module
 from verl.driver.assemble import context_of
 from verl.driver.driver_host import driver_host
-from verl.workers.group import ClusterContext, Place
+from verl.workers.group import ClusterContext, DevicePlace
 
 
 def test_the_same_node_is_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_every_worker_elsewhere_asks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("verl.driver.assemble.backend_of", lambda config, section: backend)
     context_of(config, crash_dir=tmp_path / "crash")
     with pytest.raises(ValueError, match=str(tmp_path)):
-        contexts[0].set_up(Place())
+        contexts[0].set_up(DevicePlace())
 
 
 class backend:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from verl.model_engine.snapshot import Snapshot
-from verl.workers.host import Room, free_bytes, room_here, too_small, total_bytes
+from verl.workers.host import RankMemory, free_bytes, rank_memory, too_small, total_bytes
 
 GB = 10**9
 
@@ -36,22 +36,24 @@ def test_the_tightest_group_around_a_process_is_what_is_free(tmp_path):
 
 
 def test_there_is_room_for_twice_the_copies_beside_the_peaks_of_every_host():
-    one, two = Room("a", 1, 2 * GB, 3 * GB, 7 * GB), Room("b", 1, 5 * GB, 0, 10 * GB)
+    one, two = RankMemory("a", 1, 2 * GB, 3 * GB, 7 * GB), RankMemory("b", 1, 5 * GB, 0, 10 * GB)
     assert not too_small([one, two]) and not too_small([])
-    again = Room("a", 1, 0, 3 * GB, 7 * GB)  # another role, or a virtual rank, of the same process
+    again = RankMemory("a", 1, 0, 3 * GB, 7 * GB)  # another role, or a virtual rank, of the same process
     assert not too_small([one, again])
-    said = too_small([two, one, Room("a", 2, 0, 1, 7 * GB)])
+    said = too_small([two, one, RankMemory("a", 2, 0, 1, 7 * GB)])
     assert said == "2 GB of a, which has 7 GB free and 3 GB are wanted by its processes at their peak"
-    assert too_small([one, Room("b", 1, 5 * GB, 0, 10 * GB - 1)]) == "5 GB of b, which has 10 GB free"
-    assert too_small([Room("a", 1, GB, 0, 4 * GB), Room("a", 2, GB, 0, 3 * GB)]), "free is what the last one sees"
+    assert too_small([one, RankMemory("b", 1, 5 * GB, 0, 10 * GB - 1)]) == "5 GB of b, which has 10 GB free"
+    assert too_small([RankMemory("a", 1, GB, 0, 4 * GB), RankMemory("a", 2, GB, 0, 3 * GB)]), (
+        "free is what the last one sees"
+    )
 
 
 def test_a_peak_that_is_over_is_wanted_again():
-    before = room_here(7)
+    before = rank_memory(7)
     held = torch.ones(64 << 20, dtype=torch.uint8)
-    during = room_here(7)
+    during = rank_memory(7)
     del held
-    after = room_here(7)
+    after = rank_memory(7)
     assert (before.process, before.copy_bytes) == (os.getpid(), 7)
     assert after.peak_bytes >= during.peak_bytes + (60 << 20)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from verl.workers.answers import Told
+from verl.workers.answers import RankAnswer
 from verl.workers.ray import life
 from verl.workers.ray.group import RayGroup
-from verl.workers.ray.life import Life
+from verl.workers.ray.life import ActorLife
 
 
 class Ray:
@@ -21,7 +21,7 @@ class Ray:
 
     exceptions = SimpleNamespace(RayActorError=type("RayActorError", (Exception,), {}))
 
-    def __init__(self, answers: dict[str, Told]) -> None:
+    def __init__(self, answers: dict[str, RankAnswer]) -> None:
         self.get = answers.__getitem__
         self.order = [*answers]
 
@@ -39,7 +39,7 @@ def test_the_first_cause_is_the_error_of_its_own_whoever_answers_first(monkeypat
     group = RayGroup.__new__(RayGroup)
     group.name, group._dead, group._fenced = "actor", None, Event()
     call: Any = SimpleNamespace(name="Role.update")
-    late, own = Told(error=MeetingEnded("rank 1: a bad row")), Told(error=ValueError("a bad row"))
+    late, own = RankAnswer(error=MeetingEnded("rank 1: a bad row")), RankAnswer(error=ValueError("a bad row"))
     for answers in ({"rank 0": late, "rank 1": own}, {"rank 1": own, "rank 0": late}):
         monkeypatch.setitem(sys.modules, "ray", Ray(answers))
         with pytest.raises(ValueError, match="^a bad row"):
@@ -61,7 +61,7 @@ class Process:
             SimpleNamespace(where=SimpleNamespace(remote=self.ask)),
             lambda f: SimpleNamespace(future=lambda: f),
         )
-        self.life = Life(
+        self.life = ActorLife(
             "rank 1 of actor", actor, ref(self.end), ref(self.built), died=self.died.append, started=self.started.append
         )
 
@@ -92,7 +92,7 @@ def test_who_answers_is_asked_again_and_who_is_silent_is_given_up_once(monkeypat
     assert process.died == [] and len(process.asked) == 4, "one question at a time"
     process.look(311.0)
     process.look(312.0)
-    process.end.set_exception(RuntimeError("Worker exit detail: killed. Some common causes"))
+    process.end.set_exception(RuntimeError("RankActor exit detail: killed. Some common causes"))
     assert process.died == ["rank 1 of actor (process 7 on 10.0.0.1) has not answered for 10 s"]
 
 
@@ -111,7 +111,7 @@ def test_a_death_is_told_with_its_reason_and_that_of_one_that_was_ended_is_not(m
     process.answer()
     ended.life.over = True
     for one in (process, ended):
-        one.end.set_exception(RuntimeError("a\nb Worker exit detail: killed\n by 9. Some common causes include: x"))
+        one.end.set_exception(RuntimeError("a\nb RankActor exit detail: killed\n by 9. Some common causes include: x"))
         one.built.set_exception(RuntimeError("gone"))
         one.look(99.0)
     assert process.died == ["rank 1 of actor (process 7 on 10.0.0.1) died: killed by 9."]

@@ -23,7 +23,7 @@ from verl.driver import driver_host
 from verl.driver.together import SharedStore, open_together
 from verl.workers.answers import RankLate
 from verl.workers.group import WorkerDied
-from verl.workers.spmd import Drivers, Meetings
+from verl.workers.spmd import Meetings, SpmdDrivers
 
 
 def drivers(number: int, told: list[Any]) -> Any:
@@ -173,22 +173,22 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_has_the_name(tmp_path):
 def test_what_a_process_does_beside_the_calls_tells_of_a_death_first():
     """A write thread hears of it as a connection that broke, or waits for a rank that is stopped."""
     gone = WorkerDied("rank 1 (process 7) is gone: torchrun says how it ended")
-    process: Any = SimpleNamespace(_gone=None, _heard=threading.Event())
+    process: Any = SimpleNamespace(_gone=None, _death_seen=threading.Event())
 
     def raises(error: Exception) -> Callable[[], None]:
         def fn() -> None:
             if isinstance(error, RuntimeError) and "Connection" in str(error):
                 process._gone = gone
-                process._heard.set()
+                process._death_seen.set()
             raise error
 
         return fn
 
     with pytest.raises(RankLate, match="waited 5 s for another rank"):
-        Drivers.alone(process, raises(RuntimeError("Timed out waiting 5000ms for recv operation to complete")))
+        SpmdDrivers.alone(process, raises(RuntimeError("Timed out waiting 5000ms for recv operation to complete")))
     with pytest.raises(OSError, match="full"):
-        Drivers.alone(process, raises(OSError(errno.ENOSPC, "full")))
+        SpmdDrivers.alone(process, raises(OSError(errno.ENOSPC, "full")))
     with pytest.raises(WorkerDied, match="rank 1"):
-        Drivers.alone(process, raises(RuntimeError("Connection closed by peer")))
+        SpmdDrivers.alone(process, raises(RuntimeError("Connection closed by peer")))
     with pytest.raises(WorkerDied, match="rank 1"):  # known by now
-        Drivers.alone(process, lambda: None)
+        SpmdDrivers.alone(process, lambda: None)

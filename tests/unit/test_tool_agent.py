@@ -246,7 +246,9 @@ def test_what_a_tool_wrote_is_marked_whoever_plays_the_loop():
     written = [s for s in found.segments if s.source == "env" and s.version != TEMPLATE]
     assert [tokenizer.decode(s.ids).strip() for s in written] == ["kiwi: 5"]
     output = AgentLoopOutput([1], [5, 6, 7, 8], [1, 0, 0, 1], written=[0, 0, 1, 0])
-    back = runner._output(hosted._output(output, hosted.Ids.of(np.array([1]))), hosted.Ids.of(np.array([1])))
+    back = runner._output(
+        hosted._output(output, hosted.GrowingIds.of(np.array([1]))), hosted.GrowingIds.of(np.array([1]))
+    )
     assert [[*map(int, x)] for x in (back.response_mask, back.written)] == [[1, 0, 0, 1], [0, 0, 1, 0]]
 
 

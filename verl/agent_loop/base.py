@@ -58,7 +58,7 @@ class TokenOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RecordedCall:
     """One generate call of a trajectory: its prompt and the sampled completion."""
 
     prompt_ids: np.ndarray
@@ -67,7 +67,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class LoopNotes:
     """The notes of a loop in its server manager, beside its generate calls. Plain data. `ServerManager` explains
     them."""
 
@@ -116,7 +116,7 @@ class ServerManager:
         self._calls = 0
         self._limit = 0  # context tokens, counted from the first prompt
         self.taken = 0  # tokens of the budget that are part of the first prompt
-        self.record: list[Call] = []
+        self.record: list[RecordedCall] = []
         # the budget that left no room for the last call, or the loop's own reason
         self.ended_by: StopReason | None = None
         self.counts: Counter[str] = Counter()
@@ -176,15 +176,15 @@ class ServerManager:
         """Return the constructor arguments of an equal manager over another engine."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "engine"}
 
-    def told(self) -> Told:
+    def notes(self) -> LoopNotes:
         states = {k: str(state) for k, state in self._states.items()}
-        return Told(dict(self.counts), self.timeline, self._credits, states, self.ended_by, self.taken)
+        return LoopNotes(dict(self.counts), self.timeline, self._credits, states, self.ended_by, self.taken)
 
-    def take_over(self, record: Sequence[Call], told: Told) -> None:
+    def take_over(self, record: Sequence[RecordedCall], notes: LoopNotes) -> None:
         """Take over the record and notes of a loop that was played elsewhere."""
-        self.record, self.timeline, self.counts = list(record), told.timeline, Counter(told.counts)
-        self._credits, self._states = told.credits, dict(told.states)
-        self.ended_by, self.taken = told.ended_by, told.taken
+        self.record, self.timeline, self.counts = list(record), notes.timeline, Counter(notes.counts)
+        self._credits, self._states = notes.credits, dict(notes.states)
+        self.ended_by, self.taken = notes.ended_by, notes.taken
 
     async def generate(
         self,
@@ -213,7 +213,7 @@ class ServerManager:
         completion = await self.engine.generate(
             request_id, ids, sampling, prefix_key=self.prefix_key, adapter=self.adapter, media=self.media
         )
-        call = Call(ids, completion, completion.ids.tolist())
+        call = RecordedCall(ids, completion, completion.ids.tolist())
         self.record.append(call)
         self.end(entry, tokens=len(completion.ids), why=completion.stop_reason)
         return TokenOutput(call.token_ids.copy(), completion.logprobs.tolist(), completion.stop_reason)
@@ -437,7 +437,7 @@ def _runs(values: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(edges, edges[1:]))
 
 
-def _is_untouched(output: AgentLoopOutput, call: Call, max_tokens: int) -> bool:
+def _is_untouched(output: AgentLoopOutput, call: RecordedCall, max_tokens: int) -> bool:
     """Return True if the loop returned one call unchanged, so that no search is needed."""
     ids, mask, prompt_ids = output.response_ids, output.response_mask, output.prompt_ids
     if not (isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask) <= max_tokens and all(mask)):
@@ -446,7 +446,9 @@ def _is_untouched(output: AgentLoopOutput, call: Call, max_tokens: int) -> bool:
     return ids == call.token_ids and same_prompt
 
 
-def _owners(prompt: np.ndarray, ids: np.ndarray, record: Sequence[Call], trained: Sequence[np.ndarray]) -> np.ndarray:
+def _owners(
+    prompt: np.ndarray, ids: np.ndarray, record: Sequence[RecordedCall], trained: Sequence[np.ndarray]
+) -> np.ndarray:
     """Return [R] the call that sampled each response token, or -1. A call's tokens are placed where its prompt ends, if
     the preceding tokens are equal to it. The loop may have cut or dropped them. If two calls fit one place, the longer
     match is kept; of equal matches that end the row, the call with fewer trained tokens, because each of several equal

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from verl.agent_loop.base import AgentLoopOutput, LoopOutput, ServerManager, Told, outputs_of
+from verl.agent_loop.base import AgentLoopOutput, LoopNotes, LoopOutput, ServerManager, outputs_of
 from verl.agent_loop.registry import Loops
 from verl.rollout.base import Completion
 from verl.sandbox.companion import Channel
@@ -38,12 +38,12 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     rewarded: bool = False
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     text: str
     for_user: bool  # a ValueError, which the user has to correct
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+class GenerateCall(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """A call of `generate`."""
 
     play: int
@@ -54,7 +54,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     sampling: Sampling
 
 
-class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
+class CancelCall(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     """Cancel a call: its result is not needed any more."""
 
     play: int
@@ -75,26 +75,26 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     extra_fields: dict[str, Any]
 
 
-class Played(msgspec.Struct, frozen=True, array_like=True, tag="played"):
+class PlayEnded(msgspec.Struct, frozen=True, array_like=True, tag="played"):
     """A finished trajectory."""
 
     play: int
     outputs: list[Output]
     recorded: list[int]  # The calls of its record, in their order.
-    told: Told
+    notes: LoopNotes
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+class PlayFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """A failed trajectory."""
 
     play: int
     text: str  # contains the error's name
     recorded: list[int]
-    told: Told | None  # The notes, as far as they can be sent.
+    notes: LoopNotes | None  # The notes, as far as they can be sent.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class HostedTask:
     """A trajectory to be played in the process."""
 
     task: Task
@@ -104,7 +104,7 @@ class Part:
 
 
 @dataclass(eq=False, slots=True)
-class Ids:
+class GrowingIds:
     """A history that mostly grows. It has reserved room behind it, and only that is written, so views of it never
     change. Both ends hold the same history after the prompt, and send only new ids."""
 
@@ -128,8 +128,8 @@ class Ids:
         return np.concatenate([self.held[:keep], new])
 
     @staticmethod
-    def of(prompt: np.ndarray) -> Ids:
-        return Ids(prompt, len(prompt))
+    def of(prompt: np.ndarray) -> GrowingIds:
+        return GrowingIds(prompt, len(prompt))
 
     def agreeing(self, ids: np.ndarray) -> int:
         """Return the number of leading ids that are equal."""
@@ -139,12 +139,12 @@ class Ids:
 
 
 @dataclass(eq=False, slots=True)
-class Asking:
+class DriverEngine:
     """The engine of a trajectory in this process: it sends every call to the driver's engine."""
 
     play: int
     say: Callable[[msgspec.Struct], None]
-    known: Ids
+    known: GrowingIds
     waiting: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)  # of an answer's `id`; the record holds them
     """id() of a completion -> its number; the record keeps the completions alive"""
@@ -166,11 +166,11 @@ class Asking:
         keep = self.known.agreeing(prompt_ids)
         self.known.then(keep, prompt_ids[keep:])  # a copy, because the loop may change its own array
         self.waiting[call] = asyncio.get_running_loop().create_future()
-        self.say(Ask(self.play, call, str(request_id), keep, prompt_ids[keep:].tobytes(), sampling))
+        self.say(GenerateCall(self.play, call, str(request_id), keep, prompt_ids[keep:].tobytes(), sampling))
         try:
             completion = await self.waiting[call]
         except asyncio.CancelledError:
-            self.say(Drop(self.play, call))
+            self.say(CancelCall(self.play, call))
             raise
         finally:
             del self.waiting[call]
@@ -180,15 +180,15 @@ class Asking:
     def failed(self, why: BaseException) -> None:
         """Report the failure, with the notes of the server manager until then."""
         recorded: list[int] = []
-        told: Told | None = None
+        notes: LoopNotes | None = None
         try:
             if self.manager is not None:
-                recorded, told = self.recorded(), replace(self.manager.told(), ended_by=None)
+                recorded, notes = self.recorded(), replace(self.manager.notes(), ended_by=None)
         except Exception:  # user code may have changed the notes
             recorded = []
-        if cannot_leave(told, Told | None):
-            recorded, told = [], None
-        self.say(Failed(self.play, _sendable(f"{type(why).__name__}: {why}"), recorded, told))
+        if cannot_leave(notes, LoopNotes | None):
+            recorded, notes = [], None
+        self.say(PlayFailed(self.play, _sendable(f"{type(why).__name__}: {why}"), recorded, notes))
 
     def recorded(self) -> list[int]:
         """Return the calls of the record, in their order."""
@@ -215,21 +215,21 @@ async def host(given: tuple[Callable[[Any, int], Loops], Any, int], channel: Cha
     try:
         loops = build(config, start)
     except ValueError as e:
-        return await _refuse(channel, say, Refused(_sendable(str(e)), True))
+        return await _refuse(channel, say, StartFailed(_sendable(str(e)), True))
     except Exception:  # user code, while it is imported
-        return await _refuse(channel, say, Refused(_sendable(traceback.format_exc()), False))
+        return await _refuse(channel, say, StartFailed(_sendable(traceback.format_exc()), False))
     gc.freeze()  # these objects live as long as the run, and a burst of trajectories is no reason to search for cycles
     gc.set_threshold(GC_THRESHOLD)
     players = loops.players
     named = players.default, list(players.names), [dict(tool) for tool in players.tools]
     say(Ready(os.getpid(), loops.longest_call_s, *named, list(loops.notes), dict(loops.contents), players.rewarded))
-    plays: dict[int, tuple[Asking, asyncio.Task[None]]] = {}
+    plays: dict[int, tuple[DriverEngine, asyncio.Task[None]]] = {}
     async for frame in channel.frames():
         kind, play, *rest = pickle.loads(frame)
         if kind == "close":
             break
         if kind == "play":
-            asking = Asking(play, say, Ids.of(rest[0].task.prompt_ids.copy()))
+            asking = DriverEngine(play, say, GrowingIds.of(rest[0].task.prompt_ids.copy()))
             plays[play] = asking, asyncio.create_task(_play(loops, rest[0], asking))
             plays[play][1].add_done_callback(lambda _, play=play: plays.pop(play))  # type: ignore[misc]
         elif play in plays:
@@ -241,7 +241,7 @@ async def host(given: tuple[Callable[[Any, int], Loops], Any, int], channel: Cha
     await loops.close()
 
 
-def _pass_on(kind: str, rest: Sequence[Any], asking: Asking, task: asyncio.Task[None]) -> None:
+def _pass_on(kind: str, rest: Sequence[Any], asking: DriverEngine, task: asyncio.Task[None]) -> None:
     if kind == "cancel":
         asking.failed(asyncio.CancelledError())  # its notes, before its tools are released
         task.cancel()
@@ -252,13 +252,13 @@ def _pass_on(kind: str, rest: Sequence[Any], asking: Asking, task: asyncio.Task[
             waiting.set_exception(rest[1])
 
 
-async def _refuse(channel: Channel, say: Callable[[msgspec.Struct], None], why: Refused) -> None:
+async def _refuse(channel: Channel, say: Callable[[msgspec.Struct], None], why: StartFailed) -> None:
     say(why)
     async for _ in channel.frames():  # until the driver has received it
         return
 
 
-async def _play(loops: Loops, part: Part, asking: Asking) -> None:
+async def _play(loops: Loops, part: HostedTask, asking: DriverEngine) -> None:
     asking.manager = manager = ServerManager(asking, **part.manager)
     try:
         returned = await loops.make(manager, part.task).run(part.params, **part.row)
@@ -267,16 +267,16 @@ async def _play(loops: Loops, part: Part, asking: Asking) -> None:
         asking.failed(e)
 
 
-def _played(returned: LoopOutput, manager: ServerManager, asking: Asking) -> Played:
+def _played(returned: LoopOutput, manager: ServerManager, asking: DriverEngine) -> PlayEnded:
     outputs = [_output(one, asking.known) for one in outputs_of(returned)]
-    message = Played(asking.play, outputs, asking.recorded(), manager.told())
+    message = PlayEnded(asking.play, outputs, asking.recorded(), manager.notes())
     bare = [msgspec.structs.replace(one, ids=b"", mask=b"") for one in outputs]
-    if why := cannot_leave(msgspec.structs.replace(message, outputs=bare), Played):
+    if why := cannot_leave(msgspec.structs.replace(message, outputs=bare), PlayEnded):
         raise ValueError(f"what the agent loop returned, or told its server manager, {IS_NOT_SENT} ({why})")
     return message
 
 
-def _output(one: AgentLoopOutput, known: Ids) -> Output:
+def _output(one: AgentLoopOutput, known: GrowingIds) -> Output:
     prompt, response = as_ids(one.prompt_ids), as_ids(one.response_ids)
     whole = np.concatenate([prompt, response])
     keep = known.agreeing(whole)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from verl.agent_loop.tools import Answer, answer_of
+from verl.agent_loop.tools import ToolAnswer, answer_of
 from verl.sandbox.messages import CallableSpec, Failure
 from verl.sandbox.pool import Pool
 from verl.tools.function_tool import ToolBroken
@@ -56,18 +56,18 @@ class InProcesses:
     async def open(self, given: Mapping[str, Any]) -> None:
         """Do nothing, because nothing is kept between calls."""
 
-    async def call(self, state: None, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Answer:
+    async def call(self, state: None, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> ToolAnswer:
         work = self._pool.call({**arguments, **given})
         found = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
         if not isinstance(found, Failure):
-            return Answer(found[0], reward=found[1])
+            return ToolAnswer(found[0], reward=found[1])
         if found.reason == "timeout":
             raise TimeoutError
         if found.reason == "broken":
             raise ToolBroken(found.detail)
         why = found.detail.rstrip().rpartition("\n")[2]
         said = why if found.reason in ("exception", "bad_result") else f"its process was ended ({found.reason}): {why}"
-        return Answer(f"Error: {self._name} failed: {said}", error="exception")
+        return ToolAnswer(f"Error: {self._name} failed: {said}", error="exception")
 
     async def score(self, state: None, given: Mapping[str, Any]) -> None:
         """Return no score of the trajectory."""

@@ -15,8 +15,27 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, Call, LoopFailed, ServerManager
-from verl.agent_loop.hosted import RELEASE_S, Ask, Drop, Failed, Ids, Output, Part, Played, Ready, Refused, host
+from verl.agent_loop.base import (
+    AgentLoopBase,
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    LoopFailed,
+    RecordedCall,
+    ServerManager,
+)
+from verl.agent_loop.hosted import (
+    RELEASE_S,
+    CancelCall,
+    GenerateCall,
+    GrowingIds,
+    HostedTask,
+    Output,
+    PlayEnded,
+    PlayFailed,
+    Ready,
+    StartFailed,
+    host,
+)
 from verl.agent_loop.registry import Loops
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.data.formats import SINGLE_TURN, Players
@@ -25,8 +44,8 @@ from verl.sandbox.companion import CLOSE_S, Companion
 from verl.types import Task
 
 START_S = 600.0
-TOLD_S = 1.0  # the time that a cancelled trajectory gets to send its counts
-SAID = msgspec.msgpack.Decoder(Ready | Refused | Ask | Drop | Played | Failed)
+NOTES_S = 1.0  # the time that a cancelled trajectory gets to send its counts
+MESSAGES = msgspec.msgpack.Decoder(Ready | StartFailed | GenerateCall | CancelCall | PlayEnded | PlayFailed)
 BROKEN = "ToolBroken: the process of agent loops and tools"
 
 
@@ -35,11 +54,11 @@ class Playing:
     """A trajectory that is played in the process, or waits for it."""
 
     manager: ServerManager
-    part: Part
+    part: HostedTask
     ended: asyncio.Future[list[AgentLoopOutput]]
-    known: Ids
+    known: GrowingIds
     number: int = -1  # The number of its latest play.
-    record: dict[int, Call] = field(default_factory=dict)  # The calls by their numbers.
+    record: dict[int, RecordedCall] = field(default_factory=dict)  # The calls by their numbers.
     asked: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
     def end(self, how: list[AgentLoopOutput] | Exception) -> None:
@@ -50,10 +69,10 @@ class Playing:
         """Mark the trajectory as not played any more, for now or finally."""
         for task in list(self.asked.values()):
             task.cancel()
-        self.known, self.record, self.asked = Ids.of(self.part.task.prompt_ids), {}, {}
+        self.known, self.record, self.asked = GrowingIds.of(self.part.task.prompt_ids), {}, {}
 
 
-class Runner:
+class LoopRunner:
     """The process with the loops. There is one at a time; after a death, the next trajectory starts a new one. It
     belongs to one event loop.
 
@@ -101,14 +120,14 @@ class Runner:
         self._companion = companion
         return found
 
-    async def play(self, manager: ServerManager, part: Part) -> list[AgentLoopOutput]:
+    async def play(self, manager: ServerManager, part: HostedTask) -> list[AgentLoopOutput]:
         """Play a trajectory. Raise LoopFailed if the loop raises or ends the process."""
-        known = Ids.of(part.task.prompt_ids)
+        known = GrowingIds.of(part.task.prompt_ids)
         playing = Playing(manager, part, asyncio.get_running_loop().create_future(), known)
         # the result may never be awaited
         playing.ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self._line.append(playing)
-        self._go_on()
+        self._start_waiting()
         try:
             await asyncio.wait({playing.ended})
             return playing.ended.result()
@@ -117,7 +136,7 @@ class Runner:
                 self._left.add(playing.number)
                 self._companion.send(("cancel", playing.number))
                 if isinstance(e, asyncio.CancelledError):
-                    await asyncio.wait({playing.ended}, timeout=TOLD_S)  # for its notes
+                    await asyncio.wait({playing.ended}, timeout=NOTES_S)  # for its notes
             raise
         finally:
             playing.over()
@@ -125,7 +144,7 @@ class Runner:
             for those in (self._line, self._suspects):
                 if playing in those:
                     those.remove(playing)
-            self._go_on()
+            self._start_waiting()
 
     async def close(self) -> None:
         """End the process after its trajectories have released their tools and the tools are closed."""
@@ -138,7 +157,7 @@ class Runner:
         if self._listening is not None:
             await asyncio.wait({self._listening})
 
-    def _go_on(self) -> None:
+    def _start_waiting(self) -> None:
         """Start the trajectories that may be played now."""
         if self._companion is None:
             if self._line and (self._starting is None or self._starting.done()):
@@ -175,12 +194,12 @@ class Runner:
             for playing in waiting:
                 playing.end(LoopFailed(f"{BROKEN} cannot be started again: {e}"))
         else:
-            self._go_on()
+            self._start_waiting()
 
     async def _listen(self, companion: Companion, ready: asyncio.Future[Ready]) -> None:
         async for frame in companion.frames():
             try:
-                self._hear(companion, SAID.decode(frame), ready)
+                self._receive(companion, MESSAGES.decode(frame), ready)
             except (msgspec.DecodeError, asyncio.InvalidStateError, LookupError, ValueError):
                 await companion.kill("it said what no process of ours says")
         died = LoopFailed(f"{BROKEN} is gone: {companion.ended}")
@@ -201,61 +220,64 @@ class Runner:
         for playing in there:
             playing.over()
         self._line, self._suspects = there + self._line, there
-        self._go_on()
+        self._start_waiting()
 
-    def _hear(
-        self, companion: Companion, said: Ready | Refused | Ask | Drop | Played | Failed, ready: asyncio.Future[Ready]
+    def _receive(
+        self,
+        companion: Companion,
+        message: Ready | StartFailed | GenerateCall | CancelCall | PlayEnded | PlayFailed,
+        ready: asyncio.Future[Ready],
     ) -> None:
-        if isinstance(said, Ready):
-            return ready.set_result(said)
-        if isinstance(said, Refused):
-            return ready.set_exception(ValueError(said.text) if said.for_user else LoopFailed(said.text))
-        if (playing := self._plays.get(said.play)) is None:  # it was cancelled
-            if isinstance(said, Played | Failed):
-                self._left.discard(said.play)
-        elif isinstance(said, Ask):
-            ids = playing.known.then(said.keep, np.frombuffer(said.ids, np.int64))
-            playing.asked[said.call] = asyncio.create_task(self._answer(companion, playing, said, ids))
-        elif isinstance(said, Drop):
-            if said.call in playing.asked:
-                playing.asked[said.call].cancel()
-        elif isinstance(said, Failed):
-            if said.told is not None:
-                playing.manager.take_over([playing.record[call] for call in said.recorded], said.told)
-            playing.end(LoopFailed(said.text))
+        if isinstance(message, Ready):
+            return ready.set_result(message)
+        if isinstance(message, StartFailed):
+            return ready.set_exception(ValueError(message.text) if message.for_user else LoopFailed(message.text))
+        if (playing := self._plays.get(message.play)) is None:  # it was cancelled
+            if isinstance(message, PlayEnded | PlayFailed):
+                self._left.discard(message.play)
+        elif isinstance(message, GenerateCall):
+            ids = playing.known.then(message.keep, np.frombuffer(message.ids, np.int64))
+            playing.asked[message.call] = asyncio.create_task(self._answer(companion, playing, message, ids))
+        elif isinstance(message, CancelCall):
+            if message.call in playing.asked:
+                playing.asked[message.call].cancel()
+        elif isinstance(message, PlayFailed):
+            if message.notes is not None:
+                playing.manager.take_over([playing.record[call] for call in message.recorded], message.notes)
+            playing.end(LoopFailed(message.text))
         else:
-            playing.manager.take_over([playing.record[call] for call in said.recorded], said.told)
-            playing.end([_output(one, playing.known) for one in said.outputs])
+            playing.manager.take_over([playing.record[call] for call in message.recorded], message.notes)
+            playing.end([_output(one, playing.known) for one in message.outputs])
 
-    async def _answer(self, companion: Companion, playing: Playing, said: Ask, ids: np.ndarray) -> None:
+    async def _answer(self, companion: Companion, playing: Playing, message: GenerateCall, ids: np.ndarray) -> None:
         manager = playing.manager
         key, adapter, media = manager.prefix_key, manager.adapter, manager.media
         try:
             completion = await manager.engine.generate(
-                said.request_id, ids, said.sampling, prefix_key=key, adapter=adapter, media=media
+                message.request_id, ids, message.sampling, prefix_key=key, adapter=adapter, media=media
             )
-            playing.record[said.call] = Call(ids, completion, completion.ids.tolist())
-            companion.send(("sampled", said.play, said.call, completion))
+            playing.record[message.call] = RecordedCall(ids, completion, completion.ids.tolist())
+            companion.send(("sampled", message.play, message.call, completion))
         except ReplicaLost as e:
             playing.end(e)
         except Exception as e:  # the loop in the process may handle this error
             same = ValueError(str(e)) if isinstance(e, ValueError) else RuntimeError(f"{type(e).__name__}: {e}")
-            companion.send(("failed", said.play, said.call, same))
+            companion.send(("failed", message.play, message.call, same))
         finally:
-            playing.asked.pop(said.call, None)
+            playing.asked.pop(message.call, None)
 
 
-def _output(said: Output, known: Ids) -> AgentLoopOutput:
-    whole = known.whole(said.keep, np.frombuffer(said.ids, np.int64))
-    prompt, response = whole[: said.prompt], whole[said.prompt :]
-    mask = np.frombuffer(said.mask, np.uint8)
+def _output(message: Output, known: GrowingIds) -> AgentLoopOutput:
+    whole = known.whole(message.keep, np.frombuffer(message.ids, np.int64))
+    prompt, response = whole[: message.prompt], whole[message.prompt :]
+    mask = np.frombuffer(message.mask, np.uint8)
     return AgentLoopOutput(
         *(prompt, response, mask & 1 > 0),  # type: ignore[arg-type]
         written=mask & 2 > 0,  # type: ignore[arg-type]
-        reward_score=said.reward_score,
-        num_turns=said.num_turns,
-        metrics=AgentLoopMetrics(generate_sequences=said.generate_s, tool_calls=said.tool_s),
-        extra_fields=said.extra_fields,
+        reward_score=message.reward_score,
+        num_turns=message.num_turns,
+        metrics=AgentLoopMetrics(generate_sequences=message.generate_s, tool_calls=message.tool_s),
+        extra_fields=message.extra_fields,
     )
 
 
@@ -264,16 +286,16 @@ class HostedLoop(AgentLoopBase):
 
     ends_when_cancelled = True
 
-    def __init__(self, manager: ServerManager, task: Task, runner: Runner) -> None:
+    def __init__(self, manager: ServerManager, task: Task, runner: LoopRunner) -> None:
         super().__init__(None, manager, None)
         self._task, self._runner = task, runner
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
-        part = Part(task=self._task, manager=self.server_manager.made_of(), params=sampling_params, row=kwargs)
+        part = HostedTask(task=self._task, manager=self.server_manager.made_of(), params=sampling_params, row=kwargs)
         return await self._runner.play(self.server_manager, part)
 
 
-async def hosted_loops(runner: Runner, config: Any, tokenizer: Any) -> Loops:
+async def hosted_loops(runner: LoopRunner, config: Any, tokenizer: Any) -> Loops:
     """Return the loops as `load_loops` does. Single-turn answers are made in the driver, because they contain no user
     code."""
     ready = await runner.start()

@@ -19,7 +19,7 @@ import numpy as np
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, ServerManager, TokenOutput, together
 from verl.agent_loop.sections import AgentConfig
-from verl.agent_loop.tools import Answer, Tool, Toolbox
+from verl.agent_loop.tools import Tool, ToolAnswer, Toolbox
 from verl.chat.bridge import Bridge, PlainText
 from verl.chat.messages import without_nulls
 from verl.chat.parsing import Malformed, ToolCall, Turn, TurnParser
@@ -203,14 +203,14 @@ class ToolAgentLoop(AgentLoopBase):
             turn = Turn(malformed=Malformed(why, (0, len(text))), text=text)
         return turn if turn.calls or turn.malformed else None
 
-    async def _act(self, play: Play, turn: Turn) -> list[Answer]:
+    async def _act(self, play: Play, turn: Turn) -> list[ToolAnswer]:
         """Run the calls of a turn together, and return their answers in the order of the calls."""
         counts, limits = self.server_manager.counts, self._kit.limits
         if isinstance(turn.malformed, Malformed):
             counts["malformed_calls"] += 1
             first, end = turn.malformed.span
             self.server_manager.timeline[-1].update(malformed=turn.malformed.reason, first=first, end=end)
-            return [Answer(f"Error: {turn.malformed.reason}", error="malformed")]
+            return [ToolAnswer(f"Error: {turn.malformed.reason}", error="malformed")]
         allowed = turn.calls[: limits.max_parallel_calls]
         if limits.max_tool_calls is not None:
             allowed = allowed[: max(0, limits.max_tool_calls - play.calls)]
@@ -223,16 +223,16 @@ class ToolAgentLoop(AgentLoopBase):
         if rewards := [a.reward for a in answers if a.reward is not None]:
             self.server_manager.credit(sum(rewards))
         text = f"Error: at most {limits.max_parallel_calls} calls of one turn are run, and this was one more"
-        return answers + [Answer(text, error="too_many")] * (len(turn.calls) - len(allowed))
+        return answers + [ToolAnswer(text, error="too_many")] * (len(turn.calls) - len(allowed))
 
-    async def _call(self, play: Play, call: ToolCall) -> Answer:
+    async def _call(self, play: Play, call: ToolCall) -> ToolAnswer:
         entry = self.server_manager.begin("tool", name=call.name[:80])
         answer = await play.box.call(call)
         note = {"note": answer.note} if answer.note else {}
         self.server_manager.end(entry, error=answer.error, queue_s=answer.queue_s, characters=len(answer.text), **note)
         return answer
 
-    def _over(self, play: Play, turn: Turn, answers: Sequence[Answer]) -> bool:
+    def _over(self, play: Play, turn: Turn, answers: Sequence[ToolAnswer]) -> bool:
         """Return True if the trajectory ends with this turn, and report the reason to the server manager."""
         why: StopReason | None = None
         said = [part for c in turn.calls for part in (c.name, _canonical(c.arguments))] or [turn.text]
@@ -252,7 +252,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.server_manager.ended_by = why
         return why is not None
 
-    def _observe(self, play: Play, turn: Turn, answers: Sequence[Answer]) -> None:
+    def _observe(self, play: Play, turn: Turn, answers: Sequence[ToolAnswer]) -> None:
         """Add the answers as tool messages after the turn."""
         kit, names = self._kit, [c.name for c in turn.calls] or [""]
         new = [

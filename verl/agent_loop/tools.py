@@ -37,7 +37,7 @@ LIMITS = ("timeout_s", "concurrency", "retries", "stop", "max_result_tokens")  #
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ToolAnswer:
     """The answer to a tool call, for the model."""
 
     text: str
@@ -188,7 +188,7 @@ class Toolbox:
         default_factory=dict
     )  # -> the tool called first, its state
 
-    async def call(self, call: ToolCall) -> Answer:
+    async def call(self, call: ToolCall) -> ToolAnswer:
         """Run a call and return its answer. Raises nothing for a failure of the tool, except ToolBroken."""
         tool = self.tools.get(call.name)
         if tool is None:
@@ -205,7 +205,7 @@ class Toolbox:
             self.rewards.append(answer.reward)
         return answer
 
-    async def _once(self, tool: Tool, call: ToolCall) -> Answer:
+    async def _once(self, tool: Tool, call: ToolCall) -> ToolAnswer:
         limit_s = tool.limits.timeout_s or self.timeout_s
         came_s = time.monotonic()
         await tool.places.take(tool.name, limit_s)
@@ -307,14 +307,14 @@ class Toolbox:
             raise RuntimeError(f"{what}: it called sys.exit({e.code})") from e
 
 
-def _failed(kind: str, text: str) -> Answer:
-    return Answer(f"Error: {text}", error=kind)
+def _failed(kind: str, text: str) -> ToolAnswer:
+    return ToolAnswer(f"Error: {text}", error=kind)
 
 
-def answer_of(value: Any) -> Answer:
+def answer_of(value: Any) -> ToolAnswer:
     """Convert the result of a tool: text, a dict, a ToolResponse, None, or one of them with a reward and metrics."""
     reward = None
-    if isinstance(value, Answer):
+    if isinstance(value, ToolAnswer):
         return value
     if isinstance(value, tuple):
         value, reward = value[0], value[1] if len(value) > 1 else None
@@ -326,7 +326,7 @@ def answer_of(value: Any) -> Answer:
         value = value.decode("utf-8", "replace")
     text = value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
     text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair has no ids
-    return Answer(text, reward=None if reward is None else float(reward))
+    return ToolAnswer(text, reward=None if reward is None else float(reward))
 
 
 # -- from the configuration --------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ REAP_S = 10.0
 logger = logging.getLogger(__name__)
 
 
-class WorkerDied(RuntimeError):
+class ReaderDied(RuntimeError):
     """A data worker crashed, was killed or fell silent. The cause is the message."""
 
 
@@ -48,7 +48,7 @@ def run_chunks(
 ) -> Iterator[Any]:
     """Yield function(chunk) for each chunk, in order. A ValueError of the function is raised here, when its turn comes.
 
-    WorkerDied if a worker dies, or reports no progress for `timeout_s` seconds.
+    ReaderDied if a worker dies, or reports no progress for `timeout_s` seconds.
     """
     try:
         packed = pickle.dumps(function)
@@ -122,7 +122,7 @@ class _Worker:
         try:
             self._conn.send(number)
         except OSError:
-            raise WorkerDied(self._obituary()) from None
+            raise ReaderDied(self._obituary()) from None
         while (message := self._receive())[0] in ("up", "progress"):
             left = rows[message[1] :]
             loading = message[0] == "up"
@@ -138,8 +138,8 @@ class _Worker:
             if self._conn.poll(self._timeout_s):
                 return self._conn.recv()
         except (EOFError, OSError):
-            raise WorkerDied(self._obituary()) from None
-        raise WorkerDied(
+            raise ReaderDied(self._obituary()) from None
+        raise ReaderDied(
             f"data worker {self.process.pid} made no progress for {self._timeout_s:g} s ({self._state})."
             " Fix: look at that row; on a very slow machine, data.num_workers=0"
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.agent_loop.registry import Loops, load_loops, of_the_user
-from verl.agent_loop.runner import Runner, hosted_loops
+from verl.agent_loop.runner import LoopRunner, hosted_loops
 from verl.config.schema import Config
 from verl.config.tree import text_of
 from verl.data.formats import SINGLE_TURN, TOOL_AGENT, played_by
@@ -32,7 +32,7 @@ async def _loops_of(config: Config, tokenizer: Any) -> Loops:
         return load_loops(config, tokenizer, stop_ids(config, tokenizer))
     attempt = next_attempt(Path(config.run.root_dir) / config.run.name)
     memory_mb = free_bytes() / 2 / 2**20
-    runner = Runner(loops_there, (config, attempt), silent_s=config.agent.tool_timeout_s, memory_mb=memory_mb)
+    runner = LoopRunner(loops_there, (config, attempt), silent_s=config.agent.tool_timeout_s, memory_mb=memory_mb)
     return await hosted_loops(runner, config, tokenizer)
 
 

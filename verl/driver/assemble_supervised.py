@@ -40,7 +40,7 @@ from verl.driver.supervised import TRAINER, SupervisedRun
 from verl.driver.together import open_together
 from verl.track.console import LiveProgress
 from verl.types import Sample
-from verl.workers.group import Drivers, Place
+from verl.workers.group import DevicePlace, Drivers
 from verl.workers.torchrun import launched
 from verl.workers.waits import Waits
 
@@ -56,7 +56,7 @@ async def assemble_supervised(
     loaded."""
     config = resolved.config
     launch = launched()
-    set_up_worker(config, None, Place(neighbours=launch.local_world_size if launch else 1))
+    set_up_worker(config, None, DevicePlace(neighbours=launch.local_world_size if launch else 1))
     tokenizer = load_tokenizer_of(config, needs_template=False)
     if command == "rm":
         hf_export(config, head="score")  # refuses what could not be saved
@@ -135,10 +135,10 @@ async def _logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndar
 
 def _drivers(config: Config, stages: tuple[Stage, Stage | None, str]) -> Drivers:
     """Join the processes that torchrun started, after a check that all of them have read the same rows."""
-    from verl.workers.spmd import join  # one process needs no torch.distributed
+    from verl.workers.spmd import join_processes  # one process needs no torch.distributed
 
     wait_s = config.run.wait_timeout_s
-    drivers = join(layout_of(config), device_of(config), wait_s, max(wait_s, config.cluster.start_timeout_s))
+    drivers = join_processes(layout_of(config), device_of(config), wait_s, max(wait_s, config.cluster.start_timeout_s))
     keys = drivers.gather([stage.table.key for stage in stages[:2] if stage]).result()
     for number, key in enumerate(keys):
         if key != keys[0]:

@@ -25,7 +25,7 @@ from verl.driver.roles import Learner
 from verl.driver.run_dir import RunDir
 from verl.driver.state import DriverState, hidden, write_state
 from verl.driver.stopping import Stopped, StopRequest
-from verl.workers.host import Room, too_small
+from verl.workers.host import RankMemory, too_small
 from verl.workers.model_workers import ModelWorkers
 
 T = TypeVar("T")
@@ -175,7 +175,7 @@ class Checkpointer:
         calls = [call(self._learner.models[role]) for role in self._trained]
         return [await self._learner.done(c, f"{role}.{call.__name__}") for role, c in zip(self._trained, calls)]
 
-    async def _rooms(self) -> list[Room]:
+    async def _rooms(self) -> list[RankMemory]:
         return [room for rooms in await self._each(ModelWorkers.room) for room in rooms]
 
     def _save_s(self) -> float:

@@ -29,7 +29,7 @@ from verl.nn.heads import Head
 from verl.rollout.base import Peers
 from verl.transfer_queue.base import TransferQueue
 from verl.weight_sync.base import Outlet
-from verl.workers.ahead import Ahead
+from verl.workers.ahead import EarlyOutputs
 from verl.workers.group import Cluster, Died
 from verl.workers.inproc import InprocCluster
 from verl.workers.model_workers import ModelWorkers
@@ -262,10 +262,10 @@ def asks_ahead(config: Config) -> bool:
     return config.pipeline.staleness > 0 and not config.run.deterministic
 
 
-def asked_ahead(config: Config, algorithm: Algorithm, models: Mapping[str, ModelWorkers]) -> dict[str, Ahead]:
+def asked_ahead(config: Config, algorithm: Algorithm, models: Mapping[str, ModelWorkers]) -> dict[str, EarlyOutputs]:
     """Return the frozen models that compute a group's rows as soon as it is complete: those that share their place with
     no other model."""
-    made: dict[str, Ahead] = {}
+    made: dict[str, EarlyOutputs] = {}
     asked = (
         algorithm.outputs_by_role(config.step.updates_per_step * config.step.epochs_per_step)
         if asks_ahead(config)
@@ -274,7 +274,7 @@ def asked_ahead(config: Config, algorithm: Algorithm, models: Mapping[str, Model
     for role, outputs in asked.items():
         others = frozenset[str]().union(*(m.places for name, m in models.items() if name != role))
         if models[role].places.isdisjoint(others) and not models[role].trains:
-            made[role] = Ahead(models[role], outputs, config.step.prompts_per_step, config.run.wait_timeout_s)
+            made[role] = EarlyOutputs(models[role], outputs, config.step.prompts_per_step, config.run.wait_timeout_s)
     return made
 
 

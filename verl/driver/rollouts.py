@@ -28,7 +28,7 @@ from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec
 from verl.track.events import EventLog
 from verl.transfer_queue.base import TransferQueue
 from verl.types import SHAPED, Group, Purpose, Refs, Sampling, Score, Task, Trajectory, samples_of, taught
-from verl.workers.ahead import Ahead
+from verl.workers.ahead import EarlyOutputs
 from verl.workers.waits import Waits
 
 
@@ -133,7 +133,7 @@ class RolloutManager:
     max_invalid_share: float
     inform: Callable[[Task, Trajectory], Task] | None = None
     """Adds the text that the teacher reads about an attempt to its task."""
-    ahead: Sequence[Ahead] = ()
+    ahead: Sequence[EarlyOutputs] = ()
     """Frozen models that begin with a group's rows when it is complete."""
     unread: Callable[[np.ndarray], int] = _none
     """Counts the sampled ids that are no text."""

@@ -28,7 +28,7 @@ from verl.config.schema import Config
 from verl.data.source import LoadReport
 from verl.driver.driver_host import DriverHost
 from verl.rollout.base import Capabilities
-from verl.workers.group import Place
+from verl.workers.group import DevicePlace
 from verl.workers.pools import main_pool
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def set_up_process(config: Config) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def set_up_worker(config: Config, home: DriverHost | None, place: Place) -> None:
+def set_up_worker(config: Config, home: DriverHost | None, place: DevicePlace) -> None:
     """Set up a process that works beside others at the same time. ValueError on a node that cannot work with the driver
     of `home`, or that does not have the device."""
     if home is not None:

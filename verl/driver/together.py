@@ -20,7 +20,7 @@ from verl.driver.identity import compare, identity_of
 from verl.driver.run_dir import CheckpointWriter, RunDir, open_run_dir
 from verl.driver.state import read_state
 from verl.leftovers import own_folder
-from verl.workers.answers import told_of
+from verl.workers.answers import failed_answer
 from verl.workers.group import Drivers, WorkerDied
 
 
@@ -91,7 +91,7 @@ class SharedStore:
             except Exception as e:
                 if _of_another(e):
                     raise
-                mine = told_of(e).error
+                mine = failed_answer(e).error
             if (of_all := next((e for e in meet(mine) if e is not None), None)) is not None:
                 raise of_all
 
@@ -109,7 +109,7 @@ class SharedStore:
         except Exception as e:
             if _of_another(e) or (e is of_all and not isinstance(e, OSError)):  # the first driver raises it too
                 raise
-            error = told_of(e).error
+            error = failed_answer(e).error
         if self._store is not None and not begun:
             meet(None)
         if (found := meet(error)[0]) is not None:

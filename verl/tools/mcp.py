@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from verl.agent_loop.tools import LIMITS, Answer, Tool
+from verl.agent_loop.tools import LIMITS, Tool, ToolAnswer
 from verl.chat.template import one_line
 from verl.sandbox import attended
 from verl.tools.function_tool import ToolBroken, ToolLimits
@@ -122,7 +122,7 @@ class McpServer:
 
     # -- in the thread of the server -----------------------------------------------------------------------------------
 
-    async def _call(self, state: Session | None, tool: str, arguments: dict[str, Any]) -> Answer:
+    async def _call(self, state: Session | None, tool: str, arguments: dict[str, Any]) -> ToolAnswer:
         from mcp import MCPError
 
         if self._said.seek(0, os.SEEK_END) > MOST_SAID_BYTES:  # a server may log for weeks
@@ -141,7 +141,7 @@ class McpServer:
             if str(e).startswith(CUT_OFF):
                 raise Unreachable("its answer was cut off") from e
             if not str(e).startswith(LOST):
-                return Answer(f"Error: {one_line(e)}", error="exception", note=self._news())
+                return ToolAnswer(f"Error: {one_line(e)}", error="exception", note=self._news())
             session.over.set()
             raise Unreachable(f"it went away during the call ({one_line(e)})") from e
         except asyncio.CancelledError:  # it did not answer in time: does it answer anything?
@@ -150,7 +150,7 @@ class McpServer:
             task.add_done_callback(self._pings.discard)
             raise
         except (OSError, RuntimeError, ValueError) as e:  # a broken pipe, an answer that is none
-            return Answer(f"Error: {type(e).__name__}: {one_line(e)}", error="exception", note=self._news())
+            return ToolAnswer(f"Error: {type(e).__name__}: {one_line(e)}", error="exception", note=self._news())
         finally:
             for one in (call, over):
                 one.cancel()
@@ -352,7 +352,7 @@ def _hash(listed: Sequence[Mapping[str, Any]]) -> str:
     return hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
 
 
-def _answer(result: Any, note: str) -> Answer:
+def _answer(result: Any, note: str) -> ToolAnswer:
     parts = []
     for block in result.content:
         held = getattr(block, "resource", block)  # an embedded one
@@ -360,7 +360,9 @@ def _answer(result: Any, note: str) -> Answer:
     if not parts and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content))
     text = "\n".join(parts).encode("utf-8", "replace").decode("utf-8")
-    return Answer(f"Error: {text}", error="exception", note=note) if result.is_error else Answer(text, note=note)
+    return (
+        ToolAnswer(f"Error: {text}", error="exception", note=note) if result.is_error else ToolAnswer(text, note=note)
+    )
 
 
 def _innermost(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from verl.workers.waits import from_thread, result_of
 T = TypeVar("T")
 
 
-class Ahead(ModelWorkers):
+class EarlyOutputs(ModelWorkers):
     """`ModelWorkers` of a frozen model that computes groups as soon as they are complete.
 
     One call runs at a time, over whole groups, so each call has the deadline of a step's call. An error of a call is
@@ -34,10 +34,10 @@ class Ahead(ModelWorkers):
         self._workers, self._outputs, self._most, self._timeout_s = workers, dict(outputs), most, timeout_s
         self._lock = threading.Lock()
         self._waiting: dict[str, Refs] = {}  # group id -> rows that no call has computed yet
-        self._now: tuple[frozenset[str], Future[None]] | None = None  # the groups of the running or failed call
-        self._known: set[str] = set()  # the groups with outputs for all their rows
-        self._held = False  # a step waits in `infer`: no call may start before it
-        self._counted: Metrics = {}
+        self._running: tuple[frozenset[str], Future[None]] | None = None  # the groups of the running or failed call
+        self._complete: set[str] = set()  # the groups with outputs for all their rows
+        self._step_waits = False  # a step waits in `infer`: no call may start before it
+        self._metrics: Metrics = {}
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -51,20 +51,20 @@ class Ahead(ModelWorkers):
         """Add these groups to the waiting rows and start a call if none runs."""
         with self._lock:
             self._waiting |= refs.groups()
-            self._go()
+            self._start_next()
 
     def leave(self, refs: Refs) -> Future[None]:
         """Remove these groups, which no step will use. The future is done once no call reads or writes their rows."""
         groups = refs.groups().keys()
         with self._lock:
             self._waiting = {group: rows for group, rows in self._waiting.items() if group not in groups}
-            now = self._now
+            running = self._running
 
         def left() -> None:
-            if now is not None and not now[0].isdisjoint(groups):
-                self._wait(now[1])
+            if running is not None and not running[0].isdisjoint(groups):
+                self._result(running[1])
             with self._lock:
-                self._known -= groups
+                self._complete -= groups
 
         return from_thread(left)
 
@@ -74,17 +74,17 @@ class Ahead(ModelWorkers):
         assert dict(outputs) == self._outputs, f"{outputs}: asked ahead for {self._outputs}"
         groups = refs.groups()
         with self._lock:
-            self._held = True
+            self._step_waits = True
             self._waiting = {group: rows for group, rows in self._waiting.items() if group not in groups}
-            now = self._now
+            running = self._running
 
         def answered() -> frozenset[str]:
             try:
-                return self._answer(refs, now and now[1])
+                return self._remaining(refs, running and running[1])
             finally:
                 with self._lock:
-                    self._held = False
-                    self._go()
+                    self._step_waits = False
+                    self._start_next()
 
         return from_thread(answered)
 
@@ -92,53 +92,53 @@ class Ahead(ModelWorkers):
         """Return the metrics of the finished calls at once, without waiting for the running one."""
         found = Future[Metrics]()
         with self._lock:
-            counted, self._counted = self._counted, {}
+            counted, self._metrics = self._metrics, {}
         found.set_result(counted)
         return found
 
     def close(self, timeout_s: float = 10.0) -> None:
         with self._lock:
-            self._held = True
+            self._step_waits = True
         self._workers.close(timeout_s)
 
-    def _go(self) -> None:
+    def _start_next(self) -> None:
         """Start the next call if there are waiting groups, no call runs and no step waits. The caller holds the
         lock."""
-        if self._waiting and self._now is None and not self._held:
+        if self._waiting and self._running is None and not self._step_waits:
             groups = dict(islice(self._waiting.items(), self._most))
             self._waiting = {group: rows for group, rows in self._waiting.items() if group not in groups}
-            self._now = frozenset(groups), from_thread(lambda: self._ask(groups))
+            self._running = frozenset(groups), from_thread(lambda: self._run_call(groups))
 
-    def _ask(self, groups: Mapping[str, Refs]) -> None:
-        broken = self._called(Refs(r for rows in groups.values() for r in rows))
+    def _run_call(self, groups: Mapping[str, Refs]) -> None:
+        broken = self._computed(Refs(r for rows in groups.values() for r in rows))
         with self._lock:
-            self._known = set() if broken else self._known | groups.keys()
-            self._now = None
-            self._go()
+            self._complete = set() if broken else self._complete | groups.keys()
+            self._running = None
+            self._start_next()
 
-    def _answer(self, refs: Refs, now: Future[None] | None) -> frozenset[str]:
+    def _remaining(self, refs: Refs, running: Future[None] | None) -> frozenset[str]:
         groups = refs.groups().keys()
         with self._lock:
-            all_known = groups <= self._known
-        if now is not None and (now.done() or not all_known):
-            self._wait(now)
+            all_known = groups <= self._complete
+        if running is not None and (running.done() or not all_known):
+            self._result(running)
         with self._lock:
-            known = self._known & groups
-            self._known -= groups
+            known = self._complete & groups
+            self._complete -= groups
         rest = Refs(r for r in refs if r.group_id not in known)
-        broken = self._called(rest) if rest else frozenset[str]()
+        broken = self._computed(rest) if rest else frozenset[str]()
         share = Metric(float(len(refs) - len(rest)), float(len(refs)), "sequence")
         with self._lock:
-            self._counted = merge_metrics([self._counted, {"ahead": share}])
+            self._metrics = merge_metrics([self._metrics, {"ahead": share}])
         return broken.intersection(refs.ids)
 
-    def _called(self, refs: Refs) -> frozenset[str]:
-        broken = self._wait(self._workers.infer(refs, self._outputs))
-        counted = self._wait(self._workers.take_metrics())
+    def _computed(self, refs: Refs) -> frozenset[str]:
+        broken = self._result(self._workers.infer(refs, self._outputs))
+        counted = self._result(self._workers.take_metrics())
         with self._lock:
-            self._counted = merge_metrics([self._counted, counted])
+            self._metrics = merge_metrics([self._metrics, counted])
         return broken
 
-    def _wait(self, answer: Future[T]) -> T:
+    def _result(self, answer: Future[T]) -> T:
         asked = ", ".join(self._outputs.values())
         return result_of(answer, f"a model that is asked ahead for {asked} did not answer", self._timeout_s)

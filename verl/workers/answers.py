@@ -19,7 +19,7 @@ class RankLate(TimeoutError):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RankAnswer:
     """The answer of a worker: a value, or an error with its traceback in the worker."""
 
     value: Any = None
@@ -34,7 +34,7 @@ def late(error: BaseException) -> BaseException:
     return RankLate(f"waited {int(found[1]) / 1000:g} s for another rank, which is slow or stopped ({found[2]}, gloo)")
 
 
-def told_of(error: BaseException) -> Told:
+def failed_answer(error: BaseException) -> RankAnswer:
     text = "".join(traceback.format_exception(error))
     error = late(error)
     try:
@@ -42,27 +42,27 @@ def told_of(error: BaseException) -> Told:
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
     error.__traceback__ = error.__cause__ = error.__context__ = None
-    return Told(error=error, trace=text)
+    return RankAnswer(error=error, trace=text)
 
 
-def first_cause(found: Sequence[Told]) -> Told | None:
+def first_failure(found: Sequence[RankAnswer]) -> RankAnswer | None:
     """Return the first failure that was not caused by the failure of another rank, or else the first failure."""
-    errors = [told for told in found if told.error is not None]
-    own = [told for told in errors if not of_another(told)]
+    errors = [answer for answer in found if answer.error is not None]
+    own = [answer for answer in errors if not is_consequence(answer)]
     return next(iter(own or errors), None)
 
 
-def of_another(told: Told) -> bool:
+def is_consequence(answer: RankAnswer) -> bool:
     """Return True if the error reports that another rank has failed or ended."""
-    by_name = type(told.error).__name__ in ("MeetingEnded", "RankLate")
-    return by_name or "by peer" in str(told.error)  # gloo's, of a connection
+    by_name = type(answer.error).__name__ in ("MeetingEnded", "RankLate")
+    return by_name or "by peer" in str(answer.error)  # gloo's, of a connection
 
 
-def raised(told: Told, what: str) -> BaseException:
+def raised(answer: RankAnswer, what: str) -> BaseException:
     """Return the worker's error, to be raised here, with its traceback in the worker as a note."""
-    assert told.error is not None
-    error = told.error
+    assert answer.error is not None
+    error = answer.error
     if isinstance(error, StopIteration | asyncio.CancelledError) or type(error).__name__ == "CancelledError":
         error = RuntimeError(f"{what} ended with {type(error).__name__}: {error}")
-    error.add_note(f"in a worker:\n{told.trace}")
+    error.add_note(f"in a worker:\n{answer.trace}")
     return error

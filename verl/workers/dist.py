@@ -91,7 +91,7 @@ def backend_of(device: str) -> str:
     return "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
 
 
-def join(address: str, layout: Layout, number: int, *, device: str, timeout_s: float) -> ProcessRanks:
+def join_ranks(address: str, layout: Layout, number: int, *, device: str, timeout_s: float) -> ProcessRanks:
     """Join the process group at `address` as rank `number`. Raise TimeoutError if not all ranks join in time."""
     host, _, port = address.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))

@@ -101,7 +101,7 @@ class Drivers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DevicePlace:
     """The place of a process in its pool."""
 
     device: str = "cpu"  # The device of the model in it.
@@ -116,7 +116,7 @@ class ClusterContext:
     layout: Layout  # The ranks of a model.
     roles: tuple[str, ...]  # The roles that will be started.
     replicas: int  # The number of rollout engines.
-    set_up: Callable[[Place], None]  # Called once in every other process.
+    set_up: Callable[[DevicePlace], None]  # Called once in every other process.
     device: str  # The device of the models, unless a pool names one.
     wait_timeout_s: float = 600.0
     """The deadline of one process for the others. A process that answers nothing for half of it counts as dead."""

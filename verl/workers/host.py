@@ -21,7 +21,7 @@ OF_GROUP = {  # by version: limit, use, and the line of memory.stat with the par
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class RankMemory:
     """The memory that a rank needs for a copy of its state, and the free memory of its host."""
 
     host: str
@@ -32,14 +32,14 @@ class Room:
     free_bytes: int
 
 
-def room_here(copy_bytes: int) -> Room:
+def rank_memory(copy_bytes: int) -> RankMemory:
     """Return the memory figures of this process for a copy of this size."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak_bytes = max(0, most - psutil.Process().memory_info().rss)
-    return Room(socket.gethostname(), os.getpid(), copy_bytes, peak_bytes, free_bytes())
+    return RankMemory(socket.gethostname(), os.getpid(), copy_bytes, peak_bytes, free_bytes())
 
 
-def too_small(rooms: Sequence[Room]) -> str:
+def too_small(rooms: Sequence[RankMemory]) -> str:
     """Explain which host has too little memory for the copies of all its ranks. Return "" if every host has enough."""
     for host in dict.fromkeys(room.host for room in rooms):
         here = [room for room in rooms if room.host == host]

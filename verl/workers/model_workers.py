@@ -20,7 +20,7 @@ from verl.types import Metrics, Ref, Refs, merge_metrics
 from verl.weight_sync.base import Entry, Readers, Sent
 from verl.workers.compute import Compute, Computed, OptimizerStep
 from verl.workers.group import Broadcast, WorkerGroup
-from verl.workers.host import Room
+from verl.workers.host import RankMemory
 from verl.workers.role import AS_SAMPLED, RankStep, Role, UpdatePlan, View
 from verl.workers.waits import result_of
 
@@ -163,7 +163,7 @@ class ModelWorkers:
     def save(self, path: Path) -> Future[None]:
         return _then(self._group.submit(Role.save, Broadcast((path,))), lambda _: None)
 
-    def room(self) -> Future[list[Room]]:
+    def room(self) -> Future[list[RankMemory]]:
         """Return the free memory of every rank for a snapshot."""
         return self._group.submit(Role.room, Broadcast())
 

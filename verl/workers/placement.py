@@ -42,7 +42,7 @@ class Placement:
         level, parts = (2, ("weights", "kv")) if self.drops_weights else (1, ("kv",))
         try:
             freed = [
-                await self._asked(i, self._asleep(of, level), f"replica {i} to sleep")
+                await self._awaited(i, self._asleep(of, level), f"replica {i} to sleep")
                 for i, of in enumerate(self.replicas)
             ]
             if self.note is not None and (silent := [str(i) for i, found in enumerate(freed) if found == 0]):
@@ -51,7 +51,7 @@ class Placement:
             yield
         finally:
             for i, replica in enumerate(self.replicas):
-                await self._asked(i, replica.wake(parts), f"replica {i} to wake")
+                await self._awaited(i, replica.wake(parts), f"replica {i} to wake")
 
     async def _asleep(self, replica: RolloutEngine, level: int) -> int:
         """Let a replica sleep and return the bytes that it reports as freed, compared with the measured free memory."""
@@ -69,7 +69,7 @@ class Placement:
             raise RuntimeError(f"asleep, {said}: at least {least / 1e6:,.0f} MB were to make room for training")
         return told
 
-    async def _asked(self, number: int, job: Awaitable[T], what: str) -> T | None:
+    async def _awaited(self, number: int, job: Awaitable[T], what: str) -> T | None:
         """Await a job of one replica. If it fails and there are several replicas, this one is given up and the others
         continue."""
         try:

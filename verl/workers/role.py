@@ -26,7 +26,7 @@ from verl.transfer_queue.rows import read_samples
 from verl.types import LEARNED, Metric, Metrics, Refs, Sample, Segment, merge_metrics
 from verl.weight_sync.base import Entry, Outlet, Readers, Sent
 from verl.weight_sync.sender import WeightSender
-from verl.workers.host import Room, room_here
+from verl.workers.host import RankMemory, rank_memory
 from verl.workers.inproc import SharedEngine, VirtualRank
 
 if TYPE_CHECKING:  # it imports torch.distributed, which a process without an engine does not need
@@ -343,9 +343,9 @@ class Role:
     def save(self, path: Path) -> None:
         self.engine.save(path)
 
-    def room(self) -> Room:
+    def room(self) -> RankMemory:
         """Return the free memory of this rank for a snapshot."""
-        return room_here(self.engine.snapshot_bytes)
+        return rank_memory(self.engine.snapshot_bytes)
 
     def snapshot(self) -> None:
         """Copy the present state to host memory, for `write`."""

@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from verl.model_engine.base import OneRank
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
-from verl.workers.answers import FENCE_S, RankLate, Told, first_cause, late, raised, told_of
+from verl.workers.answers import FENCE_S, RankAnswer, RankLate, failed_answer, first_failure, late, raised
 from verl.workers.dist import ProcessRanks, backend_of, become
 from verl.workers.group import Arguments, Broadcast, Build, ClusterContext, Died, WorkerDied, WorkerGroup
 from verl.workers.inproc import InprocGroup
@@ -75,7 +75,7 @@ class Meetings:
         return found
 
 
-class Drivers:
+class SpmdDrivers:
     """Implementation of `group.Drivers`. One thread makes the calls. Another thread watches the processes of this
     machine, and fails the pending calls when one of them ends too early."""
 
@@ -89,7 +89,7 @@ class Drivers:
         self._lock = threading.Lock()
         self._pending: set[Future[Any]] = set()
         self._gone: WorkerDied | None = None
-        self._heard, self._failed = threading.Event(), False
+        self._death_seen, self._failed = threading.Event(), False
         self._watched: dict[int, tuple[int, int]] = {}  # a descriptor of a process -> its rank and number
         self._calls: queue.SimpleQueue[tuple[Future[Any], str, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._everyone.begin(0)
@@ -123,7 +123,7 @@ class Drivers:
         except OSError:
             raise
         except Exception as e:
-            if (slow := late(e)) is e and self._heard.wait(FENCE_S):
+            if (slow := late(e)) is e and self._death_seen.wait(FENCE_S):
                 assert self._gone is not None
                 raise self._gone from None
             raise slow from None
@@ -179,22 +179,24 @@ class Drivers:
         self.ranks.begin(self._called)
         self._everyone.begin(self._called)
         try:
-            told = Told(fn())
+            answer = RankAnswer(fn())
         except BaseException as e:
-            told = told_of(e)
+            answer = failed_answer(e)
             self.ranks.abort(f"{type(e).__name__}: {e}")
         try:
-            found = self._everyone.all_gather((name, told), FENCE_S if told.error else None)
+            found = self._everyone.all_gather((name, answer), FENCE_S if answer.error else None)
         except Exception as e:
             self._failed = True
-            if not isinstance(e, TimeoutError) and self._heard.wait(FENCE_S):  # a broken connection: a process has died
+            if not isinstance(e, TimeoutError) and self._death_seen.wait(
+                FENCE_S
+            ):  # a broken connection: a process has died
                 assert self._gone is not None
                 raise self._gone from None
-            if told.error is None:
+            if answer.error is None:
                 raise
-            self._store.set(f"why/{self.number}", f"{type(told.error).__name__}: {told.error}")
-            raise raised(told, name) from None  # the other ranks hang in a collective until this process ends
-        if (error := first_cause([one for _, one in found])) is not None:
+            self._store.set(f"why/{self.number}", f"{type(answer.error).__name__}: {answer.error}")
+            raise raised(answer, name) from None  # the other ranks hang in a collective until this process ends
+        if (error := first_failure([one for _, one in found])) is not None:
             raise raised(error, name)
         assert len({other for other, _ in found}) == 1, f"the processes are at different calls: {found}"
         if name == "finish":
@@ -228,7 +230,7 @@ class Drivers:
                 return
             self._gone = self._meetings.death = WorkerDied(f"rank {number} (process {process}) is gone: {why}")
             pending = list(self._pending)
-        self._heard.set()
+        self._death_seen.set()
         for future in pending:
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(self._gone)
@@ -240,7 +242,7 @@ def _exit_soon() -> None:
     faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 - until the end
 
 
-def join(layout: Layout, device: str, timeout_s: float, start_s: float) -> Drivers:
+def join_processes(layout: Layout, device: str, timeout_s: float, start_s: float) -> SpmdDrivers:
     """Join the processes that torchrun started on all nodes, as `become` describes."""
     launch = launched()
     assert launch is not None and launch.world_size == layout.world_size
@@ -251,13 +253,13 @@ def join(layout: Layout, device: str, timeout_s: float, start_s: float) -> Drive
     local = None if device == "cpu" else launch.local_rank
     if local is not None:
         torch.cuda.set_device(local)
-    return Drivers(store, layout, number, timeout_s, local)
+    return SpmdDrivers(store, layout, number, timeout_s, local)
 
 
 class SpmdGroup:
     """A `WorkerGroup` with one rank in this process. The other processes make the same calls for their ranks."""
 
-    def __init__(self, name: str, worker: object, drivers: Drivers, world_size: int) -> None:
+    def __init__(self, name: str, worker: object, drivers: SpmdDrivers, world_size: int) -> None:
         self.name, self.world_size = name, world_size
         self._worker, self._drivers = worker, drivers
 
@@ -284,7 +286,7 @@ class SpmdCluster:
 
     apart = False
 
-    def __init__(self, layout: Layout, drivers: Drivers) -> None:
+    def __init__(self, layout: Layout, drivers: SpmdDrivers) -> None:
         self.layout, self.drivers = layout, drivers
 
     def start(
@@ -311,5 +313,5 @@ class SpmdCluster:
 
 
 def build(section: ClusterConfig, context: ClusterContext) -> SpmdCluster:
-    assert isinstance(context.drivers, Drivers), "joined before the run directory was opened"
+    assert isinstance(context.drivers, SpmdDrivers), "joined before the run directory was opened"
     return SpmdCluster(context.layout, context.drivers)

@@ -69,7 +69,7 @@ class Teachers(ModelWorkers):
             out, self._counted = self._counted, {}
             for name, answer in asked.items():
                 with contextlib.suppress(WorkerDied):  # its death was reported when it happened
-                    out |= {f"{figure}/{name}": m for figure, m in self._said(answer, name).items()}
+                    out |= {f"{figure}/{name}": m for figure, m in self._result(answer, name).items()}
             return out
 
         return from_thread(counted)
@@ -82,7 +82,7 @@ class Teachers(ModelWorkers):
         failed, dead, until_s = dict[str, frozenset[str]](), dict[str, Exception](), time.monotonic() + self._timeout_s
         for name, (own, answer) in asked.items():
             try:
-                failed[name] = self._said(answer, name, max(0.0, until_s - time.monotonic()))
+                failed[name] = self._result(answer, name, max(0.0, until_s - time.monotonic()))
             except (WorkerDied, DeadlineExpired) as e:  # its death was reported when it happened
                 dead[name], failed[name] = e, frozenset(own.ids)
                 if isinstance(e, DeadlineExpired) and name not in self._dead:
@@ -95,13 +95,13 @@ class Teachers(ModelWorkers):
         if not left:
             raise next(iter(dead.values()))
         if dead:
-            gone = Refs(r for r in refs if r.teacher in dead) if self._pick == "task" else refs
-            self._said(left[0].blank(gone, outputs))
+            unanswered = Refs(r for r in refs if r.teacher in dead) if self._pick == "task" else refs
+            self._result(left[0].blank(unanswered, outputs))
         elif self._pick != "task":
-            self._said(left[0].merge(refs, outputs, tuple(self._members), self._shares))
+            self._result(left[0].merge(refs, outputs, tuple(self._members), self._shares))
         return frozenset[str]().union(*failed.values())
 
-    def _said(self, answer: Future[A], name: str = "of the others", timeout_s: float | None = None) -> A:
+    def _result(self, answer: Future[A], name: str = "of the others", timeout_s: float | None = None) -> A:
         return result_of(answer, f"teacher {name} did not answer", self._timeout_s if timeout_s is None else timeout_s)
 
 

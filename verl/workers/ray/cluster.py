@@ -20,12 +20,12 @@ import psutil
 from verl.config.backends import address_of
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
-from verl.workers.group import Build, ClusterContext, Died, Place
+from verl.workers.group import Build, ClusterContext, DevicePlace, Died
 from verl.workers.pools import Pool, Shortage, fit_together, pools_of, seen
-from verl.workers.ray.group import RayGroup, Worker, pickled
-from verl.workers.ray.life import Life
+from verl.workers.ray.group import RankActor, RayGroup, pickled
+from verl.workers.ray.life import ActorLife
 from verl.workers.ray.reaper import Reaper
-from verl.workers.ray.replica import RayReplica, Replica
+from verl.workers.ray.replica import RayReplica, ReplicaActor
 from verl.workers.sections import ClusterConfig
 
 OWN_RAY = {  # settings of a cluster that is started here: a dead node is noticed after a second, not a minute
@@ -54,7 +54,7 @@ class RayCluster:
     pools: Mapping[str, Pool]
     roles: Mapping[str, str]
     layout: Layout  # The layout of the ranks of a model.
-    set_up: Callable[[Place], None]  # Called in every worker before it is built.
+    set_up: Callable[[DevicePlace], None]  # Called in every worker before it is built.
     address: str | None = None
     devices: Mapping[str, str] = field(
         default_factory=dict
@@ -73,7 +73,7 @@ class RayCluster:
         self._started = not ray.is_initialized()
         self._reaper = _connect(self.address, self.pools) if self._started else None
         self._placed: dict[str, list[Any]] = {}
-        self._lives: list[Life] = []
+        self._lives: list[ActorLife] = []
         self._closed = threading.Event()
         try:
             until_s = time.monotonic() + self.start_timeout_s
@@ -100,7 +100,7 @@ class RayCluster:
         layout = self.layout if world_size == self.layout.world_size else Layout(world_size=world_size)
         made = pickled(build, (self.set_up, args))
         actors = [
-            self._actor(Worker, name, rank, {"concurrency_groups": {"calls": 1, "beside": 1, "watch": 1}})
+            self._actor(RankActor, name, rank, {"concurrency_groups": {"calls": 1, "beside": 1, "watch": 1}})
             for rank in range(world_size)
         ]
         address = actors[0].serve.remote() if world_size > 1 else ""
@@ -118,7 +118,7 @@ class RayCluster:
     def replica(
         self, number: int, build: Callable[..., RolloutEngine], args: tuple[Any, ...], died: Died | None = None
     ) -> RolloutEngine:
-        actor = self._actor(Replica, "rollout", number, {"max_concurrency": 100_000})
+        actor = self._actor(ReplicaActor, "rollout", number, {"max_concurrency": 100_000})
         built = actor.build.remote(self._place_of("rollout", number), pickled(build, (self.set_up, args)))
         return RayReplica(f"rollout replica {number}", actor, built, self._live, died or self._died)
 
@@ -126,8 +126,8 @@ class RayCluster:
         self._deaths.append(error)
         self._on_failure(error)
 
-    def _live(self, *given: Any, died: Callable[[str], None]) -> Life:
-        self._lives.append(life := Life(*given, died=died, started=self._process))
+    def _live(self, *given: Any, died: Callable[[str], None]) -> ActorLife:
+        self._lives.append(life := ActorLife(*given, died=died, started=self._process))
         return life
 
     def _process(self, process: int) -> None:
@@ -155,10 +155,10 @@ class RayCluster:
         if self._reaper is not None:
             self._reaper.close()
 
-    def _place_of(self, role: str, rank: int) -> Place:
+    def _place_of(self, role: str, rank: int) -> DevicePlace:
         pool = self.pools[self.place(role)]
         number = int(rank % pool.ranks_per_node * pool.resource_per_rank)
-        return Place(self.devices.get(role, "cpu"), number, pool.ranks_per_node)
+        return DevicePlace(self.devices.get(role, "cpu"), number, pool.ranks_per_node)
 
     def _actor(self, cls: type[Any], role: str, rank: int, kind: Mapping[str, Any]) -> Any:
         """Start a process of `role` in bundle `rank` of its pool. The roles of a pool share its devices. Neighbours are

@@ -18,16 +18,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 from verl.model_engine.layout import Layout
-from verl.workers.answers import FENCE_S, Told, first_cause, of_another, raised, told_of
-from verl.workers.group import Arguments, Broadcast, Died, Place, WorkerDied
-from verl.workers.ray.life import Life, Where, here
+from verl.workers.answers import FENCE_S, RankAnswer, failed_answer, first_failure, is_consequence, raised
+from verl.workers.group import Arguments, Broadcast, DevicePlace, Died, WorkerDied
+from verl.workers.ray.life import ActorLife, Where, here
 
 T = TypeVar("T")
-Live = Callable[..., Life]
+Live = Callable[..., ActorLife]
 LOOK_S = 0.5  # the pause between two checks for failed ranks of a call
 
 
-class Worker:
+class RankActor:
     """The actor of one rank. Its first call builds it; then one thread serves one call after the other."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -46,27 +46,27 @@ class Worker:
         return address
 
     def build(
-        self, address: str, number: int, layout: Layout, place: Place, wait_timeout_s: float, made: bytes
-    ) -> Told:
+        self, address: str, number: int, layout: Layout, place: DevicePlace, wait_timeout_s: float, made: bytes
+    ) -> RankAnswer:
         """Build the worker. Return an empty answer, or the error that becomes the answer of every call.
         `wait_timeout_s` is the deadline of a rank for the others."""
         try:
             build, (set_up, args) = pickle.loads(made)
             set_up(place)
             if layout.world_size > 1:
-                from verl.workers.dist import join
+                from verl.workers.dist import join_ranks
 
-                self._ranks = join(address, layout, number, device=place.device, timeout_s=wait_timeout_s)
+                self._ranks = join_ranks(address, layout, number, device=place.device, timeout_s=wait_timeout_s)
                 (self._worker,) = build(*args, ranks=[self._ranks])
             else:
                 from verl.model_engine.base import OneRank
 
                 (self._worker,) = build(*args, ranks=[OneRank()])
         except BaseException as e:
-            return told_of(e)
-        return Told()
+            return failed_answer(e)
+        return RankAnswer()
 
-    def call(self, number: int, payload: bytes) -> Told:
+    def call(self, number: int, payload: bytes) -> RankAnswer:
         if self._ranks is not None:
             self._ranks.begin(number)
         told = self.beside(payload)
@@ -74,13 +74,13 @@ class Worker:
             self._ranks.abort(f"{type(told.error).__name__}: {told.error}")
         return told
 
-    def beside(self, payload: bytes) -> Told:
+    def beside(self, payload: bytes) -> RankAnswer:
         """Run a call that meets no other rank."""
         try:
             method, args = pickle.loads(payload)
-            return Told(method(self._worker, *args))
+            return RankAnswer(method(self._worker, *args))
         except BaseException as e:
-            return told_of(e)
+            return failed_answer(e)
 
     def where(self) -> Where:
         return here()
@@ -97,7 +97,7 @@ class RayGroup:
     def __init__(self, name: str, actors: Sequence[Any], built: Sequence[Any], live: Live, on_death: Died) -> None:
         """Create the group.
 
-        built: for each actor, the answer of `Worker.build`
+        built: for each actor, the answer of `RankActor.build`
         live: starts to watch an actor
         """
         self.name, self.world_size = name, len(actors)
@@ -109,7 +109,7 @@ class RayGroup:
         self._unbuilt, self._all_built = len(actors), threading.Event()
         self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._number = 0
-        self._lives: list[Life] = []
+        self._lives: list[ActorLife] = []
         for rank, (actor, made) in enumerate(zip(actors, built, strict=True)):
             watching = actor.watch.options(concurrency_group="watch").remote()
             self._lives.append(live(f"rank {rank} of {name}", actor, watching, made, died=self._died))
@@ -185,7 +185,7 @@ class RayGroup:
         import ray
 
         left, error, until_s = list(refs), None, float("inf")
-        found: dict[Any, Told] = {}
+        found: dict[Any, RankAnswer] = {}
         while left and self._dead is None and time.monotonic() < until_s:
             done, left = ray.wait(left, num_returns=len(left), timeout=LOOK_S)
             for ref in done:
@@ -194,7 +194,7 @@ class RayGroup:
                 except ray.exceptions.RayActorError:
                     self._fenced.wait(FENCE_S)  # the watch knows which process died and why
             # a later error may be the first cause
-            first, error = error, first_cause([found[r] for r in refs if r in found])
+            first, error = error, first_failure([found[r] for r in refs if r in found])
             if first is None and error is not None:
                 until_s = time.monotonic() + FENCE_S
         if self._dead is not None:  # errors of other ranks about it, e.g. a broken connection, are consequences
@@ -202,7 +202,7 @@ class RayGroup:
         if left and error is not None:  # the other ranks wait in a collective for the one that raised
             what = f"{self.name}: {len(left)} of {len(refs)} ranks did not come out of {call.name} after: {error.error}"
             self._fence(gone := WorkerDied(what))
-            if of_another(error):
+            if is_consequence(error):
                 raise gone
         if error is not None:
             raise raised(error, f"{self.name}.{call.name.rpartition('.')[2]}")
@@ -212,7 +212,7 @@ class RayGroup:
 
     # -- private: deaths -----------------------------------------------------------------------------------------------
 
-    def _built(self, rank: int, found: Future[Told]) -> None:
+    def _built(self, rank: int, found: Future[RankAnswer]) -> None:
         """Count a rank as built. If it cannot be built, its error ends the wait of the others and answers every
         call."""
         if (error := found.exception()) is None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from verl.workers.answers import Told
+from verl.workers.answers import RankAnswer
 
 Where = tuple[str, int]
 """(node, process)"""
@@ -21,7 +21,7 @@ def here() -> Where:
     return ray.util.get_node_ip_address(), os.getpid()
 
 
-class Life:
+class ActorLife:
     """The life of one actor. The actor answers `where` at any time once it is built, and `watch` never.
 
     died: called once, in any thread, with a text about its end
@@ -38,22 +38,22 @@ class Life:
         died: Callable[[str], None],
         started: Callable[[int], None],
     ) -> None:
-        self._who, self._actor, self._tell, self._started = who, actor, died, started
+        self._who, self._actor, self._on_end, self._started = who, actor, died, started
         self._place: Where | None = None
         self._lock = threading.Lock()
         self._ready = self.over = False
-        self._asked_s: float | None = None
+        self._request_sent_s: float | None = None
         watching.future().add_done_callback(lambda end: self.died(end.exception()))
         built.future().add_done_callback(self._built)
-        self._ask()
+        self._request_place()
 
     def look(self, silent_s: float) -> None:
         """Check that the process answers. A stopped process does not; after `silent_s` it counts as dead."""
         if self.over or not self._ready:
             return
-        if self._asked_s is None:
-            self._ask()
-        elif time.monotonic() - self._asked_s > silent_s:
+        if self._request_sent_s is None:
+            self._request_place()
+        elif time.monotonic() - self._request_sent_s > silent_s:
             self._end(f"has not answered for {silent_s:g} s")
 
     def died(self, error: BaseException | None) -> None:
@@ -65,23 +65,23 @@ class Life:
             if not self.over:
                 self.over = True
                 node, process = self._place or ("?", "?")
-                self._tell(f"{self._who} (process {process} on {node}) {how}")
+                self._on_end(f"{self._who} (process {process} on {node}) {how}")
 
     # -- private: the callbacks run in a thread of Ray's, which must not be made to wait for Ray -----------------------
 
-    def _ask(self) -> None:
-        self._asked_s = time.monotonic()
+    def _request_place(self) -> None:
+        self._request_sent_s = time.monotonic()
         self._actor.where.remote().future().add_done_callback(self._answered)
 
     def _answered(self, found: Future[Where]) -> None:
         if found.exception() is None:
-            first, self._place, self._asked_s = self._place is None, found.result(), None
+            first, self._place, self._request_sent_s = self._place is None, found.result(), None
             if first:
                 self._started(found.result()[1])
 
-    def _built(self, found: Future[Told]) -> None:
-        if self._asked_s is not None:
-            self._asked_s = time.monotonic()  # an engine that is being loaded may not answer
+    def _built(self, found: Future[RankAnswer]) -> None:
+        if self._request_sent_s is not None:
+            self._request_sent_s = time.monotonic()  # an engine that is being loaded may not answer
         self._ready = found.exception() is None
 
 
@@ -90,5 +90,5 @@ def reason(text: str) -> str:
     flat = " ".join(text.split())
     if "its node has died" in flat:
         return "its node is lost"
-    _, found, detail = flat.partition("Worker exit detail:")
+    _, found, detail = flat.partition("RankActor exit detail:")
     return (detail.partition("Some common causes")[0] if found else flat[:300]).strip()

@@ -13,42 +13,42 @@ import numpy as np
 
 from verl.rollout.base import Capabilities, Completion, PauseMode, ReplicaLost
 from verl.types import Sampling
-from verl.workers.answers import Told, raised, told_of
-from verl.workers.group import Died, Place
+from verl.workers.answers import RankAnswer, failed_answer, raised
+from verl.workers.group import DevicePlace, Died
 from verl.workers.ray.group import Live
 from verl.workers.ray.life import Where, here
 
 
-class Replica:
+class ReplicaActor:
     """The actor of one rollout engine. Its event loop serves many calls at a time. `ask` calls the engine's methods."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         os.environ.update(env)
         self._engine: Any = None
-        self._broken: Told | None = None
+        self._broken: RankAnswer | None = None
         self._built = asyncio.Event()
 
-    async def build(self, place: Place, made: bytes) -> None:
+    async def build(self, place: DevicePlace, made: bytes) -> None:
         try:
             build, (set_up, args) = pickle.loads(made)
             set_up(place)
             self._engine = build(*args)
         except BaseException as e:
-            self._broken = told_of(e)
+            self._broken = failed_answer(e)
         self._built.set()
 
     async def where(self) -> Where:
         return here()
 
-    async def ask(self, method: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> Told:
+    async def ask(self, method: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> RankAnswer:
         await self._built.wait()
         if self._broken is not None:
             return self._broken
         try:
             called = self._load_weights if method == "load_weights" else getattr(self._engine, method)
-            return Told(await called(*args, **named))
+            return RankAnswer(await called(*args, **named))
         except (asyncio.CancelledError, Exception) as e:
-            return told_of(e)
+            return failed_answer(e)
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
@@ -126,13 +126,13 @@ class RayReplica:
         if self._dead is not None:
             raise self._dead
         try:
-            told = await self._actor.ask.remote(method, args, named)
+            answer = await self._actor.ask.remote(method, args, named)
         except ray.exceptions.RayActorError as e:
             self._life.died(e)
             raise self._dead or ReplicaLost(f"{self._name} was closed") from None
-        if told.error is not None:
-            raise raised(told, f"{self._name}: {method}")
-        return told.value
+        if answer.error is not None:
+            raise raised(answer, f"{self._name}: {method}")
+        return answer.value
 
     def _died(self, what: str) -> None:
         self._dead = ReplicaLost(what)
