@@ -835,7 +835,6 @@ REFUSALS = [
     ([f"{ACTOR}mindspeed.llm_kwargs.hidden_dropout=0.1"], "MindSpeed-LLM"),
     (["model.mtp.enable=True"], "multi-token prediction"),
     (["data.continuous_token.enable=True"], "later version"),
-    (["data.custom_cls.path=a.py"], "dataset class"),
     (["remote_backend=other"], "another service"),
     (["actor_rollout_ref.model.override_config.attention_dropout=0.1"], "nothing is dropped"),
     (["algorithm.rollout_correction.use_policy_gradient=true"], "loss_type=reinforce"),

@@ -49,7 +49,7 @@ PATH_KEYS = (
     *("data.cache_dir", "run.root_dir", "run.resume", "reward.path", "teacher.path"),
 )
 """Keys with paths, which may begin with ~, the home directory."""
-CODE_KEYS = ("reward.path", "agent.loop", "agent.tools", "model.chat_template")
+CODE_KEYS = ("reward.path", "data.dataset_class", "agent.loop", "agent.tools", "model.chat_template")
 """Keys of code files that may be in the folder of the recipe which names them."""
 
 

@@ -320,7 +320,8 @@ def warmup_steps(optim: OptimConfig | CriticConfig, optimizer_steps: int) -> int
 
 def _run_length(config: Config, step: StepSizes) -> RunLength:
     d = config.data
-    limits = ((d.max_rows, count_rows(d.train_files)), (d.max_eval_rows, count_rows(d.eval_files)))
+    counted = [None if d.dataset_class else count_rows(files) for files in (d.train_files, d.eval_files)]
+    limits = zip((d.max_rows, d.max_eval_rows), counted)
     rows, eval_rows = (found if found is None or limit is None else min(found, limit) for limit, found in limits)
     steps = config.run.total_steps if rows is None else total_steps(config, rows, step.prompts)
     optimizer_steps = None if steps is None else steps * step.optimizer_steps

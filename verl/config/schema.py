@@ -68,6 +68,7 @@ class ModelConfig:
 class DataConfig:
     train_files: list[str] = field(default_factory=list)  # JSONL, Parquet or CSV; paths or fsspec URLs (s3://...).
     eval_files: list[str] = field(default_factory=list)
+    dataset_class: str | None = None  # FILE.py:Class or module:Class, a dataset as verl's: it makes rows of the files.
     prompt_key: str = "prompt"
     messages_key: str = "messages"  # SFT rows: the conversation.
     tools_key: str | None = None

@@ -23,6 +23,7 @@ from verl.config.served import server_faults
 from verl.config.tree import convert, did_you_mean, leaves, text_of, values_of
 from verl.data.files import expand_files
 from verl.data.formats import FEEDBACK
+from verl.data.user_dataset import parts_of
 
 Command = Literal["train", "sft", "rm", "dpo", "eval", "generate"]
 RL: Collection[str] = ("train",)
@@ -336,6 +337,19 @@ def _names(config: Config) -> Iterator[str]:
         yield f"run.resume={resume}: no such checkpoint; {near}It is auto, never or the path of a checkpoint"
 
 
+def _dataset_class(config: Config, command: Command) -> Iterator[str]:
+    named = config.data.dataset_class
+    if named is None:
+        return
+    path, *_ = (*parts_of(named), "")
+    if not path:
+        yield f"data.dataset_class={named}: give FILE.py:Class or module:Class"
+    elif path.endswith(".py") and not Path(path).expanduser().is_file():
+        yield f"data.dataset_class={named}: no such file; give FILE.py:Class"
+    if command in ("dpo", "rm"):
+        yield f"data.dataset_class={named}: `verl {command}` reads pairs of files alone; leave it out"
+
+
 def _files(config: Config, command: Command) -> Iterator[str]:
     files = {"train_files": config.data.train_files, "eval_files": config.data.eval_files}
     needed = "eval_files" if command == "eval" else "train_files"
@@ -347,6 +361,7 @@ def _files(config: Config, command: Command) -> Iterator[str]:
                 expand_files([name])
             except ValueError as exc:
                 yield f"data.{key}: {exc} (from the recipe, unless it was given; data.{key}=[FILE, ...] is another)"
+    yield from _dataset_class(config, command)
     model = config.model
     if model.chat_template is not None and not Path(model.chat_template).is_file():
         what = "it is a Jinja file that replaces the tokenizer's template"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,12 +23,14 @@ from verl.chat.template import Tokenizer
 from verl.config.schema import DataConfig
 from verl.data.cache import cache_path, load_cached, store_cached
 from verl.data.cursor import Cursor, Draw
+from verl.data.dataset_class import rows_of_class
 from verl.data.files import DataFile, expand_files, fingerprint, read_rows
 from verl.data.formats import ONE_ANSWER, Players, TaskRow
 from verl.data.lost import lost_lines
 from verl.data.parallel import run_chunks
 from verl.data.render import ID_BYTES, Chunk, ConversationJob, PromptJob, RenderJob, RowCounts, merge
 from verl.data.special import special_lines
+from verl.leftovers import OwnFolder
 from verl.types import Task
 
 __all__ = ["ConversationTable", "Cursor", "Draw", "LoadReport", "TaskTable", "load_conversations", "load_tasks"]
@@ -50,6 +52,13 @@ class LoadReport(RowCounts):
     largest_id: int
     from_cache: bool
     wall_s: float
+    made: str = ""
+    """A hash of the rows that a dataset class made; "" for rows of files."""
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """What defines the run beside the files that its keys name."""
+        return {"data.dataset_class": self.made} if self.made else {}
 
     def summary(self) -> str:
         parts = [f"{self.rows_kept} of {self.rows_read} rows"]
@@ -167,7 +176,8 @@ def load_arrays(
 ) -> tuple[dict[str, np.ndarray], LoadReport, str]:
     """(arrays, report, key): from the cache if these bytes were rendered so before, else from the files."""
     start = time.monotonic()
-    found = expand_files(files)
+    made = None if job.cfg.dataset_class is None else _class_rows(files, job, max_rows)
+    found = expand_files(files) if made is None else [made[0]]
     marks = [fingerprint(f) for f in found]
     key = _table_key(marks, job, max_rows)
     path = cache_path(job.cfg.cache_dir, key)
@@ -191,6 +201,7 @@ def load_arrays(
         largest_id=max(int(arrays[name].max(initial=0)) for name in ("ids", "context", "answer") if name in arrays),
         from_cache=cached is not None,
         wall_s=time.monotonic() - start,
+        made="" if made is None else marks[0],
     )
     logger.info("data: %s", report.summary())
     special = special_lines(counts.special, job.tokenizer.special_tokens_map)
@@ -201,6 +212,11 @@ def load_arrays(
     for line in [*lost_lines(counts.characters, counts.lost), *special, *unread]:
         logger.warning("data: %s", line)
     return arrays, report, key
+
+
+def _class_rows(files: Sequence[str], job: RenderJob, max_rows: int | None) -> tuple[DataFile, OwnFolder]:
+    kind: Literal["rl", "sft"] = "rl" if isinstance(job, PromptJob) else "sft"
+    return rows_of_class(files, job.cfg, kind, job.tokenizer, dict(job.template_kwargs), max_rows)
 
 
 def _render(files: list[DataFile], job: RenderJob, max_rows: int | None) -> Chunk:

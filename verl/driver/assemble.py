@@ -95,7 +95,7 @@ async def assemble(
     async with contextlib.AsyncExitStack() as refused:  # a refused start may be tried again in this process
         refused.push_async_callback(loops.close)
         tasks, eval_tasks = all_played(config, *tasks_of(config, tokenizer, loops.players))
-        claimed = open_run_dir(resolved, command, loops.contents)
+        claimed = open_run_dir(resolved, command, {**loops.contents, **tasks.report.contents})
         refused.callback(claimed.lock.close)
         data, progress = (tokenizer, loops, tasks, eval_tasks), progress or LiveProgress()
         run = await _run_of(resolved, claimed, algorithm, data, progress, on_step, refused)

@@ -62,7 +62,8 @@ async def assemble_supervised(
         hf_export(config, head="score")  # refuses what could not be saved
     stages = _stages(config, command, tokenizer)
     drivers = _drivers(config, stages) if launch else None
-    claimed = open_together(resolved, command, drivers) if drivers else open_run_dir(resolved, command)
+    made = stages[0].table.report.contents
+    claimed = open_together(resolved, command, drivers, made) if drivers else open_run_dir(resolved, command, made)
     with contextlib.ExitStack() as refused:  # a refused start may be tried again in this process
         refused.callback(claimed.lock.close)
         shown = progress or LiveProgress()

@@ -130,6 +130,7 @@ CONTENT: Mapping[str, Callable[[Config], str | None]] = MappingProxyType(
         "model.chat_template": lambda c: _source(c.model.chat_template),
         "data.train_files": lambda c: _rows(c.data.train_files),
         "data.eval_files": lambda c: _rows(c.data.eval_files),
+        "data.dataset_class": lambda c: _source(c.data.dataset_class),
         "algorithm.loss": lambda c: _source(c.algorithm.loss),
         "algorithm.advantage": lambda c: _source(c.algorithm.advantage),
         "agent.loop": lambda c: _loop(*played_by(c.agent.loop, c.agent.tools)),

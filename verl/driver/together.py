@@ -24,14 +24,16 @@ from verl.workers.answers import failed_answer
 from verl.workers.group import Drivers, WorkerDied
 
 
-def open_together(resolved: Resolved, command: str, drivers: Drivers) -> RunDir:
+def open_together(
+    resolved: Resolved, command: str, drivers: Drivers, contents: Mapping[str, str] | None = None
+) -> RunDir:
     """Open the run directory with `open_run_dir` in the first driver; the others use its result, and keep their records
     in a temporary folder. ValueError if a driver runs something else or sees another folder."""
     claimed: RunDir | None = None
     error: Exception | None = None
     if drivers.number == 0:
         try:
-            claimed = open_run_dir(resolved, command)
+            claimed = open_run_dir(resolved, command, contents)
         except (ValueError, OSError) as e:
             error = e
     found = None

@@ -384,6 +384,17 @@ def _turns(given: Given) -> Result:
     return {"agent.max_turns": min(most)} if most else {}
 
 
+def _dataset(given: Given) -> Result:
+    """A dataset class of the user's, by its file or module and its name."""
+    path, name = (given.said(f"data.custom_cls.{key}") for key in ("path", "name"))
+    if path is None:
+        given.ignore("only read with data.custom_cls.path", "data.custom_cls.path", "data.custom_cls.name")
+        return {}
+    if name is None:
+        raise ValueError(f"data.custom_cls.path={path}: give data.custom_cls.name=CLASS beside it")
+    return {"data.dataset_class": f"{str(path).removeprefix('pkg://')}:{name}"}
+
+
 def _loop(given: Given) -> Result:
     """The loop that plays the rows: one of ours by verl's name, or the class that a file of loops has for a name."""
     key, file_key = f"{ROLLOUT}agent.default_agent_loop", f"{ROLLOUT}agent.agent_loop_config_path"
@@ -435,6 +446,18 @@ _OF_RUN = (
     _positions,
     _resume,
 )
-_RULES = (*_OF_RUN, _directory, _logger, _async, _reward_model, _tools, _turns, _loop, *objective.RULES, *layout.RULES)
+_RULES = (
+    *_OF_RUN,
+    _directory,
+    _logger,
+    _async,
+    _reward_model,
+    _tools,
+    _turns,
+    _dataset,
+    _loop,
+    *objective.RULES,
+    *layout.RULES,
+)
 JOINT: Mapping[str, Callable[[Given], Result]] = MappingProxyType({rule.__name__.lstrip("_"): rule for rule in _RULES})
 """By the name that the table has after its @."""
