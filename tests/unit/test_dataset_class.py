@@ -1,4 +1,4 @@
-"""A dataset class of the user's: its rows are read once, in a process that can be killed, and checked as rows of files."""
+"""A dataset class of the user's: its rows are read once, in a process that can be killed, and checked as any row."""
 
 from __future__ import annotations
 
