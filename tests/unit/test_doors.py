@@ -12,7 +12,7 @@ from verl.cli import main
 from verl.config.load import load_config
 from verl.experimental.fully_async_policy import fully_async_main
 from verl.model_merger.__main__ import main as merge
-from verl.trainer import is_spare_rank, main_generation_server
+from verl.trainer import is_spare_rank
 from verl.trainer.main_ppo import main as ppo
 from verl.workers.sections import ClusterConfig
 from verl.workers.torchrun import is_spare, take_part
@@ -97,11 +97,6 @@ def test_the_asynchronous_entry_point_has_verls_defaults_below_what_is_given(mon
     assert (config.step.prompts_per_step, config.step.updates_per_step) == (8, 1)
     fully_async_main.main(["--config-path=/a", "--config-name=b"])
     assert ran[1] == ["--config-path=/a", "--config-name=b"], "a file of the user's has its own"
-
-
-def test_generation_of_verl_is_refused_with_what_does_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main_generation_server.main(["data.train_files=x", "data.output_path=y"]) == 2
-    assert "verl eval model.path=FOLDER data.eval_files=[FILE]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

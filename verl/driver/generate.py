@@ -1,38 +1,40 @@
-"""Answers to one prompt from the configured rollout engine, to look at a model; no training."""
+"""Answers with the configured rollout engine, to one prompt or to a file of them: nothing is trained or scored."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import uvloop
 
 from verl.chat import render_prompt
 from verl.chat.template import audit_template
-from verl.config.proven import unproven
 from verl.config.schema import Config
 from verl.config.validate import validate
 from verl.data.lost import Coverage, lost_lines
+from verl.data.source import load_tasks
 from verl.driver.assemble import checkpoint_engine, context_of, rollout_engine, sampling_of
 from verl.driver.models import role_spec, workers_of
-from verl.driver.setup import decoder, load_tokenizer_of, require_an_end, set_up_process, template_lines
+from verl.driver.setup import decoder, load_tokenizer_of, require_an_end, set_up_process, stop_ids, template_lines
 from verl.driver.stopping import unless_stopped
 from verl.rollout.base import Completion
 from verl.types import derive_seed
 from verl.workers.waits import Waits
 
+ANSWERS = "responses"
+"""The column of the answers in a file, a list for each row, as verl names it."""
+
 
 def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, float]]:
-    """Return (text, stop reason, mean log-prob per token) of n answers; greedy if rollout.temperature=0."""
-    validate(config, "generate")
-    set_up_process(config)
-    tokenizer = load_tokenizer_of(config)
-    require_an_end(config, tokenizer)
-    for line in (*unproven(config, ("rollout",)), *template_lines(config, tokenizer)):
-        print(line)
+    """[(text, stop reason, mean log-prob per token)] of n answers; greedy if rollout.temperature=0."""
+    tokenizer = _tokenizer_of(config)
     lost = Coverage(tokenizer).lost(prompt)
     for line in lost_lines({"prompt": (len(prompt), len(lost))}, {"prompt": repr(lost[:20])}):
         print(f"warning: {line}")
@@ -44,12 +46,48 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
     decode = decoder(tokenizer)
     return [
         (decode(c.ids.tolist()), c.stop_reason, float(np.mean(c.logprobs)) if len(c.logprobs) else 0.0)
-        for c in uvloop.run(unless_stopped(_generate(config, tokenizer, ids, n)))
+        for c in uvloop.run(unless_stopped(_generate(config, tokenizer, [ids], n)))
     ]
 
 
-async def _generate(config: Config, tokenizer: Any, ids: np.ndarray, n: int) -> list[Completion]:
-    # one server is enough; no router is started
+def generate_file(config: Config, out: Path) -> int:
+    """Write the rows of data.train_files with rollout answers to each, `step.samples_per_prompt` of them, as a Parquet
+    file with the column `responses`. Return the number of rows. Rows are never left out."""
+    if not config.data.train_files:
+        raise ValueError("data.train_files is empty: name the file of prompts to answer")
+    tokenizer, data = _tokenizer_of(config), replace(config.data, filter_overlong_prompts=False)
+    kwargs, stops = config.model.template_kwargs, stop_ids(config, tokenizer)
+    read = {"template_kwargs": kwargs, "max_rows": data.max_rows, "stops": stops}
+    table = load_tasks(data.train_files, tokenizer, data, **read)
+    if table.report.refused:
+        raise ValueError(f"not every row can be asked: {table.report.summary()}. First: {table.report.example}")
+    tasks = [table[i] for i in range(len(table))]
+    if any(ANSWERS in task.row for task in tasks):
+        raise ValueError(f"the rows have a column {ANSWERS!r} already, where the answers are written: rename it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    n, decode = config.step.samples_per_prompt, decoder(tokenizer)
+    prompts = [np.asarray(task.prompt_ids) for task in tasks]
+    found = uvloop.run(unless_stopped(_generate(config, tokenizer, prompts, n)))
+    texts = [decode(completion.ids.tolist()) for completion in found]
+    columns = {key: [task.row.get(key) for task in tasks] for key in dict.fromkeys(k for t in tasks for k in t.row)}
+    columns[ANSWERS] = [texts[i * n : (i + 1) * n] for i in range(len(tasks))]
+    pq.write_table(pa.table(columns), out)
+    return len(tasks)
+
+
+def _tokenizer_of(config: Config) -> Any:
+    validate(config, "generate")
+    set_up_process(config)
+    tokenizer = load_tokenizer_of(config)
+    require_an_end(config, tokenizer)
+    for line in template_lines(config, tokenizer):
+        print(line)
+    return tokenizer
+
+
+async def _generate(config: Config, tokenizer: Any, prompts: Sequence[np.ndarray], n: int) -> list[Completion]:
+    """Return n completions of each prompt, one prompt's after the other's."""
+    # one server is asked, and no router of others before several
     options = {key: value for key, value in config.rollout.engine_options.items() if key != "router"}
     config = replace(config, rollout=replace(config.rollout, engine_options=options))
     context, sync, timeout_s = context_of(config), checkpoint_engine(config), config.run.wait_timeout_s
@@ -60,7 +98,14 @@ async def _generate(config: Config, tokenizer: Any, ids: np.ndarray, n: int) -> 
         rollout = rollout_engine(config, tokenizer, context.devices["rollout"])
         started.push_async_callback(rollout.close)
         await sync.publish(model, [rollout], version=0, exclusive=True, on_inflight=["wait"], timeout_s=timeout_s)
-        seeds = [derive_seed(config.run.seed, "generate", i) for i in range(n)]
-        samplings = [replace(sampling_of(config), seed=seed) for seed in seeds]
-        asked = [rollout.generate(f"generate/{i}", ids, s, prefix_key="generate") for i, s in enumerate(samplings)]
-        return await Waits().wait(asyncio.gather(*asked), who="generate", what="the answers", timeout_s=timeout_s)
+        sampling, waits = sampling_of(config), Waits()
+        slots = asyncio.Semaphore(config.rollout.max_concurrent_sequences)
+
+        async def answer(prompt: int, k: int) -> Completion:
+            name = f"generate/{prompt}" if prompt else "generate"
+            seed = derive_seed(config.run.seed, name, k)
+            async with slots:  # the deadline is that of one answer
+                asked = rollout.generate(f"{name}/{k}", prompts[prompt], replace(sampling, seed=seed), prefix_key=name)
+                return await waits.wait(asked, who="generate", what="an answer", timeout_s=timeout_s)
+
+        return await asyncio.gather(*(answer(i, k) for i in range(len(prompts)) for k in range(n)))
