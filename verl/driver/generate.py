@@ -16,6 +16,7 @@ import uvloop
 
 from verl.chat import render_prompt
 from verl.chat.template import audit_template
+from verl.config.proven import unproven
 from verl.config.schema import Config
 from verl.config.validate import validate
 from verl.data.lost import Coverage, lost_lines
@@ -33,7 +34,7 @@ ANSWERS = "responses"
 
 
 def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, float]]:
-    """[(text, stop reason, mean log-prob per token)] of n answers; greedy if rollout.temperature=0."""
+    """Return (text, stop reason, mean log-prob per token) of n answers; greedy if rollout.temperature=0."""
     tokenizer = _tokenizer_of(config)
     lost = Coverage(tokenizer).lost(prompt)
     for line in lost_lines({"prompt": (len(prompt), len(lost))}, {"prompt": repr(lost[:20])}):
@@ -64,14 +65,17 @@ def generate_file(config: Config, out: Path) -> int:
     tasks = [table[i] for i in range(len(table))]
     if any(ANSWERS in task.row for task in tasks):
         raise ValueError(f"the rows have a column {ANSWERS!r} already, where the answers are written: rename it")
+    columns = {key: [task.row.get(key) for task in tasks] for key in dict.fromkeys(k for t in tasks for k in t.row)}
+    try:
+        rows = pa.table(columns)
+    except pa.ArrowException as exc:
+        raise ValueError(f"the rows are no Parquet table: {' '.join(str(exc).split())}") from exc
     out.parent.mkdir(parents=True, exist_ok=True)
     n, decode = config.step.samples_per_prompt, decoder(tokenizer)
     prompts = [np.asarray(task.prompt_ids) for task in tasks]
     found = uvloop.run(unless_stopped(_generate(config, tokenizer, prompts, n)))
     texts = [decode(completion.ids.tolist()) for completion in found]
-    columns = {key: [task.row.get(key) for task in tasks] for key in dict.fromkeys(k for t in tasks for k in t.row)}
-    columns[ANSWERS] = [texts[i * n : (i + 1) * n] for i in range(len(tasks))]
-    pq.write_table(pa.table(columns), out)
+    pq.write_table(rows.append_column(ANSWERS, [[texts[i * n : (i + 1) * n] for i in range(len(tasks))]]), out)
     return len(tasks)
 
 
@@ -80,14 +84,14 @@ def _tokenizer_of(config: Config) -> Any:
     set_up_process(config)
     tokenizer = load_tokenizer_of(config)
     require_an_end(config, tokenizer)
-    for line in template_lines(config, tokenizer):
+    for line in (*unproven(config, ("rollout",)), *template_lines(config, tokenizer)):
         print(line)
     return tokenizer
 
 
 async def _generate(config: Config, tokenizer: Any, prompts: Sequence[np.ndarray], n: int) -> list[Completion]:
     """Return n completions of each prompt, one prompt's after the other's."""
-    # one server is asked, and no router of others before several
+    # one server is enough; no router is started
     options = {key: value for key, value in config.rollout.engine_options.items() if key != "router"}
     config = replace(config, rollout=replace(config.rollout, engine_options=options))
     context, sync, timeout_s = context_of(config), checkpoint_engine(config), config.run.wait_timeout_s
