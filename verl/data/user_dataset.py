@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from omegaconf import OmegaConf
 
-from verl.chat.template import as_ids
+from verl.chat.template import rendered_ids
 from verl.data.files import expand_files, read_rows
 from verl.data.formats import COMPLETION_KEYS
 from verl.data.values import kind_of
@@ -182,7 +182,7 @@ def _prompt_row(row: dict[str, Any], where: str, tokenizer: Any, options: Mappin
         if name == "input_ids" and attended is not None and len(attended) == len(ids):
             ids = [i for i, real in zip(ids, attended) if real]
         kwargs = dict(options["apply_chat_template_kwargs"])
-        rendered = as_ids(tokenizer.apply_chat_template(messages, add_generation_prompt=True, **kwargs)).tolist()
+        rendered = rendered_ids(tokenizer.apply_chat_template(messages, add_generation_prompt=True, **kwargs)).tolist()
         if ids != rendered and not len(ids) == options["max_prompt_length"] < len(rendered):
             said = "and the messages are what is asked: give messages that render to these ids, or leave the ids out"
             raise BadResult(f"{where} {name!r} are not the ids of its messages, {said}")

@@ -58,8 +58,8 @@ def generate_file(config: Config, out: Path) -> int:
         raise ValueError("data.train_files is empty: name the file of prompts to answer")
     tokenizer, data = _tokenizer_of(config), replace(config.data, filter_overlong_prompts=False)
     kwargs, stops = config.model.template_kwargs, stop_ids(config, tokenizer)
-    read = {"template_kwargs": kwargs, "max_rows": data.max_rows, "stops": stops}
-    table = load_tasks(data.train_files, tokenizer, data, **read)
+    files, most = data.train_files, data.max_rows
+    table = load_tasks(files, tokenizer, data, template_kwargs=kwargs, max_rows=most, stops=stops)
     if table.report.refused:
         raise ValueError(f"not every row can be asked: {table.report.summary()}. First: {table.report.example}")
     tasks = [table[i] for i in range(len(table))]
