@@ -85,6 +85,20 @@ def pythonic(calls: list[ToolCall]) -> str:
     return f"[{', '.join(rows)}]"
 
 
+def lfm2(calls: list[ToolCall]) -> str:
+    """As LFM2's template writes them: texts in single quotes, lists and objects as JSON."""
+
+    def one(value: Any) -> str:
+        if not isinstance(value, str):
+            return json.dumps(value) if isinstance(value, list | dict) else str(value)
+        for raw, escaped in (("\\", "\\\\"), ("'", "\\'"), ("\n", "\\n"), ("\r", "\\r")):
+            value = value.replace(raw, escaped)
+        return f"'{value}'"
+
+    rows = [f"{c.name}({', '.join(f'{k}={one(v)}' for k, v in c.arguments.items())})" for c in calls]
+    return f"<|tool_call_start|>[{', '.join(rows)}]<|tool_call_end|>"
+
+
 def mistral(calls: list[ToolCall]) -> str:
     rows = [{"name": c.name, "arguments": dict(c.arguments), "id": f"abcdef{k:03d}"} for k, c in enumerate(calls)]
     return f"[TOOL_CALLS] {json.dumps(rows, ensure_ascii=False)}"
@@ -120,7 +134,7 @@ def gemma4(calls: list[ToolCall]) -> str:
 
 
 OLDER: tuple[Write, ...] = (hermes, qwen3_coder, glm, kimi, deepseek)
-NEWER: tuple[Write, ...] = (llama3_json, pythonic, mistral, mistral_v11, gpt_oss, gemma4)
+NEWER: tuple[Write, ...] = (llama3_json, pythonic, lfm2, mistral, mistral_v11, gpt_oss, gemma4)
 WRITERS: dict[str, Write] = {f.__name__.replace("gpt_oss", "gpt-oss"): f for f in (*OLDER, *NEWER)}
 ONE_CALL = ("llama3_json",)
 WHOLE_TURN = ("llama3_json", "pythonic")  # nothing else is said in a turn with a call
@@ -188,10 +202,11 @@ def test_a_mutated_call_is_whole_or_refused(name):
         turn = PARSERS[name].parse(mutated, TOOLS)
         assert isinstance(turn, Turn) and not (turn.calls and turn.malformed)
         outcomes["malformed" if turn.malformed else "calls" if turn.calls else "text"] += 1
-        squeezed = "".join(mutated.split())
+        squeezed = "".join(mutated.replace("\\'", "'").split())
         for call in turn.calls:
             for key, value in call.arguments.items():
-                assert key in mutated and (not isinstance(value, str) or "".join(_plain(value).split()) in squeezed)
+                named = key in mutated or json.dumps(key)[1:-1] in mutated  # a backslash may have made an escape
+                assert named and (not isinstance(value, str) or "".join(_plain(value).split()) in squeezed)
         if kind == 1 and turn.calls:  # cut at its end: of the calls that were written, the first ones, as written
             assert turn.calls == tuple(calls[: len(turn.calls)]), (name, mutated)
     assert outcomes["malformed"] > 100, outcomes
@@ -427,12 +442,15 @@ def test_the_format_is_found_by_the_marks_of_the_template():
         "deepseek": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
         "llama3_json": '<|start_header_id|> in the format {"name": function name, "parameters": dictionary of',
         "pythonic": "<|start_header_id|> [func_name1(params_name1=params_value1, params_name2=params_value2...)]",
+        "lfm2": """'<|tool_call_start|>[' + calls + ']<|tool_call_end|>'""",
         "mistral": "{{ '[TOOL_CALLS][' }}",
         "mistral_v11": "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}",
         "gpt-oss": '"functions." + name + "<|channel|>commentary " "<|call|>"',
         "gemma4": "'<|tool_call>call:' + name '<|\"|>'",
     }
     assert {name: format_of(text) for name, text in teaches.items()} == {name: name for name in FORMATS}
+    public = Path(__file__).parents[1] / "data" / "trl_templates"
+    assert {format_of((public / f"{name}.jinja").read_text()) for name in ("lfm2_v2", "lfm2_2_5")} == {"lfm2"}
     assert format_of("nothing", "glm") == "glm"
     with pytest.raises(ValueError, match="set agent.format"):
         format_of("nothing")

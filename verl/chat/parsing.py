@@ -6,18 +6,15 @@ accounted for (`body`), and every marker has to open or close one.
 
 from __future__ import annotations
 
-import ast
-import io
 import itertools
 import json
 import re
-import tokenize
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from verl.chat.python_calls import python_calls
 from verl.chat.template import one_line
 
 if TYPE_CHECKING:
@@ -121,41 +118,6 @@ class Format:
         return found.group().strip() if found else ""
 
 
-def _python_calls(text: str) -> list[dict[str, Any]]:
-    """`[f(a=1, b="x"), g()]`, with literals alone; ValueError for any other Python. Nothing of it is run."""
-    try:
-        with warnings.catch_warnings():  # of "\\d"
-            warnings.simplefilter("ignore")
-            found = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, MemoryError) as e:
-        raise ValueError(f"no list of calls: {one_line(e)}") from e
-    if not isinstance(found, ast.List) or not text.rstrip().endswith("]"):  # a comment is no part of what Python reads
-        raise ValueError("no list of calls")
-    if any(token.type == tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(text.strip()).readline)):
-        raise ValueError("a comment between calls")
-    calls = []
-    for call in found.elts:
-        if not isinstance(call, ast.Call) or call.args or not all(k.arg for k in call.keywords):
-            raise ValueError("a call is written name(argument=value)")
-        if len({k.arg for k in call.keywords}) < len(call.keywords):
-            raise ValueError("an argument is given twice")
-        if not re.fullmatch(r"[\w.]+", name := ast.unparse(call.func)):
-            raise ValueError(f"{name[:80]} is no name of a function")
-        arguments = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-        if odd := next((key for key, value in arguments.items() if not _is_json(value)), ""):
-            raise ValueError(f"{odd} is no text, number, boolean, list or dict of such")
-        calls.append({"name": name, "arguments": arguments})
-    return calls
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_json, value))
-    if isinstance(value, dict):
-        return all(isinstance(k, str) and _is_json(v) for k, v in value.items())
-    return value is None or isinstance(value, str | bool | int | float)
-
-
 _OBJECT = r"\s*\{.*\}\s*"
 _NAMED = {"name": "{content.name}", "arguments": "{content.arguments}"}
 _CAPTURED = {"name": "{name}", "arguments": "{content}"}
@@ -165,6 +127,10 @@ _KIMI_OPEN = r"<\|tool_call_begin\|>\s*functions\.(?P<name>[\w.-]+):\d+\s*<\|too
 _QUOTE = '<|"|>'
 _START = r"(?:\A|(?<=</think>))\s*"  # of a turn, for calls that have no marker of their own
 _LLAMA_NAME = r"\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?\"name\"\s*:"
+_PYTHON_TEXT = (  # what is outside of the calls; or a text between quotes
+    r"(?:\A|<\|tool_call_end\|>)(?:(?!<\|tool_call_start\|>).)*"
+    r"""|[=\[{,:]\s*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
+)
 _PYTHON_NAME = r"\[\s*[A-Za-z_][\w.]*\s*\("
 _HARMONY_START = r"(?:<\|start\|>assistant)?\s*"
 _HARMONY_OPEN = (
@@ -226,7 +192,14 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             open_pattern=rf"{_START}(?:<\|python_(?:start|tag)\|>\s*)?(?={_PYTHON_NAME})",
             close_pattern=r"<\|python_end\|>\s*\Z|\Z",
             stray=rf"<\|python_(?:start|end|tag)\|>|(?m:^)\s*{_PYTHON_NAME}",
-            read=_python_calls,
+            read=python_calls,
+        ),
+        # LFM2: <|tool_call_start|>[f(a='x', n=1), g()]<|tool_call_end|>; lists and objects as JSON
+        "lfm2": Format(
+            *("<|tool_call_start|>", "<|tool_call_end|>", "text", {}, {}, ".*"),
+            marks=("<|tool_call_start|>[", "]<|tool_call_end|>"),
+            read=python_calls,
+            value=_PYTHON_TEXT,
         ),
         # Mistral's tokenizers up to v7: [TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}]
         "mistral": Format(
@@ -436,9 +409,11 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _masked_groups(pattern: str, text: str, marks: str) -> str:
-    """The text with placeholders for these characters in the first group of every match."""
+    """Return the text with placeholders for these characters in the first group of every match that has one."""
     pieces, at = list[str](), 0
     for found in re.finditer(pattern, text, re.DOTALL):
+        if found[1] is None:
+            continue
         first, end = found.span(1)
         pieces += [text[at:first], found[1].translate({ord(mark): _PLACEHOLDERS[mark] for mark in marks})]
         at = end
