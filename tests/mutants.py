@@ -515,9 +515,9 @@ MUTANTS = (
     Mutant("agent_loop/tool_agent.py", "(len(ids), sampled)", "(len(ids), 1)", AGENT),
     Mutant("agent_loop/tool_agent.py", 'why = "no_progress"', "why = None", AGENT),
     Mutant("chat/parsing.py", 'return "the call is not closed"', 'return ""', AGENT),
-    Mutant("chat/parsing.py", "< len(call.keywords):", "< 0:", "tests/unit/test_parsing.py"),
+    Mutant("chat/python_calls.py", "< len(call.keywords):", "< 0:", "tests/unit/test_parsing.py"),
     Mutant("chat/parsing.py", "may_end = self.format", "may_end = True or self.format", "tests/unit/test_parsing.py"),
-    Mutant("chat/parsing.py", "or call.args or", "or", "tests/unit/test_parsing.py"),
+    Mutant("chat/python_calls.py", "or call.args or", "or", "tests/unit/test_parsing.py"),
     Mutant(
         "rollout/server/texts.py", "self.answer(completion, spelled=True)", "text", "tests/contracts/test_server.py"
     ),
