@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from verl.agent_loop.tools import load_tools
 from verl.algorithms.presets import knobs
 from verl.cli import USAGE
-from verl.config.backends import TABLES, Backend, load, option_keys, options_of
+from verl.config.backends import TABLES, Backend, import_object, option_keys, options_of
 from verl.config.load import Resolved, dump_config, load_config, read_config, recipe_names
 from verl.config.schema import FIRST_RUN
 from verl.config.tree import convert, leaf_of, leaves, sections, tree_of, values_of
@@ -434,7 +434,10 @@ def test_engines_bring_their_own_options() -> None:
     dumped = dump_config(given)
     assert re.search(r"    max_kv_tokens: 5000 +# command line", dumped), "each option with its own origin"
     assert re.search(r"    prefix_cache_tokens: 65536 +# default", dumped), "the dump has all of them"
-    assert options_of(load_config([MODEL, "rollout.engine=hf"]).config, "rollout") == load(Backend(build="").options)()
+    assert (
+        options_of(load_config([MODEL, "rollout.engine=hf"]).config, "rollout")
+        == import_object(Backend(build="").options)()
+    )
 
 
 FAULTY_OPTIONS = [
@@ -462,8 +465,8 @@ def test_faulty_engine_options_name_the_fix() -> None:
 
 def test_options_and_memory_of_every_engine_load_without_torch() -> None:
     code = (
-        "import sys; from verl.config.backends import TABLES, load;"
-        "[(load(b.options)(), load(b.memory)) for t in TABLES.values() for b in t.values()];"
+        "import sys; from verl.config.backends import TABLES, import_object;"
+        "[(import_object(b.options)(), import_object(b.memory)) for t in TABLES.values() for b in t.values()];"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -510,7 +513,7 @@ def test_a_row_that_is_not_whole_is_one_line_with_the_module_and_the_fix(tmp_pat
         ("verl.batch:build", "the module has no build: define it in "),
     ):
         with pytest.raises(ValueError, match=f"^{name}: {words}") as caught:
-            load(name)
+            import_object(name)
         assert len(str(caught.value).splitlines()) == 1
 
 

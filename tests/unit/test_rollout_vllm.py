@@ -23,7 +23,7 @@ from torch.storage import TypedStorage
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench import environments
-from verl.config.backends import engine_of
+from verl.config.backends import engine_name
 from verl.config.load import load_config
 from verl.config.validate import validate
 from verl.rollout.base import RolloutContext, ServerPlace
@@ -271,7 +271,7 @@ def config_of(tmp_path: Path, tiny_model: Path, data: Any, *more: str) -> Any:
 def test_weights_go_to_a_server_through_shared_memory(tmp_path: Path, tiny_model: Path, arithmetic_data: Any) -> None:
     local = config_of(tmp_path, tiny_model, arithmetic_data)
     served = config_of(tmp_path, tiny_model, arithmetic_data, "rollout.engine=vllm", f"rollout.python={sys.executable}")
-    assert (engine_of(local, "sync"), engine_of(served, "sync")) == ("local", "shm")
+    assert (engine_name(local, "sync"), engine_name(served, "sync")) == ("local", "shm")
     assert served.rollout.engine_options["gpu_memory_utilization"] == 0.5
 
 

@@ -110,7 +110,7 @@ CLUSTER: Table = {
 TABLES: Mapping[str, Table] = MappingProxyType({"model": MODEL, "rollout": ROLLOUT, "queue": QUEUE, "sync": SYNC})
 
 
-def load(name: str) -> Any:
+def import_object(name: str) -> Any:
     """Return the object at `module:name`. ValueError where the module has no such object."""
     module, _, attribute = name.partition(":")
     try:
@@ -149,10 +149,10 @@ def layout_of(config: Config) -> Layout:
 
 def backend_of(config: Config, section: str) -> Backend:
     """Return the row of the chosen engine; in a run over several processes, the row that replaces it there."""
-    return TABLES[section][engine_of(config, section)]
+    return TABLES[section][engine_name(config, section)]
 
 
-def engine_of(config: Config, section: str) -> str:
+def engine_name(config: Config, section: str) -> str:
     """Return the name of the engine that `backend_of` returns the row of."""
     c, engine = config.cluster, vars(config)[section].engine
     if section == "sync" and (row := ROLLOUT.get(config.rollout.engine, Backend(build=""))).apart:
@@ -173,7 +173,7 @@ def _row(section: str, engine: str, cluster: str, ranks: int, address: str | Non
 
 def options_of(config: Config, section: str) -> Any:
     """Return the Options of the chosen engine, in its own type. The configuration is validated."""
-    return load(backend_of(config, section).options)(**vars(vars(config)[section]).get("engine_options", {}))
+    return import_object(backend_of(config, section).options)(**vars(vars(config)[section]).get("engine_options", {}))
 
 
 def longest_sequence(config: Config) -> int:
@@ -183,7 +183,7 @@ def longest_sequence(config: Config) -> int:
 
 def rollout_caches(config: Config, *, bytes_per_token: int) -> dict[str, int]:
     """Return the bytes of the chosen rollout engine's KV memory, once it has grown to its full size."""
-    memory: Callable[..., dict[str, int]] = load(ROLLOUT[config.rollout.engine].memory)
+    memory: Callable[..., dict[str, int]] = import_object(ROLLOUT[config.rollout.engine].memory)
     return memory(
         options_of(config, "rollout"),
         max_concurrent_sequences=config.rollout.max_concurrent_sequences,
@@ -196,7 +196,7 @@ def option_keys() -> Iterator[str]:
     """Yield every key that some engine brings."""
     for section, table in TABLES.items():
         for backend in table.values():
-            fields = dataclasses.fields(load(backend.options))
+            fields = dataclasses.fields(import_object(backend.options))
             yield from (f"{section}.engine_options.{field.name}" for field in fields)
 
 
@@ -211,7 +211,7 @@ def complete_options(values: dict[str, Any]) -> list[str]:
         elif key in values:
             ranks = values["cluster.nodes"] * values["cluster.ranks_per_node"]
             address = address_of(values["cluster.address"])
-            cls = load(table[_row(section, engine, values["cluster.backend"], ranks, address)].options)
+            cls = import_object(table[_row(section, engine, values["cluster.backend"], ranks, address)].options)
             hints = typing.get_type_hints(cls, include_extras=True)
             filled = {field.name: field.default for field in dataclasses.fields(cls)}
             for name, value in values[key].items():

@@ -11,7 +11,7 @@ from pathlib import Path
 from verl.algorithms.presets import settled
 from verl.algorithms.sections import TEACHER
 from verl.config.adapter import teacher_models
-from verl.config.backends import address_of, backend_of, engine_of, layout_of, options_of
+from verl.config.backends import address_of, backend_of, engine_name, layout_of, options_of
 from verl.config.memory import compute_dtype, default_device, on_cuda
 from verl.config.model_files import describe_model, read_model_config, text_config
 from verl.config.schema import Config
@@ -29,7 +29,7 @@ ON_GPU = "sync.engine=ipc: weights pass through a GPU's memory, and {who} of thi
 ANYWHERE = ("cluster.backend", "cluster.virtual_ranks", "cluster.max_restarts", "cluster.start_timeout_s")
 
 
-def roles_of(config: Config) -> tuple[str, ...]:
+def placed_roles(config: Config) -> tuple[str, ...]:
     """Return the roles of an RL run that have workers of their own."""
     needs = settled(config.algorithm.name, config.algorithm.given()).needs(1)
     built = {need.role for need in needs if need.build}
@@ -41,7 +41,7 @@ def roles_of(config: Config) -> tuple[str, ...]:
 
 def places_of(config: Config, command: str = "train") -> tuple[dict[str, Pool], dict[str, str]]:
     """Return the pools by their names, and the pool of each role. ValueError for a section that is contradictory."""
-    roles = roles_of(config) if command in ("train", "eval") else ("trainer", "compute")
+    roles = placed_roles(config) if command in ("train", "eval") else ("trainer", "compute")
     return pools_of(config.cluster, roles, device=default_device(config))
 
 
@@ -129,7 +129,7 @@ def _layout(config: Config, layout: Layout, command: str) -> Iterator[str]:
         if size > 1 and options_of(config, "model").attention == "padded":
             yield f"parallel.{name}={size} shares packed rows: set model.engine_options.attention=auto"
     if layout.sequence * layout.tensor * layout.expert * layout.pipeline > 1:
-        critic = config.critic.path if "critic" in roles_of(config) else None
+        critic = config.critic.path if "critic" in placed_roles(config) else None
         folders = {"model.path": config.model.path, "critic.path": critic, "reward.model": config.reward.model}
         folders |= {f"teacher ({role})": path for role, path in teacher_models(config).items()}
         for key, path in folders.items():
@@ -251,7 +251,7 @@ def _transports(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -
     if backend_of(config, "queue").one_host:
         why = f"is the memory of one machine, and cluster.address={far} may have several"
         yield f"queue.engine={config.queue.engine} {why}: set queue.engine=ray"
-    alone = engine_of(config, "sync") == "disk" and config.sync.engine_options.get("folder") is None
+    alone = engine_name(config, "sync") == "disk" and config.sync.engine_options.get("folder") is None
     if not (alone or backend_of(config, "sync").one_host):
         return
     at, home, why = roles["rollout"], roles["actor"], "goes through the memory of one machine"

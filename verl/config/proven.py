@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from verl.config.backends import engine_of
+from verl.config.backends import engine_name
 from verl.config.memory import default_device
 from verl.config.schema import Config
 
@@ -22,7 +22,7 @@ def proven() -> dict[str, list[str]]:
 def unproven(config: Config, sections: tuple[str, ...] = SECTIONS) -> list[str]:
     """Return one line that names what this run uses and the project never ran on its device, or no line."""
     device, records = default_device(config), proven()
-    used = [(section, engine_of(config, section)) for section in sections] + [("cluster", config.cluster.backend)]
+    used = [(section, engine_name(config, section)) for section in sections] + [("cluster", config.cluster.backend)]
     missing = [
         f"{section}.{'backend' if section == 'cluster' else 'engine'}={engine}"
         for section, engine in used

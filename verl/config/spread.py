@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from verl.algorithms.presets import settled
 from verl.config.adapter import teacher_models
-from verl.config.backends import address_of, engine_of, layout_of, options_of
+from verl.config.backends import address_of, engine_name, layout_of, options_of
 from verl.config.cluster import NO_MODEL, dtype_of, places_of
 from verl.config.memory import (
     DTYPE_BYTES,
@@ -116,8 +116,8 @@ def spread_of(config: Config, update_tokens: int) -> Spread | None:
         backend=c.backend,
         address=address_of(c.address),
         layout=words_of(layout),
-        queue=engine_of(config, "queue"),
-        sync=engine_of(config, "sync"),
+        queue=engine_name(config, "queue"),
+        sync=engine_name(config, "sync"),
         shared_bytes=2 * _on_their_way(config),
         pools=planned,
     )

@@ -18,8 +18,8 @@ from verl.algorithms.presets import settled
 from verl.algorithms.resolve import Algorithm, resolve
 from verl.algorithms.specs import GKDTopK, function
 from verl.checkpoint.latest import beyond
-from verl.config.backends import CLUSTER, ROLLOUT, backend_of, layout_of, load, longest_sequence, options_of
-from verl.config.cluster import roles_of
+from verl.config.backends import CLUSTER, ROLLOUT, backend_of, import_object, layout_of, longest_sequence, options_of
+from verl.config.cluster import placed_roles
 from verl.config.load import Resolved
 from verl.config.memory import drops_rollout_weights
 from verl.config.plan import algorithm_warnings, checkpoint_bytes, policy_updates, total_steps
@@ -125,7 +125,7 @@ async def _run_of(
         warm = f"algorithm.critic_warmup_steps={algorithm.critic.critic_warmup_steps}"
         progress.message(f"warning: {warm}: in {num_steps} steps the critic learns alone and the policy stays as it is")
     total, crash_dir = updates_of_run(config, num_steps), claimed.path / "crash"
-    context = context_of(config, roles_of(config), updates=total, crash_dir=crash_dir, say=progress.message)
+    context = context_of(config, placed_roles(config), updates=total, crash_dir=crash_dir, say=progress.message)
     refused.callback(context.cluster.close)
     scorer = reward_model(context)
     reward, pool = await reward_of(config, scorer, algorithm.truncation, to_rehearse(tasks, eval_tasks, loops.players))
@@ -332,7 +332,7 @@ def learner_of(
 
 def offline_learner(config: Config, total_steps: int, crash_dir: Path) -> Learner:
     """Build the algorithm and the models of a configuration, for samples that are made elsewhere."""
-    context = context_of(config, roles_of(config), updates=updates_of_run(config, total_steps), crash_dir=crash_dir)
+    context = context_of(config, placed_roles(config), updates=updates_of_run(config, total_steps), crash_dir=crash_dir)
     algorithm = algorithm_of(config.algorithm)
     actor = workers_of(context, trained(context, "actor", updates=policy_updates(config, total_steps)))
     return learner_of(context, algorithm, models_of(context, algorithm, actor))
@@ -363,8 +363,8 @@ def context_of(
         say=say,
         drivers=drivers,
     )
-    cluster = load(CLUSTER[config.cluster.backend].build)(config.cluster, made)
-    queue = load(backend_of(config, "queue").build)(options_of(config, "queue"))
+    cluster = import_object(CLUSTER[config.cluster.backend].build)(config.cluster, made)
+    queue = import_object(backend_of(config, "queue").build)(options_of(config, "queue"))
     devices = {role: pools[at].computes_on for role, at in lives.items()}
     return ModelContext(config, queue, device, updates, crash_dir, cluster, say, devices, longest=longest)
 
@@ -372,7 +372,7 @@ def context_of(
 def checkpoint_engine(config: Config, probes: Sequence[np.ndarray] = ()) -> CheckpointEngine:
     asked, tolerance = probes if config.sync.canary else (), config.sync.canary_tolerance
     context = SyncContext(probes=asked, tolerance=tolerance, model=config.model.path)
-    return load(backend_of(config, "sync").build)(options_of(config, "sync"), context)
+    return import_object(backend_of(config, "sync").build)(options_of(config, "sync"), context)
 
 
 def trained_roles(learner: Learner) -> tuple[str, ...]:
@@ -460,7 +460,7 @@ def rollout_engine(
         deterministic=config.run.deterministic,
         place=server_place(config, replica, peers or Peers()),
     )
-    return load(ROLLOUT[r.engine].build)(options_of(config, "rollout"), context)
+    return import_object(ROLLOUT[r.engine].build)(options_of(config, "rollout"), context)
 
 
 def sampling_of(config: Config) -> Sampling:

@@ -18,7 +18,7 @@ from verl.chat.template import Tokenizer
 from verl.checkpoint.hf import HfExport
 from verl.checkpoint.score import classifier_config
 from verl.config.adapter import base_of
-from verl.config.backends import backend_of, load, longest_sequence, options_of
+from verl.config.backends import backend_of, import_object, longest_sequence, options_of
 from verl.config.cluster import dtype_of
 from verl.config.model_files import describe_model, has_tokenizer, rope_note
 from verl.config.plan import warmup_steps
@@ -253,7 +253,7 @@ def _tokenizer_of(config: Config, key: str, folder: Path) -> Tokenizer:
 def models_of(context: ModelContext, algorithm: Algorithm, actor: ModelWorkers) -> dict[str, ModelWorkers]:
     """Start the models of all columns that the algorithm needs; return them by role, with the actor."""
     builds, context = {n.role: n.build for n in algorithm.needs(1) if n.build}, replace(context, actor=actor)
-    return {"actor": actor, **{role: load(builds[role])(context, algorithm) for role in sorted(builds)}}
+    return {"actor": actor, **{role: import_object(builds[role])(context, algorithm) for role in sorted(builds)}}
 
 
 def asks_ahead(config: Config) -> bool:

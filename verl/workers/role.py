@@ -17,7 +17,7 @@ from torch import Tensor
 from verl.batch import OBSERVED, Batch, Ragged, around, concat, make_microbatches, observed, pack, without_weight
 from verl.chat import NO_TURN_END, TurnEnd
 from verl.checkpoint.hf import HfExport
-from verl.config.backends import load
+from verl.config.backends import import_object
 from verl.model_engine.base import EngineCapabilities, EngineContext, ModelEngine, OneRank, Ranks, ReportsMetrics
 from verl.model_engine.objective import before_moving, evaluate_terms, first_pass
 from verl.objective import Term
@@ -90,7 +90,7 @@ class RoleSpec:
 def build_roles(spec: RoleSpec, *, ranks: Sequence[Ranks]) -> list[Role]:
     """Build the workers of these ranks. Raise ValueError for a folder that the engine cannot compute as its model
     does."""
-    engine = load(spec.engine)(spec.options, spec.context)
+    engine = import_object(spec.engine)(spec.options, spec.context)
     with engine.awake():
         if spec.proven:
             engine.check_packing(share_prefix=spec.share_prefix and engine.capabilities.shares_prefix)

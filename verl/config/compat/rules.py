@@ -16,7 +16,7 @@ import yaml
 
 from verl.bounds import bounded_yaml
 from verl.config.backends import ROLLOUT as ROLLOUT_ENGINES
-from verl.config.backends import SYNC, load
+from verl.config.backends import SYNC, import_object
 from verl.config.compat import layout, objective
 from verl.config.compat.given import ACTOR, ROLLOUT, Given, Result
 from verl.config.model_files import context_tokens
@@ -57,7 +57,7 @@ def _rollout_engine(given: Given) -> Result:
             why = f"read by rollout.engine={whose}" if whose != engine else "has no effect at null"
             given.ignore(why, kwarg)
             continue
-        own = {field.name for field in fields(load(ROLLOUT_ENGINES[engine].options))}
+        own = {field.name for field in fields(import_object(ROLLOUT_ENGINES[engine].options))}
         options[option if option in own else f"args.{option}"] = given.said(kwarg)
     options = {f"rollout.engine_options.{own}": value for own, value in options.items() if value is not None}
     if here:

@@ -1,0 +1,114 @@
+"""Docstrings and comments are written in plain words, and a public name has one definition."""
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2] / "verl"
+SEEN_PER_1000 = 3
+PERSONS_AND_POSTURES = frozenset(
+    [
+        *("nobody", "who", "whom", "whose", "whoever", "told", "tells", "said", "says", "heard", "asked"),
+        *("comes", "goes", "gone", "stands", "lies", "lay"),
+    ]
+)
+"""Words with which a text describes programs as persons. The field has its own terms for what they do."""
+FRAGMENT = re.compile(r"\s*(Of|What|Whether|See)\b")
+
+ONE_NAME_EACH = {
+    "build": "makes the engine of a row of config/backends.py, whose module has it under this name",
+    "Options": "has the keys of the engine of a row of config/backends.py",
+    "memory": "estimates the memory of the engine of a row of config/backends.py",
+    "open_weights": "opens a published version of the weights, by the module that the publisher names",
+    "serve_command": "is the command line of one kind of server",
+    "main": "is the entry point of a program",
+    "compute_score": "is verl's name of a reward function",
+}
+"""Names that several modules define because something looks them up in each: a hook -> what it is."""
+
+ROOMS_TO_COME = frozenset(
+    {"rollout", "weight_sync", "sandbox", "model_engine", "nn", "tools", "checkpoint", "trainer", "config"}
+)
+"""Rooms that are still being rewritten."""
+NAMES_TO_COME = frozenset(
+    [
+        *("AbortBody", "Admission", "Answer", "Call", "Channel", "Drawn", "Drivers", "Drop", "Exchange", "Failed"),
+        *("Files", "Group", "Life", "Limits", "Memory", "Place", "Pool", "Refused", "Replica", "Room", "Runner"),
+        *("Segment", "Server", "Session", "Snapshot", "Told", "Update", "Worker", "WorkerDied", "backend_of", "clip"),
+        *("columns_of", "compare", "critic", "did_you_mean", "doctor", "evaluate", "export", "first_cause", "fit"),
+        *("guard", "here", "join", "kl_loss", "make_plan", "read_samples", "receive", "register", "sample_of"),
+        *("sampling_of", "serve", "show", "spread", "started", "told", "train", "words"),
+    ]
+)
+"""Names with several definitions that are still being renamed."""
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path.relative_to(ROOT): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
+
+def strings(tree: ast.Module) -> list[str]:
+    """Return the docstrings, those of fields and constants included."""
+    alone = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    return [node.value for node in alone if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def comments(text: str) -> list[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [token.string for token in tokens if token.type == tokenize.COMMENT]
+
+
+def words_of(text: str, tree: ast.Module) -> list[str]:
+    """Return the words of the docstrings and comments of a module, in lower case."""
+    return re.findall(r"[a-z']+", " ".join([*strings(tree), *comments(text)]).lower())
+
+
+def too_many(words: list[str]) -> list[str]:
+    """Return the words that describe programs as persons, if they are more than one and more than their share."""
+    found = [word for word in words if word in PERSONS_AND_POSTURES]
+    return found if len(found) > max(1, SEEN_PER_1000 * len(words) / 1000) else []
+
+
+def test_texts_use_the_terms_of_the_field() -> None:
+    found = {
+        str(path): bad
+        for path, tree in trees().items()
+        if path.parts[0] not in ROOMS_TO_COME and (bad := too_many(words_of((ROOT / path).read_text(), tree)))
+    }
+    assert not found, f"write what the program does: {found}"
+
+
+def test_docstrings_are_sentences() -> None:
+    """`Return whether the queue is full.`, not `Whether it is full.`"""
+    found = {
+        str(path): bad
+        for path, tree in trees().items()
+        if path.parts[0] not in ROOMS_TO_COME and (bad := [text[:60] for text in strings(tree) if FRAGMENT.match(text)])
+    }
+    assert not found, f"begin with a verb or with the thing: {found}"
+
+
+def test_a_public_name_has_one_definition() -> None:
+    """A hook may be defined in several modules; any other class or function has a name of its own."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path, tree in trees().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
+                found[node.name].append(str(path))
+    several = {name: paths for name, paths in found.items() if len(paths) > 1}
+    assert not ONE_NAME_EACH.keys() - several.keys(), "a hook with one definition needs no line"
+    twice = {name: paths for name, paths in several.items() if name not in {*ONE_NAME_EACH, *NAMES_TO_COME}}
+    assert not twice, f"give each its own name: {twice}"
+
+
+def test_the_words_are_counted() -> None:
+    """A module with two of the words in forty is found, one with a single one is not."""
+    text = '"""The queue says %s it holds."""\n# a row that lies there\nN = 1  # of the field\n'
+    assert too_many(words_of(text % "what", ast.parse(text % "what"))) == ["says", "lies"]
+    assert too_many(words_of('"""It says so."""', ast.parse('"""It says so."""'))) == []
+    assert FRAGMENT.match("Whether it is full.") and not FRAGMENT.match("Offset of a row.")
