@@ -17,7 +17,7 @@ from bench.sweep import Tried, best, sweep
 from bench.sweep import table as sweep_table
 from verl.chat.parsing import FORMATS
 from verl.recipes import tool_arithmetic
-from verl.recipes.arithmetic import write_rows
+from verl.recipes.arithmetic import write_jsonl
 
 SFT_ROWS, SFT_STEPS, SFT_TIMEOUT_S = 4000, 300, 900.0
 PROMPTS, SAMPLES = TRAJECTORIES // 2, 2
@@ -50,9 +50,9 @@ def ensure_model(folder: Path, threads: int) -> tuple[Path, Path]:
         base = tiny.save(tiny.qwen3(tokenizer, seed=0), tokenizer, home / "base")
         drawn = [conversation(rng.randint(10, 99), rng.randint(1, CALLS)) for _ in range(SFT_ROWS)]
         shown = [{"messages": messages, "tools": [tool_arithmetic.SCHEMA]} for messages in drawn]
-        sft = write_rows(home / "data" / "sft.jsonl", shown)
+        sft = write_jsonl(home / "data" / "sft.jsonl", shown)
         asked = [row_of(rng.randint(10, 99)) for _ in range(64 * PROMPTS)]
-        write_rows(rows, asked)
+        write_jsonl(rows, asked)
         command = [sys.executable, "-m", "verl", "sft", "recipe=tool_arithmetic_warmup", f"model.path={base}"]
         command += [f"data.train_files=[{sft}]", f"run.root_dir={home}", "run.name=sft", "model.device=cpu"]
         command += [f"run.total_steps={SFT_STEPS}", f"run.threads={threads}"]

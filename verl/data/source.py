@@ -57,7 +57,7 @@ class LoadReport(RowCounts):
 
     @property
     def contents(self) -> dict[str, str]:
-        """What defines the run beside the files that its keys name."""
+        """Return the values that define the run beside the files that its keys name."""
         return {"data.dataset_class": self.made} if self.made else {}
 
     def summary(self) -> str:

@@ -1,4 +1,4 @@
-"""What a dataset class of the user's is built on, under verl's names: it runs in a process of the sandbox.
+"""The base of a user's dataset class, under verl's names. It runs in a process of the sandbox.
 
     class Mine(RLHFDataset):                     from verl.utils.dataset.rl_dataset import RLHFDataset
         def _build_messages(self, example): ...

@@ -89,7 +89,7 @@ def rl_row(problem: Problem, index: int, held: bool) -> dict[str, Any]:
 
 def write_rl(path: Path, count: int, *, seed: int, held: bool, three_digits: bool = False) -> Path:
     source = islice(problems(seed, held=held, three_digits=three_digits), count)
-    return write_rows(path, [rl_row(p, i, held) for i, p in enumerate(source)])
+    return write_jsonl(path, [rl_row(p, i, held) for i, p in enumerate(source)])
 
 
 def write_sft(path: Path, count: int, *, seed: int, forget_share: float) -> Path:
@@ -99,10 +99,10 @@ def write_sft(path: Path, count: int, *, seed: int, forget_share: float) -> Path
     for p in islice(problems(seed, held=False), count):
         reply = trace(p, forget_carries=rng.random() < forget_share)
         rows.append({"messages": [{"role": "user", "content": prompt(p)}, {"role": "assistant", "content": reply}]})
-    return write_rows(path, rows)
+    return write_jsonl(path, rows)
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from verl.recipes.arithmetic import Problem, answer, compute_score, held_out, prompt, rl_row, write_rows
+from verl.recipes.arithmetic import Problem, answer, compute_score, held_out, prompt, rl_row, write_jsonl
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
@@ -136,7 +136,7 @@ def write_inputs(folder: Path, *, sft_rows: int, rl_rows: int, held_out_rows: in
     """The files of the three stages: sft.jsonl, train.jsonl, heldout.jsonl."""
     rng = random.Random(1001 + seed)
     seen = islice(products(1000 + seed, held=False), sft_rows)
-    write_rows(folder / "sft.jsonl", [{"messages": conversation(p, rng), "tools": [SCHEMA]} for p in seen])
+    write_jsonl(folder / "sft.jsonl", [{"messages": conversation(p, rng), "tools": [SCHEMA]} for p in seen])
     for name, count, number, held in (("train", rl_rows, 2000 + seed, False), ("heldout", held_out_rows, 3000, True)):
         found = islice(products(number, held=held), count)
-        write_rows(folder / f"{name}.jsonl", [rl_row(p, i, held) for i, p in enumerate(found)])
+        write_jsonl(folder / f"{name}.jsonl", [rl_row(p, i, held) for i, p in enumerate(found)])
