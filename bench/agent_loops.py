@@ -28,7 +28,7 @@ from verl.chat.bridge import bridge_of, plain_text
 from verl.chat.parsing import FORMATS, TurnParser
 from verl.chat.template import Renderer, audit_template
 from verl.data.formats import Players
-from verl.rollout.base import Completion
+from verl.rollout.base import Completion, GenerateRequest
 from verl.types import Sampling, Task
 
 ANSWER = '<tool_call>\n{{"name": "{name}", "arguments": {{"n": {n}}}}}\n</tool_call>'
@@ -66,9 +66,9 @@ class Says:
         texts = [ANSWER.format(name=tool, n=n) for n in range(turns - 1)] + ["done"]
         self._said = [tokenizer(t + "<|im_end|>", add_special_tokens=False)["input_ids"] for t in texts]
 
-    async def generate(self, request_id: str, prompt_ids: Any, sampling: Any, **inputs: Any) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
         ids = np.array(self._said.pop(0), np.int64)
-        return Completion(request_id, ids, np.zeros(len(ids), np.float32), ((0, 0, len(ids)),), "eos")
+        return Completion(request.id, ids, np.zeros(len(ids), np.float32), ((0, 0, len(ids)),), "eos")
 
 
 def kit_of(tool: Tool) -> tuple[Any, ToolKit]:

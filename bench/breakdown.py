@@ -36,7 +36,7 @@ from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.objective import Term, TermValue
-from verl.rollout.base import RolloutContext
+from verl.rollout.base import GenerateRequest, RolloutContext
 from verl.rollout.native import runner, weights
 from verl.rollout.native.engine import build
 from verl.rollout.native.options import Options
@@ -118,7 +118,11 @@ def rollout(model: Any, prompts: list[list[int]], lengths: list[int], gflops: fl
             began = time.perf_counter()
             await asyncio.gather(
                 *(
-                    engine.generate(f"{number}/{i}", np.asarray(ids), Sampling(max_tokens=n, seed=i, ignore_eos=True))
+                    engine.generate(
+                        GenerateRequest(
+                            f"{number}/{i}", np.asarray(ids), Sampling(max_tokens=n, seed=i, ignore_eos=True)
+                        )
+                    )
                     for i, (ids, n) in enumerate(zip(prompts, lengths, strict=True))
                 )
             )

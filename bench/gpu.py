@@ -32,7 +32,7 @@ from bench.workloads import WORKLOADS, make_inputs
 from verl.batch import pack
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
-from verl.rollout.base import RolloutContext
+from verl.rollout.base import GenerateRequest, RolloutContext
 from verl.rollout.native.engine import build
 from verl.rollout.native.options import Options
 from verl.types import Sample, Sampling
@@ -161,7 +161,9 @@ class Bench:
                 began = time.perf_counter()
                 await asyncio.gather(
                     *(
-                        engine.generate(f"{repeat}/{i}", p, Sampling(max_tokens=tokens, seed=i, ignore_eos=True))
+                        engine.generate(
+                            GenerateRequest(f"{repeat}/{i}", p, Sampling(max_tokens=tokens, seed=i, ignore_eos=True))
+                        )
                         for i, p in enumerate(prompts)
                     )
                 )

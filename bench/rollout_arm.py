@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import psutil
 
+from verl.rollout.base import GenerateRequest
+
 
 async def run(spec: dict[str, Any]) -> dict[str, Any]:
     import torch
@@ -49,9 +51,11 @@ async def run(spec: dict[str, Any]) -> dict[str, Any]:
         began, own = time.perf_counter(), psutil.Process().cpu_times()
         calls = [
             engine.generate(
-                f"{number}/{i}",
-                np.asarray(ids),
-                Sampling(max_tokens=n, temperature=spec["temperature"], seed=i, ignore_eos=True),
+                GenerateRequest(
+                    f"{number}/{i}",
+                    np.asarray(ids),
+                    Sampling(max_tokens=n, temperature=spec["temperature"], seed=i, ignore_eos=True),
+                )
             )
             for i, (ids, n) in enumerate(zip(prompts, lengths, strict=True))
         ]

@@ -35,7 +35,7 @@ import uvloop
 
 from bench.report import assemble
 from bench.results import Spread, Table
-from verl.rollout.base import Capabilities, Completion, ReplicaLost
+from verl.rollout.base import Capabilities, Completion, GenerateRequest, ReplicaLost
 from verl.rollout.router import Router
 from verl.types import Sampling
 
@@ -53,7 +53,8 @@ class Double:
         self.running: dict[str, asyncio.Future[None]] = {}
         self.dead = False
 
-    async def generate(self, request_id: str, prompt: np.ndarray, sampling: Sampling, **rest: Any) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
+        request_id, prompt, sampling = request.id, request.prompt_ids, request.sampling
         if self.dead:
             raise ReplicaLost("a death")
         loop = asyncio.get_running_loop()
@@ -153,11 +154,15 @@ async def added(replicas: int, answers: int) -> tuple[str, ...]:
     found: dict[str, list[list[float]]] = {"direct": [], "routed": []}
     for _ in range(5):  # in turn, so that the load of the machine is alike
         found["direct"].append(
-            await seconds_of(lambda i: doubles[i % replicas].generate(str(i), PROMPT, sampling(i)), answers, at_once)
+            await seconds_of(
+                lambda i: doubles[i % replicas].generate(GenerateRequest(str(i), PROMPT, sampling(i))), answers, at_once
+            )
         )
         found["routed"].append(
             await seconds_of(
-                lambda i: made.router.generate(str(i), PROMPT, sampling(i), prefix_key=str(i // 8)), answers, at_once
+                lambda i: made.router.generate(GenerateRequest(str(i), PROMPT, sampling(i), prefix_key=str(i // 8))),
+                answers,
+                at_once,
             )
         )
     cells = []
@@ -179,7 +184,7 @@ async def deaths(replicas: int, limit_s: float) -> tuple[str, ...]:
             asked += 1
             name, seed, live = f"r{asked}", asked, made.live
             done = await made.router.generate(
-                name, PROMPT, Sampling(max_tokens=2, seed=seed), prefix_key=str(seed // 8)
+                GenerateRequest(name, PROMPT, Sampling(max_tokens=2, seed=seed), prefix_key=str(seed // 8))
             )
             came[name] += 1
             stale = any(version < live for version, _, _ in done.spans)
@@ -229,7 +234,7 @@ def over_http(rounds: int) -> tuple[tuple[str, ...], ...]:
     async def rate(engine: Any) -> float:
         start = time.perf_counter()
         asked = (
-            engine.generate(str(i), ids, Sampling(max_tokens=200, seed=i, ignore_eos=True))
+            engine.generate(GenerateRequest(str(i), ids, Sampling(max_tokens=200, seed=i, ignore_eos=True)))
             for i, ids in enumerate(prompts)
         )
         return sum(len(one.ids) for one in await asyncio.gather(*asked)) / (time.perf_counter() - start)

@@ -43,7 +43,7 @@ from transformers import Qwen3Config
 
 from bench.report import assemble
 from bench.results import Spread, Table
-from verl.rollout.base import RolloutContext, RolloutEngine
+from verl.rollout.base import GenerateRequest, RolloutContext, RolloutEngine
 from verl.rollout.native import engine as native_engine
 from verl.rollout.native.architecture import shape_of
 from verl.rollout.native.options import Options
@@ -349,7 +349,7 @@ async def publishes(now: Weights, rollout: RolloutEngine, rounds: int) -> list[S
     async def asked(number: int) -> None:
         for i in itertools.count():
             sampling = Sampling(max_tokens=200, seed=i, ignore_eos=True)
-            await rollout.generate(f"{number}-{i}", np.arange(1, 9) + number, sampling)
+            await rollout.generate(GenerateRequest(f"{number}-{i}", np.arange(1, 9) + number, sampling))
 
     sync, found = LocalCheckpointEngine(probes=(), copies=True), []
     running: list[asyncio.Task[None]] = []

@@ -18,7 +18,7 @@ from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.objective import Term
 from verl.recipes import arithmetic as task
-from verl.rollout.base import RolloutContext
+from verl.rollout.base import GenerateRequest, RolloutContext
 from verl.rollout.native.engine import build
 from verl.rollout.native.options import Options
 from verl.transfer_queue.memory import MemoryQueue
@@ -55,7 +55,12 @@ async def main(model_path: str, rounds: int = 4, problems_per_round: int = 64, n
         found = await asyncio.gather(
             *(
                 rollout.generate(
-                    f"{g}/{i}", prompts[g], Sampling(max_tokens=48, seed=derive_seed(version, g, i)), prefix_key=str(g)
+                    GenerateRequest(
+                        f"{g}/{i}",
+                        prompts[g],
+                        Sampling(max_tokens=48, seed=derive_seed(version, g, i)),
+                        prefix_key=str(g),
+                    )
                 )
                 for g, i in seats
             )

@@ -15,7 +15,7 @@ import numpy as np
 from aiohttp import web
 from safetensors.torch import load_file
 
-from verl.rollout.base import Completion
+from verl.rollout.base import Completion, GenerateRequest
 from verl.types import Sampling
 
 SGLANG = json.loads((Path(__file__).parent / "data" / "sglang_api.json").read_text())
@@ -234,7 +234,9 @@ class SglangDouble(Double):
         try:
             if body.get("stream"):
                 return await self._streamed(request, rid, prompt, sampling, told)
-            return web.json_response(self._answer(await self.engine.generate(rid, prompt, sampling), told))
+            return web.json_response(
+                self._answer(await self.engine.generate(GenerateRequest(rid, prompt, sampling)), told)
+            )
         finally:
             self.running.discard(rid)
             self.known.discard(rid)
@@ -246,7 +248,11 @@ class SglangDouble(Double):
         response, pieces = web.StreamResponse(), asyncio.Queue[Any]()
         await response.prepare(request)
         whole = asyncio.ensure_future(
-            self.engine.stream(rid, prompt, sampling, lambda ids, logprobs: pieces.put_nowait((ids, logprobs)))
+            self.engine.generate(
+                GenerateRequest(
+                    rid, prompt, sampling, on_tokens=lambda ids, logprobs: pieces.put_nowait((ids, logprobs))
+                )
+            )
         )
         whole.add_done_callback(lambda task: pieces.put_nowait(None))
         ids, logprobs = np.zeros(0, np.int64), np.zeros(0, np.float32)
@@ -335,7 +341,7 @@ class TrtllmDouble(Double):
         )
         if body.get("stream"):
             return await self._streamed(request, f"own-{self.numbers}", prompt, sampling, body)
-        done = await self.engine.generate(f"own-{self.numbers}", prompt, sampling)
+        done = await self.engine.generate(GenerateRequest(f"own-{self.numbers}", prompt, sampling))
         return web.json_response({"choices": [self._choice(done.ids, done.logprobs, body, done)]})
 
     async def _streamed(
@@ -344,7 +350,11 @@ class TrtllmDouble(Double):
         response, pieces = web.StreamResponse(), asyncio.Queue[Any]()
         await response.prepare(request)
         whole = asyncio.ensure_future(
-            self.engine.stream(name, prompt, sampling, lambda ids, logprobs: pieces.put_nowait((ids, logprobs)))
+            self.engine.generate(
+                GenerateRequest(
+                    name, prompt, sampling, on_tokens=lambda ids, logprobs: pieces.put_nowait((ids, logprobs))
+                )
+            )
         )
         whole.add_done_callback(lambda task: pieces.put_nowait(None))
         told = 0

@@ -74,7 +74,8 @@ class FakeEngine:
     def running(self) -> int:
         return len(self.live)
 
-    async def generate(self, request_id, prompt_ids, sampling: Sampling, *, prefix_key=None, adapter=None, media=()):
+    async def generate(self, request):
+        request_id, prompt_ids, sampling = request.id, request.prompt_ids, request.sampling
         assert not self.asleep, "generate while the engine sleeps"
         assert request_id not in self.live, f"{request_id} is already running"
         self.requests.append((request_id, list(prompt_ids), sampling))
@@ -102,7 +103,7 @@ class FakeEngine:
         """What takes time in a request."""
         await asyncio.sleep(1e6 if self._hang(seed) else self._delay_s(seed))
 
-    async def score(self, ids, *, temperature=1.0, adapter=None, media=()):
+    async def score(self, ids, *, temperature=1.0, parameters=None, media=()):
         return np.zeros(len(ids) - 1, np.float32)
 
     async def load_weights(self, source, *, on_inflight="wait"):

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from verl.rollout.base import Completion, RolloutContext
+from verl.rollout.base import Completion, GenerateRequest, RolloutContext
 from verl.rollout.embedded.core import EngineCore
-from verl.rollout.embedded.requests import Request
+from verl.rollout.embedded.requests import ActiveRequest
 from verl.rollout.native.engine import build
 from verl.rollout.native.options import Options
 from verl.rollout.native.runner import NativeRunner
@@ -50,7 +50,7 @@ def source_of(module: Any, version: int = 0) -> Any:
     return SimpleNamespace(version=version, tensors=lambda: module.state_dict().items())
 
 
-def finish(core: EngineCore, requests: Iterable[Request] = ()) -> dict[str, Completion]:
+def finish(core: EngineCore, requests: Iterable[ActiveRequest] = ()) -> dict[str, Completion]:
     for request in requests:
         core.add(request)
     done: dict[str, Completion] = {}
@@ -71,7 +71,7 @@ class Interrupted:
     async def begin(self, ids: Any, sampling: Any) -> int:
         """A request that has some of its tokens, and no more until `resume`."""
         before = self._inner.stats()["sampled_tokens"]
-        self._asked = asyncio.ensure_future(self._inner.generate("interrupted", ids, sampling))
+        self._asked = asyncio.ensure_future(self._inner.generate(GenerateRequest("interrupted", ids, sampling)))
         while self._inner.stats()["sampled_tokens"] == before:  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0)
         await self._inner.pause("keep")

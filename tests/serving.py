@@ -23,7 +23,7 @@ from tokens import bpe_tokenizer
 from verl.chat.template import audit_template
 from verl.driver.setup import decoder
 from verl.models import tiny
-from verl.rollout.base import Capabilities, Completion, RolloutContext
+from verl.rollout.base import Capabilities, Completion, GenerateRequest, RolloutContext
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.rollout.server.app import make_app, run_app
@@ -89,10 +89,10 @@ class Scripted:
         self._ids = [[*of(text, add_special_tokens=False)["input_ids"], of.eos_token_id] for text in answers]
         self.prompts: list[list[int]] = []
 
-    async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Any, **rest: Any) -> Completion:
-        self.prompts.append(prompt_ids.tolist())
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.prompts.append(request.prompt_ids.tolist())
         ids = np.asarray(self._ids.pop(0), np.int64)
-        return Completion(request_id, ids, np.full(len(ids), -0.5, np.float32), ((3, 0, len(ids)),), "eos")
+        return Completion(request.id, ids, np.full(len(ids), -0.5, np.float32), ((3, 0, len(ids)),), "eos")
 
     async def score(self, ids: np.ndarray, **rest: Any) -> np.ndarray:
         return np.full(len(ids) - 1, -1.0, np.float32)

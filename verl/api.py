@@ -34,7 +34,7 @@ from verl.given_models import AutoModelForCausalLMWithValueHead, wrapped
 from verl.leftovers import OwnFolder
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
-from verl.rollout.base import Completion
+from verl.rollout.base import Completion, GenerateRequest
 from verl.track.metrics import reduce
 from verl.types import Purpose, Sample, Sampling, Segment, as_ids, derive_seed
 
@@ -130,9 +130,8 @@ class VerlTrainer:
                 sampling = Sampling(max_tokens=room, temperature=self.config.temperature, seed=seed)
                 if i >= wanted and group.baseline_sampling is not None:
                     sampling = group.baseline_sampling(sampling)
-                plays.append(
-                    self._rollout.generate(f"{self._calls}/{q}/{i}", ids, sampling, prefix_key=f"{self._calls}/{q}")
-                )
+                asked = GenerateRequest(f"{self._calls}/{q}/{i}", ids, sampling, prefix_key=f"{self._calls}/{q}")
+                plays.append(self._rollout.generate(asked))
         self._calls += 1
         found = self._loop.run_until_complete(_gather(plays))
         texts = [self._decode(c.ids.tolist()) for c in found]

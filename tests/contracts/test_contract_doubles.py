@@ -21,7 +21,7 @@ from serving import texts_of, tokenizer
 
 from verl.rollout import openai, sglang, trtllm
 from verl.rollout.api import Deadlines, Expected
-from verl.rollout.base import Capabilities, RolloutContext, ServerPlace
+from verl.rollout.base import Capabilities, GenerateRequest, RolloutContext, ServerPlace
 from verl.rollout.client import ServedEngine
 from verl.rollout.http import ServerGone
 from verl.rollout.native import engine as native
@@ -211,12 +211,12 @@ def test_aborting_without_the_server(contract: ModuleType) -> None:
     a, b = contract.prompts((5, 6))
 
     async def body(engine: Any) -> None:
-        running = asyncio.create_task(engine.generate("a", a, contract.greedy(480)))
+        running = asyncio.create_task(engine.generate(GenerateRequest("a", a, contract.greedy(480))))
         await contract.until_sampled(engine, 3)
         await engine.pause("abort")
         done = await running
         assert done.stop_reason == "abort" and done.ids.tolist() == contract.hf_greedy(a, 480)[: len(done.ids)]
-        late = [asyncio.create_task(engine.generate(name, b, contract.greedy(5))) for name in "bc"]
+        late = [asyncio.create_task(engine.generate(GenerateRequest(name, b, contract.greedy(5)))) for name in "bc"]
         await asyncio.sleep(0.05)
         assert not any(task.done() for task in late) and await engine.abort(["c"]) == 1
         assert ((await late[1]).stop_reason, len((await late[1]).ids)) == ("abort", 0)
@@ -252,9 +252,9 @@ def test_a_start_that_fails_is_not_the_last_one(contract: ModuleType) -> None:
         with pytest.raises(RuntimeError, match="ended with exit code 1 as it started"):
             await contract.load(engine, contract.Source(contract.reference(seed=1), 1))
         with pytest.raises(ServerGone, match="out of service: the update to version 1 failed"):
-            await engine.generate("r", prompt, contract.greedy(5))
+            await engine.generate(GenerateRequest("r", prompt, contract.greedy(5)))
         engine._launch = running.launch
         assert await contract.load(engine, contract.Source(contract.reference(seed=2), 2)) == 2
-        return (await engine.generate("r", prompt, contract.greedy(5))).ids.tolist()
+        return (await engine.generate(GenerateRequest("r", prompt, contract.greedy(5)))).ids.tolist()
 
     assert contract.with_engine(contract.build("server"), body) == contract.hf_greedy(prompt, 5, seed=2)

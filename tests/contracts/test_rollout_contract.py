@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from verl.rollout import hf
-from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutContext
+from verl.rollout.base import Capabilities, Completion, GenerateRequest, ReplicaLost, RolloutContext
 from verl.rollout.embedded.hf_runner import HfRunner
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
@@ -197,7 +197,9 @@ def meets(test: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def generate_all(engine: Any, jobs: dict[str, tuple[np.ndarray, Sampling]]) -> dict[str, Completion]:
-    done = await asyncio.gather(*[engine.generate(name, ids, sampling) for name, (ids, sampling) in jobs.items()])
+    done = await asyncio.gather(
+        *[engine.generate(GenerateRequest(name, ids, sampling)) for name, (ids, sampling) in jobs.items()]
+    )
     assert [c.request_id for c in done] == list(jobs)
     return {c.request_id: c for c in done}
 
@@ -402,7 +404,7 @@ def test_a_response_of_only_eos(kind: str) -> None:
     prompt = prompts((9,), seed=2)[0]
 
     async def body(engine: Any) -> None:
-        c = await engine.generate("r", prompt, greedy(5))
+        c = await engine.generate(GenerateRequest("r", prompt, greedy(5)))
         assert (c.ids.tolist(), c.stop_reason, len(c.logprobs)) == (hf_greedy(prompt, 1), "eos", 1)
 
     with_engine(build(kind, eos_token_ids=hf_greedy(prompt, 1)), body)
@@ -432,11 +434,11 @@ def test_the_context_can_be_filled_to_its_last_token(kind: str) -> None:
     prompt = prompts((20,))[0]
 
     async def body(engine: Any) -> None:
-        c = await engine.generate("full", prompt, greedy(100))
+        c = await engine.generate(GenerateRequest("full", prompt, greedy(100)))
         assert (c.stop_reason, c.ids.tolist()) == ("context_full", hf_greedy(prompt, 12))
-        assert (await engine.generate("exact", prompt, greedy(12))).stop_reason == "length"
+        assert (await engine.generate(GenerateRequest("exact", prompt, greedy(12)))).stop_reason == "length"
         with pytest.raises(ValueError, match="leaves no room"):
-            await engine.generate("long", prompts((32,))[0], greedy(1))
+            await engine.generate(GenerateRequest("long", prompts((32,))[0], greedy(1)))
 
     with_engine(build(kind, max_context_tokens=32), body)
 
@@ -450,7 +452,9 @@ def test_abort_returns_partial_tokens(kind: str) -> None:
     a, b, c = prompts((5, 6, 7))
 
     async def body(engine: Any) -> None:
-        tasks = [asyncio.create_task(engine.generate(n, p, greedy(400))) for n, p in zip("abc", (a, b, c))]
+        tasks = [
+            asyncio.create_task(engine.generate(GenerateRequest(n, p, greedy(400)))) for n, p in zip("abc", (a, b, c))
+        ]
         await until_sampled(engine, 8)
         still(tasks[0])
         assert await engine.abort(["a", "unknown"]) == 1
@@ -463,7 +467,7 @@ def test_abort_returns_partial_tokens(kind: str) -> None:
         assert first.ids.tolist() == hf_greedy(a, n) and len(first.logprobs) == n
         assert [t.stop_reason for t in await asyncio.gather(*tasks)] == ["abort"] * 3
         assert await engine.abort() == 0
-        assert (await engine.generate("a", a, greedy(3))).ids.tolist() == hf_greedy(a, 3)
+        assert (await engine.generate(GenerateRequest("a", a, greedy(3)))).ids.tolist() == hf_greedy(a, 3)
 
     with_engine(build(kind, max_concurrent_sequences=2), body)
 
@@ -475,13 +479,15 @@ def test_pause(kind: str, mode: str) -> None:
     a, b = prompts((5, 6))
 
     async def body(engine: Any) -> None:
-        running = asyncio.create_task(engine.generate("a", a, greedy(480)))  # long, also where the loop is kept waiting
+        running = asyncio.create_task(
+            engine.generate(GenerateRequest("a", a, greedy(480)))
+        )  # long, also where the loop is kept waiting
         await until_sampled(engine, 3)
         await engine.pause(mode)
         if mode != "wait":
             still(running)
         sampled = stats_of(engine)["sampled_tokens"]
-        late = asyncio.create_task(engine.generate("b", b, greedy(5)))
+        late = asyncio.create_task(engine.generate(GenerateRequest("b", b, greedy(5))))
         await asyncio.sleep(0.02)
         assert stats_of(engine)["sampled_tokens"] == sampled and not late.done()
         assert running.done() == (mode != "keep")
@@ -502,7 +508,7 @@ def test_update_in_flight_has_exact_spans(kind: str) -> None:
     old, new = reference(), reference(seed=1)
 
     async def body(engine: Any) -> Completion:
-        task = asyncio.create_task(engine.generate("r", prompt, greedy(480)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompt, greedy(480))))
         await until_sampled(engine, 5)
         assert await load(engine, Source(new, 1), on_inflight="keep") == engine.version == 1
         c = await task
@@ -549,7 +555,7 @@ def test_tokens_are_drawn_while_new_weights_are_read(kind: str) -> None:
     async def body(engine: Any) -> None:
         for source in (broken, left, taken):
             task = await reads(engine, source)
-            c = await engine.generate("r", prompt, greedy(9))
+            c = await engine.generate(GenerateRequest("r", prompt, greedy(9)))
             assert c.ids.tolist() == hf_greedy(prompt, 9) and c.spans == ((0, 0, 9),) and not task.done()
             if source is left:
                 task.cancel()
@@ -559,7 +565,7 @@ def test_tokens_are_drawn_while_new_weights_are_read(kind: str) -> None:
                 with pytest.raises(ValueError, match="weights do not fit the model: missing"):
                     task.result()
         assert task.result() == 3
-        c = await engine.generate("r", prompt, greedy(9))
+        c = await engine.generate(GenerateRequest("r", prompt, greedy(9)))
         assert c.ids.tolist() == hf_greedy(prompt, 9, seed=1) and c.spans == ((3, 0, 9),)
         task = await reads(engine, late)
         await engine.close()
@@ -580,11 +586,11 @@ def test_update_that_waits_or_aborts(kind: str, mode: str) -> None:
     prompt = prompts((9,))[0]
 
     async def body(engine: Any) -> None:
-        task = asyncio.create_task(engine.generate("r", prompt, greedy(480)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompt, greedy(480))))
         await until_sampled(engine, 5)
         update = asyncio.create_task(load(engine, Source(reference(seed=1), 4), on_inflight=mode))
         await asyncio.sleep(0)
-        late = asyncio.create_task(engine.generate("late", prompt, greedy(9)))
+        late = asyncio.create_task(engine.generate(GenerateRequest("late", prompt, greedy(9))))
         assert await update == 4
         c = await task
         assert {v for v, _, _ in c.spans} == {0} and c.ids.tolist() == hf_greedy(prompt, 480)[: len(c.ids)]
@@ -635,11 +641,11 @@ def test_where_weights_do_not_fit_nothing_is_drawn_before_all_have_come(kind: st
         with pytest.raises(ValueError, match=r"k_proj.*unexpected.*layers\.7\.extra.*wrong shape.*up_proj"):
             await load(engine, Broken(reference()))
         with pytest.raises(ReplicaLost):
-            await engine.generate("r", prompt, greedy(9))
+            await engine.generate(GenerateRequest("r", prompt, greedy(9)))
         if kind == "router":  # both are given up
             return
         await load(engine, Source(reference(seed=1), 9))
-        c = await engine.generate("r", prompt, greedy(9))
+        c = await engine.generate(GenerateRequest("r", prompt, greedy(9)))
         assert c.ids.tolist() == hf_greedy(prompt, 9, seed=1) and c.spans == ((9, 0, 9),)
 
     with_engine(build(kind), body)
@@ -654,7 +660,7 @@ def test_who_asks_while_weights_come_waits_for_all_of_them(kind: str) -> None:
         for source in (taken, broken):
             update = asyncio.create_task(engine.load_weights(source, on_inflight="wait"))
             assert await asyncio.to_thread(source.reading.wait, 60)
-            asked = asyncio.create_task(engine.generate(f"r{source.version}", prompt, greedy(9)))
+            asked = asyncio.create_task(engine.generate(GenerateRequest(f"r{source.version}", prompt, greedy(9))))
             await asyncio.sleep(0.01)
             assert not asked.done()
             source.go.set()
@@ -713,7 +719,7 @@ def test_weights_are_a_snapshot(kind: str) -> None:
         with torch.no_grad():
             for parameter in live.parameters():
                 parameter.mul_(0.5)
-        assert (await engine.generate("r", prompt, greedy(9))).ids.tolist() == hf_greedy(prompt, 9)
+        assert (await engine.generate(GenerateRequest("r", prompt, greedy(9)))).ids.tolist() == hf_greedy(prompt, 9)
 
     with_engine(build(kind), body, weights=Source(live))
 
@@ -723,12 +729,12 @@ def test_sleep_and_wake(kind: str) -> None:
     prompt = prompts((9,))[0]
 
     async def body(engine: Any) -> None:
-        task = asyncio.create_task(engine.generate("r", prompt, greedy(60)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompt, greedy(60))))
         await until_sampled(engine, 5)
         assert await engine.sleep(1) > 0
         sampled = stats_of(engine)["sampled_tokens"]
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(engine.generate("w", prompt, greedy(5)), 0.02)
+            await asyncio.wait_for(engine.generate(GenerateRequest("w", prompt, greedy(5))), 0.02)
         assert stats_of(engine)["sampled_tokens"] == sampled
         np.testing.assert_allclose(await engine.score(prompt), hf_logprobs(prompt[:1], prompt[1:], 1.0), atol=1e-5)
         await engine.wake()
@@ -738,12 +744,12 @@ def test_sleep_and_wake(kind: str) -> None:
 
         assert await engine.sleep(2) >= sum(p.nbytes for p in reference().parameters())
         with pytest.raises(ValueError, match="no weights"):
-            await engine.generate("n", prompt, greedy(5))
+            await engine.generate(GenerateRequest("n", prompt, greedy(5)))
         await engine.wake(("weights",))
         with pytest.raises(ValueError, match="no weights"):
             await engine.score(prompt)
         await load(engine, Source(reference(seed=1), 1))
-        late = asyncio.create_task(engine.generate("l", prompt, greedy(5)))
+        late = asyncio.create_task(engine.generate(GenerateRequest("l", prompt, greedy(5))))
         await asyncio.sleep(0.01)
         assert not late.done()
         await engine.wake(("kv",))
@@ -756,7 +762,7 @@ def test_sleep_and_wake(kind: str) -> None:
 @meets
 def test_what_cannot_finish_is_not_waited_for(kind: str) -> None:
     async def body(engine: Any) -> None:
-        task = asyncio.create_task(engine.generate("r", prompts((5,))[0], greedy(200)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompts((5,))[0], greedy(200))))
         await until_sampled(engine, 3)
         await engine.pause("keep")
         still(task)
@@ -776,8 +782,10 @@ def test_cancelled_callers_free_their_rows(kind: str) -> None:
     async def body(engine: Any) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await asyncio.gather(*[engine.generate(str(i), a, greedy(450)) for i in range(4)])
-        assert (await engine.generate("0", b, greedy(6))).ids.tolist() == hf_greedy(b, 6)  # the id is free again
+                await asyncio.gather(*[engine.generate(GenerateRequest(str(i), a, greedy(450))) for i in range(4)])
+        assert (await engine.generate(GenerateRequest("0", b, greedy(6)))).ids.tolist() == hf_greedy(
+            b, 6
+        )  # the id is free again
         # another replica may need a step more
         while stats_of(engine)["resident"] or stats_of(engine)["waiting"]:  # noqa: ASYNC110
             await asyncio.sleep(0.0005)
@@ -793,8 +801,8 @@ def test_an_answer_does_not_wait_for_the_longer_ones(kind: str) -> None:
     expected = hf_greedy(b, 6)
 
     async def body(engine: Any) -> None:
-        long = asyncio.create_task(engine.generate("long", a, greedy(450)))
-        short = asyncio.create_task(engine.generate("short", b, greedy(6)))
+        long = asyncio.create_task(engine.generate(GenerateRequest("long", a, greedy(450))))
+        short = asyncio.create_task(engine.generate(GenerateRequest("short", b, greedy(6))))
         found = await short
         ahead, resident = not long.done(), stats_of(engine)["resident"]
         assert found.ids.tolist() == expected and len((await long).ids) == 450
@@ -811,7 +819,7 @@ def test_a_closed_engine_stops_at_the_next_step(kind: str) -> None:
     async def run() -> int:
         engine = build(kind)
         await load(engine, Source(reference()))
-        task = asyncio.create_task(engine.generate("r", prompts((5,))[0], greedy(450)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompts((5,))[0], greedy(450))))
         await until_sampled(engine, 3)
         await engine.close()
         with pytest.raises(RuntimeError, match="closed"):
@@ -829,7 +837,7 @@ def test_a_cancelled_wait_is_given_up(kind: str) -> None:
     prompt = prompts((5,))[0]
 
     async def body(engine: Any) -> None:
-        task = asyncio.create_task(engine.generate("r", prompt, greedy(400)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompt, greedy(400))))
         await until_sampled(engine, 3)
         for wait in (lambda: engine.pause("wait"), lambda: load(engine, Source(reference(seed=1), 1))):
             with contextlib.suppress(TimeoutError):
@@ -837,7 +845,9 @@ def test_a_cancelled_wait_is_given_up(kind: str) -> None:
                 still(task)
                 raise AssertionError("it did not wait for the request that runs")
         assert (await task).spans == ((0, 0, 400),) and engine.version == 0
-        assert (await engine.generate("s", prompt, greedy(2))).stop_reason == "length"  # neither paused nor updated
+        assert (
+            await engine.generate(GenerateRequest("s", prompt, greedy(2)))
+        ).stop_reason == "length"  # neither paused nor updated
 
     with_engine(build(kind), body)
 
@@ -848,7 +858,10 @@ def test_a_failure_reaches_every_caller(kind: str, monkeypatch: pytest.MonkeyPat
         raise MemoryError("the cause")
 
     async def body(engine: Any) -> None:
-        tasks = [asyncio.create_task(engine.generate(str(i), prompts((5,))[0], greedy(400))) for i in range(3)]
+        tasks = [
+            asyncio.create_task(engine.generate(GenerateRequest(str(i), prompts((5,))[0], greedy(400))))
+            for i in range(3)
+        ]
         await until_sampled(engine, 9)
         for one in replicas_of(engine):
             monkeypatch.setattr(one._runner, "decode", boom)
@@ -857,7 +870,10 @@ def test_a_failure_reaches_every_caller(kind: str, monkeypatch: pytest.MonkeyPat
                 await task
             cause = caught.value.__cause__.__cause__ if isinstance(engine, Router) else caught.value.__cause__
             assert isinstance(cause, MemoryError)
-        for call in (engine.generate("n", prompts((5,))[0], greedy(4)), engine.score(prompts((5,))[0])):
+        for call in (
+            engine.generate(GenerateRequest("n", prompts((5,))[0], greedy(4))),
+            engine.score(prompts((5,))[0]),
+        ):
             with pytest.raises(ReplicaLost, match="the cause"):
                 await call
 
@@ -870,7 +886,7 @@ def test_a_failure_while_draining_reaches_the_waiter(kind: str, monkeypatch: pyt
         raise MemoryError("the cause")
 
     async def body(engine: Any) -> None:
-        task = asyncio.create_task(engine.generate("r", prompts((5,))[0], greedy(400)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompts((5,))[0], greedy(400))))
         await until_sampled(engine, 3)
         update = asyncio.create_task(load(engine, Source(reference(), 1)))
         await asyncio.sleep(0)
@@ -891,7 +907,7 @@ def test_non_finite_weights_stop_the_engine(kind: str) -> None:
 
     async def body(engine: Any) -> None:
         with pytest.raises(RuntimeError, match="non-finite logits"):
-            await engine.generate("r", prompts((5,))[0], Sampling(max_tokens=3))
+            await engine.generate(GenerateRequest("r", prompts((5,))[0], Sampling(max_tokens=3)))
 
     with_engine(build(kind), body, weights=Source(broken, 3))
 
@@ -902,24 +918,27 @@ def test_user_faults(kind: str) -> None:
 
     async def body(engine: Any) -> None:
         await engine.pause("keep")  # so that it still runs when the last of them is asked
-        running = asyncio.create_task(engine.generate("r", prompt, greedy(300)))
+        running = asyncio.create_task(engine.generate(GenerateRequest("r", prompt, greedy(300))))
         await asyncio.sleep(0)
         for call, message in (
-            (engine.generate("r", prompt, greedy(2)), "already running"),
-            (engine.generate("e", prompt[:0], greedy(2)), "0 tokens"),
-            (engine.generate("v", np.array([1, VOCAB]), greedy(2)), "vocabulary"),
-            (engine.generate("n", np.array([-1]), greedy(2)), "vocabulary"),
-            (engine.generate("d", prompt[None], greedy(2)), "shape"),
-            (engine.generate("s", prompt, greedy(2, stop=("x",))), "decode="),
+            (engine.generate(GenerateRequest("r", prompt, greedy(2))), "already running"),
+            (engine.generate(GenerateRequest("e", prompt[:0], greedy(2))), "0 tokens"),
+            (engine.generate(GenerateRequest("v", np.array([1, VOCAB]), greedy(2))), "vocabulary"),
+            (engine.generate(GenerateRequest("n", np.array([-1]), greedy(2))), "vocabulary"),
+            (engine.generate(GenerateRequest("d", prompt[None], greedy(2))), "shape"),
+            (engine.generate(GenerateRequest("s", prompt, greedy(2, stop=("x",)))), "decode="),
             (engine.score(np.arange(600) % VOCAB), "max_context_tokens"),
             (engine.score(prompt, temperature=-1.0), "temperature"),
             (engine.sleep(3), "level"),
             (engine.wake(("cache",)), "cache"),
             (engine.pause("soon"), "soon"),
-            (engine.generate("m", prompt, greedy(2), media=("ab12",)), "takes no media; remove them"),
-            (engine.generate("l", prompt, greedy(2), adapter="math"), "adapter='math'.*loads no adapters"),
+            (engine.generate(GenerateRequest("m", prompt, greedy(2), media=("ab12",))), "takes no media; remove them"),
+            (
+                engine.generate(GenerateRequest("l", prompt, greedy(2), parameters="math")),
+                "adapter='math'.*loads no adapters",
+            ),
             (engine.score(prompt, media=("ab12",)), "takes no media"),
-            (engine.score(prompt, adapter="math"), "loads no adapters"),
+            (engine.score(prompt, parameters="math"), "loads no adapters"),
         ):
             with pytest.raises(ValueError, match=message):
                 await call
@@ -938,16 +957,16 @@ def test_nothing_before_the_first_weights_nor_after_close(kind: str) -> None:
     async def run() -> None:
         engine = build(kind)
         with pytest.raises(ValueError, match="no weights"):
-            await engine.generate("r", prompts((5,))[0], greedy(2))
+            await engine.generate(GenerateRequest("r", prompts((5,))[0], greedy(2)))
         await load(engine, Source(reference()))
         able = await engine.capabilities()
         assert (able.logprobs, able.max_context_tokens, able.sleep_levels) == ("processed", 512, (1, 2))
         assert able.in_flight_update and not able.lora_rank and not able.media
         assert able.prefix_cache == (kind != "hf")
-        task = asyncio.create_task(engine.generate("r", prompts((5,))[0], greedy(400)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompts((5,))[0], greedy(400))))
         await until_sampled(engine, 3)
         await engine.close()
-        for call in (task, engine.generate("n", prompts((5,))[0], greedy(2)), engine.resume()):
+        for call in (task, engine.generate(GenerateRequest("n", prompts((5,))[0], greedy(2))), engine.resume()):
             with pytest.raises(RuntimeError, match="closed"):
                 await call
 
@@ -962,12 +981,14 @@ def test_one_engine_over_several_event_loops(kind: str) -> None:
     async def left_behind() -> None:
         await load(engine, Source(reference()))
         for i in range(3):
-            asyncio.get_running_loop().create_task(engine.generate(f"gone {i}", prompt, greedy(400)))
+            asyncio.get_running_loop().create_task(engine.generate(GenerateRequest(f"gone {i}", prompt, greedy(400))))
         await until_sampled(engine, 3)
 
     async def after() -> list[Completion]:
         try:
-            return await asyncio.gather(*(engine.generate(f"gone {i}", prompt, greedy(7)) for i in range(2)))
+            return await asyncio.gather(
+                *(engine.generate(GenerateRequest(f"gone {i}", prompt, greedy(7))) for i in range(2))
+            )
         finally:
             await engine.close()
 
@@ -999,7 +1020,7 @@ def test_random_schedules_lose_and_double_nothing(kind: str, seed: int) -> None:
         prompt = pool[rng.integers(len(pool))]
         try:
             async with asyncio.timeout(0.02 if rng.random() < 0.15 else 30):
-                c = await engine.generate(name, prompt, sampling)
+                c = await engine.generate(GenerateRequest(name, prompt, sampling))
         except TimeoutError:
             outcomes[name] = "cancelled"
             return
@@ -1039,7 +1060,9 @@ def test_random_schedules_lose_and_double_nothing(kind: str, seed: int) -> None:
         await meddling
         assert len(outcomes) == 30
         await engine.resume()
-        assert (await engine.generate("last", pool[0], greedy(4))).ids.tolist() == hf_greedy(pool[0], 4)
+        assert (await engine.generate(GenerateRequest("last", pool[0], greedy(4)))).ids.tolist() == hf_greedy(
+            pool[0], 4
+        )
         stats = stats_of(engine)
         assert (stats["resident"], stats["waiting"]) == (0, 0)
         assert not any(one._pending or vars(one).get("_held") for one in replicas_of(engine))
@@ -1057,9 +1080,9 @@ class Replica:
         self.able = Capabilities(**{"logprobs": "processed", "max_context_tokens": 100, "sleep_levels": (1, 2), **able})
         self.running: dict[str, asyncio.Future[Completion]] = {}
 
-    async def generate(self, request_id: str, *args: Any, **inputs: Any) -> Completion:
-        self.running[request_id] = asyncio.get_running_loop().create_future()
-        return await self.running[request_id]
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.running[request.id] = asyncio.get_running_loop().create_future()
+        return await self.running[request.id]
 
     async def abort(self, request_ids: Any = None) -> int:
         names = list(self.running) if request_ids is None else request_ids
@@ -1083,7 +1106,9 @@ def test_the_router_spreads_by_load_and_keeps_a_prefix_key_together_within_a_bou
 
         async def send(*names: str, key: str | None = None) -> list[int]:
             for name in names:
-                tasks.append(asyncio.create_task(router.generate(name, np.arange(3), greedy(2), prefix_key=key)))
+                tasks.append(
+                    asyncio.create_task(router.generate(GenerateRequest(name, np.arange(3), greedy(2), prefix_key=key)))
+                )
                 await asyncio.sleep(0)
             return [len(replica.running) for replica in replicas]
 
@@ -1093,7 +1118,7 @@ def test_the_router_spreads_by_load_and_keeps_a_prefix_key_together_within_a_bou
         assert await send("over", key="g") == [2, 2 + MAX_LEAD, 2], "its replica is too far ahead: another one"
         assert await send("there", key="g") == [2, 2 + MAX_LEAD, 3], "which is now the key's"
         with pytest.raises(ValueError, match="already running"):
-            await router.generate("over", np.arange(3), greedy(2))
+            await router.generate(GenerateRequest("over", np.arange(3), greedy(2)))
         assert await router.abort(["g3", "1", "unknown"]) == 2 and "g3" not in b.running and "1" not in a.running
         assert await send("5", "6") == [3, 1 + MAX_LEAD, 3], "what has ended is no load"
         assert await router.abort() == len(tasks) - 2

@@ -18,6 +18,7 @@ import torch
 from serving import TOOL, Scripted, engine_of, events, model, serving, tokenizer, until
 
 from verl.rollout import hf
+from verl.rollout.base import GenerateRequest
 from verl.rollout.native import engine as native
 from verl.rollout.server import requests
 from verl.rollout.server.control import Poured
@@ -65,7 +66,9 @@ def tokens(client: Any, prompt: list[int], **drawn: Any) -> Any:
 def test_tokens_and_logprobs_are_those_of_the_engine_in_process(sampling):
     async def body():
         engine = await engine_of(model())
-        wanted = await engine.generate("x", np.asarray(PROMPT), Sampling(max_tokens=24, ignore_eos=True, **sampling))
+        wanted = await engine.generate(
+            GenerateRequest("x", np.asarray(PROMPT), Sampling(max_tokens=24, ignore_eos=True, **sampling))
+        )
         score = await engine.score(np.asarray(PROMPT))
         async with serving(engine) as (client, _):
             found = await tokens(client, PROMPT, max_tokens=24, prompt_logprobs=0, **sampling)
@@ -705,7 +708,7 @@ def test_an_update_is_live_at_its_end_and_not_before(whole, publisher):
         a, b = model(1), model(2)
         reference = await engine_of(b)
         wanted = await reference.generate(
-            "x", np.asarray(PROMPT), Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+            GenerateRequest("x", np.asarray(PROMPT), Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))
         )
         await reference.close()
         async with serving(await engine_of(a), control=True) as (client, _):

@@ -22,7 +22,7 @@ from aiohttp.test_utils import TestServer
 from routing import router
 
 from verl.rollout import liveness, sglang
-from verl.rollout.base import Peers, ReplicaLost, RolloutContext, ServerPlace
+from verl.rollout.base import GenerateRequest, Peers, ReplicaLost, RolloutContext, ServerPlace
 from verl.rollout.calls import PendingCall
 from verl.rollout.http import ServerLate
 from verl.rollout.process import free_port
@@ -104,7 +104,7 @@ def rids(fleet: Any) -> list[int]:
 
 async def ask(one: Any, tag: str, count: int = 24, **sampling: Any) -> list[Any]:
     settings = {"max_tokens": 6, "ignore_eos": True, **sampling}
-    asked = (one.generate(f"{tag}{i}", PROMPT, Sampling(seed=i, **settings)) for i in range(count))
+    asked = (one.generate(GenerateRequest(f"{tag}{i}", PROMPT, Sampling(seed=i, **settings))) for i in range(count))
     return await asyncio.gather(*asked)
 
 
@@ -261,7 +261,7 @@ def test_one_that_streams_for_others_is_alive_though_its_probe_waits(monkeypatch
 
     async def run() -> None:
         heard, lost = [0], list[str]()
-        call = PendingCall("a", "policy", routed=True)
+        call = PendingCall(GenerateRequest("a", np.zeros(1, np.int64), Sampling(max_tokens=1)), "policy", routed=True)
 
         async def late() -> None:
             heard[0] += busy

@@ -35,7 +35,7 @@ from verl.models import tiny
 from verl.objective import Term
 from verl.recipes import arithmetic
 from verl.rollout import hf
-from verl.rollout.base import ReplicaLost, RolloutContext
+from verl.rollout.base import GenerateRequest, ReplicaLost, RolloutContext
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.transfer_queue.memory import MemoryQueue
@@ -352,7 +352,9 @@ def test_a_rollout_in_flight_keeps_its_tokens_and_marks_the_version_of_each(back
         world = World(trainer(), backend)
         replica = world.rollout(max_context_tokens=512)
         await world.publish([replica], 0)
-        asked = asyncio.ensure_future(replica.generate("r", PROBES[0], Sampling(max_tokens=500, seed=3)))
+        asked = asyncio.ensure_future(
+            replica.generate(GenerateRequest("r", PROBES[0], Sampling(max_tokens=500, seed=3)))
+        )
         while not replica.stats()["sampled_tokens"]:  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0)
         await replica.pause("keep")  # or it could be done before the trainer is
@@ -788,7 +790,7 @@ def test_a_replica_that_breaks_off_at_any_tensor_holds_up_nobody_and_says_nothin
             assert whole.version == broken.at and distance(await scores(whole), world.logprobs()) < TOLERANCE
             if broken.at < tensors:
                 with pytest.raises((ReplicaLost, ValueError)):
-                    await broken.generate("r", PROBES[0], Sampling(max_tokens=4))
+                    await broken.generate(GenerateRequest("r", PROBES[0], Sampling(max_tokens=4)))
             await world.update()
         broken.at = tensors
         await world.publish([whole, broken], tensors + 1)
@@ -811,7 +813,7 @@ def test_who_reads_a_trainer_that_has_diverged_hears_of_it():
         with pytest.raises(FloatingPointError, match="version 1: the trainer's weights are no working model"):
             await world.publish([replica], 1)
         with pytest.raises(ReplicaLost, match="its sender (broke it off|waits no more)"):
-            await asyncio.wait_for(replica.generate("r", PROBES[0], Sampling(max_tokens=4)), 20)
+            await asyncio.wait_for(replica.generate(GenerateRequest("r", PROBES[0], Sampling(max_tokens=4))), 20)
         await replica.close()
 
     run(test)
@@ -910,7 +912,10 @@ def test_a_prefix_computed_under_old_weights_is_never_used_after_a_publish(backe
         asked = [Sampling(max_tokens=12, seed=s, temperature=t) for s, t in ((1, 1.0), (2, 0.0))]
 
         async def answers(engine, tag):
-            return [await engine.generate(f"{tag}{i}", prompt, s, prefix_key="p") for i, s in enumerate(asked)]
+            return [
+                await engine.generate(GenerateRequest(f"{tag}{i}", prompt, s, prefix_key="p"))
+                for i, s in enumerate(asked)
+            ]
 
         await world.publish([replica], 0)
         old = await answers(replica, "old")

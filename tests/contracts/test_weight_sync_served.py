@@ -34,7 +34,7 @@ from test_weight_sync_contract import (
 )
 
 from verl.rollout import server_url, sglang
-from verl.rollout.base import RolloutContext, ServerPlace
+from verl.rollout.base import GenerateRequest, RolloutContext, ServerPlace
 from verl.rollout.client import ServedEngine
 from verl.types import Sampling
 from verl.weight_sync import relay
@@ -176,14 +176,14 @@ def test_requests_go_on_while_the_server_reads_new_weights(server: dict[bool, Ru
         try:
             publish = asyncio.ensure_future(world.publish([replica], 1, on_inflight="keep"))
             assert await asyncio.to_thread(reading.wait, 60)
-            c = await replica.generate("old", PROBES[0], Sampling(max_tokens=9, seed=3))
+            c = await replica.generate(GenerateRequest("old", PROBES[0], Sampling(max_tokens=9, seed=3)))
             assert c.spans == ((0, 0, 9),) and not publish.done()
             go.set()
             await publish
         finally:
             go.set()
             runner.prepare = prepare
-        c = await replica.generate("new", PROBES[0], Sampling(max_tokens=9, seed=3))
+        c = await replica.generate(GenerateRequest("new", PROBES[0], Sampling(max_tokens=9, seed=3)))
         assert c.spans == ((1, 0, 9),) and distance(await scores(replica), world.logprobs()) < TOLERANCE
         await replica.close()
 

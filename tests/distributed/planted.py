@@ -101,9 +101,9 @@ def rollout_engine(config: Any, tokenizer: Any, device: str, replica: int, peers
     engine = _rollout_engine(config, tokenizer, device, replica, peers)
     generate, load_weights = engine.generate, engine.load_weights
 
-    async def generated(request_id: str, prompt_ids: Any, sampling: Any, **named: Any) -> Any:
-        strike("generate" if sampling.temperature else "eval")
-        return await generate(request_id, prompt_ids, sampling, **named)
+    async def generated(request: Any) -> Any:
+        strike("generate" if request.sampling.temperature else "eval")
+        return await generate(request)
 
     engine.generate, engine.load_weights = generated, before("receive", load_weights)
     return engine

@@ -18,6 +18,7 @@ import pytest
 from serving import TOOL, engine_of, model, run_serve, server_process, tokenizer
 
 from verl.models import tiny
+from verl.rollout.base import GenerateRequest
 from verl.types import Sampling
 
 KEY = "a key of some length"
@@ -55,7 +56,7 @@ def test_it_is_the_engine_in_process(client):
     async def wanted() -> Any:
         engine = await engine_of(model(1))
         sampling = Sampling(max_tokens=20, temperature=0.0, ignore_eos=True)
-        found = await engine.generate("x", np.asarray([20, 21, 22]), sampling)
+        found = await engine.generate(GenerateRequest("x", np.asarray([20, 21, 22]), sampling))
         await engine.close()
         return found
 

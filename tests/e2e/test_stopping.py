@@ -41,7 +41,7 @@ def reward(tmp_path):
 
 
 def generates_for_long(args):
-    async def generate(*given, **named):
+    async def generate(self, request):
         os.mknod("hangs")
         await asyncio.sleep(600)
 

@@ -160,9 +160,9 @@ def test_two_replicas_sample_what_one_does_and_both_serve(tmp_path, tiny_model, 
     served: dict[int, set[str]] = {}
     generate = EmbeddedEngine.generate
 
-    async def noted(self, request_id, *args, prefix_key=None, **more):
-        served.setdefault(id(self), set()).add(prefix_key)
-        return await generate(self, request_id, *args, prefix_key=prefix_key, **more)
+    async def noted(self, request):
+        served.setdefault(id(self), set()).add(request.prefix_key)
+        return await generate(self, request)
 
     small_run(tmp_path / "one", tiny_model, arithmetic_data[:1])
     monkeypatch.setattr(EmbeddedEngine, "generate", noted)

@@ -25,7 +25,7 @@ from verl.agent_loop.runner import HostedLoop, LoopRunner, hosted_loops
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.data.formats import Players
-from verl.rollout.base import Completion, ReplicaLost
+from verl.rollout.base import Completion, GenerateRequest, ReplicaLost
 from verl.sandbox import companion
 from verl.sandbox.companion import Channel
 from verl.sandbox.messages import LENGTH
@@ -42,8 +42,9 @@ class Engine:
         self.asked: list[tuple[list[int], Sampling]] = []
         self.cancelled = 0
 
-    async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, **named: Any) -> Completion:
-        assert named == {"prefix_key": "g1", "adapter": None, "media": ("picture",)}
+    async def generate(self, request: GenerateRequest) -> Completion:
+        request_id, prompt_ids, sampling = request.id, request.prompt_ids, request.sampling
+        assert (request.prefix_key, request.parameters, request.media) == ("g1", None, ("picture",))
         self.asked.append((prompt_ids.tolist(), sampling))
         if request_id == "lost":
             raise ReplicaLost("the machine is gone")

@@ -23,9 +23,10 @@ from transformers import (
 
 from verl.accel.cpu.kernels import Kernels, load_kernels
 from verl.accel.cpu.linear import make_linear
+from verl.rollout.base import GenerateRequest
 from verl.rollout.embedded.core import EngineCore
 from verl.rollout.embedded.hf_runner import HfRunner
-from verl.rollout.embedded.requests import Request
+from verl.rollout.embedded.requests import ActiveRequest
 from verl.types import Sampling
 
 SIZES: dict[str, Any] = dict(
@@ -131,7 +132,7 @@ def sampled(core: EngineCore, temperature: float = 1.0) -> dict[str, Any]:
     return finish(
         core,
         (
-            Request(str(i), prompt, Sampling(max_tokens=40, temperature=temperature, seed=i))
+            ActiveRequest(GenerateRequest(str(i), prompt, Sampling(max_tokens=40, temperature=temperature, seed=i)))
             for i, prompt in enumerate(PROMPTS)
         ),
     )
@@ -245,7 +246,7 @@ def test_the_bits_of_a_short_prompt_do_not_depend_on_passes_neighbours_and_lanes
     alone: dict[str, Any] = {}
     for i, prompt in enumerate(PROMPTS):
         core = engine(module.config, module)
-        core.add(Request(str(i), prompt, Sampling(max_tokens=40, seed=i)))
+        core.add(ActiveRequest(GenerateRequest(str(i), prompt, Sampling(max_tokens=40, seed=i))))
         while core.busy:
             alone |= {c.request_id: c for _, c in core.step()}
     for options in ({"max_prefill_tokens": 7}, {"max_prefill_tokens": 512}, {"max_prefill_tokens": 512, "lanes": 3}):

@@ -63,8 +63,9 @@ class Scripted(FakeEngine):
         self._answers = list(answers)
         self._reason = reason
 
-    async def generate(self, request_id, prompt_ids, sampling, **inputs):
-        self.requests.append((request_id, list(prompt_ids), sampling))
+    async def generate(self, request):
+        sampling = request.sampling
+        self.requests.append((request.id, list(request.prompt_ids), sampling))
         return completion(
             self._answers.pop(0)[: sampling.max_tokens], reason=self._reason, base=-float(len(self.requests))
         )
@@ -225,14 +226,14 @@ def test_media_and_side_channels_follow_the_tokens() -> None:
 
 def test_the_engine_is_told_adapter_media_and_prefix_key() -> None:
     class Listening(Scripted):
-        async def generate(self, request_id, prompt_ids, sampling, **inputs):
-            self.inputs = inputs
-            return await super().generate(request_id, prompt_ids, sampling)
+        async def generate(self, request):
+            self.inputs = request.prefix_key, request.parameters, request.media
+            return await super().generate(request)
 
     engine = Listening([5])
     server = ServerManager(engine, SAMPLING, seed_parts=("s",), prefix_key="g", adapter="math", media=("ab12",))
     asyncio.run(server.generate("r", prompt_ids=PROMPT, sampling_params={}))
-    assert engine.inputs == {"prefix_key": "g", "adapter": "math", "media": ("ab12",)}
+    assert engine.inputs == ("g", "math", ("ab12",))
 
 
 @each(

@@ -392,8 +392,10 @@ def test_the_router_bench_counts_what_is_lost_and_doubled(monkeypatch: pytest.Mo
     _, _, asked, killed, *wrong = asyncio.run(router.deaths(3, 3.0))
     assert int(asked.replace(",", "")) > 50 and int(killed) > 0 and wrong == ["0", "0", "0"]
 
-    async def twice(self: Any, request_id: str, prompt: Any, sampling: Any, **rest: Any) -> Any:
-        return await generate(self, request_id, prompt, replace(sampling, seed=sampling.seed + 1), **rest)
+    async def twice(self: Any, request: Any) -> Any:
+        return await generate(
+            self, replace(request, sampling=replace(request.sampling, seed=request.sampling.seed + 1))
+        )
 
     generate, load = router.Double.generate, router.Double.load_weights
     monkeypatch.setattr(router.Double, "generate", twice)

@@ -33,7 +33,7 @@ from verl.chat.bridge import bridge_of, plain_text
 from verl.chat.parsing import FORMATS, TurnParser
 from verl.chat.template import Renderer, RenderError, TemplateAudit, audit_template, is_prefix
 from verl.config.schema import Config
-from verl.rollout.base import Completion
+from verl.rollout.base import Completion, GenerateRequest
 from verl.tools import function_tool
 from verl.types import Sampling
 
@@ -175,7 +175,7 @@ class Says(FakeEngine):
         self._turns = turns
         self.said: list[tuple[list[int], list[int], list[dict[str, int]]]] = []
 
-    async def generate(self, request_id: str, prompt_ids: Any, sampling: Any, **inputs: Any) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
         text, calls = words(self._rng), list[dict[str, int]]()
         if len(self.said) < self._turns:
             many = self._rng.choice((1, 1, 2))
@@ -183,9 +183,9 @@ class Says(FakeEngine):
             lines = (f'<tool_call>\n{{"name": "multiply", "arguments": {json.dumps(c)}}}\n</tool_call>' for c in calls)
             text += "\n".join(lines)
         ids = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._end]
-        self.said.append((np.asarray(prompt_ids).tolist(), ids, calls))
+        self.said.append((request.prompt_ids.tolist(), ids, calls))
         logprobs = np.full(len(ids), -0.5, np.float32)
-        return Completion(request_id, np.array(ids, np.int64), logprobs, ((0, 0, len(ids)),), "eos")
+        return Completion(request.id, np.array(ids, np.int64), logprobs, ((0, 0, len(ids)),), "eos")
 
 
 def words(rng: random.Random) -> str:

@@ -43,7 +43,7 @@ NO_FORM_OF_ITS_OWN = {
     "AgentLoopOutput": "what a user's loop returns, in verl's words",
     "TokenOutput": "what a user's loop is given, in verl's words",
     "CheckedOutput": "the segments of that output and why it ended: two of the trajectory's fields",
-    "Request": "inside an engine: a completion that grows",
+    "ActiveRequest": "inside an engine: a completion that grows",
     "ServerAnswer": "what a server has answered so far: a completion that grows",
     "PartialAnswer": "what a lost server has answered: the beginning of a completion",
 }

@@ -24,7 +24,7 @@ from verl.config.adapter import CONFIG, rank_of, read_adapter
 from verl.rollout import adapted
 from verl.rollout.adapted import write_nothing
 from verl.rollout.api import Deadlines
-from verl.rollout.base import Adapting, Capabilities, ServerPlace
+from verl.rollout.base import Adapting, Capabilities, GenerateRequest, ServerPlace
 from verl.rollout.client import ServedEngine
 from verl.rollout.http import ServerLate
 from verl.rollout.router import Router
@@ -110,8 +110,8 @@ def test_requests_name_their_adapter_and_without_one_that_of_zeros(base: Path, t
         for file in folder.iterdir():  # it reads the folder again when it likes: a copy
             file.unlink()
         for adapter in (None, "a"):
-            await engine.generate(f"r{adapter}", PROMPT, greedy(2), adapter=adapter)
-            await engine.score(PROMPT, adapter=adapter)
+            await engine.generate(GenerateRequest(f"r{adapter}", PROMPT, greedy(2), parameters=adapter))
+            await engine.score(PROMPT, parameters=adapter)
         assert double.drawn_by() == [NOTHING, NOTHING, "a", "a"]
         kept = double.folder("a")
         assert rank_of(kept) == 4
@@ -121,7 +121,7 @@ def test_requests_name_their_adapter_and_without_one_that_of_zeros(base: Path, t
         await engine.drop_adapter("a")
         assert double.names == [NOTHING]
         with pytest.raises(ValueError, match=r"r: no adapter 'a' was loaded \(there are: none\); load_adapter first"):
-            await engine.generate("r", PROMPT, greedy(2), adapter="a")
+            await engine.generate(GenerateRequest("r", PROMPT, greedy(2), parameters="a"))
         with pytest.raises(ValueError, match="drop_adapter: no adapter 'a' was loaded"):
             await engine.drop_adapter("a")
 
@@ -153,7 +153,7 @@ def test_what_is_no_adapter_for_it_is_refused_before_it_is_asked(base: Path, tmp
         with pytest.raises(ValueError, match=r"does not take this adapter .*; start it with --enable-lora"):
             await engine.load_adapter("a", str(write_adapter(tmp_path / "a", base, "q_proj")))
         with pytest.raises(ValueError, match="no adapter 'a' was loaded"):
-            await engine.score(PROMPT, adapter="a")
+            await engine.score(PROMPT, parameters="a")
 
     with_server(body, base)
 
@@ -162,12 +162,15 @@ def test_an_engine_that_takes_none_says_so(base: Path, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", base, "q_proj")
 
     async def body(engine: ServedEngine, double: Adapted) -> None:
-        for asked in (engine.load_adapter("a", str(folder)), engine.generate("r", PROMPT, greedy(2), adapter="a")):
+        for asked in (
+            engine.load_adapter("a", str(folder)),
+            engine.generate(GenerateRequest("r", PROMPT, greedy(2), parameters="a")),
+        ):
             with pytest.raises(
                 ValueError, match="adapter='a', but this rollout engine loads no adapters; leave it out"
             ):
                 await asked
-        await engine.generate("r", PROMPT, greedy(2))
+        await engine.generate(GenerateRequest("r", PROMPT, greedy(2)))
         assert double.drawn_by() == ["policy"] and not double.folders
 
     with_server(body, base, rank=0)
@@ -178,7 +181,7 @@ def test_none_is_replaced_under_a_request_that_it_draws(base: Path, tmp_path: Pa
 
     async def body(engine: ServedEngine, double: Adapted) -> None:
         await engine.load_adapter("a", folder)
-        running = asyncio.ensure_future(engine.generate("r", PROMPT, greedy(40), adapter="a"))
+        running = asyncio.ensure_future(engine.generate(GenerateRequest("r", PROMPT, greedy(40), parameters="a")))
         while not double.running:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         for asked in (engine.load_adapter("a", folder), engine.drop_adapter("a")):
@@ -196,7 +199,10 @@ def test_none_is_replaced_under_a_request_that_it_draws(base: Path, tmp_path: Pa
         seen = len(double.paths)
         while len(double.paths) == seen:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        for asked in (engine.generate("r", PROMPT, greedy(2), adapter="a"), engine.score(PROMPT, adapter="a")):
+        for asked in (
+            engine.generate(GenerateRequest("r", PROMPT, greedy(2), parameters="a")),
+            engine.score(PROMPT, parameters="a"),
+        ):
             with pytest.raises(ValueError, match="'a' is being loaded or dropped; wait for that"):
                 await asked
         for asked in (engine.load_adapter("a", folder), engine.drop_adapter("a")):
@@ -204,7 +210,7 @@ def test_none_is_replaced_under_a_request_that_it_draws(base: Path, tmp_path: Pa
                 await asked
         goes.set()
         await loading
-        await engine.generate("r", PROMPT, greedy(2), adapter="a")
+        await engine.generate(GenerateRequest("r", PROMPT, greedy(2), parameters="a"))
 
     with_server(body, base)
 
@@ -237,7 +243,7 @@ def test_replicas_that_come_later_have_the_adapters_of_the_others_before_they_se
             loads = [double.paths.count(LOAD) for double in doubles]
             await publish(3)
             assert loads == [double.paths.count(LOAD) for double in doubles] == [2, 2, 2], "once each, and the zeros"
-            asked = (router.generate(f"r{i}", PROMPT, greedy(2), adapter="a") for i in range(6))
+            asked = (router.generate(GenerateRequest(f"r{i}", PROMPT, greedy(2), parameters="a")) for i in range(6))
             await asyncio.gather(*asked)
             assert [set(double.drawn_by()) for double in doubles] == [{"a"}] * 3
             await router.drop_adapter("a")
@@ -272,7 +278,9 @@ async def two_replicas(base: Path) -> AsyncIterator[tuple[Router, list[Adapted],
 
 async def ranks(router: Router, doubles: list[Adapted]) -> list[int]:
     """Of the adapter "a" that the replicas draw with."""
-    await asyncio.gather(*(router.generate(f"r{i}", PROMPT, greedy(2), adapter="a") for i in range(6)))
+    await asyncio.gather(
+        *(router.generate(GenerateRequest(f"r{i}", PROMPT, greedy(2), parameters="a")) for i in range(6))
+    )
     found = []
     for double in doubles:
         asked = [body["model"] for path, body in double.asked if path == GENERATE and body["token_ids"] == [*PROMPT]]
@@ -296,7 +304,7 @@ def test_one_that_not_all_replicas_take_is_drawn_with_by_none(base: Path, tmp_pa
             else:
                 assert [double.names for double in doubles[:2]] == [[NOTHING]] * 2
                 with pytest.raises(ValueError, match="no adapter 'a' was loaded"):
-                    await router.generate("r", PROMPT, greedy(2), adapter="a")
+                    await router.generate(GenerateRequest("r", PROMPT, greedy(2), parameters="a"))
             await router.load_adapter("a", folder)
             assert await ranks(router, doubles[:2]) == [5, 5]
             assert all(double.names.count("a") == 1 for double in doubles[:2]), "no earlier one is left there"
@@ -318,7 +326,9 @@ def test_one_that_joins_has_what_was_loaded_whatever_became_of_the_folder(base: 
             await loading
             router.published({})
             assert await ranks(router, doubles) == [3, 3, 3]
-            await asyncio.gather(*(router.generate(f"b{i}", PROMPT, greedy(2), adapter="b") for i in range(6)))
+            await asyncio.gather(
+                *(router.generate(GenerateRequest(f"b{i}", PROMPT, greedy(2), parameters="b")) for i in range(6))
+            )
             assert all(rank_of(double.folder("b")) == 6 for double in doubles), "it came between all of that"
             with pytest.raises(ValueError, match=r"it has no adapter_config.json; give the folder of a LoRA adapter"):
                 await router.load_adapter("c", str(tmp_path))
@@ -344,7 +354,7 @@ def test_one_whose_load_is_given_up_is_loaded_to_the_end(base: Path, tmp_path: P
             loading.cancel()
             await asyncio.wait({loading})
             with pytest.raises(ValueError, match="'a' is being loaded or dropped"):
-                await router.generate("r", PROMPT, greedy(2), adapter="a")
+                await router.generate(GenerateRequest("r", PROMPT, greedy(2), parameters="a"))
             goes.set()
             while router._changes:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
@@ -365,7 +375,7 @@ def test_one_that_was_dropped_is_nowhere_also_where_it_came_meanwhile(base: Path
             router.published({})
             for i in range(4):
                 with pytest.raises(ValueError, match=r"no adapter 'a' was loaded \(there are: none\)"):
-                    await router.generate(f"r{i}", PROMPT, greedy(2), adapter="a")
+                    await router.generate(GenerateRequest(f"r{i}", PROMPT, greedy(2), parameters="a"))
             for one in router.replicas:
                 await one.load_weights(reader(2))
             assert [double.names for double in doubles] == [[NOTHING]] * 3
@@ -407,7 +417,7 @@ def test_none_is_replaced_under_a_score(base: Path, tmp_path: Path) -> None:
 
             for double in doubles:
                 double.faults[GENERATE] = held
-            scoring = [asyncio.ensure_future(one.score(PROMPT, adapter="a")) for one in (router, router.replicas[0])]
+            scoring = [asyncio.ensure_future(one.score(PROMPT, parameters="a")) for one in (router, router.replicas[0])]
             await asked.wait()
             await asyncio.sleep(0.05)
             engine = router.replicas[0].engine

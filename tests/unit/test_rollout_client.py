@@ -28,7 +28,7 @@ from served import NAMES, SERVED, VOCAB, Fault, Served, crashing, hanging_up, lo
 from verl.checkpoint.hf import skeleton_of
 from verl.rollout import client, http, liveness, wire
 from verl.rollout.api import Deadlines, Expected
-from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutContext
+from verl.rollout.base import Capabilities, Completion, GenerateRequest, ReplicaLost, RolloutContext
 from verl.rollout.client import ServedEngine
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.router import Router
@@ -125,7 +125,7 @@ def test_weights_of_another_host_are_fetched_into_a_segment_of_this_one_before_i
         with pytest.raises(SyncError, match="version 2: the sender holds version 3 by now"):
             await engine.load_weights(sent(2))
         assert not served.asked, "its requests went on"
-        assert (await engine.generate("r", PROMPT, greedy(2))).spans == ((3, 0, 2),)
+        assert (await engine.generate(GenerateRequest("r", PROMPT, greedy(2)))).spans == ((3, 0, 2),)
 
     try:
         address = outlet.stage(3, shapes, tensors.items())
@@ -145,7 +145,7 @@ def test_an_answer_and_what_was_asked_for_it() -> None:
         sampling = Sampling(
             max_tokens=5, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=2**63 - 1, stop_token_ids=(40, VOCAB, -1)
         )
-        c = await engine.generate("r", PROMPT, sampling)
+        c = await engine.generate(GenerateRequest("r", PROMPT, sampling))
         assert (c.request_id, c.ids.tolist(), c.stop_reason, c.spans) == (
             "r",
             [7, 8, 9, 10, 11],
@@ -184,7 +184,7 @@ def test_an_answer_and_what_was_asked_for_it() -> None:
 )
 def test_where_an_answer_ends(given: dict[str, Any], ids: list[int], reason: str) -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
-        c = await engine.generate("r", PROMPT, greedy(**{"max_tokens": 30, **given}))
+        c = await engine.generate(GenerateRequest("r", PROMPT, greedy(**{"max_tokens": 30, **given})))
         assert (c.ids.tolist(), c.stop_reason, len(c.logprobs)) == (ids, reason, len(ids))
         assert c.spans == ((0, 0, len(ids)),)
         if reason == "stop" and "stop" in given:
@@ -205,11 +205,14 @@ def test_nothing_is_sent_that_would_end_the_engine() -> None:
         before = len(served.asked)
         for ids, said in (([VOCAB], "vocabulary"), ([-1], "vocabulary"), ([], "0 tokens"), ([[1]], "shape")):
             with pytest.raises(ValueError, match=said):
-                await engine.generate("r", np.array(ids, np.int64), greedy(2))
+                await engine.generate(GenerateRequest("r", np.array(ids, np.int64), greedy(2)))
         for call, said in (
-            (engine.generate("r", np.arange(40), greedy(2, stop=("x",)), adapter="math"), "loads no adapters"),
-            (engine.generate("r", np.arange(40), greedy(2), media=("ab",)), "takes no media"),
-            (engine.generate("r", np.zeros(64, np.int64), greedy(2)), "leaves no room"),
+            (
+                engine.generate(GenerateRequest("r", np.arange(40), greedy(2, stop=("x",)), parameters="math")),
+                "loads no adapters",
+            ),
+            (engine.generate(GenerateRequest("r", np.arange(40), greedy(2), media=("ab",))), "takes no media"),
+            (engine.generate(GenerateRequest("r", np.zeros(64, np.int64), greedy(2))), "leaves no room"),
             (engine.score(PROMPT, temperature=0.7), "temperature=0.7: vLLM scores at temperature 1 only"),
             (engine.score(np.array([VOCAB])), "vocabulary"),
             (engine.score(np.zeros(65, np.int64)), "max_context_tokens=64"),
@@ -223,7 +226,9 @@ def test_nothing_is_sent_that_would_end_the_engine() -> None:
 
     with_server(body)
     with pytest.raises(ValueError, match="decode="):
-        with_server(lambda engine, served: engine.generate("r", PROMPT, greedy(2, stop=("x",))), decode=None)
+        with_server(
+            lambda engine, served: engine.generate(GenerateRequest("r", PROMPT, greedy(2, stop=("x",)))), decode=None
+        )
 
 
 def test_scores_and_health_wait_for_a_server_that_is_full() -> None:
@@ -253,10 +258,10 @@ def test_scores_of_a_prompt() -> None:
 
 def test_aborted_requests_return_what_they_have() -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
-        tasks = [asyncio.create_task(engine.generate(n, PROMPT, greedy(60))) for n in "abc"]
+        tasks = [asyncio.create_task(engine.generate(GenerateRequest(n, PROMPT, greedy(60)))) for n in "abc"]
         await until(lambda: len(served.running) == 3)
         with pytest.raises(ValueError, match="already running"):
-            await engine.generate("a", PROMPT, greedy(2))
+            await engine.generate(GenerateRequest("a", PROMPT, greedy(2)))
         assert await engine.abort(["a", "unknown"]) == 1
         first = await tasks[0]
         n = len(first.ids)
@@ -275,7 +280,7 @@ def test_an_abort_follows_a_request_that_has_not_arrived() -> None:
 
     async def body(engine: ServedEngine, served: Served) -> None:
         served.faults["/inference/v1/generate"] = slow
-        task = asyncio.create_task(engine.generate("a", PROMPT, greedy(60)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("a", PROMPT, greedy(60))))
         await asyncio.sleep(0.02)
         assert await engine.abort(["a"]) == 1 and (await task).stop_reason == "abort"
 
@@ -287,10 +292,10 @@ def test_a_caller_that_gives_up_frees_its_row(stop: tuple[str, ...]) -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await engine.generate("a", PROMPT, greedy(60, stop=stop))
+                await engine.generate(GenerateRequest("a", PROMPT, greedy(60, stop=stop)))
         await until(lambda: not served.running)
         assert served.gone or stop
-        assert len((await engine.generate("a", PROMPT, greedy(2))).ids) == 2, "the id is free again"
+        assert len((await engine.generate(GenerateRequest("a", PROMPT, greedy(2)))).ids) == 2, "the id is free again"
 
     with_server(body, Served(step_s=0.02))
 
@@ -298,7 +303,7 @@ def test_a_caller_that_gives_up_frees_its_row(stop: tuple[str, ...]) -> None:
 def test_an_answer_that_is_late_names_the_limit() -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
         with pytest.raises(ServerLate, match=r"/inference/v1/generate: no answer in 0.1 s"):
-            await engine.generate("a", PROMPT, greedy(60))
+            await engine.generate(GenerateRequest("a", PROMPT, greedy(60)))
         await until(lambda: not served.running)
 
     with_server(body, Served(step_s=0.05), request_s=0.1, loads=True)
@@ -358,9 +363,9 @@ def test_answers_that_are_none(fault: Fault, error: type[Exception], said: str) 
     async def body(engine: ServedEngine, served: Served) -> None:
         served.faults["/inference/v1/generate"] = fault
         with pytest.raises(error, match=said):
-            await engine.generate("r", PROMPT, greedy(3))
+            await engine.generate(GenerateRequest("r", PROMPT, greedy(3)))
         del served.faults["/inference/v1/generate"]
-        assert len((await engine.generate("r", PROMPT, greedy(3))).ids) == 3
+        assert len((await engine.generate(GenerateRequest("r", PROMPT, greedy(3)))).ids) == 3
 
     with_server(body)
 
@@ -432,7 +437,7 @@ def test_requests_leave_connections_for_what_controls_them(monkeypatch: pytest.M
             most.append(len(served.running) + 1)
 
         served.faults["/inference/v1/generate"] = counted
-        tasks = [asyncio.create_task(engine.generate(str(i), PROMPT, greedy(60))) for i in range(5)]
+        tasks = [asyncio.create_task(engine.generate(GenerateRequest(str(i), PROMPT, greedy(60)))) for i in range(5)]
         await until(lambda: len(served.running) == 2)
         await engine.load_weights(reader(1), on_inflight="keep")
         assert await engine.abort(["0", "1", "4"]) == 3
@@ -458,7 +463,7 @@ def test_a_stream_that_breaks_off_is_no_answer() -> None:
         for fault, error, said in ((half, ServerGone, "broke off"), (failing, ServerRefused, "EngineCore died")):
             served.faults["/inference/v1/generate"] = fault
             with pytest.raises(error, match=said):
-                await engine.generate("r", PROMPT, greedy(3, stop=("x",)))
+                await engine.generate(GenerateRequest("r", PROMPT, greedy(3, stop=("x",))))
 
     with_server(body)
 
@@ -478,7 +483,7 @@ def test_a_server_that_fails_requests_is_gone_where_it_draws_no_token_either(
     async def body(engine: ServedEngine, served: Served) -> None:
         served.faults["/inference/v1/generate"] = fault
         with pytest.raises(error):
-            await engine.generate("r", PROMPT, greedy(3))
+            await engine.generate(GenerateRequest("r", PROMPT, greedy(3)))
 
     monkeypatch.setattr(client, "PROBE_S", 0.7)
     with_server(body, request_s=1.0)
@@ -493,9 +498,9 @@ def test_a_long_queue_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
             return await silent(request) if asked < 20 else None
 
         served.faults["/inference/v1/generate"], probed = queued, asyncio.Event()
-        late = asyncio.create_task(engine.generate("late", PROMPT, greedy(3)))
+        late = asyncio.create_task(engine.generate(GenerateRequest("late", PROMPT, greedy(3))))
         await probed.wait()
-        assert len((await engine.generate("served", PROMPT, greedy(20))).ids) == 20
+        assert len((await engine.generate(GenerateRequest("served", PROMPT, greedy(20)))).ids) == 20
         with pytest.raises(ServerLate):
             await late
 
@@ -523,7 +528,10 @@ def test_a_server_that_hangs_is_lost_and_its_requests_go_on_elsewhere(
         router = Router([lambda died, url=url: engine_at(url, request_s=3600) for url in urls], note=notes.append)
         await publish(router)
         doubles[0].faults["/inference/v1/generate"] = silent
-        tasks = [asyncio.create_task(router.generate(str(i), PROMPT, greedy(3, stop=stop))) for i in range(4)]
+        tasks = [
+            asyncio.create_task(router.generate(GenerateRequest(str(i), PROMPT, greedy(3, stop=stop))))
+            for i in range(4)
+        ]
         assert [(await task).ids.tolist() for task in tasks] == [[7, 8, 9]] * 4
         assert len(notes) == 1 and "replica 0 is lost: vLLM is out of service" in notes[0]
         assert "draws no token" in notes[0]
@@ -549,7 +557,7 @@ def test_a_server_without_a_word_is_left_alone_where_it_stands_still_or_draws_fo
         async def full(request: web.Request) -> web.StreamResponse | None:
             return await silent(request) if (await request.json())["sampling_params"]["max_tokens"] == 1 else None
 
-        task = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", PROMPT, greedy(60))))
         await until(lambda: bool(served.running))
         await engine.pause()
         asked = len(served.asked)
@@ -576,7 +584,7 @@ def test_one_that_tells_no_progress_is_asked_for_its_health_alone_behind_a_queue
             return await silent(request) if probe else None
 
         served.faults["/inference/v1/generate"] = full
-        tasks = [asyncio.create_task(engine.generate(str(i), PROMPT, greedy(60))) for i in range(3)]
+        tasks = [asyncio.create_task(engine.generate(GenerateRequest(str(i), PROMPT, greedy(60)))) for i in range(3)]
         assert [len((await task).ids) for task in tasks] == [60] * 3
         assert not probes and served.paths.count("/health") > 1
 
@@ -587,8 +595,8 @@ def test_one_that_tells_no_progress_is_asked_for_its_health_alone_behind_a_queue
 @pytest.mark.parametrize("stop", [(), ("zz",)], ids=["whole", "stream"])
 def test_a_connection_that_is_reset_at_a_healthy_server_is_no_loss(stop: tuple[str, ...]) -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
-        task = asyncio.create_task(engine.generate("r", PROMPT, greedy(30, stop=stop)))
-        other = asyncio.create_task(engine.generate("other", PROMPT, greedy(60)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", PROMPT, greedy(30, stop=stop))))
+        other = asyncio.create_task(engine.generate(GenerateRequest("other", PROMPT, greedy(60))))
         await until(lambda: len(served.running) == 2)
         name = next(name for name in served.open if name.endswith("-r"))
         reset(served.open[name])
@@ -609,9 +617,9 @@ def test_a_request_whose_connection_breaks_at_a_healthy_server_every_time_fails_
 
         served.faults["/inference/v1/generate"] = breaks
         with pytest.raises(RuntimeError, match="3 times, and it answers others") as caught:
-            await engine.generate("r", PROMPT, greedy(3))
+            await engine.generate(GenerateRequest("r", PROMPT, greedy(3)))
         assert not isinstance(caught.value, ReplicaLost)
-        assert len((await engine.generate("r", PROMPT, greedy(4))).ids) == 4
+        assert len((await engine.generate(GenerateRequest("r", PROMPT, greedy(4)))).ids) == 4
 
     with_server(body)
 
@@ -632,7 +640,7 @@ UPDATE = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/
 def test_an_update_is_one_transaction() -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
         with pytest.raises(ValueError, match="no weights"):
-            await engine.generate("r", PROMPT, greedy(2))
+            await engine.generate(GenerateRequest("r", PROMPT, greedy(2)))
         sent = reader(4)
         assert await engine.load_weights(sent, on_inflight="keep") == engine.version == 4
         assert sent.delivered == set(NAMES)
@@ -716,7 +724,7 @@ def test_a_server_that_reads_ahead_stands_still_for_the_rest_alone() -> None:
             await engine.load_weights(reader(3), on_inflight="keep")
         assert not {"/pause?mode=keep", "/resume"} & {*served.paths}
         with pytest.raises(ServerGone, match="out of service: the update to version 3 failed"):
-            await engine.generate("r", PROMPT, greedy(2))
+            await engine.generate(GenerateRequest("r", PROMPT, greedy(2)))
 
     with_server(body)
 
@@ -745,7 +753,7 @@ def test_experts_that_are_one_tensor_in_memory_are_read_as_a_saved_folder_has_th
 
 def test_tokens_around_an_update_say_which_weights_drew_them() -> None:
     async def body(engine: ServedEngine, served: Served) -> Completion:
-        task = asyncio.create_task(engine.generate("r", PROMPT, greedy(40)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", PROMPT, greedy(40))))
         await until(lambda: bool(served.running))
         await asyncio.sleep(0.05)
         await engine.load_weights(reader(1), on_inflight="keep")
@@ -788,7 +796,7 @@ def test_a_failed_update_leaves_a_server_that_is_never_asked_again(path: str, fa
     """vLLM answers 200 to half of an update; after a failed one /resume ends its engine."""
 
     async def body(engine: ServedEngine, served: Served) -> None:
-        running = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
+        running = asyncio.create_task(engine.generate(GenerateRequest("r", PROMPT, greedy(60))))
         await until(lambda: bool(served.running))
         await asyncio.sleep(0.02)
         served.faults[path] = fault
@@ -800,7 +808,7 @@ def test_a_failed_update_leaves_a_server_that_is_never_asked_again(path: str, fa
         assert path == "/resume" or "/resume" not in served.paths[before:]
         del served.faults[path]
         asked = len(served.asked)
-        for call in (engine.generate("n", PROMPT, greedy(2)), engine.score(PROMPT)):
+        for call in (engine.generate(GenerateRequest("n", PROMPT, greedy(2))), engine.score(PROMPT)):
             with pytest.raises(ServerGone, match="out of service: the update to version 1 failed"):
                 await call
         with pytest.raises(RuntimeError, match="must not go on"):
@@ -817,7 +825,7 @@ def test_the_double_ends_where_it_is_updated_while_a_step_runs_as_vllm_does(path
     """So that all tests here fail with a client that does not make it stand still first."""
 
     async def body(engine: ServedEngine, served: Served) -> None:
-        running = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
+        running = asyncio.create_task(engine.generate(GenerateRequest("r", PROMPT, greedy(60))))
         await until(lambda: bool(served.running))
         with pytest.raises(ServerRefused, match="EngineDeadError: updated while a step runs"):
             await engine._http.post(path, {"weight_version": "1"}, timeout_s=5)
@@ -852,12 +860,12 @@ def test_what_comes_after_an_update_is_drawn_after_it(mode: Any, version: str) -
         await asyncio.sleep(0.1)
 
     async def body(engine: ServedEngine, served: Served) -> None:
-        first = asyncio.create_task(engine.generate("r", PROMPT, greedy(30)))
+        first = asyncio.create_task(engine.generate(GenerateRequest("r", PROMPT, greedy(30))))
         await until(lambda: bool(served.running))
         served.faults["/pause"] = slow
         update = asyncio.create_task(engine.load_weights(reader(1), on_inflight=mode))
         await asyncio.sleep(0)
-        late = asyncio.create_task(engine.generate("late", PROMPT, greedy(3)))
+        late = asyncio.create_task(engine.generate(GenerateRequest("late", PROMPT, greedy(3))))
         assert await update == 1 and (await late).spans == ((1, 0, 3),)
         c = await first
         assert c.stop_reason == ("abort" if mode == "abort" else "length")
@@ -880,10 +888,10 @@ def test_a_request_that_arrives_in_a_pause_of_vllm_033_is_made_again_or_aborted(
             del served.faults["/inference/v1/generate"]
 
         served.faults["/inference/v1/generate"] = overtaken
-        early = asyncio.create_task(engine.generate("early", PROMPT, greedy(3, stop=stop)))
+        early = asyncio.create_task(engine.generate(GenerateRequest("early", PROMPT, greedy(3, stop=stop))))
         await sent.wait()
         await engine.pause(mode)
-        late = asyncio.create_task(engine.generate("late", PROMPT, greedy(3)))
+        late = asyncio.create_task(engine.generate(GenerateRequest("late", PROMPT, greedy(3))))
         await asyncio.sleep(0.02)
         assert not late.done() and early.done() == (mode == "abort")
         await engine.resume()
@@ -910,7 +918,7 @@ def test_a_server_that_a_dead_driver_left_standing_goes_on_with_whole_weights_al
             assert "/resume" not in served.paths
             await engine.resume()
         assert served.paths.index("/finish_weight_update") < served.paths.index("/resume")
-        assert (await engine.generate("r", PROMPT, greedy(3))).spans == ((3, 0, 3),)
+        assert (await engine.generate(GenerateRequest("r", PROMPT, greedy(3)))).spans == ((3, 0, 3),)
         assert await engine.load_weights(reader(4)) == 4 and served.paths.count("/resume") == 2
 
     with_server(body, loads=False)
@@ -922,7 +930,7 @@ def test_one_that_was_left_standing_is_refused_where_it_would_have_been_at_start
         with pytest.raises(ValueError, match="log-probs before temperature and truncation"):
             await engine.load_weights(reader(3))
         with pytest.raises(ServerGone, match="out of service"):
-            await engine.generate("r", PROMPT, greedy(3))
+            await engine.generate(GenerateRequest("r", PROMPT, greedy(3)))
 
     with_server(body, Served(raw=True), loads=False)
 
@@ -932,7 +940,7 @@ def test_a_paused_server_stays_paused_over_an_update(mode: Any) -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
         await engine.pause()
         assert await engine.load_weights(reader(1), on_inflight=mode) == 1
-        late = asyncio.create_task(engine.generate("r", PROMPT, greedy(3)))
+        late = asyncio.create_task(engine.generate(GenerateRequest("r", PROMPT, greedy(3))))
         await asyncio.sleep(0.05)
         assert not late.done()
         if mode == "wait":
@@ -946,7 +954,7 @@ def test_a_paused_server_stays_paused_over_an_update(mode: Any) -> None:
 
 def test_answers_may_take_as_long_as_they_may_while_an_update_waits_for_them() -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
-        task = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", PROMPT, greedy(60))))
         await until(lambda: bool(served.running))
         assert await engine.load_weights(reader(1), on_inflight="wait") == 1
         assert (await task).spans == ((0, 0, 60),)
@@ -956,14 +964,14 @@ def test_answers_may_take_as_long_as_they_may_while_an_update_waits_for_them() -
 
 def test_a_wait_that_is_given_up_is_undone() -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
-        task = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", PROMPT, greedy(60))))
         await until(lambda: bool(served.running))
         asked = len(served.paths)
         for wait in (engine.pause("wait"), engine.load_weights(reader(1), on_inflight="wait")):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(wait, 0.02)
         assert (await task).stop_reason == "length" and engine.version == 0
-        assert len((await engine.generate("s", PROMPT, greedy(2))).ids) == 2
+        assert len((await engine.generate(GenerateRequest("s", PROMPT, greedy(2)))).ids) == 2
         assert not any("update" in path for path in served.paths[asked:])
 
     with_server(body, Served(step_s=0.01))
@@ -981,7 +989,7 @@ def test_a_pause_that_is_given_up_on_its_way_is_undone_before_the_next() -> None
             served.faults["/pause"] = slow
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(engine.pause(), 0.02)
-            assert len((await engine.generate("r", PROMPT, greedy(60))).ids) == 60
+            assert len((await engine.generate(GenerateRequest("r", PROMPT, greedy(60)))).ids) == 60
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(engine.pause(), 0.02)
             del served.faults["/pause"]
@@ -989,7 +997,7 @@ def test_a_pause_that_is_given_up_on_its_way_is_undone_before_the_next() -> None
             await asyncio.sleep(0.3)  # whatever was on its way has arrived
             assert not served.going.is_set()
             await engine.resume()
-            assert len((await engine.generate("s", PROMPT, greedy(60))).ids) == 60
+            assert len((await engine.generate(GenerateRequest("s", PROMPT, greedy(60)))).ids) == 60
 
     with_server(body, Served(step_s=0.01))
 
@@ -1006,17 +1014,17 @@ def test_requests_of_a_server_that_is_gone_go_on_elsewhere() -> None:
         router = Router([lambda died, url=url: engine_at(url) for url in urls], note=notes.append)
         router.watch(failed.append)
         await publish(router)
-        tasks = [asyncio.create_task(router.generate(str(i), PROMPT, greedy(40))) for i in range(8)]
+        tasks = [asyncio.create_task(router.generate(GenerateRequest(str(i), PROMPT, greedy(40)))) for i in range(8)]
         await until(lambda: all(len(double.running) == 4 for double in doubles))
         doubles[0].die()
         done = [await task for task in tasks]
         assert all(c.ids.tolist() == list(range(7, 47)) and c.stop_reason == "length" for c in done)
         assert [c.request_id for c in done] == [str(i) for i in range(8)]
         assert len(notes) == 1 and "rollout replica 0 is lost" in notes[0] and not failed
-        assert len((await router.generate("late", PROMPT, greedy(2))).ids) == 2
+        assert len((await router.generate(GenerateRequest("late", PROMPT, greedy(2)))).ids) == 2
         doubles[1].die()
         with pytest.raises(ReplicaLost):
-            await router.generate("lost", PROMPT, greedy(2))
+            await router.generate(GenerateRequest("lost", PROMPT, greedy(2)))
         assert isinstance(failed[0], ServerGone), "the run hears why"
         await router.close()
         for server in servers:
@@ -1097,10 +1105,15 @@ def test_health_is_shown_by_a_token() -> None:
 
 def test_after_the_end_nothing_is_asked() -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
-        task = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", PROMPT, greedy(60))))
         await until(lambda: bool(served.running))
         await engine.close()
-        for call in (task, engine.generate("n", PROMPT, greedy(2)), engine.resume(), engine.score(PROMPT)):
+        for call in (
+            task,
+            engine.generate(GenerateRequest("n", PROMPT, greedy(2))),
+            engine.resume(),
+            engine.score(PROMPT),
+        ):
             with pytest.raises(RuntimeError, match="closed"):
                 await call
         await engine.close()
@@ -1112,7 +1125,7 @@ def test_an_end_waits_for_no_pause_that_a_caller_left(monkeypatch: pytest.Monkey
     monkeypatch.setattr(client, "UNDO_S", 0.1)
 
     async def body(engine: ServedEngine, served: Served) -> None:
-        task = asyncio.create_task(engine.generate("r", PROMPT, greedy(60, stop=("never",))))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", PROMPT, greedy(60, stop=("never",)))))
         await until(lambda: bool(served.running))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.load_weights(reader(1), on_inflight="wait"), 0.1)
@@ -1144,12 +1157,12 @@ def test_one_engine_over_several_event_loops() -> None:
 
     async def first() -> None:
         await engine.load_weights(reader())
-        asyncio.get_running_loop().create_task(engine.generate("gone", PROMPT, greedy(60)))
+        asyncio.get_running_loop().create_task(engine.generate(GenerateRequest("gone", PROMPT, greedy(60))))
         await asyncio.sleep(0.01)
 
     async def second() -> Completion:
         try:
-            return await engine.generate("gone", PROMPT, greedy(3))
+            return await engine.generate(GenerateRequest("gone", PROMPT, greedy(3)))
         finally:
             await engine.close()
 

@@ -35,11 +35,11 @@ from transformers import (
 from verl.accel.cpu import lanes as lanes_module
 from verl.accel.cpu.lanes import Lanes
 from verl.rollout import hf
-from verl.rollout.base import Completion
+from verl.rollout.base import Completion, GenerateRequest
 from verl.rollout.embedded.core import EngineCore
 from verl.rollout.embedded.hf_runner import HfRunner
 from verl.rollout.embedded.receive import receive
-from verl.rollout.embedded.requests import Request, find_stop
+from verl.rollout.embedded.requests import ActiveRequest, find_stop
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, stream_of, uniforms
 from verl.rollout.native import engine as native
 from verl.rollout.native import kv as kv_module
@@ -64,6 +64,11 @@ SIZES: dict[str, Any] = dict(
 CONFIG = Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)
 
 
+def active(name: str, ids: Any, sampling: Sampling, parameters: str | None = None, media: Any = ()) -> ActiveRequest:
+    """A request as an engine's core has it."""
+    return ActiveRequest(GenerateRequest(name, ids, sampling, parameters=parameters, media=media))
+
+
 @functools.cache
 def source(version: int) -> Any:
     """Random weights, different for every version."""
@@ -81,7 +86,7 @@ Jobs = dict[str, tuple[np.ndarray, Sampling]]
 
 
 def finish(engine: EngineCore, jobs: Jobs | None = None) -> dict[str, Completion]:
-    return run_out(engine, (Request(name, prompt, sampling) for name, (prompt, sampling) in (jobs or {}).items()))
+    return run_out(engine, (active(name, prompt, sampling) for name, (prompt, sampling) in (jobs or {}).items()))
 
 
 def prompt(tokens: int, seed: int = 0) -> np.ndarray:
@@ -181,14 +186,14 @@ def test_equal_ids_with_other_media_or_another_adapter_share_nothing() -> None:
         store.put(one)
         assert [store.get(e.key) for e in entries[: i + 1]] == entries[: i + 1]
         assert longest(store, one) == 70
-    requests = [Request("r", ids, Sampling(max_tokens=1), *given) for given in inputs]
+    requests = [active("r", ids, Sampling(max_tokens=1), *given) for given in inputs]
     assert len({request.key() for request in requests}) == len(inputs)
 
 
 def test_requests_with_equal_ids_and_other_media_are_computed_apart() -> None:
     engine = core(rows=4)
     requests = [
-        Request(str(i), prompt(20), Sampling(max_tokens=3, seed=i), None, media)
+        active(str(i), prompt(20), Sampling(max_tokens=3, seed=i), None, media)
         for i, media in enumerate([("a",), ("b",), ("a",), ()])
     ]
     done = run_out(engine, requests)
@@ -211,7 +216,7 @@ def test_prefill_passes_are_bounded_and_decode_goes_on_between_them() -> None:
     jobs = {"short": (prompt(4), Sampling(max_tokens=30)), "long": (prompt(64, seed=1), Sampling(max_tokens=4))}
     whole = finish(core(), jobs)
     for name in jobs:
-        engine.add(Request(name, *jobs[name]))
+        engine.add(active(name, *jobs[name]))
     before, done = 0, {}
     while engine.busy:
         done |= {c.request_id: c for _, c in engine.step()}
@@ -245,7 +250,7 @@ def test_closing_holes_keeps_every_sequence() -> None:
 
 def test_aborting_a_prompt_that_is_being_computed() -> None:
     engine = core(max_prefill_tokens=8)
-    requests = [Request("a", prompt(40), Sampling(max_tokens=4)), Request("b", prompt(6, 1), Sampling(max_tokens=4))]
+    requests = [active("a", prompt(40), Sampling(max_tokens=4)), active("b", prompt(6, 1), Sampling(max_tokens=4))]
     for request in requests:
         engine.add(request)
     assert engine.step() == []
@@ -257,7 +262,7 @@ def test_aborting_a_prompt_that_is_being_computed() -> None:
 def test_an_update_restarts_a_prompt_that_is_being_computed() -> None:
     engine = core(max_prefill_tokens=8)
     job = {"a": (prompt(40), Sampling(max_tokens=6))}
-    engine.add(Request("a", *job["a"]))
+    engine.add(active("a", *job["a"]))
     engine.step()
     engine.load(source(1))
     done = finish(engine)["a"]
@@ -328,7 +333,7 @@ def test_lanes_and_hops_change_no_result(monkeypatch: pytest.MonkeyPatch) -> Non
     jobs, _ = batches()
     engine = core(rows=45, lanes=3)
     for name, (ids, sampling) in jobs.items():
-        engine.add(Request(name, ids, sampling))
+        engine.add(active(name, ids, sampling))
     done = {c.request_id: c for _, c in engine.run(lambda *_: pytest.fail("too early"), 10**6, lambda: False)}
     plain = finish(core(rows=45), jobs)
     for name in jobs:
@@ -513,14 +518,14 @@ def test_a_burst_is_admitted_as_a_whole_and_in_its_order() -> None:
     async def caller(i: int) -> Completion:
         for _ in range(i % 3):  # an agent loop does some work before it calls
             await asyncio.sleep(0)
-        return await engine.generate(str(i), prompt(5, i), Sampling(max_tokens=4, seed=i))
+        return await engine.generate(GenerateRequest(str(i), prompt(5, i), Sampling(max_tokens=4, seed=i)))
 
     async def run() -> None:
         await engine.load_weights(source(0))
         admit = engine._runner.admit
 
         def watched(waiting: Any, resident: int) -> Any:
-            seen.append([request.request_id for request in waiting])
+            seen.append([request.asked.id for request in waiting])
             return admit(waiting, resident)
 
         engine._runner.admit = watched  # type: ignore[method-assign]

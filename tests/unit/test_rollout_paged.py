@@ -12,9 +12,9 @@ from families import GEMMA3, QWEN3, QWEN3_MOE, VOCAB
 from rollouts import finish, native_core, source_of
 from transformers import AutoModelForCausalLM
 
-from verl.rollout.base import Completion
+from verl.rollout.base import Completion, GenerateRequest
 from verl.rollout.embedded.core import EngineCore
-from verl.rollout.embedded.requests import Request
+from verl.rollout.embedded.requests import ActiveRequest
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, sample_captured
 from verl.rollout.native import paged
 from verl.rollout.native.paged import gathered_paged
@@ -22,6 +22,11 @@ from verl.rollout.native.runner import NativeRunner
 from verl.types import Sampling
 
 CONFIGS: dict[str, Any] = {"qwen3": QWEN3, "gemma3": GEMMA3, "qwen3 moe": QWEN3_MOE}
+
+
+def active(name: str, ids: Any, sampling: Sampling, parameters: str | None = None, media: Any = ()) -> ActiveRequest:
+    """A request as an engine's core has it."""
+    return ActiveRequest(GenerateRequest(name, ids, sampling, parameters=parameters, media=media))
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +51,11 @@ def load(core: EngineCore, module: Any) -> None:
     core.load(source_of(module, core.version + 1))
 
 
-def requests(temperature: float = 1.0) -> list[Request]:
+def requests(temperature: float = 1.0) -> list[ActiveRequest]:
     """Groups of three; prompts of less than a page, exactly some, and some and a rest."""
     rng = np.random.default_rng(0)
     return [
-        Request(
+        active(
             f"{i}.{j}", prompt, Sampling(max_tokens=int(rng.integers(3, 50)), temperature=temperature, seed=10 * i + j)
         )
         for i, prompt in enumerate([rng.integers(0, VOCAB, n) for n in (5, 16, 37, 1, 24)])
@@ -90,7 +95,7 @@ def test_siblings_hold_the_full_pages_of_their_prompt_together() -> None:
     core, runner = engine("qwen3", pages=True)
     prompt = np.arange(20)  # two pages and a half
     for i in range(4):
-        core.add(Request(str(i), prompt, Sampling(max_tokens=30, seed=i)))
+        core.add(active(str(i), prompt, Sampling(max_tokens=30, seed=i)))
     core.step()
     assert runner._paged is not None
     cache = runner._paged.cache
@@ -110,7 +115,7 @@ def test_no_more_are_resident_than_the_kv_holds(pages: bool) -> None:
     most = 0
     while core.busy:
         done |= {c.request_id: c for _, c in core.step()}
-        needs = [len(r.prompt_ids) + r.sampling.max_tokens for r in core.running.requests]
+        needs = [len(r.asked.prompt_ids) + r.asked.sampling.max_tokens for r in core.running.requests]
         assert sum(needs) <= 128
         most = max(most, len(needs))
     assert 1 < most < 6
@@ -120,7 +125,7 @@ def test_no_more_are_resident_than_the_kv_holds(pages: bool) -> None:
 def test_by_default_every_row_can_become_full() -> None:
     core, _ = engine("qwen3", pages=True)
     for i in range(6):
-        core.add(Request(str(i), np.arange(3) + i, Sampling(max_tokens=125, seed=i)))
+        core.add(active(str(i), np.arange(3) + i, Sampling(max_tokens=125, seed=i)))
     core.step()
     assert core.running.n == 6
     with pytest.raises(

@@ -20,7 +20,7 @@ from aiohttp import web
 from test_rollout_client import PROMPT, context_of, greedy, reader, until
 
 from verl.rollout.api import Deadlines, Expected
-from verl.rollout.base import Capabilities, ReplicaLost
+from verl.rollout.base import Capabilities, GenerateRequest, ReplicaLost
 from verl.rollout.client import ServedEngine
 from verl.rollout.http import ServerGone, ServerLate
 from verl.rollout.process import SHM, ServerProcess, _session, free_port, output_of
@@ -227,7 +227,7 @@ def test_a_server_that_was_killed_is_told_of_and_comes_back_with_all_weights(tmp
         await engine.load_weights(reader())
         first = engine._server
         assert first is not None
-        task = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", PROMPT, greedy(60))))
         await asyncio.sleep(0.01)
         os.kill(first.pid, signal.SIGKILL)
         with pytest.raises(ServerGone):
@@ -235,9 +235,9 @@ def test_a_server_that_was_killed_is_told_of_and_comes_back_with_all_weights(tmp
         while first.exit_code is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         with pytest.raises(ServerGone, match=r"vLLM ended with exit code 137; in .*rollout\.log"):
-            await engine.generate("r", PROMPT, greedy(2))
+            await engine.generate(GenerateRequest("r", PROMPT, greedy(2)))
         assert await engine.load_weights(reader(7)) == 7
-        assert (await engine.generate("r", PROMPT, greedy(2))).spans == ((7, 0, 2),)
+        assert (await engine.generate(GenerateRequest("r", PROMPT, greedy(2)))).spans == ((7, 0, 2),)
         second = engine._server
         assert second is not None and second.pid != first.pid
         await engine.close()
@@ -253,7 +253,7 @@ def test_the_first_to_hear_of_a_death_hears_how_it_ended_and_a_run_begins_again_
         router.watch(failed.append)
         (replica,) = router.replicas
         await replica.load_weights(reader())
-        task = asyncio.create_task(router.generate("r", PROMPT, greedy(60)))  # of 12 s
+        task = asyncio.create_task(router.generate(GenerateRequest("r", PROMPT, greedy(60))))  # of 12 s
         await until(lambda: bool(router._running))
         os.kill(replica.engine._server.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         with pytest.raises(ReplicaLost) as caught:
@@ -275,9 +275,9 @@ def test_a_fenced_server_is_killed_and_started_anew(tmp_path: Path) -> None:
             await engine.load_weights(reader(1, ["a.weight", "other.weight"]))
         assert first is not None and gone(first.pid)
         with pytest.raises(ServerGone, match="out of service: the update to version 1 failed"):
-            await engine.generate("r", PROMPT, greedy(2))
+            await engine.generate(GenerateRequest("r", PROMPT, greedy(2)))
         assert await engine.load_weights(reader(2)) == 2 and engine._server is not first
-        assert (await engine.generate("r", PROMPT, greedy(2))).spans == ((2, 0, 2),)
+        assert (await engine.generate(GenerateRequest("r", PROMPT, greedy(2)))).spans == ((2, 0, 2),)
         await engine.close()
 
     asyncio.run(asyncio.wait_for(run(), 120))
@@ -310,7 +310,7 @@ def test_a_server_whose_port_was_taken_meanwhile_is_started_on_another(tmp_path:
             limits = Deadlines(start_s=60)
             engine = ServedEngine(context_of(), Expected(name="vLLM"), VllmApi(), launch, able, limits)
             assert await engine.load_weights(reader(3)) == 3
-            assert (await engine.generate("r", PROMPT, greedy(2))).spans == ((3, 0, 2),)
+            assert (await engine.generate(GenerateRequest("r", PROMPT, greedy(2)))).spans == ((3, 0, 2),)
             assert len(ports) == 2 and {path for path, _ in foreign.asked} <= {"/health"}
             assert engine._server is not None and engine._server.listens(ports[1]) == (True, False)
             await engine.close()

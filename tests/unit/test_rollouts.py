@@ -282,9 +282,9 @@ def test_what_the_environment_says_of_an_attempt_is_kept_where_the_reward_says_n
 
 def test_an_aborted_request_is_cancelled_and_played_again(tmp_path):
     class Gives_up(FakeEngine):
-        async def generate(self, request_id, prompt_ids, sampling, *, prefix_key=None, adapter=None, media=()):
-            done = await super().generate(request_id, prompt_ids, sampling, prefix_key=prefix_key)
-            return replace(done, stop_reason="abort") if request_id.endswith(".0") else done
+        async def generate(self, request):
+            done = await super().generate(request)
+            return replace(done, stop_reason="abort") if request.id.endswith(".0") else done
 
     async def test():
         stage = Stage(tmp_path, n=1, max_attempts=2, engine=Gives_up())

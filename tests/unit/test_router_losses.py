@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl.rollout.base import Capabilities, Completion, ReplicaLost
+from verl.rollout.base import Capabilities, Completion, GenerateRequest, ReplicaLost
 from verl.rollout.router import Router
 from verl.types import Sampling
 from verl.weight_sync.base import Sent, SyncError, WeightSource
@@ -44,7 +44,8 @@ class Engine:
         self.dead: BaseException | None = None
         self.version = -1
 
-    async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, **_: Any) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
+        request_id, sampling = request.id, request.sampling
         if self.dead is not None:
             raise ReplicaLost("dead")
         assert self.version >= 0, "asked before it had weights"
@@ -127,7 +128,7 @@ class World:
         self.router.published(failed)
 
     def ask(self, name: str) -> asyncio.Task[Completion]:
-        return asyncio.create_task(self.router.generate(name, np.arange(3), SAMPLING))
+        return asyncio.create_task(self.router.generate(GenerateRequest(name, np.arange(3), SAMPLING)))
 
 
 async def turns(count: int = 20) -> None:
@@ -183,7 +184,9 @@ def test_a_prompt_whose_request_failed_at_a_replica_is_not_tied_to_it(fails: str
         (first,), (second,) = world.made
 
         def ask(name: str) -> asyncio.Task[Completion]:
-            return asyncio.create_task(world.router.generate(name, np.arange(3), SAMPLING, prefix_key="k"))
+            return asyncio.create_task(
+                world.router.generate(GenerateRequest(name, np.arange(3), SAMPLING, prefix_key="k"))
+            )
 
         failed, sibling = ask("a"), ask("b")
         await turns()

@@ -21,7 +21,15 @@ from serving import engine_of, model, serving, tokenizer
 
 from verl.rollout import server_url
 from verl.rollout.api import Deadlines, Expected
-from verl.rollout.base import Capabilities, Completion, PartialAnswer, ReplicaLost, RolloutContext, ServerPlace
+from verl.rollout.base import (
+    Capabilities,
+    Completion,
+    GenerateRequest,
+    PartialAnswer,
+    ReplicaLost,
+    RolloutContext,
+    ServerPlace,
+)
 from verl.rollout.client import ServedEngine
 from verl.rollout.router import Router
 from verl.rollout.vllm_api import VerlApi, VllmApi
@@ -82,18 +90,21 @@ def test_an_answer_that_was_begun_elsewhere_ends_as_it_would_have(sampling: Samp
 
     async def run() -> None:
         async with ours() as engine:
-            plain = await engine.generate("plain", OURS, sampling)
+            plain = await engine.generate(GenerateRequest("plain", OURS, sampling))
             assert len(plain.ids) > 12
             seam = f"{plain.ids[7]}><{plain.ids[8]}"  # two tokens are pieces of one stop string
             asked = [sampling]
             for change in ({"stop": (seam,)}, {"stop_token_ids": (int(plain.ids[10]),)}):
                 asked.append(Sampling(**{n: getattr(sampling, n) for n in sampling.__dataclass_fields__} | change))
             for of in asked:
-                whole = await engine.generate("whole", OURS, of)
+                whole = await engine.generate(GenerateRequest("whole", OURS, of))
                 assert (whole.stop_reason == "stop") == (of is not sampling)
                 names = {k: f"{k}" for k in range(len(whole.ids))}
                 found = await asyncio.gather(
-                    *(engine.generate(name, OURS, of, begun=part_of(whole, k)) for k, name in names.items())
+                    *(
+                        engine.generate(GenerateRequest(name, OURS, of, begun=part_of(whole, k)))
+                        for k, name in names.items()
+                    )
                 )
                 for k, one in enumerate(found):
                     same(one, whole, (of, k))
@@ -104,9 +115,9 @@ def test_an_answer_that_was_begun_elsewhere_ends_as_it_would_have(sampling: Samp
 def test_what_is_kept_of_an_answer_holds_nothing_that_ends_it() -> None:
     async def run() -> None:
         async with ours() as engine:
-            whole = await engine.generate("whole", OURS, SEEDED)
+            whole = await engine.generate(GenerateRequest("whole", OURS, SEEDED))
             kept = PartialAnswer()
-            same(await engine.generate("told", OURS, SEEDED, begun=kept), whole, "streamed")
+            same(await engine.generate(GenerateRequest("told", OURS, SEEDED, begun=kept)), whole, "streamed")
             assert kept.ids == whole.ids[:-1].tolist()
 
     asyncio.run(asyncio.wait_for(run(), 60))
@@ -210,9 +221,9 @@ def test_the_tokens_of_a_dead_server_are_not_drawn_again(dies_at: int, stop: tup
     sampling = Sampling(max_tokens=12, temperature=0.0, seed=3, stop=stop)
 
     async def body(router: Router, doubles: list[Chained]) -> None:
-        wanted = await router.replicas[1].engine.generate("wanted", PROMPT, sampling)
+        wanted = await router.replicas[1].engine.generate(GenerateRequest("wanted", PROMPT, sampling))
         del doubles[1].asked[:]
-        found = await router.generate("r", PROMPT, sampling)
+        found = await router.generate(GenerateRequest("r", PROMPT, sampling))
         same(found, wanted, dies_at)
         assert found.stop == (stop[0] if stop else None)
         (rest,) = asked_of(doubles[1])
@@ -226,7 +237,7 @@ def test_the_tokens_of_a_dead_server_are_not_drawn_again(dies_at: int, stop: tup
 
 def test_a_server_that_draws_by_position_goes_on_with_the_same_seed() -> None:
     async def body(router: Router, doubles: list[Chained]) -> None:
-        await router.generate("r", PROMPT, Sampling(max_tokens=12, seed=3))
+        await router.generate(GenerateRequest("r", PROMPT, Sampling(max_tokens=12, seed=3)))
         params = asked_of(doubles[1])[0]["sampling_params"]
         assert (params["seed"], params["position"], params["max_tokens"]) == (3, 5, 7)
 
@@ -240,7 +251,7 @@ def test_versions_mix_where_they_may_and_spans_say_so(mixes: bool) -> None:
     async def body(router: Router, doubles: list[Chained]) -> None:
         await publish(router, 1, {1})
         router.replicas[1].mark_verified()
-        found = await router.generate("r", PROMPT, Sampling(max_tokens=12, temperature=0.0))
+        found = await router.generate(GenerateRequest("r", PROMPT, Sampling(max_tokens=12, temperature=0.0)))
         assert found.ids.tolist() == list(range(5, 17))
         assert found.spans == (((0, 0, 5), (1, 5, 12)) if mixes else ((1, 0, 12),))
 
@@ -250,7 +261,9 @@ def test_versions_mix_where_they_may_and_spans_say_so(mixes: bool) -> None:
 def test_tokens_under_weights_that_nobody_verified_are_drawn_again() -> None:
     async def body(router: Router, doubles: list[Chained]) -> None:
         await publish(router, 1)  # and the canary is still to come
-        task = asyncio.create_task(router.generate("r", PROMPT, Sampling(max_tokens=12, temperature=0.0)))
+        task = asyncio.create_task(
+            router.generate(GenerateRequest("r", PROMPT, Sampling(max_tokens=12, temperature=0.0)))
+        )
         while not asked_of(doubles[1]):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
@@ -267,7 +280,7 @@ def test_of_a_server_that_tells_whose_weights_it_has_only_tokens_of_ours_are_kep
 
     async def body(router: Router, doubles: list[Chained]) -> None:
         doubles[0].tells, doubles[0].weights = True, "0-abcdef01"
-        found = await router.generate("r", PROMPT, Sampling(max_tokens=12, temperature=0.0))
+        found = await router.generate(GenerateRequest("r", PROMPT, Sampling(max_tokens=12, temperature=0.0)))
         assert found.ids.tolist() == list(range(5, 17)) and asked_of(doubles[1])[0]["token_ids"] == [3, 4]
 
     with_two(body, dies_at=5)
@@ -286,7 +299,9 @@ def test_tokens_of_a_version_that_failed_at_one_replica_alone_are_drawn_again() 
         doubles[0].slow_s = 0.02
         await publish(router, 1)
         router.replicas[1].mark_verified()
-        task = asyncio.create_task(router.generate("r", PROMPT, Sampling(max_tokens=40, temperature=0.0)))
+        task = asyncio.create_task(
+            router.generate(GenerateRequest("r", PROMPT, Sampling(max_tokens=40, temperature=0.0)))
+        )
         await drawing(doubles[0])
         router.published({0: "its canary"})
         found = await asyncio.wait_for(task, 5)
@@ -308,10 +323,10 @@ def test_tokens_of_weights_that_others_gave_a_server_are_drawn_again(name: str) 
         begun = PartialAnswer(mixes=True)
         begun.add([5, 6], [-1.1, -1.12], 0)
         slow = asyncio.create_task(
-            engine.generate("slow", PROMPT, Sampling(max_tokens=40, temperature=0.0), begun=begun)
+            engine.generate(GenerateRequest("slow", PROMPT, Sampling(max_tokens=40, temperature=0.0), begun=begun))
         )
         await drawing(first)
-        found = await router.generate("r", PROMPT, Sampling(max_tokens=12, temperature=0.0))
+        found = await router.generate(GenerateRequest("r", PROMPT, Sampling(max_tokens=12, temperature=0.0)))
         assert found.ids.tolist() == list(range(5, 17)) and asked_of(doubles[1])[0]["token_ids"] == [3, 4]
         with pytest.raises(ReplicaLost, match="not give it: another one uses it too, or it was restarted"):
             await asyncio.wait_for(slow, 5)
@@ -324,7 +339,9 @@ def test_tokens_of_weights_that_others_gave_a_server_are_drawn_again(name: str) 
 def test_streams_of_a_replica_that_leaves_go_on_elsewhere_at_once() -> None:
     async def body(router: Router, doubles: list[Chained]) -> None:
         doubles[0].slow_s = 0.1
-        task = asyncio.create_task(router.generate("r", PROMPT, Sampling(max_tokens=40, temperature=0.0)))
+        task = asyncio.create_task(
+            router.generate(GenerateRequest("r", PROMPT, Sampling(max_tokens=40, temperature=0.0)))
+        )
         await drawing(doubles[0])
         router.leave(0)
         found = await asyncio.wait_for(task, 5)  # of 20 that a request may take
@@ -340,7 +357,9 @@ def test_tokens_around_an_update_are_sure_up_to_it() -> None:
     async def body(router: Router, doubles: list[Chained]) -> None:
         first = doubles[0]
         first.going.clear()
-        task = asyncio.create_task(router.generate("r", PROMPT, Sampling(max_tokens=40, temperature=0.0)))
+        task = asyncio.create_task(
+            router.generate(GenerateRequest("r", PROMPT, Sampling(max_tokens=40, temperature=0.0)))
+        )
         while not first.running:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await publish(router, 1)
@@ -360,7 +379,9 @@ def test_a_request_that_is_held_over_an_update_is_not_mixed() -> None:
         begun = PartialAnswer()
         begun.add([5, 6], [-1.1, -1.12], 0)
         doubles[1].weights = f"1-{engine._tag}"
-        found = await engine.generate("r", PROMPT, Sampling(max_tokens=6, temperature=0.0), begun=begun)
+        found = await engine.generate(
+            GenerateRequest("r", PROMPT, Sampling(max_tokens=6, temperature=0.0), begun=begun)
+        )
         assert found.ids.tolist() == list(range(5, 11)) and found.spans == ((1, 0, 6),)
         assert [len(body["token_ids"]) for body in asked_of(doubles[1])[-2:]] == [4, 2]
 
@@ -369,7 +390,7 @@ def test_a_request_that_is_held_over_an_update_is_not_mixed() -> None:
 
 def test_an_engine_that_tells_nothing_begins_anew() -> None:
     async def body(router: Router, doubles: list[Chained]) -> None:
-        found = await router.generate("r", PROMPT, Sampling(max_tokens=12, temperature=0.0))
+        found = await router.generate(GenerateRequest("r", PROMPT, Sampling(max_tokens=12, temperature=0.0)))
         assert found.ids.tolist() == list(range(5, 17)) and asked_of(doubles[1])[0]["token_ids"] == [3, 4]
         assert not any(body.get("stream") for body in asked_of(doubles[0]))
 

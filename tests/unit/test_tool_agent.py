@@ -46,7 +46,8 @@ class Speaks(FakeEngine):
         super().__init__()
         self.version, self._tokenizer, self._texts = 0, tokenizer, list(texts)
 
-    async def generate(self, request_id, prompt_ids, sampling, **inputs):
+    async def generate(self, request):
+        request_id, prompt_ids, sampling = request.id, request.prompt_ids, request.sampling
         self.requests.append((request_id, list(prompt_ids), sampling))
         text = self._texts.pop(0) if self._texts else "I do not know."
         ids = self._tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
@@ -294,9 +295,9 @@ def test_whole_results_are_gone_while_the_model_speaks(monkeypatch):
     held = []
     speak = Speaks.generate
 
-    async def generate(self, *args, **inputs):
+    async def generate(self, request):
         held.append(tracemalloc.get_traced_memory()[0])
-        return await speak(self, *args, **inputs)
+        return await speak(self, request)
 
     monkeypatch.setattr(Speaks, "generate", generate)
     made = kit_of([returns(lambda: "y" * 10_000_000)])

@@ -16,7 +16,7 @@ import torch
 from adapters import write_adapter
 from real_server import load, own_server
 
-from verl.rollout.base import Adapting
+from verl.rollout.base import Adapting, GenerateRequest
 from verl.types import Sampling
 
 IDS = np.arange(3, 43) % 60
@@ -53,14 +53,17 @@ def test_adapters_come_and_go_over_weights_that_are_published(suite: ModuleType,
             """The base and every adapter, all at once in one batch."""
             asked = [(name, i) for i in range(3) for name in folders]
             found = await asyncio.gather(
-                *(engine.generate(f"{name}-{i}", IDS[i:], GREEDY, adapter=name) for name, i in asked)
+                *(
+                    engine.generate(GenerateRequest(f"{name}-{i}", IDS[i:], GREEDY, parameters=name))
+                    for name, i in asked
+                )
             )
             for (name, i), one in zip(asked, found):
                 whole = np.concatenate([IDS[i:], one.ids])
                 of = merged(module, folders[name])
                 assert np.abs(logprobs(of, whole)[-8:] - one.logprobs).max() < 1e-4, name
                 assert [v for v, _, _ in one.spans] == [engine.version]
-                assert np.abs(await engine.score(whole, adapter=name) - logprobs(of, whole)).max() < 1e-4, name
+                assert np.abs(await engine.score(whole, parameters=name) - logprobs(of, whole)).max() < 1e-4, name
 
         try:
             for seed in (0, 1):
@@ -78,7 +81,9 @@ def test_adapters_come_and_go_over_weights_that_are_published(suite: ModuleType,
             await load(engine, Weights(module, 2))
             await check(module)
             write_adapter(tmp_path / "a", base, seed=9)
-            running = asyncio.ensure_future(engine.generate("long", IDS, Sampling(max_tokens=300), adapter="a"))
+            running = asyncio.ensure_future(
+                engine.generate(GenerateRequest("long", IDS, Sampling(max_tokens=300), parameters="a"))
+            )
             while not engine._pending:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             with pytest.raises(ValueError, match="load_adapter: 1 requests of 'a' run; wait for them, or abort them"):
@@ -93,7 +98,7 @@ def test_adapters_come_and_go_over_weights_that_are_published(suite: ModuleType,
             await engine.drop_adapter("b")
             del folders["b"]
             with pytest.raises(ValueError, match=r"no adapter 'b' was loaded \(there are: a\); load_adapter first"):
-                await engine.generate("x", IDS, GREEDY, adapter="b")
+                await engine.generate(GenerateRequest("x", IDS, GREEDY, parameters="b"))
             await check(module)
             large = write_adapter(tmp_path / "large", base, r=7)
             with pytest.raises(ValueError, match="rank 7 is above the engine's 6; set rollout.engine_options.max_lora"):

@@ -17,7 +17,7 @@ from real_server import Running, module_at
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.rollout import vllm
-from verl.rollout.base import RolloutContext, ServerPlace
+from verl.rollout.base import GenerateRequest, RolloutContext, ServerPlace
 from verl.rollout.client import ServedEngine
 from verl.types import Sampling
 from verl.weight_sync.base import SyncError, checksum
@@ -117,7 +117,9 @@ def test_publishes_while_requests_run_mark_the_version_of_each_token(
         world = sync.World(sync.trainer(lr=0.003), backend)
         replica = world.rollout("vllm", max_context_tokens=512)
         await world.publish([replica], 0)
-        task = asyncio.create_task(replica.generate("r", prompt, Sampling(max_tokens=480, seed=3, ignore_eos=True)))
+        task = asyncio.create_task(
+            replica.generate(GenerateRequest("r", prompt, Sampling(max_tokens=480, seed=3, ignore_eos=True)))
+        )
         await asyncio.sleep(0)
         await world.update()
         await world.publish([replica], 1, exclusive=False, on_inflight="keep")

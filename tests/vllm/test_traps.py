@@ -21,7 +21,7 @@ from each import FULL_GRID
 from real_server import Running, context_of, own_server, staged
 
 from verl.rollout import vllm
-from verl.rollout.base import ServerPlace
+from verl.rollout.base import GenerateRequest, ServerPlace
 from verl.rollout.client import ServedEngine
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.process import MAPS_S, SHM, _shared
@@ -107,7 +107,7 @@ def test_running_requests_go_on_under_new_weights(contract: ModuleType) -> None:
 
     async def body(engine: Any) -> Any:
         weights = staged(contract.Source(contract.reference(seed=1), 1))
-        task = asyncio.create_task(engine.generate("r", prompt, contract.greedy(400)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompt, contract.greedy(400))))
         await contract.until_sampled(engine, 5)
         assert await engine.load_weights(weights, on_inflight="keep") == 1
         c = await task
@@ -130,7 +130,9 @@ def test_an_abort_names_a_request_as_the_server_does(contract: ModuleType, runni
     """By the plain id it is 200 and does nothing."""
 
     async def body(engine: Any) -> None:
-        task = asyncio.create_task(engine.generate("r", contract.prompts((5,))[0], contract.greedy(400)))
+        task = asyncio.create_task(
+            engine.generate(GenerateRequest("r", contract.prompts((5,))[0], contract.greedy(400)))
+        )
         await contract.until_sampled(engine, 5)
         await engine.pause("keep")
         contract.still(task)
@@ -155,7 +157,9 @@ def test_prefixes_are_not_dropped_while_requests_run(contract: ModuleType, runni
 
         async def one_by_one(tokens: int) -> None:
             while not over.is_set():
-                await engine.generate(f"r{tokens}", contract.prompts((40,))[0], contract.greedy(tokens))
+                await engine.generate(
+                    GenerateRequest(f"r{tokens}", contract.prompts((40,))[0], contract.greedy(tokens))
+                )
 
         tasks = [asyncio.create_task(one_by_one(tokens)) for tokens in (400, 300)]  # one of them runs
         await contract.until_sampled(engine, 5)
@@ -178,8 +182,8 @@ def test_a_prefix_is_shared_and_reported(contract: ModuleType) -> None:
     prompt = contract.prompts((100,))[0]
 
     async def body(engine: Any) -> None:
-        assert (await engine.generate("a", prompt, contract.greedy(2))).cached_tokens == 0
-        assert (await engine.generate("b", prompt, contract.greedy(2))).cached_tokens == 96
+        assert (await engine.generate(GenerateRequest("a", prompt, contract.greedy(2)))).cached_tokens == 0
+        assert (await engine.generate(GenerateRequest("b", prompt, contract.greedy(2)))).cached_tokens == 96
         able = await engine.capabilities()
         assert able.prefix_cache and able.in_flight_update and able.sleep_levels == () and not able.lora_rank
 
@@ -193,7 +197,7 @@ def test_stop_strings_that_the_server_would_ignore_end_the_answer(contract: Modu
     stop = contract.decode(full[20:24])
 
     async def body(engine: Any) -> None:
-        c = await engine.generate("r", prompt, contract.greedy(400, stop=(stop,)))
+        c = await engine.generate(GenerateRequest("r", prompt, contract.greedy(400, stop=(stop,))))
         assert c.stop_reason == "stop" and len(c.ids) <= 24 and c.ids.tolist() == full[: len(c.ids)]
         if running.stats_of(engine)["sampled_tokens"] >= 350:
             raise contract.Ended
@@ -261,7 +265,7 @@ def test_updates_that_fail_and_an_engine_that_hangs_or_dies(suite: ModuleType, t
     k_proj = "model.layers.1.self_attn.k_proj.weight"
 
     async def answers(engine: ServedEngine, seed: int) -> None:
-        c = await engine.generate("r", prompt, suite.greedy(9))
+        c = await engine.generate(GenerateRequest("r", prompt, suite.greedy(9)))
         assert c.ids.tolist() == suite.hf_greedy(prompt, 9, seed=seed)
         assert await check_canary("here", engine, [ids], probed(suite, ids, seed), None) < 1e-5
 
@@ -270,12 +274,12 @@ def test_updates_that_fail_and_an_engine_that_hangs_or_dies(suite: ModuleType, t
         with pytest.raises((SyncError, ServerRefused, ServerGone, ValueError), match=said):
             await engine.load_weights(reader, on_inflight="keep")
         with pytest.raises(ServerGone, match="out of service"):
-            await engine.generate("r", prompt, suite.greedy(3))
+            await engine.generate(GenerateRequest("r", prompt, suite.greedy(3)))
         assert before is not None and before.exit_code is not None, "it is ended, and never resumed"
 
     async def body(engine: ServedEngine) -> None:
         with pytest.raises(ValueError, match="no weights"):
-            await engine.generate("r", prompt, suite.greedy(3))
+            await engine.generate(GenerateRequest("r", prompt, suite.greedy(3)))
         await engine.load_weights(staged(suite.Source(suite.reference(), 0)))
         await answers(engine, 0)
         # left out: 200 everywhere, and half of the weights are the old ones
@@ -286,7 +290,7 @@ def test_updates_that_fail_and_an_engine_that_hangs_or_dies(suite: ModuleType, t
         if FULL_GRID:
             await others(engine)
         # closed while a request runs: SIGTERM alone would wait for its caller
-        running = asyncio.create_task(engine.generate("l", prompt, suite.greedy(400)))
+        running = asyncio.create_task(engine.generate(GenerateRequest("l", prompt, suite.greedy(400))))
         await asyncio.sleep(0.2)
         await asyncio.wait_for(engine.close(), 30)
         with pytest.raises(RuntimeError, match="closed"):
@@ -306,7 +310,7 @@ def test_updates_that_fail_and_an_engine_that_hangs_or_dies(suite: ModuleType, t
         core.resume()
         await engine.probe(60.0)
         # killed
-        task = asyncio.create_task(engine.generate("k", prompt, suite.greedy(400)))
+        task = asyncio.create_task(engine.generate(GenerateRequest("k", prompt, suite.greedy(400))))
         await asyncio.sleep(0.2)
         core.kill()
         with pytest.raises((ServerGone, ServerRefused)):
@@ -344,7 +348,7 @@ def test_two_processes_share_a_model_and_leave_nothing(suite: ModuleType, tmp_pa
         for version in (0, 1):
             await engine.load_weights(staged(suite.Source(suite.reference(seed=version), version)))
             prompt = suite.prompts((9,))[0]
-            c = await engine.generate("r", prompt, suite.greedy(20))
+            c = await engine.generate(GenerateRequest("r", prompt, suite.greedy(20)))
             assert c.ids.tolist() == suite.hf_greedy(prompt, 20, seed=version)
         assert engine._server is not None
         held.update(_shared(engine._server.pid))
@@ -364,7 +368,7 @@ def test_an_untied_model_with_biases(suite: ModuleType, tmp_path: Path) -> None:
         prompt = suite.prompts((9,))[0]
         for version in (0, 1):
             await engine.load_weights(staged(suite.Source(suite.reference("qwen2", version), version)))
-            c = await engine.generate("r", prompt, suite.greedy(20))
+            c = await engine.generate(GenerateRequest("r", prompt, suite.greedy(20)))
             assert c.ids.tolist() == suite.hf_greedy(prompt, 20, "qwen2", version)
 
     engine = own_server(suite, tmp_path, "qwen2")

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from verl.rollout.base import Completion, Generates
+from verl.rollout.base import Completion, GenerateRequest, Generates
 from verl.types import TEMPLATE, Sampling, Segment, StopReason, Task, as_ids, derive_seed
 
 T = TypeVar("T")
@@ -210,13 +210,16 @@ class ServerManager:
             return TokenOutput([], [], self.ended_by)
         sampling = asked.of_call(min(asked.max_tokens, room), derive_seed(*self.seed_parts, turn))
         entry = self.begin("turn", number=turn, prompt_tokens=len(ids))
-        completion = await self.engine.generate(
-            request_id, ids, sampling, prefix_key=self.prefix_key, adapter=self.adapter, media=self.media
-        )
+        completion = await self.engine.generate(self.request(request_id, ids, sampling))
         call = RecordedCall(ids, completion, completion.ids.tolist())
         self.record.append(call)
         self.end(entry, tokens=len(completion.ids), why=completion.stop_reason)
         return TokenOutput(call.token_ids.copy(), completion.logprobs.tolist(), completion.stop_reason)
+
+    def request(self, request_id: str, ids: np.ndarray, sampling: Sampling) -> GenerateRequest:
+        """Return a request to the engine, with the prefix key, the parameter set and the media of this trajectory."""
+        key, parameters, media = self.prefix_key, self.adapter, self.media
+        return GenerateRequest(request_id, ids, sampling, prefix_key=key, parameters=parameters, media=media)
 
     def _merged(self, params: Mapping[str, Any]) -> Sampling:
         """Return the run's sampling, with the loop's changes that leave the distribution as it is, because the trainer

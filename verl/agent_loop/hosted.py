@@ -16,7 +16,7 @@ import numpy as np
 
 from verl.agent_loop.base import AgentLoopOutput, LoopNotes, LoopOutput, ServerManager, outputs_of
 from verl.agent_loop.registry import Loops
-from verl.rollout.base import Completion
+from verl.rollout.base import Completion, GenerateRequest
 from verl.sandbox.companion import Channel
 from verl.types import Sampling, Task, as_ids
 
@@ -151,22 +151,14 @@ class DriverEngine:
     made: int = 0
     manager: ServerManager | None = None  # The server manager of the trajectory.
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_ids: np.ndarray,
-        sampling: Sampling,
-        *,
-        prefix_key: str | None = None,
-        adapter: str | None = None,
-        media: Sequence[str] = (),
-    ) -> Completion:
-        """Generate in the driver, which knows the trajectory's key, adapter and media."""
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Generate in the driver, which knows the trajectory's key, parameter set and media."""
+        prompt_ids = request.prompt_ids
         call, self.made = self.made, self.made + 1
         keep = self.known.agreeing(prompt_ids)
         self.known.then(keep, prompt_ids[keep:])  # a copy, because the loop may change its own array
         self.waiting[call] = asyncio.get_running_loop().create_future()
-        self.say(GenerateCall(self.play, call, str(request_id), keep, prompt_ids[keep:].tobytes(), sampling))
+        self.say(GenerateCall(self.play, call, str(request.id), keep, prompt_ids[keep:].tobytes(), request.sampling))
         try:
             completion = await self.waiting[call]
         except asyncio.CancelledError:

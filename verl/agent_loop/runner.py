@@ -251,11 +251,8 @@ class LoopRunner:
 
     async def _answer(self, companion: Companion, playing: Playing, message: GenerateCall, ids: np.ndarray) -> None:
         manager = playing.manager
-        key, adapter, media = manager.prefix_key, manager.adapter, manager.media
         try:
-            completion = await manager.engine.generate(
-                message.request_id, ids, message.sampling, prefix_key=key, adapter=adapter, media=media
-            )
+            completion = await manager.engine.generate(manager.request(message.request_id, ids, message.sampling))
             playing.record[message.call] = RecordedCall(ids, completion, completion.ids.tolist())
             companion.send(("sampled", message.play, message.call, completion))
         except ReplicaLost as e:

@@ -25,7 +25,7 @@ from verl.driver.assemble import checkpoint_engine, context_of, rollout_engine, 
 from verl.driver.models import role_spec, workers_of
 from verl.driver.setup import decoder, load_tokenizer_of, require_an_end, set_up_process, stop_ids, template_lines
 from verl.driver.stopping import unless_stopped
-from verl.rollout.base import Completion
+from verl.rollout.base import Completion, GenerateRequest
 from verl.types import derive_seed
 from verl.workers.waits import Waits
 
@@ -109,7 +109,9 @@ async def _generate(config: Config, tokenizer: Any, prompts: Sequence[np.ndarray
             name = f"generate/{prompt}" if prompt else "generate"
             seed = derive_seed(config.run.seed, name, k)
             async with slots:  # the deadline is that of one answer
-                asked = rollout.generate(f"{name}/{k}", prompts[prompt], replace(sampling, seed=seed), prefix_key=name)
+                drawn = replace(sampling, seed=seed)
+                request = GenerateRequest(f"{name}/{k}", prompts[prompt], drawn, prefix_key=name)
+                asked = rollout.generate(request)
                 return await waits.wait(asked, who="generate", what="an answer", timeout_s=timeout_s)
 
         return await asyncio.gather(*(answer(i, k) for i in range(len(prompts)) for k in range(n)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -148,10 +148,10 @@ def check_positive(**sizes: int) -> None:
 NO_ADAPTERS = "this rollout engine loads no adapters"
 
 
-def check_inputs(able: Capabilities, what: str, adapter: str | None, media: Sequence[str]) -> None:
+def check_inputs(able: Capabilities, what: str, parameters: str | None, media: Sequence[str]) -> None:
     """Raise ValueError for an adapter or media that the engine does not take."""
-    if adapter is not None and not able.lora_rank:
-        raise ValueError(f"{what}: adapter={adapter!r}, but {NO_ADAPTERS}; leave it out")
+    if parameters is not None and not able.lora_rank:
+        raise ValueError(f"{what}: adapter={parameters!r}, but {NO_ADAPTERS}; leave it out")
     if media and not able.media:
         raise ValueError(f"{what}: media={list(media)}, but this rollout engine takes no media; remove them")
 
@@ -166,24 +166,18 @@ def checked_ids(what: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
     return ids
 
 
-def check_request(
-    request_id: str,
-    ids: np.ndarray,
-    sampling: Sampling,
-    running: Container[str],
-    *,
-    max_context_tokens: int,
-    decodes: bool,
-) -> None:
+def check_request(request: GenerateRequest, running: Container[str], *, max_context_tokens: int, decodes: bool) -> None:
     """Raise ValueError for an id that is in use, a prompt without room for an answer, and stop strings without a
     decode function."""
-    if request_id in running:
-        raise ValueError(f"request_id={request_id!r} is already running: every call needs its own id")
-    if not 0 < len(ids) < max_context_tokens:
+    if request.id in running:
+        raise ValueError(f"request_id={request.id!r} is already running: every call needs its own id")
+    if not 0 < len(request.prompt_ids) < max_context_tokens:
         room = f"max_context_tokens={max_context_tokens}; shorten it or raise the limit"
-        raise ValueError(f"{request_id}: a prompt of {len(ids)} tokens leaves no room to sample in {room}")
-    if sampling.stop and not decodes:
-        raise ValueError(f"stop={sampling.stop} needs text: give the engine decode=, or use stop_token_ids")
+        raise ValueError(
+            f"{request.id}: a prompt of {len(request.prompt_ids)} tokens leaves no room to sample in {room}"
+        )
+    if (stop := request.sampling.stop) and not decodes:
+        raise ValueError(f"stop={stop} needs text: give the engine decode=, or use stop_token_ids")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -253,27 +247,41 @@ class Scores:
     """[t-1, k] float32, their log-probs."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateRequest:
+    """A request for one answer, from the agent loop to the engine."""
+
+    id: str
+    """Different from those of all other running requests."""
+    prompt_ids: np.ndarray
+    """[P] int64."""
+    sampling: Sampling
+    _: KW_ONLY
+    prefix_key: str | None = None
+    """Requests with the same key have a common prompt. A router sends them to one replica."""
+    parameters: str | None = None
+    """The parameter set that samples: None is the policy, a name is a loaded LoRA adapter on top of it."""
+    media: tuple[str, ...] = ()
+    """Content hashes of images, in the order of the prompt."""
+    begun: PartialAnswer | None = None
+    """The beginning of the answer, from engines that were lost: the engine continues it. When the call ends, also with
+    an error, it holds the tokens that are certain. Only for an engine that can continue answers."""
+    on_tokens: OnTokens | None = None
+    """Called in the event loop with the tokens since its last call. The tokens after its last call are only in the
+    completion. An engine that cannot report tokens never calls it."""
+
+
 class Generates(Protocol):
     """The one method that an agent loop needs."""
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_ids: np.ndarray,
-        sampling: Sampling,
-        *,
-        prefix_key: str | None = None,
-        adapter: str | None = None,
-        media: Sequence[str] = (),
-    ) -> Completion:
-        """Sample one answer. Requests with the same `prefix_key` have a common prompt. `media` are content hashes, in
-        the order of the prompt."""
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one answer."""
         ...
 
 
 class RolloutEngine(Generates, Protocol):
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:
         """Return log-probs [t-1] float32 of ids[1:] given their prefix, under the live weights."""
         ...
@@ -318,22 +326,8 @@ class Vouched(Protocol):
 class Resuming(Protocol):
     """An engine that continues an answer which another engine has begun."""
 
-    goes_on: bool
-
-    async def generate(
-        self,
-        request_id: str,
-        prompt_ids: np.ndarray,
-        sampling: Sampling,
-        *,
-        prefix_key: str | None = None,
-        adapter: str | None = None,
-        media: Sequence[str] = (),
-        begun: PartialAnswer | None = None,
-    ) -> Completion:
-        """Return the whole answer. When the call ends, also with an error, `begun` holds the tokens that are
-        certain."""
-        ...
+    continues: bool
+    """It reads `GenerateRequest.begun`."""
 
 
 @runtime_checkable
@@ -341,7 +335,7 @@ class Adapting(Protocol):
     """An engine that loads LoRA adapters while it runs."""
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """Load an adapter from a folder in PEFT's layout, for later requests with `adapter=name`. It replaces an
+        """Load an adapter from a folder in PEFT's layout, for later requests with `parameters=name`. It replaces an
         adapter of the same name. Every later publish changes its base. Raise ValueError for an adapter of another base
         or of a rank above the engine's, and while requests of that name run."""
         ...
@@ -363,20 +357,8 @@ class Preparing(Protocol):
 class Streaming(Protocol):
     """An engine that reports tokens while they are sampled."""
 
-    async def stream(
-        self,
-        request_id: str,
-        prompt_ids: np.ndarray,
-        sampling: Sampling,
-        on_tokens: OnTokens | None,
-        *,
-        prefix_key: str | None = None,
-        adapter: str | None = None,
-        media: Sequence[str] = (),
-    ) -> Completion:
-        """Do the same as `generate`. `on_tokens` is called in the event loop with the tokens since its last call. The
-        tokens after its last call are only in the completion."""
-        ...
+    reports_tokens: bool
+    """It calls `GenerateRequest.on_tokens`."""
 
 
 @runtime_checkable

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.rollout.base import GenerateRequest
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 
 
@@ -15,10 +16,11 @@ from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 class PendingCall:
     """A request that waits for its answer from a server."""
 
-    server_id: str
-    """Its id at the server."""
+    request: GenerateRequest
     model: str
     """The model's name at the server, or an adapter's."""
+    server_id: str = ""
+    """The request's id at the server, new for every attempt."""
     asked: bool = False
     """It was sent."""
     routed: bool = False

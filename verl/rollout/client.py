@@ -25,6 +25,7 @@ from verl.rollout.api import Api, Deadlines, Expected, TokenBudget, deliver_buck
 from verl.rollout.base import (
     Capabilities,
     Completion,
+    GenerateRequest,
     PartialAnswer,
     PauseMode,
     RolloutContext,
@@ -39,7 +40,6 @@ from verl.rollout.http import PAUSED, ServerGone, ServerLate, ServerRefused
 from verl.rollout.launching import Launch
 from verl.rollout.liveness import QUIET_S, LivenessWatch
 from verl.rollout.wire import NotUnderstood, Reading, ServerAnswer
-from verl.types import Sampling
 from verl.weight_sync.base import Parts, SyncError, WeightSource, saved_parts
 
 AGAIN_S = 0.05  # between two aborts of a request that may not have reached the server yet
@@ -52,7 +52,7 @@ class ServedEngine(AdaptedServer):
     """A `RolloutEngine` that is a server at the URL `at`, or one that `at` starts and that ends with this engine.
     `router` is the URL of an external router in front of the servers of all replicas; requests are sent through it."""
 
-    goes_on = True
+    continues = True
 
     def __init__(
         self,
@@ -79,33 +79,23 @@ class ServedEngine(AdaptedServer):
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_ids: np.ndarray,
-        sampling: Sampling,
-        *,
-        prefix_key: str | None = None,
-        adapter: str | None = None,
-        media: Sequence[str] = (),
-        begun: PartialAnswer | None = None,
-    ) -> Completion:
-        """Return the whole answer, continuing `begun`. `prefix_key` is not used: a server finds equal prompts by their
-        ids. If the caller is cancelled the connection is closed, and the server frees the request."""
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Return the whole answer. `prefix_key` is not used: a server finds equal prompts by their ids. If the caller
+        is cancelled the connection is closed, and the server frees the request."""
         self._check_alive()
-        check_inputs(self._able, request_id, adapter, media)
-        model = self._served_name(request_id, adapter)
+        check_inputs(self._able, request.id, request.parameters, request.media)
+        model = self._served_name(request.id, request.parameters)
         self._check_weights("generate")
-        prompt = checked_ids(request_id, prompt_ids, self._vocab)
-        room, decodes = self._context.max_context_tokens, self._context.decode is not None
-        check_request(request_id, prompt, sampling, self._pending, max_context_tokens=room, decodes=decodes)
-        call = self._pending[request_id] = PendingCall("", model, routed=self._router is not None)
+        request = replace(request, prompt_ids=checked_ids(request.id, request.prompt_ids, self._vocab))
+        room, decodes, begun = self._context.max_context_tokens, self._context.decode is not None, request.begun
+        check_request(request, self._pending, max_context_tokens=room, decodes=decodes)
+        call = self._pending[request.id] = PendingCall(request, model, routed=self._router is not None)
         known = 0 if begun is None else len(begun.ids)
         self._watch.watch()
         try:
             for left in reversed(range(ATTEMPTS)):
                 try:
-                    return await self._attempt(request_id, call, prompt, sampling, begun)
+                    return await self._attempt(call)
                 except (ServerGone, ServerRefused, ServerLate, NotUnderstood) as e:
                     if call.routed or (left and isinstance(e, ServerRefused) and e.status == PAUSED):
                         call.routed = False  # retry at this server itself, without the router or after the pause
@@ -126,15 +116,15 @@ class ServedEngine(AdaptedServer):
         finally:
             if self._foreign and begun is not None:
                 begun.cut(known)
-            del self._pending[request_id]
+            del self._pending[request.id]
             call.ended.set()
 
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:
         """Return log-probs [t-1] of ids[1:] at temperature 1 (or 0, for greedy decoding): servers score no others."""
         self._check_alive()
-        check_inputs(self._able, "score", adapter, media)
+        check_inputs(self._able, "score", parameters, media)
         ids = checked_ids("score", ids, self._vocab)
         if temperature not in (0.0, 1.0):
             raise ValueError(f"temperature={temperature}: {self._expected.name} scores at temperature 1 only; give 1.0")
@@ -143,17 +133,15 @@ class ServedEngine(AdaptedServer):
         if len(ids) < 2:
             return np.zeros(0, np.float32)
         self._check_weights("score")
-        model = self._served_name("score", adapter)
+        model = self._served_name("score", parameters)
         self._scoring[model] += 1
         try:
             return await self._api.score(self._call, model, ids, self._limits.request_s)
         finally:
             self._scoring[model] -= 1
 
-    async def _attempt(
-        self, request_id: str, call: PendingCall, prompt: np.ndarray, sampling: Sampling, begun: PartialAnswer | None
-    ) -> Completion:
-        call.server_id = f"{self._tag}-{next(self._number)}-{request_id}"
+    async def _attempt(self, call: PendingCall) -> Completion:
+        call.server_id, begun = f"{self._tag}-{next(self._number)}-{call.request.id}", call.request.begun
         while not (self._open.is_set() or call.cut.is_set()):
             await first(self._open.wait(), call.cut.wait())
         self._check_alive()
@@ -162,30 +150,31 @@ class ServedEngine(AdaptedServer):
         if begun is not None and not begun.mixes:
             begun.keep(self._version, self._version)
             known = len(begun.ids)
-        answer = await self._generate(request_id, call, prompt, sampling, begun)
+        answer = await self._generate(call)
         if begun is not None and known and len(answer.spans) > 1:  # an update came between: sample from the beginning
             begun.keep(0, -1)
-            return await self._attempt(request_id, call, prompt, sampling, begun)
+            return await self._attempt(call)
         return answer
 
-    async def _generate(
-        self, request_id: str, call: PendingCall, prompt: np.ndarray, sampling: Sampling, begun: PartialAnswer | None
-    ) -> Completion:
-        context, version, drawn, before = self._context, self._version, ServerAnswer(), begun or PartialAnswer()
-        n, eos = len(before.ids), context.eos_token_ids
-        tokens = context.max_context_tokens - len(prompt)
-        reading = Reading(sampling=sampling, room=tokens, eos_token_ids=eos, decode=context.decode, before=before)
-        room = TokenBudget(tokens=tokens - n, vocab=self._vocab, ends=eos)
+    async def _generate(self, call: PendingCall) -> Completion:
+        context, request, version, drawn = self._context, call.request, self._version, ServerAnswer()
+        prompt, sampling, before = request.prompt_ids.tolist(), request.sampling, request.begun or PartialAnswer()
+        room = context.max_context_tokens - len(prompt)
+        ends = context.eos_token_ids
+        reading = Reading(sampling=sampling, room=room, eos_token_ids=ends, decode=context.decode, before=before)
+        budget = TokenBudget(tokens=room - len(before.ids), vocab=self._vocab, ends=ends)
         rest = reading.rest(self._api.draws_by_position)
-        body = self._api.body(call.model, call.server_id, prompt.tolist() + before.ids, rest, room)
+        body = self._api.body(call.model, call.server_id, prompt + before.ids, rest, budget)
         call.routed &= self._api.routable(body) and not sampling.stop  # ended by a stop string, it has no versions
         try:
-            await self._send(call, body, reading, drawn, follow=begun is not None and self._api.resumable_stream)
+            await self._send(
+                call, body, reading, drawn, follow=request.begun is not None and self._api.resumable_stream
+            )
             if not self._api.updates_weights and drawn.ids:  # its weights did not change meanwhile
                 drawn.versions = [(str(version), 0, len(drawn.ids))]
             self._watch.signs += not call.routed
             drawn.versions = await self._numbers(call, drawn.versions, version)
-            return reading.completion(request_id, drawn)
+            return reading.completion(request.id, drawn)
         finally:
             reading.keep(drawn, version)
 

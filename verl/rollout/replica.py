@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from verl.rollout.base import (
     Adapting,
     Capabilities,
     Completion,
-    PartialAnswer,
+    GenerateRequest,
     PauseMode,
     ReplicaLost,
     Resuming,
@@ -24,7 +24,6 @@ from verl.rollout.base import (
     Vouched,
     WeightReader,
 )
-from verl.types import Sampling
 
 T = TypeVar("T")
 
@@ -90,25 +89,15 @@ class Replica:
         """No new engine will be started if this one is lost."""
         return self._starts <= 0 or (self._at_url and self._loaded is None and self._asked is self.engine)
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_ids: np.ndarray,
-        sampling: Sampling,
-        *,
-        prefix_key: str | None = None,
-        adapter: str | None = None,
-        media: Sequence[str] = (),
-        begun: PartialAnswer | None = None,
-    ) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
         """Return the whole answer. An engine that cannot continue `begun` samples from the beginning."""
+        begun = request.begun
         try:
-            engine = await self._with_adapter(adapter)
-            ask = engine.generate
-            if begun is not None and isinstance(engine, Resuming):
-                ask = partial(engine.generate, begun=begun)
+            engine = await self._with_adapter(request.parameters)
+            if begun is not None and not isinstance(engine, Resuming):
+                request = replace(request, begun=None)
             try:
-                found = await ask(request_id, prompt_ids, sampling, prefix_key=prefix_key, adapter=adapter, media=media)
+                found = await engine.generate(request)
             except ReplicaLost as e:
                 self._lose(engine, e)
                 raise
@@ -132,10 +121,10 @@ class Replica:
             raise why from None
 
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:
-        engine = await self._with_adapter(adapter)
-        return await engine.score(ids, temperature=temperature, adapter=adapter, media=media)
+        engine = await self._with_adapter(parameters)
+        return await engine.score(ids, temperature=temperature, parameters=parameters, media=media)
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         engine = self._asked = self._live()

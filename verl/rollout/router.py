@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,16 @@ import numpy as np
 
 from verl.config.adapter import copy_adapter
 from verl.leftovers import OwnFolder
-from verl.rollout.base import Capabilities, Completion, PartialAnswer, PauseMode, ReplicaLost, WeightReader
+from verl.rollout.base import (
+    Capabilities,
+    Completion,
+    GenerateRequest,
+    PartialAnswer,
+    PauseMode,
+    ReplicaLost,
+    WeightReader,
+)
 from verl.rollout.replica import Replica, Start
-from verl.types import Sampling
 
 KEPT_KEYS = 4096  # the number of latest prefix keys with a remembered replica
 MAX_LEAD = 8  # requests that the replica of a prefix key may have more than the least loaded one
@@ -63,39 +70,22 @@ class Router:
         self._made = partial(Replica, starts=restarts, at_url=at_urls, adapters=self._adapters)
         self.replicas = [self._made(i, start, lost=self._lost) for i, start in enumerate(starts)]
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_ids: np.ndarray,
-        sampling: Sampling,
-        *,
-        prefix_key: str | None = None,
-        adapter: str | None = None,
-        media: Sequence[str] = (),
-    ) -> Completion:
-        if request_id in self._running:
-            raise ValueError(f"request_id={request_id!r} is already running: every call needs its own id")
-        with self._in_use(request_id, adapter):
-            return await self._generate(request_id, prompt_ids, sampling, prefix_key, adapter, media)
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if request.id in self._running:
+            raise ValueError(f"request_id={request.id!r} is already running: every call needs its own id")
+        with self._in_use(request.id, request.parameters):
+            return await self._generate(request)
 
-    async def _generate(
-        self,
-        request_id: str,
-        prompt_ids: np.ndarray,
-        sampling: Sampling,
-        prefix_key: str | None,
-        adapter: str | None,
-        media: Sequence[str],
-    ) -> Completion:
+    async def _generate(self, request: GenerateRequest) -> Completion:
+        prefix_key = request.prefix_key
         begun = PartialAnswer(mixes=self._mixes) if len(self._serving) > 1 else None
+        request = replace(request, begun=begun)
         while True:
             chosen = self._choose(prefix_key)
-            self._running[request_id] = chosen
+            self._running[request.id] = chosen
             self._load[chosen] += 1
             try:
-                return await self.replicas[chosen].generate(
-                    request_id, prompt_ids, sampling, prefix_key=prefix_key, adapter=adapter, media=media, begun=begun
-                )
+                return await self.replicas[chosen].generate(request)
             except ReplicaLost:  # another replica samples the same tokens: the seed belongs to the request
                 if begun is not None:
                     begun.keep(0, self._verified)
@@ -106,7 +96,7 @@ class Router:
                 raise
             finally:
                 self._load[chosen] -= 1
-                del self._running[request_id]
+                del self._running[request.id]
 
     def published(self, failed: Mapping[int, str]) -> None:
         """Record the result of a publish. Replicas that failed it are given up, the others serve from now on."""
@@ -178,11 +168,11 @@ class Router:
                 self._on_failure(self._failure)
 
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:
-        with self._in_use("score", adapter):
+        with self._in_use("score", parameters):
             one = self.replicas[self._choose(None)]
-            return await one.score(ids, temperature=temperature, adapter=adapter, media=media)
+            return await one.score(ids, temperature=temperature, parameters=parameters, media=media)
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         raise ValueError("a router loads no weights: publish to each of its replicas")
@@ -241,9 +231,7 @@ class Router:
             return
         if adapter in self._changing:
             raise ValueError(f"{what}: {adapter!r} is being loaded or dropped; wait for that")
-        if adapter in self._dropped or (
-            self._adapters and adapter not in self._adapters
-        ):  # a replica may still have it
+        if adapter in self._dropped or (self._adapters and adapter not in self._adapters):  # not in every replica
             there = ", ".join(sorted(self._adapters)) or "none"
             raise ValueError(f"{what}: no adapter {adapter!r} was loaded (there are: {there}); load_adapter first")
         self._drawing[adapter] += 1

@@ -15,10 +15,10 @@ from typing import Protocol
 import numpy as np
 
 from verl.rollout.base import Completion, DecodeFn, Scores, WeightReader
-from verl.rollout.embedded.requests import REASONS, News, Request, RunningRequests
+from verl.rollout.embedded.requests import REASONS, ActiveRequest, News, RunningRequests
 from verl.rollout.embedded.sampler import SamplingMetadata
 
-Finished = tuple[Request, Completion]
+Finished = tuple[ActiveRequest, Completion]
 Sampled = tuple[np.ndarray, np.ndarray]  # ids [n] int64, log-probs [n] float32
 
 
@@ -58,7 +58,7 @@ class Runner(Protocol):
         """Read new weights over the live ones. The runner is not ready from the first tensor to the last."""
         ...
 
-    def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None:
+    def admit(self, waiting: Sequence[ActiveRequest], resident: int) -> Admission | None:
         """Make some of the first waiting requests resident in rows `resident`.., or return None if none is ready."""
         ...
 
@@ -93,7 +93,7 @@ class EngineCore:
     def __init__(self, runner: Runner, eos_token_ids: Sequence[int], decode: DecodeFn | None) -> None:
         self.runner = runner
         self.version = -1
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[ActiveRequest] = deque()
         self.running = RunningRequests(runner.max_rows, eos_token_ids, decode)
         self._submitted = self._steps = self._sampled = 0
 
@@ -101,12 +101,12 @@ class EngineCore:
     def busy(self) -> bool:
         return bool(self.waiting) or self.running.n > 0
 
-    def add(self, request: Request) -> None:
+    def add(self, request: ActiveRequest) -> None:
         request.order = self._submitted
         self._submitted += 1
         self.waiting.append(request)
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[ActiveRequest]:
         return [*self.waiting, *self.running.requests]
 
     def run(
@@ -139,7 +139,7 @@ class EngineCore:
             done += self._append(0, *drawn)
         return done
 
-    def abort(self, requests: set[Request] | None) -> list[Finished]:
+    def abort(self, requests: set[ActiveRequest] | None) -> list[Finished]:
         """Stop these requests (None: all) and return them with their tokens."""
         stopped = set(self.requests()) if requests is None else requests
         done = [(request, request.completion("abort")) for request in self.waiting if request in stopped]
@@ -201,7 +201,7 @@ class EngineCore:
         running = self.running
         self._sampled += len(ids)
         if not np.isfinite(logprobs).all():
-            bad = [running.requests[first + i].request_id for i in np.flatnonzero(~np.isfinite(logprobs))]
+            bad = [running.requests[first + i].asked.id for i in np.flatnonzero(~np.isfinite(logprobs))]
             raise FloatingPointError(f"version {self.version} gave non-finite logits for requests {bad[:8]}")
         code, stops = running.append(first, first + len(ids), ids, logprobs)
         ended = first + np.flatnonzero(code)

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ import numpy as np
 from verl.rollout.base import (
     Capabilities,
     Completion,
-    OnTokens,
+    GenerateRequest,
     Passing,
     PauseMode,
     ReplicaLost,
@@ -36,8 +36,8 @@ from verl.rollout.base import (
     checked_ids,
 )
 from verl.rollout.embedded.core import EngineCore, Finished, Runner
-from verl.rollout.embedded.requests import News, Request
-from verl.types import Sampling, as_ids
+from verl.rollout.embedded.requests import ActiveRequest, News
+from verl.types import as_ids
 
 T = TypeVar("T")
 DELIVER_S = 0.005  # between two deliveries of finished requests, which are scored while the rest is decoded
@@ -69,11 +69,11 @@ class EmbeddedEngine:
         self._second = ThreadPoolExecutor(1, thread_name_prefix="rollout-load", initializer=runner.enter_thread)
         self._load_waits = set[asyncio.Future[Any]]()  # of callers that wait for the second thread
         self._driver: asyncio.Task[None] | None = None
-        self._inbox: deque[Request | Control] = deque()  # in the order of the calls
-        self._held: list[Request] = []  # submitted while paused
+        self._inbox: deque[ActiveRequest | Control] = deque()  # in the order of the calls
+        self._held: list[ActiveRequest] = []  # submitted while paused
         self._in_vocabulary = b""  # the last ids that were checked
-        self._aborts: list[tuple[list[Request], asyncio.Future[int] | None]] = []
-        self._pending: dict[str, tuple[Request, asyncio.Future[Completion]]] = {}
+        self._aborts: list[tuple[list[ActiveRequest], asyncio.Future[int] | None]] = []
+        self._pending: dict[str, tuple[ActiveRequest, asyncio.Future[Completion]]] = {}
         self._serving: Control | None = None
         self._orphans = False  # the core holds requests of an event loop that has ended
         self._paused = False  # nothing is admitted and nothing runs
@@ -83,51 +83,27 @@ class EmbeddedEngine:
         self._torn: BaseException | None = None  # why a load over the live weights failed
         self._closed = False
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_ids: np.ndarray,
-        sampling: Sampling,
-        *,
-        prefix_key: str | None = None,
-        adapter: str | None = None,
-        media: Sequence[str] = (),
-    ) -> Completion:
-        return await self.stream(request_id, prompt_ids, sampling, None, adapter=adapter, media=media)
-
-    async def stream(
-        self,
-        request_id: str,
-        prompt_ids: np.ndarray,
-        sampling: Sampling,
-        on_tokens: OnTokens | None,
-        *,
-        prefix_key: str | None = None,
-        adapter: str | None = None,
-        media: Sequence[str] = (),
-    ) -> Completion:
-        """Sample an answer and report tokens meanwhile. `prefix_key` is not used: equal prompts are found by their
-        ids."""
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample an answer. `prefix_key` is not used: equal prompts are found by their ids."""
         self._check_alive()
-        check_inputs(self._capabilities, request_id, adapter, media)
-        ids = self._checked(request_id, prompt_ids, sampling)
-        request = Request(request_id, ids, sampling, adapter, tuple(media), on_tokens=on_tokens)
+        check_inputs(self._capabilities, request.id, request.parameters, request.media)
+        active = ActiveRequest(self._checked(request))
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._pending[request_id] = (request, future)
-        self._inbox.append(request)
+        self._pending[request.id] = (active, future)
+        self._inbox.append(active)
         self._wake_driver()
         try:
             return await future
         finally:
             # the caller was cancelled: free its row (all rows, if the event loop ends)
-            if self._pop_pending(request) and not (self._driver and self._driver.cancelling()):
-                self._aborts.append(([request], None))
+            if self._pop_pending(active) and not (self._driver and self._driver.cancelling()):
+                self._aborts.append(([active], None))
                 self._wake_driver()
 
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:
-        check_inputs(self._capabilities, "score", adapter, media)
+        check_inputs(self._capabilities, "score", parameters, media)
         return (await self._scored(ids, temperature, 0)).logprobs
 
     async def score_top(self, ids: np.ndarray, top: int) -> Scores:
@@ -274,11 +250,12 @@ class EmbeddedEngine:
         """Return counters since construction, and the number of resident requests."""
         return self._core.stats()
 
-    def _checked(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling) -> np.ndarray:
+    def _checked(self, request: GenerateRequest) -> GenerateRequest:
         self._check_weights("generate")
-        ids, room = self._checked_ids(request_id, prompt_ids), self._runner.max_context_tokens
-        check_request(request_id, ids, sampling, self._pending, max_context_tokens=room, decodes=self._decodes)
-        return ids
+        request = replace(request, prompt_ids=self._checked_ids(request.id, request.prompt_ids))
+        room = self._runner.max_context_tokens
+        check_request(request, self._pending, max_context_tokens=room, decodes=self._decodes)
+        return request
 
     def _checked_ids(self, what: str, ids: np.ndarray) -> np.ndarray:
         ids = as_ids(ids)
@@ -437,7 +414,7 @@ class EmbeddedEngine:
             if future is not None and not future.done():
                 future.set_result(count)
 
-    async def _abort(self, requests: Sequence[Request]) -> int:
+    async def _abort(self, requests: Sequence[ActiveRequest]) -> int:
         """Abort requests, whether they wait or run, and return how many had a waiting caller."""
         stopped = set(requests)
         done = [(item, item.completion("abort")) for item in (*self._held, *self._inbox) if item in stopped]
@@ -457,16 +434,16 @@ class EmbeddedEngine:
 
     def _report_tokens(self, news: Sequence[News]) -> None:
         for request, ids, logprobs in news:
-            owner, _ = self._pending.get(request.request_id, (None, None))
-            if owner is request and request.on_tokens is not None:
-                request.on_tokens(ids, logprobs)
+            owner, _ = self._pending.get(request.asked.id, (None, None))
+            if owner is request and request.asked.on_tokens is not None:
+                request.asked.on_tokens(ids, logprobs)
 
-    def _pop_pending(self, request: Request) -> asyncio.Future[Completion] | None:
+    def _pop_pending(self, request: ActiveRequest) -> asyncio.Future[Completion] | None:
         """Return the caller's future. An id may be used again after its call, so the request itself is compared."""
-        owner, future = self._pending.get(request.request_id, (None, None))
+        owner, future = self._pending.get(request.asked.id, (None, None))
         if owner is not request:
             return None
-        del self._pending[request.request_id]
+        del self._pending[request.asked.id]
         return future
 
     def _driver_ended(self, driver: asyncio.Task[None]) -> None:

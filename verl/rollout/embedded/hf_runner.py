@@ -17,7 +17,7 @@ from verl.nn.rope import fix_rope
 from verl.rollout.base import RolloutContext, Scores, WeightReader, check_positive
 from verl.rollout.embedded.core import Admission, Sampled, check_context
 from verl.rollout.embedded.receive import Destination, receive
-from verl.rollout.embedded.requests import Request
+from verl.rollout.embedded.requests import ActiveRequest
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, scores_of, to_host
 
 
@@ -77,7 +77,7 @@ class HfRunner:
         return switch
 
     @torch.inference_mode()
-    def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None:
+    def admit(self, waiting: Sequence[ActiveRequest], resident: int) -> Admission | None:
         """Admit a new batch after the last one has ended, padded to its longest prompt, of `max_prefill_tokens`."""
         prompts: list[np.ndarray] = []
         longest = 0

@@ -10,26 +10,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from verl.rollout.base import Completion, DecodeFn, OnTokens
+from verl.rollout.base import Completion, DecodeFn, GenerateRequest
 from verl.rollout.embedded.sampler import SamplingMetadata, stream_of, uniforms
-from verl.types import Sampling, StopReason
+from verl.types import StopReason
 
 RUNNING, EOS, STOP, LENGTH, CONTEXT_FULL = range(5)  # codes of a row; the names are those of types.StopReason
 REASONS: tuple[StopReason | None, ...] = (None, "eos", "stop", "length", "context_full")
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int64), np.zeros(0, np.float32)  # shared, since nothing can be written into them
-PromptKey = tuple[str | None, tuple[str, ...], bytes]  # adapter, media hashes, bytes of the ids
+PromptKey = tuple[str | None, tuple[str, ...], bytes]  # parameter set, media hashes, bytes of the ids
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """A prompt, and the tokens that were sampled before it last lost its row (none, unless it was preempted)."""
+class ActiveRequest:
+    """A request in an engine, and the tokens that were sampled before it last lost its row (none, unless preempted)."""
 
-    request_id: str
-    prompt_ids: np.ndarray
-    """[P] int64."""
-    sampling: Sampling
-    adapter: str | None = None
-    media: tuple[str, ...] = ()
+    asked: GenerateRequest
     ids: np.ndarray = field(default_factory=lambda: NO_IDS)
     logprobs: np.ndarray = field(default_factory=lambda: NO_LOGPROBS)
     span_starts: list[tuple[int, int]] = field(default_factory=list)
@@ -37,9 +32,8 @@ class Request:
     cached_tokens: int = 0
     order: int = 0
     """The order of submission; preempted requests wait again in this order."""
-    on_tokens: OnTokens | None = None
     reported: int = 0
-    """Tokens that on_tokens was called with."""
+    """Tokens that `on_tokens` was called with."""
 
     def start_span(self, version: int, start: int) -> None:
         """Tokens from `start` on are sampled under `version`."""
@@ -50,18 +44,19 @@ class Request:
 
     def context(self) -> np.ndarray:
         """Return the ids that need resident KV before the next token can be sampled."""
-        return np.concatenate([self.prompt_ids, self.ids]) if len(self.ids) else self.prompt_ids
+        prompt = self.asked.prompt_ids
+        return np.concatenate([prompt, self.ids]) if len(self.ids) else prompt
 
     def key(self) -> PromptKey:
-        return self.adapter, self.media, self.context().tobytes()
+        return self.asked.parameters, self.asked.media, self.context().tobytes()
 
     def completion(self, reason: StopReason, stop: str | None = None) -> Completion:
         ends = [start for _, start in self.span_starts[1:]] + [len(self.ids)]
         spans = tuple((v, start, end) for (v, start), end in zip(self.span_starts, ends) if end > start)
-        return Completion(self.request_id, self.ids, self.logprobs, spans, reason, stop, self.cached_tokens)
+        return Completion(self.asked.id, self.ids, self.logprobs, spans, reason, stop, self.cached_tokens)
 
 
-News = tuple[Request, np.ndarray, np.ndarray]  # ids [t], log-probs [t]
+News = tuple[ActiveRequest, np.ndarray, np.ndarray]  # ids [t], log-probs [t]
 
 
 def find_stop(ids: np.ndarray, stops: Sequence[str], decode: DecodeFn) -> str | None:
@@ -100,7 +95,7 @@ class RunningRequests:
 
     def __init__(self, max_rows: int, eos_token_ids: Sequence[int], decode: DecodeFn | None) -> None:
         self.n = 0
-        self.requests: list[Request] = []
+        self.requests: list[ActiveRequest] = []
         self._eos = np.asarray(sorted(set(eos_token_ids)), np.int64)
         self._decode = decode
         self._strings = 0  # rows with stop strings
@@ -111,9 +106,9 @@ class RunningRequests:
         self._ids = np.zeros((max_rows, 64), np.int64)  # [rows, response capacity]
         self._logprobs = np.zeros((max_rows, 64), np.float32)
 
-    def add(self, request: Request, max_context_tokens: int) -> None:
-        row, s, tokens = self.n, request.sampling, len(request.ids)
-        prompt = len(request.prompt_ids)
+    def add(self, request: ActiveRequest, max_context_tokens: int) -> None:
+        row, s, tokens = self.n, request.asked.sampling, len(request.ids)
+        prompt = len(request.asked.prompt_ids)
         room = max_context_tokens - prompt
         limit, code = min(s.max_tokens, room), LENGTH if s.max_tokens <= room else CONTEXT_FULL
         drawn = (s.top_k, stream_of(s.seed, s.position), s.temperature, s.top_p, s.min_p)
@@ -126,7 +121,7 @@ class RunningRequests:
         self._ids[row, :tokens] = request.ids
         self._logprobs[row, :tokens] = request.logprobs
         self._strings += bool(s.stop)
-        self._followed += request.on_tokens is not None
+        self._followed += request.asked.on_tokens is not None
         self.requests.append(request)
         self.n += 1
 
@@ -167,12 +162,12 @@ class RunningRequests:
         found: list[News] = []
         for row, request in enumerate(self.requests if self._followed else ()):
             since, count = request.reported, int(self.count[row])
-            if request.on_tokens is not None and count > since:
+            if request.asked.on_tokens is not None and count > since:
                 request.reported = count
                 found.append((request, self._ids[row, since:count].copy(), self._logprobs[row, since:count].copy()))
         return found
 
-    def save(self, row: int) -> Request:
+    def save(self, row: int) -> ActiveRequest:
         """Return the request of a row, with all tokens sampled until now."""
         request, tokens = self.requests[row], int(self.count[row])
         request.ids, request.logprobs = self._ids[row, :tokens].copy(), self._logprobs[row, :tokens].copy()
@@ -185,8 +180,8 @@ class RunningRequests:
         stays = np.ones(self.n, bool)
         stays[removed] = False
         movers = kept + np.flatnonzero(stays[kept:])
-        self._strings -= sum(bool(self.requests[row].sampling.stop) for row in removed)
-        self._followed -= sum(self.requests[row].on_tokens is not None for row in removed)
+        self._strings -= sum(bool(self.requests[row].asked.sampling.stop) for row in removed)
+        self._followed -= sum(self.requests[row].asked.on_tokens is not None for row in removed)
         for source, hole in zip(movers, holes):
             self.requests[hole] = self.requests[source]
         del self.requests[kept:]
@@ -199,7 +194,7 @@ class RunningRequests:
         assert self._decode is not None, "a request with stop strings was admitted without a decode function"
         found: dict[int, str] = {}
         for row in range(lo, hi):
-            strings = self.requests[row].sampling.stop
+            strings = self.requests[row].asked.sampling.stop
             if strings and (match := find_stop(self._ids[row, : self.count[row]], strings, self._decode)) is not None:
                 found[row] = match
         return found

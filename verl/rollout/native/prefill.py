@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.accel.cpu.lanes import Lanes, wide_pays
-from verl.rollout.embedded.requests import PromptKey, Request
+from verl.rollout.embedded.requests import ActiveRequest, PromptKey
 from verl.rollout.native.kv import Prefix, PrefixStore
 from verl.rollout.native.model import Chunk, Model
 from verl.rollout.native.options import Options
@@ -52,7 +52,7 @@ class Prefiller:
         self.store.clear()
         self._jobs.clear()
 
-    def advance(self, requests: Sequence[Request], keys: Sequence[PromptKey]) -> None:
+    def advance(self, requests: Sequence[ActiveRequest], keys: Sequence[PromptKey]) -> None:
         """Run one pass over the prompts of these requests. Prompts that no request waits for are dropped."""
         jobs: dict[PromptKey, Job] = {}
         for request, key in zip(requests, keys):
@@ -85,7 +85,7 @@ class Prefiller:
         s = self._model.shape
         return torch.empty(s.layers, 2, s.kv_heads, tokens, s.head_dim, dtype=self._dtype, device=self._model.device)
 
-    def _start(self, request: Request, key: PromptKey) -> Job:
+    def _start(self, request: ActiveRequest, key: PromptKey) -> Job:
         ids = request.context()
         kv = self._empty(len(ids))
         # continuing a stored prefix rounds differently than computing the whole

@@ -17,7 +17,7 @@ from verl.nn.precision import native_bf16
 from verl.rollout.base import RolloutContext, Scores, WeightReader
 from verl.rollout.embedded.core import Admission, Sampled
 from verl.rollout.embedded.receive import receive
-from verl.rollout.embedded.requests import Request
+from verl.rollout.embedded.requests import ActiveRequest
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, scores_of, to_host
 from verl.rollout.native.kv import Prefix, SlotCache, round_up
 from verl.rollout.native.model import Model
@@ -145,7 +145,7 @@ class NativeRunner:
         return freed
 
     @torch.inference_mode()
-    def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None:
+    def admit(self, waiting: Sequence[ActiveRequest], resident: int) -> Admission | None:
         candidates = self._that_fit(waiting, resident)
         keys = [request.key() for request in candidates]
         self._prompts.advance(candidates, keys)
@@ -165,9 +165,9 @@ class NativeRunner:
             return None
         return Admission(cached, partial(self._sample_first, *self._fill_slots(ready, resident)))
 
-    def _that_fit(self, waiting: Sequence[Request], resident: int) -> list[Request]:
+    def _that_fit(self, waiting: Sequence[ActiveRequest], resident: int) -> list[ActiveRequest]:
         """Return the first requests with KV that fits beside that of the residents at their longest."""
-        room, fit = self._max_kv_tokens - int(self._needs[:resident].sum()), list[Request]()
+        room, fit = self._max_kv_tokens - int(self._needs[:resident].sum()), list[ActiveRequest]()
         for request in islice(waiting, self.max_rows - resident):
             room -= self._need(request)
             if room < 0:
@@ -175,8 +175,8 @@ class NativeRunner:
             fit.append(request)
         return fit
 
-    def _need(self, request: Request) -> int:
-        tokens = min(self.max_context_tokens, len(request.prompt_ids) + request.sampling.max_tokens)
+    def _need(self, request: ActiveRequest) -> int:
+        tokens = min(self.max_context_tokens, len(request.asked.prompt_ids) + request.asked.sampling.max_tokens)
         return whole_pages(tokens) if self._paged is not None else tokens
 
     def _fill_slots(self, ready: list[Prefix], resident: int) -> tuple[Tensor, np.ndarray]:

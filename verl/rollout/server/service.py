@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.rollout.base import Completion, OnTokens, Ranking, RolloutEngine, Scores, Streaming
+from verl.rollout.base import Completion, GenerateRequest, OnTokens, Ranking, RolloutEngine, Scores
 from verl.rollout.server.metrics import Metrics
 from verl.rollout.server.options import ServeConfig
 from verl.rollout.server.requests import ApiError, Call, check_ids, check_length, refuse_top_logprobs
@@ -148,9 +148,7 @@ class Service:
         return found
 
     async def _one(self, name: str, ids: np.ndarray, sampling: Sampling, told: OnTokens | None, key: str) -> Completion:
-        if told is not None and isinstance(self.engine, Streaming):
-            return await self.engine.stream(name, ids, sampling, told, prefix_key=key)
-        return await self.engine.generate(name, ids, sampling, prefix_key=key)
+        return await self.engine.generate(GenerateRequest(name, ids, sampling, prefix_key=key, on_tokens=told))
 
     async def whole(self, form: Form, names: tuple[str, ...]) -> bytes:
         """The JSON of an answer."""

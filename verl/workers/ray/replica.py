@@ -7,12 +7,12 @@ import os
 import pickle
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from verl.rollout.base import Capabilities, Completion, PauseMode, ReplicaLost
-from verl.types import Sampling
+from verl.rollout.base import Capabilities, Completion, GenerateRequest, PauseMode, ReplicaLost
 from verl.workers.answers import RankAnswer, failed_answer, raised
 from verl.workers.group import DevicePlace, Died
 from verl.workers.ray.group import Live
@@ -69,27 +69,19 @@ class RayReplica:
         self._dead: ReplicaLost | None = None
         self._life = live(name, actor, actor.watch.remote(), built, died=self._died)
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_ids: np.ndarray,
-        sampling: Sampling,
-        *,
-        prefix_key: str | None = None,
-        adapter: str | None = None,
-        media: Sequence[str] = (),
-    ) -> Completion:
-        named = {"prefix_key": prefix_key, "adapter": adapter, "media": tuple(media)}
+    async def generate(self, request: GenerateRequest) -> Completion:
         try:
-            return await self._ask("generate", request_id, prompt_ids, sampling, **named)
+            return await self._ask(
+                "generate", replace(request, begun=None, on_tokens=None)
+            )  # they stay in this process
         except asyncio.CancelledError:
-            self._actor.ask.remote("abort", ([request_id],), {})  # the caller has given up, so its row is released
+            self._actor.ask.remote("abort", ([request.id],), {})  # the caller has given up, so its row is released
             raise
 
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:
-        return await self._ask("score", ids, temperature=temperature, adapter=adapter, media=tuple(media))
+        return await self._ask("score", ids, temperature=temperature, parameters=parameters, media=tuple(media))
 
     async def load_weights(self, source: Any, *, on_inflight: PauseMode = "wait") -> int:
         """Load weights in the other process. `source` is a CheckedReader; the other process reads and checks in its
