@@ -97,6 +97,9 @@ class Scripted:
     async def score(self, ids: np.ndarray, **rest: Any) -> np.ndarray:
         return np.full(len(ids) - 1, -1.0, np.float32)
 
+    async def abort(self, request_ids: Any = None) -> int:
+        return 0
+
     async def capabilities(self) -> Capabilities:
         return Capabilities(logprobs="processed", max_context_tokens=256)
 

@@ -78,6 +78,7 @@ async def _serve(config: Config, sock: socket.socket) -> None:
     from verl.rollout.server.app import make_app, run_app
     from verl.rollout.server.service import Service
     from verl.rollout.server.texts import Texts
+    from verl.rollout.server.work import favour_the_event_loop
 
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -109,6 +110,7 @@ async def _serve(config: Config, sock: socket.socket) -> None:
             vocab_size=vocab_size,
             max_context_tokens=able.max_context_tokens,
         )
+        favour_the_event_loop()
         sock.listen()  # a request that follows the next line at once waits, and is not refused
         _announce(config, sock, able.max_context_tokens)
         await run_app(make_app(service), sock, stopping)

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import sys
 import threading
 import time
 import zlib
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
-from serving import Scripted, engine_of, model, serving, tokenizer, until
+from serving import Scripted, engine_of, model, serving, texts_of, tokenizer, until
 
-from verl.rollout.server import app, door, requests
+from verl.rollout.server import app, door, requests, work
 from verl.rollout.server import service as service_module
 from verl.rollout.server.options import ServeConfig, check_serve
-from verl.rollout.server.responses import Form
+from verl.rollout.server.requests import CompletionBody, call_of, typed
+from verl.rollout.server.responses import CompletionForm, Form
+from verl.rollout.server.service import News
 from verl.rollout.server.texts import Piecewise, Texts
 
 C, H, G = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 ASKED: Any = {"messages": [{"role": "user", "content": "what is two plus two?"}], "max_tokens": 2}
 KEY = "a long secret"
+ROOM: Any = {"vocab_size": 320, "max_tokens": 4}
 
 
 def run(body: Any) -> None:
@@ -59,6 +65,9 @@ COMPUTED = [
     (requests, "decoded", G, {"token_ids": [5], "sampling_params": {"max_tokens": 1}}),
     (Form, "encoded", G, {"token_ids": [5], "sampling_params": {"max_tokens": 1}}),
     (Texts, "message", H, {**ASKED, "stream": True}),
+    (requests, "decoded", "/collective_rpc", {"method": "served_model"}),
+    (requests, "decoded", "/init_weight_transfer_engine", {"init_info": {}}),
+    (requests, "decoded", "/abort_requests", {"request_ids": ["x"]}),
 ]
 
 
@@ -74,7 +83,7 @@ def test_health_answers_while_a_request_is_read_tokenised_or_answered(monkeypatc
     monkeypatch.setattr(app if of is requests else of, name, held)
 
     async def ask() -> None:
-        async with serving(Scripted(tokenizer(), "four")) as (client, _):
+        async with serving(Scripted(tokenizer(), "four"), control=True) as (client, _):
             asked = asyncio.ensure_future(post(client, path, body))
             await until(reached.is_set, "the request is worked on")
             await healthy(client)
@@ -84,7 +93,9 @@ def test_health_answers_while_a_request_is_read_tokenised_or_answered(monkeypatc
     run(ask)
 
 
-def test_pieces_of_many_answers_that_are_there_leave_turns_to_others(monkeypatch):
+@pytest.mark.parametrize("requests", [1, 16])
+def test_pieces_of_many_answers_that_are_there_leave_turns_to_others(monkeypatch, requests):
+    """Of one request, and of many."""
     turns, at, plain = 0, list[int](), Form.piece
 
     async def turn() -> None:
@@ -95,7 +106,7 @@ def test_pieces_of_many_answers_that_are_there_leave_turns_to_others(monkeypatch
 
     def slow(self: Form, *given: Any) -> Any:
         at.append(turns)
-        time.sleep(2 * service_module.TURN_S)
+        time.sleep(2 * work.TURN_S)
         return plain(self, *given)
 
     monkeypatch.setattr(Form, "piece", slow)
@@ -103,12 +114,108 @@ def test_pieces_of_many_answers_that_are_there_leave_turns_to_others(monkeypatch
     async def ask() -> None:
         async with serving(await engine_of(model())) as (client, _):
             turning = asyncio.ensure_future(turn())
-            asked = {"prompt": [5, 6], "n": 16, "max_tokens": 60, "ignore_eos": True, "stream": True}
-            assert (await post(client, C, asked))[0] == 200
+            asked = {"prompt": [5, 6], "n": 16 // requests, "max_tokens": 60, "ignore_eos": True, "stream": True}
+            found = await asyncio.gather(*(post(client, C, asked) for _ in range(requests)))
+            assert {status for status, _ in found} == {200}
             turning.cancel()
             assert len(at) >= 16 and len(set(at)) == len(at)
 
     run(ask)
+
+
+def test_requests_that_arrive_together_begin_in_turns(monkeypatch):
+    turns, at, plain = 0, list[int](), app.check_caller
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def counted(request: web.Request, *given: Any) -> None:
+        if request.path != "/health":
+            at.append(turns)
+        plain(request, *given)
+
+    monkeypatch.setattr(app, "check_caller", counted)
+    monkeypatch.setattr(door, "MOST_WAITING", 50)
+
+    async def ask() -> None:
+        async with serving(Scripted(tokenizer())) as (client, _):
+            held = [await raw(client) for _ in range(48)]
+            turning = asyncio.ensure_future(turn())
+            for _, writer in held:
+                writer.write(b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            await until(lambda: at, "the first one begins")
+            later = [await raw(client) for _ in range(24)]  # they are not in the way of those that wait for their turn
+            for _, writer in later:
+                writer.close()
+            for reader, writer in held:
+                assert b" 200 " in await asyncio.wait_for(reader.readline(), 20)
+                writer.close()
+            turning.cancel()
+            assert len(at) == 48 == len(set(at))
+
+    run(ask)
+
+
+def test_tokens_that_wait_for_the_event_loop_are_written_together():
+    """In a chunk for each answer, and in as many as there is time for."""
+    of = tokenizer()
+    call = call_of(body := typed({"prompt": [5], "n": 2}, CompletionBody), body, [np.array([5])], **ROOM)
+    form = CompletionForm(call=call, texts=texts_of(of), name="policy", created=0, weights={})
+    answers, news = form.answers(), News()
+    ids = of("what is two", add_special_tokens=False)["input_ids"]
+    for i, token in ((0, ids[0]), (1, ids[0]), (0, ids[1]), (0, ids[2])):
+        news.tell(i, np.array([token]), np.zeros(1, np.float32))
+    first, rest = (news.pieces(form, answers, 0.0) for _ in range(2))
+    found = [json.loads(chunk)["choices"][0] for chunk in (*first, *rest)]
+    assert (len(first), [c["index"] for c in found]) == (1, [0, 1])
+    assert [c["text"] for c in found] == [of.decode(ids[:3]), of.decode(ids[:1])]
+
+
+def test_health_of_an_engine_at_work_is_what_it_said_last(monkeypatch):
+    """It is asked between two of its steps. Where it never answers, that is said."""
+    held = asyncio.Event()
+
+    class Busy(Scripted):
+        async def score(self, ids: np.ndarray, **rest: Any) -> np.ndarray:
+            await held.wait()
+            return await Scripted.score(self, ids, **rest)
+
+    async def ask() -> None:
+        async with serving(Busy(tokenizer())) as (client, service):
+            first = asyncio.ensure_future(healthy(client))
+            await until(lambda: service.health is not None, "the engine is asked")
+            held.set()
+            await first
+            held.clear()
+            for _ in range(3):
+                service.health_at -= 10
+                await healthy(client)
+            assert not service.health.done()
+            service.health.cancel()
+            monkeypatch.setattr(service_module, "HEALTH_TIMEOUT_S", 0.1)
+            await asyncio.wait({service.health})
+            service.health = None
+            for wanted, age_s in ((200, 0), (503, 0), (503, 10)):
+                service.health_at -= age_s
+                async with client.get("/health") as answer:
+                    assert answer.status == wanted
+                await asyncio.wait({service.health})
+
+    run(ask)
+
+
+def test_threads_leave_the_interpreter_to_the_event_loop():
+    before = sys.getswitchinterval()
+    gc.unfreeze()
+    try:
+        work.favour_the_event_loop()
+        assert sys.getswitchinterval() <= 0.001 and gc.get_freeze_count() > 10_000
+    finally:
+        sys.setswitchinterval(before)
+        gc.unfreeze()
 
 
 def test_what_no_context_holds_is_refused_before_it_is_tokenised(monkeypatch):
@@ -152,7 +259,10 @@ MANY = [
     (C, b'{"a": [' + b'"a",' * 700_000 + b'"a"]}', "quotes"),
     (G, json.dumps({"token_ids": [5], "request_id": "x" * 1000}).encode(), "request_id has 1000 characters"),
     (C, json.dumps({"prompt": "x", "stop": ["ab"] * 4000, "n": 128}).encode(), "4000 strings for 128 answers"),
-    ("/detokenize", b'{"tokens": [' + b"5," * 2**20 + b"5]}", "at most 1,048,576"),
+    ("/detokenize", b'{"tokens": [' + b"5," * 2**16 + b"5]}", "at most 65,536"),
+    ("/inference/v1/abort_requests", json.dumps({"request_ids": ["r"] * 20_000}).encode(), "at most 16,384"),
+    (G, b'{"token_ids": [' + b"5," * (2**21 + 1) + b"5]}", "2,097,152 in one request"),
+    (C, json.dumps({"prompt": '"' * 600_000}).encode(), "prompt has 600000 characters"),
     (C, b'{"prompt": "x", "colour": [' + b"5," * 1_000_000 + b"5]}", "colour=[5, 5,"),
     (C, json.dumps({"prompt": "x", "model": "m" * 100_000}).encode(), "is not here"),
     (H, json.dumps({**ASKED, "tools": json.loads("[" * 900 + "]" * 900)}).encode(), ""),

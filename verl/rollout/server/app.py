@@ -38,7 +38,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SERVICE = web.AppKey("service", Service)
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI and vLLM have it; chat answers may fill the context
 RETRY_AFTER_S = "1"
-MOST_TOKENS = 2**20  # that are turned into text in one request
+MOST_TOKENS = 2**16  # that are turned into text in one request, or as many as a context has
 CLOSING = (401, 403, 408, 415)  # statuses of requests of which no body is read, or no whole one
 FAULT = ApiError(500, "the server failed at this request; its log says why", code="internal_error")
 log = logging.getLogger("verl.serve")
@@ -88,12 +88,16 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-    service, answer = request.app[SERVICE], None
+    service, answer, entrance = request.app[SERVICE], None, request.app[DOOR]
+    if request.path != "/health":
+        entrance.has_all(request)  # it is not the caller that takes time here
+        await service.starts.next()
+        entrance.waits(request.protocol)
     try:
         check_caller(request, service.options.api_key, service.options.host)
         check_encoding(request)
         if not request.can_read_body:
-            request.app[DOOR].has_all(request)
+            entrance.has_all(request)
         answer = await handler(request)
     except ApiError as e:
         answer = refusal(e)
@@ -138,9 +142,9 @@ def as_bytes(body: bytes, *, status: int = 200, headers: Mapping[str, str] | Non
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
-async def computed(request: web.Request, compute: Callable[[dict[str, Any]], T]) -> T:
-    """What `compute` makes of a body's JSON object, in a thread."""
-    raw = await body_of(request)
+async def computed(request: web.Request, compute: Callable[[dict[str, Any]], T], *, absent: bytes = b"") -> T:
+    """What `compute` makes of a body's JSON object, in a thread. absent: what an empty body means."""
+    raw = await body_of(request) or absent
     try:
         return await request.app[SERVICE].threads.run(len(raw), lambda: compute(decoded(raw)))
     except RecursionError:
@@ -171,10 +175,11 @@ async def _streamed(request: web.Request, service: Service, form: Form, names: t
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     async with contextlib.aclosing(service.chunks(form, names)) as chunks:
         try:
-            async for chunk in chunks:
+            async for there in chunks:
                 if not response.prepared:
                     await response.prepare(request)
-                await response.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
+                if there:
+                    await response.write(b"".join(b"data: " + chunk + b"\n\n" for chunk in there))
         except ConnectionError:
             raise
         except Exception as e:  # an answer of its own would stand in the middle of this one
@@ -309,8 +314,8 @@ async def detokenize(request: web.Request) -> web.Response:
 def _detokenized(service: Service, fields: Mapping[str, Any]) -> bytes:
     body = typed(fields, DetokenizeBody)
     _check_model(service, body.model)
-    if len(body.tokens) > MOST_TOKENS:
-        said = f"tokens holds {len(body.tokens):,}; at most {MOST_TOKENS:,} in one request"
+    if len(body.tokens) > (most := max(service.max_context_tokens, MOST_TOKENS)):
+        said = f"tokens holds {len(body.tokens):,}; at most {most:,} in one request"
         raise ApiError(400, said, param="tokens", code="invalid_value")
     if beyond := [i for i in body.tokens if i >= service.vocab_size]:
         said = f"tokens holds {beyond[:3]}; the vocabulary is [0, {service.vocab_size})"

@@ -23,9 +23,8 @@ from aiohttp import web
 from msgspec import Meta
 
 from verl.rollout.base import PauseMode, Preparing
-from verl.rollout.server.app import SERVICE, Handler, as_json
-from verl.rollout.server.door import body_of
-from verl.rollout.server.requests import ApiError, decoded, shown, typed
+from verl.rollout.server.app import SERVICE, Handler, as_json, computed
+from verl.rollout.server.requests import ApiError, shown, typed
 from verl.rollout.server.service import Service
 from verl.weight_sync.base import SyncError, TensorStream, WeightSource, checksum, open_stream
 
@@ -164,7 +163,7 @@ class ControlPlane:
 
     async def announce(self, request: web.Request) -> web.Response:
         service, update = request.app[SERVICE], self._begun()
-        info = typed(decoded(await body_of(request)), UpdateBody).update_info
+        info = (await computed(request, lambda fields: typed(fields, UpdateBody))).update_info
         if not Path(info.path).name.startswith(SEGMENT):
             said = f"path={shown(info.path)}: a file of sync.engine=shm is wanted ({SEGMENT}...)"
             raise ApiError(400, said, param="path", code="invalid_value")
@@ -192,7 +191,7 @@ class ControlPlane:
 
     async def finish(self, request: web.Request) -> web.Response:
         service, update = request.app[SERVICE], self._begun()
-        body = typed(decoded(await body_of(request) or b"{}"), FinishBody)
+        body = await computed(request, lambda fields: typed(fields, FinishBody), absent=b"{}")
         try:
             if not update.parts:
                 raise SyncError("finish_weight_update came before any update_weights")
@@ -269,13 +268,13 @@ def tells(what: Callable[[Service], dict[str, Any]]) -> Handler:
 
 
 async def init_weight_transfer(request: web.Request) -> web.Response:
-    typed(decoded(await body_of(request)), InitBody)
+    await computed(request, lambda fields: typed(fields, InitBody))
     return as_json({"message": "Weight transfer initialized"})
 
 
 async def collective_rpc(request: web.Request) -> web.Response:
     """vLLM asks its workers by name; here there is the one question that our own adapter has: which model this is."""
-    service, method = request.app[SERVICE], typed(decoded(await body_of(request)), RpcBody).method
+    service, method = request.app[SERVICE], (await computed(request, lambda fields: typed(fields, RpcBody))).method
     if method != "served_model":
         raise ApiError(400, f"method={shown(method)}: served_model is known", param="method", code="invalid_value")
     return as_json({"results": [{"model": service.options.name, "vocab_size": service.vocab_size}]})
@@ -303,7 +302,7 @@ async def resume(request: web.Request) -> web.Response:
 
 
 async def abort_all(request: web.Request) -> web.Response:
-    body = typed(decoded(await body_of(request) or b"{}"), AbortBody)
+    body = await computed(request, lambda fields: typed(fields, AbortBody), absent=b"{}")
     return as_json({"status": "aborted", "aborted": await request.app[SERVICE].abort(body.request_ids or None)})
 
 

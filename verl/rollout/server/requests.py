@@ -22,7 +22,7 @@ Strings = str | list[str]
 MAX_TOP_K = 2**31 - 1  # more ids than any vocabulary has
 MAX_STOPS = 4096  # ids, strings, or characters of one
 MAX_STOP_ROWS = 2**18  # stop strings of all answers of one request together
-MAX_PARTS = MappingProxyType({"objects and lists": 2**17, "quotes": 2**20})
+MAX_PARTS = MappingProxyType({"objects and lists": 2**17, "quotes": 2**19, "commas": 2**21})
 MAX_NAME = 256  # characters of a request's id
 MAX_SCORES = 2**22  # log-probs of a prompt in one answer, which is built in memory
 KINDS = MappingProxyType(
@@ -162,7 +162,8 @@ class Call:
 
 def decoded(raw: bytes) -> dict[str, Any]:
     """A JSON object; 400 for anything else, and for one of so many parts that reading it would stop every thread."""
-    for what, count in (("objects and lists", raw.count(b"{") + raw.count(b"[")), ("quotes", raw.count(b'"'))):
+    lists, quotes = raw.count(b"{") + raw.count(b"["), raw.count(b'"') - raw.count(b'\\"')
+    for what, count in (("objects and lists", lists), ("quotes", quotes), ("commas", raw.count(b","))):
         if count > MAX_PARTS[what]:
             said = f"the body has {count:,} {what}, those in texts included; at most {MAX_PARTS[what]:,} in one request"
             raise ApiError(400, said, code="too_many_parts")

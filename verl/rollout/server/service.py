@@ -5,32 +5,73 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
+import msgspec
 import numpy as np
 
 from verl.rollout.base import Completion, GenerateRequest, OnTokens, Ranking, RolloutEngine, Scores
 from verl.rollout.server.metrics import Metrics
 from verl.rollout.server.options import ServeConfig
 from verl.rollout.server.requests import ApiError, Call, check_ids, check_length, refuse_top_logprobs
-from verl.rollout.server.responses import Form
+from verl.rollout.server.responses import Answer, Form
 from verl.rollout.server.texts import Texts
-from verl.rollout.server.work import Threads
+from verl.rollout.server.work import Threads, Turns
 from verl.types import Sampling
 
 HEALTH_TIMEOUT_S = 10.0
 HEALTH_KEPT_S = 1.0
+HEALTH_WAIT_S = 0.05  # for an engine that was well when it was asked last: it answers between two of its steps
 KEPT_NAMES = 256  # of weights, the latest
-TURN_S = 0.01  # in which pieces of one answer are written, before others have their turn
+MOST_ABORTED = 2**14  # requests that one call aborts by their ids
 ABORT_TIMEOUT_S = 5.0  # for answers that were cut short to be told
+
+
+class News:
+    """New tokens of the answers of a stream that are in no chunk yet; those of one answer are kept together."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # ids and log-probs, by the answer's place
+        self._told, self._ended = asyncio.Event(), False
+
+    def tell(self, i: int, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        self._held.setdefault(i, []).append((ids, logprobs))
+        self._told.set()
+
+    def end(self) -> None:
+        """No more tokens follow."""
+        self._ended = True
+        self._told.set()
+
+    async def some(self) -> bool:
+        """Wait until there are some. False: there are none, and none follow."""
+        if not self._held and not self._ended:
+            self._told.clear()
+            await self._told.wait()
+        return bool(self._held)
+
+    def pieces(self, form: Form, answers: Sequence[Answer], end: float) -> list[bytes]:
+        """The chunks, as JSON, of at least one answer that has some, and of more while time.monotonic() is before
+        `end`."""
+        found = list[bytes]()
+        while self._held:
+            i = next(iter(self._held))
+            ids, logprobs = map(np.concatenate, zip(*self._held.pop(i), strict=True))
+            if (piece := form.piece(i, answers[i], ids, logprobs)) is not None:
+                found.append(msgspec.json.encode(form.chunk([piece])))
+            if time.monotonic() >= end:
+                break
+        return found
 
 
 @dataclass(slots=True, kw_only=True)
 class Service:
-    """failed: why nothing may be generated · asleep: what the engine has put away · running: engine's request ids by
-    the id of their request · weights: what who gave them called the latest versions."""
+    """failed: why nothing may be generated · asleep: what the engine has put away · well: whether the engine
+    answered when it was asked last · running: engine's request ids by the id of their request · weights: what the
+    latest versions are called by those that sent them · starts, pieces: turns of the event loop for what begins, and
+    for what is streamed."""
 
     engine: RolloutEngine
     texts: Texts
@@ -39,6 +80,8 @@ class Service:
     max_context_tokens: int
     metrics: Metrics = field(default_factory=Metrics)
     threads: Threads = field(default_factory=Threads)
+    starts: Turns = field(default_factory=Turns)
+    pieces: Turns = field(default_factory=Turns)
     running: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sequences: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -50,6 +93,7 @@ class Service:
     loading: set[asyncio.Future[int]] = field(default_factory=set)
     health: asyncio.Task[None] | None = None
     health_at: float = 0.0
+    well: bool = False
 
     def __post_init__(self) -> None:
         self.call_weights(self.engine.version, str(self.engine.version))
@@ -166,9 +210,9 @@ class Service:
         nothing = np.zeros((max(0, len(ids) - 1), 0))
         return Scores(await self.engine.score(ids), nothing, nothing)
 
-    async def chunks(self, form: Form, names: tuple[str, ...]) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of a streamed answer."""
-        answers, news = form.answers(), asyncio.Queue[tuple[int, np.ndarray, np.ndarray] | None]()
+    async def chunks(self, form: Form, names: tuple[str, ...]) -> AsyncGenerator[list[bytes], None]:
+        """The chunks of a streamed answer as JSON, those that are there together."""
+        answers, news = form.answers(), News()
 
         def follow(i: int) -> OnTokens:
             held, told_s = list[tuple[np.ndarray, np.ndarray]](), time.monotonic()
@@ -177,7 +221,7 @@ class Service:
                 nonlocal told_s
                 held.append((ids, logprobs))  # those that are held at its end stand in the last chunk
                 if (now := time.monotonic()) - told_s >= form.call.interval_s:
-                    news.put_nowait((i, np.concatenate([a for a, _ in held]), np.concatenate([b for _, b in held])))
+                    news.tell(i, *map(np.concatenate, zip(*held, strict=True)))
                     told_s = now
                     held.clear()
 
@@ -185,30 +229,25 @@ class Service:
 
         async with self._deadline():
             run = asyncio.ensure_future(self.generate(form.call, names, [follow(i) for i in range(len(answers))]))
-            run.add_done_callback(lambda _: news.put_nowait(None))
+            run.add_done_callback(lambda _: news.end())
             try:
                 opened = [form.opening(i, answer) for i, answer in enumerate(answers)]
                 if any(opened):
-                    yield form.chunk(opened)
-                began_s = time.monotonic()
-                while (heard := await news.get()) is not None:
-                    if time.monotonic() - began_s > TURN_S:  # neither news that are there nor a write waits for others
-                        await asyncio.sleep(0)
-                        began_s = time.monotonic()
-                    i, ids, logprobs = heard
-                    if (piece := form.piece(i, answers[i], ids, logprobs)) is not None:
-                        yield form.chunk([piece])
+                    yield [msgspec.json.encode(form.chunk(opened))]
+                while await news.some():
+                    yield await self.pieces.run(partial(news.pieces, form, answers))
                 completions = await run
                 for i, (answer, completion) in enumerate(zip(answers, completions, strict=True)):
                     last = await self.threads.run(len(completion.ids) - answer.told, form.last, i, answer, completion)
-                    yield form.chunk([last])
+                    yield [msgspec.json.encode(form.chunk([last]))]
                 if form.call.include_usage:
-                    yield form.chunk([], form.usage(completions))
+                    yield [msgspec.json.encode(form.chunk([], form.usage(completions)))]
             finally:
                 run.cancel()
 
     async def check_health(self) -> None:
-        """Ask the engine itself for the log-prob of one token; what it said counts for a second. ApiError 503."""
+        """ApiError 503 where the engine does not give the log-prob of one token. Its answer counts for a second, and
+        while it is busy until `HEALTH_TIMEOUT_S` are over."""
         if self.draining or self.failed is not None:
             raise ApiError(503, self.failed or "the server is shutting down", code="unhealthy")
         if self.asleep or self.loading:  # while it loads it says nothing
@@ -216,10 +255,15 @@ class Service:
         now = time.monotonic()
         if self.health is None or (self.health.done() and now - self.health_at > HEALTH_KEPT_S):
             self.health, self.health_at = asyncio.ensure_future(self._probe()), now
+        done, _ = await asyncio.wait({self.health}, timeout=HEALTH_WAIT_S if self.well else None)
+        if not done:
+            return
+        self.well = False
         try:
-            await asyncio.shield(self.health)
+            self.health.result()
         except (ValueError, RuntimeError) as e:
             raise ApiError(503, f"the engine does not answer: {e}", code="unhealthy") from e
+        self.well = True
 
     async def _probe(self) -> None:
         try:
@@ -234,6 +278,9 @@ class Service:
         """Requests by the ids of their callers (None: all) -> answers that were cut short."""
         if request_ids is None:
             return await self.engine.abort()
+        if len(request_ids) > MOST_ABORTED:
+            said = f"request_ids holds {len(request_ids):,}; at most {MOST_ABORTED:,} at one time"
+            raise ApiError(400, said, param="request_ids", code="invalid_value")
         plain = {name.removeprefix("generate-tokens-") for name in request_ids}
         return await self.engine.abort([name for own in plain for name in self.running.get(own, ())])
 

@@ -1,9 +1,12 @@
-"""Threads for what a request makes the server compute beside its engine: JSON, templates, tokens, text. The event loop
-only carries bytes, so that it answers others meanwhile."""
+"""Where the server computes what a request needs beside its engine: JSON, templates, tokens and text in threads, the
+pieces of streams in turns of the event loop. The event loop has time for others meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,6 +17,8 @@ from verl.rollout.server.requests import ApiError
 T = TypeVar("T")
 LARGE = 2**16  # bytes, or tokens: what is larger waits for others that are, and nothing small waits for it
 MOST_LARGE = 64  # of them that wait, each of which holds its body
+SWITCH_S = 0.001  # that a thread may hold the interpreter while the event loop waits for it; Python's own is 0.005
+TURN_S = 0.01  # in which pieces of streams are written, before everything else has its turn
 
 
 class Threads:
@@ -39,3 +44,30 @@ class Threads:
         """What has not begun is dropped."""
         for pool in (self._small, self._large):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Turns:
+    """The event loop's time for what there may be a thousand of at one moment: one at a time, and all else that is
+    ready between two."""
+
+    def __init__(self) -> None:
+        self._one = asyncio.Lock()
+
+    async def next(self) -> None:
+        """Wait for a turn of the event loop that no other caller has."""
+        async with self._one:
+            await asyncio.sleep(0)
+
+    async def run(self, compute: Callable[[float], T]) -> T:
+        """The result of compute(end) in such a turn; it ends soon after time.monotonic() reaches `end`."""
+        async with self._one:
+            await asyncio.sleep(0)
+            return compute(time.monotonic() + TURN_S)
+
+
+def favour_the_event_loop() -> None:
+    """Make threads of this process hand the interpreter over soon, and leave out of garbage collections what is there
+    by now: one that looks at all of torch's and the tokenizer's objects stops every thread."""
+    sys.setswitchinterval(SWITCH_S)
+    gc.collect()
+    gc.freeze()
