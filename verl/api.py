@@ -30,6 +30,7 @@ from verl.driver.launch import Finished, run_rl
 from verl.driver.models import hf_export, role_spec, workers_around
 from verl.driver.setup import decoder
 from verl.driver.step import Step, experience_and_update
+from verl.errors import Refused
 from verl.given_models import AutoModelForCausalLMWithValueHead, wrapped
 from verl.leftovers import OwnFolder
 from verl.model_engine.optim import OptimSpec
@@ -74,7 +75,7 @@ class VerlTrainer:
         self.tokenizer = tokenizer
         name = _algorithm_name(config.algorithm)
         if name not in PRESETS:
-            raise ValueError(f"algorithm={config.algorithm!r} is not in the table: {', '.join(PRESETS)}")
+            raise Refused(f"algorithm={config.algorithm!r} is not in the table: {', '.join(PRESETS)}")
         _refuse_runs_only(name)
         model, ref_model = wrapped(model), None if ref_model is None else wrapped(ref_model)
         self.algorithm = resolve(name, _facade_settings(name, config, ref_model is not None))
@@ -121,7 +122,7 @@ class VerlTrainer:
             ids = self._ids(query)
             room = self.config.max_length - len(ids)
             if room < 1:
-                raise ValueError(
+                raise Refused(
                     f"query {q} has {len(ids)} tokens and VerlConfig.max_length={self.config.max_length}: no room to "
                     "answer"
                 )
@@ -148,7 +149,7 @@ class VerlTrainer:
         """Make one step of the algorithm on these answers and return its metrics. Several answers per query are lists
         of equal shape."""
         if not len(queries) == len(responses) == len(rewards):
-            raise ValueError(
+            raise Refused(
                 f"{len(queries)} queries, {len(responses)} responses and {len(rewards)} rewards: must be as many"
             )
         samples = []
@@ -156,11 +157,11 @@ class VerlTrainer:
             answers_of = [answers] if isinstance(answers, str) else list(answers)
             scores_of = [float(x) for x in np.atleast_1d(np.asarray(scores, float))]
             if len(answers_of) != len(scores_of):
-                raise ValueError(f"query {q} has {len(answers_of)} responses and {len(scores_of)} rewards")
+                raise Refused(f"query {q} has {len(answers_of)} responses and {len(scores_of)} rewards")
             trained = len(answers_of) - self.algorithm.group.baselines
             if trained < 1:
                 said = "the answer that the others are compared with comes last, and has a reward"
-                raise ValueError(f"query {q} has {len(answers_of)} responses: with {self.config.algorithm}, {said}")
+                raise Refused(f"query {q} has {len(answers_of)} responses: with {self.config.algorithm}, {said}")
             samples += [
                 self._sample(q, i, query, text, score, "train" if i < trained else "baseline")
                 for i, (text, score) in enumerate(zip(answers_of, scores_of))
@@ -237,7 +238,7 @@ def _refuse_runs_only(name: str) -> None:
     lacks = [f"the role {role}" for role in sorted(PRESETS[name].roles() - {"ref", "critic"})]
     if lacks := [*lacks, *(["rewards of turns"] if PRESETS[name].credits_turns() else [])]:
         run = f"verl.GRPOTrainer(MODEL, train_data=ROWS, overrides=['algorithm.name={name}', ...])"
-        raise ValueError(f"algorithm={name!r} reads {' and '.join(lacks)}, which VerlTrainer has not: {run} runs it")
+        raise Refused(f"algorithm={name!r} reads {' and '.join(lacks)}, which VerlTrainer has not: {run} runs it")
 
 
 def _facade_settings(name: str, config: VerlConfig, has_reference: bool) -> dict[str, Any]:
@@ -266,7 +267,7 @@ def _backend(name: str) -> str:
         return name
     package = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}.get(name)
     if package is None:
-        raise ValueError(f"rollout_backend={name!r}: native, hf, vllm, sglang or trtllm")
+        raise Refused(f"rollout_backend={name!r}: native, hf, vllm, sglang or trtllm")
     why = "is not installed" if importlib.util.find_spec(package) is None else "has no adapter in this version"
     warnings.warn(f"rollout_backend={name!r} {why}; using the embedded engine", stacklevel=4)
     return "native"
@@ -307,7 +308,7 @@ class GRPOTrainer:
     ) -> None:
         if not isinstance(model, str | Path):
             fix = "a run loads its weights itself: give the folder (model.save_pretrained(FOLDER) writes one)"
-            raise ValueError(f"model is a {type(model).__name__}: {fix}")
+            raise Refused(f"model is a {type(model).__name__}: {fix}")
         self._folder = OwnFolder("verl-given-")
         self.args = [
             f"algorithm.name={self.algorithm_name}",
@@ -393,14 +394,14 @@ class Trainer:
         _known(config, self._KEYS, "Trainer")
         _known(config.get("rollout", {}), self._ROLLOUT, 'Trainer, "rollout"')
         if "actor" not in config:
-            raise ValueError('Trainer needs "actor": Policy(DIR), the model to train')
+            raise Refused('Trainer needs "actor": Policy(DIR), the model to train')
         self._config = dict(config)
 
     def train(self, steps: int | None = None) -> Finished:
         """Run to the end. Raise ValueError for a missing or wrong setting, before anything is loaded."""
         config = self._config
         if config.get("data") is None:
-            raise ValueError(
+            raise Refused(
                 'Trainer has no "data": give rows ({"prompt": [...], "data_source": ...}) or a JSONL or Parquet file'
             )
         actor = config["actor"] if isinstance(config["actor"], Policy) else Policy(config["actor"])
@@ -456,19 +457,19 @@ def _known(given: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
         if key not in keys:
             near = difflib.get_close_matches(str(key), keys, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(keys)}"
-            raise ValueError(f"{where}: unknown key {key!r}; {hint}")
+            raise Refused(f"{where}: unknown key {key!r}; {hint}")
 
 
 def _importable(fn: Callable[..., Any]) -> tuple[str, str]:
     """Return (file, name) of a reward function: its workers are other processes, which import it anew."""
     source = inspect.getsourcefile(fn)
     if source is None or "<locals>" in fn.__qualname__ or fn.__name__ == "<lambda>":
-        raise ValueError(
+        raise Refused(
             f"reward={fn.__qualname__}: rewards run in killable worker processes, which must be able to import them; "
             "define the function at the top level of a file"
         )
     if fn.__module__ == "__main__" and not any(map(_is_guard, ast.parse(Path(source).read_text()).body)):
-        raise ValueError(
+        raise Refused(
             f"reward={fn.__qualname__}: its workers import {source}, which would start this run again in each of them; "
             'put what starts it below `if __name__ == "__main__":`, or the function in a file of its own'
         )

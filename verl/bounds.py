@@ -8,6 +8,8 @@ from typing import Annotated
 import yaml
 from msgspec import Meta
 
+from verl.errors import Refused
+
 MOST_VALUES = 1_000_000  # the largest number of values in a YAML file
 _FINITE = sys.float_info.max
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -40,11 +42,11 @@ def bounded_yaml(text: str) -> str:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         values = 0 if root is None else _values(root, {})
     except RecursionError:
-        raise ValueError("it is nested too deeply, or holds itself") from None
+        raise Refused("it is nested too deeply, or holds itself") from None
     except yaml.YAMLError as e:
-        raise ValueError(f"not YAML: {' '.join(str(e).split())}") from None
+        raise Refused(f"not YAML: {' '.join(str(e).split())}") from None
     if values > MOST_VALUES:
-        raise ValueError(f"its aliases make {values:.3g} values of it, at most {MOST_VALUES:,}")
+        raise Refused(f"its aliases make {values:.3g} values of it, at most {MOST_VALUES:,}")
     return text
 
 

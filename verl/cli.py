@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from verl.errors import Refused, crash_record_of
+
 if TYPE_CHECKING:
     from verl.config.compat.translate import VerlDefaults
     from verl.config.load import Resolved
@@ -83,8 +85,9 @@ def _version() -> int:
 
 
 def guarded(work: Callable[[], int], args: Sequence[str] = ()) -> int:
-    """Run; turn what went wrong into an exit code and a last line with the first cause. What args take from the
-    environment (`${oc.env:KEY}`) is not shown."""
+    """Run a verb and return its exit code. A fault of the user is one line and exit code 2. Any other error prints its
+    traceback, the path of its crash record and, as the last line, its first cause; the exit code is 1. Values that args
+    take from the environment (`${oc.env:KEY}`) are hidden."""
     try:
         code = work()
         sys.stdout.flush()
@@ -94,9 +97,9 @@ def guarded(work: Callable[[], int], args: Sequence[str] = ()) -> int:
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt as e:
         return _fail(str(e) or "interrupted", 130)
-    except ValueError as e:
+    except Refused as e:
         return _fail(_hidden(str(e), args), 2)
-    except Exception as e:  # the outermost frame: print the traceback, then the first cause as the last line
+    except Exception as e:  # the outermost frame
         import traceback
 
         from verl.driver.stopping import Stopped
@@ -105,7 +108,9 @@ def guarded(work: Callable[[], int], args: Sequence[str] = ()) -> int:
         if isinstance(e, Stopped):
             return _fail(_hidden(str(e), args), e.code)
         if not _expected(e):
-            print(_hidden(traceback.format_exc(), args), file=sys.stderr, end="")
+            print(_hidden(traceback.format_exc(), args), file=sys.stderr, end="")  # its notes are at the end
+        elif record := crash_record_of(e):
+            print(record, file=sys.stderr)
         cause = first_cause(e)
         name = "" if _expected(cause) and str(cause) else f"{type(cause).__name__}: "
         return _fail(_hidden(f"{name}{cause}", args), 1)
@@ -140,7 +145,7 @@ def train(args: list[str], *, verl_defaults: VerlDefaults | None = None) -> int:
     if "--replay" in args:
         at = args.index("--replay")
         if at + 1 >= len(args) or not args[at + 1].isdigit():
-            raise ValueError("--replay needs a step number: verl train --replay 3 run.name=RUN ...")
+            raise Refused("--replay needs a step number: verl train --replay 3 run.name=RUN ...")
         from verl.driver.replay import replay
 
         return replay([*args[:at], *args[at + 2 :]], int(args[at + 1]))
@@ -163,7 +168,7 @@ def _refuse_torchrun(verb: str) -> None:
     from verl.workers.torchrun import launched
 
     if (launch := launched()) is not None:
-        raise ValueError(
+        raise Refused(
             f"torchrun started {launch.world_size} processes of verl {verb}, which is one process that starts its own: "
             f"run it without torchrun, with cluster.backend=ray cluster.ranks_per_node={launch.local_world_size}"
         )
@@ -235,12 +240,12 @@ def evaluate(args: list[str]) -> int:
 def generate(args: list[str]) -> int:
     given = {key: value for key, _, value in (a.partition("=") for a in args) if key in ("prompt", "n")}
     if "prompt" not in given:
-        raise ValueError('give a prompt: verl generate model.path=DIR prompt="2+2="')
+        raise Refused('give a prompt: verl generate model.path=DIR prompt="2+2="')
     resolved = _load([a for a in args if a.partition("=")[0] not in given])
     _refuse_agents(resolved)
     count = given.get("n", "1")
     if not count.isdigit() or int(count) < 1:
-        raise ValueError(f"n={count}: the number of answers, 1 or more")
+        raise Refused(f"n={count}: the number of answers, 1 or more")
     from verl.config.overrides import parse_argument
     from verl.driver.generate import generate_once
 
@@ -260,7 +265,7 @@ def _refuse_agents(resolved: Resolved) -> None:
     idle = {key: origin for key, origin in resolved.origins.items() if key.startswith("agent.") and origin != "default"}
     fix = "leave it out; verl eval plays rows with tools"
     if said := [key for key, origin in idle.items() if origin == "command line" or origin.startswith("verl key")]:
-        raise ValueError("\n".join(f"{key}={text_of(values[key])}: {why}: {fix}" for key in said))
+        raise Refused("\n".join(f"{key}={text_of(values[key])}: {why}: {fix}" for key in said))
     if idle:
         print(f"{', '.join(idle)} ({next(iter(idle.values()))}): {why}")
 
@@ -292,7 +297,7 @@ def replicas(args: list[str]) -> int:
     from verl.replicas import ask
 
     if (len(args), args[1:2]) not in ((2, ["list"]), (2, ["add"]), (3, ["add"]), (3, ["remove"])):
-        raise ValueError("verl replicas RUN list | add [URL] | remove NUMBER")
+        raise Refused("verl replicas RUN list | add [URL] | remove NUMBER")
     print("\n".join(ask(Path(args[0]), args[1], "".join(args[2:]))))
     return 0
 
@@ -301,7 +306,7 @@ def export(args: list[str]) -> int:
     from verl.show import export as run_export
 
     if len(args) != 2:
-        raise ValueError("verl export RUN_OR_CHECKPOINT OUT_DIR")
+        raise Refused("verl export RUN_OR_CHECKPOINT OUT_DIR")
     return run_export(Path(args[0]), Path(args[1]))
 
 

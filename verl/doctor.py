@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from verl.errors import Refused
 from verl.sandbox.code import describe
 
 PINNED = ("torch", "transformers", "safetensors", "numpy", "pyarrow", "hydra-core", "math-verify", "tensorboard")
@@ -25,7 +26,7 @@ EXTRAS = {
 
 def doctor(run_dir: Path | None) -> int:
     if run_dir is not None and not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is not a folder")
+        raise Refused(f"{run_dir} is not a folder")
     print(f"python {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores")
     missing = [name for name in PINNED if _version(name) is None]
     print("core: " + ", ".join(f"{n} {_version(n) or 'MISSING'}" for n in PINNED))

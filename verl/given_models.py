@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from verl.config.model_files import find_model_folder
+from verl.errors import Refused
 from verl.model_engine.hf_model import load_causal_lm
 
 
@@ -36,13 +37,13 @@ def wrapped(model: AutoModelForCausalLMWithValueHead | nn.Module) -> AutoModelFo
     name = getattr(getattr(model, "config", None), "_name_or_path", "")
     if not isinstance(model, nn.Module) or not name:
         fix = "give AutoModelForCausalLMWithValueHead.from_pretrained(FOLDER), or a model of transformers from a folder"
-        raise ValueError(f"model is a {type(model).__name__} without a folder: {fix}")
+        raise Refused(f"model is a {type(model).__name__} without a folder: {fix}")
     wrapped = AutoModelForCausalLMWithValueHead.from_pretrained(name)
     try:
         wrapped.pretrained_model.load_state_dict(model.state_dict())
     except RuntimeError as exc:
         fix = "give the causal language model itself, not one with another head or an adapter around it"
-        raise ValueError(f"model is a {type(model).__name__} with other tensors than {name}: {fix}") from exc
+        raise Refused(f"model is a {type(model).__name__} with other tensors than {name}: {fix}") from exc
     return wrapped
 
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verl.cli import guarded
+from verl.errors import Refused
 from verl.recipes import arithmetic, tool_arithmetic
 
 SFT_ROWS, RL_ROWS, HELD_OUT_ROWS = 32000, 4096, 256
@@ -53,10 +54,10 @@ def quickstart(overrides: list[str]) -> int:
     console = Console()
     given = dict(a.partition("=")[::2] for a in overrides if "=" in a)
     if (task := given.get("task", "arithmetic")) not in STARTS:
-        raise ValueError(f"task={task}: there are {', '.join(STARTS)}")
+        raise Refused(f"task={task}: there are {', '.join(STARTS)}")
     start = STARTS[task]
     if not (number := given.get("run.seed", "0")).isdecimal():
-        raise ValueError(f"run.seed={number}: it is a whole number, 0 or more")
+        raise Refused(f"run.seed={number}: it is a whole number, 0 or more")
     seed, root = int(number), Path(given.get("run.root_dir", "runs"))
     home = root / start.recipe
     made = home / "seed"

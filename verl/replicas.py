@@ -9,6 +9,7 @@ import time
 import uuid
 from pathlib import Path
 
+from verl.errors import Refused
 from verl.track.files import write_atomic
 
 FOLDER = "replicas"  # the folder of a run's directory with the requests and the answers
@@ -25,16 +26,16 @@ def ask(run_dir: Path, verb: str, what: str = "", timeout_s: float = ANSWER_S) -
     answer = path.with_suffix(".answer")
     while not answer.exists():
         if not path.exists() and not answer.exists():
-            raise ValueError(f"{run_dir}: its driver begins, or ends, and did not hear; ask again when it trains")
+            raise Refused(f"{run_dir}: its driver begins, or ends, and did not hear; ask again when it trains")
         _refuse_idle(run_dir)
         if time.monotonic() > until_s:
             path.unlink(missing_ok=True)
-            raise ValueError(f"{run_dir}: its driver did not answer in {timeout_s:g} s; its own last lines say why")
+            raise Refused(f"{run_dir}: its driver did not answer in {timeout_s:g} s; its own last lines say why")
         time.sleep(LOOK_S / 2)
     told = json.loads(answer.read_text())
     answer.unlink()
     if "error" in told:
-        raise ValueError(told["error"])
+        raise Refused(told["error"])
     return list(told["lines"])
 
 
@@ -42,6 +43,6 @@ def _refuse_idle(run_dir: Path) -> None:
     """Raise ValueError if no process holds the lock of the run."""
     with contextlib.suppress(FileNotFoundError, BlockingIOError), open(run_dir / ".lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        raise ValueError(f"{run_dir}: no run goes on there; replicas come and go while one does")
+        raise Refused(f"{run_dir}: no run goes on there; replicas come and go while one does")
     if not (run_dir / ".lock").exists():
-        raise ValueError(f"{run_dir}: no run is there; name a run's directory, as runs/NAME")
+        raise Refused(f"{run_dir}: no run is there; name a run's directory, as runs/NAME")

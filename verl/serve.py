@@ -15,6 +15,7 @@ import uvloop
 from verl.config.backends import longest_sequence
 from verl.config.model_files import context_tokens
 from verl.config.schema import Config
+from verl.errors import Refused
 from verl.rollout.server.options import ServeConfig, check_serve
 
 
@@ -34,9 +35,9 @@ def with_context(config: Config) -> Config:
     wanted = config.serve.max_context_tokens or room or longest_sequence(config)
     if room is not None and wanted > room:
         said = f"the model was made for {room} (max_position_embeddings); lower it, or leave it out"
-        raise ValueError(f"serve.max_context_tokens={wanted}: {said}")
+        raise Refused(f"serve.max_context_tokens={wanted}: {said}")
     if wanted < 2:
-        raise ValueError(f"serve.max_context_tokens={wanted}: a prompt and an answer are two tokens at least")
+        raise Refused(f"serve.max_context_tokens={wanted}: a prompt and an answer are two tokens at least")
     return replace(
         config,
         data=replace(config.data, max_prompt_tokens=wanted - 1),
@@ -55,7 +56,7 @@ def bound(serve: ServeConfig) -> socket.socket:
     except OSError as e:
         sock.close()
         where = f"serve.host={serve.host} serve.port={serve.port}"
-        raise ValueError(f"{where}: {e.strerror or e}; choose another with serve.port= (0: a free one)") from None
+        raise Refused(f"{where}: {e.strerror or e}; choose another with serve.port= (0: a free one)") from None
     return sock
 
 

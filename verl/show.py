@@ -12,11 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from verl.errors import Refused
+
 
 def show(args: Sequence[str]) -> int:
     if not args:
         words = "algorithms | algorithm=NAME | keys | recipes | config [SECTION|KEY ...] [key=value ...]"
-        raise ValueError(f"verl show RUN [RUN ...] | RUN trajectory=ID | --live RUN | {words}")
+        raise Refused(f"verl show RUN [RUN ...] | RUN trajectory=ID | --live RUN | {words}")
     first, rest = args[0], args[1:]
     if first.startswith("algorithm="):
         _algorithm(first.partition("=")[2], rest)
@@ -59,7 +61,7 @@ def _live(args: Sequence[str]) -> None:
     from verl.report.live import serve
 
     if not args:
-        raise ValueError("verl show --live RUN [port=8000]")
+        raise Refused("verl show --live RUN [port=8000]")
     port = next((int(a.partition("=")[2]) for a in args[1:] if a.startswith("port=")), 0)
     serve(Path(args[0]), port)
 
@@ -117,7 +119,7 @@ def _timeline(path: Path, trajectory: str) -> None:
     found = sorted((e for e in every if e.data["trajectory"] == trajectory), key=lambda e: e.data["start_s"])
     if not found:
         some = ", ".join(dict.fromkeys(e.data["trajectory"] for e in every[-200:])) or "none"
-        raise ValueError(f"{path} has no turns of trajectory={trajectory}; the last ones with several: {some[:400]}")
+        raise Refused(f"{path} has no turns of trajectory={trajectory}; the last ones with several: {some[:400]}")
     end_s = max(e.data["start_s"] + e.data.get("took_s", 0.0) for e in found)
     table = Table("what", "start, s", "took, s", "", "details", title=f"{trajectory}, step {found[0].step}", box=None)
     for event in found:
@@ -142,12 +144,12 @@ def _runs(args: Sequence[str]) -> None:
     for path in paths:
         if not is_run_dir(path):
             known = ", ".join(WORDS)
-            raise ValueError(f"{path} is not a run directory (no metrics.jsonl) and not a word of verl show ({known})")
+            raise Refused(f"{path} is not a run directory (no metrics.jsonl) and not a word of verl show ({known})")
     if unknown := [key for key, _, _ in options if key != "trajectory"]:
-        raise ValueError(f"verl show RUN has no option {unknown[0]}=: it takes trajectory=ID, or more runs")
+        raise Refused(f"verl show RUN has no option {unknown[0]}=: it takes trajectory=ID, or more runs")
     if options:
         if len(paths) > 1:
-            raise ValueError("trajectory=ID is shown of one run")
+            raise Refused("trajectory=ID is shown of one run")
         return _timeline(paths[0], options[-1][2])
     noted = dict[str, None]()  # the table and the report read the same files
     print_runs(paths, note=lambda text: noted.setdefault(text))
@@ -172,10 +174,10 @@ def export(source: Path, out: Path) -> int:
         from verl.track.events import read_events
 
         if not (source / "checkpoints").is_dir():
-            raise ValueError(f"{source} is neither a run directory nor a checkpoint (no checkpoints/, no hf/)")
+            raise Refused(f"{source} is neither a run directory nor a checkpoint (no checkpoints/, no hf/)")
         found, notes = find_latest(source)
         if found is None:
-            raise ValueError("\n".join([*notes, f"{source} has no valid checkpoint"]))
+            raise Refused("\n".join([*notes, f"{source} has no valid checkpoint"]))
         asked = [e.data["total_steps"] for e in read_events(source, {"resumed"})][-1:]
         step = int(found.name.removeprefix("step_"))
         for total in asked:
@@ -183,7 +185,7 @@ def export(source: Path, out: Path) -> int:
         print("\n".join(notes), end="\n" if notes else "")
         folder = found / "hf"
     if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty; choose another folder")
+        raise Refused(f"{out} is not empty; choose another folder")
     shutil.copytree(folder, out, dirs_exist_ok=True)
     print(f"{folder} -> {out}")
     return 0

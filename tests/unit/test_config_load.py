@@ -22,6 +22,7 @@ from verl.config.backends import TABLES, Backend, import_object, option_keys, op
 from verl.config.load import Resolved, dump_config, load_config, read_config, recipe_names
 from verl.config.schema import FIRST_RUN
 from verl.config.tree import convert, leaf_of, leaves, sections, tree_of, values_of
+from verl.errors import Refused
 
 MODEL = "model.path=/models/m"
 ROOT = Path(__file__).parents[2]
@@ -490,7 +491,7 @@ def test_a_value_of_the_environment_is_not_in_what_a_command_says_of_its_end(mon
 
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
     args = ["train", "model.path=m", "cluster.env={KEY: '${oc.env:JUDGE_KEY}'}"]
-    for error, code in ((ValueError, 2), (KeyError, 1), (OSError, 1)):
+    for error, code in ((Refused, 2), (ValueError, 1), (KeyError, 1), (OSError, 1)):
 
         def refused(rest, error=error):
             raise error("401 for sk-very-secret")

@@ -22,6 +22,7 @@ from verl.chat.template import USER, Renderer, audit_template, shared
 from verl.data.formats import SINGLE_TURN as SINGLE
 from verl.data.formats import TOOL_AGENT as TOOL
 from verl.data.formats import Players, played_by
+from verl.errors import Refused
 from verl.tools.mcp import tools_hash
 from verl.types import Task
 
@@ -95,7 +96,7 @@ def _own_loops(text: str) -> dict[str, type[AgentLoopBase]]:
     module = load_user_module(path, f"agent.loop={text}")
     found = vars(module).get(name)
     if not inspect.isclass(found) or not issubclass(found, AgentLoopBase):
-        raise ValueError(f"agent.loop={text}: {name} is no subclass of verl.agent_loop.base.AgentLoopBase")
+        raise Refused(f"agent.loop={text}: {name} is no subclass of verl.agent_loop.base.AgentLoopBase")
     there = {n: c for n, c in vars(module).items() if inspect.isclass(c) and c.__module__ == module.__name__}
     there |= {c.registered: c for c in there.values() if issubclass(c, AgentLoopBase) and c.registered}
     return {text: found, **{n: c for n, c in there.items() if issubclass(c, AgentLoopBase)}}
@@ -119,7 +120,7 @@ def _kit(
     audit = audit_template(tokenizer, template_kwargs)
     if not (audit.supports_tools and audit.supports_tool_calls):
         lacks = "tools" if not audit.supports_tools else "tool calls and their results"
-        raise ValueError(
+        raise Refused(
             f"agent.tools: the chat template of {tokenizer.name_or_path or 'this model'} does not render {lacks}: take "
             "a model that was trained with tools, or set model.chat_template=FILE"
         )
@@ -131,7 +132,7 @@ def _kit(
         one = next((t.name for t in tools.values() if _refused(tokenizer, template_kwargs, t)), "")
         what = f"the schema of {one}" if one else "the tools together"
         whose = f"the chat template of {tokenizer.name_or_path or 'this model'}"
-        raise ValueError(f"agent.tools: {whose} cannot render {what}: {e}. Fix: plainer hints, or no such tool") from e
+        raise Refused(f"agent.tools: {whose} cannot render {what}: {e}. Fix: plainer hints, or no such tool") from e
     package, parser, bridge, name = None, None, None, agent.format
     if name.startswith(PREFIX):
         package = load_package(name.removeprefix(PREFIX), plain, template_kwargs, shown)

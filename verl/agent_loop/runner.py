@@ -39,6 +39,7 @@ from verl.agent_loop.hosted import (
 from verl.agent_loop.registry import Loops
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.data.formats import SINGLE_TURN, Players
+from verl.errors import Refused
 from verl.rollout.base import ReplicaLost
 from verl.sandbox.companion import CLOSE_S, Companion
 from verl.types import Task
@@ -231,7 +232,7 @@ class LoopRunner:
         if isinstance(message, Ready):
             return ready.set_result(message)
         if isinstance(message, StartFailed):
-            return ready.set_exception(ValueError(message.text) if message.for_user else LoopFailed(message.text))
+            return ready.set_exception(Refused(message.text) if message.for_user else LoopFailed(message.text))
         if (playing := self._plays.get(message.play)) is None:  # it was cancelled
             if isinstance(message, PlayEnded | PlayFailed):
                 self._left.discard(message.play)

@@ -27,6 +27,7 @@ from verl.bounds import bounded_yaml
 from verl.chat.arguments import as_declared, wrong_arguments
 from verl.chat.parsing import ToolCall
 from verl.chat.template import one_line
+from verl.errors import Refused
 from verl.sandbox.worker import Unloadable, load_module
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import MARK, ToolBroken, ToolLimits
@@ -360,10 +361,10 @@ def load_tools(entries: Sequence[str], timeout_s: float = AgentConfig.tool_timeo
     for entry in entries:
         tools = _of_entry(entry, timeout_s)
         if not tools:
-            raise ValueError(f"agent.tools={entry}: no function there is under @function_tool. Fix: {entry}:NAME")
+            raise Refused(f"agent.tools={entry}: no function there is under @function_tool. Fix: {entry}:NAME")
         for tool in tools:
             if tool.name in found:
-                raise ValueError(f"agent.tools={entry}: two tools are called {tool.name!r}: rename one of them")
+                raise Refused(f"agent.tools={entry}: two tools are called {tool.name!r}: rename one of them")
             found[tool.name] = tool
     return MappingProxyType(found)
 
@@ -379,11 +380,11 @@ def _of_entry(entry: str, timeout_s: float) -> list[Tool]:
 def load_user_module(text: str, given: str, fix: str = "FILE.py, or a module in the current folder") -> ModuleType:
     """Load a `.py` file or a module. Raise ValueError with `given`, the user's own text, if there is none."""
     if text.endswith(".py") and not Path(text).expanduser().is_file():
-        raise ValueError(f"{given}: no such file. Fix: {fix}")
+        raise Refused(f"{given}: no such file. Fix: {fix}")
     try:
         return load_module(text, "agent")
     except (Unloadable, ImportError) as e:
-        raise ValueError(f"{given}: {one_line(e).partition(' Fix:')[0]} Fix: {fix}, or on PYTHONPATH") from e
+        raise Refused(f"{given}: {one_line(e).partition(' Fix:')[0]} Fix: {fix}, or on PYTHONPATH") from e
 
 
 def _of_module(entry: str, timeout_s: float) -> list[Tool]:
@@ -391,7 +392,7 @@ def _of_module(entry: str, timeout_s: float) -> list[Tool]:
     module = load_user_module(path, f"agent.tools={entry}")
     if name and not callable(vars(module).get(name)):
         there = ", ".join(n for n, f in vars(module).items() if inspect.isfunction(f)) or "none"
-        raise ValueError(f"agent.tools={entry}: no function {name!r} there; there are {there}")
+        raise Refused(f"agent.tools={entry}: no function {name!r} there; there are {there}")
     if name and inspect.isclass(vars(module)[name]):
         return _of_environment(vars(module)[name], entry)
     names = [name] if name else [n for n, f in vars(module).items() if hasattr(f, MARK)]
@@ -413,15 +414,15 @@ def _of_function(path: str, name: str, tool: Tool, timeout_s: float) -> Tool:
 def _of_environment(made_by: type, entry: str) -> list[Tool]:
     methods = dict(inspect.getmembers(made_by, inspect.isfunction))
     if "reset" not in methods:
-        raise ValueError(f"agent.tools={entry}: a class here is an environment of TRL's kind, with reset(**columns)")
+        raise Refused(f"agent.tools={entry}: a class here is an environment of TRL's kind, with reset(**columns)")
     needs = inspect.signature(methods["reset"]).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD or p.name == "prompt" for p in needs):
-        raise ValueError(f"agent.tools={entry}: reset is given the columns of its row: write reset(self, **columns)")
+        raise Refused(f"agent.tools={entry}: reset is given the columns of its row: write reset(self, **columns)")
     if wanted := [p for p in inspect.signature(made_by).parameters.values() if _must_be_given(p)]:
-        raise ValueError(f"agent.tools={entry}: {made_by.__name__}() is called without its {wanted[0].name!r}")
+        raise Refused(f"agent.tools={entry}: {made_by.__name__}() is called without its {wanted[0].name!r}")
     found = [(n, f) for n, f in methods.items() if not n.startswith("_") and n not in ("reset", "get_reward")]
     if not found:
-        raise ValueError(f"agent.tools={entry}: no public method besides reset and get_reward is a tool")
+        raise Refused(f"agent.tools={entry}: no public method besides reset and get_reward is a tool")
     held = Environment(made_by)
     return [replace(function_as_tool(f), function=None, held=held) for _, f in found]
 
@@ -440,7 +441,7 @@ def function_as_tool(function: Callable[..., Any]) -> Tool:
     except Exception as e:  # transformers has several classes for this error, some of them private
         called = getattr(function, "__name__", type(function).__name__)
         fix = "give every argument a type hint and a line under `Args:` in the docstring"
-        raise ValueError(f"the tool {called}: no schema can be made of it ({one_line(e)}). Fix: {fix}") from e
+        raise Refused(f"the tool {called}: no schema can be made of it ({one_line(e)}). Fix: {fix}") from e
     schema["function"].pop("return", None)
     limits: ToolLimits = vars(function).get(MARK, ToolLimits())
     if inspect.iscoroutinefunction(function):
@@ -457,10 +458,10 @@ def _of_yaml(entry: str, timeout_s: float) -> list[Tool]:
         bounded_yaml(Path(entry).read_text(encoding="utf-8"))
         read: Any = OmegaConf.to_container(OmegaConf.load(entry), resolve=True)
     except (OSError, ValueError, OmegaConfBaseException) as e:
-        raise ValueError(f"agent.tools={entry}: cannot be read: {one_line(e)}") from e
+        raise Refused(f"agent.tools={entry}: cannot be read: {one_line(e)}") from e
     rows = read.get("tools") if isinstance(read, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "class_name" in row for row in rows):
-        raise ValueError(
+        raise Refused(
             f"agent.tools={entry}: verl's tool files hold `tools:`, a list of class_name, config, tool_schema"
         )
     return [_of_row(row, entry, timeout_s) for row in rows]
@@ -473,10 +474,10 @@ def _of_row(row: Mapping[str, Any], entry: str, timeout_s: float) -> Tool:
         sys.path.append(str(folder))
     found = vars(load_user_module(path, given, "a module beside this file")).get(name) if path else None
     if not inspect.isclass(found) or not issubclass(found, BaseTool):
-        raise ValueError(f"{given} is no verl.tools.base_tool.BaseTool")
+        raise Refused(f"{given} is no verl.tools.base_tool.BaseTool")
     config = dict(row.get("config") or {})
     if (kind := config.get("type", "native")) != "native":
-        raise ValueError(
+        raise Refused(
             f"agent.tools={entry}: type={kind}: only native tools are played here; MCP servers: agent.tools=[FILE.json]"
         )
     schema = row.get("tool_schema")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verl.algorithms.losses import token_groups
 from verl.batch import Columns, segment_sum
+from verl.errors import Refused
 from verl.types import Metric
 
 Advantage = dict[str, Tensor]
@@ -406,7 +407,7 @@ def summed_components(
     have = sorted(n.removeprefix("component/") for n in columns.sequence if n.startswith("component/"))
     if missing := [n for n in names if n not in have]:
         prefix = f"the reward gave no {missing}; its components: {', '.join(have) or 'none'}"
-        raise ValueError(f"algorithm.options.reward_components: {prefix}")
+        raise Refused(f"algorithm.options.reward_components: {prefix}")
     total = torch.zeros(columns.num_sequences, dtype=torch.float64)
     for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
         one = _Groups(columns, columns.sequence[f"component/{name}"].double())

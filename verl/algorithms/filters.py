@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 from verl.algorithms.settings import Spec, knob
+from verl.errors import Refused
 
 REJECTION_STATS = (
     *(f"token_k{k}" for k in (1, 2, 3)),
@@ -140,12 +141,12 @@ class Rejection(NamedTuple):
         except ValueError:
             values = []
         if not 1 <= len(values) <= 2:
-            raise ValueError(prefix + "write STAT:HIGH or STAT:LOW:HIGH, e.g. token_k1:0.5:2")
+            raise Refused(prefix + "write STAT:HIGH or STAT:LOW:HIGH, e.g. token_k1:0.5:2")
         if stat not in REJECTION_STATS:
-            raise ValueError(prefix + f"statistic {stat!r} is unknown; known: {', '.join(REJECTION_STATS)}")
+            raise Refused(prefix + f"statistic {stat!r} is unknown; known: {', '.join(REJECTION_STATS)}")
         rule = cls(stat, values[0] if len(values) == 2 else None, values[-1])
         if not rule.high > 0 or not 0 <= (rule.low or 0) <= rule.high:
-            raise ValueError(prefix + "need 0 <= low <= high and high > 0")
+            raise Refused(prefix + "need 0 <= low <= high and high > 0")
         return rule
 
 

@@ -17,6 +17,7 @@ from verl.algorithms.presets import preference
 from verl.algorithms.settings import did_you_mean
 from verl.algorithms.specs import function
 from verl.batch import Columns
+from verl.errors import Refused
 from verl.objective import Term, TermValue
 
 CHOSEN, REJECTED, MISMATCHED = 1.0, -1.0, 0.0
@@ -63,7 +64,7 @@ def robust(p: Pairs, *, beta: float, label_smoothing: float = 0.1, average: bool
     """Unbiased under labels flipped with probability `label_smoothing` (2403.00409)."""
     if not 0 <= label_smoothing < 0.5:
         need = "robust DPO needs 0 <= label_smoothing < 0.5"
-        raise ValueError(f"preference.options.label_smoothing={label_smoothing}: {need}")
+        raise Refused(f"preference.options.label_smoothing={label_smoothing}: {need}")
     h = _difference(p, average)
     wrong = label_smoothing * F.logsigmoid(-beta * h)
     return (-(1 - label_smoothing) * F.logsigmoid(beta * h) + wrong) / (1 - 2 * label_smoothing)
@@ -114,7 +115,7 @@ def rpo_gap(p: Pairs, *, beta: float, eta: float = 1.0, distance: str = "sq", av
     """Reward-aware (Nemotron-4, 2502.00203): distance of beta h from eta (r_w - r_l); squares or Bernoulli KLs."""
     if p.gap is None:
         need = "rows need chosen_score and rejected_score (or margin)"
-        raise ValueError(f"this loss reads the answers' true rewards: {need}")
+        raise Refused(f"this loss reads the answers' true rewards: {need}")
     d, s = beta * _difference(p, average), eta * p.gap
     if distance == "sq":
         return (d - s) ** 2
@@ -188,7 +189,7 @@ def _nll(p: Pairs, normalization: str) -> Tensor:
         return -chosen * len(chosen) / p.chosen_tokens.sum().clamp(min=1)
     if normalization == "sum":
         return -chosen
-    raise ValueError(f"preference.options.normalization={normalization!r}: sequence | token | sum")
+    raise Refused(f"preference.options.normalization={normalization!r}: sequence | token | sum")
 
 
 def _log1mexp(x: Tensor) -> Tensor:
@@ -207,7 +208,7 @@ def preference_terms(
     for key in options or {}:
         if key not in spec.options:
             hint = did_you_mean(key, list(spec.options)) or f"; it has {', '.join(spec.options) or 'none'}"
-            raise ValueError(f"preference.options.{key}: {name} has no such option{hint}")
+            raise Refused(f"preference.options.{key}: {name} has no such option{hint}")
     settings = {**spec.options, **(options or {})}
     ld_alpha, wpo = settings.pop("ld_alpha", None), bool(settings.pop("wpo", False))
     strength = spec.beta if beta is None else beta

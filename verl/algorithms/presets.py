@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from verl.algorithms import filters, specs
 from verl.algorithms.settings import Knob, Spec, did_you_mean
 from verl.algorithms.specs import Clipped, EstimatorSpec, KLLoss, PPOClip, PreferenceSpec, short
+from verl.errors import Refused
 
 T = TypeVar("T")
 SCHEDULED = (
@@ -396,7 +397,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 def _named(table: Mapping[str, T], key: str, name: str) -> T:
     if name not in table:
         near = did_you_mean(name, list(table), {k: v for k, v in ALIASES.items() if v in table})
-        raise ValueError(f"{key}={name}: unknown{near}; there are: {', '.join(table)}")
+        raise Refused(f"{key}={name}: unknown{near}; there are: {', '.join(table)}")
     return table[name]
 
 
@@ -449,5 +450,5 @@ def settled(name: str, given: Mapping[str, Any] | None = None, *, longest: int |
         preset = replace(preset, estimator=replace(preset.estimator, inputs=tuple(inputs)))
     found += preset.faults() if longest is None else preset.faults(longest)
     if found:
-        raise ValueError("\n".join(found))
+        raise Refused("\n".join(found))
     return preset

@@ -16,6 +16,7 @@ from verl.algorithms.presets import Preset, settled
 from verl.algorithms.settings import did_you_mean
 from verl.algorithms.specs import function, short
 from verl.batch import Columns
+from verl.errors import Refused
 from verl.objective import Term, TermValue
 from verl.types import Metric
 
@@ -146,7 +147,7 @@ def _path(fn: Callable[..., Any], key: str) -> str:
         pickle.dumps(fn)
     except (pickle.PicklingError, AttributeError, TypeError):
         fix = f"define it with `def` at the top level of a module and give {key}=module:function"
-        raise ValueError(f"{key}={name} must be importable: {fix}") from None
+        raise Refused(f"{key}={name} must be importable: {fix}") from None
     return name
 
 
@@ -154,7 +155,7 @@ def _importable(path: str, key: str) -> Callable[..., Any]:
     """The function at `module:name`, which every worker will import by its own name."""
     fn = function(path, key)
     if not callable(fn):
-        raise ValueError(f"{key}={path} is a {type(fn).__name__}, not a function of columns")
+        raise Refused(f"{key}={path} is a {type(fn).__name__}, not a function of columns")
     _path(fn, key)
     return fn
 
@@ -183,4 +184,4 @@ def _try(fn: Callable[[Columns], Any], path: str, preset: Preset) -> None:
             hint = did_you_mean(token.missing, names)
             need = " (a KL term has it made: set algorithm.kl_loss_coef)" if token.missing == "ref_logprobs" else ""
             prefix = f"algorithm.loss={path} reads the column {token.missing!r}, which nobody writes"
-            raise ValueError(f"{prefix}{need}{hint}; there are: {', '.join(names)}") from None
+            raise Refused(f"{prefix}{need}{hint}; there are: {', '.join(names)}") from None

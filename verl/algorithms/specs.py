@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from verl.algorithms.settings import Spec, knob
+from verl.errors import Refused
 from verl.types import Sampling
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -485,10 +486,10 @@ def function(path: str, key: str) -> Callable[..., Any]:
     """Return the function at `module:name`; ValueError naming the key that it was given for."""
     module_name, _, attribute = path.partition(":")
     if not attribute:
-        raise ValueError(f"{key}={path}: write it as module:function")
+        raise Refused(f"{key}={path}: write it as module:function")
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as e:
-        raise ValueError(f"{key}={path}: cannot import {module_name!r} ({e}); is it on PYTHONPATH?") from e
+        raise Refused(f"{key}={path}: cannot import {module_name!r} ({e}); is it on PYTHONPATH?") from e
     except AttributeError as e:
-        raise ValueError(f"{key}={path}: module {module_name!r} has no {attribute!r}") from e
+        raise Refused(f"{key}={path}: module {module_name!r} has no {attribute!r}") from e

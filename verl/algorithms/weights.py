@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl.algorithms.specs import AGGREGATIONS
 from verl.batch import Columns, segment_sum
+from verl.errors import Refused
 from verl.objective import Term
 
 
@@ -25,7 +26,7 @@ def weight_column(
     sequences with at least one, of the same mask as the numerator; `denominator_mask` [L] counts them on another mask
     (denominator=before_rejection). No valid token: all weights 0. A sequence with k `copies` counts as k sequences."""
     if aggregate not in AGGREGATIONS:
-        raise ValueError(f"aggregation {aggregate!r} is unknown; known: {', '.join(AGGREGATIONS)}")
+        raise Refused(f"aggregation {aggregate!r} is unknown; known: {', '.join(AGGREGATIONS)}")
     counted = columns.mask if denominator_mask is None else denominator_mask
     copies = columns.sequence.get("copies", torch.ones(columns.num_sequences, dtype=torch.float64))  # [S]
     mask = columns.mask * copies[columns.sequence_of]
@@ -44,7 +45,7 @@ def weight_column(
         return mask / (sequences * n.clamp(min=1)[columns.sequence_of])
     if horizon_tokens is None:
         fix = "set algorithm.horizon_tokens (Dr.GRPO: the maximum response length)"
-        raise ValueError(f"{aggregate} needs a constant horizon, which no micro-batch's padded width is: {fix}")
+        raise Refused(f"{aggregate} needs a constant horizon, which no micro-batch's padded width is: {fix}")
     return mask / (sequences * horizon_tokens)
 
 

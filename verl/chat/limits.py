@@ -21,12 +21,14 @@ from pathlib import Path
 
 import jinja2
 
+from verl.errors import Refused
+
 RENDER_BYTES = 8 << 30  # beyond what the process has; a template that repeats a text took 23 GB
 RENDER_SECONDS = 10.0  # of the processor; the longest rows take less than one
 LOOK_EVERY_S = 0.1
 
 
-class TemplateOverrun(ValueError):
+class TemplateOverrun(Refused):
     """No fault of the row: the template takes more time or memory than a rendering may."""
 
 
@@ -159,7 +161,7 @@ def refuse_powers(template: str) -> None:
         return
     for line, kind, value in tokens:
         if kind == "operator" and value == "**" and before not in ("(", ","):  # not `**` before arguments
-            raise ValueError(
+            raise Refused(
                 f"the chat template computes a power (`**`, line {line}), which may take any time. Fix: "
                 "model.chat_template=FILE with another template"
             )

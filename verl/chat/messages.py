@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from verl.data.values import kind_of, names_of, refuse_surrogates
+from verl.errors import Refused
 
 Messages = tuple[dict[str, Any], ...]
 Tools = Sequence[Mapping[str, Any]]
@@ -64,14 +65,14 @@ def read_messages(
     """
     if isinstance(value, str):
         if not value.strip():
-            raise ValueError(f"{where}: {column!r} is empty text")
+            raise Refused(f"{where}: {column!r} is empty text")
         value = messages_of_text(value, where, column) or [{"role": role, "content": value}]
     if isinstance(value, Mapping):  # one message, or the list of messages as a struct of lists
         lists = bool(value) and all(isinstance(v, list) for v in value.values())
         value = [dict(zip(value, turn)) for turn in zip(*value.values())] if lists else [value]
     if not isinstance(value, Sequence) or not value:
         what = "an empty list" if isinstance(value, Sequence) else kind_of(value)
-        raise ValueError(f"{where}: {column!r} must be text or a list of {{role, content}} messages, got {what}")
+        raise Refused(f"{where}: {column!r} must be text or a list of {{role, content}} messages, got {what}")
     every = [(messages_of_text(m, where, column) or [m])[0] if isinstance(m, str) else m for m in value]
     places = (f"{where}: {column!r} message {k}" for k in range(1, len(every) + 1))
     return tuple(read_message(m, place, tools, filled) for m, place in zip(every, places))
@@ -88,7 +89,7 @@ def messages_of_text(text: str, where: str, column: str) -> list[Any] | None:
         more = str(e).startswith("Extra data")  # JSON that other text follows is a text of its own
         if begins and not more and (begins.group(1) == '"' or text.rstrip().endswith("]")):
             prefix = f"{column!r} is text that begins like a list of messages and is not JSON: {text.strip()[:60]!r}"
-            raise ValueError(f"{where}: {prefix}. Fix: write the column as a list, or with json.dumps") from None
+            raise Refused(f"{where}: {prefix}. Fix: write the column as a list, or with json.dumps") from None
         return None
     listed = [found] if isinstance(found, dict) else found
     if not isinstance(listed, list) or not listed or not all(map(_is_message, listed)):
@@ -108,13 +109,13 @@ def _is_message(value: Any) -> bool:
 def read_message(value: Any, where: str, tools: Tools = (), filled: bool = True) -> dict[str, Any]:
     """Return one message. See the module for its form."""
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where} must be an object with role and content, got {kind_of(value)}")
+        raise Refused(f"{where} must be an object with role and content, got {kind_of(value)}")
     message = {k: v for k, v in value.items() if v is not None}  # Arrow fills absent keys with null
     if "from" in message:  # ShareGPT
         _rename(message, "from", "role", where)
         _rename(message, "value", "content", where)
     if not isinstance(role := message.get("role"), str):
-        raise ValueError(f"{where} has no 'role' (keys: {names_of(message)})")
+        raise Refused(f"{where} has no 'role' (keys: {names_of(message)})")
     message["role"] = role = ROLES.get(role.strip().lower(), role)
     if message.keys() - KNOWN_KEYS or "weight" in message:
         _read_marks(message, where)
@@ -124,7 +125,7 @@ def read_message(value: Any, where: str, tools: Tools = (), filled: bool = True)
     if calls := message.get("tool_calls"):
         calls = _json_list(calls) if isinstance(calls, str) else calls
         if not isinstance(calls, list):
-            raise ValueError(f"{where}: tool_calls is no list, got {kind_of(calls)}")
+            raise Refused(f"{where}: tool_calls is no list, got {kind_of(calls)}")
         message["tool_calls"] = [_call(call, where, tools, filled) for call in calls]
     else:
         message.pop("tool_calls", None)
@@ -135,7 +136,7 @@ def read_message(value: Any, where: str, tools: Tools = (), filled: bool = True)
 def _rename(message: dict[str, Any], old: str, new: str, where: str) -> None:
     if old in message:
         if message.setdefault(new, message[old]) != message[old]:
-            raise ValueError(f"{where} has {old!r} and another {new!r}. Fix: drop one of them")
+            raise Refused(f"{where} has {old!r} and another {new!r}. Fix: drop one of them")
         del message[old]
 
 
@@ -150,7 +151,7 @@ def _read_content(message: dict[str, Any], where: str) -> None:
     elif content is None and message.get("tool_calls"):
         message["content"] = ""  # templates add it to text
     elif not isinstance(content, list):
-        raise ValueError(f"{where} ({message['role']}) has no text: 'content' is {kind_of(content)}")
+        raise Refused(f"{where} ({message['role']}) has no text: 'content' is {kind_of(content)}")
 
 
 def _without_thought(content: str, thought: Any, where: str) -> str:
@@ -160,7 +161,7 @@ def _without_thought(content: str, thought: Any, where: str) -> str:
         return content
     if "".join(found.group(1).split()) != "".join(str(thought).split()):
         prefix = "a <think> block in its content and another reasoning beside it"
-        raise ValueError(f"{where} has {prefix}: it would be trained twice. Fix: drop one of them")
+        raise Refused(f"{where} has {prefix}: it would be trained twice. Fix: drop one of them")
     return content[found.end() :]
 
 
@@ -170,18 +171,18 @@ def _joined(parts: list[Any], where: str) -> Any:
     for part in parts:
         part = {"type": "text", "text": part} if isinstance(part, str) else part
         if not isinstance(part, Mapping):
-            raise ValueError(f"{where}: a content part must be an object with a type, got {kind_of(part)}")
+            raise Refused(f"{where}: a content part must be an object with a type, got {kind_of(part)}")
         there = {key: found for key, found in part.items() if found is not None}
         kind, more = there.get("type"), there.keys() - TEXT_PART_KEYS
         if kind in TEXT_PARTS and not more:
             if not isinstance(text := there.get("text"), str):
-                raise ValueError(f"{where}: a content part of type 'text' has no text (keys: {names_of(there)})")
+                raise Refused(f"{where}: a content part of type 'text' has no text (keys: {names_of(there)})")
             texts.append(text)
         elif (isinstance(kind, str) and MEDIA_PART.search(kind)) or any(MEDIA_PART.search(str(key)) for key in more):
             media = True
         else:
             prefix = f"a content part of type {kind!r} with the keys {names_of(there)}"
-            raise ValueError(f"{where}: content holds more than text: {prefix}. Fix: write it as text, or drop it")
+            raise Refused(f"{where}: content holds more than text: {prefix}. Fix: write it as text, or drop it")
     return parts if media else "".join(texts)
 
 
@@ -189,11 +190,11 @@ def _read_others(message: dict[str, Any], where: str) -> None:
     """Give reasoning and calls the names that are used here; refuse keys that must not be dropped."""
     for key in REASONING_KEYS[1:]:
         if key in message and not isinstance(message[key], str):
-            raise ValueError(f"{where}: {key!r} must be text, got {kind_of(message[key])}")
+            raise Refused(f"{where}: {key!r} must be text, got {kind_of(message[key])}")
         _rename(message, key, REASONING_KEYS[0], where)
     if (call := message.pop(FUNCTION_CALL, None)) is not None:
         if message.get("tool_calls"):
-            raise ValueError(f"{where} has 'function_call' and 'tool_calls'. Fix: drop one of them")
+            raise Refused(f"{where} has 'function_call' and 'tool_calls'. Fix: drop one of them")
         message["tool_calls"] = [call]
     for key in message.keys() - KNOWN_KEYS:
         if (value := message[key]) in ("", [], {}):
@@ -202,7 +203,7 @@ def _read_others(message: dict[str, Any], where: str) -> None:
         for pattern, what in LOOKS_LIKE:
             if pattern.search(key) and (value or pattern is A_MARK):
                 known = ", ".join(sorted({*KNOWN_KEYS, *MARKS}))
-                raise ValueError(
+                raise Refused(
                     f"{where} has a key {key!r}, which looks like {what} and is not read (keys that are: {known})."
                     " Fix: rename it, or drop it"
                 )
@@ -215,25 +216,25 @@ def _read_marks(message: dict[str, Any], where: str) -> None:
         mark = message.pop(key)
         if isinstance(mark, str) or mark not in (0, 1):
             prefix = f"{key}={mark!r}: a turn is trained or it is context. Fix: 0 or 1"
-            raise ValueError(f"{where}: {prefix}")
+            raise Refused(f"{where}: {prefix}")
         found[key] = int(int(mark) == MARKS[key])
     if not found:
         return
     if len(set(found.values())) > 1:
-        raise ValueError(f"{where}: {' and '.join(found)} contradict each other. Fix: drop one of them")
+        raise Refused(f"{where}: {' and '.join(found)} contradict each other. Fix: drop one of them")
     weight = next(iter(found.values()))
     if message["role"] in ("assistant", FUNCTION_CALL):
         message["weight"] = weight
     elif weight:
         prefix = f"{next(iter(found))!r} marks a message of {message['role']!r} to be trained"
-        raise ValueError(f"{where}: {prefix}; only turns of the assistant are. Fix: drop the mark")
+        raise Refused(f"{where}: {prefix}; only turns of the assistant are. Fix: drop the mark")
 
 
 def refuse_trained(messages: Iterable[Mapping[str, Any]], where: str, column: str) -> None:
     """Refuse messages that are context, where one of them is marked to be trained."""
     if any(m.get("weight") == 1 for m in messages):
         prefix = f"{column!r} marks a turn to be trained (weight=1) that is context here"
-        raise ValueError(f"{where}: {prefix}. Fix: drop the mark, or `verl sft` with the whole conversation")
+        raise Refused(f"{where}: {prefix}. Fix: drop the mark, or `verl sft` with the whole conversation")
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
@@ -249,7 +250,7 @@ def _called_in_content(message: Mapping[str, Any], where: str) -> dict[str, Any]
             content = json.loads(content)
         except (ValueError, RecursionError):
             prefix = f"the text of a function call is no JSON of {{name, arguments}}: {str(content)[:60]!r}"
-            raise ValueError(f"{where}: {prefix}") from None
+            raise Refused(f"{where}: {prefix}") from None
     calls = content if isinstance(content, list) else [content]
     return {"content": thought, "tool_calls": calls}
 
@@ -267,13 +268,13 @@ def _call(value: Any, where: str, tools: Tools, filled: bool) -> dict[str, Any]:
     more = sorted(function.keys() - {"name", "arguments"} | call.keys() - {"id", "type", "index"})
     if not isinstance(name, str) or not name or more or call.get("type", "function") != "function":
         prefix = f"got {json.dumps(value, default=str, ensure_ascii=False)[:120]}"
-        raise ValueError(f"{where}: a tool call is {{id, type: function, function: {{name, arguments}}}}, {prefix}")
+        raise Refused(f"{where}: a tool call is {{id, type: function, function: {{name, arguments}}}}, {prefix}")
     if arguments is None or isinstance(arguments, str):
         arguments = _arguments_of_text(arguments or "", name, where)
     elif isinstance(arguments, Mapping):
         arguments = _fitting(arguments, _parameters(tools, name)) if filled else dict(arguments)
     else:
-        raise ValueError(f"{where}: the arguments of {name!r} must be an object, got {kind_of(arguments)}")
+        raise Refused(f"{where}: the arguments of {name!r} must be an object, got {kind_of(arguments)}")
     return {**call, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -290,7 +291,7 @@ def _arguments_of_text(text: str, name: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise ValueError(f"{where}: the arguments of {name!r} are text that is no JSON object: {text[:60]!r}")
+        raise Refused(f"{where}: the arguments of {name!r} are text that is no JSON object: {text[:60]!r}")
     return found
 
 

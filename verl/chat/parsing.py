@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.chat.python_calls import python_calls
 from verl.chat.template import one_line
+from verl.errors import Refused
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate
@@ -261,11 +262,11 @@ def format_of(template: str, asked: str = "auto") -> str:
     known = ", ".join(FORMATS)
     if asked != "auto":
         if asked not in FORMATS:
-            raise ValueError(f"agent.format={asked}: unknown; there are auto, {known}, renderers:NAME")
+            raise Refused(f"agent.format={asked}: unknown; there are auto, {known}, renderers:NAME")
         return asked
     fits = [name for name, f in FORMATS.items() if all(mark in template.replace('\\"', '"') for mark in f.marks)]
     if not fits:
-        raise ValueError(
+        raise Refused(
             f"agent.format=auto: the chat template shows none of the known ways to write a tool call ({known}): set "
             "agent.format to the one that the model was trained on, or model.chat_template=FILE"
         )

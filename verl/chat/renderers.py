@@ -15,6 +15,7 @@ import numpy as np
 from verl.chat.bridge import PlainText
 from verl.chat.parsing import Malformed, ToolCall, Turn
 from verl.chat.template import ANSWER, CALL, USER, Message, Renderer, Tool, is_prefix, one_line, shared
+from verl.errors import Refused
 
 PREFIX, VERSION = "renderers:", "0.1.12"
 INSTALL = f"pip install '.[renderers]' in verl's folder (renderers {VERSION})"
@@ -76,14 +77,14 @@ def load_package(name: str, plain: PlainText, template_kwargs: Mapping[str, Any]
     try:
         import renderers
     except ImportError as e:
-        raise ValueError(f"{key}: {one_line(e)}. Fix: {INSTALL}") from e
+        raise Refused(f"{key}: {one_line(e)}. Fix: {INSTALL}") from e
     if renderers.__version__ != VERSION:
-        raise ValueError(f"{key}: the package is renderers {renderers.__version__}. Fix: {INSTALL}")
+        raise Refused(f"{key}: the package is renderers {renderers.__version__}. Fix: {INSTALL}")
     try:
         config = renderers.config_from_name(name)
         made = renderers.create_renderer(Marked(plain), config, chat_template_kwargs=dict(template_kwargs))
     except Exception as e:  # of another's package: of tokens that are not there, names, files that it loads
-        raise ValueError(f"{key}: the package makes no renderer for this model: {one_line(e)}") from e
+        raise Refused(f"{key}: the package makes no renderer for this model: {one_line(e)}") from e
     package = PackageRenderer(made, plain)
     _check(package, key, shown)
     return package
@@ -102,9 +103,7 @@ def _check(package: PackageRenderer, key: str, shown: Renderer) -> None:
         if ours != theirs:
             at = shared(ours, theirs)
             one, other = (repr(plain.tokenizer.decode(ids[max(0, at - 4) : at + 8])) for ids in (ours, theirs))
-            raise ValueError(
-                f"{key}: the chat template writes {one} where this renderer writes {other}: not this model's"
-            )
+            raise Refused(f"{key}: the chat template writes {one} where this renderer writes {other}: not this model's")
 
     probes: list[list[Message]] = [[USER], [USER, CALL, ANSWER]]
     prompt, full = (shown.ids(messages, prompt=True) for messages in probes)
@@ -119,4 +118,4 @@ def _check(package: PackageRenderer, key: str, shown: Renderer) -> None:
     control = {plain.tokenizer.convert_tokens_to_ids(text) for text in plain.control}
     one, other = ([] if ids is None else [i for i in ids.tolist() if i in control] for ids in (told, forged))
     if one != other:
-        raise ValueError(f"{key}: with this renderer a tool's text could open or close a turn")
+        raise Refused(f"{key}: with this renderer a tool's text could open or close a turn")

@@ -18,6 +18,7 @@ from verl.chat.kept import dropped, holds_ambiguous, with_sentinels
 from verl.chat.limits import bounded_rendering
 from verl.chat.messages import REASONING_KEYS, ROLES
 from verl.chat.spelling import PLAIN_SPELLING, Spelling, roles_named
+from verl.errors import Refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -41,11 +42,11 @@ RESERVED_KWARGS = frozenset(
 REFUSALS = (jinja2.TemplateError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
 
-class RenderError(ValueError):
+class RenderError(Refused):
     """The template refused these messages (no system role, roles must alternate, a field is missing ...)."""
 
 
-class RowRefused(ValueError):
+class RowRefused(Refused):
     """A conversation without an exact training row. `reason` is the same for all of a kind, to be counted."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -100,7 +101,7 @@ class Renderer:
     def __post_init__(self) -> None:
         clash = sorted(RESERVED_KWARGS & self.template_kwargs.keys())
         if clash:
-            raise ValueError(f"model.template_kwargs={clash}: set by verl itself. Fix: remove them")
+            raise Refused(f"model.template_kwargs={clash}: set by verl itself. Fix: remove them")
 
     def text(self, messages: Sequence[Message], *, prompt: bool) -> str:
         out = self._apply(messages, prompt=prompt, tokenize=False)

@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 
 from verl.checkpoint.safetensors_file import DTYPES, Shard, host_bytes
+from verl.errors import Refused
 
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")  # beside the weights
 _TOKENIZER: tuple[str, ...] = (
@@ -52,7 +53,7 @@ class HfExport:
         config = _config_of(self.source_dir, self.config_overrides)
         directory.mkdir(parents=True, exist_ok=True)
         if stale := sorted(p.name for p in directory.glob("*.safetensors*")):
-            raise ValueError(f"{directory} already holds weights ({stale[0]}, ...): export into a new folder")
+            raise Refused(f"{directory} already holds weights ({stale[0]}, ...): export into a new folder")
         _copy_companions(self.source_dir, directory, self.tokenizer_dir, self.chat_template)
         _write_json(directory / "config.json", config)
         model = skeleton(directory)
@@ -99,12 +100,10 @@ def _checked(
     owners = set(tied.values())
     for name, tensor in tensors:
         if name in seen:
-            raise ValueError(f"weight {name} comes twice")
+            raise Refused(f"weight {name} comes twice")
         seen.add(name)
         if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
-            raise ValueError(
-                f"weight {name} is a tensor of {tensor.dtype}, {tensor.layout}: safetensors has no such type"
-            )
+            raise Refused(f"weight {name} is a tensor of {tensor.dtype}, {tensor.layout}: safetensors has no such type")
         if name in tied or name in owners:
             digests[name] = hashlib.blake2b(host_bytes(tensor)).digest()
         if name not in tied:
@@ -114,7 +113,7 @@ def _checked(
     yield from ((owner, tensor) for owner, tensor in waiting.items() if owner not in seen)
     for alias, owner in tied.items():
         if {alias, owner} <= seen and digests[alias] != digests[owner]:
-            raise ValueError(
+            raise Refused(
                 f"{alias} differs from {owner}, but the model's config ties them, so that one would be lost;"
                 ' export with config_overrides={"tie_word_embeddings": False}'
             )
@@ -179,7 +178,7 @@ def saved_as(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> list[
     for part, of in revert_weight_conversion(model, {name: rows}).items():  # type: ignore[arg-type]
         first = int(of.reshape(-1)[0])
         if of.shape[-1:] != rows.shape[-1:] or not torch.equal(of.reshape(-1), torch.arange(first, first + of.numel())):
-            raise ValueError(f"{name}: transformers saves it in an order that is none of its rows, as {part}")
+            raise Refused(f"{name}: transformers saves it in an order that is none of its rows, as {part}")
         found.append((part, (*of.shape[:-1], *shape[-1:]), first))
     return sorted(found, key=lambda part: part[2])
 
@@ -187,7 +186,7 @@ def saved_as(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> list[
 def _ties_of(model: torch.nn.Module | None, config: Mapping[str, Any]) -> Mapping[str, str]:
     if model is None:
         if config.get("tie_word_embeddings"):
-            raise ValueError(
+            raise Refused(
                 f"{config.get('architectures')} is not a class of transformers and its embeddings are tied, so their"
                 " names are not known: a model of transformers, or one without tie_word_embeddings, can be exported"
             )
@@ -207,11 +206,11 @@ def _check_names(names: set[str], tied: Mapping[str, str], model: torch.nn.Modul
     if not of_modules:
         return
     if foreign := sorted(names - of_modules - of_files):
-        raise ValueError(f"{len(foreign)} tensors are no weights of the model in {source_dir}, e.g. {foreign[:3]}")
+        raise Refused(f"{len(foreign)} tensors are no weights of the model in {source_dir}, e.g. {foreign[:3]}")
     covered = names.union(*(saved.get(to, {to}) for to, owner in tied.items() if saved.get(owner, {owner}) <= names))
     missing = sorted(of_modules - covered)
     if missing and not (of_files and of_files <= covered):
-        raise ValueError(f"{len(missing)} weights of the model are missing in the export, e.g. {missing[:3]}")
+        raise Refused(f"{len(missing)} weights of the model are missing in the export, e.g. {missing[:3]}")
 
 
 def _weight_names(folder: Path) -> set[str]:
@@ -225,7 +224,7 @@ def _weight_names(folder: Path) -> set[str]:
 def _config_of(source_dir: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     path = source_dir / "config.json"
     if not path.is_file():
-        raise ValueError(f"{source_dir} has no config.json: source_dir is the Hugging Face folder of the model")
+        raise Refused(f"{source_dir} has no config.json: source_dir is the Hugging Face folder of the model")
     config = json.loads(path.read_text())
     config.pop("_name_or_path", None)
     return {**config, **overrides}

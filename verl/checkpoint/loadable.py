@@ -15,6 +15,7 @@ from verl.config.model_files import (
     refuse_foreign,
     refuse_quantised,
 )
+from verl.errors import Refused
 
 # Errors of transformers and of a model's own code for a config.json that they cannot build.
 BUILD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError)
@@ -23,7 +24,7 @@ BUILD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, Import
 def cannot_load(folder: Path, exc: BaseException) -> ValueError:
     """The one line for what transformers raised."""
     said, model_type = " ".join(str(exc).split())[:300], read_model_config(folder).get("model_type")
-    return ValueError(
+    return Refused(
         f"model.path={folder}: model_type {model_type!r} cannot be loaded as a causal language model "
         f"({type(exc).__name__}: {said}); give a decoder language model that this transformers knows, or a newer "
         "transformers, or model.trust_remote_code=true where the folder brings its code"
@@ -54,7 +55,7 @@ def check_loadable(folder: Path, *, trust_remote_code: bool = False) -> Any:
         if (wanted := shapes.get(name, shapes.get(f"{model.base_model_prefix}.{name}"))) not in (None, tensor.shape)
     ]
     if wrong:
-        raise ValueError(
+        raise Refused(
             f"model.path={folder}: {len(wrong)} weights have other shapes than config.json says, e.g. {wrong[0]}; "
             "take both from the same model"
         )

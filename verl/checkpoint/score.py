@@ -11,6 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from verl.errors import Refused
+
 WEIGHT = "score.weight"
 _KINDS = ("ForCausalLM", "LMHeadModel")
 
@@ -22,7 +24,7 @@ def read_score(folder: Path) -> Tensor | None:
             if WEIGHT in f.keys():  # noqa: SIM118 - not a mapping
                 weight = f.get_tensor(WEIGHT).float()
                 if weight.shape[0] != 1:
-                    raise ValueError(f"{folder}: {WEIGHT} has {weight.shape[0]} labels; a reward model has one")
+                    raise Refused(f"{folder}: {WEIGHT} has {weight.shape[0]} labels; a reward model has one")
                 return weight
     return None
 
@@ -37,7 +39,7 @@ def classifier_config(folder: Path, pad_token_id: int | None) -> dict[str, Any]:
     for kind in _KINDS:
         names = [n.replace(kind, "ForSequenceClassification") for n in names]
     if not names or not names[0].endswith("ForSequenceClassification") or not hasattr(transformers, names[0]):
-        raise ValueError(
+        raise Refused(
             f"model.path={folder}: transformers has no sequence classifier for {config.get('architectures')}, so a"
             " reward model of it could not be saved. Fix: a causal language model whose family has a"
             " ...ForSequenceClassification class"

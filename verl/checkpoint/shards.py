@@ -13,6 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from verl.errors import Refused
+
 MAX_FILE_BYTES = 256 << 20  # a file is put together in memory before it is written
 
 
@@ -42,7 +44,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], group: Any = None) -
 def tensor_names(path: Path) -> frozenset[str]:
     """Return the names that `save_tensors` wrote. ValueError if it is no such folder."""
     if not path.is_dir() or not any(path.glob("*.safetensors")):
-        raise ValueError(f"{path} holds no tensors of a checkpoint: use another checkpoint")
+        raise Refused(f"{path} holds no tensors of a checkpoint: use another checkpoint")
     with _own_errors():
         return frozenset(dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata)
 
@@ -55,7 +57,7 @@ def load_tensors(path: Path, into: dict[str, Tensor]) -> None:
         for name, tensor in into.items():
             if (size := tuple(found[name].size)) != tuple(tensor.shape):  # type: ignore[union-attr]
                 sizes = f"is {list(size)}, but the model has {list(tensor.shape)}"
-                raise ValueError(f"{path}: {name} {sizes}: the checkpoint is of another model")
+                raise Refused(f"{path}: {name} {sizes}: the checkpoint is of another model")
         dcp.load(into, storage_reader=reader, no_dist=_alone())
 
 

@@ -35,6 +35,7 @@ import psutil
 
 from verl.bounds import size_text
 from verl.config.model_files import check_weights_file
+from verl.errors import Refused
 from verl.track.files import sync_folder
 
 MANIFEST = "manifest.json"
@@ -93,9 +94,9 @@ class CheckpointStore:
         """keep_last: newest checkpoints kept · keep_every_steps: multiples of it are kept for ever (0: none) ·
         keep_best: a key of `meta`; the checkpoint with its greatest value is kept until a better one is."""
         if keep_last < 1:
-            raise ValueError(f"keep_last={keep_last}: at least the newest checkpoint is kept")
+            raise Refused(f"keep_last={keep_last}: at least the newest checkpoint is kept")
         if keep_every_steps < 0:
-            raise ValueError(f"keep_every_steps={keep_every_steps}: must be >= 0 (0 is off)")
+            raise Refused(f"keep_every_steps={keep_every_steps}: must be >= 0 (0 is off)")
         self.directory = Path(directory)
         self.keep_last, self.keep_every_steps, self.keep_best = keep_last, keep_every_steps, keep_best
         self._owner = f"{socket.gethostname()}-{os.getpid()}"
@@ -190,7 +191,7 @@ class CheckpointStore:
             note(f"{path} is damaged and left out: {problem}")
             skipped.append(f"{path.name}: {problem}")
         if skipped:
-            raise ValueError(
+            raise Refused(
                 f"no checkpoint in {self.directory} is usable: {'; '.join(skipped)}."
                 " Restore one of them, or move them away to start from the beginning"
             )

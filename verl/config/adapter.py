@@ -22,6 +22,7 @@ from verl.config.model_files import (
     read_weight_headers,
 )
 from verl.config.schema import Config
+from verl.errors import Refused
 
 CONFIG, WEIGHTS = ADAPTER_CONFIG, ADAPTER_WEIGHTS
 _MERGE = "merge it into its base (merge_and_unload of PEFT), save that, and give its folder"
@@ -82,7 +83,7 @@ def copy_adapter(folder: Path, into: Path) -> None:
     """Copy the files of an adapter that are read. ValueError for a folder that is no adapter."""
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            raise ValueError(f"{folder}: it has no {name}; give the folder of a LoRA adapter, as PEFT saves it")
+            raise Refused(f"{folder}: it has no {name}; give the folder of a LoRA adapter, as PEFT saves it")
         shutil.copyfile(folder / name, into / name)
 
 
@@ -110,7 +111,7 @@ def read_adapter(folder: Path, base: Path) -> dict[str, AdaptedWeight]:
     LoRA, or that belongs to another model."""
     lora, headers, parts = _read(folder), read_weight_headers(folder), dict[str, AdaptedWeight]()
     if not (folder / WEIGHTS).is_file():
-        raise ValueError(f"model.path={folder}: an adapter without {WEIGHTS}; save it again with PEFT")
+        raise Refused(f"model.path={folder}: an adapter without {WEIGHTS}; save it again with PEFT")
     for key, header in headers.items():
         name = key.removeprefix("base_model.model.")
         module, _, factor = name.rpartition(".lora_")
@@ -123,7 +124,7 @@ def read_adapter(folder: Path, base: Path) -> dict[str, AdaptedWeight]:
             parts.setdefault(name.replace(".base_layer.", "."), AdaptedWeight()).whole = key
     if prefix := next(_misfits(lora, parts, headers, base), None):
         fix = f"name the folder of its own base in {CONFIG} (base_model_name_or_path)"
-        raise ValueError(f"model.path={folder}: {prefix} ({base}); {fix}, or {_MERGE}")
+        raise Refused(f"model.path={folder}: {prefix} ({base}); {fix}, or {_MERGE}")
     return parts
 
 
@@ -138,11 +139,11 @@ def _read(folder: Path) -> _Lora:
     for key, value in config.items():
         known = value in _ONLY[key] if key in _ONLY else not value or key in (*_Lora.__struct_fields__, *_IGNORED)
         if not known:
-            raise ValueError(f"model.path={folder}: an adapter with {key}={value}, which is not read here; {_MERGE}")
+            raise Refused(f"model.path={folder}: an adapter with {key}={value}, which is not read here; {_MERGE}")
     try:
         return msgspec.convert(config, _Lora)
     except msgspec.ValidationError as exc:
-        raise ValueError(f"{folder / CONFIG}: {exc}; save it again with PEFT") from exc
+        raise Refused(f"{folder / CONFIG}: {exc}; save it again with PEFT") from exc
 
 
 def _misfits(

@@ -18,6 +18,7 @@ from typing import Any
 from verl.algorithms.presets import unknown_option
 from verl.config.schema import Config
 from verl.config.tree import convert, did_you_mean, leaves, text_of
+from verl.errors import Refused
 from verl.model_engine.layout import Layout
 
 
@@ -120,10 +121,10 @@ def import_object(name: str) -> Any:
         packages = [row.package for row in rows if row.build == name and row.package]
         pip = f"pip install {(packages or [str(exc.name).partition('.')[0]])[0]}"
         fix = "mend the row of verl/config/backends.py" if str(exc.name).startswith("verl.") else pip
-        raise ValueError(f"{name}: there is no module {exc.name}: {fix}, or choose another engine") from exc
+        raise Refused(f"{name}: there is no module {exc.name}: {fix}, or choose another engine") from exc
     if not hasattr(found, attribute):
         fix = f"define it in {found.__file__}, or mend the row of verl/config/backends.py"
-        raise ValueError(f"{name}: the module has no {attribute}: {fix}")
+        raise Refused(f"{name}: the module has no {attribute}: {fix}")
     return getattr(found, attribute)
 
 

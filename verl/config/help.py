@@ -16,6 +16,7 @@ from typing import Any
 
 from verl.algorithms.presets import setting_texts
 from verl.config.tree import did_you_mean, leaves, sections, text_of
+from verl.errors import Refused
 
 _LOOP = ("run", "model", "data", "rollout", "sync")
 _SUPERVISED = ("run", "model", "data", "supervised", "step", "optim", "health", "track")
@@ -92,7 +93,7 @@ def named_keys(words: Iterable[str]) -> list[str]:
         of_word = [key for key in leaves() if key == word or key.startswith(f"{word}.")]
         if not of_word:
             near = did_you_mean(word, [*sections(), *leaves()])
-            raise ValueError(f"{word} is no section and no key; {near}Sections: {', '.join(sections())}")
+            raise Refused(f"{word} is no section and no key; {near}Sections: {', '.join(sections())}")
         found += of_word
     return found
 
@@ -100,7 +101,7 @@ def named_keys(words: Iterable[str]) -> list[str]:
 def completion_script(shell: str, verbs: Iterable[str]) -> str:
     """Return the shell script that completes verbs and keys."""
     if shell not in ("bash", "zsh", "fish"):
-        raise ValueError("verl completion bash|zsh|fish, as in: source <(verl completion bash)")
+        raise Refused("verl completion bash|zsh|fish, as in: source <(verl completion bash)")
     script = resources.files("verl").joinpath(f"config/completion/verl.{shell}").read_text(encoding="utf-8")
     keys = " ".join(f"{key}=" for key in ("recipe", *leaves()))
     return script.replace("@VERBS@", " ".join(verbs)).replace("@KEYS@", keys)

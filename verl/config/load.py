@@ -36,6 +36,7 @@ from verl.config.overrides import parse_argument
 from verl.config.schema import Config
 from verl.config.tree import Setting, convert, did_you_mean, leaf_of, leaves, sections, text_of, tree_of, values_of
 from verl.config.validate import validate
+from verl.errors import Refused
 
 __all__ = ["Resolved", "dump_config", "load_config", "read_config", "recipe_names", "validate"]
 
@@ -100,7 +101,7 @@ def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None 
     if faults:
         command: Literal["train", "sft"] = "sft" if verl_defaults == "sft" else "train"
         more = _also_wrong(values, command, "algorithm.name" not in prefix.unknown) if verl_defaults else []
-        raise ValueError("\n".join(dict.fromkeys([*faults, *more])))
+        raise Refused("\n".join(dict.fromkeys([*faults, *more])))
     return Resolved(tree_of(values), origins, tuple(notes), masked, verl_names=verl_defaults is not None)
 
 
@@ -147,12 +148,12 @@ def _of_its_algorithm(recipe: list[Setting], given: Sequence[Setting]) -> list[S
 def _split_recipe(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
     recipes = [a for a in overrides if a.lstrip("+").startswith("recipe=")]
     if len(recipes) > 1:
-        raise ValueError(f"{' and '.join(recipes)}: one recipe only; a recipe file may name its base as `recipe: NAME`")
+        raise Refused(f"{' and '.join(recipes)}: one recipe only; a recipe file may name its base as `recipe: NAME`")
     if not recipes:
         return None, list(overrides)
     parsed = parse_argument(recipes[0])
     if parsed.error or not parsed.value:
-        raise ValueError(parsed.error or "recipe= names no recipe: recipe=NAME or recipe=FILE.yaml")
+        raise Refused(parsed.error or "recipe= names no recipe: recipe=NAME or recipe=FILE.yaml")
     return str(parsed.value), [a for a in overrides if a is not recipes[0]]
 
 
@@ -169,15 +170,15 @@ def _recipe_settings(recipe: str, chain: tuple[str, ...], folder: Path | None = 
     if recipe.endswith((".yaml", ".yml")):
         file = (folder or Path()) / Path(recipe).expanduser()
         if not file.is_file():
-            raise ValueError(f"recipe={recipe}: no such file ({file.absolute()})")
+            raise Refused(f"recipe={recipe}: no such file ({file.absolute()})")
         folder = file.absolute().parent
     else:
         file = resources.files("verl.recipes").joinpath(f"{recipe}.yaml")
         if recipe not in (names := recipe_names()):
             near = did_you_mean(recipe, names, 3) or f"there are {', '.join(names)}. "
-            raise ValueError(f"recipe={recipe}: no such recipe; {near}A file ends in .yaml")
+            raise Refused(f"recipe={recipe}: no such recipe; {near}A file ends in .yaml")
     if recipe in chain:
-        raise ValueError(f"recipe {' -> '.join([*chain, recipe])}: a recipe cannot be its own base")
+        raise Refused(f"recipe {' -> '.join([*chain, recipe])}: a recipe cannot be its own base")
     tree = _parse_recipe(recipe, file.read_text(encoding="utf-8"))
     base = tree.pop("recipe", None)
     if base is not None:
@@ -201,11 +202,11 @@ def _parse_recipe(name: str, text: str) -> dict[str, Any]:
     try:
         tree = OmegaConf.to_container(OmegaConf.create(bounded_yaml(text)), resolve=False)
     except ValueError as exc:
-        raise ValueError(f"recipe {name}: {exc}") from exc
+        raise Refused(f"recipe {name}: {exc}") from exc
     except (yaml.YAMLError, OmegaConfBaseException) as exc:
-        raise ValueError(f"recipe {name}: not YAML: {' '.join(str(exc).split())}") from exc
+        raise Refused(f"recipe {name}: not YAML: {' '.join(str(exc).split())}") from exc
     if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree):
-        raise ValueError(f"recipe {name}: must be a mapping of sections ({', '.join(sections())})")
+        raise Refused(f"recipe {name}: must be a mapping of sections ({', '.join(sections())})")
     return {str(k): v for k, v in tree.items()}
 
 
@@ -218,7 +219,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str, origin: str) -> Iterator[tupl
         elif isinstance(value, Mapping):
             yield from _flatten(value, f"{key}.", origin)
         elif value is not None or key not in sections():
-            raise ValueError(unknown_key(key, origin))
+            raise Refused(unknown_key(key, origin))
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ def _merge(settings: Sequence[Setting]) -> tuple[dict[str, Any], dict[str, str],
     for setting in settings:
         found = leaf_of(setting.key)
         if found is None:
-            raise ValueError(unknown_key(setting.key, setting.origin))
+            raise Refused(unknown_key(setting.key, setting.origin))
         (leaf, below), value, origin = found, setting.value, setting.origin
         for name in reversed(below):
             value = {name: value}
@@ -269,7 +270,7 @@ def _converted(key: str, value: Any, origin: str, text: str | None = None) -> An
         return convert(value, leaves()[key].hint, text)
     except ValueError as exc:
         shown = "null" if value is None else repr(value) if text is None else text
-        raise ValueError(f"{key}={shown} ({origin}): {exc}") from exc
+        raise Refused(f"{key}={shown} ({origin}): {exc}") from exc
 
 
 def _resolve(values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
@@ -281,7 +282,7 @@ def _resolve(values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
         origins[key] = f"{origins[key]}: {expression}"
         values[key] = _converted(key, plain, origins[key])
     if values["model.path"] == MISSING:
-        raise ValueError(
+        raise Refused(
             "model.path is missing: model.path=FOLDER (a Hugging Face folder: config.json, safetensors, tokenizer)"
         )
     for key in PATH_KEYS:
@@ -298,7 +299,7 @@ def _resolve(values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
     _fill_horizon(values, origins)
     faults = complete_options(values)
     if faults:
-        raise ValueError("\n".join(faults))
+        raise Refused("\n".join(faults))
     return {key: value for key, value in written.items() if isinstance(values[key], str | list | dict)}
 
 
@@ -354,7 +355,7 @@ def _interpolated(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict
             plain = OmegaConf.to_container(node, resolve=True) if isinstance(node, Container) else node
         except OmegaConfBaseException as exc:
             reason = "refers to itself" if "recursi" in str(exc).lower() else str(exc).splitlines()[0]
-            raise ValueError(f"{key}={value} ({origins[key]}): {reason}") from exc
+            raise Refused(f"{key}={value} ({origins[key]}): {reason}") from exc
         found[key] = plain, str(value)
     return found
 
@@ -389,9 +390,9 @@ def read_config(path: str | os.PathLike[str]) -> Config:
     try:
         tree = yaml.safe_load(bounded_yaml(Path(path).read_text(encoding="utf-8")))
     except (ValueError, yaml.YAMLError) as exc:
-        raise ValueError(f"{path}: {' '.join(str(exc).split())}") from exc
+        raise Refused(f"{path}: {' '.join(str(exc).split())}") from exc
     if not isinstance(tree, dict):
-        raise ValueError(f"{path}: must be a mapping of sections ({', '.join(sections())})")
+        raise Refused(f"{path}: must be a mapping of sections ({', '.join(sections())})")
     values = {key: _converted(key, value, str(path)) for key, value in _flatten(tree, "", str(path))}
     for key, (plain, _) in _interpolated(values, dict.fromkeys(values, str(path))).items():
         values[key] = _converted(key, plain, str(path))

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.errors import Refused
+
 DTYPE_NAMES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 _WANTED = "a Hugging Face folder (config.json, safetensors, tokenizer)"
@@ -80,8 +82,8 @@ def find_model_folder(path: str, key: str = "model.path") -> Path:
         return found
     if _HUB_ID.fullmatch(path):
         fix = f"download it first: hf download {path} --local-dir FOLDER, then {key}=FOLDER"
-        raise ValueError(f"{key}={path}: no such folder, and not in the cache {_hub_cache()}; {fix}")
-    raise ValueError(f"{key}={path}: no such folder; give {_WANTED}")
+        raise Refused(f"{key}={path}: no such folder, and not in the cache {_hub_cache()}; {fix}")
+    raise Refused(f"{key}={path}: no such folder; give {_WANTED}")
 
 
 def cached_model_folder(path: str) -> Path | None:
@@ -169,7 +171,7 @@ def rope_note(path: str, longest: int | None) -> str | None:
 def read_model_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
-        raise ValueError(f"{folder}: no config.json; model.path must be {_WANTED}")
+        raise Refused(f"{folder}: no config.json; model.path must be {_WANTED}")
     return json_object(file, file.read_bytes())
 
 
@@ -193,11 +195,11 @@ def refuse_adapter(folder: Path) -> None:
     merge = "merge it into its base (merge_and_unload of PEFT), save that, and give its folder"
     if adapter and weights:
         prefix = f"a whole model ({weights[0]}) and an adapter ({adapter[0]}): it cannot be told which is meant"
-        raise ValueError(f"model.path={folder}: {prefix}; move the adapter's files away, or {merge}")
+        raise Refused(f"model.path={folder}: {prefix}; move the adapter's files away, or {merge}")
     if adapter:
         config = folder / ADAPTER_CONFIG
         base = json_object(config, config.read_bytes()).get("base_model_name_or_path") if config.is_file() else None
-        raise ValueError(
+        raise Refused(
             f"model.path={folder}: an adapter ({adapter[0]}) of {base or 'another model'}, and no model;"
             f" {merge}, or give the base"
         )
@@ -206,7 +208,7 @@ def refuse_adapter(folder: Path) -> None:
         named = {str(name) for name in json_object(index, index.read_bytes()).get("weight_map", {}).values()}
         if named != {whole.name}:
             prefix = f"{whole.name} and {index.name}, which names other files: two models"
-            raise ValueError(f"model.path={folder}: {prefix}; move the files of one of them away")
+            raise Refused(f"model.path={folder}: {prefix}; move the files of one of them away")
 
 
 def refuse_quantised(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> None:
@@ -215,12 +217,12 @@ def refuse_quantised(folder: Path, config: Mapping[str, Any], tensors: Mapping[s
     quantised = config.get("quantization_config")
     if isinstance(quantised, dict):
         method = quantised.get("quant_method") or "an unnamed method"
-        raise ValueError(f"model.path={folder}: quantised with {method} (quantization_config in config.json); {fix}")
+        raise Refused(f"model.path={folder}: quantised with {method} (quantization_config in config.json); {fix}")
     for name, tensor in tensors.items():
         table = len(tensor.shape) < 2 or _is_buffer(name, tensor) or name.endswith(_INTEGER_TABLES)
         if tensor.dtype not in DTYPE_NAMES and not table:
             why = f"{name} is stored as {tensor.dtype}, and config.json has no quantization_config that says its scale"
-            raise ValueError(f"model.path={folder}: {why}; {fix}")
+            raise Refused(f"model.path={folder}: {why}; {fix}")
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -231,7 +233,7 @@ def check_tokenizer(model_folder: Path, tokenizer_path: str | None = None) -> No
     folder = Path(tokenizer_path).expanduser() if tokenizer_path else model_folder
     if not has_tokenizer(folder):
         names = ", ".join(TOKENIZER_FILES)
-        raise ValueError(f"{folder}: no tokenizer ({names}); copy it there, or set model.tokenizer_path")
+        raise Refused(f"{folder}: no tokenizer ({names}); copy it there, or set model.tokenizer_path")
 
 
 def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
@@ -242,17 +244,17 @@ def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
         missing = [f.name for f in files if not f.is_file()]
         if missing:
             gone = f"{', '.join(missing)} is missing, which {index.name} names"
-            raise ValueError(f"{folder}: {gone}; download the model again")
+            raise Refused(f"{folder}: {gone}; download the model again")
     else:
         whole = folder / "model.safetensors"  # some folders also hold the model under its maker's names
         files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         other = sorted(f.name for f in [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.gguf")])
         found = f" (there is {other[0]}: save it again with safe_serialization=True)" if other else ""
-        raise ValueError(f"{folder}: no *.safetensors{found}")
+        raise Refused(f"{folder}: no *.safetensors{found}")
     tensors = {name: header for file in files for name, header in _file_headers(file).items()}
     if not tensors:
-        raise ValueError(f"{folder}: its safetensors files hold no tensor")
+        raise Refused(f"{folder}: its safetensors files hold no tensor")
     return tensors
 
 
@@ -262,7 +264,7 @@ def refuse_foreign(folder: Path, config: Mapping[str, Any], *, trust_remote_code
         if (folder / name).is_file():
             _indexed(folder / name)
     if not trust_remote_code and (named := _hub_code(config)) is not None:
-        raise ValueError(
+        raise Refused(
             f"{folder / 'config.json'}: attn_implementation={named!r} is code that transformers would fetch and run; "
             "leave it out, or set model.trust_remote_code=true"
         )
@@ -286,7 +288,7 @@ def _indexed(index: Path) -> frozenset[str]:
     names = frozenset(map(str, weight_map.values())) if isinstance(weight_map, dict) else frozenset({""})
     for name in names:
         if not name or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{index}: {name[:80]!r} is no file of this folder; download the model again")
+            raise Refused(f"{index}: {name[:80]!r} is no file of this folder; download the model again")
     return names
 
 
@@ -304,7 +306,7 @@ def _file_headers(file: Path) -> dict[str, TensorHeader]:
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             what = f"{size} bytes, header of {length}"
-            raise ValueError(f"{file}: not a safetensors file ({what}); is it a Git LFS pointer?")
+            raise Refused(f"{file}: not a safetensors file ({what}); is it a Git LFS pointer?")
         header = json_object(file, stream.read(length))
     tensors, end = {}, 0
     for name, entry in header.items():
@@ -312,7 +314,7 @@ def _file_headers(file: Path) -> dict[str, TensorHeader]:
             tensors[name], stop = _tensor_header(file, name, entry, 8 + length)
             end = max(end, stop)
     if size != 8 + length + end:
-        raise ValueError(f"{file}: {size} bytes, but its header says {8 + length + end}: it was cut; download it again")
+        raise Refused(f"{file}: {size} bytes, but its header says {8 + length + end}: it was cut; download it again")
     return tensors
 
 
@@ -328,7 +330,7 @@ def _tensor_header(file: Path, name: str, entry: Any, first: int) -> tuple[Tenso
         bits = 8 if dtype == "BOOL" else int((re.findall(r"\d+", dtype) or ["0"])[0])
         whole = bits == 0 or math.prod(shape) * bits == 8 * (stop - begin)
     if not whole:
-        raise ValueError(f"{file}: its header says of {name[:80]}: {str(entry)[:120]}; download it again")
+        raise Refused(f"{file}: its header says of {name[:80]}: {str(entry)[:120]}; download it again")
     return TensorHeader(dtype, shape, stop - begin, file, first + begin), stop
 
 
@@ -336,16 +338,16 @@ def json_object(file: Path, text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as exc:
-        raise ValueError(f"{file}: not JSON ({exc})") from exc
+        raise Refused(f"{file}: not JSON ({exc})") from exc
     if not isinstance(found, dict):
-        raise ValueError(f"{file}: must hold a JSON object")
+        raise Refused(f"{file}: must hold a JSON object")
     return found
 
 
 def _size(folder: Path, config: Mapping[str, Any], *names: str) -> int:
     found = _optional_int(config, *names)
     if found is None or found < 1:
-        raise ValueError(f"{folder / 'config.json'}: no {names[0]}; only decoder language models are trained here")
+        raise Refused(f"{folder / 'config.json'}: no {names[0]}; only decoder language models are trained here")
     return found
 
 

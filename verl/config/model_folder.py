@@ -19,6 +19,7 @@ from verl.config.model_files import (
     read_weight_headers,
     text_config,
 )
+from verl.errors import Refused
 
 COMPARED_BYTES = 1 << 24
 """Bytes that are read at a time when two tensors are compared."""
@@ -48,7 +49,7 @@ def refuse_other_head(folder: Path, tensors: Mapping[str, TensorHeader]) -> None
     for head in heads:
         body = [name for name in tensors if EMBEDDING.search(name) and tensors[name].shape == tensors[head].shape]
         if not any(_equal(tensors[head], tensors[name]) for name in body):
-            raise ValueError(
+            raise Refused(
                 f"model.path={folder}: config.json ties the output layer to the embedding (tie_word_embeddings), and"
                 f" the weights hold another {head}, which would not be loaded; set tie_word_embeddings to false in"
                 " config.json if that one is the model's, or take it out of the weights"
@@ -93,7 +94,7 @@ def refuse_other_vocabulary(
     beyond = [(i, text) for text, i in tokens.items() if i >= rows and (i not in special or special[i] in template)]
     if beyond:
         last, text = max(beyond)
-        raise ValueError(
+        raise Refused(
             f"model.path={folder}: the tokenizer has {len(beyond)} tokens that the model has no embedding for ({rows} "
             f"rows; the last is {text!r}, id {last}); take both from the same model, or set model.tokenizer_path"
         )

@@ -15,6 +15,7 @@ from hydra.errors import HydraException
 
 from verl.bounds import bounded_yaml
 from verl.config.tree import leaf_of
+from verl.errors import Refused
 
 _NO_SPACE = re.compile(r"[{,]\s*[\w.-]+:[^\s]")  # {a:1} is Hydra's mapping; YAML reads one name
 
@@ -34,13 +35,11 @@ def parse_argument(argument: str) -> Argument:
     refused."""
     name, equals, text = argument.partition("=")
     if name.startswith("~"):
-        raise ValueError(f"{argument!r}: a typed key cannot be deleted; leave it out, or set {name[1:]}=null")
+        raise Refused(f"{argument!r}: a typed key cannot be deleted; leave it out, or set {name[1:]}=null")
     if name.startswith("-"):
-        raise ValueError(
-            f"{argument!r}: of Hydra's own options --config-path and --config-name are taken; leave it out"
-        )
+        raise Refused(f"{argument!r}: of Hydra's own options --config-path and --config-name are taken; leave it out")
     if not equals:
-        raise ValueError(f"argument {argument!r} is not key=value")
+        raise Refused(f"argument {argument!r} is not key=value")
     key = name.lstrip("+")
     if text.startswith("@"):
         return Argument(key, *_from_file(key, text))
@@ -59,7 +58,7 @@ def parse_argument(argument: str) -> Argument:
         return Argument(key, None, text, f"{argument!r} is a sweep over values; a list is written {key}=[{text}]")
     taken = (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD)
     if override.type not in taken:
-        raise ValueError(f"{argument!r}: only key=value is taken")
+        raise Refused(f"{argument!r}: only key=value is taken")
     return Argument(key, value, text)
 
 
@@ -88,9 +87,9 @@ def _from_file(key: str, text: str) -> tuple[Any, str]:
         content = file.read_text(encoding="utf-8").removesuffix("\n")
         return (content if _is_text(key) else yaml.safe_load(bounded_yaml(content))), content
     except OSError as exc:
-        raise ValueError(f"{key}={text}: {file} cannot be read ({exc.strerror}); {fix}") from None
+        raise Refused(f"{key}={text}: {file} cannot be read ({exc.strerror}); {fix}") from None
     except (ValueError, yaml.YAMLError) as exc:
-        raise ValueError(f"{key}={text}: {file}: {' '.join(str(exc).split())}; {fix}") from None
+        raise Refused(f"{key}={text}: {file}: {' '.join(str(exc).split())}; {fix}") from None
 
 
 @functools.cache

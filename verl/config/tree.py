@@ -20,6 +20,7 @@ import yaml
 
 from verl.algorithms.presets import setting_types
 from verl.config.schema import Config
+from verl.errors import Refused
 
 _PLAIN = re.compile(r"[\w./-]+", re.ASCII)
 
@@ -144,8 +145,8 @@ def convert(value: Any, hint: Any, text: str | None = None) -> Any:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as exc:
         if ", got" in str(exc):
-            raise ValueError(f"expected {type_name(hint)}") from None
-        raise ValueError(_out_of_bounds(value, hint)) from None
+            raise Refused(f"expected {type_name(hint)}") from None
+        raise Refused(_out_of_bounds(value, hint)) from None
 
 
 def _listed(text: str) -> list[Any]:

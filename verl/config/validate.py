@@ -24,6 +24,7 @@ from verl.config.tree import convert, did_you_mean, leaves, text_of, values_of
 from verl.data.files import expand_files
 from verl.data.formats import FEEDBACK
 from verl.data.user_dataset import parts_of
+from verl.errors import Refused
 
 Command = Literal["train", "sft", "rm", "dpo", "eval", "generate"]
 RL: Collection[str] = ("train",)
@@ -43,7 +44,7 @@ def validate(config: Config, command: Command = "train") -> None:
         found += server_faults(config, command) if command in SAMPLES else []
         found += agent_faults(config) if command in ("train", "eval") else []
     if found:
-        raise ValueError("\n".join(found))
+        raise Refused("\n".join(found))
 
 
 def _values(config: Config) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from verl.chat.messages import MARKS
 from verl.data.values import names_of
+from verl.errors import Refused
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
 CONTEXT_COLUMNS = ("input", "context")
@@ -55,14 +56,14 @@ def refuse_history(row: Mapping[str, Any], where: str) -> None:
     history = row.get("history")
     if isinstance(history, list) and history and all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         fix = "Fix: write the whole conversation as messages, or drop the column"
-        raise ValueError(f"{where}: 'history' holds turns, and it is read beside 'instruction' alone. {fix}")
+        raise Refused(f"{where}: 'history' holds turns, and it is read beside 'instruction' alone. {fix}")
 
 
 def refuse_unasked(row: Mapping[str, Any], where: str) -> None:
     """Refuse two answers that are texts without a prompt, where another column could be their prompt."""
     if column := next((key for key in PROMPT_COLUMNS if row.get(key)), ""):
         prefix = f"no prompt is read for 'chosen' and 'rejected', and the row has {column!r} (columns: {names_of(row)})"
-        raise ValueError(f"{where}: {prefix}. Fix: data.prompt_key={column} if that is the prompt, or drop the column")
+        raise Refused(f"{where}: {prefix}. Fix: data.prompt_key={column} if that is the prompt, or drop the column")
 
 
 def refuse_schemas(row: Mapping[str, Any], where: str, read: str) -> None:
@@ -70,7 +71,7 @@ def refuse_schemas(row: Mapping[str, Any], where: str, read: str) -> None:
     for key, value in row.items():
         if key != read and isinstance(value, list | str) and value and are_schemas(value) and value != row.get(read):
             prefix = f"column {key!r} holds the schemas of tools and is not read ({read!r} is)"
-            raise ValueError(f"{where}: {prefix}. Fix: data.tools_key={key}, or drop the column")
+            raise Refused(f"{where}: {prefix}. Fix: data.tools_key={key}, or drop the column")
 
 
 def are_schemas(value: Any) -> bool:
@@ -96,9 +97,7 @@ def refuse_marks(row: Mapping[str, Any], where: str) -> None:
     for key in [key for key in row if key in ROW_MARKS or key in TURN_COLUMNS]:
         if (row[key] and key in TURN_COLUMNS) or not _trains_all(row[key], ROW_MARKS.get(key, 1), key):
             prefix = f"column {key!r} is {str(row[key])[:60]}, and marks of what is trained are read on messages alone"
-            raise ValueError(
-                f"{where}: {prefix}. Fix: weight=0 or 1 on each message of the assistant, or drop the column"
-            )
+            raise Refused(f"{where}: {prefix}. Fix: weight=0 or 1 on each message of the assistant, or drop the column")
 
 
 def _trains_all(value: Any, trained: int, column: str = "") -> bool:

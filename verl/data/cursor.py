@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from verl.errors import Refused
+
 STATE_VERSION = 1
 KEPT_DRAWS = 1 << 16  # what is in flight, or was given back, is of the last so many draws
 Weigh = Callable[[np.ndarray], Any]
@@ -40,7 +42,7 @@ class Cursor:
         self, num_tasks: int, seed: int, shuffle: bool = True, *, curriculum: Curriculum | None = None
     ) -> None:
         if num_tasks < 1:
-            raise ValueError(f"num_tasks={num_tasks}: there is nothing to draw from")
+            raise Refused(f"num_tasks={num_tasks}: there is nothing to draw from")
         self.num_tasks, self.seed, self.shuffle, self._curriculum = num_tasks, seed, shuffle, curriculum
         self._next = 0
         self._returned: list[int] = []  # a heap: the oldest draw is handed out first
@@ -76,20 +78,20 @@ class Cursor:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. The data and the order must be the same."""
         if state.get("state_version") != STATE_VERSION:
-            raise ValueError(f"cursor state version {state.get('state_version')!r}: this verl reads {STATE_VERSION}")
+            raise Refused(f"cursor state version {state.get('state_version')!r}: this verl reads {STATE_VERSION}")
         for name in ("num_tasks", "seed", "shuffle"):
             if state[name] != (value := getattr(self, name)):
-                raise ValueError(
+                raise Refused(
                     f"the data cursor was saved with {name}={state[name]} and this run has {value}: its draws would be"
                     " other tasks. Fix: resume with the same data and seed, or start a new run"
                 )
         if ("curriculum" in state) != (self._curriculum is not None):
             was, now = ("with", "without") if "curriculum" in state else ("without", "with")
             fix = "resume as it was, or start a new run"
-            raise ValueError(f"the data cursor was saved {was} algorithm.options.curriculum, this run is {now}: {fix}")
+            raise Refused(f"the data cursor was saved {was} algorithm.options.curriculum, this run is {now}: {fix}")
         next_draw, returned = int(state["next_draw"]), sorted(int(d) for d in state["returned"])
         if next_draw < 0 or len(set(returned)) < len(returned) or any(not 0 <= d < next_draw for d in returned):
-            raise ValueError(f"damaged cursor state: next_draw={next_draw}, returned={returned[:8]}")
+            raise Refused(f"damaged cursor state: next_draw={next_draw}, returned={returned[:8]}")
         self._next, self._returned = next_draw, returned  # a sorted list is a heap
         if self._curriculum is not None:
             self._curriculum.load_state(state["curriculum"])
@@ -143,7 +145,7 @@ class Curriculum:
         if found.shape != (self.num_tasks,) or not np.isfinite(found).all() or (found < 0).any() or not found.any():
             prefix = f"it gave {found.shape} with {found.min(initial=0):g} to {found.max(initial=0):g}"
             fix = f"return one weight for each of the {self.num_tasks} rows, none below 0, some above it"
-            raise ValueError(f"algorithm.options.curriculum: {prefix}; {fix}")
+            raise Refused(f"algorithm.options.curriculum: {prefix}; {fix}")
         return found
 
     def state(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from verl.chat.template import Tokenizer
 from verl.config.schema import DataConfig
 from verl.data.files import DataFile, expand_files
 from verl.data.user_dataset import parts_of, write_rows
+from verl.errors import Refused
 from verl.leftovers import OwnFolder
 from verl.sandbox.messages import CallableSpec, Failure
 from verl.sandbox.pool import Pool
@@ -45,9 +46,9 @@ def rows_of_class(
         found = thread.submit(asyncio.run, _written(arguments)).result()
     if isinstance(found, Failure):
         why = f"no rows within {DEADLINE_S:g} s" if found.reason == "timeout" else " ".join(found.detail.split())
-        raise ValueError(why if why.startswith(named) else f"data.dataset_class={named}: {why}")
+        raise Refused(why if why.startswith(named) else f"data.dataset_class={named}: {why}")
     if not found:
-        raise ValueError(f"data.dataset_class={named}: no rows of {', '.join(read)}")
+        raise Refused(f"data.dataset_class={named}: no rows of {', '.join(read)}")
     return DataFile(named, fsspec.filesystem("file"), str(out)), folder
 
 

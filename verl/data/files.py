@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 import fsspec
 
 from verl.data.splits import SPLITS, is_without_rows, refuse_mixed, saved_files, saved_splits
+from verl.errors import Refused
 
 TABLES = {".csv": ",", ".tsv": "\t"}
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -78,9 +79,9 @@ class RawRow(NamedTuple):
 def expand_files(files: Sequence[str]) -> list[DataFile]:
     """Expand paths, URLs, globs and folders to files, in the order given and sorted within a glob or folder."""
     if isinstance(files, str):
-        raise ValueError(f"data files={files!r} is a string. Fix: give a list of files")
+        raise Refused(f"data files={files!r} is a string. Fix: give a list of files")
     if not files:
-        raise ValueError("no data files. Fix: data.train_files=[FILE, ...] (JSONL or Parquet, paths or URLs)")
+        raise Refused("no data files. Fix: data.train_files=[FILE, ...] (JSONL or Parquet, paths or URLs)")
     return [found for url in files for found in _expand(str(url))]
 
 
@@ -93,9 +94,9 @@ def filesystem(url: str) -> tuple[Any, str]:
     except ImportError as exc:
         package = PACKAGE_OF.get(protocol)
         fix = f"pip install {package}" if package else str(exc)
-        raise ValueError(f"{url}: {protocol}:// needs a package that is not installed. Fix: {fix}") from exc
+        raise Refused(f"{url}: {protocol}:// needs a package that is not installed. Fix: {fix}") from exc
     except ValueError as exc:
-        raise ValueError(f"{url}: {exc}. Fix: a path or a URL that fsspec knows (s3://, gs://, file://, ...)") from exc
+        raise Refused(f"{url}: {exc}. Fix: a path or a URL that fsspec knows (s3://, gs://, file://, ...)") from exc
     return fs, path
 
 
@@ -122,7 +123,7 @@ def _expand(url: str) -> list[DataFile]:
                 return [_data_file(fs, p, protocol) for p in saved]
     paths = [p for p in sorted(map(str, found)) if file_format(p) is not None and not is_without_rows(p)]
     if not paths:
-        raise ValueError(f"{url}: {where}")
+        raise Refused(f"{url}: {where}")
     refuse_mixed(url, paths, [_stem(p) for p in paths])
     return [_data_file(fs, p, protocol) for p in paths]
 
@@ -134,7 +135,7 @@ def _data_file(fs: fsspec.AbstractFileSystem, path: str, protocol: str) -> DataF
 def _only_split(url: str, splits: Sequence[str]) -> str:
     if len(splits) != 1:
         fix = f"Fix: name one, e.g. {url.rstrip('/')}/{splits[0] if splits else 'train'}"
-        raise ValueError(f"{url}: a saved DatasetDict of the splits {', '.join(splits) or 'none'}. {fix}")
+        raise Refused(f"{url}: a saved DatasetDict of the splits {', '.join(splits) or 'none'}. {fix}")
     return f"{url.rstrip('/')}/{splits[0]}"
 
 
@@ -187,7 +188,7 @@ def read_rows(file: DataFile) -> Iterator[RawRow]:
     if known is None:
         packed = (e + c for e in JSON_LINES[:1] for c in COMPRESSION)
         endings = " ".join((*JSON_LINES, *packed, *PARQUET, *ARROW, *TABLES))
-        raise ValueError(f"{file.url}: unknown format. Fix: a name that ends in one of {endings}")
+        raise Refused(f"{file.url}: unknown format. Fix: a name that ends in one of {endings}")
     kind, compression = known
     with naming(file.url), file.fs.open(file.path, "rb") as stream:
         if kind in ("parquet", "arrow"):
@@ -205,7 +206,7 @@ def _as_utf8(url: str, stream: io.BufferedReader) -> io.BufferedIOBase:
     """Return the text as UTF-8 without a mark, from any encoding of Unicode; refuse data that is no text."""
     head = stream.peek(64)[:64]
     if other := next((name for magic, name in OTHER_FORMATS.items() if head.startswith(magic)), None):
-        raise ValueError(f"{url}: no text, but {other}")
+        raise Refused(f"{url}: no text, but {other}")
     if head.startswith(codecs.BOM_UTF8):
         stream.read(len(codecs.BOM_UTF8))
         return stream
@@ -217,7 +218,7 @@ def _as_utf8(url: str, stream: io.BufferedReader) -> io.BufferedIOBase:
     try:
         return io.BytesIO(stream.read().decode(encoding).encode("utf-8"))
     except UnicodeError as exc:
-        raise ValueError(f"{url}: it begins as {encoding} and is not ({exc}). Fix: save it as UTF-8") from exc
+        raise Refused(f"{url}: it begins as {encoding} and is not ({exc}). Fix: save it as UTF-8") from exc
 
 
 def _json_rows(url: str, stream: Any) -> Iterator[RawRow]:
@@ -259,11 +260,11 @@ def _listed(url: str, document: Any) -> list[Any] | None:
         return document if isinstance(document, list) else None
     lists = [key for key, value in document.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if len(lists) > 1 and all(key.lower() in SPLITS for key in document):
-        raise ValueError(f"{url}: the splits {', '.join(lists)} in one file. Fix: a file for each, a row per line")
+        raise Refused(f"{url}: the splits {', '.join(lists)} in one file. Fix: a file for each, a row per line")
     if document.keys() == {"columns", "index", "data"} or (
         document and all(isinstance(value, dict) and "0" in value for value in document.values())
     ):
-        raise ValueError(f"{url}: a table by columns. Fix: one by rows (pandas: to_json(orient='records', lines=True))")
+        raise Refused(f"{url}: a table by columns. Fix: one by rows (pandas: to_json(orient='records', lines=True))")
     if len(lists) == 1 and lists[0].lower() in (*AROUND_ROWS, *SPLITS) and document.keys() - lists <= NOT_ROWS:
         return list(document[lists[0]])
     return None
@@ -280,21 +281,21 @@ def _table_rows(url: str, stream: Any, separator: str) -> Iterator[RawRow]:
         rows = csv.reader(itertools.chain([first], text), delimiter=separator, strict=True, skipinitialspace=padded)
         names = [name.strip() for name in next(rows, [])]
         if len(names) == 1 and (other := next((c for c in ";\t|" if c in names[0]), None)):
-            raise ValueError(
+            raise Refused(
                 f"{url}:1: one column {names[0]!r}: its fields are separated by {other!r}. Fix: save it with"
                 f" {separator!r} between them" + (", or name it .tsv" if other == "\t" else "")
             )
         if twice := _twice(filter(None, names)):
-            raise ValueError(f"{url}:1: the column {twice!r} is there twice. Fix: keep one, or rename it")
+            raise Refused(f"{url}:1: the column {twice!r} is there twice. Fix: keep one, or rename it")
         for fields in rows:
             if fields and len(fields) != len(names):
-                raise ValueError(f"{url}:{rows.line_num}: {len(fields)} fields, but the first line names {len(names)}")
+                raise Refused(f"{url}:{rows.line_num}: {len(fields)} fields, but the first line names {len(names)}")
             if padded:
                 fields = [field.strip() for field in fields]
             if fields:
                 yield RawRow(f"{url}:{rows.line_num}", {n: f for n, f in zip(names, fields) if f})
     except (csv.Error, UnicodeDecodeError) as exc:
-        raise ValueError(f"{url}:{rows.line_num}: not readable as CSV in UTF-8: {_one_line(exc)}") from exc
+        raise Refused(f"{url}:{rows.line_num}: not readable as CSV in UTF-8: {_one_line(exc)}") from exc
 
 
 class _KeyTwice(ValueError):
@@ -321,20 +322,20 @@ def _parsed(raw: bytes, where: str) -> Any:
     try:
         return ONE_KEY_EACH.decode(raw.removesuffix(b"\n").decode("utf-8"))
     except UnicodeDecodeError as exc:
-        raise ValueError(f"{where}: not UTF-8 at byte {exc.start + 1} of the line ({exc.reason})") from exc
+        raise Refused(f"{where}: not UTF-8 at byte {exc.start + 1} of the line ({exc.reason})") from exc
     except json.JSONDecodeError as exc:
         at = f"line {exc.lineno} column {exc.colno}" if exc.lineno > 1 else f"column {exc.colno}"
-        raise ValueError(f"{where}: invalid JSON at {at}: {exc.msg}") from exc
+        raise Refused(f"{where}: invalid JSON at {at}: {exc.msg}") from exc
     except _KeyTwice as exc:
-        raise ValueError(f"{where}: the key {exc} is there twice in an object. Fix: keep one") from exc
+        raise Refused(f"{where}: the key {exc} is there twice in an object. Fix: keep one") from exc
     except RecursionError as exc:
-        raise ValueError(f"{where}: JSON nested too deeply to be read") from exc
+        raise Refused(f"{where}: JSON nested too deeply to be read") from exc
 
 
 def _raw_row(value: Any, where: str) -> RawRow:
     if not isinstance(value, dict):
         names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-        raise ValueError(f"{where}: a row must be a JSON object, this is {names.get(type(value), 'a number')}")
+        raise Refused(f"{where}: a row must be a JSON object, this is {names.get(type(value), 'a number')}")
     return RawRow(where, value)
 
 
@@ -372,14 +373,14 @@ def _batch_rows(url: str, name: str, opened: Callable[[], tuple[Any, Iterable[An
     try:
         schema, batches = opened()
         if twice := _twice(schema.names):
-            raise ValueError(f"{url}: the column {twice!r} is there twice. Fix: keep one, or rename it")
+            raise Refused(f"{url}: the column {twice!r} is there twice. Fix: keep one, or rename it")
         clean: Callable[[Any], Any] = dict if all(_is_exact(f.type) for f in schema) else _plain
         for batch in batches:
             for row in batch.to_pylist(maps_as_pydicts="lossy"):
                 number += 1
                 yield RawRow(f"{url}: row {number}", clean(row))
     except (pa.ArrowException, UnicodeDecodeError) as exc:
-        raise ValueError(f"{url}: not a readable {name} file (after row {number}): {_one_line(exc)}") from exc
+        raise Refused(f"{url}: not a readable {name} file (after row {number}): {_one_line(exc)}") from exc
 
 
 def _is_exact(kind: Any) -> bool:
@@ -415,11 +416,11 @@ def naming(url: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as exc:
-        raise ValueError(f"{url}: no such file (or the store cannot be reached)") from exc
+        raise Refused(f"{url}: no such file (or the store cannot be reached)") from exc
     except PermissionError as exc:
-        raise ValueError(f"{url}: permission denied ({_one_line(exc)}). Fix: credentials or access rights") from exc
+        raise Refused(f"{url}: permission denied ({_one_line(exc)}). Fix: credentials or access rights") from exc
     except storage_errors() as exc:
-        raise ValueError(f"{url}: cannot be read: {type(exc).__name__}: {_one_line(exc)}") from exc
+        raise Refused(f"{url}: cannot be read: {type(exc).__name__}: {_one_line(exc)}") from exc
 
 
 def storage_errors() -> tuple[type[BaseException], ...]:

@@ -26,6 +26,7 @@ from verl.data.files import RawRow
 from verl.data.media import media_in, refuse_media
 from verl.data.truths import GSM8K_ANSWER, GSM8K_INSTRUCTION, GSM8K_SOURCE, ground_truth_of, gsm8k_number, gsm8k_texts
 from verl.data.values import kind_of, names_of, object_in
+from verl.errors import Refused
 
 PREFERENCE = "`verl dpo` or `verl rm` read these"
 COMPLETION_KEYS = ("completion", "response")
@@ -110,7 +111,7 @@ def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> Tas
     agent, tools = _played_tools(row, where, cfg, agent, players)
     source = row.get("data_source")
     if source is not None and not isinstance(source, str):
-        raise ValueError(f"{where}: 'data_source' must be a string, got {kind_of(source)}")
+        raise Refused(f"{where}: 'data_source' must be a string, got {kind_of(source)}")
     if row.get(cfg.prompt_key) is not None:
         messages = read_messages(row[cfg.prompt_key], where, cfg.prompt_key, tools=tools)
         refuse_trained(messages, where, cfg.prompt_key)
@@ -121,13 +122,13 @@ def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> Tas
         truth, source = gsm8k_number(answer, where), source or GSM8K_SOURCE
         extra_info = {"question": question, "answer": answer, **extra_info}
     else:
-        raise ValueError(
+        raise Refused(
             f"{where}: no prompt: column {cfg.prompt_key!r} is missing or null (columns: {names_of(row)})."
             " Fix: data.prompt_key=COLUMN"
         )
     if messages[-1]["role"] == "assistant":
         begun = str(messages[-1]["content"])[:60]
-        raise ValueError(
+        raise Refused(
             f"{where}: {cfg.prompt_key!r} ends with an assistant turn, {begun!r}, and answers are not begun by the "
             "prompt here. Fix: end prompts with the user's turn (to learn an answer: `verl sft`)"
         )
@@ -143,7 +144,7 @@ def _teacher(row: Mapping[str, Any], source: str | None, where: str, teachers: t
         return asked if asked in teachers else name
     if teachers:
         fix = f"teacher.paths has {', '.join(teachers)}. Fix: name one in the column 'teacher', or add {asked!r} there"
-        raise ValueError(f"{where}: the row's teacher is {asked!r}, and {fix}")
+        raise Refused(f"{where}: the row's teacher is {asked!r}, and {fix}")
     return ""
 
 
@@ -160,7 +161,7 @@ def hinted(row: Mapping[str, Any], key: str, messages: Messages, where: str) -> 
         return read_messages(hint, where, key)
     if messages[-1]["role"] != "user" or not isinstance(messages[-1]["content"], str):
         prefix = "the prompt does not end with a user's text, behind which a hint could stand"
-        raise ValueError(f"{where}: {prefix}. Fix: give {key!r} as messages, the whole prompt that the teacher reads")
+        raise Refused(f"{where}: {prefix}. Fix: give {key!r} as messages, the whole prompt that the teacher reads")
     return with_hint(messages, hint)
 
 
@@ -174,7 +175,7 @@ def stored_answer(row: Mapping[str, Any], key: str, where: str) -> dict[str, Any
     """Return the message of the assistant in column `key`: text, or a list of that message alone."""
     *before, last = read_messages(_filled(row, key, where, "the stored answer"), where, key, role="assistant")
     if before or last["role"] != "assistant":
-        raise ValueError(f"{where}: {key!r} must be text or one message of the assistant, the answer to the prompt")
+        raise Refused(f"{where}: {key!r} must be text or one message of the assistant, the answer to the prompt")
     return last
 
 
@@ -182,7 +183,7 @@ def _filled(row: Mapping[str, Any], key: str, where: str, what: str) -> Any:
     """Return the value of the column, from the row or its extra_info."""
     found = row.get(key, object_in(row.get("extra_info"), where, "extra_info").get(key))
     if found is None or found in ("", []):
-        raise ValueError(f"{where}: no {key!r}, {what}. Fix: fill the column, or drop the row")
+        raise Refused(f"{where}: no {key!r}, {what}. Fix: fill the column, or drop the row")
     return found
 
 
@@ -190,12 +191,12 @@ def _player(row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str, p
     """Return the loop that plays the row. A loop that needs more than one answer to its prompt, or tools that are
     missing, would train another task than the row describes: it is refused."""
     if row.get("chosen") is not None and row.get("rejected") is not None:
-        raise ValueError(f"{where}: a preference row ('chosen' and 'rejected'). Fix: {PREFERENCE}")
+        raise Refused(f"{where}: a preference row ('chosen' and 'rejected'). Fix: {PREFERENCE}")
     asked = row.get("agent_name") or players.default
     agent = AGENT_NAMES.get(asked, asked)
     if agent not in players.names:
         known, fix = ", ".join(players.names), "name one of these, set agent.loop or agent.tools, or drop the column"
-        raise ValueError(f"{where}: agent_name={asked!r}, and this run has {known}. Fix: {fix}")
+        raise Refused(f"{where}: agent_name={asked!r}, and this run has {known}. Fix: {fix}")
     there = {tool["function"]["name"] for tool in players.tools} if agent == TOOL_AGENT else set()
     for key in ("tools_kwargs", "interaction_kwargs"):
         found = {**object_in(row.get(key), where, key), **object_in(extra_info.get(key), where, f"extra_info.{key}")}
@@ -204,7 +205,7 @@ def _player(row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str, p
             continue  # a loop of the user's own reads what it likes
         if asked_for := sorted(unplayed - there if key == "tools_kwargs" else unplayed):
             fix = "the row would be trained as a plain question. Fix: agent.tools, or drop the column if that is wanted"
-            raise ValueError(f"{where}: {key!r} names {', '.join(asked_for)}, which {agent} does not play: {fix}")
+            raise Refused(f"{where}: {key!r} names {', '.join(asked_for)}, which {agent} does not play: {fix}")
     return agent
 
 
@@ -232,14 +233,14 @@ def _played_tools(
         return agent, tools
     has = f"agent.tools has {', '.join(by_name) or 'none'}"
     if agent == SINGLE_TURN and not unknown:
-        raise ValueError(
+        raise Refused(
             f"{where}: {key!r} names {', '.join(names)}, and 'agent_name' {row['agent_name']!r} plays no tool."
             " Fix: name tool_agent there, or drop one of the columns"
         )
     fix = "agent.tools=[FILE.py] plays them" + (
         "" if agent == TOOL_AGENT else f", data.tools_key={key} only shows them"
     )
-    raise ValueError(
+    raise Refused(
         f"{where}: the row's tools {', '.join(unknown)} (column {key!r}) are not there: {has}."
         f" Fix: {fix}, or drop the column"
     )
@@ -277,16 +278,16 @@ def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
         suffix = f" {GSM8K_INSTRUCTION}" if GSM8K_ANSWER.search(text) else ""
         answer = ({"role": "user", "content": question + suffix}, {"role": "assistant", "content": text})
     else:
-        raise ValueError(
+        raise Refused(
             f"{where}: no conversation: needs {cfg.messages_key!r}, or {cfg.prompt_key!r} with one of"
             f" {list(COMPLETION_KEYS)}, or 'question' with 'answer' (columns: {names_of(row)})."
             " Fix: data.messages_key=COLUMN"
         )
     if prompt and prompt[-1]["role"] == answer[0]["role"] == "assistant":
         prefix = "the prompt ends with an assistant turn, and so does the answer begin; turns are not continued here"
-        raise ValueError(f"{where}: {prefix}. Fix: the whole turn in the answer")
+        raise Refused(f"{where}: {prefix}. Fix: the whole turn in the answer")
     if answer[-1]["role"] != "assistant" and row.get("chosen") is not None and row.get("rejected") is not None:
-        raise ValueError(f"{where}: a preference row: its answers are in 'chosen' and 'rejected'. Fix: {PREFERENCE}")
+        raise Refused(f"{where}: a preference row: its answers are in 'chosen' and 'rejected'. Fix: {PREFERENCE}")
     refuse_media(row, prompt + answer, where)
     messages = with_system(prompt + answer, cfg, row)
     return ConversationRow(messages, tools, len(messages) - len(answer) if prompt else 0, row_kwargs(row, where))
@@ -299,9 +300,9 @@ def row_kwargs(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if thinking is None:
         return kwargs
     if not isinstance(thinking, bool):
-        raise ValueError(f"{where}: 'enable_thinking' must be true or false, got {kind_of(thinking)}")
+        raise Refused(f"{where}: 'enable_thinking' must be true or false, got {kind_of(thinking)}")
     if kwargs.setdefault("enable_thinking", thinking) != thinking:
-        raise ValueError(f"{where}: 'enable_thinking' and 'chat_template_kwargs' contradict each other. Fix: drop one")
+        raise Refused(f"{where}: 'enable_thinking' and 'chat_template_kwargs' contradict each other. Fix: drop one")
     return kwargs
 
 
@@ -312,17 +313,17 @@ def named_row(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
         row = {**row, TOOLS_KEY: row["functions"]}
     if isinstance(text := row.get("conversations"), str) and text.strip():
         if (turns := messages_of_text(text, raw.where, "conversations")) is None:
-            raise ValueError(f"{raw.where}: 'conversations' is text and no list of messages: {text[:60]!r}")
+            raise Refused(f"{raw.where}: 'conversations' is text and no list of messages: {text[:60]!r}")
         row = {**row, "conversations": turns}
     if any(row.get(k) is not None for k in (cfg.prompt_key, "question")) or not isinstance(row.get("instruction"), str):
         refuse_history(row, raw.where)
         return row
     history = row.get("history") or ()
     if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
-        raise ValueError(f"{raw.where}: 'history' must be a list of [question, answer] pairs")
+        raise Refused(f"{raw.where}: 'history' must be a list of [question, answer] pairs")
     turns = [{"role": role, "content": text} for turn in history for role, text in zip(("user", "assistant"), turn)]
     if isinstance(row.get("output"), list):
-        raise ValueError(f"{raw.where}: a preference row ('output' is a list of answers). Fix: {PREFERENCE}")
+        raise Refused(f"{raw.where}: a preference row ('output' is a list of answers). Fix: {PREFERENCE}")
     prompt = [*turns, {"role": "user", "content": question_of(row)}]
     output = {"completion": row["output"], "solution": row["output"]} if row.get("output") is not None else {}
     return {**row, cfg.prompt_key: prompt, **output}
@@ -355,11 +356,11 @@ def tools_in(value: Any, where: str, column: str, *, names: bool = False) -> tup
         if isinstance(value, list):
             value = [json.loads(t) if isinstance(t, str) and t.startswith("{") else t for t in value]
     except json.JSONDecodeError as exc:
-        raise ValueError(f"{where}: {column!r} is text but not JSON: {exc.msg} at column {exc.colno}") from exc
+        raise Refused(f"{where}: {column!r} is text but not JSON: {exc.msg} at column {exc.colno}") from exc
     if not value:
         return ()
     if not isinstance(value, list) or not all(isinstance(t, (Mapping, str) if names else Mapping) for t in value):
-        raise ValueError(f"{where}: {column!r} must be a list of tool schemas, got {kind_of(value)}")
+        raise Refused(f"{where}: {column!r} must be a list of tool schemas, got {kind_of(value)}")
     functions = ({"name": t} if isinstance(t, str) else t for t in value)
     return tuple(map(_wrapped, functions))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.chat.template import Tokenizer
+from verl.errors import Refused
 
 MAX_LOST_SHARE = 0.01
 
@@ -75,5 +76,5 @@ def lost_lines(characters: Mapping[str, Sequence[int]], examples: Mapping[str, s
             prefix.append(f"{file}: {how_much}, e.g. {examples[file]}")
             if lost > MAX_LOST_SHARE * total:
                 fix = "train a model whose tokenizer knows them, or take them out of the rows"
-                raise ValueError(f"{prefix[-1]}. The model would be asked something else. Fix: {fix}")
+                raise Refused(f"{prefix[-1]}. The model would be asked something else. Fix: {fix}")
     return prefix

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from verl.data.values import content_hash
+from verl.errors import Refused
 
 _KIND = r"(image|img|picture|photo|video|audio)s?"
 _FORM = r"(path|file|filepath|filename|url|uri|link|byte|data|base64|b64|binary|list|input|content|feature|tensor)s?"
@@ -75,7 +76,7 @@ def refuse_media(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], 
     """Refuse a row that holds media, and one with a placeholder in its text for media that another column names."""
     place = next((place for _, place in media_in(row, messages)), "") or _placeholder(row, messages)
     if place:
-        raise ValueError(
+        raise Refused(
             f"{where}: {place}, and prompts are rendered as text only: the model would not see it."
             " Fix: a text-only data set, or drop the column"
         )

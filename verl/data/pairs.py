@@ -22,6 +22,7 @@ from verl.data.columns import refuse_history, refuse_marks, refuse_unasked
 from verl.data.files import RawRow
 from verl.data.formats import COMPLETION_KEYS, named_row, shown_tools, with_system
 from verl.data.values import kind_of, names_of
+from verl.errors import Refused
 
 HH_TURN = re.compile(r"(?:\n\n|^)(Human|Assistant): ?")
 HH_TEXT = re.compile(r"\n\n(Human|Assistant):|Human:.*\n\nAssistant:", re.DOTALL)
@@ -64,7 +65,7 @@ def pair_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
     (row, prompt_key), where = _named_pair(raw, cfg), raw.where
     for key, other in (("chosen", "rejected"), ("rejected", "chosen")):
         if row.get(key) is None:
-            raise ValueError(
+            raise Refused(
                 f"{where}: no {key!r} beside {other!r}: a pair needs a winner and a loser (columns: {names_of(row)}). "
                 "Fix: fill it, or verl dpo preference.loss=kto for rows with prompt, completion and label"
             )
@@ -80,7 +81,7 @@ def pair_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
         shorter = min(len(chosen), len(rejected))
         common = next((k for k in range(shorter) if not _same(chosen[k], rejected[k])), shorter)
         if not common:
-            raise ValueError(
+            raise Refused(
                 f"{where}: no {prompt_key!r}, and 'chosen' and 'rejected' do not begin with the same messages."
                 f" Fix: add a {prompt_key!r} column, or give both as whole conversations"
             )
@@ -118,7 +119,7 @@ def unpaired_rows(raw: RawRow, cfg: DataConfig) -> list[PreferenceRow]:
     row, where, prompt_key = named_row(raw, cfg), raw.where, cfg.prompt_key
     labels = [row[key] for key in ("label", "kto_tag") if row.get(key) is not None]
     if len(labels) > 1 and labels[0] != labels[1]:
-        raise ValueError(f"{where}: 'label' is {labels[0]!r} and 'kto_tag' is {labels[1]!r}. Fix: drop one of them")
+        raise Refused(f"{where}: 'label' is {labels[0]!r} and 'kto_tag' is {labels[1]!r}. Fix: drop one of them")
     label = labels[0] if labels else None
     if label is None and all(row.get(key) is not None for key in ("chosen", "rejected")):
         pair = pair_row(raw, cfg)
@@ -134,14 +135,14 @@ def unpaired_rows(raw: RawRow, cfg: DataConfig) -> list[PreferenceRow]:
     desirable = LABELS.get(str(label).strip().lower())
     if desirable is None:
         got = repr(label) if isinstance(label, str | int | float) else kind_of(label)
-        raise ValueError(f"{where}: 'label' must be true (desirable) or false, got {got} {columns}")
+        raise Refused(f"{where}: 'label' must be true (desirable) or false, got {got} {columns}")
     given = [key for key in COMPLETION_KEYS if raw.row.get(key) is not None]
     if len(given) > 1 and row[given[0]] != row[given[1]]:
-        raise ValueError(f"{where}: {' and '.join(map(repr, given))} are different answers. Fix: drop one of them")
+        raise Refused(f"{where}: {' and '.join(map(repr, given))} are different answers. Fix: drop one of them")
     key = next((key for key in COMPLETION_KEYS if row.get(key) is not None), "completion")
     for needed in (prompt_key, key):
         if row.get(needed) is None:
-            raise ValueError(f"{where}: no {needed!r}: an unpaired row has prompt, completion and label {columns}")
+            raise Refused(f"{where}: no {needed!r}: an unpaired row has prompt, completion and label {columns}")
     refuse_marks(row, where)
     tools = shown_tools(row, where, cfg)
     prompt = _prompt(row[prompt_key], where, prompt_key, tools)
@@ -167,16 +168,16 @@ def _named_pair(raw: RawRow, cfg: DataConfig) -> tuple[dict[str, Any], str]:
     asked, judged = (any(row.get(k) is not None for k in keys) for keys in ((cfg.prompt_key,), ("chosen", "rejected")))
     if isinstance(answers := row.get("output"), list) and not judged:
         if len(answers) != 2:
-            raise ValueError(f"{where}: 'output' has {len(answers)} answers; a pair is [better, worse]")
+            raise Refused(f"{where}: 'output' has {len(answers)} answers; a pair is [better, worse]")
         row = {**row, "chosen": answers[0], "rejected": answers[1], "output": None}
     if asked:
         refuse_history(row, where)
         return row, cfg.prompt_key
     if isinstance(answers, list) and judged:
-        raise ValueError(f"{where}: 'output' holds a pair, and so do 'chosen' and 'rejected'. Fix: drop one of them")
+        raise Refused(f"{where}: 'output' holds a pair, and so do 'chosen' and 'rejected'. Fix: drop one of them")
     if row.get("conversations") is not None and row.get("instruction") is not None:
         fix = "Fix: drop one, or name the prompt: data.prompt_key=COLUMN"
-        raise ValueError(f"{where}: 'conversations' and 'instruction' both hold a prompt. {fix}")
+        raise Refused(f"{where}: 'conversations' and 'instruction' both hold a prompt. {fix}")
     row = named_row(RawRow(where, row), cfg)
     if row.get("conversations") is not None:
         return row, "conversations"
@@ -192,10 +193,10 @@ def _best_and_worst(completions: Sequence[Any], where: str) -> dict[str, Any]:
         score = next((one[k] for k in SCORE_KEYS if one.get(k) is not None), None) if isinstance(one, Mapping) else None
         if isinstance(score, bool) or not isinstance(score, int | float) or one.get("response") is None:
             keys = ", ".join(SCORE_KEYS)
-            raise ValueError(f"{where}: 'completions' must be objects with response and a score ({keys}). Fix: chosen")
+            raise Refused(f"{where}: 'completions' must be objects with response and a score ({keys}). Fix: chosen")
         scored.append((float(score), one["response"]))
     if not scored:
-        raise ValueError(f"{where}: 'completions' is empty. Fix: drop the row")
+        raise Refused(f"{where}: 'completions' is empty. Fix: drop the row")
     (high, best), (low, worst) = max(scored, key=lambda s: s[0]), min(scored, key=lambda s: s[0])
     if high == low:
         raise RowRefused("completions of one score")
@@ -207,7 +208,7 @@ def gap_of(row: Mapping[str, Any], where: str) -> float | None:
     names = next((names for names in GAP_KEYS if all(row.get(k) is not None for k in names)), ())
     for name in names:
         if isinstance(row[name], bool) or not isinstance(row[name], int | float):
-            raise ValueError(f"{where}: {name!r} must be a number, got {kind_of(row[name])}")
+            raise Refused(f"{where}: {name!r} must be a number, got {kind_of(row[name])}")
     values = [float(row[name]) for name in names]
     return values[0] - sum(values[1:]) if values else None
 
@@ -280,9 +281,9 @@ def _one_prompt(prompt: Messages, repeated: Sequence[Messages | None], where: st
         return prompt
     alone = len(found) < len(repeated)  # an answer follows the prompt as the column has it
     if (alone and found[0] != prompt) or any(len(context) != len(found[0]) for context in found):
-        raise ValueError(f"{where}: one answer has a system turn and the other has not. Fix: put it into {column!r}")
+        raise Refused(f"{where}: one answer has a system turn and the other has not. Fix: put it into {column!r}")
     if not all(all(map(_same, context, found[0])) for context in found):
-        raise ValueError(f"{where}: 'chosen' and 'rejected' begin with different system turns. Fix: drop the row")
+        raise Refused(f"{where}: 'chosen' and 'rejected' begin with different system turns. Fix: drop the row")
     return found[0]
 
 
@@ -292,12 +293,12 @@ def _check_answer(prompt: Messages, answer: Messages, where: str, name: str) -> 
         raise RowRefused(f"an empty {name} answer")
     last = answer[-1]
     if last["role"] != "assistant":
-        raise ValueError(f"{where}: {name!r} ends with a message of {last['role']!r}; it must be the assistant's")
+        raise Refused(f"{where}: {name!r} ends with a message of {last['role']!r}; it must be the assistant's")
     if prompt[-1]["role"] == "assistant" and answer[0]["role"] == "assistant":
         prefix = "the prompt ends with an assistant turn, and so does the answer begin: which of them was judged"
-        raise ValueError(f"{where}: {name!r}: {prefix} cannot be told. Fix: end the prompt with the user's turn")
+        raise Refused(f"{where}: {name!r}: {prefix} cannot be told. Fix: end the prompt with the user's turn")
     if prompt[-1]["role"] in ASKING and answer[0]["role"] in ASKING:
-        raise ValueError(
+        raise Refused(
             f"{where}: {name!r} begins with a turn of {answer[0]['role']!r} that the prompt does not have, and"
             f" the prompt ends with one of {prompt[-1]['role']!r}. Fix: the answer alone, or behind the same prompt"
         )

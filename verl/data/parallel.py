@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+from verl.errors import Refused
 from verl.leftovers import OwnFolder
 
 # Called with a chunk and a function to report progress with (rows of the chunk that are done).
@@ -53,7 +54,7 @@ def run_chunks(
     try:
         packed = pickle.dumps(function)
     except (pickle.PicklingError, TypeError, AttributeError) as exc:
-        raise ValueError(f"the tokenizer cannot be sent to worker processes ({exc}). Fix: data.num_workers=0") from exc
+        raise Refused(f"the tokenizer cannot be sent to worker processes ({exc}). Fix: data.num_workers=0") from exc
     own = OwnFolder("verl-rows-")
     folder = own.path
     workers: list[_Worker] = []
@@ -129,7 +130,7 @@ class _Worker:
             self._state = "while loading the tokenizer" if loading else f"in rows {left.start + 1} to {left.stop}"
         kind, value = message
         if kind == "refused":
-            raise ValueError(value)
+            raise Refused(value)
         assert kind == "done", f"unknown message {kind!r} of a data worker"
         return self._folder / f"{number}.out"
 

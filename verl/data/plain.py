@@ -17,6 +17,7 @@ from verl.config.schema import DataConfig
 from verl.data.columns import CONTEXT_COLUMNS
 from verl.data.formats import COMPLETION_KEYS
 from verl.data.values import kind_of
+from verl.errors import Refused
 
 TEXT, IDS, DOCUMENTS = "text", "input_ids", "documents"
 MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "completion_mask")
@@ -58,7 +59,7 @@ def text_row(tokenizer: Tokenizer, row: Mapping[str, Any], where: str) -> Render
     """Return the row of a text: every token is trained but the first, which nothing predicts."""
     text = row[TEXT]
     if not isinstance(text, str):
-        raise ValueError(f"{where}: {TEXT!r} must be text, got {kind_of(text)}")
+        raise Refused(f"{where}: {TEXT!r} must be text, got {kind_of(text)}")
     if not text.strip():
         raise RowRefused("an empty text")
     return _trained(text_ids(tokenizer, text), np.array(True))
@@ -68,7 +69,7 @@ def ids_row(row: Mapping[str, Any], where: str) -> Rendered:
     """Return the row that was tokenised before, without its padding."""
     ids = _integers(row[IDS], where, IDS)
     if not len(ids) or ids.min() < 0:
-        raise ValueError(f"{where}: {IDS!r} must be a list of token ids, got {row[IDS][:8]}")
+        raise Refused(f"{where}: {IDS!r} must be a list of token ids, got {row[IDS][:8]}")
     mask = np.ones(len(ids), bool)
     if (labels := row.get("labels")) is not None:
         labels = _same_length(ids, labels, where, "labels")
@@ -76,7 +77,7 @@ def ids_row(row: Mapping[str, Any], where: str) -> Rendered:
         if not (labels == ids)[mask].all():
             shifted = len(ids) > 1 and (labels[:-1] == ids[1:])[mask[:-1]].all()
             prefix = "those of the next token" if shifted else "other ids"
-            raise ValueError(
+            raise Refused(
                 f"{where}: 'labels' are {prefix} than {IDS!r} where they are not {NOT_TRAINED}."
                 f" Fix: labels at the place of their own token, {NOT_TRAINED} where nothing is trained"
             )
@@ -84,16 +85,16 @@ def ids_row(row: Mapping[str, Any], where: str) -> Rendered:
         if key in MASKS and row[key] is not None:
             mask &= _same_length(ids, row[key], where, key, least=0, most=1) == 1
         elif (key.endswith("mask") or key.endswith("masks")) and key not in NEVER_READ and row[key] is not None:
-            raise ValueError(f"{where}: {key!r} is not read beside {IDS!r}. Fix: one of {', '.join(MASKS)}, or labels")
+            raise Refused(f"{where}: {key!r} is not read beside {IDS!r}. Fix: one of {', '.join(MASKS)}, or labels")
     real = np.ones(len(ids), bool)
     if (attended := row.get("attention_mask")) is not None:
         real = _same_length(ids, attended, where, "attention_mask", least=0, most=1) == 1
     if (positions := row.get("position_ids")) is not None:
         positions = _same_length(ids, positions, where, "position_ids")[real]
         if not np.array_equal(positions, np.arange(len(positions))):
-            raise ValueError(f"{where}: 'position_ids' begin anew: several rows in one. Fix: a row for each")
+            raise Refused(f"{where}: 'position_ids' begin anew: several rows in one. Fix: a row for each")
     if len(row.get("seq_lengths") or ()) > 1:
-        raise ValueError(f"{where}: 'seq_lengths' has several rows in one. Fix: a row for each")
+        raise Refused(f"{where}: 'seq_lengths' has several rows in one. Fix: a row for each")
     return _trained(ids[real], mask[real])
 
 
@@ -110,13 +111,13 @@ def _same_length(
 ) -> Any:
     found = _integers(value, where, column)
     if len(found) != len(ids):
-        raise ValueError(f"{where}: {column!r} has {len(found)} values and {IDS!r} has {len(ids)}. Fix: as many")
+        raise Refused(f"{where}: {column!r} has {len(found)} values and {IDS!r} has {len(ids)}. Fix: as many")
     if len(found) and not least <= found.min() <= found.max() <= most:
-        raise ValueError(f"{where}: {column!r} must be from {least} to {most}, got {found.min()} to {found.max()}")
+        raise Refused(f"{where}: {column!r} must be from {least} to {most}, got {found.min()} to {found.max()}")
     return found
 
 
 def _integers(value: Any, where: str, column: str) -> np.ndarray:
     if not isinstance(value, list) or not all(type(item) in (int, bool) for item in value):
-        raise ValueError(f"{where}: {column!r} must be a list of integers, got {kind_of(value)}")
+        raise Refused(f"{where}: {column!r} must be a list of integers, got {kind_of(value)}")
     return np.array(value, np.int64)

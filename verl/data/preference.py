@@ -21,6 +21,7 @@ from verl.data.plain import text_ids
 from verl.data.render import Entry, RenderJob, RowCounts
 from verl.data.source import ConversationTable, LoadReport, load_arrays, refuse_empty
 from verl.data.values import names_of
+from verl.errors import Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class PairJob(RenderJob):
         better, worse = both = [text_ids(self.tokenizer, text) for text in texts]
         common = shared(better.tolist(), worse.tolist())
         if not common:
-            raise ValueError(
+            raise Refused(
                 f"{raw.where}: no {self.cfg.prompt_key!r}, and 'chosen' and 'rejected' do not begin with the same text."
                 f" Fix: add a {self.cfg.prompt_key!r} column, or give both as whole conversations"
             )
@@ -132,14 +133,14 @@ class PairJob(RenderJob):
         self, raw: RawRow, rendered: Sequence[Rendered], gap: float | None, desirable: bool = True
     ) -> list[Entry]:
         if self.needs_gap and gap is None:
-            raise ValueError(
+            raise Refused(
                 f"{raw.where}: no true rewards: this loss needs chosen_score and rejected_score, or margin"
                 f" (columns: {names_of(raw.row)})"
             )
         longest = max(len(r.ids) for r in rendered)
         if longest > self.cfg.max_tokens_per_row:
             if self.cfg.truncation == "error":
-                raise ValueError(
+                raise Refused(
                     f"{raw.where}: {longest} tokens, data.max_tokens_per_row is {self.cfg.max_tokens_per_row}."
                     " Fix: a higher limit, or data.truncation=right to drop such rows"
                 )

@@ -51,6 +51,7 @@ from verl.data.plain import TEXT, ids_row, plain_column, text_row, unread_column
 from verl.data.special import Found, SpecialTokens, add_found
 from verl.data.truths import kind_of_truth, unread_truths
 from verl.data.values import content_hash
+from verl.errors import Refused
 from verl.types import Score, Task, Trajectory
 
 ID_BYTES = 6
@@ -209,7 +210,7 @@ class RenderJob:
                     counts.refused[exc.reason] = counts.refused.get(exc.reason, 0) + 1
                     counts.example = counts.example or f"{raw.where}: {exc}"
                 except TemplateOverrun as exc:
-                    raise ValueError(f"{raw.where}: {exc}") from exc
+                    raise Refused(f"{raw.where}: {exc}") from exc
                 else:
                     kept += found
                     numbers += [number] * len(found)
@@ -243,9 +244,7 @@ class PromptJob(RenderJob):
         for name, value in row_kwargs(raw.row, raw.where).items():
             if name not in self.template_kwargs or self.template_kwargs[name] != value:
                 prefix = f"the row sets {name}={value!r} for the chat template, and a run has one setting for all rows"
-                raise ValueError(
-                    f"{raw.where}: {prefix}. Fix: model.template_kwargs.{name}={value}, or drop the column"
-                )
+                raise Refused(f"{raw.where}: {prefix}. Fix: model.template_kwargs.{name}={value}, or drop the column")
         self.count_text(task.messages, raw.where, counts)
         for column in unread_system(raw.row, task.messages):
             counts.unread.setdefault(OWN_SYSTEM.format(column), raw.where)
@@ -263,7 +262,7 @@ class PromptJob(RenderJob):
                 return []
             if self.cfg.truncation == "error" or len(context) > limit:  # a teacher reads its prompt whole
                 whose = "the prompt" if len(ids) == longest else f"the prompt with {key!r}"
-                raise ValueError(
+                raise Refused(
                     f"{raw.where}: {whose} has {longest} tokens, data.max_prompt_tokens is {limit}."
                     " Fix: data.filter_overlong_prompts=true, data.truncation=left|right|middle, or a higher limit"
                 )
@@ -300,7 +299,7 @@ class PromptJob(RenderJob):
                 self.tokenizer, turns, self.audit, self.template_kwargs, tools=task.tools, train_from=n
             )
         except RowRefused as exc:
-            raise ValueError(f"{raw.where}: the stored answer in {key!r}: {exc}. Fix: drop the row") from exc
+            raise Refused(f"{raw.where}: the stored answer in {key!r}: {exc}. Fix: drop the row") from exc
         end, most = len(prompt) + int(row.mask.sum()), self.players.answer_tokens
         assert np.array_equal(row.ids[: len(prompt)], prompt) and row.mask[len(prompt) : end].all()
         if end - len(prompt) > most:
@@ -308,7 +307,7 @@ class PromptJob(RenderJob):
             if self.cfg.filter_overlong_prompts:
                 raise RowRefused("a stored answer that is too long", long)
             fix = "Fix: raise it, or data.filter_overlong_prompts=true, which drops such rows"
-            raise ValueError(f"{raw.where}: the stored answer in {key!r} has {long}. {fix}")
+            raise Refused(f"{raw.where}: the stored answer in {key!r} has {long}. {fix}")
         return row.ids[len(prompt) : end]
 
     def _prompt(self, messages: Messages, task: TaskRow, where: str) -> np.ndarray:
@@ -318,18 +317,18 @@ class PromptJob(RenderJob):
             ids = render_prompt(self.tokenizer, messages, self.template_kwargs, task.tools, self.audit)
         except RowRefused as exc:
             fix = "Fix: another model.chat_template, or no such part"
-            raise ValueError(f"{where}: the prompt has {exc}. {fix}") from exc
+            raise Refused(f"{where}: the prompt has {exc}. {fix}") from exc
         except RenderError as exc:
-            raise ValueError(f"{where}: {exc}") from exc
+            raise Refused(f"{where}: {exc}") from exc
         if not len(ids):
-            raise ValueError(f"{where}: the chat template renders this prompt to no token at all")
+            raise Refused(f"{where}: the chat template renders this prompt to no token at all")
         return ids
 
     def _refuse_control(self, tools: Sequence[Mapping[str, Any]], where: str) -> None:
         """Refuse a schema that would write a turn into the prompt: it may come from a server of somebody else."""
         for tool in tools:
             if held := sorted(self.special.held(json.dumps(tool, ensure_ascii=False, default=str))):
-                raise ValueError(
+                raise Refused(
                     f"{where}: the schema of tool {tool.get('function', tool).get('name')!r} holds {', '.join(held)}, "
                     "which would be read as control tokens. Fix: another description, or leave the tool out"
                 )
@@ -370,7 +369,7 @@ class ConversationJob(RenderJob):
         if length <= limit:
             return row
         if self.cfg.truncation == "error":
-            raise ValueError(
+            raise Refused(
                 f"{where}: the row has {length} tokens, data.max_tokens_per_row is {limit}."
                 " Fix: data.truncation=left|right, or a higher limit"
             )

@@ -30,6 +30,7 @@ from verl.data.lost import lost_lines
 from verl.data.parallel import run_chunks
 from verl.data.render import ID_BYTES, Chunk, ConversationJob, PromptJob, RenderJob, RowCounts, merge
 from verl.data.special import special_lines
+from verl.errors import Refused
 from verl.leftovers import OwnFolder
 from verl.types import Task
 
@@ -134,7 +135,7 @@ def load_tasks(
         refuse_empty(report)
     if not report.entries:
         shortest = report.shortest_filtered_tokens
-        raise ValueError(
+        raise Refused(
             f"no rows left of {report.rows_read} in {', '.join(report.files)}: {report.rows_filtered} prompts are"
             f" longer than data.max_prompt_tokens={cfg.max_prompt_tokens} (the shortest has {shortest} tokens). Fix:"
             f" data.max_prompt_tokens={shortest} or more, or data.filter_overlong_prompts=false with data.truncation"
@@ -154,7 +155,7 @@ def load_conversations(
     """Render and tokenise SFT conversations with exact loss masks. Rows without one are dropped and counted. stops: see
     `RenderJob`."""
     if cfg.truncation == "middle":
-        raise ValueError(
+        raise Refused(
             "data.truncation=middle: a conversation cut in its middle joins words that nobody wrote."
             " Fix: error, left or right"
         )
@@ -166,7 +167,7 @@ def load_conversations(
 def refuse_empty(report: LoadReport) -> None:
     if not report.entries:
         counts = ", ".join(f"{count} x {reason}" for reason, count in report.refused.items())
-        raise ValueError(
+        raise Refused(
             f"no rows left of {report.rows_read} in {', '.join(report.files)}: {counts}. First: {report.example}"
         )
 
@@ -187,10 +188,10 @@ def load_arrays(
     else:
         counts, arrays = _render(found, job, max_rows)
         if not counts.rows_read:
-            raise ValueError(f"no rows in {', '.join(f.url for f in found)}")
+            raise Refused(f"no rows in {', '.join(f.url for f in found)}")
         for file, mark in zip(found, marks, strict=True):
             if fingerprint(file) != mark:
-                raise ValueError(f"{file.url}: changed while it was read. Fix: start again when it is written")
+                raise Refused(f"{file.url}: changed while it was read. Fix: start again when it is written")
         store_cached(path, asdict(counts), arrays)
     report = LoadReport(
         **asdict(counts),

@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.errors import Refused
+
 SPLITS: Mapping[str, str] = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("test", "testing"), "test"),
@@ -52,13 +54,11 @@ def refuse_mixed(url: str, paths: Sequence[str], stems: Sequence[str]) -> None:
         first = max(filter(split_of, names), key=lambda name: split_of(name) == "train")
         folder, _, name = first.rpartition("/")
         pattern = f"{root}/*{_split_word(name)}*" if not folder else f"{root}/{folder}/*"
-        raise ValueError(
-            f"{url}: files of several splits: {'; '.join(held)}. Fix: name the files of one, e.g. {pattern}"
-        )
+        raise Refused(f"{url}: files of several splits: {'; '.join(held)}. Fix: name the files of one, e.g. {pattern}")
     twice = next((stem for k, stem in enumerate(stems) if stem in stems[:k]), None)
     if twice is not None:
         both = [name for name, stem in zip(names, stems) if stem == twice]
-        raise ValueError(
+        raise Refused(
             f"{url}: the same name in several formats: {', '.join(both)}; the rows would be read more than once."
             " Fix: name the files of one format"
         )

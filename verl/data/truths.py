@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.data.values import kind_of, object_in, refuse_surrogates
+from verl.errors import Refused
 
 GSM8K_SOURCE = "openai/gsm8k"
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -112,7 +113,7 @@ def kind_of_truth(value: Any) -> str:
 def gsm8k_texts(row: Mapping[str, Any], where: str) -> tuple[str, str]:
     for key in ("question", "answer"):
         if not isinstance(row[key], str):
-            raise ValueError(f"{where}: {key!r} must be a string, got {kind_of(row[key])}")
+            raise Refused(f"{where}: {key!r} must be a string, got {kind_of(row[key])}")
         refuse_surrogates(row[key], f"{where}: {key!r}")
     return row["question"], row["answer"]
 
@@ -120,7 +121,7 @@ def gsm8k_texts(row: Mapping[str, Any], where: str) -> tuple[str, str]:
 def gsm8k_number(answer: str, where: str) -> str:
     found = GSM8K_ANSWER.search(answer)
     if not found:
-        raise ValueError(
+        raise Refused(
             f"{where}: 'answer' has no '#### NUMBER' as GSM8K's rows have (it ends with {answer[-40:]!r})."
             " Fix: for other question/answer data, data.prompt_key=question (the answer column is then the ground"
             " truth)"

@@ -8,12 +8,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from verl.errors import Refused
+
 
 def object_in(value: Any, where: str, column: str) -> dict[str, Any]:
     if value is None or type(value) is dict:
         return dict(value or {})
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: {column!r} must be an object, got {kind_of(value)}")
+        raise Refused(f"{where}: {column!r} must be an object, got {kind_of(value)}")
     return dict(value or {})
 
 
@@ -23,7 +25,7 @@ def refuse_surrogates(text: str, where: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as exc:
-        raise ValueError(f"{where}: half of a surrogate pair at character {exc.start + 1} (a cut emoji)") from exc
+        raise Refused(f"{where}: half of a surrogate pair at character {exc.start + 1} (a cut emoji)") from exc
 
 
 def content_hash(value: Any, num_bytes: int) -> str:

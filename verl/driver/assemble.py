@@ -61,6 +61,7 @@ from verl.driver.setup import (
 )
 from verl.driver.stretched import stretched
 from verl.driver.trajectories import TrajectoryRunner
+from verl.errors import Refused
 from verl.reward.base import RewardFn
 from verl.rollout.base import Peers, RolloutContext, RolloutEngine
 from verl.rollout.router import Router
@@ -480,10 +481,8 @@ def sampling_of(config: Config) -> Sampling:
 def total_steps_of(config: Config, num_rows: int, rows_per_step: int) -> int:
     steps = total_steps(config, num_rows, rows_per_step)
     if steps < 1:
-        raise ValueError(
-            f"{num_rows} rows x run.total_epochs={config.run.total_epochs} make no full step of {rows_per_step}; "
-            "set run.total_steps or a smaller step"
-        )
+        rows = f"{num_rows} rows x run.total_epochs={config.run.total_epochs}"
+        raise Refused(f"{rows} make no full step of {rows_per_step}; set run.total_steps or a smaller step")
     return steps
 
 

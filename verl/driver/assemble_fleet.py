@@ -16,6 +16,7 @@ from verl.driver.models import ModelContext
 from verl.driver.publisher import Publisher
 from verl.driver.reporter import Reporter
 from verl.driver.rollouts import RolloutManager
+from verl.errors import Refused
 from verl.rollout.base import RolloutEngine
 from verl.rollout.replica import Start
 from verl.rollout.router import Router
@@ -38,14 +39,12 @@ def fleet_of(
         at the start of a run apply, and a ValueError has the reason of a refusal."""
         asked = replace(config, rollout=replace(config.rollout, url=url, replicas=1)) if url else config
         for fault in server_faults(asked, "train"):
-            raise ValueError(fault)
+            raise Refused(fault)
         if not ROLLOUT[config.rollout.engine].apart:
-            raise ValueError(f"rollout.engine={config.rollout.engine}: its replicas are in this process; none joins")
+            raise Refused(f"rollout.engine={config.rollout.engine}: its replicas are in this process; none joins")
         if config.cluster.backend != "inproc":
             what = url or "another server"
-            raise ValueError(
-                f"{what}: servers join a run whose engines are in its own process (cluster.backend=inproc)"
-            )
+            raise Refused(f"{what}: servers join a run whose engines are in its own process (cluster.backend=inproc)")
         which = 0 if url else number
         given = (asked, tokenizer, context.devices["rollout"], which, context.peers)
         return partial(context.cluster.replica, which, rollout_engine, given)

@@ -15,6 +15,7 @@ from verl.config.tree import text_of
 from verl.data.formats import SINGLE_TURN, TOOL_AGENT, played_by
 from verl.data.source import TaskTable
 from verl.driver.setup import load_tokenizer_of, set_up_process, stop_ids, template_lines
+from verl.errors import Refused
 from verl.track.events import next_attempt
 from verl.types import Task, derive_seed
 from verl.workers.host import free_bytes
@@ -44,7 +45,7 @@ def all_played(config: Config, tasks: TaskTable, eval_tasks: list[Task]) -> tupl
     if config.agent.tools and built_in and not any(t.agent == TOOL_AGENT for t in chain(every, eval_tasks)):
         why = f"agent.loop is {default}, and no row's agent_name is {TOOL_AGENT}"
         fix = f"set agent.loop={TOOL_AGENT} or the rows' agent_name, or leave agent.tools out"
-        raise ValueError(f"agent.tools={text_of(config.agent.tools)}: no row plays with them: {why}; {fix}")
+        raise Refused(f"agent.tools={text_of(config.agent.tools)}: no row plays with them: {why}; {fix}")
     return tasks, eval_tasks
 
 

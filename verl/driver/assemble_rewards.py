@@ -15,6 +15,7 @@ from verl.data.formats import Players
 from verl.data.render import RowCounts
 from verl.data.source import TaskTable
 from verl.data.truths import NOTHING
+from verl.errors import Refused
 from verl.reward.base import RewardFn
 from verl.reward.code import check_tier
 from verl.reward.compute import CODE, check_data_source, readable_truth, right_answer
@@ -82,7 +83,7 @@ def check_graders(config: Config, first: Sequence[Task], reports: Sequence[RowCo
     if config.reward.path is None and config.reward.model is None:
         if judged := next((report.judged for report in reports if report.judged), ""):
             fix = "Fix: reward.path=FILE.py or reward.model=FOLDER as the judge of every row; or set style to rule"
-            raise ValueError(f"{judged}: reward_model.style=model asks for a judge, and none is given. {fix}")
+            raise Refused(f"{judged}: reward_model.style=model asks for a judge, and none is given. {fix}")
         for source in {task.data_source for task in first}:
             check_data_source(source)
     if not by_rules(config) or not rewards_count(config):
@@ -91,11 +92,11 @@ def check_graders(config: Config, first: Sequence[Task], reports: Sequence[RowCo
         for kind, (count, where) in kinds.items():
             try:
                 check_data_source(source)
-            except ValueError as exc:
-                raise ValueError(f"{where}: {exc}") from exc
+            except Refused as exc:
+                raise Refused(f"{where}: {exc}") from exc
             if not readable_truth(source, kind):
                 said = "no ground truth" if kind == NOTHING else f"a ground truth that is {kind}, not a text"
-                raise ValueError(
+                raise Refused(
                     f"{where}: {said} ({count} such row{'s' if count > 1 else ''}), and the rule of {source!r} compares"
                     " answers with it: none would be right. Fix: fill reward_model.ground_truth (or ground_truth,"
                     " answer, label, ...) with the answer as text, or reward.path=FILE.py to score it otherwise"
@@ -128,7 +129,7 @@ async def _refuse_unearnable(pool: RewardPool, tasks: Sequence[Task]) -> None:
     for source, (task, answer) in lowest.items():
         if source not in earned:
             await pool.close()
-            raise ValueError(
+            raise Refused(
                 f"row {task.index}: its own ground truth {str(task.ground_truth)[:60]!r} gets the lowest score of the "
                 f"rule of {source!r} (as the answer {answer[:60]!r}): none would be right. Fix: the answer itself as "
                 "the truth, as the rule reads it, or reward.path=FILE.py to score it otherwise"

@@ -38,6 +38,7 @@ from verl.driver.setup import (
 from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, reference_logprobs
 from verl.driver.supervised import TRAINER, SupervisedRun
 from verl.driver.together import open_together
+from verl.errors import Refused
 from verl.track.console import LiveProgress
 from verl.types import Sample
 from verl.workers.group import DevicePlace, Drivers
@@ -143,7 +144,7 @@ def _drivers(config: Config, stages: tuple[Stage, Stage | None, str]) -> Drivers
     keys = drivers.gather([stage.table.key for stage in stages[:2] if stage]).result()
     for number, key in enumerate(keys):
         if key != keys[0]:
-            raise ValueError(
+            raise Refused(
                 f"rank {number} has read other rows than rank 0: data.train_files and data.eval_files must be the same "
                 "files on every node"
             )
@@ -168,7 +169,7 @@ def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage 
     row = preference(p.loss)
     paired, needs_gap = command == "rm" or row.paired, p.use_margin if command == "rm" else row.needs_gap
     if not paired and config.supervised.rows_per_step < 2:
-        raise ValueError(
+        raise Refused(
             "supervised.rows_per_step=1: kto compares rows with the other rows of a step; set at least 2 (64 is usual)"
         )
     kind: dict[str, Any] = {"paired": paired, "needs_gap": needs_gap, "template_kwargs": kwargs, "stops": stops}

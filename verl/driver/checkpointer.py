@@ -25,6 +25,7 @@ from verl.driver.roles import Learner
 from verl.driver.run_dir import RunDir
 from verl.driver.state import DriverState, hidden, write_state
 from verl.driver.stopping import Stopped, StopRequest
+from verl.errors import Refused
 from verl.workers.host import RankMemory, too_small
 from verl.workers.model_workers import ModelWorkers
 
@@ -297,7 +298,7 @@ async def load_role(learner: Learner, role: str, checkpoint: Path) -> None:
     """Load the state of one model from a checkpoint."""
     path = checkpoint / "state" / role
     if not path.is_dir():
-        raise ValueError(
+        raise Refused(
             f"{checkpoint} has no {role}: it was written by an algorithm without one; start a new run from its hf "
             "folder"
         )

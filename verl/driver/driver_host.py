@@ -14,6 +14,7 @@ from pathlib import Path
 
 from verl.config.schema import Config
 from verl.config.served import urls_of
+from verl.errors import Refused
 from verl.rollout.base import Peers, ServerPlace
 from verl.track.files import write_atomic
 
@@ -43,7 +44,7 @@ class DriverHost:
         here = socket.gethostname()
         for (name, ours), (_, theirs) in zip(versions(), self.versions, strict=True):
             if ours != theirs:
-                raise ValueError(
+                raise Refused(
                     f"node {here} has {name} {ours}, and the driver on {self.host} has {theirs}: "
                     "install the same on every node, and start it again there"
                 )
@@ -53,7 +54,7 @@ class DriverHost:
             return
         mark = self.run_dir / MARK
         if not mark.is_file() or mark.read_text() != self.mark:
-            raise ValueError(
+            raise Refused(
                 f"node {here} does not see the run directory {self.run_dir} of the driver on {self.host}: "
                 "set run.root_dir to a folder that all nodes share"
             )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.driver.publisher import Publisher
+from verl.errors import Refused
 from verl.replicas import FOLDER, LOOK_S
 from verl.rollout.base import Capabilities
 from verl.track.files import write_atomic
@@ -54,13 +55,13 @@ class Fleet:
         url = url.strip().rstrip("/")
         async with self._alone:
             if self._members is None:
-                raise ValueError(f"replicas add {url}: the engine of this run is in its own process, and none joins")
+                raise Refused(f"replicas add {url}: the engine of this run is in its own process, and none joins")
             if bool(url) != bool(self._urls):
                 given = "by others: give the URL of one" if self._urls else "by this run: leave the URL out"
-                raise ValueError(f"replicas add {url}: its servers are started {given}")
+                raise Refused(f"replicas add {url}: its servers are started {given}")
             states = self._members.states()
             if url and any(known == url and state != "left" for known, state in zip(self._urls, states, strict=True)):
-                raise ValueError(f"{url}: it is a replica of this run already")
+                raise Refused(f"{url}: it is a replica of this run already")
             number, what = len(states), f"the server {url or 'that is started'} to join"
             joining = self._members.join(self._start_of(url, number))
             able = await self._publisher.waits.wait(joining, who="driver", what=what, timeout_s=START_TIMEOUT_S)
@@ -74,7 +75,7 @@ class Fleet:
         did not start keeps running. ValueError: no such replica, or no other replica serves."""
         async with self._alone:
             if self._members is None:
-                raise ValueError(f"replica {number} is the only one of this run")
+                raise Refused(f"replica {number} is the only one of this run")
             self._members.leave(number)
             self._tell("left", {"replica": number})
 

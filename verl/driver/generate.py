@@ -25,6 +25,7 @@ from verl.driver.assemble import checkpoint_engine, context_of, rollout_engine, 
 from verl.driver.models import role_spec, workers_of
 from verl.driver.setup import decoder, load_tokenizer_of, require_an_end, set_up_process, stop_ids, template_lines
 from verl.driver.stopping import unless_stopped
+from verl.errors import Refused
 from verl.rollout.base import Completion, GenerateRequest
 from verl.types import derive_seed
 from verl.workers.waits import Waits
@@ -43,7 +44,7 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
     kwargs = config.model.template_kwargs
     ids = render_prompt(tokenizer, messages, kwargs, audit=audit_template(tokenizer, kwargs))
     if len(ids) > config.data.max_prompt_tokens:
-        raise ValueError(f"the prompt has {len(ids)} tokens, data.max_prompt_tokens={config.data.max_prompt_tokens}")
+        raise Refused(f"the prompt has {len(ids)} tokens, data.max_prompt_tokens={config.data.max_prompt_tokens}")
     decode = decoder(tokenizer)
     return [
         (decode(c.ids.tolist()), c.stop_reason, float(np.mean(c.logprobs)) if len(c.logprobs) else 0.0)
@@ -55,21 +56,21 @@ def generate_file(config: Config, out: Path) -> int:
     """Write the rows of data.train_files with rollout answers to each, `step.samples_per_prompt` of them, as a Parquet
     file with the column `responses`. Return the number of rows. Rows are never left out."""
     if not config.data.train_files:
-        raise ValueError("data.train_files is empty: name the file of prompts to answer")
+        raise Refused("data.train_files is empty: name the file of prompts to answer")
     tokenizer, data = _tokenizer_of(config), replace(config.data, filter_overlong_prompts=False)
     kwargs, stops = config.model.template_kwargs, stop_ids(config, tokenizer)
     files, most = data.train_files, data.max_rows
     table = load_tasks(files, tokenizer, data, template_kwargs=kwargs, max_rows=most, stops=stops)
     if table.report.refused:
-        raise ValueError(f"not every row can be asked: {table.report.summary()}. First: {table.report.example}")
+        raise Refused(f"not every row can be asked: {table.report.summary()}. First: {table.report.example}")
     tasks = [table[i] for i in range(len(table))]
     if any(ANSWERS in task.row for task in tasks):
-        raise ValueError(f"the rows have a column {ANSWERS!r} already, where the answers are written: rename it")
+        raise Refused(f"the rows have a column {ANSWERS!r} already, where the answers are written: rename it")
     columns = {key: [task.row.get(key) for task in tasks] for key in dict.fromkeys(k for t in tasks for k in t.row)}
     try:
         rows = pa.table(columns)
     except pa.ArrowException as exc:
-        raise ValueError(f"the rows are no Parquet table: {' '.join(str(exc).split())}") from exc
+        raise Refused(f"the rows are no Parquet table: {' '.join(str(exc).split())}") from exc
     out.parent.mkdir(parents=True, exist_ok=True)
     n, decode = config.step.samples_per_prompt, decoder(tokenizer)
     prompts = [np.asarray(task.prompt_ids) for task in tasks]

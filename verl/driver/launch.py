@@ -28,6 +28,7 @@ from verl.driver.run_dir import is_mine
 from verl.driver.setup import free_bytes_of
 from verl.driver.stopping import Stopped, unless_stopped
 from verl.driver.supervised import fit
+from verl.errors import CRASH_RECORD, Refused, crash_record_of
 from verl.rollout.base import ReplicaLost
 from verl.track.console import LiveProgress
 from verl.track.events import FINISHED
@@ -37,6 +38,8 @@ from verl.workers.answers import FENCE_S
 from verl.workers.group import Cluster, WorkerDied, first_cause
 from verl.workers.torchrun import is_spare, launched, take_part
 
+Deaths = list[tuple[str, str]]
+"""The deaths that an attempt at a run may follow: (first cause, line with the crash record)."""
 GC_THRESHOLD = 50_000
 """New objects before cycles are looked for. The loop makes hardly any, and at Python's 700 every burst of trajectories
 pays for a dozen searches."""
@@ -79,7 +82,7 @@ def run_rl(
     if (free := free_bytes_of(resolved.config)) is not None:
         for line in small_memory(plan.memory, free()):
             progress.message(f"warning: {line}")
-    text, died = plan.to_json(), list[str]()
+    text, died = plan.to_json(), Deaths()
     for number in range(resolved.config.cluster.max_restarts + 1):
         with _repaired(resolved, number, died, progress):
             return uvloop.run(_train(resolved, title, on_step, text, progress, died))
@@ -87,20 +90,23 @@ def run_rl(
 
 
 @contextmanager
-def _repaired(resolved: Resolved, number: int, died: list[str], progress: LiveProgress) -> Iterator[None]:
-    """Run attempt `number`. If it ends with the death of a process and another attempt is allowed, note the death in
+def _repaired(resolved: Resolved, number: int, died: Deaths, progress: LiveProgress) -> Iterator[None]:
+    """Run attempt `number`. If it ends with the death of a process and another attempt is allowed, add the death to
     `died` and return. A refusal at the start of the next attempt is raised together with the death."""
     most = resolved.config.cluster.max_restarts
     try:
         yield
-    except ValueError as refused:
+    except Refused as refused:
         if not died:
             raise
-        raise WorkerDied(f"{died[-1]}; the run cannot start again: {refused}") from None
+        death, record = died[-1]
+        ended = WorkerDied(f"{death}; the run cannot start again: {refused}")
+        ended.add_note(record)
+        raise ended from None
     except Exception as error:
         if not isinstance(cause := first_cause(error), WorkerDied | ReplicaLost) or number == most:
             raise
-        died.append(str(cause))
+        died.append((str(cause), crash_record_of(error)))  # not the error: its frames hold the run that has ended
         progress.message(f"{cause}\nstarting again from the last checkpoint ({number + 1} of {most} times)")
         _go_on(resolved)
 
@@ -129,10 +135,10 @@ def _go_on(resolved: Resolved) -> None:
 
 
 async def _train(
-    resolved: Resolved, title: str, on_step: OnStep | None, plan: str, progress: LiveProgress, died: list[str]
+    resolved: Resolved, title: str, on_step: OnStep | None, plan: str, progress: LiveProgress, died: Deaths
 ) -> Finished:
     started = time.monotonic()
-    with _crash_recorded(resolved, refused=(ValueError,)):
+    with _crash_recorded(resolved, at_start=True):
         run = await assemble(resolved, progress=progress, on_step=on_step)
     died.clear()
     with _crash_recorded(resolved):
@@ -202,7 +208,7 @@ def run_supervised(
     one, kept = checkpoint_bytes(resolved.config, command), checkpoints_kept(resolved.config, None)
     _refuse_small_disk(resolved.config, kept * one)
     shown = progress or LiveProgress(silent=is_spare())
-    died = list[str]()
+    died = Deaths()
     for number in range(resolved.config.cluster.max_restarts + 1):
         with nullcontext() if launched() else _repaired(resolved, number, died, shown):  # torchrun restarts all
             return uvloop.run(_fit(resolved, command, title, on_step, shown, died))
@@ -215,10 +221,10 @@ async def _fit(
     title: str,
     on_step: OnStep | None,
     progress: LiveProgress,
-    died: list[str],
+    died: Deaths,
 ) -> Finished:
     started = time.monotonic()
-    with _crash_recorded(resolved, refused=(ValueError,)):
+    with _crash_recorded(resolved, at_start=True):
         run = await assemble_supervised(resolved, command, progress=progress, on_step=on_step)
     died.clear()
     with _crash_recorded(resolved):
@@ -242,7 +248,7 @@ def run_eval(resolved: Resolved, progress: LiveProgress | None = None) -> Finish
     """Evaluate model.path on data.eval_files; nothing is trained."""
     config = resolved.config
     if not config.data.eval_files:
-        raise ValueError("data.eval_files is empty: give the files to evaluate on")
+        raise Refused("data.eval_files is empty: give the files to evaluate on")
     validate(config, "eval")
     config.data.train_files = list(config.data.eval_files)
     config.run.total_steps = 1
@@ -252,49 +258,54 @@ def run_eval(resolved: Resolved, progress: LiveProgress | None = None) -> Finish
 
 async def _eval(resolved: Resolved, progress: LiveProgress | None) -> Finished:
     started = time.monotonic()
-    run = await assemble(resolved, "eval", progress=progress)
-    try:
-        async with run.groups:
-            await run.start()
-            values = reduce(await evaluate(run, 0))
-    finally:
-        await asyncio.shield(run.close())
+    with _crash_recorded(resolved, at_start=True):
+        run = await assemble(resolved, "eval", progress=progress)
+    with _crash_recorded(resolved):
+        try:
+            async with run.groups:
+                await run.start()
+                values = reduce(await evaluate(run, 0))
+        finally:
+            await asyncio.shield(run.close())
     return Finished(run.dir, 0, time.monotonic() - started, values, values, None)
 
 
 def _refuse_small_disk(config: Config, needed_bytes: int) -> None:
     for line in small_disk(config, needed_bytes):
-        raise ValueError(line)
+        raise Refused(line)
 
 
 @contextmanager
-def _crash_recorded(resolved: Resolved, refused: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Write a crash record if the block fails. A refused start leaves the run directory as it was."""
+def _crash_recorded(resolved: Resolved, at_start: bool = False) -> Iterator[None]:
+    """Write a record of the error that ends the block, and add its path to the error as a note. A start that is refused
+    gets none: it leaves a run directory as it was."""
     try:
         yield
     except Stopped:
         raise
-    except refused:
-        raise
     except BaseException as e:
-        _crash_record(resolved, e)
+        if not (at_start and isinstance(e, Refused)) and (path := _crash_record(resolved, e)) is not None:
+            e.add_note(f"{CRASH_RECORD}{path}")
         raise
 
 
-def _crash_record(resolved: Resolved, error: BaseException) -> None:
-    """Write one record per failure, with the first cause. Errors of the write are ignored: they must not hide that
-    cause."""
+def _crash_record(resolved: Resolved, error: BaseException) -> Path | None:
+    """Write one record of an error, with its first cause, and return its path. A failure to write it must not hide the
+    error."""
     run_dir = Path(resolved.config.run.root_dir) / resolved.config.run.name
     if not is_mine(run_dir) or isinstance(error, KeyboardInterrupt | SystemExit):
-        return  # another process owns the run directory
+        return None  # a run directory of another process is not written to
     record = {
         "at_unix_s": time.time(),
         "error": resolved.hide(f"{type(error).__name__}: {error}"),
         "first_cause": resolved.hide(str(first_cause(error))),
         "traceback": [resolved.hide(part) for part in traceback.format_exception(error)],
     }
+    path = run_dir / "crash" / f"{int(time.time() * 1000)}.json"
     try:
-        (run_dir / "crash").mkdir(exist_ok=True)
-        write_atomic(run_dir / "crash" / f"{int(time.time() * 1000)}.json", json.dumps(record, indent=1).encode())
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, json.dumps(record, indent=1).encode())
     except OSError:
         print(f"could not write a crash record in {run_dir}")
+        return None
+    return path

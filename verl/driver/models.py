@@ -23,6 +23,7 @@ from verl.config.cluster import dtype_of
 from verl.config.model_files import describe_model, has_tokenizer, rope_note
 from verl.config.plan import warmup_steps
 from verl.config.schema import Config
+from verl.errors import Refused
 from verl.model_engine.base import EngineContext, ModelEngine, ServedAt, TeacherHead
 from verl.model_engine.optim import OptimSpec
 from verl.nn.heads import Head
@@ -160,7 +161,7 @@ def teacher(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
         assert context.actor is not None, "the policy stands before whoever is learned from"
         return context.actor.with_view(view)
     if not roles:
-        raise ValueError(f"teacher.path is missing: {algorithm.name} learns from a teacher; set teacher.path=FOLDER")
+        raise Refused(f"teacher.path is missing: {algorithm.name} learns from a teacher; set teacher.path=FOLDER")
     specs = {role: _teacher_spec(context, algorithm, role, path) for role, path in roles.items()}
     if not t.paths:
         return workers_of(context, specs[TEACHER], view)
@@ -204,7 +205,7 @@ def refuse_other_words(ours: Tokenizer, theirs: Tokenizer, what: str, *, texts: 
     for text, a in drawn_texts(ours, texts=texts, tokens=tokens):
         if a != (b := tuple(theirs(text, add_special_tokens=False)["input_ids"])):
             why = f"its tokenizer reads {text!r} as {list(b)}, the policy's as {list(a)}"
-            raise ValueError(f"{what}: {why}; take a teacher with the policy's tokenizer")
+            raise Refused(f"{what}: {why}; take a teacher with the policy's tokenizer")
 
 
 def drawn_texts(ours: Tokenizer, *, texts: int, tokens: int = 8) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -243,7 +244,7 @@ def _tokenizer_of(config: Config, key: str, folder: Path) -> Tokenizer:
     ours = load_tokenizer(config.model.tokenizer_path or config.model.path, trust_remote_code=False)
     theirs = load_tokenizer(folder, trust_remote_code=False)
     if ours.get_vocab() != theirs.get_vocab():
-        raise ValueError(
+        raise Refused(
             f"{key}={folder} has another vocabulary than the policy ({config.model.path}): it would read other words; "
             "train it from a model with the policy's tokenizer"
         )

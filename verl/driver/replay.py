@@ -24,6 +24,7 @@ from verl.driver.run_dir import config_path
 from verl.driver.setup import set_up_process
 from verl.driver.state import read_state, unpacked_segments
 from verl.driver.step import Step, experience_and_update
+from verl.errors import Refused
 from verl.track.events import read_events
 from verl.track.metrics import read_metrics, reduce
 from verl.track.samples import SampleRow, read_samples, sample_steps
@@ -40,7 +41,7 @@ def replay(args: Sequence[str], number: int) -> int:
     run_dir = _recorded(args)
     recorded = sample_steps(run_dir)
     if number not in recorded:
-        raise ValueError(f"{run_dir} has no samples of step {number}; recorded: {_span(recorded)}")
+        raise Refused(f"{run_dir} has no samples of step {number}; recorded: {_span(recorded)}")
     differences = uvloop.run(_replay(run_dir, number))
     if not differences:
         print(f"step {number}: equal ({', '.join((*COMPARED, *COMPARED_METRICS))})")
@@ -60,7 +61,7 @@ def _recorded(args: Sequence[str]) -> Path:
         given = dict(a.partition("=")[::2] for a in args)
         run_dir = Path(given.get("run.root_dir", "runs")) / given.get("run.name", "run")
     if not (run_dir / "config.yaml").is_file():
-        raise ValueError(f"{run_dir} has no config.yaml: not a run; name it with run.name= and run.root_dir=")
+        raise Refused(f"{run_dir} has no config.yaml: not a run; name it with run.name= and run.root_dir=")
     return run_dir
 
 
@@ -71,7 +72,7 @@ def _config_of(run_dir: Path, first: int, last: int) -> tuple[Config, int]:
     attempts = sorted({line.attempt for line in read_metrics(run_dir) if first <= line.step <= last})
     made = [(read_config(config_path(run_dir, attempt)), total_steps[attempt]) for attempt in attempts]
     if any((c.optim, c.critic, n) != (made[-1][0].optim, made[-1][0].critic, made[-1][1]) for c, n in made):
-        raise ValueError(
+        raise Refused(
             f"steps {first}..{last} were trained with more than one learning rate, schedule or number of steps, and no "
             "checkpoint is left where that changed: they cannot be replayed together"
         )
@@ -83,9 +84,7 @@ async def _replay(run_dir: Path, number: int) -> list[str]:
     base = max((s for s in store.steps() if s < number), default=0)
     missing = sorted(set(range(base + 1, number + 1)) - set(sample_steps(run_dir)))
     if missing:
-        raise ValueError(
-            f"steps {_span(missing)} have no samples, and no checkpoint lies between them and step {number}"
-        )
+        raise Refused(f"steps {_span(missing)} have no samples, and no checkpoint lies between them and step {number}")
     config, total_steps = _config_of(run_dir, base + 1, number)
     set_up_process(config)
     learner = offline_learner(config, total_steps, run_dir / "crash")

@@ -25,6 +25,7 @@ from verl.data.source import TaskTable
 from verl.driver.scheduler import Exhausted, Scheduler, StepBatch
 from verl.driver.state import SavedGroup, restore_group, save_group
 from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec
+from verl.errors import Refused
 from verl.track.events import EventLog
 from verl.transfer_queue.base import TransferQueue
 from verl.types import SHAPED, Group, Purpose, Refs, Sampling, Score, Task, Trajectory, samples_of, taught
@@ -457,7 +458,7 @@ def metric_of(trajectory: Trajectory, name: str | None) -> float:
     if name is None or (name == "acc" and score.components.keys() <= SHAPED):
         return score.components.get("score", score.value)
     if name not in score.components and name != "score":
-        raise ValueError(
+        raise Refused(
             f"algorithm.filter_metric={name!r} is not a component of the reward "
             f"({', '.join(score.components) or 'none'})"
         )

@@ -19,6 +19,7 @@ from verl.config.proven import SECTIONS, unproven
 from verl.config.schema import Config
 from verl.driver.identity import Identity, compare, identity_of
 from verl.driver.state import DriverState, read_state
+from verl.errors import Refused
 from verl.track.events import next_attempt
 from verl.track.files import remove_leftovers, write_atomic
 
@@ -144,22 +145,20 @@ def _resume_path(config: Config, run_dir: Path) -> tuple[Path | None, list[str]]
     asked = config.run.resume
     if asked == "never":
         if CheckpointStore(run_dir / "checkpoints", read_only=True).steps() or (run_dir / "metrics.jsonl").exists():
-            raise ValueError(
-                f"run.resume=never, but {run_dir} holds an earlier run; choose another run.name or remove it"
-            )
+            raise Refused(f"run.resume=never, but {run_dir} holds an earlier run; choose another run.name or remove it")
         return None, []
     if asked == "auto":
         return find_latest(run_dir)
     path = Path(asked)
     if not (path / "manifest.json").is_file():
-        raise ValueError(f"run.resume={asked}: not a checkpoint (no manifest.json); give a checkpoints/step_N folder")
+        raise Refused(f"run.resume={asked}: not a checkpoint (no manifest.json); give a checkpoints/step_N folder")
     own, notes = find_latest(run_dir)
     if own is None or own.resolve() == path.resolve():
         return path, notes
     if read_state(own).parent == str(path.resolve()):  # the fork was interrupted: it continues
         return own, notes
     if path.resolve().parent != (run_dir / "checkpoints").resolve():
-        raise ValueError(f"run.resume={asked}: {run_dir} holds a run of its own; a fork needs another run.name")
+        raise Refused(f"run.resume={asked}: {run_dir} holds a run of its own; a fork needs another run.name")
     return path, notes
 
 
@@ -178,7 +177,7 @@ def _refuse_another_model(config: Config, checkpoint: Path) -> None:
         if saved.get(name) != ours.get(name) and _NUMBER.sub("#", name) in known
     ]
     if differ:
-        raise ValueError(
+        raise Refused(
             f"run.resume={checkpoint} is of another model than model.path={config.model.path}: {len(differ)} tensors "
             f"differ, e.g. {'; '.join(differ[:3])}; set model.path={folders[0]}, or leave run.resume out"
         )
@@ -198,7 +197,7 @@ def _as_itself(
     if others:
         ways = f"run.name=NEW for a run of its own, or run.name=NEW run.resume={checkpoint} for a fork of this one"
         lines = "\n".join(f"  {line}" for line in others)
-        raise ValueError(
+        raise Refused(
             f"{run_dir} holds another run, which was left as it is. What differs (old -> new):\n{lines}\n"
             f"Fix: the old values to go on, {ways}"
         )
@@ -224,5 +223,5 @@ def _lock(run_dir: Path) -> IO[str]:
         handle.seek(0)
         holder = handle.read().strip() or "unknown"
         handle.close()
-        raise ValueError(f"{run_dir} is in use by process {holder}; stop it, or choose another run.name") from e
+        raise Refused(f"{run_dir} is in use by process {holder}; stop it, or choose another run.name") from e
     return handle

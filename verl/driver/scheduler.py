@@ -29,6 +29,8 @@ from fractions import Fraction
 from itertools import islice
 from typing import Any, Literal
 
+from verl.errors import Refused
+
 Released = Literal["rejected", "invalid", "cancelled", "failed"]
 OnExhausted = Literal["stop", "smaller"]
 
@@ -137,7 +139,7 @@ class Scheduler:
         """max_draws_per_group: groups drawn per group needed in a step before `Exhausted`; None: no limit (data without
         a single acceptable group is then drawn for ever). Over-sampled groups are counted in addition."""
         if min(prompts_per_step, sync_every) < 1 or total_steps < 0:
-            raise ValueError(f"{prompts_per_step=}, {sync_every=} must be >= 1 and {total_steps=} >= 0")
+            raise Refused(f"{prompts_per_step=}, {sync_every=} must be >= 1 and {total_steps=} >= 0")
         _check_shares(staleness, oversample, max_draws_per_group, on_exhausted)
         self.prompts_per_step = prompts_per_step
         self.sync_every = sync_every
@@ -397,7 +399,7 @@ class Scheduler:
         assert not self._admitted, "load_state comes before the first admit"
         same = (state["prompts_per_step"], state["sync_every"]) == (self.prompts_per_step, self.sync_every)
         if state["unpublished"] and not same:
-            raise ValueError(
+            raise Refused(
                 f"prompts_per_step={self.prompts_per_step}, sync_every={self.sync_every}: this checkpoint was saved"
                 f" between two publishes with {state['prompts_per_step']} and {state['sync_every']};"
                 " keep those values, or resume from a checkpoint of a step that published"
@@ -428,10 +430,10 @@ def _check_shares(
     staleness: float, oversample: float, max_draws_per_group: float | None, on_exhausted: OnExhausted
 ) -> None:
     if not (math.isfinite(staleness) and staleness >= 0):
-        raise ValueError(f"staleness={staleness}: must be a finite number >= 0 (0 is synchronous)")
+        raise Refused(f"staleness={staleness}: must be a finite number >= 0 (0 is synchronous)")
     if not (math.isfinite(oversample) and oversample >= 0):
-        raise ValueError(f"oversample={oversample}: must be a finite share >= 0 of a step (0 is off)")
+        raise Refused(f"oversample={oversample}: must be a finite share >= 0 of a step (0 is off)")
     if max_draws_per_group is not None and not (math.isfinite(max_draws_per_group) and max_draws_per_group >= 1):
-        raise ValueError(f"max_draws_per_group={max_draws_per_group}: must be >= 1, or null for no limit")
+        raise Refused(f"max_draws_per_group={max_draws_per_group}: must be >= 1, or null for no limit")
     if on_exhausted not in ("stop", "smaller"):
-        raise ValueError(f"on_exhausted={on_exhausted!r}: must be stop or smaller")
+        raise Refused(f"on_exhausted={on_exhausted!r}: must be stop or smaller")

@@ -27,6 +27,7 @@ from verl.config.model_folder import folder_lines, refuse_other_head, refuse_oth
 from verl.config.schema import Config
 from verl.data.source import LoadReport
 from verl.driver.driver_host import DriverHost
+from verl.errors import Refused
 from verl.rollout.base import Capabilities
 from verl.workers.group import DevicePlace
 from verl.workers.pools import main_pool
@@ -56,7 +57,7 @@ def set_up_worker(config: Config, home: DriverHost | None, place: DevicePlace) -
         found = torch.get_device_module(place.device)
         if not found.is_available():
             fix = "install a torch for it there, or give this pool no gpus_per_rank and no resource"
-            raise ValueError(f"torch sees no {place.device} device on this node, which the cluster says it has; {fix}")
+            raise Refused(f"torch sees no {place.device} device on this node, which the cluster says it has; {fix}")
         if place.device != "cuda":  # Ray hides other GPUs from a process; other devices it only counts
             found.set_device(place.number)
     threads = config.run.threads or max(1, (os.cpu_count() or 1) // place.neighbours)
@@ -69,7 +70,7 @@ def device_of(config: Config) -> str:
     if config.model.device != "auto":
         here = config.cluster.backend != "ray"
         if here and config.model.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError(
+            raise Refused(
                 "model.device=cuda, but torch sees no CUDA device; use model.device=cpu or install a CUDA torch"
             )
         return config.model.device
@@ -135,7 +136,7 @@ def refuse_unembedded(config: Config, tokenizer: Any, *reports: LoadReport) -> N
             text = tokenizer.convert_ids_to_tokens(report.largest_id)
             found = [tokens[text] for tokens in report.special.values() if text in tokens]
             places = [f"{rows} of {where.rpartition(':')[0]}, first {where}" for rows, where in found]
-            raise ValueError(
+            raise Refused(
                 f"model.path={config.model.path}: the rows hold the special token {text!r} (id {report.largest_id}), "
                 f"which the model has no embedding for ({vocab} rows): {'; '.join(places) or ', '.join(report.files)}. "
                 "Fix: take it out of the rows"
@@ -146,7 +147,7 @@ def max_context_tokens(config: Config, hf_config: Any) -> int:
     wanted = longest_sequence(config)
     limit = hf_config.get_text_config().max_position_embeddings
     if wanted > limit:
-        raise ValueError(
+        raise Refused(
             f"data.max_prompt_tokens + rollout.max_response_tokens = {wanted} tokens, but the model was made for "
             f"{limit} "
             "(max_position_embeddings); lower one of them"
@@ -240,7 +241,7 @@ def require_an_end(config: Config, tokenizer: Any) -> None:
     """Raise a ValueError if only the length limit ends an answer."""
     r = config.rollout
     if not (stop_ids(config, tokenizer) or r.stop or r.stop_token_ids or r.ignore_eos):
-        raise ValueError(
+        raise Refused(
             f"model.path={config.model.path}: no end-of-sequence token in the tokenizer, generation_config.json or "
             "config.json, and no end of a turn in the chat template: every answer would run to "
             "rollout.max_response_tokens. Set eos_token in tokenizer_config.json, or rollout.stop=[TEXT] or "
@@ -259,4 +260,4 @@ def check_able(able: Capabilities, config: Config) -> None:
     }
     for key, (lacking, why) in lacks.items():
         if lacking:
-            raise ValueError(f"{key} with rollout.engine={r.engine}: {why}; leave it out, or set rollout.engine=native")
+            raise Refused(f"{key} with rollout.engine={r.engine}: {why}; leave it out, or set rollout.engine=native")

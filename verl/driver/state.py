@@ -14,6 +14,7 @@ import numpy as np
 from verl.data.source import Draw
 from verl.driver.identity import Identity
 from verl.driver.roles import Controllers
+from verl.errors import Refused
 from verl.types import Group, Invalid, Outcome, Purpose, Sample, Sampling, Score, Segment, StopReason, Task, Trajectory
 
 FORMAT = 3
@@ -89,7 +90,7 @@ def read_state(checkpoint: Path) -> DriverState:
     """Read the state in a checkpoint folder. ValueError if this version cannot continue from it."""
     path = checkpoint / "state" / FILE
     if not path.is_file():
-        raise ValueError(
+        raise Refused(
             f"{checkpoint} was written by an earlier version of verl, whose state this one cannot read; start a new "
             "run from "
             f"its weights: model.path={checkpoint / 'hf'} and another run.name"
@@ -97,10 +98,10 @@ def read_state(checkpoint: Path) -> DriverState:
     try:
         state = msgspec.msgpack.decode(path.read_bytes(), type=DriverState, dec_hook=_decode)
     except msgspec.MsgspecError as e:
-        raise ValueError(f"{path} is damaged or of another version of verl ({e}): use another checkpoint") from e
+        raise Refused(f"{path} is damaged or of another version of verl ({e}): use another checkpoint") from e
     if state.format != FORMAT:
         fix = f"start a new run from its weights: model.path={checkpoint / 'hf'} and another run.name"
-        raise ValueError(f"{path} has format {state.format}, this version reads {FORMAT}; {fix}")
+        raise Refused(f"{path} has format {state.format}, this version reads {FORMAT}; {fix}")
     return state
 
 
@@ -132,7 +133,7 @@ def hidden(group: SavedGroup, hide: Callable[[str], str]) -> SavedGroup:
 
 def restore_group(saved: SavedGroup, task: Task) -> Group:
     if task.task_id != saved.task_id:
-        raise ValueError(
+        raise Refused(
             f"row {saved.draw.index} of the training data is {task.task_id}, but it was {saved.task_id} when the "
             "checkpoint was "
             "written: the data changed; restore it, or start a new run"

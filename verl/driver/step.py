@@ -20,6 +20,7 @@ from verl.algorithms.specs import KLReward
 from verl.algorithms.weights import check_finite
 from verl.batch import Columns
 from verl.driver.roles import Learner
+from verl.errors import Refused
 from verl.objective import Term
 from verl.track.metrics import TimeLedger
 from verl.types import Metric, Metrics, Refs, derive_seed, merge_metrics
@@ -204,7 +205,7 @@ async def _log_failed(learner: Learner, step: Step, role: str, rows: Refs, broke
     most = learner.config.pipeline.max_invalid_share
     if len(broken) > min(most * len(rows), len(rows) - 1):  # with none left, a step would be momentum alone
         said = f"{role}: {len(broken)} of {len(rows)} samples have no finite number from it, e.g. {min(broken)}"
-        raise ValueError(f"{said}; pipeline.max_invalid_share={most:g} of a step may have none, never all of it")
+        raise Refused(f"{said}; pipeline.max_invalid_share={most:g} of a step may have none, never all of it")
 
 
 async def _mismatch(learner: Learner, rows: Refs, column: str) -> Metrics:

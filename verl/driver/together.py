@@ -19,6 +19,7 @@ from verl.driver.driver_host import driver_host
 from verl.driver.identity import compare, identity_of
 from verl.driver.run_dir import CheckpointWriter, RunDir, open_run_dir
 from verl.driver.state import read_state
+from verl.errors import Refused
 from verl.leftovers import own_folder
 from verl.workers.answers import failed_answer
 from verl.workers.group import Drivers, WorkerDied
@@ -49,7 +50,7 @@ def open_together(
     home, path, attempt, identity, resumed, parent = first
     home.enter()
     if others := compare(identity, identity_of(resolved, command))[0]:
-        raise ValueError(f"rank {drivers.number} runs something else than rank 0:\n" + "\n".join(others))
+        raise Refused(f"rank {drivers.number} runs something else than rank 0:\n" + "\n".join(others))
     records, _ = own_folder(Path(tempfile.gettempdir()), "verl-records-")
     atexit.register(shutil.rmtree, records, ignore_errors=True)
     return RunDir(

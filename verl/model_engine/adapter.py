@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from verl.config.adapter import WEIGHTS, AdaptedWeight, read_adapter
+from verl.errors import Refused
 from verl.model_engine.base import EngineContext
 from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.hf_parts import part_and_place
@@ -63,6 +64,6 @@ def open_adapter(folder: Path, base: Path, model: Any) -> Adapter:
 
     parts, names = read_adapter(folder, base), {name for name, _ in model.named_parameters()}
     if strange := sorted(parts.keys() - names):
-        raise ValueError(f"{folder}: an adapter of {strange[0]}, which is no weight of {type(model).__name__}")
+        raise Refused(f"{folder}: an adapter of {strange[0]}, which is no weight of {type(model).__name__}")
     turned = {name for name in parts if isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D)}
     return Adapter(folder / WEIGHTS, parts, turned)

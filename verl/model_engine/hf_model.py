@@ -11,6 +11,7 @@ from torch import nn
 
 from verl.checkpoint.loadable import BUILD_ERRORS, cannot_load, check_loadable
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
+from verl.errors import Refused
 
 
 def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True) -> Any:
@@ -22,7 +23,7 @@ def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head
     from transformers.utils import logging
 
     if not (path / "config.json").is_file():
-        raise ValueError(f"model.path={path}: no config.json there; give a Hugging Face model folder")
+        raise Refused(f"model.path={path}: no config.json there; give a Hugging Face model folder")
     check_loadable(path, trust_remote_code=trust_remote_code)
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of missing weights is a warning; below they are an error
@@ -51,13 +52,13 @@ def refuse_other_weights(
     body = f"{model.base_model_prefix}."
     spare = frozenset(n for n in missing if not needs_lm_head and not n.startswith(body))
     if lacking := sorted({*missing} - spare):
-        raise ValueError(
+        raise Refused(
             f"model.path={path}: {len(lacking)} weights of the model are not there and would start at random, e.g. "
             f"{lacking[:3]}"
             " (a reward model's folder has no language-model head)"
         )
     if foreign := sorted(n for n in unexpected if n.removeprefix(body) != SCORE_WEIGHT):
-        raise ValueError(
+        raise Refused(
             f"model.path={path}: {len(foreign)} tensors in its weights are none of the model that config.json "
             f"describes, and would be left out, e.g. {foreign[:3]}; take both from the same model"
         )
@@ -82,6 +83,4 @@ def refuse_altered_logits(model: Any) -> None:
     for name, neutral in (("logit_scale", 1.0), ("logits_scaling", 1.0)):
         found = vars(config).get(name, neutral)
         if found not in (neutral, None):
-            raise ValueError(
-                f"{type(model).__name__} changes its logits after the head ({name}={found}); not supported"
-            )
+            raise Refused(f"{type(model).__name__} changes its logits after the head ({name}={found}); not supported")

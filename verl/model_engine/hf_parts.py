@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl.checkpoint.loadable import BUILD_ERRORS, cannot_load, check_loadable
+from verl.errors import Refused
 from verl.model_engine.hf_model import refuse_other_weights
 
 Index = tuple[slice, ...]
@@ -142,7 +143,7 @@ def open_skeleton(path: Path, *, trust_remote_code: bool = False, needs_lm_head:
     except BUILD_ERRORS as e:
         raise cannot_load(path, e) from e
     if wrong:
-        raise ValueError(
+        raise Refused(
             f"model.path={path}: {len(wrong)} weights are not those that config.json describes, e.g. {wrong[0]}; take "
             "both from the same model"
         )

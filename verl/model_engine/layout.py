@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.errors import Refused
+
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
@@ -45,14 +47,14 @@ class Layout:
     def __post_init__(self) -> None:
         within = self.sequence * self.tensor * self.pipeline
         if self.world_size % within:
-            raise ValueError(
+            raise Refused(
                 f"{self.world_size} ranks cannot be divided into parallel.tensor={self.tensor} x parallel.sequence="
                 f"{self.sequence} x parallel.pipeline={self.pipeline} = {within}: use a multiple of {within}"
             )
         over = self.data * self.sequence
         for name, size in (("replicate", self.replicate), ("expert", self.expert)):
             if over % size:
-                raise ValueError(
+                raise Refused(
                     f"parallel.{name}={size} does not divide the {over} ranks that shard the model: {use(over)}"
                 )
 
@@ -84,7 +86,7 @@ def layers_of_stages(layers: int, stages: int) -> list[range]:
     as one more of the last, and no stage has two more than another. ValueError where there are fewer layers than
     stages."""
     if layers < stages:
-        raise ValueError(f"parallel.pipeline={stages}: {layers} layers cannot be {stages} stages; use at most {layers}")
+        raise Refused(f"parallel.pipeline={stages}: {layers} layers cannot be {stages} stages; use at most {layers}")
     ends = [int(s == 0) + int(s == stages - 1) for s in range(stages)]
     counts = [1] * stages
     for _ in range(layers - stages):

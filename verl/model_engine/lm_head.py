@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verl.batch import Batch, loss_index
 from verl.config.adapter import WEIGHTS, read_adapter
+from verl.errors import Refused
 from verl.model_engine.adapter import Adapter
 from verl.model_engine.base import TeacherHead
 from verl.nn.linear_logprob import Vocabulary, linear_logprob
@@ -54,7 +55,7 @@ def read_teacher(wanted: TeacherHead) -> Teacher:
             names |= dict.fromkeys(f.keys(), path)
     found = [n for n in names if _HEAD.search(n)] or [n for n in names if _TIED.search(n)]
     if not found:
-        raise ValueError(f"teacher.path={wanted.folder}: no lm_head.weight, nor embeddings it could be tied to")
+        raise Refused(f"teacher.path={wanted.folder}: no lm_head.weight, nor embeddings it could be tied to")
     name = found[0]
 
     def read(name: str) -> Tensor:
@@ -64,7 +65,7 @@ def read_teacher(wanted: TeacherHead) -> Teacher:
     other = name.removesuffix("weight") + "bias"
     bias = read(other) if other in names else None
     if bias is not None and not bool(torch.isfinite(bias).all()):
-        raise ValueError(f"teacher.path={wanted.folder}: {other} is not finite: some ids can never be drawn from it")
+        raise Refused(f"teacher.path={wanted.folder}: {other} is not finite: some ids can never be drawn from it")
     config, head = json.loads((wanted.folder / "config.json").read_text()), read(name)
     if wanted.adapter is not None:
         Adapter(wanted.adapter / WEIGHTS, read_adapter(wanted.adapter, wanted.folder)).add({name: head})

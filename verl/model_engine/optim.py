@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from verl.errors import Refused
+
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
@@ -33,9 +35,9 @@ class OptimSpec:
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
-            raise ValueError(f"optim.schedule={self.schedule!r}: one of {', '.join(SCHEDULES)}")
+            raise Refused(f"optim.schedule={self.schedule!r}: one of {', '.join(SCHEDULES)}")
         if self.schedule != "constant" and not self.total_steps:
-            raise ValueError(f"optim.schedule={self.schedule} needs the number of optimizer steps; set run.total_steps")
+            raise Refused(f"optim.schedule={self.schedule} needs the number of optimizer steps; set run.total_steps")
 
 
 def learning_rate(spec: OptimSpec, step: int) -> float:

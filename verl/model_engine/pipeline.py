@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from verl.batch import Batch, part_of
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
+from verl.errors import Refused
 from verl.model_engine.base import StepOutput
 from verl.model_engine.layout import Layout, layers_of_stages
 from verl.model_engine.sharded import ShardedEngine, part_of_rank, patience
@@ -50,7 +51,7 @@ class PipelinedEngine(ShardedEngine):
         count, self._stage = self.layout.pipeline, self.place.pipeline
         self._last_stage = count - 1
         if not self._packed:
-            raise ValueError(f"parallel.pipeline={count} wants model.engine_options.attention=auto")
+            raise Refused(f"parallel.pipeline={count} wants model.engine_options.attention=auto")
         stages = layers_of_stages(self.model.config.get_text_config().num_hidden_layers, count)
         self._know_the_whole(owners(self.model, stages))
         cut(self.model, self.value_head, self._stage, stages)

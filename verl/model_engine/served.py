@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from verl.batch import Batch, unshare
+from verl.errors import Refused
 from verl.model_engine.base import EngineCapabilities, EngineContext, Part, ServedAt
 from verl.types import Metric, Metrics
 
@@ -55,7 +56,7 @@ def build(options: ServedAt, context: EngineContext) -> ServedModel:
     made = ServedModel(options, context.top_k, context.max_tokens_per_microbatch)
     (probed,) = run_in_threads([made.probe], 1, time.monotonic() + options.budget_s)
     if not probed.done():
-        raise ValueError(f"{options.url} cannot be a teacher: its first answers took more than {options.budget_s:g} s")
+        raise Refused(f"{options.url} cannot be a teacher: its first answers took more than {options.budget_s:g} s")
     probed.result()
     return made
 
@@ -111,7 +112,7 @@ class ServedModel:
         assert {*columns} <= {*OUTPUTS}, f"a server gives {OUTPUTS}, not {tuple(columns)}"
         flat, n, untaught = unshare(batch), batch.num_loss_tokens, batch.row_columns["untaught"]
         if not bool((batch.row_columns["temperature"] == 1).all()):
-            raise ValueError(f"{self._url} scores at temperature 1: set teacher.temperature=1")
+            raise Refused(f"{self._url} scores at temperature 1: set teacher.temperature=1")
         rows = [flat.ids[a:b].numpy() for a, b in zip(flat.seg_start, flat.seg_start[1:])]
         until_s = time.monotonic() + self._options.budget_s
         wanted = [r for r, left in enumerate(untaught.tolist()) if not left] if self._is_unchanged(until_s) else []
@@ -135,23 +136,21 @@ class ServedModel:
             self._model, room = str(card["id"]), card.get("max_model_len")
             if room is not None and int(room) <= self._options.longest:
                 fix = "start it with a longer context, or lower data.max_prompt_tokens or rollout.max_response_tokens"
-                raise ValueError(
-                    f"{self._url} reads {room} tokens, rows have {self._options.longest} and one more: {fix}"
-                )
+                raise Refused(f"{self._url} reads {room} tokens, rows have {self._options.longest} and one more: {fix}")
             for text, ours in self._options.texts:
                 if said := self._tokenizer_differs(text, ours):
-                    raise ValueError(f"{self._url}: {said}; take a teacher with the policy's tokenizer")
+                    raise Refused(f"{self._url}: {said}; take a teacher with the policy's tokenizer")
             ids = self._probe_ids()
             whole = self._score_by_any_form(ids)
             part, self._first = self.score(ids[: len(ids) // 2]), whole["logprobs"]
         except (Unanswered, KeyError, IndexError, TypeError) as e:
             fix = "it must give prompt_logprobs and have /tokenize, as `verl serve` and vLLM do"
             more = f", and teacher.top_k={self._k} of them for gkd_topk (opd needs none)" if self._k else ""
-            raise ValueError(f"{self._url} cannot be a teacher: {type(e).__name__}: {e}; {fix}{more}") from e
+            raise Refused(f"{self._url} cannot be a teacher: {type(e).__name__}: {e}; {fix}{more}") from e
         gap = float((whole["logprobs"][: len(part["logprobs"])] - part["logprobs"]).abs().max())
         if not gap <= TOLERANCE:
             said = f"its log-probs of the same tokens differ by {gap:.3g} with what comes behind them"
-            raise ValueError(f"{self._url}: {said}: they are of another context, or of no fixed model")
+            raise Refused(f"{self._url}: {said}: they are of another context, or of no fixed model")
 
     def _score_by_any_form(self, ids: np.ndarray) -> dict[str, Tensor]:
         """Score the ids with the first request form that the server understands, and keep that form for all later
@@ -167,9 +166,7 @@ class ServedModel:
             else:
                 if self._echo and self._k:
                     why = "its echo names the likeliest tokens by their text, which several ids may have"
-                    raise ValueError(
-                        f"{self._url}: {why}: set algorithm.name=opd, or serve it with vLLM or `verl serve`"
-                    )
+                    raise Refused(f"{self._url}: {why}: set algorithm.name=opd, or serve it with vLLM or `verl serve`")
                 return found
         assert first is not None
         raise first

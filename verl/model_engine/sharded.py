@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl.batch import Batch, exactly
+from verl.errors import Refused
 from verl.model_engine.adapter import open_adapter
 from verl.model_engine.base import EngineContext
 from verl.model_engine.hf_parts import open_skeleton
@@ -65,7 +66,7 @@ class ShardedEngine(TorchEngine):
         assert layout.world_size == dist.get_world_size(), (layout, dist.get_world_size())
         assert (layout.pipeline > 1) == self._of_a_pipeline, layout
         for line in cannot(layout):
-            raise ValueError(line)
+            raise Refused(line)
         self.layout = layout
         self.place = layout.place(dist.get_rank())
         self._suffix = f"_rank{dist.get_rank()}"
@@ -89,7 +90,7 @@ class ShardedEngine(TorchEngine):
             p.requires_grad_(False)  # of a head that is not trained
         if layout.sequence > 1:
             if not self._packed:
-                raise ValueError(f"parallel.sequence={layout.sequence} wants model.engine_options.attention=auto")
+                raise Refused(f"parallel.sequence={layout.sequence} wants model.engine_options.attention=auto")
             check_heads(self.model.config.get_text_config(), layout.sequence, layout.tensor)
         sizes = {"data": layout.data, "sequence": layout.sequence, "tensor": layout.tensor}
         self._sequence = _mesh(self.device.type, _stages(layout) | sizes).get_group("sequence")
@@ -371,7 +372,7 @@ def build(options: Options, context: EngineContext) -> TorchEngine:
     """This rank's engine of a folder, of which it reads its part. Of weights that are no safetensors files every rank
     reads all: while it does, host memory holds the float32 model once per rank."""
     if not dist.is_initialized():
-        raise ValueError(
+        raise Refused(
             "model.engine=sharded wants one process per rank, and this process has no others: use model.engine=torch"
         )
     from verl.model_engine.pipeline import PipelinedEngine  # which is one of these

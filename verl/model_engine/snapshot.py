@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl.checkpoint.shards import agreed, load_tensors, save_tensors, tensor_names
+from verl.errors import Refused
 
 COUNTERS = "engine.json"
 
@@ -77,9 +78,7 @@ def load_state(
     found = tensor_names(path)
     saved = {name.removeprefix("model.") for name in found if name.startswith("model.")}
     if differing := sorted(names ^ saved):
-        raise ValueError(
-            f"the checkpoint is of another model: {len(differing)} parameters differ, e.g. {differing[:3]}"
-        )
+        raise Refused(f"the checkpoint is of another model: {len(differing)} parameters differ, e.g. {differing[:3]}")
     into: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in params.items()}
     if optimizer is not None:
         optimizer.state.clear()

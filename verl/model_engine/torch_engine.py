@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from verl.batch import Batch, exactly, make_microbatches, padded_rows, part_of
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.checkpoint.score import classifier_tensors, read_score
+from verl.errors import Refused
 from verl.model_engine.adapter import load_model
 from verl.model_engine.base import EngineCapabilities, EngineContext, Part, StepOutput
 from verl.model_engine.dump import dump_batch
@@ -84,7 +85,7 @@ class TorchEngine:
         offload: Sequence[Part] = (),
     ) -> None:
         if dtype not in DTYPES:
-            raise ValueError(f"model.dtype={dtype!r}: one of {', '.join(DTYPES)}")
+            raise Refused(f"model.dtype={dtype!r}: one of {', '.join(DTYPES)}")
         self.device, self.dtype = torch.device(device), DTYPES[dtype]
         self.head, self.max_tokens_per_microbatch = head, max_tokens_per_microbatch
         self._packed = attention_mode != "padded"
@@ -472,7 +473,7 @@ def build(
     c = context
     score = read_score(c.folder) if c.head != "lm" else None
     if c.head == "score" and score is None and c.optim is None:
-        raise ValueError(
+        raise Refused(
             f"{c.folder}: no {SCORE_WEIGHT} in its weights: a language model, not a reward model; train one with "
             "verl rm"
         )

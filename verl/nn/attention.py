@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from verl.batch import Batch, ranges
+from verl.errors import Refused
 from verl.nn.flash import flash_attn
 
 PACKED = "verl_packed"
@@ -201,9 +202,9 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """The function transformers calls. query [1, H, T, D], key and value [1, KV, T, D] -> [1, T, H, D]."""
     if s_aux is not None:
-        raise ValueError(f"this model's attention has sinks; {WAY_OUT}")
+        raise Refused(f"this model's attention has sinks; {WAY_OUT}")
     if verl_plan is None:
-        raise ValueError(f"{type(module).__name__} does not take what packed attention needs; {WAY_OUT}")
+        raise Refused(f"{type(module).__name__} does not take what packed attention needs; {WAY_OUT}")
     window = window_of(attention_mask, sliding_window)
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
@@ -352,9 +353,9 @@ def _mask(*, config: Any, local_size: int | None = None, use_vmap: bool = False,
     """The stand-in [1, 1, 1, 1] for a mask that transformers makes for some layers of a model: their sliding window, 0
     without one. Families give the window to the attention function as well, or only to the mask."""
     if use_vmap:
-        raise ValueError(f"this model adds to the causal mask; {WAY_OUT}")
+        raise Refused(f"this model adds to the causal mask; {WAY_OUT}")
     if local_size and local_size == getattr(config, "attention_chunk_size", None):
-        raise ValueError(f"this model attends within chunks of {local_size} tokens; {WAY_OUT}")
+        raise Refused(f"this model attends within chunks of {local_size} tokens; {WAY_OUT}")
     return torch.full((1, 1, 1, 1), local_size or 0)
 
 
@@ -364,5 +365,5 @@ def window_of(mask: Tensor | None, given: int | None = None) -> int | None:
     if mask is None:
         return given
     if mask.numel() != 1 or mask.dtype != torch.int64:
-        raise ValueError(f"this model makes an attention mask of its own; {WAY_OUT}")
+        raise Refused(f"this model makes an attention mask of its own; {WAY_OUT}")
     return int(mask) or None

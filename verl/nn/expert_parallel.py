@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from verl.errors import Refused
 from verl.nn.sequence_parallel import AllToAll
 
 _EXPERTS, _WEIGHTS = "ep_dispatch_experts", "grouped_gemm"
@@ -74,13 +75,13 @@ def _experts(model: Any, size: int) -> list[Any]:
     foreign = {name: style for name, style in plan.items() if style not in (_EXPERTS, _WEIGHTS)}
     if not plan or foreign:
         why = f"its plan wants {next(iter(foreign.items()))}" if foreign else "transformers has no plan for it"
-        raise ValueError(f"{what} cannot give its experts to ranks here: {why}; use parallel.expert=1")
+        raise Refused(f"{what} cannot give its experts to ranks here: {why}; use parallel.expert=1")
     patterns = [re.escape(name).replace(r"\*", r"\d+") for name, style in plan.items() if style == _EXPERTS]
     every = model.base_model.named_modules()
     found = [module for name, module in every if any(re.fullmatch(pattern, name) for pattern in patterns)]
     if not found:
-        raise ValueError(f"{what} has no experts; use parallel.expert=1")
+        raise Refused(f"{what} has no experts; use parallel.expert=1")
     for module in found:
         if module.num_experts % size:
-            raise ValueError(f"{what} has {module.num_experts} experts, which {size} ranks cannot share equally")
+            raise Refused(f"{what} has {module.num_experts} experts, which {size} ranks cannot share equally")
     return found

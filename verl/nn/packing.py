@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.batch import Batch, pack, unshare
+from verl.errors import Refused
 from verl.types import Sample, Segment
 
 _TOLERANCE = 1e-3
@@ -44,7 +45,7 @@ def refuse_noise(infer: Callable[[Batch], Tensor], vocab_size: int, *, what: str
     batch = probe_batch(vocab_size, share_prefix=False)
     first, second = infer(batch), infer(batch)
     if not torch.allclose(first, second, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
-        raise ValueError(
+        raise Refused(
             f"{what}: two passes over the same tokens differ by {float((first - second).abs().max()):.3g}: the model "
             "draws random numbers (a dropout that its config.json does not switch off?), so its log-probs are not "
             "those of one policy"
@@ -81,7 +82,7 @@ def refused(what: str, *, padded: bool) -> Iterator[None]:
         if ours and not re.search("shape|size of tensor", str(e)):
             raise  # no memory, a dead rank
         how, fix = ("padded", "There is no way to train it here.") if padded else ("packed", _WAY_OUT)
-        raise ValueError(f"{what} cannot be called on {how} sequences ({e}). {fix}") from e
+        raise Refused(f"{what} cannot be called on {how} sequences ({e}). {fix}") from e
 
 
 def refuse_neighbours(ours: Callable[[Batch], Tensor], vocab_size: int, longest: int, *, what: str) -> float:
@@ -97,7 +98,7 @@ def refuse_neighbours(ours: Callable[[Batch], Tensor], vocab_size: int, longest:
     near = ours(batch)[rows]
     worst = float((ours(replace(batch, positions=far))[rows] - near).abs().max())
     if not worst <= _TOLERANCE:
-        raise ValueError(
+        raise Refused(
             f"{what}: a row of {longest} tokens changes the log-probs of the short rows of its pass by {worst:.3g} "
             "(RoPE that follows the longest row?), so what shares a micro-batch would decide a gradient: there is no "
             "way to train it here with rows so long; lower data.max_prompt_tokens, rollout.max_response_tokens or "
@@ -128,7 +129,7 @@ def check_packing(
         fix = _WAY_OUT
         if padded:
             fix = "It does more to its logits than an output layer does: there is no way to train it here."
-        raise ValueError(
+        raise Refused(
             f"{what}: {how} log-probs differ from those of each sequence alone by {worst:.3g}, so training on {how} "
             f"sequences would be wrong for this model. {fix}"
         )

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from verl.errors import Refused
+
 
 class Elsewhere(nn.Module):
     """The replacement for a layer that another stage holds."""
@@ -43,7 +45,7 @@ def owners(model: Any, stages: Sequence[range]) -> dict[str, int]:
     unknown = [name for name, p in found.items() if id(p) not in stage_of]
     unknown += [f"layers.{name}" for name, _ in base.layers.named_buffers()]
     if unknown:
-        raise ValueError(f"{what} cannot be cut into stages here: its plan does not name {unknown[0]}; {_FIX}")
+        raise Refused(f"{what} cannot be cut into stages here: its plan does not name {unknown[0]}; {_FIX}")
     return {name: stage_of[id(p)] for name, p in found.items()} | {name: 0 for name, _ in model.named_buffers()}
 
 
@@ -54,7 +56,7 @@ def _around_the_layers(model: Any, what: str) -> tuple[list[str], list[str]]:
     """The parts of the base model before and behind its layers, in the plan that transformers has for it."""
     plan = list(getattr(type(model.config.get_text_config()), "base_model_pp_plan", None) or {})
     if "layers" not in plan or "layers" not in model.base_model._modules:
-        raise ValueError(f"{what} cannot be cut into stages here: transformers has no plan for its layers; {_FIX}")
+        raise Refused(f"{what} cannot be cut into stages here: transformers has no plan for its layers; {_FIX}")
     at = plan.index("layers")
     return plan[:at], plan[at + 1 :]
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verl.errors import Refused
+
 
 def fix_rope(model: Any, longest: int | None) -> int | None:
     """Let every pass of `model` choose its factors as a row of `longest` tokens does (None: of all positions that the
@@ -56,7 +58,7 @@ class _Further:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         positions = given.get("position_ids", args[1] if len(args) > 1 else None)
         if not isinstance(positions, Tensor):
-            raise ValueError(f"{type(module).__name__}: its RoPE follows the length of a row, in a way unknown here")
+            raise Refused(f"{type(module).__name__}: its RoPE follows the length of a row, in a way unknown here")
         more = torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), self.last)], -1)
         if "position_ids" in given:
             return args, {**given, "position_ids": more}

@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl.errors import Refused
+
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
@@ -89,7 +91,7 @@ def check_heads(config: Any, sequence: int, tensor: int) -> None:
     key_heads = config.to_dict().get("num_key_value_heads") or heads
     for name, number in {"attention heads": heads, "key-value heads": key_heads}.items():
         if number % (sequence * tensor):
-            raise ValueError(
+            raise Refused(
                 f"parallel.sequence={sequence} with parallel.tensor={tensor}: the model has {number} {name}, which "
                 f"{sequence * tensor} ranks cannot share equally; use a divisor of it"
             )

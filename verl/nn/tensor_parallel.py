@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from verl.errors import Refused
 from verl.model_engine.options import EXPERT_PLANS
 from verl.nn.linear_logprob import Vocabulary
 
@@ -154,13 +155,11 @@ def _styles(model: Any, size: int) -> dict[nn.Module, str]:
     foreign = {name: style for name, style in plan.items() if style not in (_COLUMNS, _ROWS, _HEADS)}
     if not plan or foreign:
         found = f"its plan wants {next(iter(foreign.items()))}" if foreign else "transformers has no plan for it"
-        raise ValueError(f"{what} cannot be cut over ranks here: {found}; use parallel.tensor=1")
+        raise Refused(f"{what} cannot be cut over ranks here: {found}; use parallel.tensor=1")
     heads = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
     for name, number in {**heads, "entries of the vocabulary": model.get_input_embeddings().num_embeddings}.items():
         if number % size:
-            raise ValueError(
-                f"{what} has {number} {name}, which {size} ranks cannot share equally; use a divisor of it"
-            )
+            raise Refused(f"{what} has {number} {name}, which {size} ranks cannot share equally; use a divisor of it")
     styles: dict[nn.Module, str] = {}
     cut = set()
     for name, module in model.base_model.named_modules():
@@ -170,11 +169,9 @@ def _styles(model: Any, size: int) -> dict[nn.Module, str]:
                 cut.add(name.rpartition(".")[0])
     for name, module in model.base_model.named_modules():
         if name.rpartition(".")[0] in cut and module not in styles and any(True for _ in module.parameters()):
-            raise ValueError(
-                f"{what} cannot be cut over ranks here: its plan does not name {name}; use parallel.tensor=1"
-            )
+            raise Refused(f"{what} cannot be cut over ranks here: its plan does not name {name}; use parallel.tensor=1")
     for module, style in styles.items():
         wide = module.weight.shape[1 if style == _ROWS else 0] if style != _HEADS else 0  # type: ignore[index]
         if wide % size:
-            raise ValueError(f"{what} has a matrix of {wide}, which {size} ranks cannot share equally")
+            raise Refused(f"{what} has a matrix of {wide}, which {size} ranks cannot share equally")
     return styles

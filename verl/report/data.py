@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from verl.errors import Refused
 from verl.report.samples import SamplePicker, number
 from verl.track.events import read_events
 from verl.track.health import Alarm, Limits, scan
@@ -54,7 +55,7 @@ class RunReader:
         """note: called once with a line about each damaged file that is left out."""
         if not is_run_dir(run_dir):
             known = f"{METRICS_FILE}, {CONFIG_FILE} nor events/"
-            raise ValueError(f"{run_dir} is not a run directory: it has neither {known}")
+            raise Refused(f"{run_dir} is not a run directory: it has neither {known}")
         self.run_dir = run_dir
         path = run_dir / CONFIG_FILE
         self._noted: set[str] = set()

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from verl.errors import Refused
 from verl.report.data import RunReader
 from verl.report.page import json_in_script, render_page
 
@@ -37,7 +38,7 @@ class LiveServer(ThreadingHTTPServer):
         try:
             super().__init__((_HOST, port), _Handler)
         except OSError as fault:
-            raise ValueError(f"cannot listen on {_HOST}:{port}: {fault.strerror}; port 0 takes a free one") from fault
+            raise Refused(f"cannot listen on {_HOST}:{port}: {fault.strerror}; port 0 takes a free one") from fault
         self.hosts = (f"{_HOST}:{self.server_port}", f"localhost:{self.server_port}")
 
     @property

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from rich.console import Console
 from rich.table import Table
 
+from verl.errors import Refused
 from verl.track.console import compact
 from verl.track.log import Note, logger
 from verl.track.metrics import read_metrics
@@ -39,7 +40,7 @@ def print_runs(paths: Sequence[Path], console: Console | None = None, note: Note
     the table are the metrics of the headings, and those for which the console is too narrow."""
     console = console or Console()
     if len(paths) > len(LETTERS):
-        raise ValueError(f"verl show takes up to {len(LETTERS)} runs, and {len(paths)} are given")
+        raise Refused(f"verl show takes up to {len(LETTERS)} runs, and {len(paths)} are given")
     runs = [{line.step: line.values for line in read_metrics(path, note)} for path in paths]
     there = {name for run in runs for values in run.values() for name in values}
     found = [name for name in COLUMNS if name in there]

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from verl.data.truths import NOTHING, truth_text, truth_texts
+from verl.errors import Refused
 from verl.reward.code import check_tier, code_score
 from verl.reward.math import dapo_score, geometry3k_score, gsm8k_score, marked_math_score, math_score, search_qa_score
 
@@ -31,7 +32,7 @@ def check_data_source(data_source: str) -> None:
     hint = f"; did you mean {near[0]!r}?" if near else ""
     prefix = f"data_source={data_source!r}: no reward function is known for it{hint} Known: {', '.join(KNOWN)}, aime*."
     signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None)"
-    raise ValueError(f"{prefix} Fix: reward.path=your_reward.py with `{signature}`")
+    raise Refused(f"{prefix} Fix: reward.path=your_reward.py with `{signature}`")
 
 
 def readable_truth(data_source: str, kind: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from verl.errors import Refused
 from verl.reward.base import RewardRequest
 from verl.reward.result import Scored, score_and_components
 from verl.sandbox.messages import CallableSpec, Failure, Finite
@@ -64,7 +65,7 @@ class RewardPool(Pool[Scored]):
                 return
             prefix = prefix or f"{answer[:60]!r} gave: {' '.join(found.detail.split())[-400:]}"
         await self.close()
-        raise ValueError(
+        raise Refused(
             f"{self.spec}: no score for row {task.index}, neither for its own ground truth nor an empty answer: "
             f"{prefix}. Fix: return a number for any answer, 0.0 for one that cannot be read"
         )

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from verl.errors import Refused
 from verl.reward.base import RewardFn, RewardRequest
 from verl.types import Invalid, Score
 
@@ -23,9 +24,9 @@ def overlong_penalty(
         prefix = (
             f"reward.overlong_buffer_tokens={buffer_tokens}: must be in 1..{max_response_tokens} (the response budget)"
         )
-        raise ValueError(f"{prefix}; 0 in the configuration turns the penalty off")
+        raise Refused(f"{prefix}; 0 in the configuration turns the penalty off")
     if penalty < 0:
-        raise ValueError(f"reward.overlong_penalty={penalty}: must be >= 0; it is subtracted")
+        raise Refused(f"reward.overlong_penalty={penalty}: must be >= 0; it is subtracted")
     over = (response_tokens - (max_response_tokens - buffer_tokens)) / buffer_tokens
     return -penalty * np.clip(over, 0.0, 1.0 if cap else None) + 0.0  # no -0.0
 

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from verl.config.adapter import CONFIG, WEIGHTS, copy_adapter, rank_of, read_adapter
 from verl.config.model_files import read_weight_headers
+from verl.errors import Refused
 from verl.leftovers import OwnFolder
 from verl.rollout.api import Api, Deadlines, Expected
 from verl.rollout.base import Capabilities, RolloutContext, check_inputs
@@ -184,7 +185,7 @@ def projection_of(base: Path) -> Mapping[str, tuple[int, ...]]:
         if found:
             return found
     wanted = ", ".join(TARGETS)
-    raise ValueError(f"model.path={base}: it has none of {wanted}; leave rollout.engine_options.max_lora_rank out")
+    raise Refused(f"model.path={base}: it has none of {wanted}; leave rollout.engine_options.max_lora_rank out")
 
 
 def write_nothing(folder: Path, base: Path) -> None:

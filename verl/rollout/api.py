@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from verl.errors import Refused
 from verl.rollout.base import PauseMode, RolloutContext, WeightReader
 from verl.rollout.http import ServerRefused
 from verl.rollout.wire import ServerAnswer, version_of
@@ -230,11 +231,11 @@ async def model_of(api: Api, expected: Expected, url: str, get: Post, wants: int
         said, name = await api.release(get), expected.name
         if not at_least <= version_of(said) < below:
             wanted = f">={'.'.join(map(str, at_least))},<{'.'.join(map(str, below))}"
-            raise ValueError(f"{url} is {name} {said}: this adapter was made for {name} {wanted}; install that")
+            raise Refused(f"{url} is {name} {said}: this adapter was made for {name} {wanted}; install that")
     model, room = await api.model(get)
     if room is not None and room < wants:
         fix = "start it with a longer context, or lower data.max_prompt_tokens or rollout.max_response_tokens"
-        raise ValueError(f"{url} serves sequences of at most {room} tokens, and {wants} are asked for; {fix}")
+        raise Refused(f"{url} serves sequences of at most {room} tokens, and {wants} are asked for; {fix}")
     return model
 
 
@@ -245,13 +246,13 @@ async def source_of(api: Api, source: WeightReader) -> tuple[CheckedReader, Weig
         sent = source.source
         if sent.passes:
             if not api.streams_weights:
-                raise ValueError("this rollout engine reads whole versions: leave sync.engine_options.bucket_mb out")
+                raise Refused("this rollout engine reads whole versions: leave sync.engine_options.bucket_mb out")
             return source, sent
         if sent.transport.startswith(api.transport):
             return source, sent
         if api.sync == "shm" and (found := await asyncio.to_thread(_segment_of, sent)) is not None:
             return source, found
-    raise ValueError(f"this rollout engine is a server that reads weights by itself: set sync.engine={api.sync}")
+    raise Refused(f"this rollout engine is a server that reads weights by itself: set sync.engine={api.sync}")
 
 
 def _segment_of(sent: WeightSource) -> WeightSource | None:

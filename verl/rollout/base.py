@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from verl.errors import Refused
 from verl.types import Sampling, StopReason, as_ids
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class RolloutContext:
 def check_positive(**sizes: int) -> None:
     for name, value in sizes.items():
         if value < 1:
-            raise ValueError(f"{name}={value}: must be at least 1")
+            raise Refused(f"{name}={value}: must be at least 1")
 
 
 NO_ADAPTERS = "this rollout engine loads no adapters"

@@ -20,6 +20,7 @@ from typing import Any, get_args
 import numpy as np
 
 from verl.checkpoint.hf import skeleton_of
+from verl.errors import Refused
 from verl.rollout.adapted import AdaptedServer
 from verl.rollout.api import Api, Deadlines, Expected, TokenBudget, deliver_buckets, source_of
 from verl.rollout.base import (
@@ -285,7 +286,7 @@ class ServedEngine(AdaptedServer):
         transferred = time.perf_counter() - began
         if not self._api.updates_weights and self._launch is None and self._version >= 0:
             fix = "use it for verl eval and verl generate, or train with rollout.engine=vllm, sglang or server"
-            raise ValueError(f"{self._http.url} has weights of its own, and takes no others while it runs: {fix}")
+            raise Refused(f"{self._http.url} has weights of its own, and takes no others while it runs: {fix}")
         await self._up()
         async with self._alone(partial(self._announce_early, sent, on_inflight)) as announced:
             if self._api.updates_weights and (self._fenced is not None or self._exited):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.errors import Refused
 from verl.rollout.api import Api, Deadlines, Expected, TokenBudget, model_of, positions_of
 from verl.rollout.base import RolloutContext
 from verl.rollout.calls import PendingCall
@@ -133,7 +134,7 @@ class Server:
                 await self._http.get("/health", timeout_s=HEALTH_S)
             except (ServerGone, ServerLate, ServerRefused) as e:
                 if server is None and not isinstance(e, ServerLate):
-                    raise ValueError(f"rollout.url={at}: no healthy server there ({e}); start it first") from e
+                    raise Refused(f"rollout.url={at}: no healthy server there ({e}); start it first") from e
                 return False
             if server is None:
                 return True
@@ -144,7 +145,7 @@ class Server:
         elif others or (code := server.exit_code) is not None:
             how = "shares its port with another server" if others else f"ended with exit code {code} as it started"
             if lacks := _unknown_model(server.tail(LOG_LINES)):
-                raise ValueError(f"{self._expected.name} does not know this model ({lacks}): set {OTHER_ENGINES}")
+                raise Refused(f"{self._expected.name} does not know this model ({lacks}): set {OTHER_ENGINES}")
             last = f"the last lines of {server.log}:\n{server.tail()}"
             raise RuntimeError(f"{self._expected.name} at {at} {how}; {last}")
         return not others  # no entry in the kernel's table: no other server
@@ -157,7 +158,7 @@ class Server:
             await self._api.prepare(self._call, self._model, self._vocab)
         except ServerRefused as e:
             fix = self._expected.needs.get("transfer", "it must take weights from shared memory")
-            raise ValueError(f"{url} cannot be sent weights ({e}): {fix}") from e
+            raise Refused(f"{url} cannot be sent weights ({e}): {fix}") from e
         if self._server is None and (paused := await self._api.paused(get)) is not False:
             # paused by a driver that died, perhaps in the middle of an update: resumed then, vLLM's engine would end
             self._found_paused = bool(paused)
@@ -188,7 +189,7 @@ class Server:
         if said := await self._api.unlike(self._call, self._model, config):
             ours = "the model of this run" if place is None else f"model.path={place.model}"
             fix = f"{ours} has {self._vocab} ids: start it with that folder, or name its model in model.path"
-            raise ValueError(f"{self._http.url} serves another model, {self._model!r}: {said}; {fix}")
+            raise Refused(f"{self._http.url} serves another model, {self._model!r}: {said}; {fix}")
 
     async def _refuse_raw_logprobs(self) -> None:
         """Raise ValueError for a server with log-probs that are not those of the distribution that it sampled from."""
@@ -196,7 +197,7 @@ class Server:
         plain = (await self._api.score(self._call, self._model, np.array([0, *drawn.ids]), PROBE_S))[-len(drawn.ids) :]
         if raw(np.array(drawn.logprobs), plain, self._vocab):
             fix = self._expected.needs.get("logprobs", "have it return those of the distribution that was drawn from")
-            raise ValueError(f"{self._http.url} returns log-probs before temperature and truncation: {fix}")
+            raise Refused(f"{self._http.url} returns log-probs before temperature and truncation: {fix}")
 
     async def _call(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
         try:
@@ -206,7 +207,7 @@ class Server:
         except ServerRefused as e:
             fix = self._expected.needs.get(path.partition("?")[0])
             if e.status in (403, 404, 405) and fix is not None:
-                raise ValueError(f"{self._http.url} has no {path}: {fix}") from e
+                raise Refused(f"{self._http.url} has no {path}: {fix}") from e
             raise
 
     async def _numbers(self, call: PendingCall, told: list[Span], least: int) -> list[Span]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from verl.errors import Refused
 from verl.rollout.base import ServerPlace
 from verl.rollout.process import ServerProcess, free_port, output_of
 from verl.rollout.wire import version_of
@@ -27,17 +28,13 @@ def require(python: str, package: str, name: str, versions: tuple[Release, Relea
     try:
         status, output = output_of([python, "-c", code], timeout_s=ASK_S)
     except OSError as e:
-        raise ValueError(
-            f"rollout.python={python}: cannot be started ({e}); name the bin/python of an environment"
-        ) from e
+        raise Refused(f"rollout.python={python}: cannot be started ({e}); name the bin/python of an environment") from e
     last, (at_least, below) = (output.splitlines() or ["no output"])[-1], versions
     if status != 0:
-        raise ValueError(f"rollout.python={python}: no {name} there ({last}): {install}, and name its bin/python")
+        raise Refused(f"rollout.python={python}: no {name} there ({last}): {install}, and name its bin/python")
     if not at_least <= version_of(last) < below:
         wanted = f">={'.'.join(map(str, at_least))},<{'.'.join(map(str, below))}"
-        raise ValueError(
-            f"rollout.python={python}: {name} {last} is there, this adapter was made for {wanted}: {install}"
-        )
+        raise Refused(f"rollout.python={python}: {name} {last} is there, this adapter was made for {wanted}: {install}")
 
 
 def flags(ours: Mapping[str, Any], more: Mapping[str, Any] | None, dash: str = "-") -> list[str]:
@@ -46,7 +43,7 @@ def flags(ours: Mapping[str, Any], more: Mapping[str, Any] | None, dash: str = "
     given = dict(ours)
     for name, value in (more or {}).items():
         if (key := name.lstrip("-").replace("_", dash).replace("-", dash)) in given:
-            raise ValueError(f"rollout.engine_options.args.{name}={value}: verl sets --{key} itself; leave it out")
+            raise Refused(f"rollout.engine_options.args.{name}={value}: verl sets --{key} itself; leave it out")
         given[key] = value
     words = [[f"--{name}"] if value is True else [f"--{name}", _text(value)] for name, value in given.items()]
     return [word for pair, value in zip(words, given.values()) for word in pair if value is not False]

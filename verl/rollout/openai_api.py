@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.errors import Refused
 from verl.rollout.api import Api, Post, TokenBudget
 from verl.rollout.http import ServerRefused
 from verl.rollout.wire import NotUnderstood, ServerAnswer, prompt_scores
@@ -49,7 +50,7 @@ class CompletionsApi(Api):
 
     async def score(self, post: Post, model: str, ids: np.ndarray, timeout_s: float) -> np.ndarray:
         if self.scoring is None:
-            raise ValueError("this server tells no log-probs of prompts (prompt_logprobs, or echo with logprobs)")
+            raise Refused("this server tells no log-probs of prompts (prompt_logprobs, or echo with logprobs)")
         one = {"model": model, "prompt": ids.tolist(), "max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
         if self.scoring == "prompt_logprobs":
             answer = await post(self.generate, one | {"prompt_logprobs": 0}, timeout_s)
@@ -78,10 +79,10 @@ class CompletionsApi(Api):
                 self.read(drawn, await post(self.generate, body))
             except (ServerRefused, NotUnderstood) as e:
                 said = "completions with stop_token_ids, ignore_eos, log-probs and the ids of their tokens are needed"
-                raise ValueError(f"{said}, and this server does not give them: {e}") from e
+                raise Refused(f"{said}, and this server does not give them: {e}") from e
             if len(drawn.ids) != wanted:
                 said = "ids of the tokens (return_token_ids)" if not ends else "an end where stop_token_ids say"
-                raise ValueError(f"this server does not give {said}: {len(drawn.ids)} ids came of an answer to a probe")
+                raise Refused(f"this server does not give {said}: {len(drawn.ids)} ids came of an answer to a probe")
             ends = (drawn.ids[0],)
 
     async def _scores_by(self, field: str, post: Post, model: str) -> bool:
@@ -122,4 +123,4 @@ def refuse_other_than_plain(sampling: Sampling) -> None:
     s = sampling
     if s.temperature not in (0.0, 1.0) or (s.temperature > 0 and (s.top_p < 1 or s.top_k > 0 or s.min_p > 0)):
         said = f"temperature={s.temperature} top_p={s.top_p} top_k={s.top_k} min_p={s.min_p}"
-        raise ValueError(f"{said}: this server's log-probs are those at temperature 1 of all tokens; set 1, 1, 0 and 0")
+        raise Refused(f"{said}: this server's log-probs are those at temperature 1 of all tokens; set 1, 1, 0 and 0")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from verl.errors import Refused
 from verl.rollout.api import Api
 from verl.rollout.base import Peers
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
@@ -40,13 +41,13 @@ class Routed:
         try:
             known = await self._api.behind(partial(self.http.get, timeout_s=timeout_s))
         except (ServerGone, ServerLate, ServerRefused, NotUnderstood) as e:
-            raise ValueError(f"{at}: no router there that tells of its servers ({e}); start it first") from e
+            raise Refused(f"{at}: no router there that tells of its servers ({e}); start it first") from e
         if self._own not in known:
             others_known = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"{at}: it does not know {self._own} (but {others_known}): name it in its --worker-urls")
+            raise Refused(f"{at}: it does not know {self._own} (but {others_known}): name it in its --worker-urls")
         if others := sorted(known - self._peers.urls):
             fix = "name them there too, or take them out of its --worker-urls"
-            raise ValueError(f"{at}: it sends requests to {', '.join(others)}, which rollout.url does not name: {fix}")
+            raise Refused(f"{at}: it sends requests to {', '.join(others)}, which rollout.url does not name: {fix}")
 
     @property
     def signs(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from verl.config.adapter import copy_adapter
+from verl.errors import Refused
 from verl.leftovers import OwnFolder
 from verl.rollout.base import (
     Capabilities,
@@ -133,9 +134,9 @@ class Router:
     def leave(self, number: int) -> None:
         """Remove a replica from the run. Its number is never used again."""
         if not 0 <= number < len(self.replicas) or self.replicas[number].left:
-            raise ValueError(f"replica {number}: none has this number; `verl replicas RUN list` shows them")
+            raise Refused(f"replica {number}: none has this number; `verl replicas RUN list` shows them")
         if self._serving <= {number}:
-            raise ValueError(f"replica {number} is the only one that serves: add another, and wait for its publish")
+            raise Refused(f"replica {number} is the only one that serves: add another, and wait for its publish")
         self.replicas[number].leave()
 
     def states(self) -> list[str]:
@@ -276,7 +277,7 @@ class Router:
         """Return the abilities that all replicas have. Raise ValueError if their log-probs mean different things."""
         every = await asyncio.gather(*(replica.capabilities() for replica in self.replicas))
         if len(kinds := {one.logprobs for one in every}) > 1:
-            raise ValueError(f"replicas return {' and '.join(sorted(kinds))} log-probs: one run needs one kind")
+            raise Refused(f"replicas return {' and '.join(sorted(kinds))} log-probs: one run needs one kind")
         able = {f.name: [getattr(one, f.name) for one in every] for f in fields(Capabilities) if f.name != "notes"}
         unlike = [f"{name} ({', '.join(map(str, of))})" for name, of in able.items() if any(x != of[0] for x in of)]
         at = [set(of) for of in able.pop("score_temperatures") if of is not None]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.errors import Refused
 from verl.rollout.api import Api, Post, TokenBudget
 from verl.rollout.base import PauseMode
 from verl.rollout.http import ServerRefused
@@ -36,9 +37,7 @@ class SglangApi(Api):
         top_k = s.top_k or (room.vocab if truncated and room.vocab <= MASKS else -1)
         if truncated and s.temperature > 0 and not 0 < top_k <= MASKS:
             why = f"SGLang tells the log-probs of truncated draws for top_k from 1 to {MASKS} alone"
-            raise ValueError(
-                f"top_p={s.top_p} min_p={s.min_p} top_k={s.top_k}: {why}; set top_k too, or top_p=1 min_p=0"
-            )
+            raise Refused(f"top_p={s.top_p} min_p={s.min_p} top_k={s.top_k}: {why}; set top_k too, or top_p=1 min_p=0")
         params: dict[str, Any] = {
             "max_new_tokens": min(s.max_tokens, room.tokens),
             "temperature": s.temperature,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.bounds import Positive, PositiveInt, PositiveShare
+from verl.errors import Refused
 
 if TYPE_CHECKING:
     from verl.rollout.base import RolloutContext
@@ -62,7 +63,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     config, wanted = json.loads((Path(place.model) / "config.json").read_text()), str(context.dtype).partition(".")[2]
     if (said := config.get("dtype", config.get("torch_dtype"))) != wanted:
         why = f"TensorRT-LLM computes in what {place.model}/config.json says, {said}, and not in {wanted}"
-        raise ValueError(f"{why}: set rollout.dtype={said}")
+        raise Refused(f"{why}: set rollout.dtype={said}")
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
     expected = Expected(name="TensorRT-LLM", versions=(AT_LEAST, BELOW))
     launch = launcher("TensorRT-LLM", place, partial(serve_command, python, options, context))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from verl.bounds import Positive, PositiveInt, PositiveShare, words
+from verl.errors import Refused
 
 if TYPE_CHECKING:
     from verl.rollout.api import Expected
@@ -92,7 +93,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     assert place is not None, "a server has a place"
     if context.deterministic:
         why = "what vLLM gives a sequence depends on what else is in the batch"
-        raise ValueError(f"run.deterministic=true: {why}; set it to false, or rollout.engine=native")
+        raise Refused(f"run.deterministic=true: {why}; set it to false, or rollout.engine=native")
     on_cpu = str(context.device) == "cpu"
     able = Capabilities(
         logprobs="processed",
@@ -173,14 +174,14 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
     if options.max_lora_rank is not None:
         wanted = options.max_lora_rank
         if (rank := next((r for r in RANKS if r >= wanted), None)) is None:
-            raise ValueError(f"rollout.engine_options.max_lora_rank={wanted}: vLLM takes at most {RANKS[-1]}")
+            raise Refused(f"rollout.engine_options.max_lora_rank={wanted}: vLLM takes at most {RANKS[-1]}")
         given |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": options.max_loras + 1}
     if on_cpu:  # a prefill that is split over steps ends the engine if requests have seeds
         if asked := [name for name in options.args or () if name.replace("_", "-").endswith("enable-chunked-prefill")]:
             why = (
                 "on a CPU a seeded request whose prefill is split ends vLLM, and all requests have seeds; leave it out"
             )
-            raise ValueError(f"rollout.engine_options.args.{asked[0]}={(options.args or {})[asked[0]]}: {why}")
+            raise Refused(f"rollout.engine_options.args.{asked[0]}={(options.args or {})[asked[0]]}: {why}")
         given |= {"no-enable-chunked-prefill": True, "max-num-batched-tokens": max(LEAST_BATCHED_TOKENS, length)}
         given["block-size"] = options.block_size or 32
     else:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from verl.errors import Refused
 from verl.rollout.api import Api, Post, TokenBudget
 from verl.rollout.base import PauseMode
 from verl.rollout.http import ServerRefused
@@ -125,7 +126,7 @@ class VllmApi(Api):
         told = dict((await post("/collective_rpc", {"method": "served_model"}))["results"][0])
         if told.pop("splits", False):
             why = "a seeded request whose prefill is split would end it, as it runs on a CPU"
-            raise ValueError(f"this vLLM splits prefills: {why}; start it with --no-enable-chunked-prefill")
+            raise Refused(f"this vLLM splits prefills: {why}; start it with --no-enable-chunked-prefill")
         name, ours = told.pop("model"), {key: getattr(config, key, size) for key, size in told.items()}
         differ = [f"{key}={size} and not {ours[key]}" for key, size in told.items() if size != ours[key]]
         return f"{name} has {', '.join(differ)}" if differ else ""

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from verl.errors import Refused
 from verl.sandbox import launcher
 from verl.sandbox.cell import READY
 from verl.sandbox.workspace import MAX_FILES, Base, Workspaces
@@ -56,7 +57,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not value > 0:
-                raise ValueError(f"{name}={value}: a sandbox has limits; give a number above 0")
+                raise Refused(f"{name}={value}: a sandbox has limits; give a number above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ class CodeSandbox:
     ) -> None:
         if tier not in ("auto", *TIERS, NONE):
             naked = f"{NONE} runs code that a model wrote with all rights of this run"
-            raise ValueError(f"tier={tier!r}: a sandbox is one of auto, {', '.join(TIERS)}; {naked}")
+            raise Refused(f"tier={tier!r}: a sandbox is one of auto, {', '.join(TIERS)}; {naked}")
         self.limits, self._packages = limits, [os.path.abspath(path) for path in packages]
         self._lock = threading.Lock()
         self._popen: subprocess.Popen[bytes] | None = None
@@ -178,7 +179,7 @@ class CodeSandbox:
             self.refused.append(f"{name}: {why}")
         self.close()
         fix = "apt-get install bubblewrap, or allow unprivileged user namespaces (sysctl user.max_user_namespaces)"
-        raise ValueError(f"no sandbox for code works here ({'; '.join(self.refused)}). Fix: {fix}")
+        raise Refused(f"no sandbox for code works here ({'; '.join(self.refused)}). Fix: {fix}")
 
     def _why_not(self) -> str | None:
         """Why the tier does not work here, found by running something in it."""

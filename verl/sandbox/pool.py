@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic
 
+from verl.errors import Refused
 from verl.sandbox.messages import CallableSpec, Failure, T
 from verl.sandbox.process import KILL_WAIT_S, UNFIT, CannotLoad, Worker, start_worker
 
@@ -93,7 +94,7 @@ class Pool(Generic[T]):
         limits = {"timeout_s": timeout_s, "memory_limit_mb": memory_limit_mb, "start_timeout_s": start_timeout_s}
         for name, value in {**sizes, **limits}.items():
             if not value > 0:
-                raise ValueError(f"{spec.section}.{name}={value}: must be positive; there is no call without a limit")
+                raise Refused(f"{spec.section}.{name}={value}: must be positive; there is no call without a limit")
         self.spec, self.stats = spec, PoolStats()
         self._timeout_s, self._memory_limit_mb, self._start_timeout_s = timeout_s, memory_limit_mb, start_timeout_s
         self._max_calls = max_calls_per_worker

@@ -18,6 +18,7 @@ from typing import Any, Generic, Literal, cast
 
 import msgspec
 
+from verl.errors import Refused
 from verl.sandbox import guardian, messages
 from verl.sandbox.messages import LENGTH, CallableSpec, Failed, Failure, T, framed
 
@@ -37,7 +38,7 @@ PREFIXES = ("LC_", "PYTHON", "OMP_", "OPENBLAS_", "MKL_")
 End = Literal["answered", "gone", "late"]
 
 
-class CannotLoad(ValueError):
+class CannotLoad(Refused):
     """The user's callable cannot be loaded; the text says why, and the fix."""
 
 

@@ -16,6 +16,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl.errors import Refused
 from verl.leftovers import OwnFolder
 from verl.sandbox.cell import NOBODY
 
@@ -50,11 +51,11 @@ class Workspaces:
             found = (self.root / name).resolve()
             folder = found.is_dir()
         except (OSError, ValueError, TypeError, RuntimeError) as e:  # too long, no text, links in a circle
-            raise ValueError(f"workspace={name!r} cannot be read: {e}. Fix: name a folder in {self.root}") from e
+            raise Refused(f"workspace={name!r} cannot be read: {e}. Fix: name a folder in {self.root}") from e
         if not found.is_relative_to(self.root):
-            raise ValueError(f"workspace={name!r} is outside of {self.root}: name a folder in it")
+            raise Refused(f"workspace={name!r} is outside of {self.root}: name a folder in it")
         if not folder:
-            raise ValueError(f"workspace: {found} is no folder")
+            raise Refused(f"workspace: {found} is no folder")
         return found
 
     def take(self, name: str) -> Base:
@@ -103,12 +104,12 @@ def read_tree(top: str | os.PathLike[str], to: str = "") -> str:
                 files, size = files + 1, size + about.st_size * stat.S_ISREG(about.st_mode)
                 if files > MAX_FILES or size > MAX_BYTES:
                     more = f"more than {MAX_FILES:,} files, or {MAX_BYTES:,} bytes"
-                    raise ValueError(f"workspace {top}: {more}. Fix: name folders in it, or take out what nobody needs")
+                    raise Refused(f"workspace {top}: {more}. Fix: name folders in it, or take out what nobody needs")
                 todo += [path] if stat.S_ISDIR(about.st_mode) else []
                 what = _read(entry.path, about.st_mode, os.path.join(to, path) if to else "")
                 found.update(repr((path, what)).encode())
     except OSError as e:
-        raise ValueError(f"workspace {top}: {e.strerror}: {e.filename}") from e
+        raise Refused(f"workspace {top}: {e.strerror}: {e.filename}") from e
     return found.hexdigest()
 
 
@@ -127,7 +128,7 @@ def _read(path: str, mode: int, to: str) -> str:
         with open(shutil.copyfile(path, to) if to else path, "rb") as file:
             what = f"{'program' if runs else 'file'} {hashlib.file_digest(file, 'sha256').hexdigest()}"
     else:
-        raise ValueError(f"workspace: {path} is no file, folder or link. Fix: take it out")
+        raise Refused(f"workspace: {path} is no file, folder or link. Fix: take it out")
     if to and not stat.S_ISLNK(mode):
         os.chmod(to, 0o755 if runs else 0o644)
     if to and os.geteuid() == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
+from verl.errors import Refused
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 
@@ -15,7 +16,7 @@ class BaseTool:
         self.config = config
         schema = tool_schema or self.get_openai_tool_schema()
         if schema is None:
-            raise ValueError(f"{type(self).__name__} has no schema: give tool_schema in its YAML")
+            raise Refused(f"{type(self).__name__} has no schema: give tool_schema in its YAML")
         self.tool_schema = schema
         self.name = schema.function.name
 

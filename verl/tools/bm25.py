@@ -21,6 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from verl.errors import Refused
+
 K1, B = 0.9, 0.4
 WORD = re.compile(r"\w+")
 PARTS = {"terms": np.uint64, "ends": np.int64, "most": np.float32, "passages": np.int32, "worth": np.float32}
@@ -41,7 +43,7 @@ def contents(line: bytes, where: str) -> str:
         row = json.loads(line)
         return str(row["contents"] if "contents" in row else f"{row['title']}\n{row['text']}")
     except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f'{where}: no passage: lines are {{"contents": ...}} or {{"title", "text"}}: {e}') from e
+        raise Refused(f'{where}: no passage: lines are {{"contents": ...}} or {{"title", "text"}}: {e}') from e
 
 
 def build(corpus: Path, folder: Path) -> int:
@@ -60,7 +62,7 @@ def build(corpus: Path, folder: Path) -> int:
                 where.append(number)
                 counts.append(min(count, 65535))
     if not sizes or not vocabulary:
-        raise ValueError(f"{corpus}: no passage with a word in it")
+        raise Refused(f"{corpus}: no passage with a word in it")
     ids = np.array([term_id(word) for word in vocabulary], np.uint64)
     order = np.argsort(ids)
     rank = np.empty(len(ids), np.int32)
@@ -94,10 +96,10 @@ class Index:
             corpus = Path(path)
             self._size, self._file = corpus.stat().st_size, corpus.open("rb")
         except OSError as e:
-            raise ValueError(f"{folder}: no index: {e}. Fix: python -m verl.tools.bm25 CORPUS.jsonl {folder}") from e
+            raise Refused(f"{folder}: no index: {e}. Fix: python -m verl.tools.bm25 CORPUS.jsonl {folder}") from e
         self._terms, self._ends, self._most, self._passages, self._worth, self._lines = parts.values()
         if self._size != self._lines[-1]:
-            raise ValueError(f"{corpus} has changed since {folder} was built of it: build the index again")
+            raise Refused(f"{corpus} has changed since {folder} was built of it: build the index again")
 
     def search(self, query: str, topk: int) -> list[tuple[int, float]]:
         """(passage, score) of the best, best first; of equal ones the earlier passage."""

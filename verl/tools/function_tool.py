@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from verl.errors import Refused
+
 F = TypeVar("F", bound=Callable[..., Any])
 MARK = "__verl_tool__"
 
@@ -31,11 +33,11 @@ class ToolLimits:
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and self.timeout_s <= 0:
-            raise ValueError(f"timeout_s={self.timeout_s}: a call of a tool needs some time; give seconds above 0")
+            raise Refused(f"timeout_s={self.timeout_s}: a call of a tool needs some time; give seconds above 0")
         least = {"concurrency": 1, "max_result_tokens": 1, "retries": 0, "processes": 0}
         for name, at_least in least.items():
             if (value := getattr(self, name)) is not None and value < at_least:
-                raise ValueError(f"{name}={value} of a tool: give at least {at_least}")
+                raise Refused(f"{name}={value} of a tool: give at least {at_least}")
 
 
 def function_tool(

@@ -25,6 +25,7 @@ from typing import Any, TextIO, TypeVar
 
 from verl.agent_loop.tools import LIMITS, Tool, ToolAnswer
 from verl.chat.template import one_line
+from verl.errors import Refused
 from verl.sandbox import attended
 from verl.tools.function_tool import ToolBroken, ToolLimits
 
@@ -95,7 +96,7 @@ class McpServer:
             asyncio.run_coroutine_threadsafe(self._ready(), self._loop).result(2 * START_S)
         except (Unreachable, TimeoutError) as e:
             self.close()
-            raise ValueError(
+            raise Refused(
                 f"{where}: {str(e) or 'no answer'}. Fix: start it, or mend its entry: {_how(self.entry)}"
             ) from e
 
@@ -389,23 +390,19 @@ def tools_of_servers(file: str, timeout_s: float) -> list[Tool]:
     try:
         read: Any = OmegaConf.to_container(OmegaConf.create(json.loads(Path(file).read_text())), resolve=True)
     except (OSError, ValueError, OmegaConfBaseException) as e:
-        raise ValueError(f"{where}: cannot be read: {one_line(e)}") from e
+        raise Refused(f"{where}: cannot be read: {one_line(e)}") from e
     servers = read.get("mcpServers") if isinstance(read, dict) else None
     if not isinstance(servers, dict) or not all(isinstance(entry, dict) for entry in servers.values()):
-        raise ValueError(
-            f'{where}: a file of MCP servers holds {{"mcpServers": {{NAME: {{command, args}} or {{url}}}}}}'
-        )
+        raise Refused(f'{where}: a file of MCP servers holds {{"mcpServers": {{NAME: {{command, args}} or {{url}}}}}}')
     for name, entry in servers.items():
         if unknown := sorted(entry.keys() - set(KEYS)):
-            raise ValueError(f"{where}: {name}: {', '.join(unknown)}: unknown; there are {', '.join(KEYS)}")
+            raise Refused(f"{where}: {name}: {', '.join(unknown)}: unknown; there are {', '.join(KEYS)}")
         if ("command" in entry) == ("url" in entry):
-            raise ValueError(f"{where}: {name}: give command (and args), or url")
+            raise Refused(f"{where}: {name}: give command (and args), or url")
     try:
         import mcp  # noqa: F401
     except ImportError as e:
-        raise ValueError(
-            f"{where}: the package mcp is not installed. Fix: pip install '.[mcp]' in verl's folder"
-        ) from e
+        raise Refused(f"{where}: the package mcp is not installed. Fix: pip install '.[mcp]' in verl's folder") from e
     made = [McpServer(name, entry) for name, entry in servers.items()]
     try:
         for server in made:
@@ -421,7 +418,7 @@ def tools_of_servers(file: str, timeout_s: float) -> list[Tool]:
 def _tools(server: McpServer, where: str) -> list[Tool]:
     there, wanted = [t["name"] for t in server.listed], server.entry.get("tools")
     if missing := sorted(set(wanted or ()) - set(there)):
-        raise ValueError(f"{where}: {server.name} has no tool {', '.join(missing)}; it has {', '.join(there)}")
+        raise Refused(f"{where}: {server.name} has no tool {', '.join(missing)}; it has {', '.join(there)}")
     limits = ToolLimits(**{key: server.entry[key] for key in LIMITS if key in server.entry})
     kept = [t for t in server.listed if wanted is None or t["name"] in wanted]
     return [Tool(t["name"], {"type": "function", "function": dict(t)}, limits, held=server) for t in kept]

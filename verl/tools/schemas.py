@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.errors import Refused
+
 
 @dataclass
 class ToolResponse:
@@ -34,7 +36,7 @@ class OpenAIFunctionToolSchema:
         """Of {type: function, function: {name, description, parameters}}; ValueError for anything else."""
         inner = found.get("function")
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
-            raise ValueError(f"a tool's schema is {{type: function, function: {{name, parameters}}}}, got {found}")
+            raise Refused(f"a tool's schema is {{type: function, function: {{name, parameters}}}}, got {found}")
         known = {key: inner[key] for key in ("name", "description", "parameters", "strict") if key in inner}
         return cls(str(found.get("type", "function")), OpenAIFunctionSchema(**known))
 

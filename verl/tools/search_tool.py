@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from verl.errors import Refused
 from verl.tools.base_tool import BaseTool
 from verl.tools.bm25 import Index
 from verl.tools.function_tool import ToolBroken
@@ -46,14 +47,14 @@ class SearchTool(BaseTool):
         super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA))
         folder, url = config.get("index"), config.get("retrieval_service_url", "")
         if folder is not None and url:
-            raise ValueError(f"search: index={folder} and retrieval_service_url={url}: give one of them")
+            raise Refused(f"search: index={folder} and retrieval_service_url={url}: give one of them")
         if folder is None and not str(url).startswith(("http://", "https://")):
-            raise ValueError(f"search: retrieval_service_url={url}: give http://HOST:PORT/retrieve, or index=FOLDER")
+            raise Refused(f"search: retrieval_service_url={url}: give http://HOST:PORT/retrieve, or index=FOLDER")
         self._index = None if folder is None else Index(Path(folder))
         self._url, self._topk = str(url), int(config.get("topk", 3))
         self._timeout_s, self._window_s = float(config.get("timeout", 30)), float(config.get("window_ms", 5)) / 1e3
         if self._topk < 1 or self._timeout_s <= 0 or self._window_s < 0:
-            raise ValueError(f"search: topk={self._topk}, timeout={self._timeout_s}, window_ms={1e3 * self._window_s}")
+            raise Refused(f"search: topk={self._topk}, timeout={self._timeout_s}, window_ms={1e3 * self._window_s}")
         self._retry_s = min(RETRY_S, float(config.get("timeout_s", 2 * RETRY_S)) / 2)
         self._places = asyncio.Semaphore(int(config.get("num_workers", 16)))
         self._waiting: list[tuple[list[str], asyncio.Future[list[list[str]]]]] = []

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl.errors import Refused
 from verl.track.files import replacing
 from verl.types import Outcome, Purpose, StopReason
 
@@ -109,7 +110,7 @@ SCHEMA = pa.schema(list(_TYPES.items()))
 SCALARS = [name for name in _TYPES if name not in (*_ARRAY_FIELDS, *_TEXTS, "segments")]
 
 
-class DamagedSamples(ValueError):
+class DamagedSamples(Refused):
     """A file of samples that cannot be read."""
 
 
@@ -182,7 +183,7 @@ def _existing(run_dir: Path, step: int, kind: Kind) -> Path:
     if not path.exists():
         known = sample_steps(run_dir, kind)
         span = f"{len(known)} steps from {known[0]} to {known[-1]}" if known else "none"
-        raise ValueError(f"no {kind} samples of step {step} in {run_dir} (there are: {span})")
+        raise Refused(f"no {kind} samples of step {step} in {run_dir} (there are: {span})")
     return path
 
 

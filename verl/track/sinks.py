@@ -13,6 +13,7 @@ from typing import Protocol
 import yaml
 
 from verl.config.schema import Config
+from verl.errors import Refused
 from verl.track.console import LiveProgress
 from verl.track.files import write_atomic
 from verl.track.metrics import MetricsLog
@@ -59,7 +60,7 @@ class WandbSink:
         except ModuleNotFoundError as fault:
             if fault.name != "wandb":
                 raise  # it is installed but broken: its own message has the reason
-            raise ValueError(
+            raise Refused(
                 "track.sinks has wandb, which is not installed: pip install '.[wandb]' in verl's folder"
             ) from None
         identity = run_dir / "wandb_id"  # one per run directory: a resumed run continues the same chart

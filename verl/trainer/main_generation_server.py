@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from verl.config.overrides import parse_argument
+from verl.errors import Refused
 from verl.trainer import door
 
 KEY = "data.output_path"
@@ -28,7 +29,7 @@ def _output(args: list[str]) -> tuple[Path, list[str]]:
     own = [arg for arg in args if arg.lstrip("+").partition("=")[0] == KEY]
     value = parse_argument(own[-1]).value if own else None
     if not isinstance(value, str) or "://" in value or not value.endswith((".parquet", ".pq")):
-        raise ValueError(f"{KEY}={value}: name the Parquet file that is to be written, on this machine")
+        raise Refused(f"{KEY}={value}: name the Parquet file that is to be written, on this machine")
     return Path(value).expanduser(), [arg for arg in args if arg not in own]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from verl.errors import Refused
 from verl.types import Refs
 
 BLOCK, AT, COUNT, KIND = range(4)
@@ -115,13 +116,19 @@ class Found(msgspec.Struct, tag=True):
     """Number of a block -> its generation, where blocks are used again."""
 
 
-class Refused(msgspec.Struct, tag=True):
+class Rejected(msgspec.Struct, tag=True):
     """The reason of a ValueError in the requesting process. Nothing has changed."""
 
     reason: str
+    """The text of the error."""
+    of_user: bool = False
+    """The error is a Refused: the configuration has to change."""
+
+    def error(self) -> ValueError:
+        return Refused(self.reason) if self.of_user else ValueError(self.reason)
 
 
-Answer = Found | Refused | Full | bytes | list[str] | int | None
+Answer = Found | Rejected | Full | bytes | list[str] | int | None
 
 
 class CellIndex:
@@ -161,7 +168,7 @@ class CellIndex:
                     return len(self)
             return None
         except ValueError as exc:
-            return Refused(str(exc))
+            return Rejected(str(exc))
 
     def commit(self, request: Commit) -> None:
         numbers = self._add(request.ids) if request.new else self._find(request.ids)
@@ -347,10 +354,11 @@ def full(found: Full, wanted: int) -> str:
     )
 
 
-def never_fit(nbytes: int, what: str, limit: int, max_bytes: int) -> Refused:
-    return Refused(
+def never_fit(nbytes: int, what: str, limit: int, max_bytes: int) -> Rejected:
+    return Rejected(
         f"{nbytes:,} bytes never fit into the queue: {what} may take {limit:,} "
-        f"(queue.engine_options.max_bytes={max_bytes:,}); raise it, or let a step have fewer rows"
+        f"(queue.engine_options.max_bytes={max_bytes:,}); raise it, or let a step have fewer rows",
+        of_user=True,
     )
 
 

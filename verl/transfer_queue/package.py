@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from verl.bounds import bounded_yaml
+from verl.errors import Refused
 from verl.transfer_queue.options import Package
 from verl.transfer_queue.ray import RayQueue, start
 
@@ -33,7 +34,7 @@ def build(options: Package) -> PackageQueue:
         import transfer_queue
     except ImportError as exc:
         wanted = "pip install TransferQueue==0.1.11 tensordict==0.15.3"
-        raise ValueError(f"queue.engine=package needs the TransferQueue package ({exc}): {wanted}") from None
+        raise Refused(f"queue.engine=package needs the TransferQueue package ({exc}): {wanted}") from None
     from omegaconf import OmegaConf
 
     if options.config:
@@ -58,7 +59,7 @@ def _check_room(cpus: int) -> None:
     while (free := ray.available_resources().get("CPU", 0.0)) < cpus:
         if time.monotonic() > until_s:
             fix = f"lower {UNITS} in the YAML of queue.engine_options.config, or add CPUs"
-            raise ValueError(f"queue.engine=package: it takes {cpus} CPUs of Ray, of which {free:g} are free; {fix}")
+            raise Refused(f"queue.engine=package: it takes {cpus} CPUs of Ray, of which {free:g} are free; {fix}")
         time.sleep(0.2)
 
 

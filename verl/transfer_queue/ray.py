@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from verl.batch import Ragged
+from verl.errors import Refused
 from verl.transfer_queue.index import (
     Commit,
     Drop,
@@ -24,8 +25,8 @@ from verl.transfer_queue.index import (
     Having,
     IndexRequest,
     Names,
-    Refused,
     Registry,
+    Rejected,
     Room,
     Size,
     encoded,
@@ -56,7 +57,7 @@ def start(max_bytes: int | None, cpus: int = 0) -> tuple[str, Any]:
     try:
         import ray
     except ImportError:
-        raise ValueError("queue.engine needs Ray, which is not here: pip install '.[ray]' in verl's folder") from None
+        raise Refused("queue.engine needs Ray, which is not here: pip install '.[ray]' in verl's folder") from None
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS") or "local"  # else Ray would join any cluster on this machine
         wanted = max(cpus, os.cpu_count() or 1) if address == "local" else None
@@ -171,8 +172,8 @@ class RayQueue:
         answer, found, freed = self._get(future, type(request).__name__.lower())
         if freed:
             self._release(freed)
-        if isinstance(answer, Refused):
-            raise ValueError(answer.reason)
+        if isinstance(answer, Rejected):
+            raise answer.error()
         return answer, found
 
     def _get(self, awaited: Any, what: str) -> Any:

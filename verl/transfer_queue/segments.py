@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from verl.leftovers import own_folder
-from verl.transfer_queue.index import Answer, CellIndex, Commit, Found, Full, IndexRequest, Refused, never_fit
+from verl.transfer_queue.index import Answer, CellIndex, Commit, Found, Full, IndexRequest, Rejected, never_fit
 
 ROOT, PREFIX = Path("/dev/shm"), "verl-queue-"
 PAGE = 4096
@@ -103,7 +103,7 @@ class Keeper:
                 if segment.owner == client:
                     segment.owner = None
 
-    def _reserve(self, client: int, request: Reserve) -> Space | Full | Refused:
+    def _reserve(self, client: int, request: Reserve) -> Space | Full | Rejected:
         several = request.nbytes <= self.segment_bytes // 4
         size = self.segment_bytes if several else _size_class(request.nbytes)
         limit = self.max_bytes // 2 if request.put else self.max_bytes

@@ -28,6 +28,7 @@ import numpy as np
 import psutil
 
 from verl.batch import Ragged
+from verl.errors import Refused
 from verl.transfer_queue.index import (
     Commit,
     Drop,
@@ -35,7 +36,7 @@ from verl.transfer_queue.index import (
     Full,
     Having,
     Names,
-    Refused,
+    Rejected,
     Size,
     encoded,
     full,
@@ -69,7 +70,7 @@ STRIDE = 1 << 20  # bytes of a segment that get their pages at once, at minimum
 def build(options: Shared) -> SharedQueue:
     """Return a new queue, which removes its segments at its end. ValueError if /dev/shm has no space for it."""
     if not ROOT.is_dir():
-        raise ValueError(f"queue.engine=shared needs {ROOT}, which this machine does not have; use queue.engine=memory")
+        raise Refused(f"queue.engine=shared needs {ROOT}, which this machine does not have; use queue.engine=memory")
     folder, lock = make_folder()
     room = os.statvfs(ROOT)
     free = room.f_bavail * room.f_frsize
@@ -77,7 +78,7 @@ def build(options: Shared) -> SharedQueue:
     if max_bytes > free or max_bytes < 1 << 20:
         shutil.rmtree(folder)
         os.close(lock)
-        raise ValueError(
+        raise Refused(
             f"queue.engine_options.max_bytes={max_bytes:,}: {ROOT} has {free:,} bytes free, and a queue needs "
             "at least 1 MiB; give it more (docker: --shm-size) or lower the number"
         )
@@ -247,8 +248,8 @@ class _Process:
                 raise TimeoutError(f"the process that holds the queue is busy or stopped: {what}") from None
             except (OSError, EOFError):
                 raise ConnectionError("the process that holds the queue is gone") from None
-        if isinstance(reply, Refused):
-            raise ValueError(reply.reason)
+        if isinstance(reply, Rejected):
+            raise reply.error()
         return reply
 
     def _round_trip(self, request: Request) -> Reply:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.errors import Refused
 from verl.weight_sync.base import SyncContext, SyncError
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Collective
@@ -303,7 +304,7 @@ def open_weights(address: str) -> CollectiveStream:
 def require_backend(backend: str, where: str) -> None:
     """Raise ValueError for a backend that is not available."""
     if backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
-        raise ValueError(f"sync.engine_options.backend=nccl: {where} has no CUDA device for NCCL; leave it out (gloo)")
+        raise Refused(f"sync.engine_options.backend=nccl: {where} has no CUDA device for NCCL; leave it out (gloo)")
 
 
 def _version_of(path: Path) -> int:

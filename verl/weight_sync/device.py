@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.storage import TypedStorage
 
+from verl.errors import Refused
 from verl.weight_sync.base import SyncError
 
 _OWN = WeakValueDictionary[bytes, Tensor]()
@@ -22,7 +23,7 @@ _OWN = WeakValueDictionary[bytes, Tensor]()
 def allocated(num_bytes: int) -> Tensor:
     """Return uint8 memory on this thread's GPU."""
     if not torch.cuda.is_available():
-        raise ValueError(
+        raise Refused(
             "sync.engine=ipc passes weights through the memory of a GPU, and torch sees none here: set sync.engine=shm"
         )
     return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
@@ -34,7 +35,7 @@ def handle_of(memory: Tensor) -> bytes:
         _, given = reduce_tensor(memory)
     except RuntimeError as e:
         fix = "leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or set sync.engine=shm"
-        raise ValueError(f"sync.engine=ipc: torch shares no memory of this GPU ({e}): {fix}") from e
+        raise Refused(f"sync.engine=ipc: torch shares no memory of this GPU ({e}): {fix}") from e
     index, allocation, storage_bytes, storage_offset, _, counter, counter_offset, event, waits = given[6:]
     handle = (allocation, storage_bytes, storage_offset, counter, counter_offset, event, waits)
     found = msgspec.msgpack.encode([_name_of(index), memory.numel(), *handle])

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from verl.checkpoint.hf import skeleton
 from verl.checkpoint.safetensors_file import DTYPES, host_bytes
+from verl.errors import Refused
 from verl.weight_sync.base import Entry, Parts, SyncContext, SyncError, TensorStream, saved_parts
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Disk
@@ -171,7 +172,7 @@ def build(options: Disk, context: SyncContext) -> LocalCheckpointEngine:
         return objects.build(str(options.folder), context)
     parent = Path(options.folder or tempfile.gettempdir()).absolute()
     if not parent.is_dir():
-        raise ValueError(f"sync.engine_options.folder={options.folder}: no such folder; make it first")
+        raise Refused(f"sync.engine_options.folder={options.folder}: no such folder; make it first")
     root = version_folder(parent)
     outlet = DiskOutlet(root, Path(context.model) if context.model else None)
     return engine_of(outlet, context, shutil.rmtree, root, True)

@@ -22,6 +22,7 @@ import msgspec
 from torch import Tensor
 
 from verl.data.files import filesystem, storage_errors
+from verl.errors import Refused
 from verl.weight_sync.base import Entry, Parts, SyncContext, SyncError, dtype_name
 from verl.weight_sync.disk import KEPT, PREFIX, WEIGHTS, DiskOutlet, DiskStream, version_folder
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
@@ -183,5 +184,5 @@ def build(folder: str, context: SyncContext) -> LocalCheckpointEngine:
         fs.rm(f"{path}/{PROBE}")
     except storage_errors() as e:
         said, fix = " ".join(str(e).split())[:300], "make it first, with a key that may write and remove there"
-        raise ValueError(f"sync.engine_options.folder={folder}: {type(e).__name__}: {said}; {fix}") from e
+        raise Refused(f"sync.engine_options.folder={folder}: {type(e).__name__}: {said}; {fix}") from e
     return engine_of(ObjectOutlet(root, Path(context.model) if context.model else None), context, _delete_all, fs, path)

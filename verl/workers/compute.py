@@ -14,6 +14,7 @@ from torch import Tensor
 from verl.algorithms.corrections import mismatch_metrics
 from verl.algorithms.weights import check_finite, term_weights
 from verl.batch import Columns, Ragged
+from verl.errors import Refused
 from verl.model_engine.base import Ranks
 from verl.objective import Term
 from verl.transfer_queue.base import TransferQueue
@@ -168,9 +169,9 @@ def _token_column(found: object, name: str, num_tokens: int) -> Tensor:
     value = found.get(name) if isinstance(found, Mapping) else None
     if not isinstance(value, Tensor):
         given = sorted(map(str, found)) if isinstance(found, Mapping) else f"a {type(found).__name__}"
-        raise ValueError(f"the function must return {{{name!r}: tensor [{num_tokens}]}}; it returned {given}")
+        raise Refused(f"the function must return {{{name!r}: tensor [{num_tokens}]}}; it returned {given}")
     if value.dim() == 0 or len(value) != num_tokens:
-        raise ValueError(
+        raise Refused(
             f"{name} has shape {list(value.shape)}; it needs one value for each of {num_tokens} trainable tokens"
         )
     return value

@@ -12,6 +12,7 @@ import msgspec
 
 from verl.bounds import NonNegative, PositiveInt
 from verl.config.tree import did_you_mean
+from verl.errors import Refused
 from verl.workers.sections import ClusterConfig
 
 MAIN = "main"
@@ -23,7 +24,7 @@ LOAD: Mapping[str, int] = MappingProxyType(
 TRIES = 10_000  # the number of node states that are tried before the question whether pools fit is left to the cluster
 
 
-class Shortage(ValueError):
+class Shortage(Refused):
     """No node, or not enough nodes, can hold a pool."""
 
 
@@ -191,7 +192,7 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
         f"cluster.pools.{name}: no role lives there; name one in cluster.roles, or leave it out" for name in unused
     ]
     if faults:
-        raise ValueError("\n".join(faults))
+        raise Refused("\n".join(faults))
     return pools, lives
 
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from verl.errors import Refused
 from verl.model_engine.base import OneRank
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
@@ -247,7 +248,7 @@ def join_processes(layout: Layout, device: str, timeout_s: float, start_s: float
     launch = launched()
     assert launch is not None and launch.world_size == layout.world_size
     if dist.is_initialized():
-        raise ValueError("a process that torchrun started makes one run; start torchrun again for the next one")
+        raise Refused("a process that torchrun started makes one run; start torchrun again for the next one")
     store, number, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=start_s))))
     become(store, layout, number, backend=backend_of(device), timeout_s=timeout_s, start_s=start_s)
     local = None if device == "cpu" else launch.local_rank
@@ -303,7 +304,7 @@ class SpmdCluster:
     def replica(
         self, number: int, build: Callable[..., RolloutEngine], args: tuple[Any, ...], died: Died | None = None
     ) -> RolloutEngine:
-        raise ValueError("cluster.backend=torchrun has no controller that could sample: use cluster.backend=ray")
+        raise Refused("cluster.backend=torchrun has no controller that could sample: use cluster.backend=ray")
 
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:
         """Do nothing: a death fails the calls that wait for the dead process."""

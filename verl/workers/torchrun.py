@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from verl.errors import Refused
 from verl.workers.sections import ClusterConfig
 
 BACKEND = "torchrun"
@@ -41,10 +42,10 @@ def take_part(section: ClusterConfig) -> None:
     if launch is None:
         if section.backend == BACKEND:
             fix = "torchrun --nproc_per_node=N -m verl.cli sft ..., or leave cluster.backend out"
-            raise ValueError(f"cluster.backend=torchrun, but torchrun did not start several processes: {fix}")
+            raise Refused(f"cluster.backend=torchrun, but torchrun did not start several processes: {fix}")
         return
     if section.backend == "ray":
-        raise ValueError(
+        raise Refused(
             f"cluster.backend=ray, but torchrun started {launch.world_size} processes: start one without torchrun, or "
             "leave cluster.backend out"
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.config.compat.given import ACTOR, Given, Result
 from verl.data.formats import teacher_name
+from verl.errors import Refused
 
 _LOSS, _TEACHERS = "distillation.distillation_loss.", "distillation.teacher_models."
 _CLAMPS = {f"{_LOSS}loss_max_clamp": "clamp", f"{_LOSS}log_prob_min_clamp": "floor"}
@@ -34,15 +35,15 @@ def distilled(given: Given) -> Result:
     mode, k, by_gradient, rewarded = (given.said(key) for key in _SETTINGS)
     for key in (_SETTINGS[0], *_SETTINGS[2:]):
         if given.said(key) is None:
-            raise ValueError(f"distillation.enabled=True: give {key}, whose default is not the same in verl's versions")
+            raise Refused(f"distillation.enabled=True: give {key}, whose default is not the same in verl's versions")
     clamps = {name: value for key, name in _CLAMPS.items() if (value := given.said(key)) is not None}
     out = _teachers(given)
     estimator, loss = given.get("algorithm.adv_estimator"), given.get(f"{ACTOR}policy_loss.loss_mode") or "vanilla"
     if loss != "vanilla":
-        raise ValueError(f"{ACTOR}policy_loss.loss_mode={loss} with distillation.enabled=True: leave one of them out")
+        raise Refused(f"{ACTOR}policy_loss.loss_mode={loss} with distillation.enabled=True: leave one of them out")
     if mode == "k1" and by_gradient:
         if rewarded and estimator not in (None, "grpo"):
-            raise ValueError(
+            raise Refused(
                 f"algorithm.adv_estimator={estimator} with use_task_rewards: its part is GRPO's here; set grpo"
             )
         given.ignore("only read by the modes of likeliest tokens", f"{_LOSS}topk")
@@ -51,7 +52,7 @@ def distilled(given: Given) -> Result:
     if mode in _BETAS and not by_gradient:
         beta, given.remarks[_SETTINGS[0]] = _BETAS[mode]
         if rewarded and estimator not in (None, "grpo"):
-            raise ValueError(f"algorithm.adv_estimator={estimator} with use_task_rewards: not mapped; set grpo")
+            raise Refused(f"algorithm.adv_estimator={estimator} with use_task_rewards: not mapped; set grpo")
         if rewarded:
             coef = given.said(_COEF, 1.0)
             own = {"divergence_coef": coef, "divergence_beta": beta, **_named("divergence_", clamps)}
@@ -61,7 +62,7 @@ def distilled(given: Given) -> Result:
             out |= {"algorithm.name": "gkd_topk"} | _options({"beta": beta, **_named("teacher_", clamps)})
         return out if k is None else out | {"teacher.top_k": k}
     fix = "there are k1 with use_policy_gradient=True (algorithm.name=opd), and with False forward_ and reverse_kl_topk"
-    raise ValueError(f"{_SETTINGS[0]}={mode} with use_policy_gradient={by_gradient}: {fix}")
+    raise Refused(f"{_SETTINGS[0]}={mode} with use_policy_gradient={by_gradient}: {fix}")
 
 
 def _named(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,8 +86,8 @@ def _teachers(given: Given) -> Result:
     for row, name in names.items():
         if not name:
             fix = "give what the rows of its task have as data_source (or in the column `teacher`)"
-            raise ValueError(f"{row}=null beside other teachers: {fix}")
+            raise Refused(f"{row}=null beside other teachers: {fix}")
     if len({*names.values()}) < len(names):
         said = " and ".join(f"{row}={given.said(row)}" for row in names)
-        raise ValueError(f"{said}: one teacher would be left out; give each a key of its own, which the rows name")
+        raise Refused(f"{said}: one teacher would be left out; give each a key of its own, which the rows name")
     return {"teacher.paths": {names[row]: path for row, path in paths.items()}}

@@ -14,6 +14,7 @@ from verl.bounds import bounded_yaml
 from verl.config.compat.table import find_row
 from verl.config.overrides import Argument, parse_argument
 from verl.config.tree import leaf_of
+from verl.errors import Refused
 
 _OPTIONS = {f"--config-{what}": f"--config-{what}" for what in ("path", "name", "dir")}
 _OPTIONS |= {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir"}
@@ -52,9 +53,9 @@ def _of_options(options: Mapping[str, str], main: str | None) -> list[Argument]:
     folder = Path((path or options.get("--config-dir", ".")).removeprefix("file://")).expanduser()
     if name is None and path is not None:
         if main is None:
-            raise ValueError(f"--config-path={path}: give --config-name=FILE beside it")
+            raise Refused(f"--config-path={path}: give --config-name=FILE beside it")
         if folder.is_absolute() and not (folder / f"{main}.yaml").is_file():
-            raise ValueError(f"--config-path={path}: no {main}.yaml there; give --config-name=FILE beside it")
+            raise Refused(f"--config-path={path}: no {main}.yaml there; give --config-name=FILE beside it")
         name = main
     return said if name is None else [*said, *_of_file(folder, name, ())]
 
@@ -64,17 +65,17 @@ def _of_file(folder: Path, name: str, chain: tuple[str, ...]) -> Iterator[Argume
     name = name.removesuffix(".yaml")
     path, packaged = folder / f"{name}.yaml", _OF_VERL.fullmatch(name)
     if name in chain:
-        raise ValueError(f"--config-name={' -> '.join([*chain, name])}: a file cannot be its own base")
+        raise Refused(f"--config-name={' -> '.join([*chain, name])}: a file cannot be its own base")
     if path.is_file():
         try:
             bounded_yaml(path.read_text(encoding="utf-8"))
             tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)  # 1e-6 is a number there, as in verl
         except yaml.YAMLError as exc:
-            raise ValueError(f"{path}: not YAML: {' '.join(str(exc).split())}") from exc
+            raise Refused(f"{path}: not YAML: {' '.join(str(exc).split())}") from exc
         except ValueError as exc:
-            raise ValueError(f"{path}: {exc}") from exc
+            raise Refused(f"{path}: {exc}") from exc
         if not isinstance(tree, dict):
-            raise ValueError(f"{path}: must be a mapping of keys")
+            raise Refused(f"{path}: must be a mapping of keys")
         for base in tree.pop("defaults", ()):
             if isinstance(base, str) and base != "_self_":
                 yield from _of_file(folder, base, (*chain, name))
@@ -85,7 +86,7 @@ def _of_file(folder: Path, name: str, chain: tuple[str, ...]) -> Iterator[Argume
         yield from (_argument(str(key), value) for key, value in tree.items())
     elif packaged is None:
         said = "no such file; give the folder of yours as an absolute --config-path"
-        raise ValueError(f"--config-name={name}: {path.absolute()}: {said}")
+        raise Refused(f"--config-name={name}: {path.absolute()}: {said}")
     elif packaged[1]:
         yield Argument("model_engine", packaged[1], packaged[1])
 

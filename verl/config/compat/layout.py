@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from verl.config.backends import address_of
 from verl.config.compat.given import ACTOR, Given, Result
+from verl.errors import Refused
 
 ONE_PROCESS = (
     "layout: the actor's is that of all, over processes where its devices are or with cluster.backend=ray, else in "
@@ -84,7 +85,7 @@ def layout(given: Given) -> Result:
     cut = [int(given.own(target, sizes[target])) for target in ("parallel.tensor", "parallel.pipeline")]
     shards, over = _size(given, SHARDS), nodes * ranks // math.prod(cut)
     if over % shards:
-        raise ValueError(f"{SHARDS}={shards} does not divide the {over} ranks that shard the model: use a divisor")
+        raise Refused(f"{SHARDS}={shards} does not divide the {over} ranks that shard the model: use a divisor")
     if shards > 1:
         out["parallel.replicate"] = over // shards
     given.ignore("has no effect at this value", *(key for key in (*keys, SHARDS) if _size(given, key) == 1))
@@ -133,7 +134,7 @@ def _size(given: Given, key: str) -> int:
     if size is None or size == -1:
         return 1
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-        raise ValueError(f"{key}={size}: expected a number")
+        raise Refused(f"{key}={size}: expected a number")
     return max(1, size)
 
 
@@ -143,7 +144,7 @@ def own_size(given: Given) -> Result:
     for key in (key for key in given.values if inner in key and given.reads(key, "own_size")):
         beside = key.replace(inner, ".")
         if given.said(key) not in (None, _size(given, beside)):
-            raise ValueError(f"{key}={given.said(key)}: the layout is {beside}={_size(given, beside)}: write it there")
+            raise Refused(f"{key}={given.said(key)}: the layout is {beside}={_size(given, beside)}: write it there")
         given.ignore(f"{beside} says it", key)
     return {}
 

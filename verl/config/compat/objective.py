@@ -9,6 +9,7 @@ from verl.algorithms.presets import LOSSES, PRESETS
 from verl.algorithms.specs import BY_HORIZON
 from verl.config.compat.distillation import distilled, keys_of
 from verl.config.compat.given import ACTOR, Given, Result
+from verl.errors import Refused
 
 _COVARIANCE = {
     "clip_cov": {"clip_cov_ratio": "cov_ratio", "clip_cov_lb": "cov_low", "clip_cov_ub": "cov_high"},
@@ -30,15 +31,13 @@ def objective(given: Given) -> Result:
     loss_key, by_std_key = f"{ACTOR}policy_loss.loss_mode", "algorithm.norm_adv_by_std_in_grpo"
     preset, loss = given.get("algorithm.adv_estimator"), given.get(loss_key) or "vanilla"
     if loss not in ("vanilla", *PRESETS, *LOSSES):
-        raise ValueError(
-            f"{loss_key}={loss}: this loss is not in this version; algorithm.loss=module:function is yours"
-        )
+        raise Refused(f"{loss_key}={loss}: this loss is not in this version; algorithm.loss=module:function is yours")
     bypass = given.said("algorithm.rollout_correction.bypass_mode")
     if bypass and loss != "vanilla":
         said = "some of verl's trainers then take rollout_correction.loss_type for the loss, others the loss_mode"
-        raise ValueError(f"{loss_key}={loss} with rollout_correction.bypass_mode: {said}; leave one of them out")
+        raise Refused(f"{loss_key}={loss} with rollout_correction.bypass_mode: {said}; leave one of them out")
     if preset is None and loss != "vanilla" and "algorithm.name" not in given.native:
-        raise ValueError(f"{loss_key}={loss}: give algorithm.adv_estimator=grpo beside it, or algorithm.name={loss}")
+        raise Refused(f"{loss_key}={loss}: give algorithm.adv_estimator=grpo beside it, or algorithm.name={loss}")
     if preset == "ppo":
         _critic_is_like_ours(given)
     out: Result = {}
@@ -79,10 +78,10 @@ def _critic_is_like_ours(given: Given) -> None:
     mode, style = "critic.loss_agg_mode", "critic.optim.lr_scheduler_type"
     how = given.said(mode, given.need(f"{ACTOR}loss_agg_mode"))
     if how != "token-mean":
-        raise ValueError(f"{mode}={how}: the critic's loss is a mean over tokens here; give {mode}=token-mean")
+        raise Refused(f"{mode}={how}: the critic's loss is a mean over tokens here; give {mode}=token-mean")
     if given.use_defaults and given.schedule and style not in given.values:
         said = f"{style}={given.schedule} is the default of this model engine"
-        raise ValueError(f"{said}: the critic's rate is constant after its warm-up here; give {style}=constant")
+        raise Refused(f"{said}: the critic's rate is constant after its warm-up here; give {style}=constant")
 
 
 def correction(given: Given) -> Result:
@@ -106,7 +105,7 @@ def correction(given: Given) -> Result:
     if stats is not None:
         names, texts = str(stats).split(","), str(limits).split(",")
         if limits is None or len(texts) not in (1, len(names)):
-            raise ValueError(f"{key}rollout_rs={stats}: give rollout_rs_threshold, one value or one for each")
+            raise Refused(f"{key}rollout_rs={stats}: give rollout_rs_threshold, one value or one for each")
         pairs = zip(names, texts * len(names) if len(texts) == 1 else texts)
         out[f"{option}reject"] = [_rejected(f"{key}rollout_rs_threshold", n.strip(), t) for n, t in pairs]
     else:
@@ -127,9 +126,9 @@ def _bounds(key: str, value: Any) -> list[float]:
     try:
         found = [float(v) for v in str(value).split("_")]
     except ValueError:
-        raise ValueError(f"{key}={value}: expected a number, or LOW_HIGH") from None
+        raise Refused(f"{key}={value}: expected a number, or LOW_HIGH") from None
     if len(found) > 2 or min(found) <= 0:
-        raise ValueError(f"{key}={value}: expected a positive number, or LOW_HIGH")
+        raise Refused(f"{key}={value}: expected a positive number, or LOW_HIGH")
     return found
 
 
@@ -149,7 +148,7 @@ def aggregation(given: Given) -> Result:
         older = "token-mean" if by_token else "seq-mean-token-mean"
         if given.said(f"{ACTOR}loss_agg_mode", older) != older:
             both = f"{ACTOR}use_token_level_loss={by_token} and {ACTOR}loss_agg_mode={mode}"
-            raise ValueError(f"{both} contradict each other: leave one of them out")
+            raise Refused(f"{both} contradict each other: leave one of them out")
         return {"algorithm.aggregation": older}
     if f"{ACTOR}loss_agg_mode" not in given.values and given.said(f"{ACTOR}policy_loss.loss_mode") in _BY_SEQUENCE:
         mode = None  # the preset's: its ratio is of a sequence, and verl's newer trainers fix the mode too
@@ -173,7 +172,7 @@ def clip(given: Given) -> Result:
         value = given.said(f"{ACTOR}clip_ratio_{side}", single)
         if value not in (None, single):
             both = f"{ACTOR}clip_ratio={single} and clip_ratio_{side}={value}"
-            raise ValueError(f"{both} contradict each other: leave clip_ratio out")
+            raise Refused(f"{both} contradict each other: leave clip_ratio out")
     return {"algorithm.clip_low": single, "algorithm.clip_high": single}
 
 
@@ -230,12 +229,12 @@ def critic(given: Given) -> Result:
         given.ignore("no critic in this estimator", "critic.enable", *keys, mode, *warm)
         return {}
     if trains is False:
-        raise ValueError("critic.enable=False with adv_estimator=gae, which reads its values: leave it out")
+        raise Refused("critic.enable=False with adv_estimator=gae, which reads its values: leave it out")
     for key, name in zip(keys, own):
         actors = given.need(f"{ACTOR}{name}")
         if given.said(key) not in (None, actors):
             said = f"the critic follows the actor here ({name}={actors})"
-            raise ValueError(f"{key}={given.said(key)}: {said}; leave it out")
+            raise Refused(f"{key}={given.said(key)}: {said}; leave it out")
     given.ignore("the critic is updated with the actor", "critic.enable", *keys, mode)
     steps, ratio = (given.said(f"critic.optim.lr_warmup_steps{end}") for end in ("", "_ratio"))
     if steps is not None and steps > 0:

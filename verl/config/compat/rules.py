@@ -21,6 +21,7 @@ from verl.config.compat import layout, objective
 from verl.config.compat.given import ACTOR, ROLLOUT, Given, Result
 from verl.config.model_files import context_tokens
 from verl.config.served import reachable
+from verl.errors import Refused
 
 _MEMORY, _TENSOR, _EAGER, _FORMAT = (
     f"{ROLLOUT}{name}"
@@ -64,7 +65,7 @@ def _rollout_engine(given: Given) -> Result:
         given.ignore("only read beside a rollout.name that is not here", strict)
         return options if name is None else {"rollout.engine": name, **options}
     if given.said(strict):
-        raise ValueError(f"{key}={name}: not here, and rollout.strict=True refuses the native engine for it")
+        raise Refused(f"{key}={name}: not here, and rollout.strict=True refuses the native engine for it")
     fix = "rollout.python=ENVIRONMENT/bin/python brings it (docs/engines.md); " if name in ROLLOUT_ENGINES else ""
     given.remarks[key] = (
         f"{name} is not here: the native engine runs in its place; {fix}rollout.strict=True refuses that"
@@ -105,17 +106,17 @@ def _batch(given: Given) -> Result:
     mini, batches = given.get(mini_key), given.get("async_training.require_batches")
     if prompts == 0 or (prompts is None and batches is not None):  # fully asynchronous scripts
         if mini is None and given.own("step.prompts_per_step") is None:
-            raise ValueError(f"data.train_batch_size=0: give {mini_key}, or step.prompts_per_step")
+            raise Refused(f"data.train_batch_size=0: give {mini_key}, or step.prompts_per_step")
         prompts = None if mini is None else mini * (batches or 1)
     out = {} if prompts is None else {"step.prompts_per_step": prompts, "supervised.rows_per_step": prompts}
     prompts = given.own("step.prompts_per_step", given.recipe_prompts if prompts is None else prompts)
     if mini is not None:
         if prompts is None:
             beside = "give data.train_batch_size beside it, or step.updates_per_step in its place"
-            raise ValueError(f"{mini_key}={mini} counts prompts: {beside}")
+            raise Refused(f"{mini_key}={mini} counts prompts: {beside}")
         if mini < 1 or prompts % mini:
             by_default = "" if mini_key in given.values else " (verl's default)"
-            raise ValueError(
+            raise Refused(
                 f"{mini_key}={mini}{by_default} does not divide the {prompts} prompts of a step "
                 "(data.train_batch_size): choose a divisor, or give step.updates_per_step in its place"
             )
@@ -123,11 +124,11 @@ def _batch(given: Given) -> Result:
     publishes = given.said(publishes_key)
     if publishes is not None and out.get("step.updates_per_step", publishes) != publishes:
         wanted = f"train_batch_size / ppo_mini_batch_size = {out['step.updates_per_step']}"
-        raise ValueError(f"{publishes_key}={publishes} is not {wanted}, as verl demands: make them agree")
+        raise Refused(f"{publishes_key}={publishes} is not {wanted}, as verl demands: make them agree")
     rollouts = given.said("rollout.total_rollout_steps")
     if rollouts is not None:
         if prompts is None:
-            raise ValueError(f"rollout.total_rollout_steps={rollouts} counts prompts: give run.total_steps instead")
+            raise Refused(f"rollout.total_rollout_steps={rollouts} counts prompts: give run.total_steps instead")
         out["run.total_steps"] = max(1, rollouts // prompts)
     steps, steps_key = given.said("trainer.total_training_steps"), "trainer.total_training_steps"
     if steps is not None:  # the run ends with the first of the two, as in verl
@@ -161,7 +162,7 @@ def _schedule(given: Given) -> Result:
         out["optim.schedule"] = style
     for key in (f"{n}lr_decay_steps" for n in names):
         if given.said(key) is not None and style != "constant":
-            raise ValueError(f"{key}={given.said(key)}: the schedule ends with the run; leave it out")
+            raise Refused(f"{key}={given.said(key)}: the schedule ends with the run; leave it out")
         given.ignore("has no effect on a constant rate" if given.said(key) else "has no effect at null", key)
     if style == "wsd":
         stable = given.first(*(f"{n}lr_wsd_stable_steps_ratio" for n in names))
@@ -173,7 +174,7 @@ def _schedule(given: Given) -> Result:
     floor = given.first(*(f"{n}{s}" for n in names for s in ("min_lr", "lr_min")))
     ratio_floor = given.first(*(f"{n}{s}" for n in names for s in ("min_lr_ratio", "min_lr_factor")))
     if floor is not None and not lr:
-        raise ValueError(f"optim.min_lr={floor}: give optim.lr beside it, or optim.min_lr_ratio in its place")
+        raise Refused(f"optim.min_lr={floor}: give optim.lr beside it, or optim.min_lr_ratio in its place")
     if floor is not None or ratio_floor is not None:
         out["optim.min_lr_ratio"] = ratio_floor if floor is None else floor / lr
     return out
@@ -200,7 +201,7 @@ def _eval(given: Given) -> Result:
     if given.said(sampled) is False:
         if given.said(temperature, 0) != 0:
             other = f"{temperature}={given.said(temperature)}"
-            raise ValueError(f"{sampled}=False is greedy, {other} is not: leave one of them out")
+            raise Refused(f"{sampled}=False is greedy, {other} is not: leave one of them out")
         return {"eval.temperature": 0.0}
     if temperature not in given.values:
         given.ignore(f"verl evaluates at temperature 0 unless {temperature} is given", sampled)
@@ -217,7 +218,7 @@ def _eval_steps(given: Given) -> Result:
         given.remarks[key] = "at the end of the run only: run.eval_every_steps=N for more"
         return {"run.eval_every_steps": 0, "run.eval_after": True}
     elif every is True or isinstance(every, str):
-        raise ValueError(f"{key}={every}: expected a number, or after_each_epoch")
+        raise Refused(f"{key}={every}: expected a number, or after_each_epoch")
     on = every is not None and every > 0
     return {"run.eval_every_steps": every if on else 0, "run.eval_after": on}
 
@@ -239,7 +240,7 @@ def _overlong(given: Given) -> Result:
     budget = given.first(*limits)
     if tokens is None:
         on = next(p for p in prefixes if f"{p}enable" in given.values)
-        raise ValueError(f"{on}enable=True: give {on}len, or reward.overlong_buffer_tokens")
+        raise Refused(f"{on}enable=True: give {on}len, or reward.overlong_buffer_tokens")
     limit = _limits(given)[1]
     out: Result = {
         "reward.overlong_buffer_tokens": tokens,
@@ -261,7 +262,7 @@ def _context(given: Given) -> Result:
     room = given.said(f"{ROLLOUT}max_model_len")
     prompt, answer = _limits(given)
     if room is not None and prompt is not None and answer is not None and room < prompt + answer:
-        raise ValueError(
+        raise Refused(
             f"{ROLLOUT}max_model_len={room} holds no prompt of {prompt} with a response of {answer} tokens: "
             "lower data.max_response_length"
         )
@@ -277,7 +278,7 @@ def _positions(given: Given) -> Result:
     for key in (f"{prefix}max_position_embeddings", f"{prefix}model_config.max_position_embeddings"):
         wanted = given.said(key)
         if wanted is not None and has is not None and wanted > has:
-            raise ValueError(f"{key}={wanted}: {path} has {has}; edit config.json in a copy of the model folder")
+            raise Refused(f"{key}={wanted}: {path} has {has}; edit config.json in a copy of the model folder")
         given.ignore("config.json of the model says it", key)
     return {}
 
@@ -286,7 +287,7 @@ def _resume(given: Given) -> Result:
     mode, path = given.need("trainer.resume_mode"), given.said("trainer.resume_from_path")
     if mode == "path":
         if not path:
-            raise ValueError("trainer.resume_mode=resume_path: give trainer.resume_from_path, or run.resume=PATH")
+            raise Refused("trainer.resume_mode=resume_path: give trainer.resume_from_path, or run.resume=PATH")
         return {"run.resume": path}
     given.ignore("counts with resume_mode=resume_path only, as in verl", "trainer.resume_from_path")
     return {"run.resume": mode}
@@ -328,14 +329,14 @@ def _reward_model(given: Given) -> Result:
     switch, keys = f"{on[0][0]}enable", on[0][1]
     folders = {key: folder for key in keys if (folder := given.said(key)) is not None}
     if not folders:
-        raise ValueError(f"{switch}=True: give {keys[0]}, or reward.model=FOLDER")
+        raise Refused(f"{switch}=True: give {keys[0]}, or reward.model=FOLDER")
     if len(set(folders.values())) > 1:
         both = " and ".join(f"{key}={folder}" for key, folder in folders.items())
-        raise ValueError(f"{both} contradict each other: leave one of them out")
+        raise Refused(f"{both} contradict each other: leave one of them out")
     functions = [f"{p}custom_reward_function.path" for p in ("reward.", "")]
     if given.first(*functions) is not None:
         said = "verl's function calls the model at an address, and there is none here"
-        raise ValueError(f"{switch}=True with custom_reward_function.path: {said}; leave one of them out")
+        raise Refused(f"{switch}=True with custom_reward_function.path: {said}; leave one of them out")
     return {"reward.model": next(iter(folders.values()))}
 
 
@@ -349,12 +350,12 @@ def _async(given: Given) -> Result:
         ahead = given.said(f"{v1}{mode}.num_warmup_batches", 1)
         if staleness not in (None, ahead):
             both = f"async_training.staleness_threshold={staleness} and {v1}trainer_mode={mode}"
-            raise ValueError(f"{both} contradict each other")
+            raise Refused(f"{both} contradict each other")
         staleness, partial = ahead, True
     elif mode == "sync":
         staleness = staleness or 0
     if bound is not None and staleness is not None and bound < staleness:
-        raise ValueError(f"{bound_key}={bound} is below the staleness {staleness}: lower num_warmup_batches")
+        raise Refused(f"{bound_key}={bound} is below the staleness {staleness}: lower num_warmup_batches")
     given.ignore("a bound that the staleness keeps", bound_key)
     out: Result = {} if staleness is None else {"pipeline.staleness": staleness}
     lag = given.own("pipeline.staleness", staleness)
@@ -373,7 +374,7 @@ def _tools(given: Given) -> Result:
     found = [given.said(owner + key) for owner in owners for key in ("tool_config_path", "function_tool_path")]
     tools = list(dict.fromkeys(str(path) for path in found if path is not None))
     if tools and given.said(f"{TURNS}enable") is False:
-        raise ValueError(f"{TURNS}enable=False with tools ({', '.join(tools)}): set it to True, or leave the tools out")
+        raise Refused(f"{TURNS}enable=False with tools ({', '.join(tools)}): set it to True, or leave the tools out")
     return {"agent.tools": tools} if tools else {}
 
 
@@ -391,7 +392,7 @@ def _dataset(given: Given) -> Result:
         given.ignore("only read with data.custom_cls.path", "data.custom_cls.path", "data.custom_cls.name")
         return {}
     if name is None:
-        raise ValueError(f"data.custom_cls.path={path}: give data.custom_cls.name=CLASS beside it")
+        raise Refused(f"data.custom_cls.path={path}: give data.custom_cls.name=CLASS beside it")
     return {"data.dataset_class": f"{str(path).removeprefix('pkg://')}:{name}"}
 
 
@@ -402,33 +403,31 @@ def _loop(given: Given) -> Result:
     ours = {"single_turn_agent": "single_turn", "tool_agent": "tool_agent"}
     fix = "a loop of your own is agent.loop=FILE.py:Class"
     if file is not None and name is None:
-        raise ValueError(f"{file_key}={file}: give {key}=NAME beside it, an entry of that file; {fix}")
+        raise Refused(f"{file_key}={file}: give {key}=NAME beside it, an entry of that file; {fix}")
     if name is None or name in ours:
         given.ignore(f"{key} names another loop", file_key)
         return {} if name is None else {"agent.loop": ours[name]}
     entries = {} if file is None else _loops_of(file_key, Path(str(file)).expanduser())
     if name not in entries:
         known = ", ".join((*ours, *entries))
-        raise ValueError(f"{key}={name}: there are {known}; {fix}")
+        raise Refused(f"{key}={name}: there are {known}; {fix}")
     return {"agent.loop": entries[name]}
 
 
 def _loops_of(key: str, file: Path) -> dict[str, str]:
     """Return the class of every name in verl's file of agent loops: `- {name: NAME, _target_: module.Class}`."""
     if not file.is_file():
-        raise ValueError(f"{key}={file}: no such file")
+        raise Refused(f"{key}={file}: no such file")
     try:
         entries = yaml.safe_load(bounded_yaml(file.read_text(encoding="utf-8")))
     except (ValueError, yaml.YAMLError) as exc:
-        raise ValueError(f"{key}={file}: {' '.join(str(exc).split())}") from None
+        raise Refused(f"{key}={file}: {' '.join(str(exc).split())}") from None
     found: dict[str, str] = {}
     for entry in entries if isinstance(entries, list) else [entries]:
         if not isinstance(entry, dict) or not {"name", "_target_"} <= entry.keys():
-            raise ValueError(f"{file}: expected a list of {{name: NAME, _target_: module.Class}}")
+            raise Refused(f"{file}: expected a list of {{name: NAME, _target_: module.Class}}")
         if more := [str(k) for k in entry if k not in ("name", "_target_")]:
-            raise ValueError(
-                f"{file}: {', '.join(more)} of {entry['name']}: a loop has no arguments here; leave it out"
-            )
+            raise Refused(f"{file}: {', '.join(more)} of {entry['name']}: a loop has no arguments here; leave it out")
         found[str(entry["name"])] = str(entry["_target_"])
     return found
 

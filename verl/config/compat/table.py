@@ -14,6 +14,7 @@ from typing import Any, Literal, cast, get_args
 from verl.algorithms.presets import knobs, written
 from verl.config.backends import option_keys
 from verl.config.tree import leaves, nearest
+from verl.errors import Refused
 
 Action = Literal["mapped", "ignored", "refused"]
 DISTILLATION: Mapping[str, str] = MappingProxyType(
@@ -100,13 +101,13 @@ class KeyRow:
         if kind in ("number", "switch"):
             if isinstance(value, bool) != (kind == "switch") or not isinstance(value, int | float):
                 wanted = "a number" if kind == "number" else "True or False"
-                raise ValueError(f"{self.key}={value}: expected {wanted}")
+                raise Refused(f"{self.key}={value}: expected {wanted}")
             return value
         words = dict(pair.split("=") for pair in kind.split(","))
         found = [ours for theirs, ours in words.items() if same_value(value, theirs)]
         if not found:
             there = "" if self.rule.startswith("map:") else f"not in this version; there are {', '.join(words)}; "
-            raise ValueError(f"{self.key}={value}: {(there + self.text).removesuffix('; ')}")
+            raise Refused(f"{self.key}={value}: {(there + self.text).removesuffix('; ')}")
         return found[0]
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from verl.errors import Refused
 from verl.rollout.base import Completion, DecodeFn, Scores, WeightReader
 from verl.rollout.embedded.requests import REASONS, ActiveRequest, News, RunningRequests
 from verl.rollout.embedded.sampler import SamplingMetadata
@@ -224,7 +225,7 @@ class EngineCore:
 def check_context(max_context_tokens: int, longest: int | None) -> None:
     """Raise ValueError if sequences would be longer than the model's own limit `longest`."""
     if longest is not None and max_context_tokens > longest:
-        raise ValueError(
+        raise Refused(
             f"max_context_tokens={max_context_tokens} exceeds the model's max_position_embeddings={longest}: "
             "shorten prompt or response, or use a model with a longer context"
         )

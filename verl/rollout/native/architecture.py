@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.errors import Refused
 from verl.rollout.embedded.core import check_context
 from verl.rollout.native.layers import ACTIVATIONS
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(Refused):
     """The native forward pass does not compute this model; the hf engine does."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from verl.errors import Refused
 from verl.rollout import hf
 from verl.rollout.base import RolloutContext
 from verl.rollout.embedded.front import EmbeddedEngine
@@ -19,7 +20,7 @@ def build(
     number of CPU threads that each decode a share of the rows (None: torch's number). With `compiled`, accel/cpu's
     kernels are used where there are any."""
     if context.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"dtype={context.dtype}: native computes float32 or bfloat16")
+        raise Refused(f"dtype={context.dtype}: native computes float32 or bfloat16")
     try:
         runner = NativeRunner(options, context, lanes=lanes, compiled=compiled)
     except UnsupportedModel as e:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from verl.errors import Refused
 from verl.rollout.base import check_positive
 
 KEPT_KV_BYTES = 64 << 20
@@ -25,7 +26,7 @@ class Options:
     def __post_init__(self) -> None:
         check_positive(max_prefill_tokens=self.max_prefill_tokens)
         if self.prefix_cache_tokens < 0:
-            raise ValueError(f"prefix_cache_tokens={self.prefix_cache_tokens}: must be 0 (keep none) or more")
+            raise Refused(f"prefix_cache_tokens={self.prefix_cache_tokens}: must be 0 (keep none) or more")
 
 
 def memory(

@@ -13,6 +13,7 @@ from torch import Tensor
 from verl.accel.cpu.kernels import Kernels, load_kernels
 from verl.accel.cpu.lanes import Lanes, wide_pays
 from verl.accel.cpu.linear import Layout, best_layout
+from verl.errors import Refused
 from verl.nn.precision import native_bf16
 from verl.rollout.base import RolloutContext, Scores, WeightReader
 from verl.rollout.embedded.core import Admission, Sampled
@@ -80,7 +81,7 @@ class NativeRunner:
         self._max_kv_tokens = rows * whole if max_kv_tokens is None else max_kv_tokens
         if self._max_kv_tokens < whole:
             need = f"max_context_tokens={longest}{' in whole pages' if in_pages else ''}: give at least {whole}"
-            raise ValueError(f"max_kv_tokens={max_kv_tokens} holds no sequence of {need}")
+            raise Refused(f"max_kv_tokens={max_kv_tokens} holds no sequence of {need}")
         self._paged: PagedDecode | None = None
         if in_pages:
             pages = PageCache(*kind, rows, longest, self._max_kv_tokens)

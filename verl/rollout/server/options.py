@@ -6,6 +6,7 @@ import ipaddress
 from dataclasses import dataclass
 
 from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt
+from verl.errors import Refused
 
 
 @dataclass
@@ -26,16 +27,16 @@ class ServeConfig:
 def check_serve(serve: ServeConfig) -> None:
     """ValueError for a door that would stand open, or for no door at all."""
     if serve.port > 65535:
-        raise ValueError(f"serve.port={serve.port}: a port is a number up to 65535 (0: a free one)")
+        raise Refused(f"serve.port={serve.port}: a port is a number up to 65535 (0: a free one)")
     if serve.api_key is not None and len(serve.api_key) < 8:
-        raise ValueError("serve.api_key is shorter than 8 characters: anybody could guess it; take a longer one")
+        raise Refused("serve.api_key is shorter than 8 characters: anybody could guess it; take a longer one")
     if serve.api_key is None and not is_loopback(serve.host):
-        raise ValueError(
+        raise Refused(
             f"serve.host={serve.host} can be reached from other machines, and nobody is asked for a key: "
             "set serve.api_key='${oc.env:VERL_API_KEY}', or leave serve.host at 127.0.0.1"
         )
     if serve.api_key is None and serve.control:
-        raise ValueError(
+        raise Refused(
             "serve.control=true: other users and programs of this machine could replace the weights; set "
             "serve.api_key='${oc.env:VERL_API_KEY}', and for its trainer rollout.engine_options.api_key"
         )

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from verl.config.backends import address_of
+from verl.errors import Refused
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
 from verl.workers.group import Build, ClusterContext, DevicePlace, Died
@@ -212,7 +213,7 @@ def _connect(address: str | None, pools: Mapping[str, Pool]) -> Reaper | None:
                 _hello(host, int(port))
             ray.init(address=address, **quiet)
         except (OSError, RuntimeError) as e:
-            raise ValueError(
+            raise Refused(
                 f"cluster.address={address}: {' '.join(str(e).split())}; is `ray start --head` running there, with Ray "
                 f"{ray.__version__} and the RAY_AUTH_MODE that is set here?"
             ) from e

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from verl.errors import Refused
 from verl.model_engine.layout import Layout
 from verl.workers.answers import FENCE_S, RankAnswer, failed_answer, first_failure, is_consequence, raised
 from verl.workers.group import Arguments, Broadcast, DevicePlace, Died, WorkerDied
@@ -259,7 +260,7 @@ def pickled(method: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         return pickle.dumps((method, args), protocol=5)
     except (pickle.PicklingError, AttributeError, TypeError) as e:
-        raise ValueError(
+        raise Refused(
             f"{method.__qualname__} goes to another process, and its arguments cannot: {e}; define functions and "
             "classes in a module, not inside a function or in a notebook"
         ) from e
