@@ -663,3 +663,43 @@ def test_calls_beyond_the_turns_sample_nothing():
         assert found.stop_reason == "max_turns"
 
     asyncio.run(main())
+
+
+class Renders(AgentLoopBase):
+    """As verl's newest loops begin: from the row's messages."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        ids = await self.apply_chat_template(kwargs["raw_prompt"], tools=kwargs.get("tools"))
+        out = await self.server_manager.generate("r", prompt_ids=ids, sampling_params=sampling_params)
+        return AgentLoopOutput(ids, out.token_ids, [1] * len(out.token_ids))
+
+
+def test_a_loop_renders_messages_as_its_rows_are_rendered() -> None:
+    from verl.chat import render_prompt
+    from verl.chat.template import audit_template
+    from verl.config.schema import Config
+    from verl.models import tiny
+
+    tokenizer, config = tiny.character_tokenizer("0123456789+=abc\n"), Config()
+    loop = Renders(config, manager(), tokenizer)
+    ask: list[dict[str, Any]] = [{"role": "user", "content": "1+1="}]
+    ids = asyncio.run(loop.apply_chat_template(ask))
+    assert ids == render_prompt(tokenizer, ask, {}, audit=audit_template(tokenizer, {})).tolist()
+    parts = [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}]
+    assert asyncio.run(loop.apply_chat_template(np.array(parts))) == ids
+    assert asyncio.run(loop.apply_chat_template(ask, remove_system_prompt=True)) == ids, "it writes none by itself"
+    tokenizer.chat_template = "{% if messages[0].role != 'system' %}<|assistant|>abc<|end|>{% endif %}" + str(
+        tokenizer.chat_template
+    )
+    whole = asyncio.run(Renders(config, manager(), tokenizer).apply_chat_template(ask))
+    bare = asyncio.run(Renders(config, manager(), tokenizer).apply_chat_template(ask, remove_system_prompt=True))
+    assert bare == ids and len(whole) == len(ids) + 5
+    for media in ({"images": [1]}, {"videos": [1]}, {"audios": [1]}):
+        with pytest.raises(ValueError, match="takes no images, videos or sounds"):
+            asyncio.run(loop.apply_chat_template(ask, **media))
+    tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(ValueError, match="message of 'system'"):
+        asyncio.run(loop.apply_chat_template([{"role": "system", "content": "abc"}, *ask]))
+    assert asyncio.run(loop.process_vision_info(ask)) == {}
+    with pytest.raises(ValueError, match="takes no images, videos or sounds"):
+        asyncio.run(loop.process_vision_info([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]))

@@ -11,6 +11,7 @@ from verl.agent_loop.registry import _own_loops
 from verl.cli import main
 from verl.config.load import load_config
 from verl.experimental.fully_async_policy import fully_async_main
+from verl.experimental.one_step_off_policy import main_ppo as one_step
 from verl.model_merger.__main__ import main as merge
 from verl.trainer import is_spare_rank
 from verl.trainer.main_ppo import main as ppo
@@ -75,6 +76,7 @@ DOORS = (
         "verl.trainer.sft_trainer_ray",
     ),
     *("verl.trainer.main_generation_server", "verl.experimental.fully_async_policy.fully_async_main"),
+    "verl.experimental.one_step_off_policy.main_ppo",
 )
 
 
@@ -97,6 +99,12 @@ def test_the_asynchronous_entry_point_has_verls_defaults_below_what_is_given(mon
     assert (config.step.prompts_per_step, config.step.updates_per_step) == (8, 1)
     fully_async_main.main(["--config-path=/a", "--config-name=b"])
     assert ran[1] == ["--config-path=/a", "--config-name=b"], "a file of the user's has its own"
+    fully_async_main.main(["--config-path=config", "--config-name=fully_async_ppo_megatron_trainer.yaml", actor])
+    assert len(ran[2]) == 3 + len(fully_async_main.DEFAULTS), "verl's own file has verl's defaults"
+    monkeypatch.setattr(one_step, "ppo", lambda args, module: ran.append(args) or 0)
+    one_step.main([actor, "data.train_batch_size=8", "model.path=m"])
+    pipeline = load_config(ran[3], verl_defaults="rl").config.pipeline
+    assert (pipeline.staleness, pipeline.sync_every, pipeline.partial_rollout) == (1, 1, False)
 
 
 @pytest.mark.parametrize(

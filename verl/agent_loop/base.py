@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from verl.agent_loop.templates import RendersMessages
 from verl.rollout.base import Completion, GenerateRequest, Generates
 from verl.types import TEMPLATE, Sampling, Segment, StopReason, Task, as_ids, derive_seed
 
@@ -264,7 +265,7 @@ def register(name: str) -> Callable[[type[AgentLoopBase]], type[AgentLoopBase]]:
     return named
 
 
-class AgentLoopBase:
+class AgentLoopBase(RendersMessages):
     """The base class of loops: subclass it and write `run`. There is one instance per trajectory."""
 
     ends_when_cancelled = False

@@ -1,6 +1,7 @@
 """As `verl.trainer.main_ppo`, with the defaults of verl's asynchronous entry point."""
 
 import sys
+from collections.abc import Sequence
 
 from verl.trainer.main_ppo import main as ppo
 
@@ -15,10 +16,16 @@ DEFAULTS = (
 
 def main(args: list[str]) -> int:
     """Run with verl's defaults below the arguments; a file of the user's has its own."""
-    given = {arg.lstrip("+").partition("=")[0] for arg in args}
-    own_file = bool(given & {"--config-path", "-cp"})
-    beside = [] if own_file else [default for default in DEFAULTS if default.partition("=")[0] not in given]
-    return ppo([*beside, *args], "verl.experimental.fully_async_policy.fully_async_main")
+    return ppo(below(DEFAULTS, args), "verl.experimental.fully_async_policy.fully_async_main")
+
+
+def below(defaults: Sequence[str], args: list[str]) -> list[str]:
+    """Return the arguments with those defaults before them that they do not give."""
+    words = [arg.lstrip("+").partition("=") for arg in args]
+    given = {key for key, _, _ in words}
+    packaged = {"config", "./config"}  # the folder of verl's own files
+    own_file = any(key in ("--config-path", "-cp") and value not in packaged for key, _, value in words)
+    return [*(() if own_file else (d for d in defaults if d.partition("=")[0] not in given)), *args]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,118 @@
+"""Public command lines of verl's start: each makes a step with a tiny model, tiny rows and the engines of here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from small_runs import metrics_of
+from transformers import AutoConfig, Qwen3ForSequenceClassification
+from verl_lines import Line, public_lines, write_places
+
+from verl.config.compat import rules
+from verl.config.load import load_config
+from verl.driver.launch import run_rl, run_supervised
+from verl.models import tiny
+from verl.recipes import tool_arithmetic
+
+QUICK = ("retool/run_qwen35", "cispo_trainer", "ppo_trainer_megatron", "run_qwen2_7b_sft", "colocate_async")
+"""One of each kind, in every run; the others with FULL_GRID=1."""
+SMALL = (
+    *(
+        "data.max_prompt_tokens=600",
+        "rollout.max_response_tokens=6",
+        "step.prompts_per_step=2",
+        "step.updates_per_step=1",
+    ),
+    *("step.max_tokens_per_microbatch=2048", "run.total_steps=1", "run.eval_before=false", "run.eval_after=false"),
+    *("run.eval_every_steps=0", "run.save_every_steps=0", "run.threads=1", "run.name=r", "run.wait_timeout_s=100"),
+    *(
+        "model.dtype=float32",
+        "rollout.engine=native",
+        "track.sinks=[jsonl]",
+        "reward.num_workers=1",
+        "data.truncation=left",
+    ),
+    *("data.max_rows=8", "data.max_eval_rows=2", "data.num_workers=0", "eval.samples_per_prompt=1", "run.resume=auto"),
+    *("supervised.rows_per_step=2", "data.max_tokens_per_row=600", "data.filter_overlong_prompts=false"),
+)
+"""What is smaller here; the algorithm, its rewards and its schedule are the script's own."""
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A file or folder for each word of the lines that stands for one."""
+    folder = tmp_path_factory.mktemp("places")
+    tokenizer = tiny.character_tokenizer(
+        [chr(i) for i in range(32, 127)] + ["\n"], template=tool_arithmetic.CHAT_TEMPLATE
+    )
+    sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 64, "max_positions": 32768}
+    made = {"MODEL": tiny.save(tiny.qwen3(tokenizer, seed=1, **sizes), tokenizer, folder / "model")}
+    config = AutoConfig.from_pretrained(made["MODEL"], num_labels=1, pad_token_id=0)
+    made["CLASSIFIER"] = tiny.save(Qwen3ForSequenceClassification(config), tokenizer, folder / "classifier")
+    made |= write_places(folder)
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{n}+{n}="}],
+            "data_source": "openai/gsm8k",
+            "reward_model": {"style": "rule", "ground_truth": str(2 * n)},
+            "extra_info": {"index": n},
+        }
+        for n in range(40)
+    ]
+    turns = [[*row["prompt"], {"role": "assistant", "content": "4"}] for row in rows]
+    for name, listed in (("TRAIN", rows), ("VAL", rows[:4]), ("TURNS", [{"messages": t} for t in turns])):
+        made[name] = folder / f"{name.lower()}.jsonl"
+        made[name].write_text("\n".join(map(json.dumps, listed)))
+    return made
+
+
+def small(line: Line, places: dict[str, Path], root: Path) -> list[str]:
+    """The line with paths of here and small sizes. Keys of ours win over the script's."""
+    paths = {**places, "TRAIN": places["TURNS"], "VAL": places["TURNS"]} if line.kind == "sft" else places
+    args = line.with_paths(paths)
+    more = [f"run.root_dir={root}", f"data.cache_dir={root / 'cache'}", *SMALL]
+    keys = {arg.lstrip("+").partition("=")[0]: arg.partition("=")[2] for arg in line.args}
+    if any(key.endswith("reward_model.enable") and value == "True" for key, value in keys.items()):
+        more.append(f"reward.model={places['CLASSIFIER']}")
+    if line.kind == "rl":
+        more.append(f"reward.path={places['GRADER']}")
+        more.append(f"step.samples_per_prompt={min(3, int(keys.get('actor_rollout_ref.rollout.n', 1)))}")
+    if "data.val_files" not in keys:
+        more.append(f"data.eval_files=[{places['VAL']}]")
+    return [*args, *more]
+
+
+@pytest.fixture(autouse=True)
+def without_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+TAKEN = [line for line in public_lines() if not line.reason]
+
+
+def cases() -> list[object]:
+    full = pytest.mark.full("the quick ones are of each kind, and tests/unit/test_compat.py takes all of them")
+    return [
+        pytest.param(line, id=line.name, marks=() if any(part in line.name for part in QUICK) else full)
+        for line in TAKEN
+    ]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("line", cases())
+def test_a_public_line_starts_and_makes_a_step(line: Line, places: dict[str, Path], tmp_path: Path) -> None:
+    args = small(line, places, tmp_path)
+    said = load_config(args, verl_defaults=line.kind).config
+    if said.reward.overlong_buffer_tokens:
+        args += ["reward.overlong_buffer_tokens=2", "algorithm.options.overlong_tokens=null"]
+    if 0 < said.pipeline.staleness < 0.5:  # of two prompts it is less than one
+        args.append("pipeline.staleness=0.5")
+    resolved = load_config(args, verl_defaults=line.kind)
+    finished = run_rl(resolved, quiet=True) if line.kind == "rl" else run_supervised(resolved, "sft")
+    (step,) = metrics_of(finished.dir).values()
+    assert finished.steps == 1
+    losses = [value for name, value in step.items() if "loss" in name or "grad_norm" in name]
+    assert losses and all(value == value for value in losses), step

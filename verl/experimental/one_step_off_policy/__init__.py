@@ -1,0 +1,1 @@
+"""The entry point of runs that are one step ahead under verl's name."""
