@@ -1348,6 +1348,7 @@ OTHERWISE = {
     "compares the answers to one prompt": "a group of one, of which verl trains the bare score",
     "sampler of one's own": "a curriculum, whose state no checkpoint of here holds",
     "AdamW is the optimizer": "an optimizer that is not here",
+    "codapo": "an estimator with keys of its own",
     "float16": "a precision that needs a scaled loss",
     "correction_batch_normalize": "weights normalised over a batch that is the policy's own",
 }
@@ -1379,7 +1380,7 @@ def test_public_lines_are_taken_or_refused_for_what_is_not_here(
     assert len(lines) >= LINES and len(taken) >= TAKEN, (len(lines), len(taken))
 
 
-LINES, TAKEN = 76, 61
+LINES, TAKEN = 108, 88
 COMMANDS: dict[str, Command] = {"rl": "train", "sft": "sft"}
 
 

@@ -76,7 +76,7 @@ DOORS = (
         "verl.trainer.sft_trainer_ray",
     ),
     *("verl.trainer.main_generation_server", "verl.experimental.fully_async_policy.fully_async_main"),
-    "verl.experimental.one_step_off_policy.main_ppo",
+    *("verl.experimental.one_step_off_policy.main_ppo", "verl.experimental.transfer_queue.main_ppo"),
 )
 
 

@@ -1,0 +1,1 @@
+"""The entry point of runs over a transfer queue under verl's name."""
