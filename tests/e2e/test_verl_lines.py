@@ -29,6 +29,7 @@ SMALL = (
     *("run.eval_every_steps=0", "run.save_every_steps=0", "run.threads=1", "run.name=r", "run.wait_timeout_s=100"),
     *(
         "model.dtype=float32",
+        "model.device=cpu",
         "rollout.engine=native",
         "track.sinks=[jsonl]",
         "reward.num_workers=1",
