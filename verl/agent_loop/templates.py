@@ -1,4 +1,4 @@
-"""What verl's newest agent loops ask of their base class: prompts rendered from messages."""
+"""Methods that verl's newest agent loops call on their base class: they render prompts from messages."""
 
 from __future__ import annotations
 
