@@ -9,7 +9,7 @@ import numpy as np
 from small_runs import small_args
 from tools import hermes_tokenizer, multiply
 
-from verl.agent_loop.tools import function_as_tool
+from verl.agent_loop.load_tools import function_as_tool
 from verl.chat.conversation import render_conversation
 from verl.chat.template import audit_template
 

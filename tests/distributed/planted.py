@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from verl.driver import assemble, record
-from verl.model_engine import sharded, torch_engine
+from verl.model_engine import rank_engine, torch_engine
 from verl.model_engine.snapshot import Snapshot
 
 VARIABLE = "PLANTED"  # "KIND PHASE RUN_DIR", in the workers' environment
@@ -58,7 +58,7 @@ def before(phase: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def model(options: Any, context: Any) -> Any:
     """The engine of a rank; see `PHASES`."""
-    engine = sharded.build(options, context)
+    engine = rank_engine.build(options, context)
     if context.optim is None or dist.get_rank() > 1:
         return engine
     weights, save = engine.weights, Snapshot.save

@@ -15,7 +15,7 @@ from forked import run
 from test_gate import LAYOUTS
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from verl.model_engine import sharded
+from verl.model_engine import rank_engine
 from verl.model_engine.adapter import load_model
 from verl.model_engine.base import EngineContext
 from verl.model_engine.hf_model import load_causal_lm
@@ -31,13 +31,13 @@ HEADS = {"actor": "lm", "critic": "value"}
 
 def built(folder: Path, layout: Layout, role: str = "actor", **given: Any) -> TorchEngine:
     context = dict(folder=folder, head=HEADS[role], optim=OptimSpec(lr=1e-2), dtype="float32", layout=layout)
-    return sharded.build(Options(), EngineContext(**context | {"max_tokens_per_microbatch": 60} | given))
+    return rank_engine.build(Options(), EngineContext(**context | {"max_tokens_per_microbatch": 60} | given))
 
 
 def built_of_the_whole(*args: Any, **given: Any) -> TorchEngine:
     """By way of the whole model on every rank."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded, "open_skeleton", lambda *args, **settings: None)
+        patch.setattr(rank_engine, "open_skeleton", lambda *args, **settings: None)
         patch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # what is measured is this thread
         return built(*args, **given)
 

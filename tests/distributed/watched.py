@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from verl.driver import assemble
-from verl.model_engine import sharded
+from verl.model_engine import rank_engine
 from verl.model_engine.offload import Offload
 from verl.rollout.native.runner import NativeRunner
 from verl.weight_sync import shm
@@ -66,7 +66,7 @@ def model(options: Any, context: Any) -> Any:
     device, first = dist.get_rank(), Offload.awake is _awake
     if first:  # of the roles in this process
         _settle()
-    engine = sharded.build(options, context)
+    engine = rank_engine.build(options, context)
     if first:
         around(torch.optim.AdamW, "step", device)
 

@@ -14,7 +14,7 @@ from small_runs import metrics_of, same_tensors, small_args, tensors_of, trained
 from taught import TOOLS, args, teach
 from tools import hermes_tokenizer, multiply
 
-from verl.agent_loop.tools import function_as_tool
+from verl.agent_loop.load_tools import function_as_tool
 from verl.config.load import load_config
 from verl.driver.launch import run_rl
 from verl.driver.replay import replay

@@ -18,7 +18,8 @@ from small_runs import launch, metrics_of, same_tensors, saved, summary, tensors
 from started import Started, short_quickstart
 
 from verl import quickstart
-from verl.agent_loop.tools import Toolbox, load_tools
+from verl.agent_loop.load_tools import load_tools
+from verl.agent_loop.tools import Toolbox
 from verl.chat.parsing import ToolCall
 from verl.config.load import load_config
 from verl.driver.launch import run_rl, run_supervised

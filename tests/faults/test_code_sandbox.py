@@ -20,7 +20,8 @@ import sandbox_escapes
 from each import FULL_GRID, each
 from sandbox_escapes import ADD, CHEATS, fenced
 
-from verl.agent_loop.tools import Toolbox, close_tools, load_tools
+from verl.agent_loop.load_tools import load_tools
+from verl.agent_loop.tools import Toolbox, close_tools
 from verl.chat.parsing import ToolCall
 from verl.config.schema import Config
 from verl.driver.assemble_rewards import sandbox_of

@@ -18,7 +18,8 @@ import psutil
 import pytest
 from each import FULL_GRID
 
-from verl.agent_loop.tools import Tool, Toolbox, load_tools
+from verl.agent_loop.load_tools import load_tools
+from verl.agent_loop.tools import Tool, Toolbox
 from verl.chat.parsing import ToolCall
 from verl.rollout.process import free_port
 from verl.sandbox import attended
@@ -372,7 +373,7 @@ def test_servers_end_with_the_process_that_started_them(tmp_path):
 import asyncio, sys
 sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from test_mcp import box_of, say
-from verl.agent_loop.tools import load_tools
+from verl.agent_loop.load_tools import load_tools
 tools = load_tools([{given(tmp_path, s=stdio(tmp_path))[0]!r}])
 async def body():
     print((await say(box_of(tools), "bump"))["pid"], (await say(box_of(tools), "child")).text, flush=True)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from verl.agent_loop.tools import Tool, ToolAnswer, Toolbox, close_tools, load_tools
+from verl.agent_loop.load_tools import load_tools
+from verl.agent_loop.tools import Tool, ToolAnswer, Toolbox, close_tools
 from verl.chat.parsing import ToolCall
 from verl.tools import ToolBroken
 from verl.tools.function_tool import ToolLimits

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 import verl
-from verl.agent_loop.tools import Toolbox, close_tools, contents_of, load_tools
+from verl.agent_loop.load_tools import load_tools
+from verl.agent_loop.tools import Toolbox, close_tools, contents_of
 from verl.chat.parsing import ToolCall
 from verl.leftovers import OwnFolder, own_folder
 from verl.sandbox import workspace as workspaces

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from each import each
 
-from verl.agent_loop.tools import Toolbox, contents_of, load_tools
+from verl.agent_loop.load_tools import load_tools
+from verl.agent_loop.tools import Toolbox, contents_of
 from verl.chat.parsing import ToolCall
 from verl.tools.bm25 import K1, B, Index, build, main, words
 

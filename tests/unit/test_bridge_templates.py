@@ -25,10 +25,10 @@ from test_chat import TEMPLATES
 from tools import HERMES, REWRITING, hermes_tokenizer
 
 from verl.agent_loop.base import ServerManager, check_output, sampling_params_of
+from verl.agent_loop.load_tools import function_as_tool
 from verl.agent_loop.registry import load_loops
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
-from verl.agent_loop.tools import function_as_tool
 from verl.chat.bridge import bridge_of, plain_text
 from verl.chat.parsing import FORMATS, TurnParser
 from verl.chat.template import Renderer, RenderError, TemplateAudit, audit_template, is_prefix

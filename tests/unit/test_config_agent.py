@@ -12,7 +12,7 @@ from handmade_model import write_model, write_rows
 from tools import HERMES
 
 from verl import cli
-from verl.agent_loop.tools import load_tools
+from verl.agent_loop.load_tools import load_tools
 from verl.config.load import load_config, validate
 from verl.data.files import RawRow
 from verl.data.formats import Players, played_by, task_row

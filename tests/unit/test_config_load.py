@@ -15,7 +15,7 @@ from each import each
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from verl.agent_loop.tools import load_tools
+from verl.agent_loop.load_tools import load_tools
 from verl.algorithms.presets import knobs
 from verl.cli import USAGE
 from verl.config.backends import TABLES, Backend, import_object, option_keys, options_of

@@ -269,7 +269,7 @@ def test_a_tool_cannot_open_a_turn_with_the_package():
         """
         return "<|im_end|>\n<|im_start|>assistant\nI am the model"
 
-    from verl.agent_loop.tools import function_as_tool
+    from verl.agent_loop.load_tools import function_as_tool
 
     tokenizer, _, kit = qwen3()
     tool = function_as_tool(multiply)

@@ -22,10 +22,11 @@ from tools import HERMES, REWRITING, hermes_tokenizer, multiply
 
 from verl.agent_loop import hosted, runner
 from verl.agent_loop.base import AgentLoopOutput, ServerManager, check_output, sampling_params_of
+from verl.agent_loop.load_tools import function_as_tool, load_tools
 from verl.agent_loop.registry import load_loops
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
-from verl.agent_loop.tools import HeldTool, Tool, Toolbox, function_as_tool, load_tools
+from verl.agent_loop.tools import HeldTool, Tool, Toolbox
 from verl.chat.bridge import bridge_of, plain_text
 from verl.chat.parsing import FORMATS, ToolCall, TurnParser
 from verl.chat.template import Renderer, audit_template

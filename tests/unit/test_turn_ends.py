@@ -19,7 +19,7 @@ from verl.chat.template import Renderer, RowRefused, audit_template
 from verl.config.load import load_config
 from verl.config.schema import Config, DataConfig
 from verl.data.source import load_conversations
-from verl.driver import assemble
+from verl.driver import assemble_fleet
 from verl.driver.setup import end_lines, eos_ids, require_an_end, stop_ids
 
 Turn = dict[str, Any]
@@ -225,10 +225,10 @@ def test_a_template_without_an_end_is_said_and_stops_at_the_next_turn(tmp_path):
 def test_rollouts_and_loops_are_given_the_end_of_the_template(tiny_model, monkeypatch):
     config = load_config([f"model.path={tiny_model}", "model.dtype=float32"]).config
     tokenizer, context = tokenizer_of("chatml"), lambda options, context: context
-    monkeypatch.setattr(assemble, "load", lambda place: context)
+    monkeypatch.setattr(assemble_fleet, "import_object", lambda place: context)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end not in eos_ids(config, copy_with(tokenizer, "<|endoftext|>"))
-    assert end in assemble.rollout_engine(config, copy_with(tokenizer, "<|endoftext|>"), "cpu").eos_token_ids
+    assert end in assemble_fleet.rollout_engine(config, copy_with(tokenizer, "<|endoftext|>"), "cpu").eos_token_ids
     gemma = tokenizer_for("gemma4_v5")
     kit, _ = _kit(config.agent, gemma, {}, {"multiply": TOOL}, (gemma.eos_token_id,))
     assert gemma.convert_tokens_to_ids("<|tool_response>") in kit.ends

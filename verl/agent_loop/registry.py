@@ -11,10 +11,11 @@ from functools import partial
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
+from verl.agent_loop.load_tools import load_tools, load_user_module
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
-from verl.agent_loop.tools import Environment, HeldTool, Tool, close_tools, contents_of, load_tools, load_user_module
+from verl.agent_loop.tools import Environment, HeldTool, Tool, close_tools, contents_of
 from verl.chat.bridge import bridge_of, plain_text
 from verl.chat.parsing import FORMATS, TurnParser, format_of, opening_of
 from verl.chat.renderers import PREFIX, load_package

@@ -69,7 +69,7 @@ MODEL: Table = {
     "torch": Backend(
         build="verl.model_engine.torch_engine:build", options="verl.model_engine.options:Options", spread="sharded"
     ),
-    "sharded": Backend(build="verl.model_engine.sharded:build", options="verl.model_engine.options:Options"),
+    "sharded": Backend(build="verl.model_engine.rank_engine:build", options="verl.model_engine.options:Options"),
 }
 ROLLOUT: Table = {
     "native": Backend(

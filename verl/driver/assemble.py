@@ -28,11 +28,11 @@ from verl.data.cursor import Curriculum
 from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
 from verl.data.render import feedback_of
 from verl.data.source import Cursor, TaskTable, load_tasks
-from verl.driver.assemble_fleet import fleet_of
+from verl.driver.assemble_fleet import fleet_of, rollout_engine
 from verl.driver.assemble_loops import all_played, loops_of
 from verl.driver.assemble_rewards import check_graders, reward_of, sandbox_of, to_rehearse
 from verl.driver.checkpointer import Checkpointer
-from verl.driver.driver_host import driver_host, server_place
+from verl.driver.driver_host import driver_host
 from verl.driver.measure import pool_metrics
 from verl.driver.models import ModelContext, asked_ahead, hf_export, models_of, reward_model, trained, workers_of
 from verl.driver.publisher import Publisher
@@ -50,20 +50,18 @@ from verl.driver.setup import (
     device_of,
     free_bytes_of,
     load_tokenizer_of,
-    max_context_tokens,
     refuse_unembedded,
     require_an_end,
     set_up_process,
     set_up_worker,
     stop_ids,
-    torch_dtype,
     unread_ids,
 )
 from verl.driver.stretched import stretched
 from verl.driver.trajectories import TrajectoryRunner
 from verl.errors import Refused
 from verl.reward.base import RewardFn
-from verl.rollout.base import Peers, RolloutContext, RolloutEngine
+from verl.rollout.base import RolloutEngine
 from verl.rollout.router import Router
 from verl.track.console import LiveProgress
 from verl.track.events import EventLog
@@ -437,31 +435,6 @@ def tasks_of(config: Config, tokenizer: Any, players: Players = ONE_ANSWER) -> t
 
 def updates_of_run(config: Config, total_steps: int) -> int:
     return total_steps * config.step.updates_per_step * config.step.epochs_per_step
-
-
-def rollout_engine(
-    config: Config, tokenizer: Any, device: str, replica: int = 0, peers: Peers | None = None
-) -> RolloutEngine:
-    """Build a rollout engine from the model folder's own config.json (the trainer changes the attention in its copy).
-    replica: the number of the server."""
-    from transformers import AutoConfig
-
-    r = config.rollout
-    hf_config = AutoConfig.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code, local_files_only=True
-    )
-    context = RolloutContext(
-        hf_config=hf_config,
-        max_context_tokens=max_context_tokens(config, hf_config),
-        dtype=torch_dtype(config.model.dtype if r.dtype == "auto" else r.dtype),
-        eos_token_ids=stop_ids(config, tokenizer),
-        decode=decoder(tokenizer),
-        device=device,
-        max_concurrent_sequences=r.max_concurrent_sequences,
-        deterministic=config.run.deterministic,
-        place=server_place(config, replica, peers or Peers()),
-    )
-    return import_object(ROLLOUT[r.engine].build)(options_of(config, "rollout"), context)
 
 
 def sampling_of(config: Config) -> Sampling:

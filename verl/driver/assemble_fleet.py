@@ -1,4 +1,4 @@
-"""Build the replicas that join a run while it runs."""
+"""Build rollout engines: at the start of a run, and those that join while it runs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl.config.backends import ROLLOUT
+from verl.config.backends import ROLLOUT, import_object, options_of
 from verl.config.schema import Config
 from verl.config.served import server_faults, urls_of
+from verl.driver.driver_host import server_place
 from verl.driver.fleet import Fleet
 from verl.driver.models import ModelContext
 from verl.driver.publisher import Publisher
 from verl.driver.reporter import Reporter
 from verl.driver.rollouts import RolloutManager
+from verl.driver.setup import decoder, max_context_tokens, stop_ids, torch_dtype
 from verl.errors import Refused
-from verl.rollout.base import RolloutEngine
+from verl.rollout.base import Peers, RolloutContext, RolloutEngine
 from verl.rollout.replica import Start
 from verl.rollout.router import Router
 
@@ -32,8 +34,6 @@ def fleet_of(
     reporter: Reporter,
     run_dir: Path,
 ) -> Fleet:
-    from verl.driver.assemble import rollout_engine
-
     def start_of(url: str, number: int) -> Start:
         """Return the function that connects to the server at `url`, or starts the server `number`. The same checks as
         at the start of a run apply, and a ValueError has the reason of a refusal."""
@@ -54,3 +54,28 @@ def fleet_of(
 
     members = rollout if isinstance(rollout, Router) else None
     return Fleet(run_dir, members, urls_of(config), publisher, start_of, tell)
+
+
+def rollout_engine(
+    config: Config, tokenizer: Any, device: str, replica: int = 0, peers: Peers | None = None
+) -> RolloutEngine:
+    """Build a rollout engine from the model folder's own config.json (the trainer changes the attention in its copy).
+    replica: the number of the server."""
+    from transformers import AutoConfig
+
+    r = config.rollout
+    hf_config = AutoConfig.from_pretrained(
+        config.model.path, trust_remote_code=config.model.trust_remote_code, local_files_only=True
+    )
+    context = RolloutContext(
+        hf_config=hf_config,
+        max_context_tokens=max_context_tokens(config, hf_config),
+        dtype=torch_dtype(config.model.dtype if r.dtype == "auto" else r.dtype),
+        eos_token_ids=stop_ids(config, tokenizer),
+        decode=decoder(tokenizer),
+        device=device,
+        max_concurrent_sequences=r.max_concurrent_sequences,
+        deterministic=config.run.deterministic,
+        place=server_place(config, replica, peers or Peers()),
+    )
+    return import_object(ROLLOUT[r.engine].build)(options_of(config, "rollout"), context)

@@ -5,17 +5,31 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from verl.agent_loop.base import together
 from verl.config.schema import Config
-from verl.driver.trajectories import TrajectorySpec
-from verl.types import Metric, Metrics, Sampling, Score, Trajectory
+from verl.driver.reporter import Reporter
+from verl.driver.rollouts import RolloutManager
+from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec
+from verl.types import Metric, Metrics, Sampling, Score, Task, Trajectory
 
-if TYPE_CHECKING:
-    from verl.driver.run import Run
+
+class EvaluatedRun(Protocol):
+    """The parts of a run that an evaluation uses."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def trajectories(self) -> TrajectoryRunner: ...
+    @property
+    def groups(self) -> RolloutManager: ...
+    @property
+    def eval_tasks(self) -> Sequence[Task]: ...
+    @property
+    def reporter(self) -> Reporter: ...
 
 
 def eval_sampling(config: Config) -> dict[str, Sampling]:
@@ -34,7 +48,7 @@ def eval_sampling(config: Config) -> dict[str, Sampling]:
     return modes
 
 
-async def evaluate(run: Run, number: int) -> Metrics:
+async def evaluate(run: EvaluatedRun, number: int) -> Metrics:
     """Run every evaluation task. Return the score per source and mode, lengths and the share of invalid answers; the
     samples are written to samples/."""
     out: Metrics = {}

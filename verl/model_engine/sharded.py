@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl.batch import Batch, exactly
 from verl.errors import Refused
-from verl.model_engine.adapter import open_adapter
-from verl.model_engine.base import EngineContext
-from verl.model_engine.hf_parts import open_skeleton
 from verl.model_engine.layout import Layout
-from verl.model_engine.options import Options, cannot
+from verl.model_engine.options import cannot
 from verl.model_engine.snapshot import Snapshot
 from verl.model_engine.torch_engine import Reader, TorchEngine, Which
-from verl.model_engine.torch_engine import build as build_torch
 from verl.nn.attention import plan_attention
 from verl.nn.expert_parallel import ExpertParallel
 from verl.nn.precision import rounded_in_place
@@ -366,20 +361,3 @@ def _drop(own: nn.Module, names: Sequence[str]) -> None:
         shape = own.get_parameter(name).shape
         empty = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
         _owner(own, name)._parameters[name.rpartition(".")[2]] = empty
-
-
-def build(options: Options, context: EngineContext) -> TorchEngine:
-    """This rank's engine of a folder, of which it reads its part. Of weights that are no safetensors files every rank
-    reads all: while it does, host memory holds the float32 model once per rank."""
-    if not dist.is_initialized():
-        raise Refused(
-            "model.engine=sharded wants one process per rank, and this process has no others: use model.engine=torch"
-        )
-    from verl.model_engine.pipeline import PipelinedEngine  # which is one of these
-
-    c, kind = context, PipelinedEngine if context.layout.pipeline > 1 else ShardedEngine
-    found = open_skeleton(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm")
-    if found is None:
-        return build_torch(options, c, partial(kind, layout=c.layout))
-    fill = open_adapter(c.adapter, c.folder, found.model).after(found.fill) if c.adapter else found.fill
-    return build_torch(options, c, partial(kind, layout=c.layout, fill=fill), model=found.model)

@@ -1,0 +1,32 @@
+"""Build the engine of one rank among many: sharded, with a stage of the layers if the layout has stages."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch.distributed as dist
+
+from verl.errors import Refused
+from verl.model_engine.adapter import open_adapter
+from verl.model_engine.base import EngineContext
+from verl.model_engine.hf_parts import open_skeleton
+from verl.model_engine.options import Options
+from verl.model_engine.pipeline import PipelinedEngine
+from verl.model_engine.sharded import ShardedEngine
+from verl.model_engine.torch_engine import TorchEngine
+from verl.model_engine.torch_engine import build as build_torch
+
+
+def build(options: Options, context: EngineContext) -> TorchEngine:
+    """This rank's engine of a folder, of which it reads its part. Of weights that are no safetensors files every rank
+    reads all: while it does, host memory holds the float32 model once per rank."""
+    if not dist.is_initialized():
+        raise Refused(
+            "model.engine=sharded wants one process per rank, and this process has no others: use model.engine=torch"
+        )
+    c, kind = context, PipelinedEngine if context.layout.pipeline > 1 else ShardedEngine
+    found = open_skeleton(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm")
+    if found is None:
+        return build_torch(options, c, partial(kind, layout=c.layout))
+    fill = open_adapter(c.adapter, c.folder, found.model).after(found.fill) if c.adapter else found.fill
+    return build_torch(options, c, partial(kind, layout=c.layout, fill=fill), model=found.model)
