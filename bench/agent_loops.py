@@ -18,12 +18,12 @@ import numpy as np
 from tools import hermes_tokenizer
 
 from verl.agent_loop.base import AgentLoopBase, ServerManager, sampling_params_of
+from verl.agent_loop.load_tools import function_as_tool
 from verl.agent_loop.registry import Loops
 from verl.agent_loop.runner import LoopRunner, hosted_loops
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.threads import Places
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
-from verl.agent_loop.load_tools import function_as_tool
 from verl.agent_loop.tools import Tool
 from verl.chat.bridge import bridge_of, plain_text
 from verl.chat.parsing import FORMATS, TurnParser
