@@ -343,8 +343,7 @@ MUTANTS = (
     Mutant("config/adapter.py", "elif part.whole and", "elif not part.whole and part.whole and", OPENED),
     Mutant("config/adapter.py", "and a[0] in ranks)", ")", OPENED),
     Mutant("config/adapter.py", "not value or key in (", "value or key in (", OPENED),
-    Mutant("config/spread.py", "teachers = teacher_models(config)", "teachers = config.teacher.folders()", OPENED),
-    Mutant("config/memory.py", "teacher_models(config).values()", "config.teacher.folders().values()", OPENED),
+    Mutant("planner/memory.py", "teachers = teacher_models(config)", "teachers = config.teacher.folders()", OPENED),
     Mutant("config/validate.py", "if base != path:", "if False:", OPENED),
     Mutant("driver/identity.py", 'f"{_model(path)} of {_model(base)}"', "_model(path)", OPENED),
     Mutant(
@@ -437,7 +436,7 @@ MUTANTS = (
         WAITS,
     ),
     Mutant(
-        "config/plan.py",
+        "planner/sizes.py",
         "max(0, steps - waits) * s.updates_per_step * s.epochs_per_step",
         "max(0, steps - waits) * s.updates_per_step",
         SCHEDULE,

@@ -57,3 +57,9 @@ def _values(node: yaml.Node, known: dict[int, int]) -> int:
         within = 0 if isinstance(node, yaml.ScalarNode) else sum(_values(part, known) for part in parts)
         known[id(node)] = 1 + within
     return known[id(node)]
+
+
+def counted(number: int | float, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is 1."""
+    several = {"trajectory": "trajectories", "micro-batch": "micro-batches"}.get(noun, f"{noun}s")
+    return f"{number:,g} {noun}" if number == 1 else f"{number:,.10g} {several}"

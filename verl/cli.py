@@ -278,8 +278,9 @@ def serve(args: list[str]) -> int:
 
 
 def plan(args: list[str]) -> int:
-    from verl.config.plan import make_plan, render_plan
     from verl.config.validate import validate
+    from verl.planner.plan import make_plan
+    from verl.planner.text import render_plan
 
     resolved = _load(args)
     validate(resolved.config)

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verl.config.schema import Config
-from verl.config.spread import fullest_moment, role_items
 from verl.model_engine.layout import Layout
+from verl.planner.memory import fullest_moment, role_items
 
 FULL = bool(os.environ.get("FULL_GRID"))
 WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "head_dim": 32, "vocab_size": 4000}

@@ -5,9 +5,11 @@ import torch
 from small_runs import small_args
 
 from verl.config.load import load_config
-from verl.config.plan import checkpoint_parts, make_plan, render_plan
 from verl.driver.launch import run_rl, run_supervised
 from verl.models import tiny
+from verl.planner.disk import checkpoint_parts
+from verl.planner.plan import make_plan
+from verl.planner.text import render_plan
 from verl.recipes import arithmetic
 
 

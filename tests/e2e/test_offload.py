@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from small_runs import same_tensors, small_args, small_run
 
 from verl.config.load import load_config
-from verl.config.plan import make_plan
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models import tiny
+from verl.planner.plan import make_plan
 from verl.recipes import arithmetic
 from verl.rollout.native.runner import NativeRunner
 

@@ -32,8 +32,8 @@ def grads(outputs, upstream, leaves):
 @pytest.mark.parametrize("rows", [1, 7, 64, 150, 1000])
 @pytest.mark.parametrize("with_bias, cap", [(True, 0.0), (False, 0.0), (True, 2.0)])
 def test_values_and_gradients_equal_dense_at_any_chunk(inputs, rows, with_bias, cap, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK_ROWS", rows)
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(module, "CHUNK_ROWS", rows)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 0)
     hidden, weight, bias, targets, temperature = inputs
     bias, leaves = (bias, (hidden, weight, bias)) if with_bias else (None, (hidden, weight))
     lp, entropy, pi2, _ = linear_logprob(
@@ -133,8 +133,8 @@ def memory_of(n: int, vocab: int, width: int = 8) -> tuple[int, int]:
 
 
 def test_memory_does_not_depend_on_the_vocabulary(monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 64 << 10)
-    monkeypatch.setattr(module, "_CHUNK_ROWS", 1)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 64 << 10)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 1)
     n = 700
     found = {vocab: memory_of(n, vocab) for vocab in (50, 500, 5000)}
     assert len({saved for saved, _ in found.values()}) == 1, f"saved bytes by vocabulary: {found}"

@@ -80,8 +80,8 @@ def dense(hidden, head: HeadWeights, temperature) -> torch.Tensor:
 @pytest.fixture
 def sides(monkeypatch):
     """(hidden, head, temperature) of a student and of a wider teacher; chunks of 4 rows."""
-    monkeypatch.setattr(chunking, "_CHUNK_ROWS", 4)
-    monkeypatch.setattr(chunking, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(chunking, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(chunking, "CHUNK_BYTES", 0)
     torch.manual_seed(0)
     out = []
     for width, cap in ((5, 2.0), (7, 0.0)):
@@ -239,8 +239,8 @@ def test_a_broken_row_without_gradient_reaches_nothing(sides):
 
 
 def test_memory_does_not_depend_on_the_vocabulary(monkeypatch):
-    monkeypatch.setattr(chunking, "_CHUNK_BYTES", 64 << 10)
-    monkeypatch.setattr(chunking, "_CHUNK_ROWS", 1)
+    monkeypatch.setattr(chunking, "CHUNK_BYTES", 64 << 10)
+    monkeypatch.setattr(chunking, "CHUNK_ROWS", 1)
     n, width, largest = 600, 8, {}
     for vocab in (50, 5000):
         hidden, weight = torch.randn(n, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import ipc
 
-from verl.config.plan import count_rows
 from verl.data.files import expand_files, read_rows
+from verl.planner.sizes import count_rows
 
 ROW = {"prompt": "2+2? é", "answer": "4"}
 LINE = json.dumps(ROW, ensure_ascii=False)

@@ -18,9 +18,9 @@ from verl.config import model_folder
 from verl.config.load import load_config
 from verl.config.model_files import chat_template_of, describe_model, read_weight_headers
 from verl.config.model_folder import check_folder, folder_lines
-from verl.config.plan import make_plan
 from verl.config.schema import Config, ModelConfig
 from verl.driver.setup import load_tokenizer_of
+from verl.planner.plan import make_plan
 
 
 def put(folder: Path, name: str, numbers: np.ndarray) -> None:

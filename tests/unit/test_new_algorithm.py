@@ -19,8 +19,9 @@ from verl.algorithms.resolve import resolve
 from verl.algorithms.weights import term_weights
 from verl.batch import pack
 from verl.config.load import load_config, validate
-from verl.config.plan import make_plan, needs_reference
 from verl.model_engine.objective import evaluate_terms
+from verl.planner.memory import needs_reference
+from verl.planner.plan import make_plan
 from verl.show import show
 from verl.types import Refs, Sample, Segment, ref_of
 from verl.workers.compute import columns_of

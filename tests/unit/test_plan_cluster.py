@@ -9,9 +9,10 @@ import pytest
 from handmade_model import write_model, write_qwen_half_billion, write_rows
 
 from verl.config.load import load_config
-from verl.config.plan import Plan, make_plan, render_plan
-from verl.config.spread import Spread, words_of
 from verl.model_engine.layout import Layout
+from verl.planner.cluster import ClusterPlan, layout_text
+from verl.planner.plan import Plan, make_plan
+from verl.planner.text import render_plan
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def plan_of(folder: Path, *args: str) -> Plan:
     )
 
 
-def spread_of(folder: Path, *args: str) -> Spread:
+def cluster_of(folder: Path, *args: str) -> ClusterPlan:
     spread = plan_of(folder, *args).cluster
     assert spread is not None
     return spread
@@ -54,7 +55,7 @@ actor gathered layers                        -      56.9 MiB             -      
 actor kept buffer                            -       260 MiB             -             -             -             -
 actor layer's compute copy                   -      14.2 MiB             -             -             -             -
 actor inference activations                  -       746 MiB             -             -             -             -
-actor log-prob chunk                         -             -             -      63.8 MiB             -             -
+actor log-prob chunk                         -             -             -      74.2 MiB             -             -
 actor head's gradient                        -             -             -       260 MiB             -             -
 actor head's compute copy                    -             -             -       130 MiB             -             -
 actor largest whole weight                   -             -             -             -             -      1.01 GiB
@@ -119,13 +120,13 @@ def test_words_of_a_layout() -> None:
             world_size=8, sequence=2, tensor=2
         ),
     }
-    assert {words_of(layout) for layout in said.values()} == set(said)
+    assert {layout_text(layout) for layout in said.values()} == set(said)
 
 
 def test_what_divides_what(folder: Path) -> None:
     def items(*args: str) -> dict[str, int]:
         return (
-            spread_of(folder, "cluster.ranks_per_node=4", "step.updates_per_step=2", *args).pools["main"].memory.items
+            cluster_of(folder, "cluster.ranks_per_node=4", "step.updates_per_step=2", *args).pools["main"].memory.items
         )
 
     data, copies, tensor, sequence = (
@@ -138,7 +139,7 @@ def test_what_divides_what(folder: Path) -> None:
     for name in ("actor activations", "actor inference activations"):
         assert data[name] == copies[name] == 2 * sequence[name] and sequence[name] < tensor[name] < data[name]
     assert 2 * tensor["actor head's gradient"] == data["actor head's gradient"]
-    one = spread_of(folder).pools["main"].memory.items
+    one = cluster_of(folder).pools["main"].memory.items
     assert "actor gathered layers" not in one and one["actor weights"] == 4 * data["actor weights"]
 
 
@@ -146,7 +147,7 @@ def test_a_model_computes_in_what_its_pool_says(folder: Path) -> None:
     def items(dtype: str) -> dict[str, int]:
         pool = f"cluster.pools={{own: {{ranks_per_node: 2, dtype: {dtype}}}}}"
         more = ("cluster.ranks_per_node=2", "model.dtype=float32", "algorithm.kl_loss_coef=0.1", pool)
-        spread = spread_of(folder, *more, "cluster.roles={ref: own, compute: own}")
+        spread = cluster_of(folder, *more, "cluster.roles={ref: own, compute: own}")
         assert "compute copy of weights" not in str(spread.pools["main"].memory.items), "main computes in model.dtype"
         return spread.pools["own"].memory.items
 
@@ -164,7 +165,7 @@ def test_an_engine_is_told_the_precision_of_its_pool(folder: Path) -> None:
 
 
 def test_a_pool_holds_what_lives_in_it(folder: Path) -> None:
-    spread = spread_of(
+    spread = cluster_of(
         folder,
         *("cluster.ranks_per_node=2", f"reward.model={folder}/judge", "rollout.replicas=3"),
         "cluster.pools={judge: {ranks_per_node: 2}, gen: {ranks_per_node: 4}}",
@@ -177,16 +178,16 @@ def test_a_pool_holds_what_lives_in_it(folder: Path) -> None:
     assert set(judge.phases["infer reward_model"]) >= {"reward_model weights", "reward_model inference activations"}
     assert set(gen.items) == {"rollout weights", "incoming weights", "KV cache", "prefix cache", "sampling logits"}
     assert "rollout weights" not in main.items and spread.fullest == max(judge, gen, main, key=lambda m: m.peak_bytes)
-    crowded = spread_of(folder, "cluster.ranks_per_node=2", "rollout.replicas=2").pools["main"].memory
+    crowded = cluster_of(folder, "cluster.ranks_per_node=2", "rollout.replicas=2").pools["main"].memory
     assert crowded.items["rollout weights"] == gen.items["rollout weights"], "one replica a rank"
 
 
 def test_buckets_on_a_gpu_are_memory_of_the_trainers_ranks(folder: Path) -> None:
     pools = ("cluster.pools={gen: {ranks_per_node: 1}}", "cluster.roles={rollout: gen}", "cluster.ranks_per_node=2")
-    before = spread_of(folder, *pools, "model.device=cuda")
+    before = cluster_of(folder, *pools, "model.device=cuda")
     for megabytes, wanted in ((1000, 1000 << 20), (1, 4 * 151936 * 896)):  # the embedding is not split
         options = ("sync.engine=ipc", f"sync.engine_options.bucket_mb={megabytes}")
-        spread = spread_of(folder, *pools, "model.device=cuda", *options)
+        spread = cluster_of(folder, *pools, "model.device=cuda", *options)
         main, gen = (spread.pools[name].memory for name in ("main", "gen"))
         assert main.items["buckets of weights"] == 2 * wanted and "buckets of weights" not in gen.items
         assert main.peak_bytes == before.pools["main"].memory.peak_bytes + 2 * wanted and spread.shared_bytes == 0
@@ -199,12 +200,12 @@ def test_all_processes_of_one_machine_are_held_against_its_memory(folder: Path, 
     """A teacher in a pool of its own on CPUs; on a cluster that runs already, or on GPUs, nobody knows from here."""
     base = ("model.device=cpu", "algorithm.name=opd", f"teacher.path={folder}/qwen", "cluster.roles={teacher: wide}")
     args = (*base, "cluster.pools={wide: {cpus_per_rank: 1}}", "cluster.ranks_per_node=2")
-    spread = spread_of(folder, *args)
+    spread = cluster_of(folder, *args)
     main, wide = spread.pools["main"], spread.pools["wide"]
     wanted = 2 * main.memory.peak_bytes + wide.memory.peak_bytes + spread.shared_bytes
     for engine in ("shm", "tcp"):
         options = (f"sync.engine={engine}", "sync.engine_options.bucket_mb=1000")
-        assert spread_of(folder, *args, *options).shared_bytes == 2 * (1000 << 20)
+        assert cluster_of(folder, *args, *options).shared_bytes == 2 * (1000 << 20)
     for has, count in ((wanted, 0), (wanted - 1, 1)):
         monkeypatch.setattr("verl.workers.host.total_bytes", lambda has=has: has)
         found = plan_of(folder, *args).warnings

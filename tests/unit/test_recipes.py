@@ -13,7 +13,8 @@ import pytest
 from handmade_model import write_model, write_rows
 
 from verl.config.load import load_config, recipe_names, validate
-from verl.config.plan import make_plan, render_plan
+from verl.planner.plan import make_plan
+from verl.planner.text import render_plan
 
 SHAPES = {  # of Qwen2.5, and the layout that the plan shows
     "one_gpu_0.5b": (dict(layers=24, hidden=896, ffn=4864, heads=14, kv_heads=2, vocab=151936), None),
@@ -31,7 +32,7 @@ SHAPES = {  # of Qwen2.5, and the layout that the plan shows
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_recipe_can_be_planned_and_says_what_it_holds(name: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("verl.config.cluster.find_spec", lambda name: name)
-    monkeypatch.setattr("verl.config.memory.on_cuda", lambda config: config.model.device != "cpu")
+    monkeypatch.setattr("verl.config.devices.on_cuda", lambda config: config.model.device != "cpu")
     shape, layout = SHAPES[name]
     rows, model = write_rows(tmp_path / "rows.jsonl", 7473), write_model(tmp_path / "model", **shape)
     given = (f"model.path={model}", f"data.train_files=[{rows}]", f"data.eval_files=[{rows}]")
@@ -48,7 +49,7 @@ def test_a_recipe_can_be_planned_and_says_what_it_holds(name: str, tmp_path: Pat
 
 def test_what_fits_where(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("verl.config.cluster.find_spec", lambda name: name)
-    monkeypatch.setattr("verl.config.memory.on_cuda", lambda config: True)
+    monkeypatch.setattr("verl.config.devices.on_cuda", lambda config: True)
     for name, gigabytes in (("one_gpu_0.5b", 24), ("eight_gpus_7b_fsdp2", 80), ("two_nodes_32b_fsdp2_tp", 141)):
         model = write_model(tmp_path / name, **SHAPES[name][0])
         plan = make_plan(

@@ -8,10 +8,11 @@ import pytest
 from verl.algorithms.presets import settled
 from verl.algorithms.resolve import resolve
 from verl.config.load import load_config
-from verl.config.plan import algorithm_warnings, policy_updates
 from verl.driver.models import ModelContext, trained
 from verl.driver.roles import Controllers
 from verl.driver.step import Step, _advantages
+from verl.planner.plan import algorithm_warnings
+from verl.planner.sizes import policy_updates
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Ref, Refs
 

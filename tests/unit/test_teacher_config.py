@@ -16,12 +16,13 @@ from verl.algorithms.presets import knobs
 from verl.config.adapter import base_of
 from verl.config.compat.table import DISTILLATION
 from verl.config.load import load_config, validate
-from verl.config.plan import make_plan, render_plan
-from verl.config.spread import spread_of
 from verl.config.tree import leaves
 from verl.driver.identity import compare, identity_of
 from verl.driver.models import refuse_other_words
 from verl.models import tiny
+from verl.planner.cluster import cluster_plan
+from verl.planner.plan import make_plan
+from verl.planner.text import render_plan
 
 
 def model(folder: Path, **sizes: int) -> Path:
@@ -255,7 +256,7 @@ def test_a_teacher_lives_in_the_pool_that_it_is_given(base):
         "cluster.roles.teacher=far",
     ]
     config = load_config([*base, *args, "cluster.pools={far: {ranks_per_node: 1}}"]).config
-    spread = spread_of(config, 512)
+    spread = cluster_plan(config, 512)
     assert spread is not None and "teacher" in spread.pools["far"].roles and "actor" in spread.pools["main"].roles
     assert (
         spread.pools["far"].memory.items["teacher weights"] > 0 and "infer teacher" in spread.pools["far"].memory.phases
@@ -273,13 +274,13 @@ def test_each_of_several_teachers_is_a_role(base):
     ]
     assert items["teacher"] == sum(one) and one[0] < one[1]
     far = ["cluster.backend=ray", "cluster.roles={teacher_a: main, teacher_b: far}", "cluster.pools={far: {nodes: 1}}"]
-    spread = spread_of(load_config([*base, *args, *far]).config, 512)
+    spread = cluster_plan(load_config([*base, *args, *far]).config, 512)
     assert spread is not None and "teacher_a" in spread.pools["main"].roles
     assert spread.pools["far"].roles == ("teacher_b",)
     assert spread.pools["far"].memory.items["teacher_b weights"] == one[1]
     assert "infer teacher_b" in spread.pools["far"].memory.phases
     far[1] = "cluster.roles.teacher_b=far"
-    spread = spread_of(load_config([*base, *args, *far]).config, 512)
+    spread = cluster_plan(load_config([*base, *args, *far]).config, 512)
     assert spread is not None and spread.pools["far"].roles == ("teacher_a", "teacher_b"), "where least lives"
 
 
@@ -389,7 +390,7 @@ def test_an_adapter_is_a_teacher_of_its_base_s_sizes(base, adapters):
     assert items(*both)["teacher"] == 2 * of("same")["teacher"]
     far = ["cluster.backend=ray", "cluster.pools={far: {nodes: 1}}", "cluster.roles.teacher=far"]
     spreads = [
-        spread_of(load_config([*base, "algorithm.name=gkd", f"teacher.path={adapters}/{n}", *far]).config, 512)
+        cluster_plan(load_config([*base, "algorithm.name=gkd", f"teacher.path={adapters}/{n}", *far]).config, 512)
         for n in ("one", "same")
     ]
     assert spreads[0] is not None and spreads[0].pools["far"] == spreads[1].pools["far"]

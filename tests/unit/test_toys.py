@@ -25,7 +25,7 @@ from verl.algorithms import presets, specs
 from verl.config import backends
 from verl.config.backends import Backend, NoOptions
 from verl.config.load import load_config, validate
-from verl.config.plan import make_plan
+from verl.planner.plan import make_plan
 from verl.track.samples import read_samples
 from verl.weight_sync.base import SyncContext
 

@@ -35,8 +35,8 @@ class Backend:
     """`module:function`: (options, context) -> the engine."""
     options: str = "verl.config.backends:NoOptions"
     """`module:class`: the dataclass of its keys."""
-    memory: str = "verl.config.backends:full_length_memory"
-    """`module:function`: the bytes that the engine needs, for the plan."""
+    memory: str = ""
+    """`module:function`: the bytes that the engine needs, for the plan. Empty: that of MEMORY for its section."""
     spread: str = ""
     """The row that does the same for workers in processes of their own."""
     far: str = ""
@@ -108,6 +108,10 @@ CLUSTER: Table = {
     "ray": Backend(build="verl.workers.ray.cluster:build"),
     "torchrun": Backend(build="verl.workers.spmd:build"),
 }
+MEMORY: Mapping[str, str] = MappingProxyType(
+    {"model": "verl.model_engine.memory:memory", "rollout": "verl.config.backends:full_length_memory"}
+)
+"""The estimate of an engine that brings none of its own."""
 TABLES: Mapping[str, Table] = MappingProxyType({"model": MODEL, "rollout": ROLLOUT, "queue": QUEUE, "sync": SYNC})
 
 
@@ -182,10 +186,14 @@ def longest_sequence(config: Config) -> int:
     return config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, config.eval.max_response_tokens or 0)
 
 
+def memory_of(config: Config, section: str) -> Callable[..., dict[str, int]]:
+    """Return the function that estimates the memory of the chosen engine."""
+    return import_object(backend_of(config, section).memory or MEMORY[section])
+
+
 def rollout_caches(config: Config, *, bytes_per_token: int) -> dict[str, int]:
     """Return the bytes of the chosen rollout engine's KV memory, once it has grown to its full size."""
-    memory: Callable[..., dict[str, int]] = import_object(ROLLOUT[config.rollout.engine].memory)
-    return memory(
+    return memory_of(config, "rollout")(
         options_of(config, "rollout"),
         max_concurrent_sequences=config.rollout.max_concurrent_sequences,
         max_context_tokens=longest_sequence(config),

@@ -12,7 +12,7 @@ from verl.algorithms.presets import settled
 from verl.algorithms.sections import TEACHER
 from verl.config.adapter import teacher_models
 from verl.config.backends import address_of, backend_of, engine_name, layout_of, options_of
-from verl.config.memory import compute_dtype, default_device, on_cuda
+from verl.config.devices import default_device, on_cuda
 from verl.config.model_files import describe_model, read_model_config, text_config
 from verl.config.schema import Config
 from verl.config.tree import leaves, text_of, values_of
@@ -43,12 +43,6 @@ def places_of(config: Config, command: str = "train") -> tuple[dict[str, Pool], 
     """Return the pools by their names, and the pool of each role. ValueError for a section that is contradictory."""
     roles = placed_roles(config) if command in ("train", "eval") else ("trainer", "compute")
     return pools_of(config.cluster, roles, device=default_device(config))
-
-
-def dtype_of(config: Config, role: str) -> str:
-    """Return the dtype that a model computes in: that of the pool where it is placed, else model.dtype."""
-    pool = config.cluster.pools.get(config.cluster.roles.get(role, MAIN), {})
-    return str(pool.get("dtype") or compute_dtype(config))
 
 
 def cluster_faults(config: Config, command: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from verl.config.backends import engine_name
-from verl.config.memory import default_device
+from verl.config.devices import default_device
 from verl.config.schema import Config
 
 SECTIONS = ("model", "rollout", "queue", "sync")

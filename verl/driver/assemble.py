@@ -20,9 +20,8 @@ from verl.algorithms.specs import GKDTopK, function
 from verl.checkpoint.latest import beyond
 from verl.config.backends import CLUSTER, ROLLOUT, backend_of, import_object, layout_of, longest_sequence, options_of
 from verl.config.cluster import placed_roles
+from verl.config.devices import drops_rollout_weights
 from verl.config.load import Resolved
-from verl.config.memory import drops_rollout_weights
-from verl.config.plan import algorithm_warnings, checkpoint_bytes, policy_updates, total_steps
 from verl.config.schema import AlgorithmConfig, Config
 from verl.data.cursor import Curriculum
 from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
@@ -60,6 +59,7 @@ from verl.driver.setup import (
 from verl.driver.stretched import stretched
 from verl.driver.trajectories import TrajectoryRunner
 from verl.errors import Refused
+from verl.planner import disk, plan, sizes
 from verl.reward.base import RewardFn
 from verl.rollout.base import RolloutEngine
 from verl.rollout.router import Router
@@ -114,12 +114,12 @@ async def _run_of(
     """Build the rest of the run, after the run directory is claimed. data: tokenizer, loops, training rows, evaluation
     tasks · refused: closes its entries if the start is refused."""
     config, (tokenizer, loops, tasks, eval_tasks) = resolved.config, data
-    warned = (f"warning: {said}" for said in algorithm_warnings(config))
+    warned = (f"warning: {said}" for said in plan.algorithm_warnings(config))
     claimed = replace(claimed, setup_lines=(*loops.notes, *sandbox_of(config, [tasks[0], *eval_tasks[:1]])))
     progress.message("\n".join([f"data: {tasks.report.summary()}", *claimed.setup_lines, *warned]))
     waits, cursor = Waits(claimed.path / "waits.json"), _cursor(config, algorithm, len(tasks))
     num_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
-    updates = policy_updates(config, num_steps)
+    updates = sizes.policy_updates(config, num_steps)
     if algorithm.critic is not None and updates == 0:
         warm = f"algorithm.critic_warmup_steps={algorithm.critic.critic_warmup_steps}"
         progress.message(f"warning: {warm}: in {num_steps} steps the critic learns alone and the policy stays as it is")
@@ -141,7 +141,7 @@ async def _run_of(
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, loops, rollout, reward, waits, algorithm)
     groups = _groups(config, learner, tasks, cursor, trajectories, reporter, num_steps, tokenizer)
-    checkpointer = Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(config), reporter)
+    checkpointer = Checkpointer(claimed, learner, trained_roles(learner), disk.checkpoint_bytes(config), reporter)
     publisher = _publisher(config, sync, actor, replicas, rollout, waits, progress)
     context.cluster.watch(from_threads(groups.fail))
     if isinstance(rollout, Router):
@@ -333,7 +333,7 @@ def offline_learner(config: Config, total_steps: int, crash_dir: Path) -> Learne
     """Build the algorithm and the models of a configuration, for samples that are made elsewhere."""
     context = context_of(config, placed_roles(config), updates=updates_of_run(config, total_steps), crash_dir=crash_dir)
     algorithm = algorithm_of(config.algorithm)
-    actor = workers_of(context, trained(context, "actor", updates=policy_updates(config, total_steps)))
+    actor = workers_of(context, trained(context, "actor", updates=sizes.policy_updates(config, total_steps)))
     return learner_of(context, algorithm, models_of(context, algorithm, actor))
 
 
@@ -452,7 +452,7 @@ def sampling_of(config: Config) -> Sampling:
 
 
 def total_steps_of(config: Config, num_rows: int, rows_per_step: int) -> int:
-    steps = total_steps(config, num_rows, rows_per_step)
+    steps = sizes.total_steps(config, num_rows, rows_per_step)
     if steps < 1:
         rows = f"{num_rows} rows x run.total_epochs={config.run.total_epochs}"
         raise Refused(f"{rows} make no full step of {rows_per_step}; set run.total_steps or a smaller step")

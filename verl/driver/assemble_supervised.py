@@ -15,7 +15,6 @@ from verl.algorithms.presets import preference
 from verl.chat import turn_end
 from verl.config.backends import layout_of
 from verl.config.load import Resolved
-from verl.config.plan import checkpoint_bytes
 from verl.config.schema import Config
 from verl.data.preference import load_pairs
 from verl.data.source import Cursor, load_conversations
@@ -39,6 +38,7 @@ from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, re
 from verl.driver.supervised import TRAINER, SupervisedRun
 from verl.driver.together import open_together
 from verl.errors import Refused
+from verl.planner.disk import checkpoint_bytes
 from verl.track.console import LiveProgress
 from verl.types import Sample
 from verl.workers.group import DevicePlace, Drivers

@@ -19,13 +19,13 @@ from typing import TypeVar
 import msgspec
 
 from verl.checkpoint.store import is_late
-from verl.config.plan import SAVE_EVERY_S, SAVE_SHARE
 from verl.driver.reporter import Reporter, due
 from verl.driver.roles import Learner
 from verl.driver.run_dir import RunDir
 from verl.driver.state import DriverState, hidden, write_state
 from verl.driver.stopping import Stopped, StopRequest
 from verl.errors import Refused
+from verl.planner.disk import SAVE_EVERY_S, SAVE_SHARE
 from verl.workers.host import RankMemory, too_small
 from verl.workers.model_workers import ModelWorkers
 

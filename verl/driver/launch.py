@@ -16,7 +16,6 @@ from typing import Literal
 import uvloop
 
 from verl.config.load import Resolved, validate
-from verl.config.plan import checkpoint_bytes, checkpoints_kept, make_plan, render_plan, small_disk, small_memory
 from verl.config.schema import Config
 from verl.driver.assemble import assemble, from_threads
 from verl.driver.assemble_supervised import assemble_supervised
@@ -29,6 +28,9 @@ from verl.driver.setup import free_bytes_of
 from verl.driver.stopping import Stopped, unless_stopped
 from verl.driver.supervised import fit
 from verl.errors import CRASH_RECORD, Refused, crash_record_of
+from verl.planner.disk import checkpoint_bytes, checkpoints_kept, small_disk, small_memory
+from verl.planner.plan import make_plan
+from verl.planner.text import render_plan
 from verl.rollout.base import ReplicaLost
 from verl.track.console import LiveProgress
 from verl.track.events import FINISHED

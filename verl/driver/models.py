@@ -19,14 +19,14 @@ from verl.checkpoint.hf import HfExport
 from verl.checkpoint.score import classifier_config
 from verl.config.adapter import base_of
 from verl.config.backends import backend_of, import_object, longest_sequence, options_of
-from verl.config.cluster import dtype_of
+from verl.config.devices import dtype_of
 from verl.config.model_files import describe_model, has_tokenizer, rope_note
-from verl.config.plan import warmup_steps
 from verl.config.schema import Config
 from verl.errors import Refused
 from verl.model_engine.base import EngineContext, ModelEngine, ServedAt, TeacherHead
 from verl.model_engine.optim import OptimSpec
 from verl.nn.heads import Head
+from verl.planner.sizes import warmup_steps
 from verl.rollout.base import Peers
 from verl.transfer_queue.base import TransferQueue
 from verl.weight_sync.base import Outlet

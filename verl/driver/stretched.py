@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl.config.plan import policy_updates
 from verl.config.schema import Config
 from verl.driver.models import policy_optim
 from verl.model_engine.optim import learning_rate
+from verl.planner.sizes import policy_updates
 from verl.track.events import read_events
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from verl.nn.chunks import CHUNK_BYTES, CHUNK_ROWS, chunk_rows
+
 NONE = -1e30
 """The log of no probability at all, finite: p log p of it is 0 and not NaN."""
-_CHUNK_BYTES = 16 << 20  # of one chunk of float32 logits: small enough for the caches, large enough for the GEMM
-_CHUNK_ROWS = 64  # at least: each chunk reads and writes the whole gradient of the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def _over_slices(
 
 
 def chunks(n: int, vocab_size: int) -> list[slice]:
-    rows = max(_CHUNK_ROWS, _CHUNK_BYTES // (4 * vocab_size))
+    rows = chunk_rows(vocab_size, bytes_at_once=CHUNK_BYTES, least=CHUNK_ROWS)
     return [slice(start, min(n, start + rows)) for start in range(0, n, rows)]
 
 

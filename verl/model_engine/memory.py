@@ -1,0 +1,123 @@
+"""The memory of one rank of a model, by item, for the plan of a run. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from verl.config.model_files import ModelFacts
+from verl.model_engine.layout import Layout, layers_of_stages
+from verl.nn.chunks import chunk_rows
+
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4})
+LOGPROB_COPIES = 4
+"""Arrays of a chunk's size that its backward pass holds at once: logits, probabilities, gradient, product."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWork:
+    """The work of a rank, as far as its memory depends on it."""
+
+    tokens: int
+    """Tokens of a micro-batch on this rank."""
+    passes: int = 1
+    """Micro-batches of a step; a pipeline holds as many at once as there are stages from this one on."""
+    stage: int = 0
+    dtype: str = "float32"
+    """The dtype that it computes in; masters are float32."""
+    checkpointing: bool = False
+    """Activations are computed again in the backward pass."""
+    head: bool = True
+    """It has a language-model head: a policy or a teacher. Critics and reward models have none."""
+    trains: bool = True
+    publishes: bool = False
+    """Its weights are published: they are gathered one by one."""
+
+
+def layer_bytes_per_token(model: ModelFacts, dtype: str, tensor: int = 1) -> int:
+    """Return the bytes that one decoder layer keeps per token for its backward pass: two float32 norms with their
+    inputs, the inputs of the projections, q, k, v before and after rotation, the attention's output, four MLP arrays.
+    Within 15% of Qwen2 and Llama under autocast. tensor: the ranks that share a layer."""
+    q, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+    arrays = 2 * model.hidden + (2 * (q + kv) + q + 4 * model.intermediate) // tensor
+    return DTYPE_BYTES[dtype] * arrays + 4 * 4 * model.hidden
+
+
+def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
+    """Return the bytes of one rank by item. Items that a phase does not use are not held in it (planner/memory.py)."""
+    share = _Share(model, layout, work)
+    residual = 4 * model.hidden  # float32: embeddings are not autocast
+    kept = layer_bytes_per_token(model, work.dtype, layout.tensor)  # per token
+    items = {
+        "weights": 4 * share.weights,
+        "gathered embeddings": share.outside,
+        # one layer beside the buffer of this or the next gathering: FSDP copies what only this rank has
+        "gathered layers": share.gathers * ((1 + share.cut) * share.dense + (1 + share.experts_cut) * share.experts),
+        "kept buffer": share.cut * max(share.outside, share.dense),  # of the previous gathering, until the next ended
+        "layer's compute copy": share.half * (share.dense + share.experts) // 4,
+        "inference activations": work.tokens * (kept + 2 * residual),
+    }
+    if work.head and work.stage == layout.pipeline - 1:
+        vocab = -(-model.vocab // layout.tensor)
+        items["log-prob chunk"] = LOGPROB_COPIES * min(work.tokens, chunk_rows(vocab)) * vocab * 4
+        items["head's gradient"] = 4 * vocab * model.hidden * work.trains
+        items["head's compute copy"] = share.half * vocab * model.hidden
+    if work.publishes:
+        # tensors are collected one by one and joined; later stages receive those of the first
+        several = layout.shard * layout.tensor > 1 and work.stage == 0
+        items["largest whole weight"] = (1 + several) * 4 * max(model.vocab * model.hidden, share.layer)
+    return items | (_training(share, kept, residual) if work.trains else {})
+
+
+class _Share:
+    """The part of a model that one rank holds and gathers. Sizes of tensors are in bytes of float32."""
+
+    def __init__(self, model: ModelFacts, layout: Layout, work: RankWork) -> None:
+        self.layout, self.work, tensor = layout, work, layout.tensor
+        self.layer = (model.body_parameters - model.embedding_parameters) // model.layers
+        self.layers = len(layers_of_stages(model.layers, layout.pipeline)[work.stage])
+        whole = model.parameters if work.head else model.body_parameters
+        root = _outside_layers(model, layout, whole - self.layer * model.layers, work.stage)
+        sparse = model.expert_parameters // model.layers  # per layer: not cut, gathered from equal ranks
+        count, rest = self.layer * self.layers + root, sparse * self.layers
+        self.weights = (count - rest) // (layout.shard * tensor) + rest // layout.shard
+        self.gathers, self.cut = int(layout.world_size > 1), layout.shard > 1
+        self.outside, self.dense = 4 * root // tensor * self.gathers, 4 * (self.layer - sparse) // tensor
+        self.experts, self.experts_cut = 4 * sparse // layout.expert, layout.shard > layout.expert
+        if layout.expert == 1:
+            self.dense, self.experts = self.dense + self.experts, 0
+        self.half = DTYPE_BYTES[work.dtype] * (work.dtype == "bfloat16")  # bytes of a weight's copy, if there is one
+
+
+def _training(share: _Share, kept: int, residual: int) -> dict[str, int]:
+    """Return the items of a rank that is trained. kept, residual: bytes per token of a layer and of the residual."""
+    layout, work = share.layout, share.work
+    again = work.checkpointing  # the activations of a layer are recomputed and freed there
+    through = share.layers * residual + kept if again else share.layers * kept
+    # sending, in transfer, receiving; a critic's last stage computes no logits, tied or not
+    reduced = (3 * share.outside + share.cut * share.outside // layout.shard) * (work.stage == 0 or work.head)
+    copies = share.half * (1 if again else share.layers) * (share.dense + share.experts) // 4
+    activations = work.tokens * (through + 2 * residual)
+    waiting = activations + copies * (not again)  # of one pass, until its backward pass
+    flying = min(layout.pipeline - work.stage, work.passes)
+    # no gradients exist beside the first backward pass
+    not_yet = min(4 * share.weights, waiting) * (work.passes == flying > 1)
+    return {
+        "optimizer states": 8 * share.weights,
+        "gradients": 4 * share.weights,
+        # as computed, and in the buffer from which they are sent
+        "gathered gradients": share.gathers * 2 * max(share.dense, share.experts),
+        "reduced embeddings": reduced,
+        "compute copy of weights": copies,
+        "activations": activations,
+        "waiting passes": (flying - 1) * waiting - not_yet,  # kept for the backward passes of the earlier ones
+    }
+
+
+def _outside_layers(model: ModelFacts, layout: Layout, root: int, stage: int) -> int:
+    """Return a stage's parameters that belong to no layer and are gathered for a whole pass. root: those of the whole
+    model: embeddings on the first stage, last norm and head on the last, tied ones on both."""
+    first, last = stage == 0, stage == layout.pipeline - 1
+    embeddings = model.embedding_parameters if first or (last and model.tied) else 0
+    return embeddings + (root - model.embedding_parameters if last else 0)

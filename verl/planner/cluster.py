@@ -1,0 +1,115 @@
+"""The placement of a run over processes, with the memory of one rank of each pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config.backends import address_of, engine_name, layout_of, options_of
+from verl.config.cluster import places_of
+from verl.config.model_files import describe_model
+from verl.config.schema import Config
+from verl.model_engine.layout import Layout
+from verl.planner.memory import MemoryEstimate, bucket_bytes, pool_rank_memory, summed
+from verl.weight_sync.options import Ipc, Shm, Tcp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """One pool of processes."""
+
+    nodes: int
+    ranks_per_node: int
+    each: dict[str, float]
+    """The resources of one rank, by Ray's names."""
+    roles: tuple[str, ...]
+    replicas: int
+    """Rollout engines in this pool."""
+    device: str
+    memory: MemoryEstimate
+    """The memory of its fullest rank, on `device`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """The placement of a run over processes."""
+
+    backend: str
+    address: str | None
+    """The address of a running cluster; None: one is started for this run."""
+    layout: str
+    """The layout of a model, in words."""
+    queue: str
+    """The engine of the queue."""
+    sync: str
+    """The engine of the weight sync."""
+    shared_bytes: int
+    """A host's shared memory for two versions of the weights that are being sent, or for two buckets."""
+    pools: dict[str, PoolPlan]
+
+    @property
+    def fullest(self) -> MemoryEstimate:
+        return max((pool.memory for pool in self.pools.values()), key=lambda memory: memory.peak_bytes)
+
+
+def cluster_plan(config: Config, update_tokens: int) -> ClusterPlan | None:
+    """Return the placement; None if everything runs in this process. update_tokens: the most tokens of one optimizer
+    step."""
+    c, layout = config.cluster, layout_of(config)
+    if c.backend == "inproc":
+        return None
+    pools, places = places_of(config)
+    planned = {}
+    for name, pool in pools.items():
+        roles = tuple(role for role, at in places.items() if at == name and role != "rollout")
+        replicas = config.rollout.replicas if places["rollout"] == name else 0
+        planned[name] = PoolPlan(
+            nodes=pool.nodes,
+            ranks_per_node=pool.ranks_per_node,
+            each=pool.bundle,
+            roles=roles,
+            replicas=replicas,
+            device=pool.computes_on,
+            memory=pool_rank_memory(config, layout, roles, -(-replicas // pool.ranks), update_tokens),
+        )
+    return ClusterPlan(
+        backend=c.backend,
+        address=address_of(c.address),
+        layout=layout_text(layout),
+        queue=engine_name(config, "queue"),
+        sync=engine_name(config, "sync"),
+        shared_bytes=2 * _sent_bytes(config),
+        pools=planned,
+    )
+
+
+def _sent_bytes(config: Config) -> int:
+    """Return the bytes in shared memory of a version of the weights, or of a bucket through which they are sent."""
+    model, options = describe_model(config.model.path), options_of(config, "sync")
+    if isinstance(options, Ipc):
+        return 0
+    if isinstance(options, Shm | Tcp) and options.bucket_mb is not None:
+        return bucket_bytes(options.bucket_mb, model)
+    return 4 * model.parameters
+
+
+def memory_on_this_machine(placement: ClusterPlan) -> MemoryEstimate | None:
+    """Return the host memory of all processes of a Ray that is started on this machine; None for another Ray, or
+    none."""
+    pools = {name: pool for name, pool in placement.pools.items() if pool.device == "cpu"}
+    if placement.backend != "ray" or placement.address is not None or not pools:
+        return None
+    items = {"weights on their way": placement.shared_bytes}
+    for name, pool in pools.items():
+        of, ranks = pool.memory, pool.nodes * pool.ranks_per_node
+        items |= {f"{item} of {name}": ranks * of.items[item] for item in of.phases[of.peak_phase]}
+    return summed(items, {"every process at its peak": [*items]})
+
+
+def layout_text(layout: Layout) -> str:
+    """Return the layout in words: 4 ranks = 2 data x 2 tensor: a rank holds 1/4 of a model."""
+    parts = {"pipeline": layout.pipeline, "data": layout.data, "sequence": layout.sequence, "tensor": layout.tensor}
+    product = " x ".join(f"{size} {name}" for name, size in parts.items() if size > 1) or "1 data"
+    copies = f", in {layout.replicate} copies of the model" if layout.replicate > 1 else ""
+    ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"
+    held = layout.pipeline * layout.shard * layout.tensor
+    return f"{ranks} = {product}{copies}: a rank holds {'about ' * (layout.pipeline > 1)}1/{held} of a model"

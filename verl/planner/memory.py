@@ -1,0 +1,268 @@
+"""The memory of a run, by item and by phase of a step: of one process with everything in it, and of one rank of a pool.
+Estimates, on the side of too much. Each role's items are those of its engine (`memory` of the engine's row in
+config/backends.py); here they are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from verl.algorithms.presets import settled
+from verl.config.adapter import teacher_models
+from verl.config.backends import memory_of, options_of, rollout_caches
+from verl.config.cluster import NO_MODEL
+from verl.config.devices import compute_dtype, drops_rollout_weights, dtype_of, offloaded, on_cuda, rollout_dtype
+from verl.config.model_files import ModelFacts, describe_model
+from verl.config.schema import Config
+from verl.model_engine.layout import Layout
+from verl.model_engine.memory import DTYPE_BYTES, RankWork
+from verl.rollout.native.options import KEPT_KV_BYTES
+from verl.weight_sync.options import Ipc
+
+TRAINED = ("actor", "critic")
+PARTS = {"weights": "weights", "optimizer": "optimizer states"}
+"""The items of a role's state that may be off the device between two uses."""
+HELD = ("weights", "optimizer states", "teacher's head")
+AT_HEAD = ("gathered embeddings", "head's compute copy", "log-prob chunk")
+IN_LAYERS = ("gathered embeddings", "gathered layers")
+BACKWARD = ("gradients", "head's gradient", "compute copy of weights", "activations", "waiting passes")
+MOMENTS: Mapping[str, Sequence[Sequence[str]]] = MappingProxyType(
+    {
+        "infer": (
+            (*IN_LAYERS, "kept buffer", "layer's compute copy", "inference activations"),
+            (*AT_HEAD, "inference activations"),
+        ),
+        "update": (
+            (*BACKWARD, *IN_LAYERS, "gathered gradients"),
+            (*BACKWARD, *AT_HEAD),
+            ("gradients", "reduced embeddings", "waiting passes"),  # at the end of a backward pass
+        ),
+        "publish": (IN_LAYERS, ("largest whole weight",)),
+    }
+)
+"""The temporary items of each phase of a role: those that are held at once at each moment of highest use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes per item, and which items a device holds at once."""
+
+    items: dict[str, int]
+    """Bytes by item."""
+    phases: dict[str, tuple[str, ...]]
+    """The items that are held at once, by phase of a step."""
+    peaks: dict[str, int]
+    """The sum of each phase's items."""
+    peak_phase: str
+    peak_bytes: int
+
+
+def summed(items: Mapping[str, int], named: Mapping[str, Sequence[str]]) -> MemoryEstimate:
+    """Return the sums of phases that name items; items that are absent or 0 are left out."""
+    phases = {name: tuple(i for i in parts if items.get(i)) for name, parts in named.items()}
+    used = {i for parts in phases.values() for i in parts}
+    peaks = {name: sum(items[i] for i in parts) for name, parts in phases.items()}
+    top = max(peaks, key=lambda name: peaks[name])
+    kept = {name: size for name, size in items.items() if name in used}
+    return MemoryEstimate(items=kept, phases=phases, peaks=peaks, peak_phase=top, peak_bytes=peaks[top])
+
+
+# -- one role, one engine ----------------------------------------------------------------------------------------------
+
+
+def role_items(
+    config: Config, role: str, layout: Layout, tokens: int, *, stage: int = 0, passes: int = 1
+) -> dict[str, int]:
+    """Return the bytes of one rank of a role. tokens: those of a micro-batch on this rank · passes: those of a step."""
+    teachers = teacher_models(config)
+    if role in NO_MODEL or (role in config.teacher.roles() and role not in teachers):
+        return {}
+    own = {"critic": config.critic.path, "reward_model": config.reward.model, **teachers}.get(role)
+    work = RankWork(
+        tokens=tokens,
+        passes=passes,
+        stage=stage,
+        dtype=dtype_of(config, role),
+        checkpointing=config.model.gradient_checkpointing,
+        head=role in ("actor", "ref", *teachers),
+        trains=role in TRAINED,
+        publishes=role == "actor",
+    )
+    items = dict(memory_of(config, "model")(describe_model(own or config.model.path), layout, work))
+    if role == "actor" and (head := _teachers_head(config, [*teachers.values()])):
+        items["teacher's head"] = head
+    return items
+
+
+def _teachers_head(config: Config, teachers: Sequence[str]) -> int:
+    """Return the bytes of the head of a teacher, which the policy holds to compare whole distributions."""
+    preset = settled(config.algorithm.name, config.algorithm.given())
+    if not teachers or "teacher" not in preset.roles() or "divergence" not in preset.loss.outputs:
+        return 0
+    model = describe_model(teachers[0])
+    return DTYPE_BYTES[compute_dtype(config)] * model.vocab * model.hidden
+
+
+def rollout_items(config: Config, model: ModelFacts) -> dict[str, int]:
+    """Return the bytes of one rollout engine."""
+    copy = model.parameters * DTYPE_BYTES[rollout_dtype(config)]
+    return {
+        "rollout weights": copy,
+        "incoming weights": copy,
+        **rollout_caches(config, bytes_per_token=kv_bytes_per_token(model, rollout_dtype(config))),
+        "sampling logits": 2 * 4 * config.rollout.max_concurrent_sequences * model.vocab,
+    }
+
+
+def kv_bytes_per_token(model: ModelFacts, dtype: str) -> int:
+    return 2 * model.layers * model.kv_heads * model.head_dim * DTYPE_BYTES[dtype]
+
+
+def bucket_bytes(bucket_mb: int, model: ModelFacts) -> int:
+    """Return the size of a bucket through which weights are sent. The largest tensor is not split."""
+    return max(bucket_mb << 20, 4 * model.vocab * model.hidden)
+
+
+def device_buckets(config: Config) -> dict[str, int]:
+    """Return the bytes of the buckets on the trainer's device, which are allocated by the first publish."""
+    options = options_of(config, "sync")
+    if not isinstance(options, Ipc):
+        return {}
+    return {"buckets of weights": 2 * bucket_bytes(options.bucket_mb, describe_model(config.model.path))}
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+def process_memory(config: Config, update_tokens: int) -> MemoryEstimate:
+    """Return the memory of a run in one process. update_tokens: the most tokens of one optimizer step."""
+    items = _process_items(config, min(config.step.max_tokens_per_microbatch, update_tokens))
+    flying: tuple[str, ...] = ()
+    if config.pipeline.placement == "split" or config.pipeline.staleness > 0:
+        flying = ("KV cache", "prefix cache")
+    elif items["KV cache"] <= KEPT_KV_BYTES and not on_cuda(config):
+        flying = ("KV cache",)
+    own = ("master weights", "optimizer states", "reference policy", "critic with its optimizer", "teacher")
+    gone = {"reference policy", "teacher"} if offloaded(config, trained=False) else set[str]()
+    gone |= {"rollout weights"} if drops_rollout_weights(config) else set()
+    parts = {"weights": "master weights", "optimizer": "optimizer states"}
+    gone |= {parts[part] for part in offloaded(config, trained=True)}
+
+    def held(*awake: str) -> tuple[str, ...]:
+        here = (item for item in (*own, "rollout weights") if item in awake or item not in gone)
+        return (*here, "teacher's head", "buckets of weights")
+
+    at_head = ("log-prob chunk", "head's compute copy")
+    weights, frozen = "master weights", ("reference policy", "teacher")
+    named = {
+        "rollout": (*held("rollout weights"), "KV cache", "prefix cache", "sampling logits"),
+        "experience": (
+            *(*held(weights, *frozen), "inference activations", "teacher's activations", *at_head, *flying),
+        ),
+        "update": (
+            *held(weights, "optimizer states"),
+            *("gradients", "compute copy of weights", "activations", *at_head, "head's gradient", *flying),
+        ),
+        "publish": (*held(weights), "incoming weights", *flying),
+    }
+    return summed(items, named)
+
+
+def _process_items(config: Config, tokens: int) -> dict[str, int]:
+    """Return the items of all roles in one process. A critic is one item, which is always counted."""
+    alone = Layout()
+    model, preset = describe_model(config.model.path), settled(config.algorithm.name, config.algorithm.given())
+    actor, rollout = role_items(config, "actor", alone, tokens), rollout_items(config, model)
+    critic = role_items(config, "critic", alone, tokens) if preset.critic else {}
+    learned = [role_items(config, role, alone, tokens) for role in teacher_models(config)]
+    teachers = learned if "teacher" in preset.roles() else []
+    average = actor["weights"] if config.teacher.ema else 0
+    snapshot = actor["weights"] if config.pipeline.staleness > 0 else 0  # training continues while it is sent
+    return {
+        "master weights": actor["weights"],
+        **{name: actor[name] for name in ("gradients", "optimizer states", "compute copy of weights")},
+        "reference policy": actor["weights"] if needs_reference(config) else 0,
+        "critic with its optimizer": sum(critic.get(n, 0) for n in ("weights", "gradients", "optimizer states")),
+        "teacher": average or sum(items["weights"] for items in teachers),
+        "teacher's activations": max((items["inference activations"] for items in teachers), default=0),
+        "teacher's head": actor.get("teacher's head", 0),
+        **device_buckets(config),
+        **rollout,
+        "incoming weights": rollout["incoming weights"] + snapshot,
+        **{name: actor[name] for name in ("activations", "inference activations", "log-prob chunk")},
+        **{name: actor[name] for name in ("head's compute copy", "head's gradient")},
+    }
+
+
+def needs_reference(config: Config) -> bool:
+    """Return whether a KL term needs a frozen copy of the policy."""
+    return "ref" in settled(config.algorithm.name, config.algorithm.given()).roles()
+
+
+# -- one rank of a pool ------------------------------------------------------------------------------------------------
+
+
+def pool_rank_memory(
+    config: Config, layout: Layout, roles: Sequence[str], replicas: int, update_tokens: int
+) -> MemoryEstimate:
+    """Return the memory of a pool's fullest rank: the first rank of every role and stage, with a replica if there is
+    one."""
+    stages = [_stage_memory(config, layout, roles, replicas, update_tokens, s) for s in range(layout.pipeline)]
+    return max(stages, key=lambda memory: memory.peak_bytes)
+
+
+def _stage_memory(
+    config: Config, layout: Layout, roles: Sequence[str], replicas: int, update_tokens: int, stage: int
+) -> MemoryEstimate:
+    items = _rank_items(config, layout, roles, replicas, update_tokens, stage)
+    every = [f"{role} {name}" for role in roles for name in HELD] + ["rollout weights", "buckets of weights"]
+
+    def held(*awake: str) -> list[str]:
+        """Return the items that the roles hold. awake: the role that is computing, with its whole state while it is
+        updated."""
+        return [item for item in every if item in awake or item not in gone]
+
+    gone = {f"{role} {PARTS[part]}" for role in roles for part in offloaded(config, trained=role in TRAINED)}
+    gone |= {"rollout weights"} if drops_rollout_weights(config) else set()
+    kept = ["KV cache", "prefix cache"] if config.pipeline.placement == "split" or config.pipeline.staleness else []
+    phases = {"rollout": [*held("rollout weights"), "KV cache", "prefix cache", "sampling logits"]} if replicas else {}
+    for role in _inferring(config, roles):
+        phases[f"infer {role}"] = [*held(f"{role} weights"), *fullest_moment(items, role, "infer"), *kept]
+    for role in (role for role in TRAINED if role in roles):
+        own = (f"{role} weights", f"{role} optimizer states")
+        phases[f"update {role}"] = [*held(*own), *fullest_moment(items, role, "update"), *kept]
+    phases["publish"] = [*held("actor weights"), *fullest_moment(items, "actor", "publish"), "incoming weights", *kept]
+    return summed(items, phases)
+
+
+def _rank_items(
+    config: Config, layout: Layout, roles: Sequence[str], replicas: int, update_tokens: int, stage: int
+) -> dict[str, int]:
+    """Return the items of a rank, those of a role with the role's name before them."""
+    budget = min(config.step.max_tokens_per_microbatch, update_tokens)
+    tokens, passes = -(-budget // layout.sequence), -(-update_tokens // max(1, budget))
+    items = {
+        f"{role} {name}": size
+        for role in roles
+        for name, size in role_items(config, role, layout, tokens, stage=stage, passes=passes).items()
+    }
+    if config.teacher.ema and "actor" in roles:
+        items["actor optimizer states"] += items["actor weights"]  # the average of the weights is kept beside them
+    rollout = rollout_items(config, describe_model(config.model.path)) if replicas else {}
+    items |= {name: replicas * size for name, size in rollout.items()}
+    return items | (device_buckets(config) if "actor" in roles else {})
+
+
+def _inferring(config: Config, roles: Iterable[str]) -> list[str]:
+    """Return those of the roles that infer before the update, in their order in a step."""
+    needs = settled(config.algorithm.name, config.algorithm.given()).needs(config.step.updates_per_step)
+    order = dict.fromkeys([*(need.role for need in needs), *config.teacher.roles(), "reward_model"])
+    return [role for role in order if role in roles]
+
+
+def fullest_moment(items: Mapping[str, int], role: str, phase: str) -> list[str]:
+    """Return the items of a role, prefixed by its name, that are held at once at the moment of highest use in a
+    phase."""
+    moments = [[f"{role} {name}" for name in names] for names in MOMENTS[phase]]
+    return max(moments, key=lambda names: sum(items.get(name, 0) for name in names))

@@ -1,0 +1,106 @@
+"""The plan of a run as text."""
+
+from __future__ import annotations
+
+from verl.bounds import counted, size_text
+from verl.config.backends import SYNC
+from verl.config.model_files import ModelFacts
+from verl.planner.cluster import ClusterPlan
+from verl.planner.memory import MemoryEstimate
+from verl.planner.plan import Plan
+from verl.planner.sizes import RolloutSizes, RunLength, StepSizes
+
+
+def render_plan(plan: Plan) -> str:
+    """Return the plan as aligned plain text."""
+    step, one, kept = plan.step, plan.checkpoint_bytes, plan.checkpoints_kept
+    tokens = f"at most {step.max_tokens:,} per step, {step.longest_row_tokens:,} per row, "
+    every = size_text(kept * one)
+    parts = " + ".join(f"{name} {size_text(size)}" for name, size in plan.checkpoint_parts.items())
+    lines = {
+        "model": _model_line(plan.model),
+        "step": _step_line(step),
+        "tokens": f"{tokens}{step.max_tokens_per_microbatch:,} per micro-batch",
+        "run": _run_line(plan.length),
+        "rollout": _rollout_line(plan.rollout),
+        "disk": f"checkpoint {size_text(one)} ({parts}), at most {kept} at once: {every} in {plan.run_dir}",
+        "saved": plan.checkpoints_made,
+    }
+    if plan.teacher_share is not None:
+        prefix = f"its pass over a step takes {plan.teacher_share:.2g} of the FLOPs of the policy's update"
+        lines["teacher"] = prefix if plan.teacher_share else "computed elsewhere"
+    if plan.calls:
+        lines["agent"] = f"calls of tools are written as {plan.calls}"
+    lines |= _cluster_lines(plan.cluster) if plan.cluster else {}
+    text = [f"{name:<9} {prefix}" for name, prefix in lines.items()]
+    if plan.cluster is None:
+        text += ["", *_memory_lines(plan.memory)]
+    for name, pool in (plan.cluster.pools if plan.cluster else {}).items():
+        text += ["", *_memory_lines(pool.memory, f"a rank of {name} (estimate)")]
+    text += ["", *(f"warning: {w}" for w in plan.warnings)] if plan.warnings else []
+    return "\n".join(text) + "\n"
+
+
+def _model_line(m: ModelFacts) -> str:
+    heads = f"{m.heads} heads" + (f" ({m.kv_heads} kv)" if m.kv_heads != m.heads else "")
+    tied = ", tied embeddings" if m.tied else ""
+    return (
+        f"{m.architecture}: {m.layers} layers, hidden {m.hidden}, {heads}, vocabulary {m.vocab:,}; "
+        f"{m.parameters:,} parameters{tied}; stored {size_text(m.stored_bytes)} {m.stored_dtype}"
+    )
+
+
+def _step_line(s: StepSizes) -> str:
+    updates = f"{counted(s.updates, 'update')} of {s.rows_per_update}"
+    updates += f" x {s.epochs} epochs" if s.epochs > 1 else ""
+    size = f"{counted(s.prompts, 'prompt')} x {s.samples_per_prompt} = {counted(s.rows, 'trajectory')}"
+    return f"{size} -> {updates} -> about {counted(s.microbatches, 'micro-batch')}"
+
+
+def _run_line(n: RunLength) -> str:
+    if n.steps is None:
+        return "length unknown before the data is read (remote or compressed files)"
+    rows = "unknown rows" if n.rows is None else counted(n.rows, "row")
+    epochs = "" if n.epochs is None else f" = {counted(n.epochs, 'epoch')}"
+    warm = f", the first {n.warmup_steps:,} warming up" if n.warmup_steps else ""
+    held = "" if n.eval_rows is None else f"; evaluation on {counted(n.eval_rows, 'row')}"
+    updates = counted(n.optimizer_steps or 0, "optimizer step")
+    return f"{rows}, {counted(n.steps, 'step')}{epochs} -> {updates}{warm}{held}"
+
+
+def _rollout_line(r: RolloutSizes) -> str:
+    slots = counted(r.slots, "slot") + (f" + {r.surplus} surplus" if r.surplus else "")
+    cache = (
+        f" + prefix cache {size_text(r.prefix_cache_tokens * r.kv_bytes_per_token)}" if r.prefix_cache_tokens else ""
+    )
+    return (
+        f"{r.engine}, {slots} = {r.trajectories_in_flight:,} trajectories in flight, {r.concurrent_sequences} at a time"
+        f"; KV {r.kv_tokens:,} tokens x {r.kv_bytes_per_token:,} B = "
+        f"{size_text(r.kv_tokens * r.kv_bytes_per_token)}{cache}"
+    )
+
+
+def _cluster_lines(p: ClusterPlan) -> dict[str, str]:
+    """Return the lines on the placement of roles in pools."""
+    where = f"at {p.address}" if p.address else "started for this run on this machine"
+    each_host = " of each host" if SYNC[p.sync].hosts else ""
+    shared = f"2 x {size_text(p.shared_bytes // 2)} of shared memory{each_host}"
+    lines = {"cluster": f"{p.backend}, {where}; rows through queue {p.queue}, weights through sync {p.sync} ({shared})"}
+    lines["layout"] = p.layout
+    for name, pool in p.pools.items():
+        each = ", ".join(f"{amount:g} {what}" for what, amount in pool.each.items())
+        held = [*pool.roles, *([counted(pool.replicas, "rollout replica")] if pool.replicas else [])]
+        size = f"{counted(pool.nodes, 'node')} x {counted(pool.ranks_per_node, 'rank')}"
+        lines[f"pool {name}"] = f"{size}, each {each}: {', '.join(held)}"
+    return lines
+
+
+def _memory_lines(memory: MemoryEstimate, title: str = "memory (estimate)") -> list[str]:
+    """Return a table: items down, phases across, their sums below; the peak is marked."""
+    width = max(len(name) for name in (*memory.items, title)) + 2
+    phases = memory.phases.values()
+    rows = [title.ljust(width) + "".join(f"{name:>14}" for name in memory.phases)]
+    for item, size in memory.items.items():
+        rows.append(item.ljust(width) + "".join(f"{size_text(size) if item in parts else '-':>14}" for parts in phases))
+    rows.append("sum".ljust(width) + "".join(f"{size_text(size):>14}" for size in memory.peaks.values()))
+    return [*rows, f"peak {size_text(memory.peak_bytes)} in {memory.peak_phase}"]
