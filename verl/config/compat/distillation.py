@@ -1,4 +1,4 @@
-"""verl's `distillation.*`: a teacher, and what is learned from it."""
+"""Rules of verl's `distillation.*`: the teachers and the distillation loss."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def keys_of(given: Given) -> list[str]:
 
 
 def distilled(given: Given) -> Result:
-    """Return our settings: the policy gradient of k1 is opd, the forward and the reverse KL over the likeliest tokens
-    are gkd_topk, with rewards a term beside GRPO's loss. Nothing else of verl's is here, and what its versions have
-    different defaults for must be given."""
-    mode, k, by_gradient, rewarded = (given.said(key) for key in _SETTINGS)
+    """Return our settings. The policy gradient of k1 is opd; the forward and the reverse KL over the likeliest tokens
+    are gkd_topk; with rewards they are a term beside GRPO's loss. Other losses of verl's are refused, and so is a
+    missing key for which verl's versions have different defaults."""
+    mode, k, by_gradient, rewarded = (given.value(key) for key in _SETTINGS)
     for key in (_SETTINGS[0], *_SETTINGS[2:]):
-        if given.said(key) is None:
+        if given.value(key) is None:
             raise Refused(f"distillation.enabled=True: give {key}, whose default is not the same in verl's versions")
-    clamps = {name: value for key, name in _CLAMPS.items() if (value := given.said(key)) is not None}
+    clamps = {name: value for key, name in _CLAMPS.items() if (value := given.value(key)) is not None}
     out = _teachers(given)
     estimator, loss = given.get("algorithm.adv_estimator"), given.get(f"{ACTOR}policy_loss.loss_mode") or "vanilla"
     if loss != "vanilla":
@@ -47,14 +47,14 @@ def distilled(given: Given) -> Result:
                 f"algorithm.adv_estimator={estimator} with use_task_rewards: its part is GRPO's here; set grpo"
             )
         given.ignore("only read by the modes of likeliest tokens", f"{_LOSS}topk")
-        coefs = {"teacher_coef": given.said(_COEF, 1.0), "reward_coef": 1.0 if rewarded else 0.0}
+        coefs = {"teacher_coef": given.value(_COEF, 1.0), "reward_coef": 1.0 if rewarded else 0.0}
         return out | {"algorithm.name": "opd"} | _options({**coefs, **_named("teacher_", clamps)})
     if mode in _BETAS and not by_gradient:
         beta, given.remarks[_SETTINGS[0]] = _BETAS[mode]
         if rewarded and estimator not in (None, "grpo"):
             raise Refused(f"algorithm.adv_estimator={estimator} with use_task_rewards: not mapped; set grpo")
         if rewarded:
-            coef = given.said(_COEF, 1.0)
+            coef = given.value(_COEF, 1.0)
             own = {"divergence_coef": coef, "divergence_beta": beta, **_named("divergence_", clamps)}
             out |= {"algorithm.name": "grpo"} | _options(own)
         else:
@@ -74,20 +74,20 @@ def _options(values: Mapping[str, Any]) -> Result:
 
 
 def _teachers(given: Given) -> Result:
-    """One teaches every row; several are named by what their `key` is in the rows. verl drops its default entry,
-    teacher_model, where others are named."""
-    paths = {key: given.said(key) for key in given.values if key.startswith(_TEACHERS) and key.endswith(".model_path")}
+    """Return the settings of the teachers. One teacher serves every row; several are selected by the value of
+    `teacher_key` in the row. verl drops its default entry, teacher_model, if others are named."""
+    paths = {key: given.value(key) for key in given.values if key.startswith(_TEACHERS) and key.endswith(".model_path")}
     paths = {key.removesuffix("model_path") + "key": path for key, path in paths.items() if path is not None}
     if len(paths) < 2:
         rows = (key for key in given.values if key.startswith(_TEACHERS) and key.endswith(".key"))
         given.ignore("one teacher teaches every row", *rows)
         return dict(zip(["teacher.path"], paths.values()))
-    names = {row: teacher_name(str(given.said(row) or "")) for row in paths}
+    names = {row: teacher_name(str(given.value(row) or "")) for row in paths}
     for row, name in names.items():
         if not name:
             fix = "give what the rows of its task have as data_source (or in the column `teacher`)"
             raise Refused(f"{row}=null beside other teachers: {fix}")
     if len({*names.values()}) < len(names):
-        said = " and ".join(f"{row}={given.said(row)}" for row in names)
+        said = " and ".join(f"{row}={given.value(row)}" for row in names)
         raise Refused(f"{said}: one teacher would be left out; give each a key of its own, which the rows name")
     return {"teacher.paths": {names[row]: path for row, path in paths.items()}}

@@ -1,4 +1,4 @@
-"""What one command line of verl's says, as the rules read it."""
+"""One command line in verl's keys, in the form that the rules read."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ Result = dict[str, Any]
 
 
 _SCHEDULES = {"veomni": "cosine", "automodel": "cosine", "torchtitan": "linear"}
-"""Of verl's optimizer groups where no schedule is given; constant in the others."""
+"""The default schedules of verl's optimizer groups; the groups that are not here have a constant rate."""
 
 _MODEL_ENGINE = (
     *("optim", "optim@optim", "engine", "engine@engine", "engine.strategy", "model_engine", f"{ACTOR}strategy"),
     "actor@actor_rollout_ref.actor",
 )
-"""Where a command line of verl's names its model engine."""
+"""The keys with which a command line of verl's names its model engine."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What one command line says. `values`: verl's keys; `native`: ours; `recipe_prompts`: the recipe's batch size.
-    Null stands for a key that is not given; a value that no rule could compute with is refused when it is read."""
+    """The keys of one command line. `values`: verl's keys; `native`: ours; `recipe_prompts`: the recipe's batch size.
+
+    Null means that a key is not given. A value with which no rule can compute is refused when it is read."""
 
     values: Mapping[str, Any]
     defaults: Mapping[str, Any]
@@ -34,35 +35,35 @@ class Given:
     native: Mapping[str, Any]
     recipe_prompts: int | None
     ignored: dict[str, str] = field(default_factory=dict)
-    """Keys that turned out to have no effect, with the reason."""
+    """Keys without an effect on this command line, with the reason."""
     remarks: dict[str, str] = field(default_factory=dict)
-    """What is to be known of a mapped key beside its value."""
+    """Remarks to print beside the value of a mapped key."""
 
-    def said(self, key: str, default: Any = None) -> Any:
-        """As given."""
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return the value as given, else None."""
         row, value = find_row(key), self.values.get(key, default)
         return value if row is None else row.check(value)
 
     def reads(self, key: str, rule: str) -> bool:
-        """The rule of that name is the one of this key."""
+        """Return whether the rule of that name reads this key."""
         row = find_row(key)
         return row is not None and row.joint == rule
 
     def get(self, key: str) -> Any:
-        """As given, else verl's default where those were asked for, else None."""
-        return self.said(key, self.defaults.get(key) if self.use_defaults else None)
+        """Return the value as given, else verl's default if the entry point takes those, else None."""
+        return self.value(key, self.defaults.get(key) if self.use_defaults else None)
 
     def need(self, key: str) -> Any:
-        """As given, else verl's default in any case: what the key means beside the given ones."""
-        return self.said(key, self.defaults.get(key))
+        """Return the value as given, else verl's default in any case: the meaning of the key beside the given ones."""
+        return self.value(key, self.defaults.get(key))
 
     def first(self, *keys: str) -> Any:
-        """The first of several spellings that is given (or has a default that was asked for)."""
+        """Return the value of the first of several spellings that is given, or that has a default to be used."""
         found = [k for k in keys if k in self.values] or [k for k in keys if self.get(k) is not None]
         return self.get(found[0]) if found else None
 
     def own(self, key: str, default: Any = None) -> Any:
-        """The number that one of our keys is given, else `default`."""
+        """Return the number that is given for one of our own keys, else `default`."""
         value = self.native.get(key)
         return value if isinstance(value, int | float) else default
 
@@ -71,6 +72,6 @@ class Given:
 
     @property
     def schedule(self) -> str | None:
-        """What verl's optimizer group says of the model engine that is named, where that is not constant."""
+        """Return the schedule of verl's optimizer group for the named model engine, if it is not constant."""
         said = next((str(self.values[key]) for key in _MODEL_ENGINE if self.values.get(key)), "")
         return _SCHEDULES.get(said.removesuffix("_actor"))

@@ -1,4 +1,4 @@
-"""A command line of verl's as single keys: Hydra's own options, groups (`a@b=c`), whole mappings and a user's file."""
+"""Read a command line of verl's as single keys: Hydra's options, groups (`a@b=c`), mappings and a user's file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _OF_VERL = re.compile(r"(?:[a-z]+_)*?(?:ppo|sft)_(?:(megatron|veomni|torchtitan|
 
 
 def parse_arguments(args: Sequence[str], problems: list[str], main: str | None = None) -> list[Argument]:
-    """In the order in which they count: a file's keys, then those of the command line. What cannot be read goes to
-    `problems`, a line each. `main`: the file of a --config-path that stands alone, as Hydra's entry points name it."""
+    """Return the keys in order of precedence: those of a file, then those of the command line. Each unreadable
+    argument adds a line to `problems`. `main`: the file that a --config-path without a name means."""
     options, rest = _options(args)
     found: list[Argument] = []
     for word in (None, *rest):
@@ -36,7 +36,7 @@ def parse_arguments(args: Sequence[str], problems: list[str], main: str | None =
 
 
 def _options(args: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """`--config-name=x` and `--config-name x`, and what is left."""
+    """Separate Hydra's options (`--config-name=x`, `--config-name x`) from the other arguments."""
     options, rest, words = {}, [], iter(args)
     for word in words:
         name, equals, text = word.partition("=")
@@ -61,7 +61,7 @@ def _of_options(options: Mapping[str, str], main: str | None) -> list[Argument]:
 
 
 def _of_file(folder: Path, name: str, chain: tuple[str, ...]) -> Iterator[Argument]:
-    """The keys of folder/name.yaml, those of the files that it builds on first; of verl's own files, the engine."""
+    """Return the keys of folder/name.yaml, after those of its base files. Of verl's own files the engine counts."""
     name = name.removesuffix(".yaml")
     path, packaged = folder / f"{name}.yaml", _OF_VERL.fullmatch(name)
     if name in chain:
@@ -92,7 +92,7 @@ def _of_file(folder: Path, name: str, chain: tuple[str, ...]) -> Iterator[Argume
 
 
 def _singles(argument: Argument) -> Iterable[Argument]:
-    """A mapping of keys as those keys; one that is a value stays whole."""
+    """Return a mapping of keys as single keys; a mapping that is a value stays one."""
     key, value = argument.key, argument.value
     own = leaf_of(key) is not None or ((row := find_row(key)) is not None and row.key == key and not _below(key))
     if not isinstance(value, Mapping) or own:
@@ -102,7 +102,7 @@ def _singles(argument: Argument) -> Iterable[Argument]:
 
 
 def _below(key: str) -> bool:
-    """Whether the table has keys below this one."""
+    """Return whether the table has keys below this one."""
     return find_row(f"{key}.x") is not None
 
 

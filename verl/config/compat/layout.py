@@ -1,5 +1,5 @@
-"""Rules of where a run lives: verl's nodes, devices and parallel sizes. They never change what is trained, so a script
-that wants eight devices runs in one process where these are not there, and says so."""
+"""Rules of placement: verl's nodes, devices and parallel sizes. They never change the objective, so a script that wants
+eight devices runs in one process on a machine without them, and prints that."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ OFFLOAD: Mapping[str, str] = MappingProxyType(
 
 
 def offload(given: Given) -> Result:
-    """What verl keeps in host memory between two uses; on a CPU that is where it is."""
+    """Return the settings of offloading. On a CPU the tensors are in host memory already."""
     if local_gpus() == 0 or given.native.get("model.device", "auto") == "cpu":
         given.ignore(
             "a CPU's are in host memory already (model.engine_options.offload_* puts them into files)", *OFFLOAD
         )
         return {}
-    said = {f"model.engine_options.{own}": given.said(key) for key, own in OFFLOAD.items()}
+    said = {f"model.engine_options.{own}": given.value(key) for key, own in OFFLOAD.items()}
     return {target: value for target, value in said.items() if value is not None}
 
 
 def layout(given: Given) -> Result:
-    """cluster.* and parallel.* where cluster.backend=ray is given, or where the devices are there: on this machine, or
-    in the cluster that cluster.address or RAY_ADDRESS names."""
+    """Return cluster.* and parallel.* if cluster.backend=ray is given, or if the devices exist: on this machine, or in
+    the cluster at cluster.address or RAY_ADDRESS."""
     asked, keys = given.native.get("cluster.backend"), tuple(key for of in SHARES.values() for key in of)
     if asked in (None, "inproc") and not over_ray(given):
         given.ignore(ONE_PROCESS, NODES, DEVICES, SHARDS, *keys)
@@ -93,8 +93,8 @@ def layout(given: Given) -> Result:
 
 
 def device(given: Given) -> Result:
-    """The devices that are here, with a remark where another kind was asked for."""
-    name = given.said("trainer.device")
+    """Return the devices of this machine, with a remark if the script names another kind."""
+    name = given.value("trainer.device")
     if name in ("cuda", "cpu"):
         return {"model.device": name}
     if name == "npu" or (name == "gpu" and local_gpus() == 0):
@@ -104,13 +104,13 @@ def device(given: Given) -> Result:
 
 
 def over_ray(given: Given) -> bool:
-    """Whether the run is one of Ray's processes, as `layout` decides."""
+    """Return whether the run uses Ray, as `layout` decides."""
     asked = given.native.get("cluster.backend")
     return asked == "ray" or (asked is None and _there(given))
 
 
 def _there(given: Given) -> bool:
-    """Whether what the script asks for can be had without asking for more."""
+    """Return whether the requested devices exist without further settings."""
     sizes = [given.values.get(key, 1) for key in (NODES, DEVICES)]
     if not all(isinstance(size, int) for size in sizes) or find_spec("ray") is None:
         return False
@@ -129,7 +129,7 @@ def local_gpus() -> int:
 
 
 def _size(given: Given, key: str) -> int:
-    """1 where it is not given, or not on."""
+    """Return a parallel size: 1 if it is not given or not enabled."""
     size = given.values.get(key)
     if size is None or size == -1:
         return 1
@@ -143,8 +143,8 @@ def own_size(given: Given) -> Result:
     inner = ".override_transformer_config."
     for key in (key for key in given.values if inner in key and given.reads(key, "own_size")):
         beside = key.replace(inner, ".")
-        if given.said(key) not in (None, _size(given, beside)):
-            raise Refused(f"{key}={given.said(key)}: the layout is {beside}={_size(given, beside)}: write it there")
+        if given.value(key) not in (None, _size(given, beside)):
+            raise Refused(f"{key}={given.value(key)}: the layout is {beside}={_size(given, beside)}: write it there")
         given.ignore(f"{beside} says it", key)
     return {}
 

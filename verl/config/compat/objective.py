@@ -1,4 +1,4 @@
-"""Rules of what is trained: estimator and loss, corrections, clipping, KL, filters, the critic. See rules.py."""
+"""Rules of the objective: estimator and loss, corrections, clipping, KL, filters, the critic (see rules.py)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _BY_SEQUENCE = ("gspo", "gspo_token", "geo_mean", "gmpo", "sapo")
 
 
 def objective(given: Given) -> Result:
-    """adv_estimator and loss_mode are one choice here: the preset, or the preset with another loss."""
-    if given.said("distillation.enabled"):
+    """Map adv_estimator and loss_mode to one choice: a preset, or a preset with another loss."""
+    if given.value("distillation.enabled"):
         found = distilled(given)
         if found["algorithm.name"] == "grpo" and (std := given.get("algorithm.norm_adv_by_std_in_grpo")) is not None:
             return {**found, "algorithm.normalize_by_std": std}
@@ -32,7 +32,7 @@ def objective(given: Given) -> Result:
     preset, loss = given.get("algorithm.adv_estimator"), given.get(loss_key) or "vanilla"
     if loss not in ("vanilla", *PRESETS, *LOSSES):
         raise Refused(f"{loss_key}={loss}: this loss is not in this version; algorithm.loss=module:function is yours")
-    bypass = given.said("algorithm.rollout_correction.bypass_mode")
+    bypass = given.value("algorithm.rollout_correction.bypass_mode")
     if bypass and loss != "vanilla":
         said = "some of verl's trainers then take rollout_correction.loss_type for the loss, others the loss_mode"
         raise Refused(f"{loss_key}={loss} with rollout_correction.bypass_mode: {said}; leave one of them out")
@@ -57,7 +57,7 @@ def objective(given: Given) -> Result:
         if loss in ("dppo_tv", "dppo_kl"):  # verl's cap on the ratio of these
             out["algorithm.options.ratio_max"] = given.need(f"{ACTOR}clip_ratio_c")
         if loss == "cispo":  # verl's cap is 1 + clip_ratio_high, its floor 1 - clip_ratio_low
-            single = given.said(f"{ACTOR}clip_ratio")
+            single = given.value(f"{ACTOR}clip_ratio")
             sides = (given.need(f"{ACTOR}clip_ratio_{side}") if single is None else single for side in ("low", "high"))
             low, high = (0.2 if side is None else side for side in sides)
             out |= {"algorithm.options.ratio_max": 1 + high, "algorithm.options.ratio_min": max(0.0, 1 - low)}
@@ -74,9 +74,10 @@ def objective(given: Given) -> Result:
 
 
 def _critic_is_like_ours(given: Given) -> None:
-    """By verl's defaults the critic's loss is aggregated as the actor's, and its rate follows its optimizer group."""
+    """Refuse settings with which verl's critic differs from ours: its aggregation is the actor's, its rate that of its
+    optimizer group."""
     mode, style = "critic.loss_agg_mode", "critic.optim.lr_scheduler_type"
-    how = given.said(mode, given.need(f"{ACTOR}loss_agg_mode"))
+    how = given.value(mode, given.need(f"{ACTOR}loss_agg_mode"))
     if how != "token-mean":
         raise Refused(f"{mode}={how}: the critic's loss is a mean over tokens here; give {mode}=token-mean")
     if given.use_defaults and given.schedule and style not in given.values:
@@ -85,23 +86,23 @@ def _critic_is_like_ours(given: Given) -> None:
 
 
 def correction(given: Given) -> Result:
-    """algorithm.rollout_correction. verl bounds its k1 statistics on sampler/trainer, ours are on trainer/sampler."""
+    """Map algorithm.rollout_correction. verl bounds its k1 statistics on sampler/trainer, we on trainer/sampler."""
     key, option = "algorithm.rollout_correction.", "algorithm.options.correction_"
-    level, normalize = given.said(f"{key}rollout_is"), f"{key}rollout_is_batch_normalize"
+    level, normalize = given.value(f"{key}rollout_is"), f"{key}rollout_is_batch_normalize"
     out: Result = {}
     if level is not None:
-        bounds = _bounds(f"{key}rollout_is_threshold", given.said(f"{key}rollout_is_threshold", 2.0))
+        bounds = _bounds(f"{key}rollout_is_threshold", given.value(f"{key}rollout_is_threshold", 2.0))
         out = {
             "algorithm.correction": "icepop" if len(bounds) == 2 else "truncate",
             f"{option}level": level,
             f"{option}high": bounds[-1],
-            f"{option}batch_normalize": bool(given.said(normalize, False)),
+            f"{option}batch_normalize": bool(given.value(normalize, False)),
         }
         if len(bounds) == 2:
             out[f"{option}low"] = bounds[0]
     else:
         given.ignore("only read with rollout_correction.rollout_is", f"{key}rollout_is_threshold", normalize)
-    stats, limits = given.said(f"{key}rollout_rs"), given.said(f"{key}rollout_rs_threshold")
+    stats, limits = given.value(f"{key}rollout_rs"), given.value(f"{key}rollout_rs_threshold")
     if stats is not None:
         names, texts = str(stats).split(","), str(limits).split(",")
         if limits is None or len(texts) not in (1, len(names)):
@@ -110,14 +111,14 @@ def correction(given: Given) -> Result:
         out[f"{option}reject"] = [_rejected(f"{key}rollout_rs_threshold", n.strip(), t) for n, t in pairs]
     else:
         given.ignore("only read with rollout_correction.rollout_rs", f"{key}rollout_rs_threshold")
-    if given.said(f"{key}bypass_mode"):
-        loss = given.said(f"{key}loss_type", "ppo_clip")
+    if given.value(f"{key}bypass_mode"):
+        loss = given.value(f"{key}loss_type", "ppo_clip")
         out |= {"algorithm.bypass": True, "algorithm.loss": loss}
         if loss == "ppo_clip":  # as verl: the ratio holds the sampler's log-probs already, no weights beside it
             out = {k: v for k, v in out.items() if "correction" not in k or k.endswith("correction_reject")}
     else:
         given.ignore("only read with rollout_correction.bypass_mode", f"{key}loss_type")
-        if given.said(f"{ACTOR}use_rollout_log_probs"):  # the sampler's log-probs are the old ones, the loss stays
+        if given.value(f"{ACTOR}use_rollout_log_probs"):  # the sampler's log-probs are the old ones, the loss stays
             out["algorithm.bypass"] = True
     return out
 
@@ -141,19 +142,19 @@ def _rejected(key: str, stat: str, text: str) -> str:
 
 
 def aggregation(given: Given) -> Result:
-    """By a constant: verl's is the width of the responses, the limit, where none is given."""
+    """Map the aggregation. verl's constant is the width of the responses, which is the limit if none is given."""
     mode, factor = given.get(f"{ACTOR}loss_agg_mode"), f"{ACTOR}loss_scale_factor"
-    by_token = given.said(f"{ACTOR}use_token_level_loss")
+    by_token = given.value(f"{ACTOR}use_token_level_loss")
     if by_token is not None:  # of an older verl, which had these two
         older = "token-mean" if by_token else "seq-mean-token-mean"
-        if given.said(f"{ACTOR}loss_agg_mode", older) != older:
+        if given.value(f"{ACTOR}loss_agg_mode", older) != older:
             both = f"{ACTOR}use_token_level_loss={by_token} and {ACTOR}loss_agg_mode={mode}"
             raise Refused(f"{both} contradict each other: leave one of them out")
         return {"algorithm.aggregation": older}
-    if f"{ACTOR}loss_agg_mode" not in given.values and given.said(f"{ACTOR}policy_loss.loss_mode") in _BY_SEQUENCE:
+    if f"{ACTOR}loss_agg_mode" not in given.values and given.value(f"{ACTOR}policy_loss.loss_mode") in _BY_SEQUENCE:
         mode = None  # the preset's: its ratio is of a sequence, and verl's newer trainers fix the mode too
     out: Result = {} if mode is None else {"algorithm.aggregation": mode}
-    horizon = given.said(factor)
+    horizon = given.value(factor)
     if horizon is None and mode == BY_HORIZON:
         horizon = given.first("data.max_response_length", "actor_rollout_ref.rollout.response_length")
     if horizon is None or mode != BY_HORIZON:
@@ -163,13 +164,13 @@ def aggregation(given: Given) -> Result:
 
 
 def clip(given: Given) -> Result:
-    """clip_ratio sets both sides; verl itself reads clip_ratio_low and _high only."""
-    single = given.said(f"{ACTOR}clip_ratio")
+    """Map the clip ratios. clip_ratio sets both sides; verl itself reads clip_ratio_low and _high only."""
+    single = given.value(f"{ACTOR}clip_ratio")
     if single is None:
         sides = {side: given.get(f"{ACTOR}clip_ratio_{side}") for side in ("low", "high")}
         return {f"algorithm.clip_{side}": value for side, value in sides.items() if value is not None}
     for side in ("low", "high"):
-        value = given.said(f"{ACTOR}clip_ratio_{side}", single)
+        value = given.value(f"{ACTOR}clip_ratio_{side}", single)
         if value not in (None, single):
             both = f"{ACTOR}clip_ratio={single} and clip_ratio_{side}={value}"
             raise Refused(f"{both} contradict each other: leave clip_ratio out")
@@ -200,27 +201,27 @@ def kl_reward(given: Given) -> Result:
 
 
 def filter(given: Given) -> Result:
-    """DAPO's dynamic sampling. verl: max_num_gen_batches batches of gen_batch_size per step, 0 without limit."""
+    """Map DAPO's dynamic sampling. verl: max_num_gen_batches batches of gen_batch_size per step, 0 without limit."""
     name = "algorithm.filter_groups."
     if not given.need(f"{name}enable"):
         given.ignore("only read with filter_groups.enable", f"{name}metric", f"{name}max_num_gen_batches")
         return {"algorithm.filter_groups": False}
-    metric = given.said(f"{name}metric")
+    metric = given.value(f"{name}metric")
     component = None if metric in ("score", "reward", "seq_reward", "seq_final_reward") else metric
     out: Result = {"algorithm.filter_groups": True, "algorithm.on_exhausted": "stop"}
     out["algorithm.filter_metric"] = component
-    batches = given.said(f"{name}max_num_gen_batches")
+    batches = given.value(f"{name}max_num_gen_batches")
     if not batches or batches < 0:
         without = "0 is without limit in verl; algorithm.max_draws_per_group bounds it here"
         given.ignore(without, f"{name}max_num_gen_batches")
         return out
-    train, drawn = given.get("data.train_batch_size"), given.said("data.gen_batch_size")
+    train, drawn = given.get("data.train_batch_size"), given.value("data.gen_batch_size")
     return out | {"algorithm.max_draws_per_group": float(batches * (drawn / train if drawn and train else 1))}
 
 
 def critic(given: Given) -> Result:
-    """The critic is updated with the policy: what verl may set apart for it must say the same."""
-    trains = given.said("critic.enable")
+    """Map the critic, which is updated together with the policy: keys that verl has for it alone must agree."""
+    trains = given.value("critic.enable")
     estimator = given.get("algorithm.adv_estimator") or given.native.get("algorithm.name")
     own, mode = ("ppo_epochs", "ppo_mini_batch_size", "optim.betas", "optim.eps"), "critic.loss_agg_mode"
     keys = [f"critic.{name}" for name in own]
@@ -232,11 +233,11 @@ def critic(given: Given) -> Result:
         raise Refused("critic.enable=False with adv_estimator=gae, which reads its values: leave it out")
     for key, name in zip(keys, own):
         actors = given.need(f"{ACTOR}{name}")
-        if given.said(key) not in (None, actors):
+        if given.value(key) not in (None, actors):
             said = f"the critic follows the actor here ({name}={actors})"
-            raise Refused(f"{key}={given.said(key)}: {said}; leave it out")
+            raise Refused(f"{key}={given.value(key)}: {said}; leave it out")
     given.ignore("the critic is updated with the actor", "critic.enable", *keys, mode)
-    steps, ratio = (given.said(f"critic.optim.lr_warmup_steps{end}") for end in ("", "_ratio"))
+    steps, ratio = (given.value(f"critic.optim.lr_warmup_steps{end}") for end in ("", "_ratio"))
     if steps is not None and steps > 0:
         out: Result = {"critic.warmup_steps": steps}
         return out if ratio is None else out | {"critic.warmup_ratio": 0.0}
@@ -245,19 +246,19 @@ def critic(given: Given) -> Result:
 
 
 def pf_ppo(given: Given) -> Result:
-    """verl's: after the advantages, draws from the whole step with these weights."""
+    """Map verl's PF-PPO, which resamples the whole step with these weights after the advantages."""
     how, power = (f"algorithm.pf_ppo.{name}" for name in ("reweight_method", "weight_pow"))
-    if not given.said("algorithm.use_pf_ppo"):
+    if not given.value("algorithm.use_pf_ppo"):
         given.ignore("only read with algorithm.use_pf_ppo", how, power)
         return {}
     return {
-        "algorithm.options.selection": given.said(how) or "pow",
-        "algorithm.options.weight_pow": 2.0 if given.said(power) is None else given.said(power),
+        "algorithm.options.selection": given.value(how) or "pow",
+        "algorithm.options.weight_pow": 2.0 if given.value(power) is None else given.value(power),
     }
 
 
 def critic_without_estimator(values: Mapping[str, Any], native: Mapping[str, Any]) -> list[str]:
-    """Keys of a critic and no estimator are PPO, verl's default; to ignore them would train something else."""
+    """Refuse keys of a critic without an estimator: verl's default is PPO, which would become another objective."""
     if "algorithm.adv_estimator" in values or "algorithm.name" in native:
         return []
     said = (

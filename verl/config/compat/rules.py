@@ -1,4 +1,4 @@
-"""What several of verl's keys say together (`@name` in table.tsv): batch sizes, KL, clipping, schedules, async modes.
+"""Rules over several of verl's keys (`@name` in table.tsv): batch sizes, KL, clipping, schedules, async modes.
 
 Each rule reads the given keys and returns values for our keys; a contradiction is a ValueError with the fix.
 """
@@ -43,28 +43,28 @@ TURNS = f"{ROLLOUT}multi_turn."
 
 
 def _rollout_engine(given: Given) -> Result:
-    """Another engine computes the same samples of the same policy: where it is not here, ours runs in its place."""
+    """Map the rollout engine. Every engine samples the same policy, so ours replaces one that is not installed."""
     key, strict = f"{ROLLOUT}name", "rollout.strict"
-    name = given.said(key)
+    name = given.value(key)
     here = name is None or reachable(name, given.native.get("rollout.python"), given.native.get("rollout.url"))
     engine = given.native.get("rollout.engine", name if here else "native")
     known = _OPTIONS_OF.get(engine, {})
-    options = {own: given.said(of) for own, of in known.items()}
+    options = {own: given.value(of) for own, of in known.items()}
     if others := [of for of in _OPTIONS_OF["vllm"].values() if of not in known.values()]:
         given.ignore(f"rollout.engine={engine} has no such choice; rollout.engine=vllm has", *others)
     for kwarg in (key for key in given.values if key.startswith(KWARGS) and given.reads(key, "rollout_engine")):
         whose, _, option = kwarg.removeprefix(KWARGS).partition(".")
-        if whose != engine or given.said(kwarg) is None:
+        if whose != engine or given.value(kwarg) is None:
             why = f"read by rollout.engine={whose}" if whose != engine else "has no effect at null"
             given.ignore(why, kwarg)
             continue
         own = {field.name for field in fields(import_object(ROLLOUT_ENGINES[engine].options))}
-        options[option if option in own else f"args.{option}"] = given.said(kwarg)
+        options[option if option in own else f"args.{option}"] = given.value(kwarg)
     options = {f"rollout.engine_options.{own}": value for own, value in options.items() if value is not None}
     if here:
         given.ignore("only read beside a rollout.name that is not here", strict)
         return options if name is None else {"rollout.engine": name, **options}
-    if given.said(strict):
+    if given.value(strict):
         raise Refused(f"{key}={name}: not here, and rollout.strict=True refuses the native engine for it")
     fix = "rollout.python=ENVIRONMENT/bin/python brings it (docs/engines.md); " if name in ROLLOUT_ENGINES else ""
     given.remarks[key] = (
@@ -74,17 +74,17 @@ def _rollout_engine(given: Given) -> Result:
 
 
 def _sync(given: Given) -> Result:
-    """How weights travel between processes. Another way brings the same weights, so none is asked for that is not
-    here."""
+    """Map the transport of weights. Every transport delivers the same weights, so one that is not installed is not
+    requested."""
     ways = {"naive": "local", "nccl": "collective", "nixl": "nixl"}
-    backend, bucket, found = str(given.said(BACKEND)), given.said(BUCKET), dict[str, object]()
+    backend, bucket, found = str(given.value(BACKEND)), given.value(BUCKET), dict[str, object]()
     if bucket is not None and given.native.get("sync.engine") in ("shm", "tcp"):
         found["sync.engine_options.bucket_mb"] = bucket
     elif bucket is not None:
         given.ignore(
             "whole versions lie where replicas find them; sync.engine=shm or tcp lets them pass through buckets", BUCKET
         )
-    if given.said(BACKEND) is None:
+    if given.value(BACKEND) is None:
         return found
     if backend not in ways:
         given.ignore(f"there is no such transport: sync.engine is one of {', '.join(SYNC)}", BACKEND)
@@ -98,9 +98,9 @@ def _sync(given: Given) -> Result:
 
 
 def _batch(given: Given) -> Result:
-    """ppo_mini_batch_size counts prompts: updates_per_step = train_batch_size / ppo_mini_batch_size."""
+    """Map the batch sizes. ppo_mini_batch_size counts prompts: updates_per_step = train_batch_size / it."""
     mini_key, publishes_key = f"{ACTOR}ppo_mini_batch_size", "trainer.v1.separate_async.parameter_sync_step"
-    prompts = given.said("data.train_batch_size")
+    prompts = given.value("data.train_batch_size")
     if prompts is None and given.recipe_prompts is None:
         prompts = given.get("data.train_batch_size")
     mini, batches = given.get(mini_key), given.get("async_training.require_batches")
@@ -121,16 +121,16 @@ def _batch(given: Given) -> Result:
                 "(data.train_batch_size): choose a divisor, or give step.updates_per_step in its place"
             )
         out["step.updates_per_step"] = prompts // mini
-    publishes = given.said(publishes_key)
+    publishes = given.value(publishes_key)
     if publishes is not None and out.get("step.updates_per_step", publishes) != publishes:
         wanted = f"train_batch_size / ppo_mini_batch_size = {out['step.updates_per_step']}"
         raise Refused(f"{publishes_key}={publishes} is not {wanted}, as verl demands: make them agree")
-    rollouts = given.said("rollout.total_rollout_steps")
+    rollouts = given.value("rollout.total_rollout_steps")
     if rollouts is not None:
         if prompts is None:
             raise Refused(f"rollout.total_rollout_steps={rollouts} counts prompts: give run.total_steps instead")
         out["run.total_steps"] = max(1, rollouts // prompts)
-    steps, steps_key = given.said("trainer.total_training_steps"), "trainer.total_training_steps"
+    steps, steps_key = given.value("trainer.total_training_steps"), "trainer.total_training_steps"
     if steps is not None:  # the run ends with the first of the two, as in verl
         out["run.total_steps"] = min(steps, out.get("run.total_steps", steps))
         if rollouts is not None:
@@ -155,15 +155,15 @@ def _schedule(given: Given) -> Result:
         out |= {"optim.warmup_steps": 0, "optim.warmup_ratio": ratio or 0.0}
     styles = ("lr_decay_style", "lr_scheduler_type", "lr_scheduler", "warmup_style", "decay_type")
     style_keys = [n + s for s in styles for n in names]
-    style = given.first(*(k for k in style_keys if given.said(k) is not None)) or (
+    style = given.first(*(k for k in style_keys if given.value(k) is not None)) or (
         (given.schedule or given.first(*style_keys)) if given.use_defaults else None
     )
     if style is not None:
         out["optim.schedule"] = style
     for key in (f"{n}lr_decay_steps" for n in names):
-        if given.said(key) is not None and style != "constant":
-            raise Refused(f"{key}={given.said(key)}: the schedule ends with the run; leave it out")
-        given.ignore("has no effect on a constant rate" if given.said(key) else "has no effect at null", key)
+        if given.value(key) is not None and style != "constant":
+            raise Refused(f"{key}={given.value(key)}: the schedule ends with the run; leave it out")
+        given.ignore("has no effect on a constant rate" if given.value(key) else "has no effect at null", key)
     if style == "wsd":
         stable = given.first(*(f"{n}lr_wsd_stable_steps_ratio" for n in names))
         out["optim.decay_ratio"] = 1 - (0.9 if stable is None else stable)
@@ -181,7 +181,7 @@ def _schedule(given: Given) -> Result:
 
 
 def _tokens(given: Given) -> Result:
-    """verl counts a micro-batch per device and splits sequences over its sequence parallel group; ours never are."""
+    """Map the tokens of a micro-batch. verl counts them per device of a sequence parallel group, we in whole rows."""
     keys = (f"{ACTOR}ppo_max_token_len_per_gpu", "data.max_token_len_per_gpu")
     budget = given.first(*keys)
     groups = [n for key in layout.SEQUENCE if isinstance(n := given.values.get(key), int) and n > 1]
@@ -189,7 +189,7 @@ def _tokens(given: Given) -> Result:
         return {}
     prompt, answer = _limits(given)
     rows = (0 if prompt is None or answer is None else prompt + answer, given.own("data.max_tokens_per_row", 0))
-    longest = max(*rows, given.said("data.max_length") or 0)
+    longest = max(*rows, given.value("data.max_length") or 0)
     total = int(budget * max(groups, default=1))
     for key in keys if longest > total else ():
         given.remarks[key] = "the longest row: a sequence is never split here"
@@ -198,9 +198,9 @@ def _tokens(given: Given) -> Result:
 
 def _eval(given: Given) -> Result:
     sampled, temperature = f"{ROLLOUT}val_kwargs.do_sample", f"{ROLLOUT}val_kwargs.temperature"
-    if given.said(sampled) is False:
-        if given.said(temperature, 0) != 0:
-            other = f"{temperature}={given.said(temperature)}"
+    if given.value(sampled) is False:
+        if given.value(temperature, 0) != 0:
+            other = f"{temperature}={given.value(temperature)}"
             raise Refused(f"{sampled}=False is greedy, {other} is not: leave one of them out")
         return {"eval.temperature": 0.0}
     if temperature not in given.values:
@@ -209,11 +209,11 @@ def _eval(given: Given) -> Result:
 
 
 def _eval_steps(given: Given) -> Result:
-    key, publishes = "trainer.test_freq", given.said("rollout.test_freq")
+    key, publishes = "trainer.test_freq", given.value("rollout.test_freq")
     every = given.get(key)
     if publishes is not None:
         given.ignore("rollout.test_freq is given", key)
-        every = publishes * (given.said("async_training.trigger_parameter_sync_step") or 1)
+        every = publishes * (given.value("async_training.trigger_parameter_sync_step") or 1)
     elif every == "after_each_epoch":
         given.remarks[key] = "at the end of the run only: run.eval_every_steps=N for more"
         return {"run.eval_every_steps": 0, "run.eval_after": True}
@@ -252,14 +252,14 @@ def _overlong(given: Given) -> Result:
 
 
 def _limits(given: Given) -> tuple[int | None, int | None]:
-    """The limits of prompt and response, where this command line gives them."""
+    """Return the limits of prompt and response that this command line gives."""
     prompt = given.own("data.max_prompt_tokens", given.first("data.max_prompt_length", f"{ROLLOUT}prompt_length"))
     answer = given.first("data.max_response_length", f"{ROLLOUT}response_length")
     return prompt, given.own("rollout.max_response_tokens", answer)
 
 
 def _context(given: Given) -> Result:
-    room = given.said(f"{ROLLOUT}max_model_len")
+    room = given.value(f"{ROLLOUT}max_model_len")
     prompt, answer = _limits(given)
     if room is not None and prompt is not None and answer is not None and room < prompt + answer:
         raise Refused(
@@ -276,7 +276,7 @@ def _positions(given: Given) -> Result:
     path = given.native.get("model.path", given.get("actor_rollout_ref.model.path"))
     has = context_tokens(str(path))
     for key in (f"{prefix}max_position_embeddings", f"{prefix}model_config.max_position_embeddings"):
-        wanted = given.said(key)
+        wanted = given.value(key)
         if wanted is not None and has is not None and wanted > has:
             raise Refused(f"{key}={wanted}: {path} has {has}; edit config.json in a copy of the model folder")
         given.ignore("config.json of the model says it", key)
@@ -284,7 +284,7 @@ def _positions(given: Given) -> Result:
 
 
 def _resume(given: Given) -> Result:
-    mode, path = given.need("trainer.resume_mode"), given.said("trainer.resume_from_path")
+    mode, path = given.need("trainer.resume_mode"), given.value("trainer.resume_from_path")
     if mode == "path":
         if not path:
             raise Refused("trainer.resume_mode=resume_path: give trainer.resume_from_path, or run.resume=PATH")
@@ -295,7 +295,7 @@ def _resume(given: Given) -> Result:
 
 def _directory(given: Given) -> Result:
     name = given.native.get("run.name", given.get("trainer.experiment_name"))
-    folder = given.said("trainer.default_local_dir")
+    folder = given.value("trainer.default_local_dir")
     if not folder:
         return {} if name is None else {"run.name": name}
     above, last = os.path.split(str(folder).rstrip("/"))
@@ -306,7 +306,7 @@ def _directory(given: Given) -> Result:
 
 def _logger(given: Given) -> Result:
     sinks = {"console": "console", "wandb": "wandb", "tensorboard": "tensorboard", "file": "jsonl"}
-    said = given.said("trainer.logger")
+    said = given.value("trainer.logger")
     names = [str(n) for n in said] if isinstance(said, list) else [str(said)]
     absent = {n: "is not installed" for n in names if n in ("wandb", "tensorboard") and find_spec(n) is None}
     absent |= {n: "is not in this version" for n in names if n not in sinks}
@@ -318,16 +318,16 @@ def _logger(given: Given) -> Result:
 
 
 def _reward_model(given: Given) -> Result:
-    """A reward model alone is the reward. verl hands it to a custom function as an address, which is not here."""
+    """Map the reward model. Alone it is the reward. verl gives a custom function its address, which is refused here."""
     forms = {"reward.reward_model.": ("model_path",), "reward_model.": ("model.path", "model_path")}
     on = [
-        (prefix, [prefix + path for path in paths]) for prefix, paths in forms.items() if given.said(f"{prefix}enable")
+        (prefix, [prefix + path for path in paths]) for prefix, paths in forms.items() if given.value(f"{prefix}enable")
     ]
     if not on:
         given.ignore("only read with reward_model.enable", *(p + path for p, paths in forms.items() for path in paths))
         return {}
     switch, keys = f"{on[0][0]}enable", on[0][1]
-    folders = {key: folder for key in keys if (folder := given.said(key)) is not None}
+    folders = {key: folder for key in keys if (folder := given.value(key)) is not None}
     if not folders:
         raise Refused(f"{switch}=True: give {keys[0]}, or reward.model=FOLDER")
     if len(set(folders.values())) > 1:
@@ -341,13 +341,14 @@ def _reward_model(given: Given) -> Result:
 
 
 def _async(given: Given) -> Result:
-    """Legacy keys map one to one; V1 modes generate num_warmup_batches ahead, with partial rollout."""
+    """Map the asynchronous modes. Legacy keys map one to one; V1 modes generate num_warmup_batches ahead, with partial
+    rollout."""
     v1, partial_key = "trainer.v1.", "async_training.partial_rollout"
     bound_key = f"{v1}sampler.max_off_policy_threshold"
-    staleness, partial = given.said("async_training.staleness_threshold"), given.said(partial_key)
-    mode, bound = given.said(f"{v1}trainer_mode"), given.said(bound_key)
+    staleness, partial = given.value("async_training.staleness_threshold"), given.value(partial_key)
+    mode, bound = given.value(f"{v1}trainer_mode"), given.value(bound_key)
     if mode in ("colocate_async", "separate_async"):
-        ahead = given.said(f"{v1}{mode}.num_warmup_batches", 1)
+        ahead = given.value(f"{v1}{mode}.num_warmup_batches", 1)
         if staleness not in (None, ahead):
             both = f"async_training.staleness_threshold={staleness} and {v1}trainer_mode={mode}"
             raise Refused(f"{both} contradict each other")
@@ -363,31 +364,31 @@ def _async(given: Given) -> Result:
         out["pipeline.partial_rollout"] = bool(partial and lag)
         if partial and not lag:
             given.ignore("counts with staleness > 0 only, as in verl", partial_key)
-    every = given.said("async_training.trigger_parameter_sync_step")
+    every = given.value("async_training.trigger_parameter_sync_step")
     return out if every is None else out | {"pipeline.sync_every": every}
 
 
 def _tools(given: Given) -> Result:
-    """Files of tools, wherever verl is told them; the data set renders their schemas, the loop runs them."""
+    """Map the files of tools, from any of verl's keys for them. Their schemas are rendered, and the loop runs them."""
     given.ignore("rows with tools are played in turns, the others are one answer", f"{TURNS}enable")
     owners = (TURNS, "data.")
-    found = [given.said(owner + key) for owner in owners for key in ("tool_config_path", "function_tool_path")]
+    found = [given.value(owner + key) for owner in owners for key in ("tool_config_path", "function_tool_path")]
     tools = list(dict.fromkeys(str(path) for path in found if path is not None))
-    if tools and given.said(f"{TURNS}enable") is False:
+    if tools and given.value(f"{TURNS}enable") is False:
         raise Refused(f"{TURNS}enable=False with tools ({', '.join(tools)}): set it to True, or leave the tools out")
     return {"agent.tools": tools} if tools else {}
 
 
 def _turns(given: Given) -> Result:
-    """The model's turns; users (tools) have a turn between two of them."""
-    assistant, user, turns = (given.said(f"{TURNS}max_{of}turns") for of in ("assistant_", "user_", ""))
+    """Map the number of the model's turns; users (tools) have a turn between two of them."""
+    assistant, user, turns = (given.value(f"{TURNS}max_{of}turns") for of in ("assistant_", "user_", ""))
     most = [n for n in (assistant, turns, None if user is None else user + 1) if n is not None]
     return {"agent.max_turns": min(most)} if most else {}
 
 
 def _dataset(given: Given) -> Result:
-    """A dataset class of the user's, by its file or module and its name."""
-    path, name = (given.said(f"data.custom_cls.{key}") for key in ("path", "name"))
+    """Map a dataset class of the user's, by its file or module and its name."""
+    path, name = (given.value(f"data.custom_cls.{key}") for key in ("path", "name"))
     if path is None:
         given.ignore("only read with data.custom_cls.path", "data.custom_cls.path", "data.custom_cls.name")
         return {}
@@ -397,9 +398,9 @@ def _dataset(given: Given) -> Result:
 
 
 def _loop(given: Given) -> Result:
-    """The loop that plays the rows: one of ours by verl's name, or the class that a file of loops has for a name."""
+    """Map the agent loop: one of ours by verl's name, or the class that a file of loops has for a name."""
     key, file_key = f"{ROLLOUT}agent.default_agent_loop", f"{ROLLOUT}agent.agent_loop_config_path"
-    name, file = given.said(key), given.said(file_key)
+    name, file = given.value(key), given.value(file_key)
     ours = {"single_turn_agent": "single_turn", "tool_agent": "tool_agent"}
     fix = "a loop of your own is agent.loop=FILE.py:Class"
     if file is not None and name is None:

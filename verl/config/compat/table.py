@@ -1,4 +1,4 @@
-"""The table of verl's keys (`table.tsv`), read."""
+"""Read the table of verl's keys (`table.tsv`)."""
 
 from __future__ import annotations
 
@@ -68,12 +68,13 @@ DISTILLATION: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-"""What the fields of TRL's GKDConfig and DistillationConfig are here: no alias, a line for who types one of them."""
+"""Our keys for the fields of TRL's GKDConfig and DistillationConfig. They are no aliases: typing one is refused with
+a line that names ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """One row of the table. `targets` are our keys; `rule`, `text` and the defaults as the head of table.tsv says."""
+    """One row of the table. `targets` are our keys; the head of table.tsv describes `rule`, `text` and the defaults."""
 
     key: str
     action: Action
@@ -85,16 +86,16 @@ class KeyRow:
 
     @property
     def harmless(self) -> list[str]:
-        """Values at which a refused key has no effect."""
+        """Return the values at which a refused key has no effect."""
         return self.rule.removeprefix("except:").split(",") if self.rule else []
 
     @property
     def joint(self) -> str:
-        """The function of rules.py that reads this key."""
+        """Return the name of the function of rules.py that reads this key."""
         return self.rule[1:].partition(":")[0] if self.rule.startswith("@") else ""
 
     def check(self, value: Any) -> Any:
-        """`value` as the rule computes with it: a number, a switch, or what one of verl's words is here."""
+        """Return `value` as the rule computes with it: a number, a switch, or our word for one of verl's."""
         kind = self.rule.partition(":")[2]
         if value is None or not kind:
             return value
@@ -113,7 +114,7 @@ class KeyRow:
 
 @functools.cache
 def key_rows() -> Mapping[str, KeyRow]:
-    """Every key of verl that is known here, in the order of the table."""
+    """Return the row of every key of verl in the table, in its order."""
     text = resources.files("verl.config.compat").joinpath("table.tsv").read_text(encoding="utf-8")
     rows: dict[str, KeyRow] = {}
     for line in text.splitlines():
@@ -128,13 +129,13 @@ def key_rows() -> Mapping[str, KeyRow]:
 
 
 def _spelled_out(key: str) -> Iterator[str]:
-    """a.{b,c}.d -> a.b.d, a.c.d"""
+    """Expand braces: a.{b,c}.d -> a.b.d, a.c.d."""
     parts = re.split(r"\{([^}]*)\}", key)
     yield from map("".join, itertools.product(*(p.split(",") if i % 2 else [p] for i, p in enumerate(parts))))
 
 
 def keys_table() -> list[tuple[str, str, str]]:
-    """(verl's key, action, what happens) for `verl show keys`."""
+    """Return (verl's key, action, effect) for `verl show keys`."""
     return [(r.key, r.action, _becomes(r)) for r in key_rows().values()]
 
 
@@ -150,7 +151,8 @@ _TEACHER = re.compile(r"(distillation\.teacher_models\.)(?!teacher_model\.)\w+\.
 
 @functools.lru_cache(maxsize=4096)
 def find_row(key: str) -> KeyRow | None:
-    """The row of `key`: its own, else the first `prefix.*` above it. Every teacher has the rows of `teacher_model`."""
+    """Return the row of `key`: its own, else the first `prefix.*` above it. Every teacher has the rows of
+    `teacher_model`."""
     rows = key_rows()
     if key in rows:
         return rows[key]
@@ -165,7 +167,7 @@ def find_row(key: str) -> KeyRow | None:
 
 
 def same_value(value: Any, text: str) -> bool:
-    """True if a parsed value is what `text` in the table stands for (0 and 0.0, None and null, True and true)."""
+    """Return whether a parsed value is that of `text` in the table (0 and 0.0, None and null, True and true)."""
     if value is None or isinstance(value, bool):
         return text.lower() == {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int | float):
@@ -177,7 +179,7 @@ def same_value(value: Any, text: str) -> bool:
 
 
 def unknown_key(key: str, origin: str = "", value: str = "VALUE") -> str:
-    """One line: the key is unknown, and which are near it in either vocabulary."""
+    """Return the line for an unknown key, with the nearest keys of both vocabularies."""
     said = f"unknown key {key!r}" + (f" ({origin})" if origin else "")
     below = [name for name in leaves() if name.startswith(f"{key}.")]
     if below:

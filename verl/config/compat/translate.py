@@ -1,4 +1,4 @@
-"""A command line in verl's keys or ours, or both, as settings of our tree.
+"""Translate a command line in verl's keys, ours, or both, to settings of our tree.
 
 A key of ours always wins over one of verl's that sets the same value, so that `bash run_verl.sh rollout.engine=native`
 does what it says.
@@ -27,7 +27,7 @@ VerlDefaults = Literal["rl", "sft"]
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What happened to one of verl's keys on this command line."""
+    """The treatment of one of verl's keys on this command line."""
 
     key: str
     value: str
@@ -41,8 +41,8 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """`settings` of our keys; `defaults`: verl's own, which belong below any recipe · unknown: our keys whose values
-    could not be found, since what was said of them was refused."""
+    """The result. `settings`: values of our keys; `defaults`: verl's, which any recipe overrides; `unknown`: our keys
+    without a value, since the keys of verl's that set them were refused."""
 
     settings: list[Setting]
     defaults: list[Setting]
@@ -53,7 +53,7 @@ class Translation:
 def translated(
     args: Sequence[str], *, prompts_per_step: int | None = None, verl_defaults: VerlDefaults | None = None
 ) -> tuple[Translation, list[str]]:
-    """What the keys say that are taken, and a line for each that is unknown, unreadable, refused or contradicted.
+    """Return the settings, and a line for each key that is unknown, unreadable, refused or contradicted.
 
     `prompts_per_step`: of the recipe, for a mini batch size given without a batch size. `verl_defaults`: mapped keys
     that are not given take verl's own default (the entry `python -m verl.trainer.main_ppo` does this).
@@ -84,13 +84,13 @@ def translated(
 
 @functools.cache
 def verl_default_values(kind: VerlDefaults) -> Mapping[str, Any]:
-    """verl's own defaults of mapped keys, for its RL or its SFT entry point."""
+    """Return verl's own defaults of mapped keys, for its RL or its SFT entry point."""
     texts = {k: row.default_sft if kind == "sft" else row.default_rl for k, row in key_rows().items()}
     return MappingProxyType({k: _plain(text) for k, text in texts.items() if text})
 
 
 def _plain(text: str) -> Any:
-    """A default of the table: JSON, or a bare word. (Hydra's grammar takes a millisecond for each.)"""
+    """Parse a default of the table: JSON, or a bare word. (Hydra's grammar takes a millisecond for each.)"""
     try:
         return json.loads(text)
     except ValueError:
@@ -99,7 +99,7 @@ def _plain(text: str) -> Any:
 
 @dataclass
 class _Work:
-    """One translation: the given keys go in; `found`, `by_default`, `notes` and `problems` come out."""
+    """The state of one translation, from the given keys to `found`, `by_default`, `notes` and `problems`."""
 
     foreign: Mapping[str, Argument]
     native: Mapping[str, Any]
@@ -137,7 +137,7 @@ class _Work:
             self._joint(rule)
 
     def _resolved(self, key: str, value: Any) -> Any:
-        """`${...}` of one of verl's keys stands for its value here; other interpolations stay for our own tree."""
+        """Replace `${...}` of one of verl's keys by its value. Other interpolations are left for our own tree."""
         row = find_row(key)
         if not isinstance(value, str) or "${" not in value or row is None or row.action == "ignored":
             return value
@@ -153,7 +153,7 @@ class _Work:
         return value
 
     def _native(self, row: KeyRow) -> bool:
-        """Our own keys say all that this row would."""
+        """Return whether our own keys set all targets of this row."""
         return all(target in self.native for target in row.targets)
 
     def _note(self, row: KeyRow, action: Action, text: str) -> None:
@@ -208,7 +208,7 @@ class _Work:
                 self._mapped(rows[key], (t for t in rows[key].targets if t in results), view.remarks.get(key, ""))
 
     def _set(self, target: str, value: Any, keys: Sequence[str]) -> None:
-        """`keys`: verl's keys that say so; none: verl's default."""
+        """Set one of our keys. `keys`: the keys of verl's that require it; none: verl's default."""
         if target in self.native:
             return
         if not keys:
@@ -222,7 +222,7 @@ class _Work:
 
 
 def render_notes(notes: Sequence[Note]) -> str:
-    """A few lines for a long launch script: mapped keys one by one, ignored ones gathered by their reason."""
+    """Return a few lines for a long launch script: mapped keys one by one, ignored ones grouped by their reason."""
     lines = [str(n) for n in notes if n.action == "mapped"]
     reasons: dict[str, list[str]] = {}
     for note in notes:
