@@ -302,7 +302,7 @@ MUTANTS = (
     Mutant("model_engine/served.py", 'f"Bearer {self._options.key}"', '"Bearer "', SERVED),
     Mutant("algorithms/weights.py", "mask=seen.mask & taught", "mask=seen.mask", FEEDBACK),
     Mutant("algorithms/estimators.py", "taught * (theirs", "(theirs", FEEDBACK),
-    Mutant("workers/role.py", "if s.context is None and not s.untaught]", "if s.context is None]", FEEDBACK),
+    Mutant("workers/role.py", "if s.context is None and s.taught]", "if s.context is None]", FEEDBACK),
     Mutant("data/render.py", "if len(ids) > self.longest else", "if False else", FEEDBACK),
     Mutant("driver/trajectories.py", "math.floor(draw * share + start)", "math.floor(draw * share)", STORED),
     Mutant("driver/step.py", "replace(r, copies=n) if r.stored else r", "r", STORED),
@@ -320,7 +320,7 @@ MUTANTS = (
     Mutant("workers/role.py", "sums.argmax(0)", "sums.argmin(0)", SEVERAL),
     Mutant("workers/role.py", "ids=first.ids[left:]", "ids=first.ids", SEVERAL),
     Mutant("workers/role.py", "samples = [informed(s) for s in samples]", "pass", SEVERAL),
-    Mutant("workers/role.py", "if s.context is None and not s.untaught]", "if s.context is s]", SEVERAL),
+    Mutant("workers/role.py", "if s.context is None and s.taught]", "if s.context is s]", SEVERAL),
     Mutant("workers/teachers.py", "e, frozenset(own.ids)", "e, frozenset()", SEVERAL),
     Mutant("workers/teachers.py", "(WorkerDied, DeadlineExpired)", "WorkerDied", SEVERAL),
     Mutant(
@@ -503,8 +503,8 @@ MUTANTS = (
     ),
     Mutant(
         "types.py",
-        "truncated=trajectory.stop_reason in CUT",
-        'truncated=trajectory.stop_reason == "length"',
+        "return self.stop_reason in CUT",
+        'return self.stop_reason == "length"',
         f"{FLOW} tests/unit/test_agent_loop.py tests/unit/test_batch.py",
     ),
     # -- branches, turns and tools
@@ -581,7 +581,12 @@ MUTANTS = (
         "tests/unit/test_reward_shaping.py",
     ),
     # -- records and resume
-    Mutant("driver/record.py", '"advantages": ("advantages",)', '"advantages": ("returns",)', GREEDY),
+    Mutant(
+        "driver/record.py",
+        "filter(None, (column.name, column.instead))",
+        'filter(None, ("returns", column.name))',
+        GREEDY,
+    ),
     Mutant(
         "driver/checkpointer.py",
         "now.kl_coef = state.controllers.kl_coef",

@@ -270,7 +270,7 @@ def _assemble(
         columns=_drawn_columns(drawn),
         row_columns={
             "temperature": torch.tensor([s.temperature or 1.0 for s in samples], dtype=torch.float32),
-            "untaught": torch.tensor([s.untaught for s in samples], dtype=torch.bool),
+            "taught": torch.tensor([s.taught for s in samples], dtype=torch.bool),
         },
         media=tuple(n.media for n in nodes) if any(n.media for n in nodes) else (),
     )

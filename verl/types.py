@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -94,7 +94,7 @@ class Task:
     teacher: str = ""
     context_ids: np.ndarray | None = None
     answer_ids: np.ndarray | None = None
-    untaught: bool = False
+    taught: bool = True
     row: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -238,28 +238,63 @@ class Group:
     trajectories: tuple[Trajectory, ...] = ()
 
 
+def fact(default: Any = MISSING, *, factory: Any = MISSING, column: str = "") -> Any:
+    """Return a field of `Facts` with a default. column: algorithms read it under this name, per sequence
+    (`Columns.sequence`), once a row has another value than the default."""
+    if default is MISSING:
+        return field(default_factory=factory, metadata={"column": column})
+    return field(default=default, metadata={"column": column})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One training row linearised from a trajectory (the trajectory is the unit of sequence means and advantages)."""
+class Facts:
+    """Every scalar of a sample that does not follow from its tokens, declared once. `Sample`, `Ref` and the recorded
+    `SampleRow` are facts with more. The queue's column `facts` is their encoding, and each fact is a column of samples/
+    under its own name. Types are str (also a Literal or None), bool, int, float, and a mapping to float."""
 
     sample_id: str
     trajectory_id: str
     group_id: str
     purpose: Purpose
-    segments: tuple[Segment, ...]
-    temperature: float = 1.0
-    reward: float = float("nan")
-    components: Mapping[str, float] = field(default_factory=dict)
-    outcome: Outcome = "ok"
-    truncated: bool = False
     task_id: str = ""
     stop_reason: StopReason = "eos"
-    adapter: str | None = None  # that read the ids; None: the model itself
+    outcome: Outcome = "ok"
+    temperature: float = 1.0
+    """The temperature of sampling. The trainer divides by the same."""
+    reward: float = float("nan")
+    """NaN without a reward."""
+    components: Mapping[str, float] = fact(factory=dict, column="component")
+    """The named parts of the reward."""
+    adapter: str | None = None
     """The adapter that read the ids. None: the model itself."""
-    teacher: str = ""  # The name of its teacher, if there are several.
+    teacher: str = fact("", column="teacher")
+    """The name of its teacher, if there are several."""
+    taught: bool = fact(True, column="taught")
+    """False: its teacher reads feedback about the attempt, and there is none."""
+    copies: int = fact(1, column="copies")
+    """A row that was selected k times (PF-PPO) counts as k rows of its optimizer step. 0: it was not selected."""
+
+    @property
+    def truncated(self) -> bool:
+        """A budget ended the answer, not the model."""
+        return self.stop_reason in CUT
+
+
+FACTS = tuple(f.name for f in fields(Facts))
+
+
+def facts_of(row: Facts) -> dict[str, Any]:
+    """Return the facts of a sample, ref or record by name."""
+    return {name: getattr(row, name) for name in FACTS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(Facts):
+    """One training row linearised from a trajectory (the trajectory is the unit of sequence means and advantages)."""
+
+    segments: tuple[Segment, ...]
     context: np.ndarray | None = None
     """[1 + C] int64: the number of first tokens that a teacher's prompt replaces, and its ids."""
-    untaught: bool = False  # Its teacher reads feedback about the attempt, and there is none.
 
     @property
     def total_tokens(self) -> int:
@@ -273,27 +308,16 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ref:
+class Ref(Facts):
     """The driver's record of one sample: only scalars, enough to select, balance and plan. Never tensors."""
 
-    sample_id: str
-    trajectory_id: str
-    group_id: str
-    purpose: Purpose
     prompt_tokens: int
     total_tokens: int
     loss_tokens: int
     version_min: int
     version_max: int
-    reward: float
-    components: Mapping[str, float] = field(default_factory=dict)
-    outcome: Outcome = "ok"
-    truncated: bool = False
-    teacher: str = ""
-    stored: bool = False  # An answer of the data: no reward, sampler or version; it takes part only in the loss.
-    untaught: bool = False
-    copies: int = 1  # a row that was drawn k times (PF-PPO) is k rows of its optimizer step
-    """A row that was selected k times (PF-PPO) counts as k rows of its optimizer step."""
+    stored: bool = False
+    """An answer of the data: no reward, sampler or version; it takes part only in the loss."""
 
 
 class Refs(tuple[Ref, ...]):
@@ -322,26 +346,17 @@ class Refs(tuple[Ref, ...]):
 def ref_of(sample: Sample) -> Ref:
     oldest, newest = versions_of(sample.segments)
     return Ref(
-        sample_id=sample.sample_id,
-        trajectory_id=sample.trajectory_id,
-        group_id=sample.group_id,
-        purpose=sample.purpose,
+        **facts_of(sample),
         prompt_tokens=len(sample.segments[0].ids),
         total_tokens=sample.total_tokens,
         loss_tokens=sample.loss_tokens,
         version_min=oldest,
         version_max=newest,
-        reward=sample.reward,
-        components=sample.components,
-        outcome=sample.outcome,
-        truncated=sample.truncated,
-        teacher=sample.teacher,
         stored=any(s.source == "stored" for s in sample.segments),
-        untaught=sample.untaught,
     )
 
 
-def taught(sample: Sample, task: Task) -> Sample:
+def with_task(sample: Sample, task: Task) -> Sample:
     """Return the sample with its task's facts for teachers. A row that does not begin with the task's prompt (its
     history was rewritten) gets no other context."""
     n, context = len(task.prompt_ids), None
@@ -349,9 +364,9 @@ def taught(sample: Sample, task: Task) -> Sample:
         first = np.concatenate([s.ids for s in sample.segments])[:n]
         if np.array_equal(first, task.prompt_ids):
             context = np.concatenate([[n], task.context_ids]).astype(np.int64)
-    if context is None and not task.teacher and not task.untaught:
+    if context is None and not task.teacher and task.taught:
         return sample  # `replace` is not free, and this runs once per trajectory
-    return replace(sample, teacher=task.teacher, context=context, untaught=task.untaught)
+    return replace(sample, teacher=task.teacher, context=context, taught=task.taught)
 
 
 def samples_of(trajectory: Trajectory) -> tuple[Sample, ...]:
@@ -363,14 +378,13 @@ def samples_of(trajectory: Trajectory) -> tuple[Sample, ...]:
             trajectory_id=trajectory.trajectory_id,
             group_id=trajectory.group_id,
             purpose=trajectory.purpose,
-            segments=segments,
+            task_id=trajectory.task_id,
+            stop_reason=trajectory.stop_reason,
+            outcome=trajectory.outcome,
             temperature=trajectory.sampling.temperature,
             reward=score.value if isinstance(score, Score) else float("nan"),
             components=score.components if isinstance(score, Score) else {},
-            outcome=trajectory.outcome,
-            truncated=trajectory.stop_reason in CUT,
-            task_id=trajectory.task_id,
-            stop_reason=trajectory.stop_reason,
+            segments=segments,
         )
         for k, segments in enumerate(trajectory.rows)
     )

@@ -21,9 +21,9 @@ from verl.batch import Ragged
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.memory import MemoryQueue
 from verl.transfer_queue.options import Shared
-from verl.transfer_queue.rows import read_samples
+from verl.transfer_queue.rows import read_facts, read_samples
 from verl.transfer_queue.shared import build as build_shared
-from verl.types import Refs, Sample, Segment
+from verl.types import Facts, Refs, Sample, Segment, facts_of
 
 SMALL = 64 << 20  # bytes of shared memory
 
@@ -207,7 +207,6 @@ def test_everything_of_a_sample_is_a_column_and_comes_back(queue):
         ),
         components={"acc": 1.0, "format": 0.5},
         temperature=0.75,
-        truncated=True,
         task_id="täsk",
         stop_reason="length",
         adapter="lora",
@@ -216,13 +215,13 @@ def test_everything_of_a_sample_is_a_column_and_comes_back(queue):
         sample("first"), segments=(Segment(ids=np.array([5, 6]), source="sampled", **drawn),), reward=float("nan")
     )
     refs = put(queue, [plain, rich, first])
-    found = queue.read(pick(refs, 1), ("ids", "mask", "rollout_logprobs", "temperature", "reward", "component/acc"))
+    found, (facts,) = queue.read(pick(refs, 1), ("ids", "mask", "rollout_logprobs")), read_facts(queue, pick(refs, 1))
     assert found["ids"].values.tolist() == [7, 7, 1, 3, 4, 9, 5, 6]
     assert found["mask"].values.tolist() == [0, 0, 0, 1, 1, 0, 1, 1]
     assert len(found["rollout_logprobs"].values) == refs[1].loss_tokens == 4
-    assert [found[n].values.item() for n in ("temperature", "reward", "component/acc")] == [0.75, 0.25, 1.0]
+    assert facts == Facts(**facts_of(rich)) and (facts.temperature, facts.reward, facts.truncated) == (0.75, 0.25, True)
     assert queue.read(pick(refs, 1), ("side/routed",))["side/routed"].values.dtype == torch.int16
-    assert {"ids", "component/acc", "side/routed"} <= set(queue.columns(refs))
+    assert {"ids", "facts", "side/routed"} <= set(queue.columns(refs))
     for given, back in zip((first, plain, rich), read_samples(queue, pick(refs, 2, 0, 1)), strict=True):
         assert replace(back, segments=(), reward=0.0) == replace(given, segments=(), reward=0.0)
         assert back.reward == given.reward or (back.reward != back.reward and given.reward != given.reward)

@@ -63,8 +63,8 @@ def test_a_run_with_a_tool_trains_what_was_sampled_between_its_results(tmp_path,
         env = tokenizer.decode(row.response_ids[row.response_mask == 0])
         cut = env.count("<|im_start|>user") - env.count("<|im_start|>assistant")
         assert ("<tool_response>" in env and cut == 0) or row.stop_reason == "context_full"
-        assert np.isfinite(row.rollout_logprobs[row.response_mask == 1]).all()
-        assert np.isnan(row.rollout_logprobs[row.response_mask == 0]).all()
+        assert np.isfinite(row.tokens["rollout_logprobs"][row.response_mask == 1]).all()
+        assert np.isnan(row.tokens["rollout_logprobs"][row.response_mask == 0]).all()
     assert max(m["critic/score/max"] for m in metrics.values()) == 1.0
     assert metrics[1]["agent/turn_limit_share"] < 1 and 0 <= metrics[1]["agent/tool_error_share"] <= 1
     events = list(read_events(tmp_path / "r", {"turn", "tool"}))
@@ -151,7 +151,7 @@ def test_rewards_of_turns_reach_the_advantages_of_their_tokens(tmp_path, tiny_mo
     found: list[tuple[str, float, np.ndarray]] = []
     for row in sorted(read_samples(tmp_path / "r", 1), key=lambda row: row.sample_id):
         if row.purpose == "train":
-            mine = row.advantages[row.response_mask.astype(bool)]
+            mine = row.tokens["advantages"][row.response_mask.astype(bool)]
             first = not row.sample_id.endswith("#1")
             value = row.reward if not first else len(set(row.response_ids.tolist())) / 4 + 0.5 * row.reward
             returns.setdefault(row.group_id, []).append(value)
@@ -189,7 +189,10 @@ def test_a_reward_function_pays_turns_as_a_loop_does(tmp_path, tiny_model, arith
         given = (f"algorithm.name={name}", "run.total_steps=1", f"agent.loop={tmp_path / loop}:Rewrites@driver")
         more = ("algorithm.kl_loss_coef=null", f"reward.path={tmp_path / reward}")
         run_rl(load_config(small_args(tmp_path / root, tiny_model, arithmetic_data[:1], *given, *more)), quiet=True)
-        return {row.sample_id: np.nan_to_num(row.advantages).tolist() for row in read_samples(tmp_path / root / "r", 1)}
+        return {
+            row.sample_id: np.nan_to_num(row.tokens["advantages"]).tolist()
+            for row in read_samples(tmp_path / root / "r", 1)
+        }
 
     by_loop = advantages("loop", "pays.py", "scores.py")
     by_function = advantages("function", "plain.py", "reward.py")

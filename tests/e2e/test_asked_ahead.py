@@ -62,7 +62,9 @@ class Scored:
 def rows_of(root) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """(ids, advantages) of every row of a run, which the teacher's log-probs are in."""
     return {
-        r.sample_id: (r.response_ids, r.advantages) for s in range(1, STEPS + 1) for r in read_samples(root / "r", s)
+        r.sample_id: (r.response_ids, r.tokens["advantages"])
+        for s in range(1, STEPS + 1)
+        for r in read_samples(root / "r", s)
     }
 
 

@@ -182,7 +182,7 @@ OFF_POLICY = ("algorithm.options.on_policy_share=0.375", "algorithm.options.stor
 def stored_of(run_dir, steps):
     """Of each step, group -> whether it is a stored answer."""
     rows = [row for step in range(1, steps + 1) for row in read_samples(run_dir, step)]
-    return {(r.step, r.group_id): np.isnan(r.rollout_logprobs).all() for r in rows}
+    return {(r.step, r.group_id): np.isnan(r.tokens["rollout_logprobs"]).all() for r in rows}
 
 
 def test_a_share_of_the_prompts_is_answered_by_the_data(learned, tmp_path, tiny_model, stored, capsys):
@@ -198,7 +198,7 @@ def test_a_share_of_the_prompts_is_answered_by_the_data(learned, tmp_path, tiny_
     figures = metrics_of(whole)
     assert sum(4 * figures[s]["groups/stored_share"] for s in range(1, 5)) == sum(stored_of(whole, 4).values())
     for row in read_samples(whole, 4):
-        nobody = np.isnan(row.rollout_logprobs).all()
+        nobody = np.isnan(row.tokens["rollout_logprobs"]).all()
         assert row.response_mask.all() and nobody == (row.version_min == -1) == np.isnan(row.reward)
         if nobody:
             assert row.response_text == f"{row.ground_truth}=" and row.trajectory_id.endswith("/stored")

@@ -56,10 +56,10 @@ def test_every_row_trains_through_the_loop(name, tmp_path, tiny_model, tiny_teac
             assert m["actor/reward_kl_penalty_coeff"] == preset.kl_reward.coef
     rows = read_samples(tmp_path / "r", 1)
     trained_rows = [r for r in rows if r.purpose == "train"]
-    with_advantage = [r for r in trained_rows if r.advantages is not None]
+    with_advantage = [r for r in trained_rows if "advantages" in r.tokens]
     assert len(with_advantage) == (8 if name == "pf_ppo" else 16), "pf_ppo trains the best and the worst of each prompt"
     for r in with_advantage:
-        assert np.isfinite(r.advantages[r.response_mask.astype(bool)]).all()
+        assert np.isfinite(r.tokens["advantages"][r.response_mask.astype(bool)]).all()
     assert sum(r.purpose == "baseline" for r in rows) == 4 * preset.group.baselines
     run_of(tmp_path / "two", tiny_model, arithmetic_data, name, "cluster.virtual_ranks=2", *teacher, steps=1)
     same_step_on_two_ranks(tmp_path / "r", tmp_path / "two" / "r")
@@ -83,7 +83,7 @@ def same_step_on_two_ranks(one: Path, two: Path) -> None:
 
 
 def vars_of(row, column: str):
-    return {"advantages": row.advantages, "old_logprobs": row.old_logprobs}[column]
+    return row.tokens.get(column)
 
 
 def test_remax_subtracts_the_greedy_answers_score(tmp_path, tiny_model, arithmetic_data):
@@ -94,7 +94,7 @@ def test_remax_subtracts_the_greedy_answers_score(tmp_path, tiny_model, arithmet
     for r in rows:
         if r.purpose == "train":
             np.testing.assert_allclose(
-                r.advantages[r.response_mask.astype(bool)], r.reward - greedy[r.group_id], rtol=1e-5
+                r.tokens["advantages"][r.response_mask.astype(bool)], r.reward - greedy[r.group_id], rtol=1e-5
             )
 
 
@@ -104,7 +104,7 @@ def test_pf_ppo_trains_the_best_and_the_worst_of_each_prompt(tmp_path, tiny_mode
     for r in read_samples(tmp_path / "r", 1):
         groups.setdefault(r.group_id, []).append(r)
     for rows in groups.values():
-        kept = [r.reward for r in rows if r.advantages is not None]
+        kept = [r.reward for r in rows if "advantages" in r.tokens]
         assert (max(kept), min(kept)) == (max(r.reward for r in rows), min(r.reward for r in rows)) and len(kept) == 2
 
 
@@ -115,7 +115,7 @@ def test_pf_ppo_draws_from_the_whole_step_as_verl_does(tmp_path, tiny_model, ari
     run_of(tmp_path, tiny_model, arithmetic_data, "pf_ppo", *more)
     rows = read_samples(tmp_path / "r", 1)
     rewards = [r.reward for r in rows]
-    assert all(r.advantages is not None for r in rows)
+    assert all("advantages" in r.tokens for r in rows)
     drawn = [r.reward for r in rows if r.entropy is not None]
     assert 0 < len(drawn) <= len(rows) and set(drawn) == {max(rewards), min(rewards)} != set(rewards)
     run_of(tmp_path / "two", tiny_model, arithmetic_data, "pf_ppo", *more, "cluster.virtual_ranks=2", steps=1)
@@ -130,9 +130,9 @@ def test_the_adaptive_kl_coefficient_is_what_the_next_step_pays(tmp_path, tiny_m
     paid = 0
     for step, coef in ((1, 0.5), (2, 0.5 * (1 - 0.2 * 16 / 32))):
         for r in read_samples(tmp_path / "r", step):
-            log_ratio = float(r.old_logprobs[-1] - r.ref_logprobs[-1])
+            log_ratio = float(r.tokens["old_logprobs"][-1] - r.tokens["ref_logprobs"][-1])
             paid += step == 2 and abs(log_ratio) > 1e-3
-            assert r.advantages[-1] == pytest.approx(r.reward - coef * log_ratio, abs=2e-6)
+            assert r.tokens["advantages"][-1] == pytest.approx(r.reward - coef * log_ratio, abs=2e-6)
     assert paid > 8, "the policy moved, so that the coefficient can be read"
 
 

@@ -295,4 +295,4 @@ def test_one_of_two_teachers_is_killed_and_the_other_teaches_on(world, tmp_path)
     gone = {r.sample_id for r in rows if r.teacher == "low"}
     assert found[1]["teacher/invalid"] == 0 and 0 < found[5]["teacher/invalid"] == len(gone) / len(rows) < 1
     assert {r.sample_id for r in rows if r.outcome == "invalid"} == gone
-    assert all((r.advantages != 0).any() != (r.sample_id in gone) for r in rows)
+    assert all((r.tokens["advantages"] != 0).any() != (r.sample_id in gone) for r in rows)

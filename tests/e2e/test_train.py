@@ -95,8 +95,8 @@ def test_a_run_leaves_everything_behind(tmp_path, tiny_model, arithmetic_data, c
     assert len(rows) == 16 and {r.group_id for r in rows} == {s.split("/")[0] for s in trained(run_dir)[2]}
     for row in rows:
         on = row.response_mask.astype(bool)
-        assert np.isfinite(row.advantages[on]).all() and np.allclose(
-            row.old_logprobs[on], row.rollout_logprobs[on], atol=1e-4
+        assert np.isfinite(row.tokens["advantages"][on]).all() and np.allclose(
+            row.tokens["old_logprobs"][on], row.tokens["rollout_logprobs"][on], atol=1e-4
         )
 
 

@@ -15,7 +15,7 @@ from verl.chat.bridge import plain_text
 from verl.data.formats import FEEDBACK
 from verl.data.render import Feedback
 from verl.model_engine.hf_model import load_causal_lm
-from verl.types import Refs, Sampling, Score, Task, Trajectory, taught
+from verl.types import Refs, Sampling, Score, Task, Trajectory, with_task
 
 LONGEST = 24
 
@@ -47,8 +47,8 @@ def informed_rows(tiny_model):
     for i, s in enumerate(samples(0)):
         task = Task(task_id="t", index=0, messages=({"role": "user", "content": "1+2="},), prompt_ids=s.segments[0].ids)
         told = inform(task, attempt(s, "" if i % 2 else f"{i}+" * (20 if i == 4 else 1)))
-        assert told.untaught == (told.context_ids is None) == (i % 2 == 1 or i == 4)
-        out.append(taught(s, told))
+        assert (not told.taught) == (told.context_ids is None) == (i % 2 == 1 or i == 4)
+        out.append(with_task(s, told))
         contexts.append(told.context_ids)
     return out, contexts
 
@@ -67,7 +67,7 @@ def test_what_was_said_stands_behind_the_prompt(tiny_model):
     told = Feedback(plain_text(tokenizer), {}, LONGEST)(task, attempt(samples(0)[0], "no, 3"))
     turns = [{"role": "user", "content": "1+2=\n\nno, 3"}]
     expected = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-    assert told.context_ids.tolist() == list(expected) and not told.untaught
+    assert told.context_ids.tolist() == list(expected) and told.taught
 
 
 def test_what_was_said_opens_no_turn(tiny_model):
@@ -133,8 +133,8 @@ def test_the_reward_still_teaches_the_others(tiny_model, informed_rows):
 
 
 def test_a_step_in_which_nothing_was_said_teaches_nothing(tiny_model):
-    task = Task(task_id="t", index=0, messages=(), prompt_ids=np.zeros(0, np.int64), untaught=True)
-    made = [taught(s, task) for s in samples(0)]
+    task = Task(task_id="t", index=0, messages=(), prompt_ids=np.zeros(0, np.int64), taught=False)
+    made = [with_task(s, task) for s in samples(0)]
     step, refs, queue = one_turn(config("gkd_topk", tiny_model), made)
     assert step.metrics["teacher/untaught"].value == 1 and step.metrics["actor/pg_loss"].value == 0
     assert step.metrics["actor/grad_norm"].value == 0

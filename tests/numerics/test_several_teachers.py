@@ -27,7 +27,7 @@ from verl.models import tiny
 from verl.recipes import arithmetic
 from verl.track.health import Limits, check_health
 from verl.transfer_queue.memory import MemoryQueue
-from verl.types import Metric, Refs, Segment, Task, ref_of, taught
+from verl.types import Metric, Refs, Segment, Task, ref_of, with_task
 from verl.weight_sync.local import LocalOutlet
 from verl.weight_sync.sender import WeightSender
 from verl.workers.ahead import EarlyOutputs
@@ -60,7 +60,7 @@ def rows(*, context: bool = False):
             teacher="ab"[int(s.group_id[1:]) % 2],
             context_ids=CONTEXTS[s.group_id] if context else None,
         )
-        out.append(taught(s, task))
+        out.append(with_task(s, task))
     return out
 
 
@@ -396,7 +396,7 @@ def test_a_context_moves_no_token_of_turns_and_of_rewritten_histories():
     context = np.arange(4, 13)
     task = Task(task_id="t", index=0, messages=(), prompt_ids=prompt.ids, context_ids=context)
     for segments, rest in ((turns, turns[1:]), (branch, (replace(turns[1], source="env"), env, branch[1]))):
-        plain = taught(replace(first, segments=segments), task)
+        plain = with_task(replace(first, segments=segments), task)
         found = informed(plain)
         whole = np.concatenate([s.ids for s in found.segments])
         assert np.array_equal(whole, np.concatenate([context, *(s.ids for s in rest)]))
@@ -405,7 +405,7 @@ def test_a_context_moves_no_token_of_turns_and_of_rewritten_histories():
         moved = len(context) - len(prompt.ids)
         assert torch.equal(a.target_from + moved, b.target_from), "the same place of the answer, behind another prompt"
         assert torch.equal(a.columns["rollout_logprobs"], b.columns["rollout_logprobs"])
-    assert taught(replace(first, segments=elsewhere), task).context is None
+    assert with_task(replace(first, segments=elsewhere), task).context is None
 
 
 def test_a_row_without_its_context_is_invalid(tiny_model):

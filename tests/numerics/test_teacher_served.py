@@ -373,7 +373,7 @@ def test_it_is_not_asked_for_rows_that_nobody_teaches(stand, tiny_teacher):
     made, url = stand
     rows, names = samples(0)[:4], ("logprobs", "topk_ids", "topk_logprobs")
     model, asked = served(url, tiny_teacher), len(made.asked)
-    batch = pack([replace(s, untaught=i % 2 == 1) for i, s in enumerate(rows)])
+    batch = pack([replace(s, taught=i % 2 == 0) for i, s in enumerate(rows)])
     found, whole = model.infer(batch, names), model.infer(pack(rows), names)
     assert len(made.asked) - asked == 2 + 2 and all(found[n].isfinite().all() for n in ("logprobs", "topk_logprobs"))
     taught = torch.from_numpy(batch.row_of.numpy() % 2 == 0)

@@ -105,7 +105,7 @@ def test_answers_that_the_budget_cut_are_in_no_loss_and_in_no_denominator():
     from verl.driver.step import without_truncated
     from verl.workers.compute import columns_of
 
-    refs = put(MemoryQueue(), [replace(_sample("a", 3), truncated=True), _sample("b", 1)])
+    refs = put(MemoryQueue(), [replace(_sample("a", 3), stop_reason="length"), _sample("b", 1)])
     columns = columns_of(refs, {"keep": torch.tensor([True, True, True, False])})
     found = without_truncated(columns)
     assert found["keep"].tolist() == [False] * 4, "what a correction rejected stays rejected"

@@ -86,6 +86,7 @@ def keeps_the_rules(path: Path) -> None:
     every, top = imports(path, top_level=False), imports(path, top_level=True)
     torch_free = here in (
         "types",
+        "columns",
         "bounds",
         "config",
         "errors",
@@ -101,14 +102,22 @@ def keeps_the_rules(path: Path) -> None:
     )
     if torch_free:
         assert not {m for m in top if m.split(".")[0] in ("torch", "transformers")}, "no torch at module level here"
-    if here in ("types", "bounds", "config", "errors"):
+    if here in ("types", "columns", "bounds", "config", "errors"):
         assert not {m for m in every if m.split(".")[0] in ("torch", "transformers")}
     if here == "algorithms":
-        allowed = ("verl.algorithms", "verl.types", "verl.bounds", "verl.batch", "verl.errors", "verl.objective")
+        allowed = (
+            "verl.algorithms",
+            "verl.types",
+            "verl.columns",
+            "verl.bounds",
+            "verl.batch",
+            "verl.errors",
+            "verl.objective",
+        )
         assert all(m.startswith(allowed) for m in every if m.startswith("verl")), every
         assert not any(m.startswith("torch.distributed") for m in every)
         if path.name in ("settings.py", "specs.py", "filters.py", "presets.py"):
-            words = ("verl.algorithms", "verl.errors", "verl.types")
+            words = ("verl.algorithms", "verl.columns", "verl.errors", "verl.types")
             assert all(m.startswith(words) for m in every if m.startswith("verl"))
             assert not {m for m in every if m.split(".")[0] in ("torch", "transformers")}, "configuration reads these"
     if here == "objective":

@@ -64,7 +64,7 @@ def ref(
 BATCH = Refs(
     [
         ref("a", "g", 1.0, response=4, components={"score": 2.0, "format": 0.5}, version=2),
-        ref("b", "g", 0.0, response=8, components={"score": 0.0}, truncated=True),
+        ref("b", "g", 0.0, response=8, components={"score": 0.0}, stop_reason="length"),
         ref("c", "h", 0.5, prompt=20, response=6, components={"score": 1.0, "format": 1.0}, version=1, version_max=3),
         ref("base", "h", 9.0, prompt=20, response=99, purpose="baseline", components={"format": 7.0}),
     ]
@@ -166,7 +166,7 @@ def test_a_trajectory_of_several_rows_counts_once():
     ]
     assert measured(Refs(rows)) == one
     assert one["critic/rewards/mean"] == 0.5 and one["response_length/mean"] == 7.0 and one["groups/size/mean"] == 2.0
-    cut = measured(Refs([rows[0], rows[1], replace(rows[2], truncated=True)]))
+    cut = measured(Refs([rows[0], rows[1], replace(rows[2], stop_reason="length")]))
     assert cut["response_length/clip_ratio"] == 0.5
 
 
@@ -396,7 +396,6 @@ def test_the_recorder_writes_every_row_with_its_columns_and_drops_it(tmp_path):
             segments=segments,
             reward=1.5,
             components={"acc": 1.0},
-            truncated=True,
             stop_reason="length",
         )
         for g in ("g1", "g2")
@@ -417,11 +416,12 @@ def test_the_recorder_writes_every_row_with_its_columns_and_drops_it(tmp_path):
     assert [r.sample_id for r in rows] == refs.ids
     row = rows[1]
     assert row.response_ids.tolist() == [5, 6, 30, 7] and row.response_mask.tolist() == [1, 1, 0, 1]
-    assert row.token_versions.tolist() == [3, 3, -1, 4] and (row.version_min, row.version_max) == (3, 4)
-    np.testing.assert_array_equal(row.rollout_logprobs, np.array([-1, -2, np.nan, -3], np.float32))
-    np.testing.assert_array_equal(row.advantages, np.array([3, 4, np.nan, 5], np.float32))
-    np.testing.assert_array_equal(row.old_logprobs, np.array([-3, -4, np.nan, -5], np.float32))
-    assert row.values is None and (row.response_text, row.reward, row.components) == ("5 6 30 7", 1.5, {"acc": 1.0})
+    assert row.tokens["token_versions"].tolist() == [3, 3, -1, 4] and (row.version_min, row.version_max) == (3, 4)
+    np.testing.assert_array_equal(row.tokens["rollout_logprobs"], np.array([-1, -2, np.nan, -3], np.float32))
+    np.testing.assert_array_equal(row.tokens["advantages"], np.array([3, 4, np.nan, 5], np.float32))
+    np.testing.assert_array_equal(row.tokens["old_logprobs"], np.array([-3, -4, np.nan, -5], np.float32))
+    assert "values" not in row.tokens
+    assert (row.response_text, row.reward, row.components) == ("5 6 30 7", 1.5, {"acc": 1.0})
     assert row.stop_reason == "length"
 
 

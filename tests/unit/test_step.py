@@ -40,7 +40,7 @@ def advantages_of(settings, name="dapo", cut=()):
                 Segment(ids=np.array([2, 3]), source="sampled", logprobs=np.float32([-1, -2]) - i, version=0),
             ),
             reward=float(i),
-            truncated=i in cut,
+            stop_reason="length" if i in cut else "eos",
         )
         for i in range(2)
     ]

@@ -55,9 +55,11 @@ def sample(step, group, index, tokens=12, text="it is 4", **changes):
         prompt_ids=np.arange(4),
         response_ids=np.arange(tokens),
         response_mask=np.ones(tokens, np.uint8),
-        rollout_logprobs=np.linspace(-2, 0, tokens, dtype=np.float32),
-        old_logprobs=np.linspace(-2, 0.01, tokens, dtype=np.float32),
-        advantages=np.full(tokens, index - 1.5, np.float32),
+        tokens={
+            "rollout_logprobs": np.linspace(-2, 0, tokens, dtype=np.float32),
+            "old_logprobs": np.linspace(-2, 0.01, tokens, dtype=np.float32),
+            "advantages": np.full(tokens, index - 1.5, np.float32),
+        },
         reward=float(index % 2),
         components={"acc": 1.0},
     )
@@ -207,7 +209,8 @@ def test_the_page_is_bounded_and_says_so(tmp_path):
     sink.log(2, {"critic/score/mean": 0.5})
     sink.close()
     for step in (1, 2):
-        rows = [sample(step, g, i, tokens=many, text="x" * 40000, **noise) for g in range(24) for i in range(4)]
+        rows = [sample(step, g, i, tokens=many, text="x" * 40000) for g in range(24) for i in range(4)]
+        rows = [dataclasses.replace(row, tokens=noise) for row in rows]
         write_samples(tmp_path, step, rows)
     path = write_report(tmp_path)
     data = data_of(path.read_text())

@@ -82,13 +82,13 @@ def versions_as_published(run: Path, num_steps: int) -> set[int]:
     assert all(of["sync/version"] <= i for i, of in metrics_of(run).items() if i)
     for step in range(1, num_steps + 1):
         for row in read_samples(run, step):
-            assert row.token_versions is not None and row.rollout_logprobs is not None and row.old_logprobs is not None
+            assert {"token_versions", "rollout_logprobs", "old_logprobs"} <= row.tokens.keys()
             drawn = row.response_mask == 1
-            versions, latest = row.token_versions[drawn], step - 1
+            versions, latest = row.tokens["token_versions"][drawn], step - 1
             assert (np.diff(versions) >= 0).all() and versions.max() <= latest
             ages |= {step - int(version) for version in versions}
-            now = row.token_versions == latest
-            off = np.abs(row.rollout_logprobs - row.old_logprobs)[drawn & now]
+            now = row.tokens["token_versions"] == latest
+            off = np.abs(row.tokens["rollout_logprobs"] - row.tokens["old_logprobs"])[drawn & now]
             assert not len(off) or off.mean() < 1e-4, (step, row.sample_id, off.max())
     return ages
 
@@ -121,7 +121,10 @@ def test_turns_with_a_tool(tmp_path: Path) -> None:
     for step in (1, 2):
         for row in read_samples(tmp_path / "r", step):
             drawn = row.response_mask == 1
-            assert np.isfinite(row.rollout_logprobs[drawn]).all() and np.isnan(row.rollout_logprobs[~drawn]).all()
+            assert (
+                np.isfinite(row.tokens["rollout_logprobs"][drawn]).all()
+                and np.isnan(row.tokens["rollout_logprobs"][~drawn]).all()
+            )
             called += int((~drawn).any() and drawn[int(np.flatnonzero(~drawn)[-1]) :].any())
     assert called > 4, "answers after a tool's result are trained"
     assert versions_as_published(tmp_path / "r", 2) == {1}, "each has the trainer's log-prob after what precedes it"

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from verl.algorithms import filters, specs
 from verl.algorithms.settings import Knob, Spec, did_you_mean
 from verl.algorithms.specs import Clipped, EstimatorSpec, KLLoss, PPOClip, PreferenceSpec, short
+from verl.columns import side_columns
 from verl.errors import Refused
 
 T = TypeVar("T")
@@ -97,7 +98,8 @@ class Preset:
 
     def faults(self, longest: int | str = "rollout.max_response_tokens") -> Iterator[str]:
         """Yield a line for each fault of these specs together. longest: the longest response, for the advice."""
-        written = {*specs.WRITTEN, *specs.TURNS, *(n.column for n in specs.NEEDS if n.role != "critic" or self.critic)}
+        written = {*side_columns(), *specs.WRITTEN}
+        written |= {n.column for n in specs.NEEDS if n.role != "critic" or self.critic}
         for spec in (self.estimator, self.loss):
             for column in spec.inputs:
                 if column not in written:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from verl.algorithms.settings import Spec, knob
+from verl.columns import COLUMNS
 from verl.errors import Refused
 from verl.types import Sampling
 
@@ -48,7 +49,7 @@ NEEDS = (
 )
 """Every column that may be inferred, in the order of inference. A new role is one more row."""
 
-WRITTEN = ("advantages", "rollout_logprobs")
+WRITTEN = tuple(c.name for c in COLUMNS if c.written)
 """Columns that every step has without inference."""
 
 TURNS = ("side/turn", "side/turn_reward", "side/turn_state")

@@ -396,11 +396,11 @@ class Feedback:
         """Return the task with that context. Without feedback, or with more than there is room for, it has no
         teacher."""
         if not (prefix := attempt.reward.feedback if isinstance(attempt.reward, Score) else ""):
-            return replace(task, untaught=True)
+            return replace(task, taught=False)
         messages = with_hint(tuple(map(dict, task.messages)), self.plain.marked(prefix))
         renderer = Renderer(self.plain.tokenizer, self.template_kwargs, task.tools, self.spelling)
         ids = self.plain.encode(renderer.text(messages, prompt=True))
-        return replace(task, untaught=True) if len(ids) > self.longest else replace(task, context_ids=ids)
+        return replace(task, taught=False) if len(ids) > self.longest else replace(task, context_ids=ids)
 
 
 def feedback_of(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any], longest: int) -> Feedback:

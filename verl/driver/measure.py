@@ -43,7 +43,7 @@ def _joined(rows: list[Ref]) -> Ref:
     return replace(
         first,
         total_tokens=first.prompt_tokens + sum(r.total_tokens - r.prompt_tokens for r in rows),
-        truncated=any(r.truncated for r in rows),
+        stop_reason=next((r.stop_reason for r in rows if r.truncated), first.stop_reason),
         version_min=min((r.version_min for r in rows if r.version_min >= 0), default=-1),
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.columns import Column, recorded
 from verl.driver.setup import decoder
 from verl.driver.state import packed_segments
 from verl.model_engine.base import Ranks
@@ -18,24 +19,8 @@ from verl.rollout.base import DecodeFn
 from verl.track.samples import FOLDER, Kind, SampleRow, samples_path, write_samples
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import read_samples
-from verl.types import LEARNED, Refs, Sample, Trajectory, response_ids_of, samples_of, versions_of
+from verl.types import LEARNED, Refs, Sample, Segment, Trajectory, facts_of, response_ids_of, samples_of, versions_of
 
-# field of a row -> queue columns; the first one that exists is recorded
-_COLUMNS = {
-    "old_logprobs": ("old_logprobs", "train_logprobs"),
-    "ref_logprobs": ("ref_logprobs",),
-    "advantages": ("advantages",),
-    "entropy": ("train_entropy",),
-    "values": ("old_values",),
-    "returns": ("returns",),
-}
-
-
-# fields with the same name in a sample and in its row
-SHARED = (
-    *("sample_id", "trajectory_id", "group_id", "task_id", "purpose", "teacher"),
-    *("reward", "components", "outcome", "stop_reason", "temperature"),
-)
 MOST_WAITING = 8_000_000  # response tokens; a row holds about 40 bytes of each
 
 
@@ -108,17 +93,15 @@ class SampleRecorder:
         return lines
 
     def _rows(self, step: int, refs: Refs, truths: Mapping[str, Any]) -> list[SampleRow]:
-        found: dict[str, dict[str, np.ndarray]] = {
-            i: {} for i in refs.ids
-        }  # a baseline or an unchosen row has fewer columns
-        for name, columns in _COLUMNS.items():
+        found: dict[str, dict[str, np.ndarray]] = {i: {} for i in refs.ids}  # a baseline has fewer columns
+        for column in (c for c in recorded() if not c.sampled):
             left = refs
-            for column in columns:
-                have = self.queue.having(left, column)
+            for name in filter(None, (column.name, column.instead)):
+                have = self.queue.having(left, name)
                 if have:
-                    for sample_id, part in zip(have.ids, self.queue.read(have, (column,))[column].rows(), strict=True):
-                        found[sample_id][name] = part.numpy()
-                    left = Refs(ref for ref in left if name not in found[ref.sample_id])
+                    for sample_id, part in zip(have.ids, self.queue.read(have, (name,))[name].rows(), strict=True):
+                        found[sample_id][column.recorded] = part.numpy()
+                    left = Refs(ref for ref in left if column.recorded not in found[ref.sample_id])
         prompts: dict[bytes, str] = {}
         samples = read_samples(self.queue, refs)
         return [self._row(step, sample, found[sample.sample_id], prompts, truths) for sample in samples]
@@ -127,48 +110,57 @@ class SampleRecorder:
         self,
         step: int,
         sample: Sample,
-        columns: dict[str, np.ndarray],
+        outputs: dict[str, np.ndarray],
         prompts: dict[bytes, str],
         truths: Mapping[str, Any],
     ) -> SampleRow:
-        """Build the recorded row of a sample. prompts: texts of prompts so far, one for each group."""
+        """Build the recorded row of a sample. outputs: recorded name -> values of its loss tokens · prompts: texts of
+        prompts so far, one for each group."""
         prompt, rest = sample.segments[0], sample.segments[1:]
-        lengths = [len(s.ids) for s in rest]
         ids = response_ids_of(sample.segments)
-        mask = np.repeat(np.asarray([s.source in LEARNED for s in rest], np.uint8), lengths)
-        versions = np.repeat(np.asarray([s.version if s.source == "sampled" else -1 for s in rest], np.int32), lengths)
-        at = np.flatnonzero(mask)
-        drawn = [s for s in rest if s.source in LEARNED]
-        logprobs = [np.full(len(s.ids), np.nan, np.float32) if s.logprobs is None else s.logprobs for s in drawn]
+        mask = np.repeat(np.asarray([s.source in LEARNED for s in rest], np.uint8), [len(s.ids) for s in rest])
         if (key := prompt.ids.tobytes()) not in prompts:
             prompts[key] = (self.decode_prompt or self.decode)(prompt.ids.tolist())
         truth = truths.get(sample.task_id)
         oldest, newest = versions_of(sample.segments)
-        found: dict[str, Any] = {name: getattr(sample, name) for name in SHARED}
-        found |= {name: _spread(column, at, len(ids)) for name, column in columns.items()}
-        if sample.adapter or any(s.media or s.side for s in sample.segments):
-            found["segments"] = packed_segments(sample)
+        has_more = sample.adapter or any(s.media or s.side for s in sample.segments)
         return SampleRow(
-            **found,
+            **facts_of(sample),
             step=step,
             prompt_text=prompts[key],
             response_text=self.decode(ids.tolist()),
             prompt_ids=prompt.ids,
             response_ids=ids,
             response_mask=mask,
-            rollout_logprobs=_spread(np.concatenate([np.zeros(0, np.float32), *logprobs]), at, len(ids)),
-            token_versions=versions,
+            tokens=_tokens(rest, outputs, mask),
             version_min=oldest,
             version_max=newest,
             ground_truth="" if truth is None else truth if isinstance(truth, str) else json.dumps(truth, default=str),
             context=np.zeros(0, np.int64) if sample.context is None else sample.context,
+            segments=packed_segments(sample) if has_more else b"",
         )
 
 
-def _spread(values: np.ndarray, at: np.ndarray, length: int) -> np.ndarray:
-    """Return the values of trainable tokens at their positions in the response, NaN elsewhere."""
+def _tokens(response: Sequence[Segment], outputs: Mapping[str, np.ndarray], mask: np.ndarray) -> dict[str, np.ndarray]:
+    """Return every recorded column of a response, [R] each, with its default where a token has no value."""
+    tokens: dict[str, np.ndarray] = {}
+    for column in recorded():
+        if not column.sampled:
+            if column.recorded in outputs:
+                tokens[column.recorded] = _spread(outputs[column.recorded], np.flatnonzero(mask), column, len(mask))
+            continue
+        parts = [column.of_segment(s) for s in response]
+        if column.optional and all(part is None for part in parts):
+            continue
+        filled = [column.fill(len(s.ids)) if part is None else column.typed(part) for s, part in zip(response, parts)]
+        tokens[column.recorded] = np.concatenate([column.fill(0), *filled])
+    return tokens
+
+
+def _spread(values: np.ndarray, at: np.ndarray, column: Column, length: int) -> np.ndarray:
+    """Return the values of loss tokens at their positions in the response, the column's default elsewhere."""
     if len(at) == length:
-        return values.astype(np.float32, copy=False)
-    out = np.full(length, np.nan, np.float32)
+        return column.typed(values)
+    out = column.fill(length)
     out[at] = values
     return out

@@ -14,12 +14,12 @@ import numpy as np
 import uvloop
 
 from verl.checkpoint.store import CheckpointStore
+from verl.columns import COLUMNS
 from verl.config.load import load_config, read_config
 from verl.config.schema import Config
 from verl.data.formats import FEEDBACK
 from verl.driver.assemble import offline_learner, trained_roles
 from verl.driver.checkpointer import load_role
-from verl.driver.record import SHARED
 from verl.driver.run_dir import config_path
 from verl.driver.setup import set_up_process
 from verl.driver.state import read_state, unpacked_segments
@@ -29,9 +29,9 @@ from verl.track.events import read_events
 from verl.track.metrics import read_metrics, reduce
 from verl.track.samples import SampleRow, read_samples, sample_steps
 from verl.transfer_queue.base import TransferQueue
-from verl.types import CUT, Refs, Sample, Segment
+from verl.types import Refs, Sample, Segment, facts_of
 
-COMPARED = ("old_logprobs", "ref_logprobs", "advantages")
+COMPARED = tuple(c.recorded for c in COLUMNS if c.replayed)
 COMPARED_METRICS = ("actor/pg_loss", "actor/grad_norm", "actor/entropy")
 
 
@@ -113,20 +113,16 @@ async def _replay(run_dir: Path, number: int) -> list[str]:
 def sample_of(row: SampleRow, reads_feedback: bool) -> Sample:
     """Return a recorded row as a sample. reads_feedback: its teacher reads it."""
     adapter, segments = unpacked_segments(row.segments) if row.segments else (None, _segments(row))
-    return Sample(
-        **{name: getattr(row, name) for name in SHARED},
-        segments=segments,
-        adapter=adapter,
-        truncated=row.stop_reason in CUT,
-        context=row.context if len(row.context) else None,
-        untaught=reads_feedback and not len(row.context),
-    )
+    known = facts_of(row) | {"copies": 1}  # the step selects again
+    known["adapter"] = row.adapter or adapter  # in older files only the segments have it
+    known["taught"] = row.taught and not (reads_feedback and not len(row.context))
+    return Sample(**known, segments=segments, context=row.context if len(row.context) else None)
 
 
 def _segments(row: SampleRow) -> tuple[Segment, ...]:
     """Split the response into segments of equal mask and equal version."""
-    mask, logprobs, versions = row.response_mask.astype(bool), row.rollout_logprobs, row.token_versions
-    assert logprobs is not None and versions is not None
+    mask, logprobs = row.response_mask.astype(bool), row.tokens["rollout_logprobs"]
+    versions = row.tokens["token_versions"]
     edges = [0, *(np.flatnonzero(np.diff(mask) | (np.diff(versions) != 0)) + 1), len(mask)]
     segments = [Segment(ids=row.prompt_ids, source="prompt")]
     for a, b in zip(edges, edges[1:]):
@@ -144,21 +140,19 @@ def _segments(row: SampleRow) -> tuple[Segment, ...]:
 
 def _differences(rows: Sequence[SampleRow], refs: Refs, queue: TransferQueue) -> list[str]:
     out = []
-    for name in COMPARED:
-        column = name if queue.having(refs, name) == refs else {"old_logprobs": "train_logprobs"}.get(name, "")
-        if not column or queue.having(refs, column) != refs:
+    for column in (c for c in COLUMNS if c.replayed):
+        names = [n for n in (column.name, column.instead) if n and queue.having(refs, n) == refs]
+        if not names:
             continue
-        found = queue.read(refs, (column,))[column]
+        found = queue.read(refs, (names[0],))[names[0]]
         for i, row in enumerate(rows):
-            if (recorded := getattr(row, name)) is None:
+            if (recorded := row.tokens.get(column.recorded)) is None:
                 continue
             was, now = recorded[row.response_mask.astype(bool)], found.row(i).numpy().astype(np.float32)
             if not np.array_equal(was, now):
                 at = int(np.flatnonzero(was != now)[0])
-                out.append(
-                    f"{name} of {row.sample_id} differs first at trainable token {at}: recorded {was[at]:.9g}, now "
-                    f"{now[at]:.9g}"
-                )
+                where = f"{column.recorded} of {row.sample_id} differs first at trainable token {at}"
+                out.append(f"{where}: recorded {was[at]:.9g}, now {now[at]:.9g}")
                 break
     return out
 

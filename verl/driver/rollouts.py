@@ -28,7 +28,7 @@ from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec
 from verl.errors import Refused
 from verl.track.events import EventLog
 from verl.transfer_queue.base import TransferQueue
-from verl.types import SHAPED, Group, Purpose, Refs, Sampling, Score, Task, Trajectory, samples_of, taught
+from verl.types import SHAPED, Group, Purpose, Refs, Sampling, Score, Task, Trajectory, samples_of, with_task
 from verl.workers.ahead import EarlyOutputs
 from verl.workers.waits import Waits
 
@@ -395,7 +395,7 @@ class RolloutManager:
             await asyncio.shield(dropping)
         ended = [t for t in group.trajectories if t.outcome == "ok"]
         tasks = [group.task if self.inform is None else self.inform(group.task, t) for t in ended]
-        samples = [taught(s, task) for t, task in zip(ended, tasks) for s in samples_of(t) if s.loss_tokens > 0]
+        samples = [with_task(s, task) for t, task in zip(ended, tasks) for s in samples_of(t) if s.loss_tokens > 0]
         self._refs[group.group_id] = await self.queue.put(samples)
 
     def _ask_ahead(self, group_id: str) -> None:

@@ -78,6 +78,7 @@ async def experience_and_update(learner: Learner, step: Step, refs: Refs) -> Non
     with step.clock("advantages"):
         replaced = await _advantages(learner, step, algorithm, chosen)
     rows = _with_copies(learner, step, rows)
+    step.trained = _selected_times(step.trained, rows)
     steps = optimizer_steps(rows, shape.updates_per_step, shape.epochs_per_step, learner.config.run.seed, step.index)
     optional = tuple(name for name in ("old_logprobs",) if name in (*inferred, *replaced))
     step.updating = True
@@ -112,7 +113,7 @@ def inputs_of(terms: tuple[Term, ...], optional: tuple[str, ...] = ()) -> tuple[
 
 
 async def _rewarded(learner: Learner, step: Step, refs: Refs) -> Refs:
-    """Return the refs with the score of a reward model that works in batches; the columns get it too."""
+    """Return the refs with the score of a reward model that works in batches."""
     reward = learner.config.reward
     model, drawn = learner.models.get("reward_model"), refs.sampled()
     if model is None or reward.stage != "batch" or not drawn:
@@ -158,6 +159,14 @@ def _with_copies(learner: Learner, step: Step, rows: Refs) -> Refs:
     return Refs(replace(r, copies=drawn[r.trajectory_id]) for r in rows if drawn[r.trajectory_id])
 
 
+def _selected_times(trained: Refs, rows: Refs) -> Refs:
+    """Return the refs with the number of times that each row is trained on, for the record."""
+    times = {r.sample_id: r.copies for r in rows}
+    if all(r.purpose != "train" or times.get(r.sample_id, 0) == r.copies for r in trained):
+        return trained
+    return Refs(replace(r, copies=times.get(r.sample_id, 0)) if r.purpose == "train" else r for r in trained)
+
+
 def _mark_invalid(failed: set[str], refs: Refs) -> Refs:
     """Return the refs with the trajectories of these samples marked Invalid, so that they are in no advantage,
     statistic or loss."""
@@ -198,8 +207,8 @@ async def _log_failed(learner: Learner, step: Step, role: str, rows: Refs, broke
     """Log the counts of a role that may fail, and its samples without an output; ValueError for too many of them."""
     counted = await learner.done(learner.models[role].take_metrics(), f"{role}.take_metrics")
     step.log({f"{role}/{name}": metric for name, metric in counted.items()})
-    if any(r.untaught for r in rows):
-        without = float(sum(r.untaught for r in rows))
+    if not all(r.taught for r in rows):
+        without = float(sum(not r.taught for r in rows))
         step.log({f"{role}/untaught": Metric(without, float(len(rows)), "sequence")})
     step.log({f"{role}/invalid": Metric(float(len(broken)), float(len(rows)), "sequence")})
     most = learner.config.pipeline.max_invalid_share

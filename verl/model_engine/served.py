@@ -106,19 +106,19 @@ class ServedModel:
         return nullcontext()
 
     def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
-        """Return the columns as `ModelEngine.infer` does; at temperature 1, as servers score prompts. Untaught rows are
-        not sent: they are in no loss, and hold arbitrary numbers."""
+        """Return the columns as `ModelEngine.infer` does; at temperature 1, as servers score prompts. Rows that
+        are not taught are not sent: they are in no loss, and hold arbitrary numbers."""
         assert not average, "a server has no moving average of our weights"
         assert {*columns} <= {*OUTPUTS}, f"a server gives {OUTPUTS}, not {tuple(columns)}"
-        flat, n, untaught = unshare(batch), batch.num_loss_tokens, batch.row_columns["untaught"]
+        flat, n, taught = unshare(batch), batch.num_loss_tokens, batch.row_columns["taught"]
         if not bool((batch.row_columns["temperature"] == 1).all()):
             raise Refused(f"{self._url} scores at temperature 1: set teacher.temperature=1")
         rows = [flat.ids[a:b].numpy() for a, b in zip(flat.seg_start, flat.seg_start[1:])]
         until_s = time.monotonic() + self._options.budget_s
-        wanted = [r for r, left in enumerate(untaught.tolist()) if not left] if self._is_unchanged(until_s) else []
+        wanted = [r for r, wants in enumerate(taught.tolist()) if wants] if self._is_unchanged(until_s) else []
         jobs = [partial(self._row, rows[r], until_s, self._era) for r in wanted]
         asked = dict(zip(wanted, run_in_threads(jobs, self._options.parallel, until_s), strict=True))
-        out = {"logprobs": torch.where(untaught[batch.row_of], -math.log(self._k + 1), torch.nan)}
+        out = {"logprobs": torch.where(taught[batch.row_of], torch.nan, -math.log(self._k + 1))}
         out["topk_ids"] = torch.arange(self._k).repeat(n, 1)  # distinct ids, also in rows without an answer
         out["topk_logprobs"] = out["logprobs"][:, None].repeat(1, self._k + 1)
         for r, answer in ((r, found.result()) for r, found in asked.items() if found.done()):

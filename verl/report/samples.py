@@ -150,8 +150,9 @@ def pack_row(row: SampleRow, decode: Decode | None) -> dict[str, Any]:
     count = row.response_tokens
     cut = count > HEAD_TOKENS + TAIL_TOKENS
     keep = np.r_[:HEAD_TOKENS, count - TAIL_TOKENS : count] if cut else np.arange(count)
-    both = row.old_logprobs is not None and row.rollout_logprobs is not None
-    gap = row.old_logprobs - row.rollout_logprobs if both else None  # type: ignore[operator]
+    tokens = row.tokens
+    both = "old_logprobs" in tokens and "rollout_logprobs" in tokens
+    gap = tokens["old_logprobs"] - tokens["rollout_logprobs"] if both else None
     ids = row.response_ids[keep].tolist()
     out: dict[str, Any] = {
         "id": row.sample_id,
@@ -167,12 +168,12 @@ def pack_row(row: SampleRow, decode: Decode | None) -> dict[str, Any]:
         "loss_tokens": row.loss_tokens,
         "ids": ids,
         "mask": _column(row.response_mask, keep),
-        "lp": _column(row.rollout_logprobs, keep),
+        "lp": _column(tokens.get("rollout_logprobs"), keep),
         "gap": _column(gap, keep),
-        "adv": _column(row.advantages, keep),
-        "ent": _column(row.entropy, keep),
-        "ref": _column(row.ref_logprobs, keep),
-        "ver": _column(row.token_versions, keep),
+        "adv": _column(tokens.get("advantages"), keep),
+        "ent": _column(tokens.get("entropy"), keep),
+        "ref": _column(tokens.get("ref_logprobs"), keep),
+        "ver": _column(tokens.get("token_versions"), keep),
         "cut": {"at": HEAD_TOKENS, "left_out": count - len(keep)} if cut else None,
     }
     if decode is None:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin, get_type_hints
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl.columns import recorded
 from verl.errors import Refused
 from verl.track.files import replacing
-from verl.types import Outcome, Purpose, StopReason
+from verl.types import Facts
 
 FOLDER = "samples"
 Kind = Literal["train", "eval"]
@@ -27,44 +28,35 @@ Kind = Literal["train", "eval"]
 _FILE_NAME = re.compile(r"(eval_)?step_(\d+)\.parquet")
 _ROWS_PER_GROUP = 256
 _TEXTS = ("prompt_text", "response_text", "ground_truth")
-_TEXT_FIELDS = ("sample_id", "trajectory_id", "group_id", "task_id", "purpose", "prompt_text", "response_text")
+_REPEATED = ("sample_id", "trajectory_id", "group_id", "task_id", "purpose", "prompt_text", "response_text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleRow:
-    """One sample as it was trained on (or evaluated): P prompt tokens (the first segment), R response tokens (all that
-    follow, environment tokens included). A per-token array is None if it was not computed."""
+class SampleRow(Facts):
+    """One sample as it was trained on (or evaluated): its facts, P prompt tokens (the first segment), R response tokens
+    (all that follow, environment tokens included)."""
 
     step: int
-    sample_id: str
-    trajectory_id: str
-    group_id: str
-    task_id: str
-    purpose: Purpose
     prompt_text: str
     response_text: str
-    prompt_ids: np.ndarray  # [P] int64
-    response_ids: np.ndarray  # [R] int64
-    response_mask: np.ndarray  # [R] uint8, 1 where the policy sampled the token, or it is of a stored answer
-    rollout_logprobs: np.ndarray | None = None  # [R] float32, NaN where masked or stored
-    old_logprobs: np.ndarray | None = None  # [R] float32
-    ref_logprobs: np.ndarray | None = None  # [R] float32
-    advantages: np.ndarray | None = None  # [R] float32
-    entropy: np.ndarray | None = None  # [R] float32
-    values: np.ndarray | None = None  # [R] float32
-    returns: np.ndarray | None = None  # [R] float32
-    token_versions: np.ndarray | None = None  # [R] int32, the weight version that sampled the token, -1 where masked
-    reward: float = float("nan")
-    components: Mapping[str, float] = field(default_factory=dict)
+    prompt_ids: np.ndarray
+    """[P] int64."""
+    response_ids: np.ndarray
+    """[R] int64."""
+    response_mask: np.ndarray
+    """[R] uint8: 1 where the policy sampled the token, or it is of a stored answer."""
+    tokens: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Recorded name of a column (`recorded` in verl/columns.py) -> [R], without those that were not computed."""
     version_min: int = -1
+    """The oldest weight version of a sampled token."""
     version_max: int = -1
-    stop_reason: StopReason = "eos"
-    outcome: Outcome = "ok"
-    temperature: float = 1.0
-    ground_truth: str = ""  # of the task; JSON where it is no text
-    teacher: str = ""  # of several
-    context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # what a teacher read, as in `Sample`
-    segments: bytes = b""  # of a sample with media, side channels or an adapter: see `driver/state.py`
+    """The newest one."""
+    ground_truth: str = ""
+    """The ground truth of the task; JSON if it is no text."""
+    context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """`Sample.context`; empty without one."""
+    segments: bytes = b""
+    """The segments of a sample with media, side channels or an adapter (`packed_segments` in driver/state.py)."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -79,9 +71,8 @@ class SampleRow:
         return int(np.count_nonzero(self.response_mask))
 
 
-# Per-token arrays of a row that may be None, each as long as the response.
-TOKEN_FIELDS: dict[str, np.dtype] = {f.name: np.dtype(np.float32) for f in fields(SampleRow) if f.default is None}
-TOKEN_FIELDS["token_versions"] = np.dtype(np.int32)
+TOKEN_FIELDS: Mapping[str, np.dtype] = {c.recorded: np.dtype(c.dtype) for c in recorded()}
+"""The arrays of `SampleRow.tokens`, each a column of the file with a null where a row has none."""
 
 _ARRAY_FIELDS: Mapping[str, np.dtype] = {
     "prompt_ids": np.dtype(np.int64),
@@ -91,23 +82,30 @@ _ARRAY_FIELDS: Mapping[str, np.dtype] = {
     **TOKEN_FIELDS,
 }
 _COUNTS = ("prompt_tokens", "response_tokens", "loss_tokens")
+_SCALARS = {bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+_FACTS: Mapping[str, pa.DataType] = {
+    name: _SCALARS.get(hint, pa.string()) for name, hint in get_type_hints(Facts).items()
+}
+"""Facts as columns of the file: a mapping is JSON, every other type that is no number a text."""
+_MAPPINGS = [name for name, hint in get_type_hints(Facts).items() if get_origin(hint) is Mapping]
 _TYPES: Mapping[str, pa.DataType] = {
     "step": pa.int64(),
-    **dict.fromkeys(_TEXT_FIELDS, pa.string()),
+    **_FACTS,
+    **dict.fromkeys(_TEXTS, pa.string()),
     **{name: pa.list_(pa.from_numpy_dtype(dtype)) for name, dtype in _ARRAY_FIELDS.items()},
-    "reward": pa.float64(),
-    "components": pa.string(),
     **dict.fromkeys(("version_min", "version_max"), pa.int64()),
-    **dict.fromkeys(("stop_reason", "outcome"), pa.string()),
-    "temperature": pa.float64(),
-    "ground_truth": pa.string(),
-    "teacher": pa.string(),
     "segments": pa.binary(),
     **dict.fromkeys(_COUNTS, pa.int64()),
 }
 SCHEMA = pa.schema(list(_TYPES.items()))
-# The columns that are cheap to read whole: everything but texts and arrays.
 SCALARS = [name for name in _TYPES if name not in (*_ARRAY_FIELDS, *_TEXTS, "segments")]
+"""The columns that are cheap to read whole: all except texts and arrays."""
+_DEFAULTS: Mapping[str, Callable[[], Any]] = {
+    f.name: (lambda f=f: f.default) if f.default is not MISSING else f.default_factory  # type: ignore[misc]
+    for f in fields(SampleRow)
+    if f.default is not MISSING or f.default_factory is not MISSING
+}
+"""The values of columns that older files do not have, or that are null."""
 
 
 class DamagedSamples(Refused):
@@ -141,7 +139,7 @@ def write_samples(run_dir: Path, step: int, rows: Sequence[SampleRow], kind: Kin
         _check(row, step)
     table = pa.Table.from_arrays([_column(name, rows) for name in SCHEMA.names], schema=SCHEMA)
     path = samples_path(run_dir, step, kind)
-    about = {"compression": "zstd", "row_group_size": _ROWS_PER_GROUP, "use_dictionary": list(_TEXT_FIELDS)}
+    about = {"compression": "zstd", "row_group_size": _ROWS_PER_GROUP, "use_dictionary": list(_REPEATED)}
     with replacing(path) as file:
         pq.write_table(table, file, **about)
     return path
@@ -154,7 +152,14 @@ def read_samples(
     path = _existing(run_dir, step, kind)
     filters = None if sample_ids is None else [("sample_id", "in", list(sample_ids))]
     with _readable(path):
-        return _rows_of(pq.read_table(path, schema=SCHEMA, filters=filters))
+        return _rows_of(_table(path, SCHEMA.names, filters))
+
+
+def _table(path: Path, names: Sequence[str], filters: Any = None) -> pa.Table:
+    """Read columns of a file. A column that has a default may be absent, since files of older versions lack it."""
+    if absent := {*SCHEMA.names} - {*pq.read_schema(path).names, *_DEFAULTS, *TOKEN_FIELDS, *_COUNTS}:
+        raise KeyError(f"it has no column {sorted(absent)[0]}")
+    return pq.read_table(path, columns=list(names), schema=SCHEMA, filters=filters)
 
 
 def _rows_of(table: pa.Table) -> list[SampleRow]:
@@ -164,18 +169,19 @@ def _rows_of(table: pa.Table) -> list[SampleRow]:
             columns[name] = table.column(name).to_numpy()
         elif name not in _COUNTS:
             columns[name] = table.column(name).to_pylist()
-    for name in ("ground_truth", "teacher"):  # absent in older files
-        columns[name] = [text or "" for text in columns[name]]
-    columns["segments"] = [found or b"" for found in columns["segments"]]
-    columns["context"] = [np.zeros(0, np.int64) if ids is None else ids for ids in columns["context"]]
-    columns["components"] = [json.loads(text) for text in columns["components"]]
-    return [SampleRow(**dict(zip(columns, values))) for values in zip(*columns.values())]
+    for name in _MAPPINGS:
+        columns[name] = [None if text is None else json.loads(text) for text in columns[name]]
+    tokens = zip(*(columns.pop(name) for name in TOKEN_FIELDS))
+    columns["tokens"] = [{n: a for n, a in zip(TOKEN_FIELDS, arrays) if a is not None} for arrays in tokens]
+    for name, default in _DEFAULTS.items():
+        columns[name] = [default() if value is None else value for value in columns[name]]
+    return [SampleRow(**dict(zip(columns, row))) for row in zip(*columns.values())]
 
 
 def read_scalars(run_dir: Path, step: int, kind: Kind = "train") -> list[dict[str, Any]]:
     """Return the scalar columns (`SCALARS`) of one step, without texts and arrays, for selection and plots."""
     with _readable(path := _existing(run_dir, step, kind)):
-        return pq.read_table(path, columns=SCALARS).to_pylist()
+        return _table(path, SCALARS).to_pylist()
 
 
 def _existing(run_dir: Path, step: int, kind: Kind) -> Path:
@@ -189,19 +195,17 @@ def _existing(run_dir: Path, step: int, kind: Kind) -> Path:
 
 def _check(row: SampleRow, step: int) -> None:
     assert row.step == step, f"row {row.sample_id} belongs to step {row.step}, not {step}"
-    for name in ("response_mask", *TOKEN_FIELDS):
-        array, count = getattr(row, name), row.response_tokens
-        assert array is None or array.shape == (count,), (
-            f"{name} of {row.sample_id} is {array.shape} for {count} response tokens"
-        )
+    count = row.response_tokens
+    for name, array in {"response_mask": row.response_mask, **row.tokens}.items():
+        assert array.shape == (count,), f"{name} of {row.sample_id} is {array.shape} for {count} response tokens"
 
 
 def _column(name: str, rows: Sequence[SampleRow]) -> pa.Array:
-    values = [getattr(row, name) for row in rows]
+    values: list[Any] = [row.tokens.get(name) if name in TOKEN_FIELDS else getattr(row, name) for row in rows]
     if name in _ARRAY_FIELDS:
         values = [None if array is None else _exact(name, array, _ARRAY_FIELDS[name]) for array in values]
-    elif name == "components":
-        values = [json.dumps({k: float(v) for k, v in components.items()}) for components in values]
+    elif values and isinstance(values[0], Mapping):
+        values = [json.dumps({k: float(v) for k, v in mapping.items()}) for mapping in values]
     elif name in _TEXTS:
         values = [text.encode("utf-8", "replace").decode() for text in values]
     return pa.array(values, SCHEMA.field(name).type)

@@ -14,8 +14,8 @@ class TransferQueue(Protocol):
     ValueError that names it. Each queue of a run is a partition of its own: other queues in the same store may hold the
     same ids.
 
-    Every field of a sample is a column (`rows.py` lists them): the sampled tokens, the reward, the outputs of models,
-    advantages and the weights of the loss. The producer of a value writes it once; nothing is put a second time. Any
+    Every array of a sample is a column (verl/columns.py lists them): the sampled tokens, the outputs of models,
+    advantages and the weights of the loss. Its facts are one column. The producer of a value writes it once; nothing is put a second time. Any
     thread may call. A write copies its values. A read result stays unchanged until the reader releases it, also when
     rows are written or dropped meanwhile; it may be a view, so readers must not write into it. A refused call changes
     nothing."""

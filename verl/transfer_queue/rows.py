@@ -1,47 +1,50 @@
-"""Samples as columns and back. The columns of a row of T tokens in S segments, L of them loss tokens:
+"""Samples as columns of the queue and back. `COLUMNS` in verl/columns.py declares the columns.
 
-ids               [T] int64
-mask              [T] bool: sampled by the policy, or stored
-segments          [S, 3] int64: length, source (its position in `SOURCES`), weight version
-rollout_logprobs  [L] float32: of the distribution that was sampled from; NaN of a stored answer
-temperature       [1] float32
-reward            [1] float64, NaN without one · component/NAME [1] float64, NaN where a reward had none
-side/NAME         [t, ...]: of the tokens of those segments that have the channel
-context           [1 + C] int64, where a teacher reads another prompt (`Sample.context`)
-facts             [n] uint8: task, stop reason, adapter, media references as JSON; ids and outcome are in the ref
+A sample that is read has the facts of its ref, which the driver may have changed since the row was put: an outcome, a
+number of copies. The column `facts` makes a row complete for readers without its ref.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
-from verl.batch import Ragged
+from verl.batch import Ragged, pack
+from verl.columns import SIDE, declared
 from verl.transfer_queue.base import TransferQueue
-from verl.types import LEARNED, TEMPLATE, Ref, Refs, Sample, Segment, Source, StopReason
+from verl.types import LEARNED, TEMPLATE, Facts, Ref, Refs, Sample, Segment, Source, facts_of
 
 SOURCES: tuple[Source, ...] = ("prompt", "sampled", "env", "stored")
-SAMPLE_COLUMNS = ("ids", "segments", "rollout_logprobs", "temperature", "reward", "facts")
-COMPONENT, SIDE, CONTEXT = "component/", "side/", "context"
+ALWAYS, SOMETIMES = ("ids", "segments", "rollout_logprobs"), ("context", "extras")
+"""The columns that a sample is made of again, beside its side channels: those of every row, and those of some."""
 _CODE = {source: i for i, source in enumerate(SOURCES)}
 
 
-class _Facts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The fields of a sample that are neither numbers nor in its ref."""
+class _Extras(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The parts of segments that are no numbers, for rows that have such."""
 
-    task_id: str = ""
-    stop_reason: StopReason = "eos"
-    adapter: str | None = None
     media: dict[int, tuple[str, ...]] = {}
     """Position of a segment -> its references."""
     side: dict[str, tuple[int, ...]] = {}
     """Channel -> the segments that have it."""
 
 
-_encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(_Facts).decode
+def _plain(value: object) -> object:
+    """Return a str subclass or a number of numpy as a plain value, which msgpack has."""
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value).__name__} in the facts of a sample")
+
+
+_pack = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+_facts = msgspec.msgpack.Decoder(Facts).decode
+_extras = msgspec.msgpack.Decoder(_Extras).decode
 
 
 def columns_of(sample: Sample) -> dict[str, np.ndarray]:
@@ -60,50 +63,65 @@ def columns_of(sample: Sample) -> dict[str, np.ndarray]:
     side: dict[str, tuple[int, ...]] = {}
     for name in sorted({name for s in segments for name in s.side}):
         side[name] = tuple(i for i, s in enumerate(segments) if name in s.side)
-    facts = _Facts(
-        task_id=sample.task_id,
-        stop_reason=sample.stop_reason,
-        adapter=sample.adapter,
-        media={i: s.media for i, s in enumerate(segments) if s.media},
-        side=side,
-    )
+    media = {i: s.media for i, s in enumerate(segments) if s.media}
     layout = [(n, _CODE[s.source], s.version) for n, s in zip(lengths, segments)]
-    out = {
-        "ids": np.concatenate([s.ids for s in segments], dtype=np.int64) if segments else np.zeros(0, np.int64),
+    made: dict[str, Any] = {
+        "facts": np.frombuffer(bytearray(_pack(facts_of(sample))), np.uint8),
+        "ids": np.concatenate([s.ids for s in segments]) if segments else np.zeros(0, np.int64),
         "mask": mask,
-        "segments": np.array(layout, np.int64).reshape(-1, 3),
-        "rollout_logprobs": np.concatenate(logprobs, dtype=np.float32) if logprobs else np.zeros(0, np.float32),
-        "temperature": np.array((sample.temperature,), np.float32),
-        "reward": np.array((sample.reward,), np.float64),
-        "facts": np.frombuffer(bytearray(_encode(facts)), np.uint8),
+        "segments": np.array(layout, np.int64),
+        "rollout_logprobs": np.concatenate(logprobs) if logprobs else np.zeros(0, np.float32),
     }
-    for name, value in sample.components.items():
-        out[COMPONENT + name] = np.array((value,), np.float64)
-    for name, owners in side.items():
-        out[SIDE + name] = np.concatenate([segments[i].side[name] for i in owners])
+    if media or side:
+        made["extras"] = np.frombuffer(bytearray(_pack(_Extras(media, side))), np.uint8)
     if sample.context is not None:
-        out[CONTEXT] = sample.context.copy()
-    return out
+        made["context"] = sample.context.copy()
+    for name, owners in side.items():
+        made[SIDE + name] = np.concatenate([segments[i].side[name] for i in owners])
+    return {name: values if (c := declared(name)) is None else c.typed(values) for name, values in made.items()}
 
 
 def read_samples(queue: TransferQueue, refs: Refs) -> list[Sample]:
-    """Return the rows of the queue as samples, in the order of `refs`."""
+    """Return the rows of the queue as samples, in the order of `refs`, with the facts of their refs."""
     if not refs:
         return []
-    found = queue.read(refs, SAMPLE_COLUMNS)
-    facts = [_decode(row.data) for row in _split(found["facts"])]
-    more = [name for name in queue.columns(refs) if name.startswith((COMPONENT, SIDE)) or name == CONTEXT]
-    extra: list[dict[str, np.ndarray]] = [{} for _ in refs]
-    for name in more:
-        place = {sample_id: i for i, sample_id in enumerate(refs.ids)}
-        have = queue.having(refs, name)
-        for ref, row in zip(have, _split(queue.read(have, (name,))[name]), strict=True):
-            extra[place[ref.sample_id]][name] = row
-    columns = {name: _split(found[name]) for name in SAMPLE_COLUMNS if name != "facts"}
-    return [
-        _sample(ref, f, {n: rows[i] for n, rows in columns.items()} | extra[i])
-        for i, (ref, f) in enumerate(zip(refs, facts))
-    ]
+    rows: list[dict[str, np.ndarray]] = [{} for _ in refs]
+    for name, values in queue.read(refs, ALWAYS).items():
+        for row, part in zip(rows, _split(values), strict=True):
+            row[name] = part
+    place = {sample_id: i for i, sample_id in enumerate(refs.ids)}
+    for name in queue.columns(refs):
+        if name in SOMETIMES or name.startswith(SIDE):
+            have = queue.having(refs, name)
+            for ref, part in zip(have, _split(queue.read(have, (name,))[name]), strict=True):
+                rows[place[ref.sample_id]][name] = part
+    return [_sample(ref, row) for ref, row in zip(refs, rows)]
+
+
+def read_tokens(queue: TransferQueue, refs: Refs, names: Sequence[str]) -> dict[str, Ragged]:
+    """Return columns per loss token. Side channels, which the queue has for the tokens of their segments, are those of
+    the packed rows."""
+    side = [name for name in names if name.startswith(SIDE)]
+    found = queue.read(refs, [name for name in names if name not in side])
+    if side and refs:
+        batch = pack(read_samples(queue, refs), share_prefix=False)
+        if missing := [name for name in side if name not in batch.columns]:
+            what = f"{len(refs)} of {len(refs)} samples, e.g. {refs[0].sample_id}"
+            raise ValueError(f"column {missing[0]!r} was not written for {what}")
+        found |= {name: Ragged(batch.columns[name], batch.row_start) for name in side}
+    return found
+
+
+def facts_column(rows: Sequence[Facts]) -> Ragged:
+    """Return the column `facts` of these rows."""
+    parts = [bytearray(_pack(facts_of(row))) for row in rows]
+    offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+    return Ragged(torch.from_numpy(np.frombuffer(bytearray().join(parts), np.uint8)), offsets)
+
+
+def read_facts(queue: TransferQueue, refs: Refs) -> list[Facts]:
+    """Return the facts in the rows, as they were written last."""
+    return [_facts(part.data) for part in _split(queue.read(refs, ("facts",))["facts"])]
 
 
 def observed_tokens(segments: np.ndarray) -> int:
@@ -118,15 +136,16 @@ def _split(column: Ragged) -> list[np.ndarray]:
     return [values[a:b] for a, b in zip(offsets, offsets[1:])]
 
 
-def _sample(ref: Ref, facts: _Facts, columns: dict[str, np.ndarray]) -> Sample:
+def _sample(ref: Ref, columns: dict[str, np.ndarray]) -> Sample:
+    extras = _extras(columns["extras"].data) if "extras" in columns else _Extras()
     segments: list[Segment] = []
     at = drawn = 0
-    taken = dict.fromkeys(facts.side, 0)
+    taken = dict.fromkeys(extras.side, 0)
     for i, (length, code, version) in enumerate(columns["segments"].tolist()):
-        own: dict[str, Any] = {"media": facts.media[i]} if i in facts.media else {}
-        if facts.side:
+        own: dict[str, Any] = {"media": extras.media[i]} if i in extras.media else {}
+        if extras.side:
             own["side"] = side = {}
-            for name in (n for n, owners in facts.side.items() if i in owners):
+            for name in (n for n, owners in extras.side.items() if i in owners):
                 side[name] = columns[SIDE + name][taken[name] : taken[name] + length]
                 taken[name] += length
         if SOURCES[code] in LEARNED:
@@ -137,21 +156,4 @@ def _sample(ref: Ref, facts: _Facts, columns: dict[str, np.ndarray]) -> Sample:
                 own["logprobs"] = np.concatenate([np.full(1, np.nan, np.float32), logprobs]) if first else logprobs
         segments.append(Segment(ids=columns["ids"][at : at + length], source=SOURCES[code], version=version, **own))
         at += length
-    return Sample(
-        sample_id=ref.sample_id,
-        trajectory_id=ref.trajectory_id,
-        group_id=ref.group_id,
-        purpose=ref.purpose,
-        segments=tuple(segments),
-        temperature=float(columns["temperature"][0]),
-        reward=float(columns["reward"][0]),
-        components={n.removeprefix(COMPONENT): float(v[0]) for n, v in columns.items() if n.startswith(COMPONENT)},
-        outcome=ref.outcome,
-        truncated=ref.truncated,
-        task_id=facts.task_id,
-        stop_reason=facts.stop_reason,
-        adapter=facts.adapter,
-        teacher=ref.teacher,
-        context=columns.get(CONTEXT),
-        untaught=ref.untaught,
-    )
+    return Sample(**facts_of(ref), segments=tuple(segments), context=columns.get("context"))

@@ -5,7 +5,7 @@ them as columns."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ from verl.errors import Refused
 from verl.model_engine.base import Ranks
 from verl.objective import Term
 from verl.transfer_queue.base import TransferQueue
-from verl.transfer_queue.rows import observed_tokens
-from verl.types import Metric, Metrics, Refs
+from verl.transfer_queue.rows import observed_tokens, read_tokens
+from verl.types import Facts, Metric, Metrics, Refs
 
 Computed = Mapping[str, Tensor | Metric]
 """The result of a `compute` function: columns [L] and metrics by name."""
@@ -51,7 +51,7 @@ class Compute:
         baselines = _baseline_scores(refs)
         refs = refs.of("train")
         # a copy, because `fn` may be user code
-        token = {n: c.values.clone() for n, c in self.queue.read(refs, tuple(inputs)).items()}
+        token = {n: c.values.clone() for n, c in read_tokens(self.queue, refs, inputs).items()}
         columns = columns_of(refs, token, baselines)
         check_finite(columns, tuple(inputs))
         found = fn(columns)
@@ -70,7 +70,7 @@ class Compute:
         for step in steps:
             refs = step.refs
             optional = [n for n in ("is_weights", "keep") if refs and self.queue.having(refs, n) == refs]
-            found = self.queue.read(refs, tuple(dict.fromkeys([*inputs, *optional])))
+            found = read_tokens(self.queue, refs, tuple(dict.fromkeys([*inputs, *optional])))
             columns = columns_of(refs, {n: c.values for n, c in found.items()})
             check_finite(columns, tuple(n for n, c in found.items() if c.values.is_floating_point()))
             inside, observing = (tuple(t for t in terms if (t.unit == "observation") == o) for o in (False, True))
@@ -119,9 +119,8 @@ def columns_of(
     which have no reward. `counts` gives the number of tokens per row if they are not the trained ones.
 
     Sequence columns [S]: `score`, `group`, `valid`, `positive` (a valid score above 0), `truncated` (by the budget),
-    `component/NAME` of dict rewards (NaN where a reward had none), `teacher/NAME` (1 if NAME is the row's teacher),
-    `copies` if a row represents several, `taught` if some rows had no text for the teacher, and `baseline` (mean score
-    of the group's baseline trajectories) if given.
+    `baseline` (mean score of the group's baseline trajectories) if given, and the facts that have a column
+    (`fact_columns`): `component/NAME`, `teacher/NAME`, `taught`, `copies`.
     """
     sequence_names: dict[str, int] = {}
     group_names: dict[str, int] = {}
@@ -137,14 +136,7 @@ def columns_of(
     score = torch.where(valid, column((0.0 if r.stored else r.reward for r in refs), np.float64), 0.0)
     group = column((group_names.setdefault(r.group_id, len(group_names)) for r in refs), np.int64)
     extra = {"positive": valid & (score > 0), "truncated": column((r.truncated for r in refs), np.bool_)}
-    for name in sorted({name for r in refs for name in r.components}):
-        extra[f"component/{name}"] = column((r.components.get(name, float("nan")) for r in refs), np.float64)
-    for name in sorted({r.teacher for r in refs} - {""}):
-        extra[f"teacher/{name}"] = column((r.teacher == name for r in refs), np.bool_)
-    if any(r.untaught for r in refs):
-        extra["taught"] = column((not r.untaught for r in refs), np.bool_)
-    if any(r.copies != 1 for r in refs):
-        extra["copies"] = column((r.copies for r in refs), np.float64)
+    extra |= {name: column(values, dtype) for name, (values, dtype) in fact_columns(refs).items()}
     if baselines:
         extra["baseline"] = column((baselines[r.group_id] for r in refs), np.float64)
     lengths = np.array([r.loss_tokens for r in refs] if counts is None else counts, np.int64)
@@ -156,6 +148,26 @@ def columns_of(
         num_sequences=s,
         mask=valid[sequence_of],
     )
+
+
+def fact_columns(refs: Refs) -> dict[str, tuple[Sequence[float | bool], type]]:
+    """Return the columns of the facts that algorithms may read, with one value per row, for facts that are not at their
+    default in all rows. A text is one bool column NAME/TEXT per text, a mapping one column NAME/KEY per key (NaN
+    without it)."""
+    out: dict[str, tuple[Sequence[float | bool], type]] = {}
+    for fact in fields(Facts):
+        values = [getattr(r, fact.name) for r in refs]
+        if not (name := fact.metadata.get("column", "")) or all(value == fact.default for value in values):
+            continue
+        if isinstance(values[0], Mapping):
+            for key in sorted({key for value in values for key in value}):
+                out[f"{name}/{key}"] = ([value.get(key, float("nan")) for value in values], np.float64)
+        elif isinstance(values[0], str):
+            for text in sorted({*values} - {fact.default}):
+                out[f"{name}/{text}"] = ([value == text for value in values], np.bool_)
+        else:
+            out[name] = (values, np.bool_ if isinstance(fact.default, bool) else np.float64)
+    return out
 
 
 def _baseline_scores(refs: Refs) -> dict[str, float]:

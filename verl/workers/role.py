@@ -22,7 +22,7 @@ from verl.model_engine.base import EngineCapabilities, EngineContext, ModelEngin
 from verl.model_engine.objective import before_moving, evaluate_terms, first_pass
 from verl.objective import Term
 from verl.transfer_queue.base import TransferQueue
-from verl.transfer_queue.rows import read_samples
+from verl.transfer_queue.rows import facts_column, read_samples
 from verl.types import LEARNED, Metric, Metrics, Refs, Sample, Segment, merge_metrics
 from verl.weight_sync.base import Entry, Outlet, Readers, Sent
 from verl.weight_sync.sender import WeightSender
@@ -140,7 +140,7 @@ class Role:
         "old_logprobs"}. Return the sample ids of the rows with an output that is not finite."""
         samples, alone = read_samples(self.queue, step.refs), list[str]()
         if view.informed:
-            alone = [s.sample_id for s in samples if s.context is None and not s.untaught]
+            alone = [s.sample_id for s in samples if s.context is None and s.taught]
             samples = [informed(s) for s in samples]
         batch = pack(samples, share_prefix=self.share_prefix)
         if view.temperature is not None:
@@ -258,8 +258,8 @@ class Role:
 
     def score(self, step: RankStep, coef: float, alone: bool) -> list[tuple[float, dict[str, float]]]:
         """Return (reward, components) of these rows with the reward model's score. coef x score is added to the reward
-        of the row, which is a function's, or with `alone` only the shaping. Reward and components become columns; an
-        invalid reward stays invalid."""
+        of the row, which is a function's, or with `alone` only the shaping. The facts of the rows in the queue get
+        both; an invalid reward stays invalid."""
         samples = read_samples(self.queue, step.refs)
         values = self._scores(samples)
         out = []
@@ -271,13 +271,8 @@ class Role:
                 parts = {"function": sample.components.get("score", sample.reward), **parts}
             out.append((coef * value + sample.reward, parts))
         if not step.idle and self.ranks.primary:
-            columns = {"reward": [reward for reward, _ in out]}
-            for name in sorted({name for _, parts in out for name in parts}):
-                columns[f"component/{name}"] = [parts.get(name, float("nan")) for _, parts in out]
-            each = np.arange(len(out) + 1, dtype=np.int64)
-            self.queue.write(
-                step.refs, {n: Ragged(torch.tensor(v, dtype=torch.float64), each) for n, v in columns.items()}
-            )
+            scored = [replace(s, reward=reward, components=parts) for s, (reward, parts) in zip(samples, out)]
+            self.queue.write(step.refs, {"facts": facts_column(scored)})
         return out
 
     def score_rows(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[float]:
