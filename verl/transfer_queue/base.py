@@ -15,10 +15,11 @@ class TransferQueue(Protocol):
     same ids.
 
     Every array of a sample is a column (verl/columns.py lists them): the sampled tokens, the outputs of models,
-    advantages and the weights of the loss. Its facts are one column. The producer of a value writes it once; nothing is put a second time. Any
-    thread may call. A write copies its values. A read result stays unchanged until the reader releases it, also when
-    rows are written or dropped meanwhile; it may be a view, so readers must not write into it. A refused call changes
-    nothing."""
+    advantages and the weights of the loss. Its facts are one column. The producer of a value writes it once;
+    nothing is put a second time. Any thread may call. A write copies its values. A read result stays unchanged
+    until the reader releases it, also when rows are written or dropped meanwhile; it may be a view, so readers must
+    not write into it. A refused call changes nothing.
+    """
 
     async def put(self, samples: Sequence[Sample]) -> Refs:
         """Store new rows. An id that exists already is a ValueError (no sample is doubled). The bytes stay with the
