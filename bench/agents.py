@@ -207,7 +207,7 @@ def search(passages: int, runs: int) -> Table:
                 file.writelines(f'{{"contents": "{" ".join(f"w{k}" for k in row)}"}}\n' for row in drawn.tolist())
         build_s = timed(lambda: bm25.build(corpus, Path(folder) / "index")) / 1e3
         size_mb = sum(path.stat().st_size for path in (Path(folder) / "index").iterdir()) / 1e6
-        index = bm25.Index(Path(folder) / "index")
+        index = bm25.PassageIndex(Path(folder) / "index")
         asked = np.searchsorted(edges, rng.random((runs, 6))).tolist()
         took = [timed(lambda: index.search(" ".join(f"w{k}" for k in row), 3)) for row in asked]  # noqa: B023
     p50, p90, p99 = (f"{np.quantile(took, q):.1f}" for q in (0.5, 0.9, 0.99))

@@ -186,8 +186,8 @@ def test_weights_that_pass_through_buckets_are_the_same(
 
 
 LOST = {
-    "ray::Replica": "its requests go on elsewhere, and it is started again",
-    "ray::Worker": "starting again from the last checkpoint (1 of 3 times)",
+    "ray::ReplicaActor": "its requests go on elsewhere, and it is started again",
+    "ray::RankActor": "starting again from the last checkpoint (1 of 3 times)",
 }
 
 
@@ -282,7 +282,7 @@ def test_a_killed_driver_leaves_nobody_and_the_run_goes_on(tmp_path, tiny_model,
     until_step(tmp_path, moment.randint(1, 3), run)
     time.sleep(moment.uniform(0.0, 0.5))
     children = psutil.Process(run.pid).children(recursive=True)
-    assert below(run, "ray::Worker") and below(run, "ray::Replica")
+    assert below(run, "ray::RankActor") and below(run, "ray::ReplicaActor")
     run.kill()
     run.communicate(timeout=60)
     _, alive = psutil.wait_procs(children, timeout=60)
@@ -305,7 +305,7 @@ def test_a_stopped_process_is_given_up_and_nobody_stays(tmp_path, tiny_model, ar
     run = start(small_args(tmp_path, tiny_model, arithmetic_data[:1], *more))
     until_step(tmp_path, 1, run)
     children = psutil.Process(run.pid).children(recursive=True)
-    os.kill(below(run, "ray::Worker")[0].pid, signal.SIGSTOP)
+    os.kill(below(run, "ray::RankActor")[0].pid, signal.SIGSTOP)
     text = run.communicate(timeout=180)[0]
     assert run.returncode == 1, text
     assert not psutil.wait_procs(children, timeout=30)[1]

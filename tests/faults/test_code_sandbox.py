@@ -25,12 +25,13 @@ from verl.agent_loop.tools import Toolbox, close_tools
 from verl.chat.parsing import ToolCall
 from verl.config.schema import Config
 from verl.driver.assemble_rewards import sandbox_of
+from verl.processes import memory, tree
 from verl.reward.code import code_score, program_of, same_result, same_text
 from verl.reward.compute import compute_score
 from verl.sandbox import code as sandboxes
-from verl.sandbox import guardian, launcher
+from verl.sandbox import launcher
 from verl.sandbox.code import CodeSandbox, Limits, Ran, SandboxGone, _Link
-from verl.tools.code_interpreter import told
+from verl.tools.code_interpreter import output_text
 from verl.tools.function_tool import ToolBroken
 from verl.types import Task
 
@@ -219,7 +220,7 @@ def test_a_program_whose_launcher_dies_is_no_result_and_ends_with_it():
         began_s = time.monotonic()
         thread.start()
         time.sleep(0.3)
-        below = guardian.descendants(sandbox._popen.pid)
+        below = tree.descendants(sandbox._popen.pid)
         assert len(below) >= 2, "process 1 and the program"
         sandbox._popen.kill()
         sandbox._popen.wait()
@@ -265,7 +266,7 @@ def test_sandboxes_that_nobody_wants_any_more_end_whatever_they_were_at(sandbox)
         small._spare.close()
         small._spare = None
         until_s = time.monotonic() + 20
-        while (left := guardian.descendants(small._popen.pid)) and time.monotonic() < until_s:
+        while (left := tree.descendants(small._popen.pid)) and time.monotonic() < until_s:
             time.sleep(0.05)
         assert left == []
         for link in links:
@@ -358,26 +359,26 @@ SLEEPS = "import time; print('.', flush=True); time.sleep(60)"
 def test_what_the_kernel_grows_by_is_of_the_sandbox_that_it_works_for():
     with boxes_over(WORKS, SLEEPS) as found:
         for box, _, _ in found:
-            box.look(guardian.Machine(9000, 9999, 100))
+            box.check_memory(memory.Machine(9000, 9999, 100))
         for _, output, _ in found:
             output.read(1)
         for grown_mb in (127, 200):
-            assert not any(box.told for box, _, _ in found)
+            assert not any(box.reported for box, _, _ in found)
             for box, _, _ in found:
-                box.look(guardian.Machine(8000, 9999, 100 + grown_mb))
-        assert [box.told for box, _, _ in found] == [True, False]
+                box.check_memory(memory.Machine(8000, 9999, 100 + grown_mb))
+        assert [box.reported for box, _, _ in found] == [True, False]
         assert json.loads(found[0][2].recv(999)) == {"status": "memory", "why": "it used 200 MB of 128"}
 
 
 def test_a_machine_without_memory_ends_the_sandbox_that_ran_while_it_went():
     with boxes_over(SLEEPS, SLEEPS) as ((first, _, _), (last, _, _)):
-        first.look(guardian.Machine(5000, 64_000))
-        last.look(guardian.Machine(1500, 64_000))
+        first.check_memory(memory.Machine(5000, 64_000))
+        last.check_memory(memory.Machine(1500, 64_000))
         for free_mb, total_mb in ((1100, 64_000), (900, 16_000)):
-            launcher.end_for_want([last, first], guardian.Machine(free_mb, total_mb))
-            assert not first.told and not last.told
-        launcher.end_for_want([last, first], guardian.Machine(900, 64_000))
-        assert (first.told, last.told) == (True, False)
+            launcher.free_memory([last, first], memory.Machine(free_mb, total_mb))
+            assert not first.reported and not last.reported
+        launcher.free_memory([last, first], memory.Machine(900, 64_000))
+        assert (first.reported, last.reported) == (True, False)
 
 
 def test_the_end_of_process_1_is_that_of_the_code_that_it_runs(sandbox):
@@ -396,7 +397,7 @@ def test_the_end_of_process_1_is_that_of_the_code_that_it_runs(sandbox):
             thread.join()
             assert (found[-1].status, found[-1].why) == ("killed", "it ended the process that ran it")
             assert not until_gone([comm[0]], os.path.exists)
-        assert session.lost and "it ended the process that ran it" in told(found[-1], session.lost, small.limits)
+        assert session.lost and "it ended the process that ran it" in output_text(found[-1], session.lost, small.limits)
         assert session.run("2").stdout == "2\n"
         session.close()
 
@@ -517,7 +518,7 @@ def test_none_keeps_nothing_in_but_has_its_limits_and_leaves_nothing(tmp_path):
         session.restore(kept)
         assert session.run("open('a').read()").stdout == "'2'\n" and session.run("x").status == "error"
         pids = [int(line) for line in session.run(DAEMONS).stdout.split()]
-        below = guardian.descendants(naked._popen.pid)
+        below = tree.descendants(naked._popen.pid)
         naked._popen.kill()  # and with it all that it began, but for sessions
         assert session.run("1").stdout == "1\n" and not any(map(ended, pids))
         session.close()
@@ -533,7 +534,7 @@ def test_none_keeps_nothing_in_but_has_its_limits_and_leaves_nothing(tmp_path):
     with CodeSandbox("none", Limits(wall_s=1)) as short:
         assert short.run("while True: pass").status == "timeout"
         for how in ("SIGSTOP", "SIGKILL"):  # a program that turns on the process that it runs in
-            below = set(guardian.descendants(short._popen.pid))
+            below = set(tree.descendants(short._popen.pid))
             said = (
                 f"import os, signal, time\nopen('{tmp_path}/{how}', 'w').write(f'{{os.getppid()}} {{os.getcwd()}}')\n"
             )
@@ -552,7 +553,7 @@ def test_none_keeps_nothing_in_but_has_its_limits_and_leaves_nothing(tmp_path):
         }
         link.cell.sendall(json.dumps(request).encode() + b"\n")
         assert not until_gone([tmp_path / "up"], lambda path: not path.exists()), "it runs"
-        below = guardian.descendants(short._popen.pid)
+        below = tree.descendants(short._popen.pid)
         short._popen.kill()
         assert len(below) >= 5 and not until_gone(below), "process 1 ends what it began, whoever ended the launcher"
         link.close()
@@ -699,6 +700,6 @@ def test_why_a_sandbox_ends_is_said_once():
     theirs, ours = socket.socketpair()
     with theirs, ours:
         box = launcher._Box(theirs, 1.0, "")
-        box.tell("memory", "first")
-        box.tell("memory", "again")
+        box.report("memory", "first")
+        box.report("memory", "again")
         assert json.loads(ours.recv(1 << 16)) == {"status": "memory", "why": "first"}

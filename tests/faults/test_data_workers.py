@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from verl.data.parallel import ReaderDied, run_chunks
+from verl.processes import tree
 
 
 @dataclass
@@ -58,6 +59,21 @@ class DiesWhenLoaded:
 class HangsWhenLoaded:
     def __reduce__(self) -> Any:
         return (time.sleep, (600,))
+
+
+def hang(mark: str) -> None:
+    with open(f"{mark}-{os.getpid()}", "w"):
+        time.sleep(600)
+
+
+@dataclass
+class HangsForEver:
+    """Loading it leaves a file, so that one can wait for it."""
+
+    mark: str
+
+    def __reduce__(self) -> Any:
+        return (hang, (self.mark,))
 
 
 def run(job: Any, timeout_s: float = 60.0, workers: int = 1) -> list[int]:
@@ -114,29 +130,33 @@ def test_a_job_that_cannot_be_loaded_or_sent() -> None:
         run(lambda rows, progress: rows)
 
 
-def test_no_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_no_worker_outlives_a_killed_parent(tmp_path: Path, hangs: bool) -> None:
+    """Also one that is stuck, and does not see that its pipe was closed."""
+    mark = tmp_path / "loaded"
+    job = f"HangsForEver({str(mark)!r})" if hangs else "Bad('none')"
     code = (
         "import sys, time; from verl.data.parallel import run_chunks\n"
-        "from test_data_workers import Bad\n"
-        "it = run_chunks(Bad('none'), ([k] for k in range(9)), num_workers=2, timeout_s=60)\n"
-        "next(it); print('working', flush=True); time.sleep(600)\n"
+        "from test_data_workers import Bad, HangsForEver\n"
+        f"it = run_chunks({job}, ([k] for k in range(9)), num_workers=2, timeout_s=60)\n"
+        f"print('started' if {hangs} else next(it), flush=True)\n"
+        f"next(it) if {hangs} else None; time.sleep(600)\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
     env["TMPDIR"] = str(tmp_path / "tmp")
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env)
-    assert parent.stdout is not None and parent.stdout.readline() == b"working\n"
-    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-    assert len(children) == 2
+    assert parent.stdout is not None and parent.stdout.readline() == (b"started\n" if hangs else b"[0]\n")
+    deadline = time.monotonic() + 60
+    while hangs and time.monotonic() < deadline and len(list(tmp_path.glob("loaded-*"))) < 2:
+        time.sleep(0.05)
+    family = tree.descendants(parent.pid)
+    assert len(tree.children_of(parent.pid)) == 2 and len(family) == 4, "a guard and a worker, twice"
+    assert not hangs or {int(one.name.rpartition("-")[2]) for one in tmp_path.glob("loaded-*")} <= set(family)
     parent.kill()
     parent.wait(timeout=30)
+    parent.stdout.close()
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and (leftovers() or any(alive(int(c)) for c in children)):
+    while time.monotonic() < deadline and (any(map(tree.started, family)) or leftovers()):
         time.sleep(0.05)
-    assert leftovers() == [] and not any(alive(int(c)) for c in children)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    assert not any(map(tree.started, family))
+    assert leftovers() == []

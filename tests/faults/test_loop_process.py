@@ -27,7 +27,7 @@ from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.data.formats import Players
 from verl.rollout.base import Completion, GenerateRequest, ReplicaLost
 from verl.sandbox import companion
-from verl.sandbox.companion import Channel
+from verl.sandbox.companion import FrameChannel
 from verl.sandbox.messages import LENGTH
 from verl.types import Sampling, Task
 
@@ -116,13 +116,13 @@ class Does(AgentLoopBase):
             return AgentLoopOutput(prompt, [1], [0])
         if what in ("forge", "ready"):
             gc.unfreeze()
-            (channel,) = (found for found in gc.get_objects() if isinstance(found, Channel))
+            (channel,) = (found for found in gc.get_objects() if isinstance(found, FrameChannel))
             again = msgspec.msgpack.encode(Ready(os.getpid(), 0.0, "single_turn", [], [], [], {}))
             channel.send(b"no message" if what == "forge" else again)
             await asyncio.sleep(60)
         if what == "shout":
             gc.unfreeze()
-            (channel,) = (found for found in gc.get_objects() if isinstance(found, Channel))
+            (channel,) = (found for found in gc.get_objects() if isinstance(found, FrameChannel))
             channel._transport.write(LENGTH.pack(1 << 31))
             await asyncio.sleep(60)
         if what == "eat":

@@ -16,7 +16,7 @@ from verl.agent_loop.load_tools import load_tools
 from verl.agent_loop.tools import ToolAnswer, Toolbox
 from verl.chat.parsing import ToolCall
 from verl.tools import ToolBroken, search_tool
-from verl.tools.search_tool import told
+from verl.tools.search_tool import passages_text
 
 RETRIEVER = """
 import json, sys, time
@@ -134,7 +134,7 @@ def test_whatever_the_retriever_does_is_an_answer(tmp_path, retriever):
         answer = asyncio.run(ask(tool, query))
         assert answer.error == "exception" and said in answer.text and "the retriever gave" in answer.text, query
     assert asyncio.run(ask(tool)).text.startswith("Error: search failed: ValueError: query_list is empty")
-    assert asyncio.run(ask(tool, "a")).error == "" and told([]) == "(nothing found)"
+    assert asyncio.run(ask(tool, "a")).error == "" and passages_text([]) == "(nothing found)"
 
 
 def test_a_trajectory_that_gives_up_takes_nobody_with_it(tmp_path, retriever):

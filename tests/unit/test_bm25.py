@@ -15,7 +15,7 @@ from each import each
 from verl.agent_loop.load_tools import load_tools
 from verl.agent_loop.tools import Toolbox, contents_of
 from verl.chat.parsing import ToolCall
-from verl.tools.bm25 import K1, B, Index, build, main, words
+from verl.tools.bm25 import K1, B, PassageIndex, build, main, words
 
 
 def write(path: Path, texts: list[str]) -> Path:
@@ -44,7 +44,7 @@ def test_the_best_are_those_of_scoring_every_passage(tmp_path, seed):
     chances = [1 / (k + 1) for k in range(60)]
     texts = [" ".join(rng.choices(vocabulary, chances, k=rng.randint(1, 30))) for _ in range(rng.choice([1, 7, 300]))]
     assert build(write(tmp_path / "c.jsonl", texts), tmp_path / "index") == len(texts)
-    index = Index(tmp_path / "index")
+    index = PassageIndex(tmp_path / "index")
     queries = [" ".join(rng.choices([*vocabulary, "absent"], k=rng.randint(1, 8))) for _ in range(60)]
     for query in [*queries, "w0", "w0 w1 w2", "absent", "", "?!"]:
         for topk in (1, 3, 500):
@@ -58,12 +58,12 @@ def test_the_best_are_those_of_scoring_every_passage(tmp_path, seed):
 def test_passages_are_read_as_they_stand_and_other_lines_are_refused(tmp_path):
     texts = ["Zürich\nliegt am See", "東京 は 都", "kea\n" + "parrot " * 40]
     build(write(tmp_path / "c.jsonl", texts), tmp_path / "index")
-    index = Index(tmp_path / "index")
+    index = PassageIndex(tmp_path / "index")
     assert [index.passage(k) for k in range(3)] == texts
     assert [index.search(q, 1)[0][0] for q in ("ZÜRICH see", "東京", "a parrot")] == [0, 1, 2]
     (tmp_path / "t.jsonl").write_text('{"title": "A", "text": "b"}\n')
     build(tmp_path / "t.jsonl", tmp_path / "titled")
-    assert Index(tmp_path / "titled").passage(0) == "A\nb"
+    assert PassageIndex(tmp_path / "titled").passage(0) == "A\nb"
     for line in ("{}", "[1]", "no json", '{"title": "A"}'):
         (tmp_path / "bad.jsonl").write_text(f'{{"contents": "a"}}\n{line}\n')
         with pytest.raises(ValueError, match=r"bad.jsonl:2: no passage"):
@@ -75,12 +75,12 @@ def test_passages_are_read_as_they_stand_and_other_lines_are_refused(tmp_path):
 
 def test_an_index_that_is_not_there_or_of_another_corpus_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no index: .* Fix: python -m verl.tools.bm25"):
-        Index(tmp_path / "none")
+        PassageIndex(tmp_path / "none")
     corpus = write(tmp_path / "c.jsonl", ["one", "two"])
     build(corpus, tmp_path / "index")
     write(corpus, ["one", "two", "three"])
     with pytest.raises(ValueError, match="has changed since"):
-        Index(tmp_path / "index")
+        PassageIndex(tmp_path / "index")
 
 
 def test_the_search_tool_reads_an_index(tmp_path, capsys):

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from verl.processes.memory import Machine
 from verl.sandbox import cgroups, launcher
-from verl.sandbox.cgroups import Files, Groups, Unavailable
+from verl.sandbox.cgroups import GroupTree, MemoryGroups, Unavailable
 from verl.sandbox.code import CodeSandbox, Limits
 
 MOUNTS = "24 30 0:22 / /proc rw - proc proc rw\n33 30 0:28 {root} {at} rw,nosuid shared:4 - cgroup2 cgroup2 rw\n"
 LIMITS = ("memory.max", "memory.swap.max", "memory.oom.group", "pids.max")
 
 
-class Kernel(Files):
+class Kernel(GroupTree):
     """The tree of groups in a folder, with the kernel's refusals. Folders in `forbidden` belong to another user."""
 
     def __init__(self, top, controllers="cpu memory pids"):
@@ -101,7 +102,7 @@ def kernel(tmp_path):
 
 
 def groups_of(kernel, path="user/app/run"):
-    return Groups.found(MOUNTS.format(root="/", at=kernel.top), f"1:cpu:/\n0::/{path}\n", kernel)
+    return MemoryGroups.found(MOUNTS.format(root="/", at=kernel.top), f"1:cpu:/\n0::/{path}\n", kernel)
 
 
 def test_the_group_of_this_process_is_found_in_the_mounted_tree():
@@ -199,7 +200,7 @@ def test_a_group_that_a_start_beside_us_removed_is_made_again(kernel, monkeypatc
     assert group.path.exists() and removed and group.path != removed[0]
 
 
-def test_an_end_for_want_of_memory_is_that_of_the_code(kernel):
+def test_an_free_memory_of_memory_is_that_of_the_code(kernel):
     """In the words of the watch, which stands in where there is no group."""
     groups = groups_of(kernel)
     for full in (True, False):
@@ -222,15 +223,13 @@ def test_an_end_for_want_of_memory_is_that_of_the_code(kernel):
 
 
 def test_what_the_kernel_holds_is_not_guessed_where_a_group_counts_it(kernel):
-    from verl.sandbox import guardian
-
     group = groups_of(kernel).group(memory_mb=128, tmp_mb=8, processes=4)
     for found, wanted in ((None, True), (group, False)):
         ours, theirs = socket.socketpair()
         box = launcher._Box(theirs, 128, "", group=found)
-        box.look(guardian.Machine(9000, 9999, 100))
+        box.check_memory(Machine(9000, 9999, 100))
         box._began = (box._began[0], -1000.0)  # the kernel worked long enough
-        box.look(guardian.Machine(8000, 9999, 900))
+        box.check_memory(Machine(8000, 9999, 900))
         ours.setblocking(False)
         try:
             told = bool(ours.recv(99))

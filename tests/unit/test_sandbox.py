@@ -21,10 +21,10 @@ import pytest
 import uvloop
 from children import children
 
-from verl.sandbox.messages import MAX_VALUE_BYTES, CallableSpec, Failed, Failure, Finite, Loaded, Returned
-from verl.sandbox.pool import Pool
-from verl.sandbox.process import MAX_ANSWER_BYTES, CannotLoad, Channel, Worker, start_worker
-from verl.sandbox.worker import Memory
+from verl.sandbox.messages import MAX_VALUE_BYTES, CallableSpec, FailedCall, Failure, Finite, Loaded, ReturnedCall
+from verl.sandbox.pool import WorkerPool
+from verl.sandbox.process import MAX_ANSWER_BYTES, CallWorker, CannotLoad, WorkerChannel, start_worker
+from verl.sandbox.worker import MemoryUse
 
 TOOLS = """
     import asyncio, os, time
@@ -96,9 +96,9 @@ def spec_of(
     )
 
 
-def with_pool(spec: CallableSpec, use: Callable[[Pool[Any]], Awaitable[Any]], **options: Any) -> Any:
+def with_pool(spec: CallableSpec, use: Callable[[WorkerPool[Any]], Awaitable[Any]], **options: Any) -> Any:
     async def run() -> Any:
-        pool: Pool[Any] = Pool(spec, **{"num_workers": 1, "timeout_s": 20, **options})
+        pool: WorkerPool[Any] = WorkerPool(spec, **{"num_workers": 1, "timeout_s": 20, **options})
         await pool.start()
         try:
             return await use(pool)
@@ -110,15 +110,15 @@ def with_pool(spec: CallableSpec, use: Callable[[Pool[Any]], Awaitable[Any]], **
     return result
 
 
-async def call_all(pool: Pool[Any], *words: str, **extra: Any) -> list[Any]:
+async def call_all(pool: WorkerPool[Any], *words: str, **extra: Any) -> list[Any]:
     return await asyncio.gather(*(pool.call({"word": word, **extra}) for word in words))
 
 
-def calling(*words: str) -> Callable[[Pool[Any]], Awaitable[list[Any]]]:
+def calling(*words: str) -> Callable[[WorkerPool[Any]], Awaitable[list[Any]]]:
     return lambda pool: call_all(pool, *words)
 
 
-async def warm(pool: Pool[Any]) -> None:
+async def warm(pool: WorkerPool[Any]) -> None:
     """So many quick calls that the pool sends the next ones together."""
     while pool._call_s > 0.0005:
         await call_all(pool, *map(str, range(20)))
@@ -171,7 +171,9 @@ def test_load_errors_are_one_clear_value_error(tmp_path: Path) -> None:
     ]
 
     async def start(file: Path, name: str, kwargs: Any, start_timeout_s: float) -> str:
-        pool: Pool[Any] = Pool(spec_of(str(file), name, kwargs=kwargs), num_workers=2, start_timeout_s=start_timeout_s)
+        pool: WorkerPool[Any] = WorkerPool(
+            spec_of(str(file), name, kwargs=kwargs), num_workers=2, start_timeout_s=start_timeout_s
+        )
         with pytest.raises(ValueError) as raised:
             await pool.start()
         assert isinstance(await pool.call({"word": "a"}), Failure), "closed"
@@ -200,11 +202,11 @@ def test_load_errors_are_one_clear_value_error(tmp_path: Path) -> None:
 def test_no_call_without_a_limit() -> None:
     for option in ("num_workers", "timeout_s", "memory_limit_mb", "max_calls_per_worker", "start_timeout_s"):
         with pytest.raises(ValueError, match=rf"tools\.{option}=0: must be positive"):
-            Pool(spec_of("verl"), **{option: 0})  # type: ignore[arg-type]
+            WorkerPool(spec_of("verl"), **{option: 0})  # type: ignore[arg-type]
 
 
 def test_workers_run_in_parallel_calls_queue_and_statistics_say_so(tools: str) -> None:
-    async def use(pool: Pool[Any]) -> Any:
+    async def use(pool: WorkerPool[Any]) -> Any:
         got = await call_all(pool, *map(str, range(8)), sleep_s=0.2)
         return got, pool.workers, pool.waiting, pool.stats
 
@@ -214,7 +216,7 @@ def test_workers_run_in_parallel_calls_queue_and_statistics_say_so(tools: str) -
 
 
 def test_recycling_by_calls_and_by_leak(tools: str) -> None:
-    async def use(pool: Pool[Any]) -> Any:
+    async def use(pool: WorkerPool[Any]) -> Any:
         return [await pool.call({"word": "a"}) for _ in range(7)], pool.stats
 
     got, stats = with_pool(spec_of(tools), use, max_calls_per_worker=3)
@@ -226,15 +228,15 @@ def test_recycling_by_calls_and_by_leak(tools: str) -> None:
 
 def test_quick_calls_are_sent_together_and_slow_ones_are_not(tools: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    call = Worker.call
+    call = CallWorker.call
 
-    async def counted(self: Worker[Any], arguments: Any, *more: Any) -> None:
+    async def counted(self: CallWorker[Any], arguments: Any, *more: Any) -> None:
         sizes.append(len(arguments))
         await call(self, arguments, *more)
 
-    monkeypatch.setattr(Worker, "call", counted)
+    monkeypatch.setattr(CallWorker, "call", counted)
 
-    async def use(pool: Pool[Any]) -> list[Any]:
+    async def use(pool: WorkerPool[Any]) -> list[Any]:
         await warm(pool)
         sizes.clear()
         got = await call_all(pool, *map(str, range(16)))
@@ -260,7 +262,7 @@ def test_quick_calls_are_sent_together_and_slow_ones_are_not(tools: str, monkeyp
     ],
 )
 def test_what_happens_to_one_of_many_calls_is_its_own(tools: str, word: str, reason: str, says: str) -> None:
-    async def use(pool: Pool[Any]) -> None:
+    async def use(pool: WorkerPool[Any]) -> None:
         for times, at in enumerate((0, 5, 11), 1):
             pool._call_s = 1e-4  # twelve calls go in two messages
             words = [str(i) for i in range(12)]
@@ -271,7 +273,7 @@ def test_what_happens_to_one_of_many_calls_is_its_own(tools: str, word: str, rea
             assert words_of(got) == [str(i) for i in range(12) if i != at]
             assert pool.stats.outcomes[reason] == times and pool.waiting == 0
 
-    async def warmed(pool: Pool[Any]) -> Any:
+    async def warmed(pool: WorkerPool[Any]) -> Any:
         await warm(pool)
         await use(pool)
         return pool.stats
@@ -282,7 +284,7 @@ def test_what_happens_to_one_of_many_calls_is_its_own(tools: str, word: str, rea
 
 
 def test_a_caller_that_leaves_takes_nobody_along(tools: str) -> None:
-    async def use(pool: Pool[Any]) -> Any:
+    async def use(pool: WorkerPool[Any]) -> Any:
         await warm(pool)
         tasks = [asyncio.create_task(pool.call({"word": word})) for word in ("1", "hang", "2", "3", "4")]
         await asyncio.sleep(0.3)
@@ -298,7 +300,7 @@ def test_a_caller_that_leaves_takes_nobody_along(tools: str) -> None:
 
 
 def test_a_call_that_nobody_waits_for_any_more_is_given_up_when_its_turn_comes(tools: str) -> None:
-    async def use(pool: Pool[Any]) -> Any:
+    async def use(pool: WorkerPool[Any]) -> Any:
         await warm(pool)
         tasks = [asyncio.create_task(pool.call({"word": word})) for word in ("nap", "hang", "2", "3")]
         await asyncio.sleep(0.1)
@@ -312,7 +314,7 @@ def test_a_call_that_nobody_waits_for_any_more_is_given_up_when_its_turn_comes(t
 
 
 def test_a_leak_is_ended_between_calls_that_were_sent_together(tools: str) -> None:
-    async def use(pool: Pool[Any]) -> Any:
+    async def use(pool: WorkerPool[Any]) -> Any:
         pool._call_s = 1e-4
         return await call_all(pool, *"aaaaaaaa"), pool.stats
 
@@ -323,7 +325,7 @@ def test_a_leak_is_ended_between_calls_that_were_sent_together(tools: str) -> No
 
 def test_a_call_before_the_workers_are_up_is_served(tools: str) -> None:
     async def run() -> Any:
-        pool: Pool[Any] = Pool(spec_of(tools), num_workers=1)
+        pool: WorkerPool[Any] = WorkerPool(spec_of(tools), num_workers=1)
         starting = asyncio.create_task(pool.start())
         await asyncio.sleep(0)
         async with asyncio.timeout(30):
@@ -336,7 +338,7 @@ def test_a_call_before_the_workers_are_up_is_served(tools: str) -> None:
 
 
 def test_a_call_that_waits_for_a_fresh_worker_ends_with_the_pool(tools: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def use(pool: Pool[Any]) -> Any:
+    async def use(pool: WorkerPool[Any]) -> Any:
         async def never(slot: Any) -> None:
             await asyncio.sleep(3600)
 
@@ -354,12 +356,12 @@ def test_a_call_that_waits_for_a_fresh_worker_ends_with_the_pool(tools: str, mon
 
 
 def test_a_fault_of_ours_is_said_and_nobody_waits(tools: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def use(pool: Pool[Any]) -> Any:
+    async def use(pool: WorkerPool[Any]) -> Any:
         async def broken(*_: Any) -> None:
             raise KeyError("ours")
 
         with monkeypatch.context() as patched:
-            patched.setattr(Worker, "call", broken)
+            patched.setattr(CallWorker, "call", broken)
             async with asyncio.timeout(10):
                 failed = await call_all(pool, "a", "b", "c")
         async with asyncio.timeout(10):
@@ -371,9 +373,9 @@ def test_a_fault_of_ours_is_said_and_nobody_waits(tools: str, monkeypatch: pytes
 
 
 def test_no_call_waits_for_a_worker_for_ever(tools: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pool, "_turn_s", 0.2)
+    monkeypatch.setattr(WorkerPool, "_turn_s", 0.2)
 
-    async def use(pool: Pool[Any]) -> Any:
+    async def use(pool: WorkerPool[Any]) -> Any:
         while not pool._idle:  # noqa: ASYNC110
             await asyncio.sleep(0)
         lost = list(pool._idle)
@@ -389,7 +391,7 @@ def test_no_call_waits_for_a_worker_for_ever(tools: str, monkeypatch: pytest.Mon
 
 
 def test_a_cancelled_call_frees_its_worker(tools: str) -> None:
-    async def use(pool: Pool[Any]) -> Any:
+    async def use(pool: WorkerPool[Any]) -> Any:
         task = asyncio.create_task(pool.call({"word": "hang"}))
         await asyncio.sleep(0.2)
         task.cancel()
@@ -402,7 +404,7 @@ def test_a_cancelled_call_frees_its_worker(tools: str) -> None:
 
 
 def test_close_with_calls_in_flight_and_waiting(tools: str) -> None:
-    async def use(pool: Pool[Any]) -> None:
+    async def use(pool: WorkerPool[Any]) -> None:
         tasks = [asyncio.create_task(pool.call({"word": "hang"})) for _ in range(4)]
         await asyncio.sleep(0.2)
         assert pool.waiting == 3
@@ -416,7 +418,7 @@ def test_close_with_calls_in_flight_and_waiting(tools: str) -> None:
 
 
 def test_a_worker_that_cannot_be_replaced_is_an_outcome(tools: str) -> None:
-    async def use(pool: Pool[Any]) -> Any:
+    async def use(pool: WorkerPool[Any]) -> Any:
         os.unlink(tools)
         slow = await pool.call({"word": "hang"})
         gone = await pool.call({"word": "a"})
@@ -461,7 +463,7 @@ def test_a_channel_keeps_nothing_that_nobody_asked_for_and_no_answer_comes_late(
     async def run() -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            _, channel = await asyncio.get_running_loop().create_connection(Channel, sock=ours)
+            _, channel = await asyncio.get_running_loop().create_connection(WorkerChannel, sock=ours)
             theirs.sendall(b"x" * 50_000)  # user code that found the channel
             await asyncio.sleep(0.05)
             assert not channel._received
@@ -496,15 +498,15 @@ def test_a_channel_keeps_nothing_that_nobody_asked_for_and_no_answer_comes_late(
 
 def test_an_answer_that_no_worker_gives_is_a_crash(tools: str) -> None:
     answers: list[Any] = [
-        Returned(1, 0.0, 0.1, math.nan),
-        Returned(1, 0.0, math.inf, 1.0),
-        Returned(1, math.inf, 0.1, 1.0),
-        Returned(2, 0.0, 0.1, 1.0),
-        Returned(1, 0.0, 0.1, "1.0"),
-        Returned(1, 0.0, 0.1, None),
-        Failed(1, 0.0, math.nan, Failure("exception", "")),
-        Failed(1, 0.0, 0.1, Failure("other", "")),  # type: ignore[arg-type]
-        Failed(2, 0.0, 0.1, Failure("exception", "")),
+        ReturnedCall(1, 0.0, 0.1, math.nan),
+        ReturnedCall(1, 0.0, math.inf, 1.0),
+        ReturnedCall(1, math.inf, 0.1, 1.0),
+        ReturnedCall(2, 0.0, 0.1, 1.0),
+        ReturnedCall(1, 0.0, 0.1, "1.0"),
+        ReturnedCall(1, 0.0, 0.1, None),
+        FailedCall(1, 0.0, math.nan, Failure("exception", "")),
+        FailedCall(1, 0.0, 0.1, Failure("other", "")),  # type: ignore[arg-type]
+        FailedCall(2, 0.0, 0.1, Failure("exception", "")),
         Loaded(1),
         ["other", 1, 0.0, 0.1, 1.0],
         {"number": 1},
@@ -536,7 +538,7 @@ def test_an_answer_that_no_worker_gives_is_a_crash(tools: str) -> None:
 
 
 def test_memory_is_read_on_whatever_became_of_the_open_file(tmp_path: Path) -> None:
-    memory = Memory()
+    memory = MemoryUse()
     before, resident = memory.used_mb()
     assert before > resident > 1
     for content in (b"not a number", b""):

@@ -17,7 +17,7 @@ import numpy as np
 from verl.agent_loop.base import AgentLoopOutput, LoopNotes, LoopOutput, ServerManager, outputs_of
 from verl.agent_loop.registry import Loops
 from verl.rollout.base import Completion, GenerateRequest
-from verl.sandbox.companion import Channel
+from verl.sandbox.companion import FrameChannel
 from verl.types import Sampling, Task, as_ids
 
 GC_THRESHOLD = 50_000
@@ -197,7 +197,7 @@ def cannot_leave(said: Any, kind: Any) -> str:
     return ""
 
 
-async def host(given: tuple[Callable[[Any, int], Loops], Any, int], channel: Channel) -> None:
+async def host(given: tuple[Callable[[Any, int], Loops], Any, int], channel: FrameChannel) -> None:
     """Build the loops with the given function, and play trajectories until the driver ends the channel."""
 
     def say(message: msgspec.Struct) -> None:
@@ -244,7 +244,7 @@ def _pass_on(kind: str, rest: Sequence[Any], asking: DriverEngine, task: asyncio
             waiting.set_exception(rest[1])
 
 
-async def _refuse(channel: Channel, say: Callable[[msgspec.Struct], None], why: StartFailed) -> None:
+async def _refuse(channel: FrameChannel, say: Callable[[msgspec.Struct], None], why: StartFailed) -> None:
     say(why)
     async for _ in channel.frames():  # until the driver has received it
         return

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.agent_loop.tools import ToolAnswer, answer_of
 from verl.sandbox.messages import CallableSpec, Failure
-from verl.sandbox.pool import Pool
+from verl.sandbox.pool import WorkerPool
 from verl.tools.function_tool import ToolBroken
 
 START_S, CLOSE_S = 300.0, 10.0
@@ -46,7 +46,7 @@ class InProcesses:
         self._name = name
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=f"tool {name}", daemon=True).start()
-        self._pool: Pool[tuple[str, float | None]] = Pool(spec, num_workers=processes, timeout_s=timeout_s)
+        self._pool: WorkerPool[tuple[str, float | None]] = WorkerPool(spec, num_workers=processes, timeout_s=timeout_s)
         try:
             asyncio.run_coroutine_threadsafe(self._pool.start(), self._loop).result(START_S)
         except ValueError:

@@ -18,7 +18,7 @@ from verl.data.user_dataset import parts_of, write_rows
 from verl.errors import Refused
 from verl.leftovers import OwnFolder
 from verl.sandbox.messages import CallableSpec, Failure
-from verl.sandbox.pool import Pool
+from verl.sandbox.pool import WorkerPool
 from verl.sandbox.worker import load_module
 
 DEADLINE_S = 3600.0  # for all rows: a class may tokenise each of them
@@ -56,7 +56,7 @@ async def _written(arguments: dict[str, Any]) -> int | Failure:
     spec = CallableSpec(
         path=__name__, name="write_class_rows", parameters=tuple(arguments), returns=int, section="data"
     )
-    pool: Pool[int] = Pool(spec, num_workers=1, timeout_s=DEADLINE_S, memory_limit_mb=MEMORY_MB)
+    pool: WorkerPool[int] = WorkerPool(spec, num_workers=1, timeout_s=DEADLINE_S, memory_limit_mb=MEMORY_MB)
     await pool.start()
     try:
         return await pool.call(arguments)

@@ -1,7 +1,7 @@
-"""A function over chunks of rows in worker processes, results in order, and no wait without a deadline.
+"""Apply a function to chunks of rows in worker processes, with results in order and a deadline for every wait.
 
 Workers are fresh interpreters (`python -P -m verl.data.parallel FD DIR`), so nothing is forked and a script needs no
-main guard. One thread of the parent drives each worker. The function, chunks and results travel as files in a temporary
+main guard. One thread of the parent drives each worker. The function, chunks and results are files in a temporary
 folder; the pipe carries only messages of a few bytes, so neither side can block on a write to the other.
 
     worker -> up · progress ROWS (at once, then at most one per second) · done · refused TEXT (a ValueError)
@@ -16,9 +16,7 @@ import logging
 import os
 import pickle
 import queue
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +29,7 @@ from typing import Any
 
 from verl.errors import Refused
 from verl.leftovers import OwnFolder
+from verl.processes.child import Child
 
 # Called with a chunk and a function to report progress with (rows of the chunk that are done).
 OnChunk = Callable[[Sequence[Any], Callable[[int], None]], Any]
@@ -91,7 +90,7 @@ def run_chunks(
             yield oldest()
     finally:
         for worker in workers:
-            worker.process.kill()  # it holds nothing that could be lost; its thread gets an end of file
+            worker.end()  # it holds nothing that could be lost; its thread gets an end of file
         threads.shutdown(cancel_futures=True)
         for worker in workers:
             worker.close()
@@ -104,26 +103,26 @@ class _Worker:
     def __init__(self, folder: Path, timeout_s: float) -> None:
         self._folder, self._timeout_s = folder, timeout_s
         self._conn, theirs = Pipe(duplex=True)
-        self._log = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by stop)
+        self._log = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by `close`)
         self._state = "while starting its interpreter"
         paths = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        self.process = subprocess.Popen(
+        self._child = Child(
             [sys.executable, "-P", "-m", "verl.data.parallel", str(theirs.fileno()), str(folder)],
             pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
             env={**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"},  # one row at a time
-            start_new_session=True,  # a signal to the group of this process is not for it; it ends with its pipe
+            left_by_parent=str(folder),
         )
         theirs.close()
+        self.end = self._child.end
 
     def run(self, number: int, rows: range) -> Path:
-        """The file with the result of a chunk."""
+        """Return the file with the result of a chunk."""
         try:
             self._conn.send(number)
         except OSError:
-            raise ReaderDied(self._obituary()) from None
+            raise ReaderDied(self._end_described()) from None
         while (message := self._receive())[0] in ("up", "progress"):
             left = rows[message[1] :]
             loading = message[0] == "up"
@@ -139,16 +138,15 @@ class _Worker:
             if self._conn.poll(self._timeout_s):
                 return self._conn.recv()
         except (EOFError, OSError):
-            raise ReaderDied(self._obituary()) from None
+            raise ReaderDied(self._end_described()) from None
         raise ReaderDied(
-            f"data worker {self.process.pid} made no progress for {self._timeout_s:g} s ({self._state})."
+            f"data worker {self._child.pid} made no progress for {self._timeout_s:g} s ({self._state})."
             " Fix: look at that row; on a very slow machine, data.num_workers=0"
         )
 
-    def _obituary(self) -> str:
-        try:
-            code = self.process.wait(timeout=REAP_S)
-        except subprocess.TimeoutExpired:
+    def _end_described(self) -> str:
+        code = self._child.wait(REAP_S)
+        if code is None:
             how = "closed its pipe but lives on"
         else:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
@@ -156,26 +154,24 @@ class _Worker:
         last = self._log.read().decode(errors="replace").strip()
         hint = " (the kernel kills so when memory is short: try fewer data.num_workers)" if "SIGKILL" in how else ""
         output = f". Its last output:\n{last}" if last else ""
-        return f"data worker {self.process.pid} {how}{hint} ({self._state}){output}"
+        return f"data worker {self._child.pid} {how}{hint} ({self._state}){output}"
 
     def close(self) -> None:
         self._conn.close()
         self._log.close()
-        try:
-            self.process.wait(timeout=REAP_S)
-        except subprocess.TimeoutExpired:  # stuck in the kernel; must not hide the error that stops us
-            logger.warning("data worker %d does not die", self.process.pid)
+        if self._child.stop(REAP_S) is None:  # stuck in the kernel; must not hide the error that stops us
+            logger.warning("data worker %d does not die", self._child.pid)
 
 
 def serve(conn: Connection, folder: Path) -> None:
-    """The worker's loop. The parent's end of file is the order to stop."""
+    """Work on chunks in a worker process until the parent closes the pipe."""
     try:
         conn.send(("up", 0))
         function: OnChunk = pickle.loads((folder / "function").read_bytes())
         while True:
             _work(conn, function, folder, conn.recv())
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        shutil.rmtree(folder, ignore_errors=True)  # a parent that was killed could not
+        return
 
 
 def _work(conn: Connection, function: OnChunk, folder: Path, number: int) -> None:

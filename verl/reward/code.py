@@ -75,7 +75,7 @@ def check_tier(tier: str) -> str:
     """Return the kind of sandbox that programs run in, in words; ValueError where none works and they cannot be
     scored."""
     with CodeSandbox(tier) as sandbox:
-        return sandbox.told()
+        return sandbox.described()
 
 
 def tests_of(ground_truth: Any) -> tuple[Sequence[Any], Sequence[Any], str]:

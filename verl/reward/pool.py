@@ -9,7 +9,7 @@ from verl.errors import Refused
 from verl.reward.base import RewardRequest
 from verl.reward.result import Scored, score_and_components
 from verl.sandbox.messages import CallableSpec, Failure, Finite
-from verl.sandbox.pool import Pool, PoolStats
+from verl.sandbox.pool import PoolStats, WorkerPool
 from verl.types import Invalid, Score, Task
 
 CALL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -42,7 +42,7 @@ def grader_spec(
     )
 
 
-class RewardPool(Pool[Scored]):
+class RewardPool(WorkerPool[Scored]):
     """A RewardFn over the workers of a sandbox, each with the user's function (`grader_spec`)."""
 
     async def score(self, request: RewardRequest) -> Score | Invalid:

@@ -9,8 +9,9 @@ from functools import cache
 from typing import Any
 
 from verl.errors import Refused
+from verl.processes.child import output_of
 from verl.rollout.base import ServerPlace
-from verl.rollout.process import ServerProcess, free_port, output_of
+from verl.rollout.process import ServerProcess, free_port
 from verl.rollout.wire import version_of
 
 ASK_S = 120.0  # for reading the version of an environment, on a cold disk

@@ -1,11 +1,11 @@
-"""Process 1 of a sandbox: it runs the code it is sent, each program in a fork of its own, and says what it gave.
+"""Process 1 of a sandbox. It runs programs, each in a fork of its own, and returns their output.
 
-    launcher == one socket, a JSON line each way ==> this process -- fork, pipes --> the tested code
+    caller == one socket, a JSON line each way ==> process 1 -- fork, pipes --> the tested code
 
-The tested code never holds that socket: what it prints or returns comes here over pipes of one run, and is sent on with
-the nonce of the request, so that it can speak for nothing but itself. Process 1 cannot be signalled from inside, nor
-its limits set; when it ends, the kernel ends whatever is left, and the end counts as that of the code. Standard library
-only: with bubblewrap this file and kept.py are all that is there.
+The tested code never has that socket. Its output arrives here over pipes of one run, and is sent on with the nonce of
+the request, so that code cannot answer for another program. Processes inside cannot signal process 1 nor set its
+limits. When it ends, the kernel ends all others, and this counts as an act of the code. Standard library only: with
+bubblewrap this file and kept.py are the only ones of verl in the sandbox.
 """
 
 from __future__ import annotations
@@ -36,17 +36,21 @@ if TYPE_CHECKING:
     Json = dict[str, Any]
 
 CHUNK_BYTES = 1 << 16
-FAR_S = 10**9  # of CPU, for a process that stays: each of its cells has its own limit
+FAR_S = 10**9  # seconds of CPU of a process that stays: each of its cells has its own limit
 PR_SET_DUMPABLE, PR_SET_SECCOMP, NOBODY = 4, 22, 65534
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 0x20, 0x1000
 READY = {"status": "ready"}  # the first line of process 1
-SHOW = sys.__excepthook__  # as the interpreter itself does
+SHOW = sys.__excepthook__  # prints a traceback as the interpreter does
 
 
 def serve(channel: socket.socket) -> None:
-    """Answer requests until the socket ends. {kind: "run", code, stdin, call, arguments, limits, nonce}, or {kind:
-    "cell", code, limits, nonce}: cells share their names, in a process that stays. {kind: "begin", kept}, before any
-    cell: what is in /tmp is the workspace, and what was kept is put back; {kind: "keep"}: what came, and what went."""
+    """Answer requests until the socket ends. There are four kinds, all with limits and a nonce:
+
+    {kind: "run", code, stdin, call, arguments}: one program, or one call of a function that it defines
+    {kind: "cell", code}: code that shares its variables with other cells, in a process that stays
+    {kind: "begin", kept, most}: before any cell; the files in /tmp are the workspace, and kept files are put back
+    {kind: "keep"}: return the files that were added or changed since then, and the names of those that were removed
+    """
     gc.disable()
     lines = channel.makefile("rb")
     kernel: _Kernel | None = None
@@ -58,7 +62,7 @@ def serve(channel: socket.socket) -> None:
             if request["kind"] == "run":
                 answer = _run(request)
             elif request["kind"] in ("begin", "keep"):
-                files = files or _kept().Files()
+                files = files or _kept().SessionFiles()
                 answer = files.answer(request)
             else:
                 kernel = kernel or _Kernel(request["limits"])
@@ -70,16 +74,16 @@ def serve(channel: socket.socket) -> None:
 
 
 class _NoProcess(Exception):
-    """The machine has none for the code: nothing of it ran."""
+    """The machine has no process for the code. None of it was run."""
 
 
 class _Child:
-    """A fork that runs `work`, and our ends of its pipes: what it is given, and what it prints and sends."""
+    """A fork that runs `work`, and our ends of its pipes: stdin, stdout, stderr, `sent` (its results) and `orders`."""
 
     def __init__(self, limits: Json, work: Callable[[], int]) -> None:
         sys.stdout.flush()
         try:
-            ends = [os.pipe() for _ in range(5)]  # stdin, stdout, stderr, what it sends, what it is told
+            ends = [os.pipe() for _ in range(5)]  # stdin, stdout, stderr, results, orders
             self.pid = os.fork()
         except OSError as e:
             raise _NoProcess(f"no process for the code: {e}") from e
@@ -88,7 +92,7 @@ class _Child:
             _become_child(theirs, limits, work)
         for fd in theirs:
             os.close(fd)
-        self.stdin, self.stdout, self.stderr, self.sent, self.told = (
+        self.stdin, self.stdout, self.stderr, self.sent, self.orders = (
             pair[1 if i in (0, 4) else 0] for i, pair in enumerate(ends)
         )
         self.pid_fd = os.pidfd_open(self.pid)
@@ -97,11 +101,12 @@ class _Child:
             os.set_blocking(fd, False)
 
     def watch(self, stdin: bytes, until: Callable[[dict[int, bytearray]], bool]) -> tuple[str, dict[int, bytearray]]:
-        """Feed and read it until it ends or `until` says so: "", "timeout" or "output", and what came, by pipe."""
+        """Write its input and read its output until it ends or `until` is true. Return the limit that it hit
+        ("timeout", "output" or ""), and its output by pipe."""
         deadline = time.monotonic() + self.limits["wall_s"]
-        said = {fd: bytearray() for fd in (self.stdout, self.stderr, self.sent)}
+        output = {fd: bytearray() for fd in (self.stdout, self.stderr, self.sent)}
         poller = select.poll()
-        for fd in (*said, self.pid_fd):
+        for fd in (*output, self.pid_fd):
             poller.register(fd, select.POLLIN)
         if stdin:
             poller.register(self.stdin, select.POLLOUT)
@@ -113,21 +118,21 @@ class _Child:
                 if not stdin:
                     poller.unregister(self.stdin)
                     self.end_input()
-            for fd in said.keys() & (said.keys() if ended else ready):
+            for fd in output.keys() & (output.keys() if ended else ready):
                 while got := _read(fd):
-                    said[fd] += got
-                    if sum(map(len, said.values())) > self.limits["output_bytes"]:
-                        return "output", said
+                    output[fd] += got
+                    if sum(map(len, output.values())) > self.limits["output_bytes"]:
+                        return "output", output
                 if got == b"" and not ended:
                     poller.unregister(fd)
             if ended:
-                return "", said
-            if until(said):
-                for fd in said:  # what came before its last word, while the others were looked at
+                return "", output
+            if until(output):
+                for fd in output:  # output that was written before the result, while other pipes were read
                     while got := _read(fd):
-                        said[fd] += got
-                return "", said
-        return "timeout", said
+                        output[fd] += got
+                return "", output
+        return "timeout", output
 
     def _feed(self, stdin: bytes) -> bytes:
         try:
@@ -143,15 +148,15 @@ class _Child:
             self.stdin = -1
 
     def end(self) -> int:
-        found = end_all(self.pid)
+        found = end_others(self.pid)
         self.end_input()
-        for fd in (self.stdout, self.stderr, self.sent, self.told, self.pid_fd):
+        for fd in (self.stdout, self.stderr, self.sent, self.orders, self.pid_fd):
             os.close(fd)
         return found
 
 
-def end_all(of: int = 0) -> int:
-    """Everything in the sandbox but this process is killed and reaped -> the exit code of the child `of`, or minus the
+def end_others(of: int = 0) -> int:
+    """Kill and reap everything in the sandbox but this process. Return the exit code of the child `of`, or minus the
     signal that ended it."""
     found = 0
     with contextlib.suppress(ChildProcessError):
@@ -167,14 +172,14 @@ def _kill_all() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         return
-    from verl.sandbox import guardian  # tier "none": all below this process, which orphans come to
+    from verl.processes import tree  # tier "none": orphans are below this process, which adopts them
 
-    for pid in guardian.descendants(os.getpid()):
-        guardian.shoot(os.kill, pid)
+    for pid in tree.descendants(os.getpid()):
+        tree.kill(os.kill, pid)
 
 
 def _read(fd: int) -> bytes | None:
-    """b"" at its end, None when there is nothing now."""
+    """Return some bytes of a pipe, b"" at its end, None when there are none now."""
     try:
         return os.read(fd, CHUNK_BYTES)
     except BlockingIOError:
@@ -182,18 +187,18 @@ def _read(fd: int) -> bytes | None:
 
 
 def _run(request: Json) -> Json:
-    """One program, or one call of a function that its code defines."""
+    """Run one program, or one call of a function that its code defines."""
     child = _Child(request["limits"], lambda: _program(request))
     stdin = request["stdin"].encode()
     if not stdin:
         child.end_input()
-    why, said = child.watch(stdin, lambda _: False)
+    why, output = child.watch(stdin, lambda _: False)
     code = child.end()
-    return _answer(why, code, said, child) | {"value": said[child.sent].decode(errors="replace") or None}
+    return _answer(why, code, output, child) | {"value": output[child.sent].decode(errors="replace") or None}
 
 
 class _Kernel:
-    """A process that keeps the names of the cells it ran."""
+    """A process that runs cells and keeps their variables."""
 
     def __init__(self, limits: Json) -> None:
         self._child = _Child({**limits, "cpu_s": FAR_S}, _cells)
@@ -203,28 +208,28 @@ class _Kernel:
         child = self._child
         child.limits = request["limits"]
         with contextlib.suppress(BrokenPipeError):
-            os.write(child.told, json.dumps([request["code"], request["limits"]["cpu_s"]]).encode() + b"\n")
-        why, said = child.watch(b"", lambda said: said[child.sent].endswith(b"\n"))
-        alive = why == "" and said[child.sent].endswith(b"\n")
-        code = (0 if said[child.sent] == b"0\n" else 1) if alive else child.end()
-        return _answer(why, code, said, child) | {"alive": alive}
+            os.write(child.orders, json.dumps([request["code"], request["limits"]["cpu_s"]]).encode() + b"\n")
+        why, output = child.watch(b"", lambda output: output[child.sent].endswith(b"\n"))
+        alive = why == "" and output[child.sent].endswith(b"\n")
+        code = (0 if output[child.sent] == b"0\n" else 1) if alive else child.end()
+        return _answer(why, code, output, child) | {"alive": alive}
 
 
 def _kept() -> Any:
-    """The module of files that are kept, which lies beside this file in bubblewrap, and few sandboxes need."""
+    """Return the module kept.py. In bubblewrap it is beside this file, and few sandboxes need it."""
     if __name__ != "__main__":
         from verl.sandbox import kept
 
         return kept
     module = types.ModuleType("kept")
-    with open("/kept.py", "rb") as source:  # no import: that would look for what is compiled where code may write
+    with open("/kept.py", "rb") as source:  # no import: it could load a compiled file that the code wrote
         exec(compile(source.read(), "/kept.py", "exec"), module.__dict__)
     return module
 
 
-def _answer(why: str, code: int, said: dict[int, bytearray], child: _Child) -> Json:
+def _answer(why: str, code: int, output: dict[int, bytearray], child: _Child) -> Json:
     ended = {0: "ok", -signal.SIGXCPU: "timeout"}.get(code, "error" if code > 0 else "killed")
-    texts = {"stdout": said[child.stdout], "stderr": said[child.stderr]}
+    texts = {"stdout": output[child.stdout], "stderr": output[child.stderr]}
     limit = child.limits["output_bytes"]
     return {"status": why or ended, "code": code} | {n: t[:limit].decode(errors="replace") for n, t in texts.items()}
 
@@ -233,7 +238,7 @@ def _answer(why: str, code: int, said: dict[int, bytearray], child: _Child) -> J
 
 
 def _become_child(theirs: list[int], limits: Json, work: Callable[[], int]) -> None:
-    """Only the pipes of this run are left of what we held: 0 to 2, 3 for what is sent, 4 for what is told."""
+    """Keep no descriptors but the pipes of this run (0 to 2; 3: results; 4: orders), set the limits, then do `work`."""
     code = 1
     try:
         os.setsid()
@@ -256,10 +261,10 @@ def _become_child(theirs: list[int], limits: Json, work: Callable[[], int]) -> N
             del sys.modules[name]
         if os.getppid() == 1:
             mmap.mmap = _Shared  # type: ignore[misc]
-        vars(builtins).update(exit=sys.exit, quit=sys.exit)  # what `site` adds, which is not loaded
+        vars(builtins).update(exit=sys.exit, quit=sys.exit)  # the module `site` adds them, and is not loaded
         gc.enable()
         code = work()
-    except BaseException:  # a limit of ours that the kernel does not take: never run without it
+    except BaseException:  # a limit that the kernel refuses: code is never run without it
         SHOW(*sys.exc_info())
     finally:
         with contextlib.suppress(BaseException):
@@ -270,7 +275,7 @@ def _become_child(theirs: list[int], limits: Json, work: Callable[[], int]) -> N
 
 
 class _Shared(mmap.mmap):
-    """`mmap.mmap(-1, n)`, a piece of /tmp, whose size is limited: shared memory of no file counts for no process."""
+    """Shared memory as a piece of /tmp, which has a quota: without a file it would count for no process."""
 
     def __new__(
         cls,
@@ -305,10 +310,10 @@ def _limit(limits: Json) -> None:
         (resource.RLIMIT_SIGPENDING, 256),
     ):
         resource.setrlimit(which, (value, value))
-    if os.getppid() == 1:  # elsewhere all that the user runs would count
+    if os.getppid() == 1:  # elsewhere all processes of the user would count
         resource.setrlimit(resource.RLIMIT_NPROC, (int(limits["processes"]),) * 2)
     cpu_s = max(1, int(limits["cpu_s"]))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # SIGXCPU says why, before SIGKILL
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # first SIGXCPU, by which the reason is known
 
 
 def _program(request: Json) -> int:
@@ -335,8 +340,8 @@ def _program(request: Json) -> int:
 
 
 def _cells() -> int:
-    """Cells as lines of JSON on 4, code and seconds; after each, 0 or 1 on 3. A last expression's value is printed.
-    Every cell has its own seconds of CPU; beyond what it may raise them to, its wall time holds."""
+    """Run cells: read lines of JSON (code, seconds of CPU) from 4, and write 0 or 1 to 3 after each. The value of a
+    last expression is printed. A cell's limit of CPU cannot be raised past the hard limit; its wall time holds then."""
     import ast
 
     module = types.ModuleType("__main__")
@@ -363,8 +368,8 @@ def _cells() -> int:
 
 
 def _guarded(work: Callable[[], None], *, at_end: bool) -> int:
-    """The exit code that Python would have given; the traceback without our own frames. `at_end`: threads are waited
-    for and exit handlers run."""
+    """Do `work` and return the exit code that Python would have given. Tracebacks are printed without our own frames.
+    at_end: wait for its threads and run its exit handlers, as at the end of a program."""
     try:
         work()
         code = 0
@@ -389,14 +394,14 @@ def _guarded(work: Callable[[], None], *, at_end: bool) -> int:
     return code
 
 
-# -- before there is any code: what bubblewrap and our own namespaces have in common -----------------------------------
+# -- before any code runs: shared by bubblewrap and our own namespaces -------------------------------------------------
 
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def called(what: str, result: int) -> int:
-    """Return what a call of the C library gave; OSError if it failed."""
+    """Return the result of a call of the C library. Raises OSError if it failed."""
     if result < 0:
         raise OSError(number := ctypes.get_errno(), f"{what}: {os.strerror(number)}")
     return result
@@ -408,21 +413,21 @@ def mount(kind: str, at: str, options: str, flags: int = MS_NOSUID | MS_NODEV) -
 
 
 def make_zeros(path: str) -> None:
-    """Make an endless file of zeros, in the place of /dev/zero: what is mapped of the device counts for no process."""
+    """Make a file of endless zeros in the place of /dev/zero: pages mapped of the device would count for no process."""
     with open(path, "xb") as file:
         file.truncate(1 << 42)
     os.chmod(path, 0o444)
 
 
 def filter_calls(program: bytes) -> None:
-    """From here on this process, and all that it starts, can make the calls that the filter lets through alone."""
+    """Limit this process, and all that it starts, to the system calls of the filter, for good."""
     words = ctypes.create_string_buffer(program, len(program))
     filter_ = struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(words))
     called("seccomp", libc.prctl(PR_SET_SECCOMP, 2, filter_, 0, 0))
 
 
-def become_nobody() -> None:
-    """Without a capability, also one that could be inherited, and without a memory that others may read."""
+def drop_privileges() -> None:
+    """Become the user 65534, without any capability, and with memory that no other process may read."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -432,13 +437,13 @@ def become_nobody() -> None:
 
 
 def main(channel: str, filter_fd: str, quota: str, *packages: str) -> None:
-    """In bubblewrap, with the right to mount. quota: of /tmp; "": that is there."""
+    """Serve in bubblewrap, with the right to mount. quota: mount options of /tmp; "": it is mounted already."""
     if quota:
         mount("tmpfs", "/tmp", quota)
     os.chdir("/tmp")
     make_zeros("/dev/zero")
     mount("", "/dev", "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
-    become_nobody()
+    drop_privileges()
     with open(int(filter_fd), "rb") as program:
         filter_calls(program.read())
     sys.path += packages

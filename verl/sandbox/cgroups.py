@@ -31,7 +31,7 @@ class Unavailable(Exception):
     """No group can be made here. The text is the reason."""
 
 
-class Files:
+class GroupTree:
     """The calls that change the tree of groups."""
 
     def writable(self, path: Path) -> bool:
@@ -51,10 +51,10 @@ class Files:
             os.close(fd)
 
 
-class Group:
+class MemoryGroup:
     """The group of one sandbox. A lock on its folder marks it as used, until this process and its forks have ended."""
 
-    def __init__(self, path: Path, files: Files) -> None:
+    def __init__(self, path: Path, files: GroupTree) -> None:
         self.path, self._files = path, files
         self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -106,17 +106,17 @@ class Group:
             self._lock = -1
 
 
-class Groups:
+class MemoryGroups:
     """The groups of one launcher of sandboxes. home: the folder in which they are made."""
 
-    def __init__(self, home: Path, files: Files) -> None:
+    def __init__(self, home: Path, files: GroupTree) -> None:
         self.home, self._files = home, files
 
     @staticmethod
-    def found(mounts: str, membership: str, files: Files) -> Groups:
+    def found(mounts: str, membership: str, files: GroupTree) -> MemoryGroups:
         """Return the groups that can be made here: one was made, held a process, and was removed. Groups of killed
         runs are removed. Raises Unavailable. mounts, membership: the text of /proc/self/mountinfo and .../cgroup."""
-        groups = Groups(_home(*own_group(mounts, membership), files), files)
+        groups = MemoryGroups(_home(*own_group(mounts, membership), files), files)
         groups._remove_left()
         try:
             group = groups.group(memory_mb=64, tmp_mb=1, processes=1)
@@ -136,13 +136,13 @@ class Groups:
             group.removed()
         return groups
 
-    def group(self, *, memory_mb: int, tmp_mb: int, processes: int) -> Group:
+    def group(self, *, memory_mb: int, tmp_mb: int, processes: int) -> MemoryGroup:
         """Make a group with these limits. Raises OSError."""
         for attempt in range(TRIES):
             path = self.home / f"{PREFIX}{os.getpid()}-{os.urandom(6).hex()}"
             self._files.make(path)
             try:
-                group = Group(path, self._files)
+                group = MemoryGroup(path, self._files)
                 group.limit(memory_mb, tmp_mb, processes)
                 return group
             except OSError:
@@ -155,17 +155,17 @@ class Groups:
     def _remove_left(self) -> None:
         for path in self.home.glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError):  # it is in use, or just removed
-                left = Group(path, self._files)
+                left = MemoryGroup(path, self._files)
                 left.kill()
                 left.removed()
                 left.forget()
 
 
-def here() -> tuple[Groups | None, str]:
+def here() -> tuple[MemoryGroups | None, str]:
     """Return the groups that this process can make, if any, and what bounds the memory of sandboxes, in words."""
     try:
         mounts, membership = (Path(f"/proc/self/{name}").read_text() for name in ("mountinfo", "cgroup"))
-        groups = Groups.found(mounts, membership, Files())
+        groups = MemoryGroups.found(mounts, membership, GroupTree())
     except (OSError, Unavailable) as e:
         return None, f"a watch ({e})"
     return groups, f"a cgroup in {groups.home}"
@@ -189,7 +189,7 @@ def _unescaped(field: str) -> str:
     return field.encode().decode("unicode_escape") if "\\" in field else field
 
 
-def _home(root: Path, own: Path, files: Files) -> Path:
+def _home(root: Path, own: Path, files: GroupTree) -> Path:
     group = own
     while not _holds_groups(group, root, files):
         if group == root or _read(group / "memory.max") not in ("", "max"):
@@ -198,7 +198,7 @@ def _home(root: Path, own: Path, files: Files) -> Path:
     return group
 
 
-def _holds_groups(group: Path, root: Path, files: Files) -> bool:
+def _holds_groups(group: Path, root: Path, files: GroupTree) -> bool:
     if not (files.writable(group) and files.writable(group / "cgroup.procs")):
         return False
     if set(_read(group / "cgroup.subtree_control").split()) >= WANTED:

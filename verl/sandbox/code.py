@@ -1,9 +1,10 @@
-"""Code that nobody has read, run where it can do nothing: `CodeSandbox(...).run("print(1)")`.
+"""Run code that a model wrote where it can do no harm: `CodeSandbox(...).run("print(1)")`.
 
-A tier is what keeps it in: `bubblewrap` (Debian's package) or `launcher` (namespaces of our own, from a warm
-interpreter). "auto" takes the first that works on this machine; where none does, there is no sandbox: ValueError. Every
-call is synchronous, bounded in time, and may come from any thread. `none`, which only a person can ask for, keeps
-nothing in: its code may do what this process may. Time and memory are limited, and what it started ends with it.
+The tier is the way of isolation: `bubblewrap` (Debian's package) or `launcher` (namespaces of our own, from a warm
+interpreter). "auto" takes the first that works on this machine, and raises ValueError where none does. The tier `none`,
+which has to be written by hand, isolates nothing: its code may do all that this process may, but its time and memory
+are limited, and all processes that it starts end with it. Every call is synchronous, has a time limit, and may be made
+from any thread.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from verl.errors import Refused
+from verl.processes.child import interpreter_line
 from verl.sandbox import launcher
 from verl.sandbox.cell import READY
 from verl.sandbox.workspace import MAX_FILES, Base, Workspaces
@@ -39,20 +40,25 @@ Status = Literal["ok", "error", "timeout", "memory", "output", "killed"]
 
 
 class SandboxGone(RuntimeError):
-    """The sandbox itself failed, not the code in it; the text says why."""
+    """The sandbox itself failed, not the code in it. The text has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one run. memory_mb: of each process, and of all together · processes: at once, threads count ·
-    output_bytes: of what it prints and returns · tmp_mb: of its /tmp."""
+    """The limits of one run, or of one cell of a session."""
 
     wall_s: float = 10.0
+    """Seconds from its start to its end."""
     cpu_s: float = 10.0
+    """Seconds of processor time of each process."""
     memory_mb: int = 512
+    """Memory of each process, and of all of them together."""
     processes: int = 32
+    """Processes at the same time; threads count too."""
     output_bytes: int = 1 << 16
+    """Bytes that it prints and returns."""
     tmp_mb: int = 64
+    """Size of its /tmp."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -62,35 +68,40 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """How a run ended. status: "ok", "error" (an exception, or an exit code above 0), "killed" (by a signal), or the
-    limit that it hit · value: what the function returned, as JSON, None without one · code: exit code, or -signal."""
+    """How a run ended."""
 
     status: Status
+    """"ok", "error" (an exception, or an exit code above 0), "killed" (by a signal), or the limit that it hit."""
     stdout: str = ""
     stderr: str = ""
     value: str | None = None
+    """The value that the function returned, as JSON; None without a function."""
     code: int = 0
+    """Exit code, or minus the signal that ended it."""
     why: str = ""
+    """Details of an end by a limit or a signal."""
 
 
 @dataclass(slots=True)
 class _Link:
-    """Two sockets of one sandbox: of process 1 in it, and of the launcher, which ends it when this end is closed.
-    ready: process 1 is up, so that its end is the doing of the code."""
+    """The connection to one sandbox."""
 
     cell: socket.socket
+    """Carries requests to process 1 of the sandbox, and its answers."""
     guard: socket.socket
+    """Leads to the launcher, which ends the sandbox when this end is closed."""
     ready: bool = False
+    """Process 1 has started: from then on its end counts as an act of the code."""
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """Its answer, `gone` if it can give no other. Raises SandboxGone."""
+        """Send a request and return the answer; `answer["gone"]`: the sandbox has ended. Raises SandboxGone."""
         nonce = os.urandom(16).hex()
         try:
             self._await_ready()
             self.cell.settimeout(launcher.START_S)
-            with contextlib.suppress(ConnectionError):  # it may have said why
+            with contextlib.suppress(ConnectionError):  # the reason of its end may be there to read
                 self.cell.sendall(json.dumps(request | {"nonce": nonce}).encode() + b"\n")
-            answer = self._heard(limit_s + launcher.GRACE_S, {"gone": True, "nonce": nonce})
+            answer = self._receive(limit_s + launcher.GRACE_S, {"gone": True, "nonce": nonce})
         except (OSError, TypeError, ValueError, RecursionError) as e:
             raise SandboxGone(f"no answer of the sandbox: {e}") from e
         if answer.get("status", "gone") == "gone" or answer.get("nonce") != nonce:
@@ -99,13 +110,14 @@ class _Link:
 
     def _await_ready(self) -> None:
         if not self.ready:
-            answer = self._heard(launcher.START_S, {}, watch=False)
+            answer = self._receive(launcher.START_S, {}, watch=False)
             self.ready = answer["status"] == READY["status"]
             if not self.ready:
                 raise SandboxGone(answer.get("why") or "the sandbox does not start")
 
-    def _heard(self, limit_s: float, gone: dict[str, Any], *, watch: bool = True) -> dict[str, Any]:
-        """A line of process 1, or what is said in its place."""
+    def _receive(self, limit_s: float, default: dict[str, Any], *, watch: bool = True) -> dict[str, Any]:
+        """Return the next line of process 1, or else the default with the reason of its end. With `watch` the
+        launcher checks its memory meanwhile."""
         got, deadline, watched = bytearray(), time.monotonic() + limit_s, not watch
         poller = select.poll()
         poller.register(self.cell, select.POLLIN)
@@ -117,24 +129,24 @@ class _Link:
                 continue
             try:
                 part = self.cell.recv(1 << 18)
-            except ConnectionResetError:  # it ended before it was asked; what it said comes after that
+            except ConnectionResetError:  # it ended with a request unread; its own lines can still be read
                 part = self.cell.recv(1 << 18)
             got += part
             if not part:
-                return gone | self._end()
+                return default | self._end()
             if got.endswith(b"\n"):
                 if watched and watch:
                     self.guard.sendall(launcher.REST)
                 return dict(json.loads(got), gone=False)
             if len(got) > MAX_LINE_BYTES:
-                return gone | {"status": "output", "why": "its answer has no end"}
-        return gone | {"status": "timeout", "why": f"no answer in {limit_s:g} s"}
+                return default | {"status": "output", "why": "its answer has no end"}
+        return default | {"status": "timeout", "why": f"no answer in {limit_s:g} s"}
 
     def _end(self) -> dict[str, Any]:
-        """How process 1 ended, from the launcher: no answer if that ended too, which then took process 1 with it."""
+        """Return the launcher's report of how process 1 ended. A launcher that ended took process 1 with it."""
         self.guard.settimeout(launcher.START_S)
-        said = self.guard.recv(1 << 16)
-        return dict(json.loads(said)) if said else {"status": "gone", "why": "the launcher of sandboxes ended"}
+        report = self.guard.recv(1 << 16)
+        return dict(json.loads(report)) if report else {"status": "gone", "why": "the launcher of sandboxes ended"}
 
     def close(self) -> None:
         self.guard.close()
@@ -143,16 +155,20 @@ class _Link:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The files of a session, without its names: what came, changed and went since it began. workspace: a hash of the
-    one below, "" without · kept: read in sandboxes alone."""
+    """The files of a session that were added, changed or removed since it began. Its variables are not kept."""
 
     workspace: str
+    """Hash of the workspace below the files; "" without a workspace."""
     kept: str = field(repr=False)
+    """The files as text, which is unpacked inside of sandboxes only."""
 
 
 class CodeSandbox:
-    """Starts sandboxes, one per run or session. packages: folders of Python packages that the code may import ·
-    workspace: a folder whose files, or those of a folder in it, sessions find in their /tmp at first."""
+    """Starts sandboxes, one per run or session.
+
+    packages: folders of Python packages that the code may import
+    workspace: a folder; sessions begin with its files, or those of a folder in it, in their /tmp
+    """
 
     def __init__(
         self,
@@ -168,7 +184,7 @@ class CodeSandbox:
         self._lock = threading.Lock()
         self._popen: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._spare: _Link | None = None  # it starts while the one before works
+        self._spare: _Link | None = None  # the next sandbox, which starts while the one before works
         self.workspaces = Workspaces(workspace) if workspace else None
         self.bounds = ""  # what bounds the memory of sandboxes here, in words
         self.refused: list[str] = []  # tiers that were tried first, and why they do not work here
@@ -182,7 +198,7 @@ class CodeSandbox:
         raise Refused(f"no sandbox for code works here ({'; '.join(self.refused)}). Fix: {fix}")
 
     def _why_not(self) -> str | None:
-        """Why the tier does not work here, found by running something in it."""
+        """Run something in the tier; return why it does not work here, or None if it does."""
         if sys.platform != "linux" or platform.machine() != "x86_64":
             return f"the filter of system calls is written for Linux on x86_64, not {sys.platform} {platform.machine()}"
         if self.tier == "bubblewrap" and shutil.which("bwrap") is None:
@@ -194,26 +210,29 @@ class CodeSandbox:
             return str(e)
         return None if ran.stdout == "42\n" else f"it ran, and gave {ran}"
 
-    def told(self) -> str:
-        """The tier, and what it does not do, for people."""
+    def described(self) -> str:
+        """Return the tier in words, with a warning if it isolates nothing."""
         return (
             f"{NONE}. Warning: code that a model wrote may do all that this run may" if self.tier == NONE else self.tier
         )
 
     def run(self, code: str, stdin: str = "") -> Ran:
-        """A Python program in a sandbox of its own."""
+        """Run a Python program in a sandbox of its own."""
         return self.run_all(code, [{"stdin": stdin}])[0]
 
     def call(self, code: str, function: str, arguments: Sequence[Any]) -> Ran:
-        """A function (or a method of `Solution`) that the code defines. arguments: JSON's types."""
+        """Call a function (or a method of `Solution`) that the code defines. arguments: values of JSON's types."""
         return self.run_all(code, [{"call": function, "arguments": list(arguments)}])[0]
 
     def run_all(
         self, code: str, cases: Sequence[dict[str, Any]], within_s: float = math.inf, base: str = ""
     ) -> list[Ran]:
-        """The code once per case ({stdin} or {call, arguments}), each in a process of its own, in one sandbox, or a
-        fresh one after a case that ended it. Cases share /tmp; none is begun after `within_s`: fewer come back.
-        base: of a workspace, what /tmp shows at first."""
+        """Run the code once per case ({stdin} or {call, arguments}) and return the results in order.
+
+        Each case has a process of its own. All share one sandbox and its /tmp; after a case that ended the sandbox, a
+        fresh one is used. No case is begun later than `within_s`, so that fewer results may be returned. base: a copy
+        of a workspace, whose files are in /tmp at first.
+        """
         link: _Link | None = None
         found: list[Ran] = []
         end_s = time.monotonic() + within_s
@@ -234,17 +253,17 @@ class CodeSandbox:
         return found
 
     def connect(self, base: str = "") -> _Link:
-        """A sandbox that stays whatever becomes of the launcher. Raises SandboxGone."""
+        """Start a sandbox that stays even if the launcher ends. Raises SandboxGone."""
         with self._lock:
             return self._new(base, stays=True)
 
     def _next(self, base: str) -> _Link:
-        """A sandbox of one program; without a base one that was begun before. Raises SandboxGone."""
+        """Return a sandbox for one program: without a base, the one that was started ahead. Raises SandboxGone."""
         with self._lock:
             if base:
                 return self._new(base)
             if self._popen is not None and self._popen.poll() is not None:
-                self._stop()  # the spare one has ended with it
+                self._stop()  # the spare sandbox has ended with it
             link, self._spare = self._spare or self._new(), None
             self._spare = self._new()
         return link
@@ -278,8 +297,11 @@ class CodeSandbox:
         return _Link(cell[0], guard[0])
 
     def session(self, workspace: str = "", start: Snapshot | None = None) -> Session:
-        """A sandbox whose cells share their names and files until it is closed. workspace: a folder in the sandbox's
-        own, the whole of it if none is named · start: files that it begins with. ValueError for one that is not."""
+        """Start a session: cells that share their variables and files until it is closed.
+
+        workspace: a folder in the sandbox's workspace; "": all of it. Raises ValueError for a folder that is not in it.
+        start: files of an earlier session, which this one begins with.
+        """
         if self.workspaces is not None:
             self.workspaces.check(workspace)
         elif workspace:
@@ -288,8 +310,7 @@ class CodeSandbox:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        begin = "import sys; sys.path.insert(0, sys.argv[1]); from verl.sandbox import launcher; launcher.main()"
-        command = [_python(), "-I", "-S", "-c", begin, str(Path(__file__).parents[2])]
+        command = interpreter_line("verl.sandbox.launcher", "-I", "-S", python=_python())
         command.append(self.workspaces.scratch if self.workspaces else "")
         nothing = subprocess.DEVNULL
         env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
@@ -324,7 +345,7 @@ class CodeSandbox:
             self._popen = None
 
     def close(self) -> None:
-        """No more runs; those that run now have 2 s to end, sessions stay until they are closed. Idempotent."""
+        """End the launcher. Running programs have 2 s to end; sessions stay until they are closed. Idempotent."""
         with self._lock:
             self._stop()
         if self.workspaces is not None:
@@ -338,8 +359,8 @@ class CodeSandbox:
 
 
 class Session:
-    """Cells of Python that share their names and files. One that hits a limit loses them, and what comes next begins
-    with the files of the start: `lost` says so for the next."""
+    """Cells of Python that share their variables and files. After a cell that hits a limit they are lost: `lost` is
+    true, and the next cell begins with the files of the session's start."""
 
     def __init__(self, sandbox: CodeSandbox, workspace: str = "", start: Snapshot | None = None) -> None:
         self._sandbox, self._workspace, self._start = sandbox, workspace, start
@@ -349,28 +370,28 @@ class Session:
         self.lost = False
 
     def run(self, code: str) -> Ran:
-        """What a cell printed, and the value of its last expression. Raises SandboxGone; ValueError for a workspace
-        or a snapshot that this session cannot begin with."""
+        """Run a cell; its output ends with the value of its last expression. Raises SandboxGone, and ValueError for a
+        workspace or a snapshot that this session cannot begin with."""
         with self._lock:
             self.lost = False
-            return ran_of(self._ask(self._begun(), {"kind": "cell", "code": code}))
+            return ran_of(self._ask(self._begin(), {"kind": "cell", "code": code}))
 
     def snapshot(self) -> Snapshot:
-        """The files as they are now, for other sessions over the same workspace, here and elsewhere: at most
-        `tmp_mb` MB, and 32 MB when packed. ValueError for more, and for files that cannot be read."""
+        """Return the files as they are now, for other sessions over the same workspace, on any machine. Raises
+        ValueError for more than `tmp_mb` MB (32 MB when packed), and for files that cannot be read."""
         with self._lock:
-            answer = self._ask(self._begun(), {"kind": "keep"})
+            answer = self._ask(self._begin(), {"kind": "keep"})
             if answer["status"] != "ok":
                 raise ValueError(f"no snapshot of the session: {answer.get('why') or answer['status']}")
             return Snapshot(self._base.digest if self._base else "", answer["value"])
 
     def restore(self, snapshot: Snapshot) -> None:
-        """From here on the session is one that began with these files; its names are gone."""
+        """Begin the session again with these files; its variables are lost."""
         with self._lock:
             self._forget()
             self._start = snapshot
 
-    def _begun(self) -> _Link:
+    def _begin(self) -> _Link:
         if self._link is not None:
             return self._link
         sandbox, kept = self._sandbox, ""
@@ -407,7 +428,7 @@ class Session:
             self._link = None
 
     def close(self) -> None:
-        """Everything in it ends. Idempotent."""
+        """End the session and all of its processes. Idempotent."""
         with self._lock:
             self._forget()
             if self._base is not None and self._sandbox.workspaces is not None:

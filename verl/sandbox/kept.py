@@ -1,4 +1,4 @@
-"""The files of a session as text, packed and put back inside of its sandbox. Standard library only."""
+"""Pack the files of a session as text, and unpack them, inside of its sandbox. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-MAX_KEPT_BYTES = 32 << 20  # of a snapshot, packed: as text it is a line of the socket
+MAX_KEPT_BYTES = 32 << 20  # of a packed snapshot: as text it is a line of the socket
 
 
-class Files:
-    """What is in /tmp and is not of the workspace, as text. Its code is anyone's, and so are the names and kinds of
-    its files: all of this is done as nobody, inside, and outside no one reads what was kept."""
+class SessionFiles:
+    """The files in /tmp that are not of the workspace, as text. The code may give them any name and kind: so they are
+    packed and unpacked inside, without privileges, and the packed text is not read outside."""
 
     def __init__(self) -> None:
-        self._first: dict[str, tuple[int, int, int]] = {}  # of the workspace, by path
+        self._first: dict[str, tuple[int, int, int]] = {}  # state of each file of the workspace, by path
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer a request of kind "begin" or "keep"."""
         import tarfile
         import zlib
 
@@ -41,7 +42,7 @@ class Files:
                 if os.path.lexists(path):
                     shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
             with tarfile.open(fileobj=io.BytesIO(binascii.a2b_base64(kept["files"])), mode="r:gz") as archive:
-                archive.extraction_filter = lambda member, path: member  # it may do what its code might
+                archive.extraction_filter = lambda member, path: member  # it can do no more than the code itself
                 archive.extractall(".")
         return ""
 
@@ -56,7 +57,7 @@ class Files:
                 if first == now or (first and stat.S_ISDIR(first[0]) and stat.S_ISDIR(about.st_mode)):
                     del gone[path]
                 if first == now or not any(kind(about.st_mode) for kind in (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)):
-                    continue  # pipes and sockets are nobody's at the end
+                    continue  # pipes and sockets are not kept
                 info = archive.gettarinfo(f"./{path}", path)
                 most, room = most - 1, room - (info.size if info.isreg() else 0)
                 if most < 0 or room < 0:
@@ -77,12 +78,12 @@ class _Bounded(io.BytesIO):
 
 
 def _stamp(about: os.stat_result) -> tuple[int, int, int]:
-    """Another one for a file that was written to: no code can set the last of it."""
+    """Return the state of a file, which changes when it is written: no code can set the last time."""
     return about.st_mode, about.st_size, about.st_ctime_ns
 
 
 def _below(most: int) -> Iterator[tuple[str, os.stat_result]]:
-    """All that is in /tmp, by its path in it; no link is followed. ValueError for more than so many."""
+    """Yield everything in /tmp by its path there, following no link. Raises ValueError for more than `most` entries."""
     todo = [""]
     while todo:
         folder = todo.pop()

@@ -1,5 +1,7 @@
-"""What crosses between a pool and its workers: a pickled `CallableSpec`, then msgpack messages, each behind its length.
-Only the pool writes pickles. Answers come from a process that user code shares: they are decoded against a type."""
+"""The messages between a pool and its workers: a pickled `CallableSpec`, then msgpack, each behind its length.
+
+Only the pool writes pickles. A worker shares its process with user code, so its answers are decoded against a type.
+"""
 
 from __future__ import annotations
 
@@ -18,65 +20,93 @@ T = TypeVar("T")
 
 
 class BadResult(ValueError):
-    """Raised by `CallableSpec.convert`: what the callable returned is no result. The text says why."""
+    """Raised by `CallableSpec.convert` for a returned value that is no result. The text has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallableSpec:
-    """A user's callable: a `.py` file or an importable module, and a name in it. kwargs: passed to every call; or, with
-    `factory`, once, to the named function, which returns the callable. parameters: the names of the arguments that
-    every call passes. plural: those of a callable that takes lists instead; its lists have one item. convert: an
-    importable function that makes plain data of a returned value, in the worker. returns: the type of that data; an
-    answer of another shape is a crash. gone: exceptions by which it says that
-    what it needs is gone. section, called, given: how error messages name its configuration, the callable and its
-    arguments."""
+    """A user's callable."""
 
     path: str
+    """A `.py` file or an importable module."""
     name: str
+    """The name of the callable in it."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Passed to every call; with `factory` once, to the named function."""
     factory: bool = False
+    """The named function returns the callable."""
     parameters: tuple[str, ...] = ()
+    """Names of the arguments that every call passes."""
     plural: tuple[str, ...] = ()
+    """Their names in a callable that takes lists instead; its lists have one item."""
     convert: Callable[[Any], Any] | None = None
+    """An importable function that makes plain data of a returned value, in the worker."""
     returns: Any = Any
+    """The type of that data; an answer of another shape counts as a crash."""
     gone: tuple[type[Exception], ...] = ()
+    """Exceptions that mean that something it needs no longer exists: such a call has the Failure "broken"."""
     section: str
+    """Its section of the configuration, for error messages."""
     called: str = "function"
+    """The word for the callable in error messages."""
     given: str = "arguments"
+    """The word for its arguments in error messages."""
 
     def __str__(self) -> str:
         return f"{self.section}.path={self.path} {self.section}.name={self.name}"
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Why a call has no value. broken: no fault of the call: see `CallableSpec.gone`, or there is no worker for it."""
+    """The reason why a call has no value."""
 
     reason: Literal["timeout", "memory", "crash", "exception", "bad_result", "broken"]
+    """broken: no fault of the call: one of `CallableSpec.gone` was raised, or there is no worker for it."""
     detail: str
+    """The text for people."""
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True):
+    """A worker has loaded the callable, or cannot."""
+
     pid: int
-    error: str = ""  # why the callable cannot be used
+    """Process id of the worker."""
+    error: str = ""
+    """Why the callable cannot be used."""
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
+class CallRequest(msgspec.Struct, frozen=True, array_like=True):
+    """One call for a worker."""
+
     number: int
-    arguments: bytes  # a pickled mapping
+    """Counts the calls of this worker."""
+    arguments: bytes
+    """A pickled mapping."""
 
 
-class Returned(msgspec.Struct, Generic[T], frozen=True, array_like=True, tag="returned"):
+class ReturnedCall(msgspec.Struct, Generic[T], frozen=True, array_like=True, tag="returned"):
+    """A call that has a value."""
+
     number: int
-    grown_mb: Finite  # address space that the worker has gained since it was ready
-    took_s: Finite
-    value: T
-
-
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    number: int
+    """The number of the request."""
     grown_mb: Finite
+    """Address space that the worker has gained since it was ready."""
     took_s: Finite
+    """Duration of the call."""
+    value: T
+    """Plain data, as `CallableSpec.returns` describes it."""
+
+
+class FailedCall(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """A call that has no value."""
+
+    number: int
+    """The number of the request."""
+    grown_mb: Finite
+    """Address space that the worker has gained since it was ready."""
+    took_s: Finite
+    """Duration of the call."""
     failure: Failure
+    """The reason."""
 
 
 def framed(message: msgspec.Struct) -> bytes:

@@ -1,9 +1,9 @@
 """A process with namespaces of its own (users, mounts, processes, network, IPC, host name), by Linux's own calls.
 
-What it sees: the interpreter and the system's libraries, read-only; a /tmp of its own in memory, with a quota; four
-devices and zeros. No network, no /proc, no host file beyond these; uid nobody, no capability, no way to a new
-privilege, Landlock where the kernel has it, and a filter of system calls. Standard library only: it runs in the warm
-interpreter.
+It has the interpreter and the system's libraries, read-only; a /tmp of its own in memory, with a quota; four devices
+and a file of zeros. It has no network, no /proc and no other file of the host. It runs as the user 65534 without
+capabilities, cannot get new privileges, and is held by Landlock (where the kernel has it) and a filter of system calls.
+Standard library only: this runs in the warm interpreter.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from verl.processes import tree
 from verl.sandbox import cell, syscalls
 from verl.sandbox.cell import MS_NODEV, MS_NOSUID, NOBODY, called, libc
 from verl.sandbox.syscalls import NEW_NAMESPACES
 
 NEW_USERS, NEW_MOUNTS = 0x10000000, 0x00020000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
-DEVICES = ("null", "full", "random", "urandom")  # and zeros: see `cell.make_zeros`
+DEVICES = ("null", "full", "random", "urandom")  # /dev/zero is a file, which `cell.make_zeros` makes
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
-PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 38, 36
+PR_SET_NO_NEW_PRIVS = 38
 CLONE, PIVOT_ROOT, MOUNT_SETATTR = 56, 155, 442  # x86-64's numbers
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 READ_AND_RUN, WRITE_FILE = 0b1101, 0b0010  # Landlock's execute, read file, read folder; write file
 
-_held = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock: for a call that comes back twice
+_held = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock during a call that returns twice
 _held.syscall.restype = libc.syscall.restype = ctypes.c_long
 
 
 def clone(namespaces: int = NEW_NAMESPACES) -> int:
-    """Fork into new namespaces, of every kind unless others are named: 0 in the child, which is process 1 of a new
-    namespace of processes. For one thread only."""
+    """Fork into new namespaces, of every kind by default. Return 0 in the child, which is process 1 of a new namespace
+    of processes. The caller may have one thread only."""
     pid: int = _held.syscall(*map(ctypes.c_long, (CLONE, namespaces | signal.SIGCHLD, 0, 0, 0, 0)))
     if pid < 0:
         number = ctypes.get_errno()
@@ -44,13 +45,8 @@ def clone(namespaces: int = NEW_NAMESPACES) -> int:
     return pid
 
 
-def adopt_orphans() -> None:
-    """Whoever below this process loses its parent becomes our child."""
-    called("orphans", libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
-
-
 def map_users(pid: int) -> None:
-    """Who the child's users are outside: nobody is nobody, if we may say so; else nobody is who we are."""
+    """Map the child's users to users outside: 65534 to itself where we may, otherwise to our own user."""
     uid, gid, proc = os.geteuid(), os.getegid(), Path(f"/proc/{pid}")
     if uid == 0:
         with contextlib.suppress(PermissionError):
@@ -63,12 +59,12 @@ def map_users(pid: int) -> None:
 
 
 def enter(read_only: Sequence[str], tmp_mb: int, base: str) -> None:
-    """In the child, once its users are mapped: the new root, then no way back. OSError if a step is refused. base: a
-    folder whose files stand in /tmp at first; "": none do."""
+    """Change to the new root for good, in the child, once its users are mapped. Raises OSError if a step is refused.
+    base: a folder whose files are in /tmp at first; "": none."""
     _enter_root(read_only, tmp_mb, base)
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
-    cell.become_nobody()
+    cell.drop_privileges()
     called("no new privileges", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _landlock()
@@ -76,8 +72,8 @@ def enter(read_only: Sequence[str], tmp_mb: int, base: str) -> None:
 
 
 def stay_outside(folder: str) -> None:
-    """In a child of tier "none": what it starts stays below it and gains no privilege. Nothing else is kept from it."""
-    adopt_orphans()
+    """In a child of tier "none": keep all that it starts below it, without new privileges. Nothing else is isolated."""
+    tree.adopt_orphans()
     called("no new privileges", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     called("dumpable", libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -86,18 +82,18 @@ def stay_outside(folder: str) -> None:
 
 
 def keep_mounts() -> None:
-    """What is mounted from here on stays in this namespace."""
+    """Keep all later mounts in this namespace."""
     called("private mounts", libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
 
 
 def quota_of(tmp_mb: int) -> str:
-    """Return the options of a folder in memory: the number of files counts, which takes memory beside their bytes."""
+    """Return the mount options of a folder in memory. The number of files is limited too: each takes memory."""
     return f"size={tmp_mb}m,nr_inodes={64 * tmp_mb},mode=1777"
 
 
 def mount_tmp(at: str, tmp_mb: int, base: int) -> None:
-    """A folder in memory, with a quota. base: an open folder, whose files stand in it and are copied when they are
-    written to; -1: none do."""
+    """Mount a folder in memory, with a quota. base: an open folder, whose files are in it and are copied when they are
+    written to; -1: none."""
     cell.mount("tmpfs", at, quota_of(tmp_mb))
     if base < 0:
         return
@@ -147,19 +143,19 @@ def _enter_root(read_only: Sequence[str], tmp_mb: int, base: str) -> None:
 
 
 def _freeze(path: str, *, nodev: bool, recursive: bool) -> None:
-    """Read-only, no set-uid; with everything mounted below, if `recursive`."""
+    """Make a mount read-only and without set-uid, and with `recursive` everything mounted below it."""
     attributes = struct.pack("<QQQQ", 1 | 2 | (4 if nodev else 0), 0, 0, 0)
     flags = 0x8000 if recursive else 0  # AT_RECURSIVE
     called(f"read-only {path}", libc.syscall(MOUNT_SETATTR, -100, path.encode(), flags, attributes, 32))
 
 
 def landlock_version() -> int:
-    """Of this kernel; 0 where it has none."""
+    """Return the version of this kernel's Landlock, 0 where it has none."""
     return max(0, int(libc.syscall(LANDLOCK_CREATE, None, 0, 1)))
 
 
 def _landlock() -> None:
-    """Once more, what the mounts say already: writing under /tmp only; no connecting, no signal to the outside."""
+    """Allow writing under /tmp only, and no connection and no signal to the outside. The mounts do most of this too."""
     version = landlock_version()
     if version == 0:
         return

@@ -1,7 +1,9 @@
-"""A pool of killable, memory-limited, self-healing workers for calls of one user's callable. Every call ends in one
-value or Failure, and costs no other call anything: one that crashes or runs out of memory in a worker that served
-others before is repeated once in a fresh one; calls that were sent behind one that ended the worker go back to the
-front of the queue."""
+"""A pool of worker processes for calls of a user's callable: they can be killed, have limited memory, and are replaced.
+
+Every call ends in one value or Failure, and does not affect other calls. A call that crashes or runs out of memory in a
+worker that served others before is repeated once in a fresh worker. Calls that were sent behind a call that ended the
+worker return to the front of the queue.
+"""
 
 from __future__ import annotations
 
@@ -17,38 +19,49 @@ from typing import Any, Generic
 
 from verl.errors import Refused
 from verl.sandbox.messages import CallableSpec, Failure, T
-from verl.sandbox.process import KILL_WAIT_S, UNFIT, CannotLoad, Worker, start_worker
+from verl.sandbox.process import KILL_WAIT_S, UNFIT, CallWorker, CannotLoad, start_worker
 
 # Quick calls are sent together, as many as take about BATCH_S: a message costs as much as they do.
 BATCH_S, MAX_BATCH = 0.005, 8
-ABANDONED_S = 0.05  # for a call whose caller has gone to end by itself: a fresh worker costs as much
+ABANDONED_S = 0.05  # for a call to end that is no longer awaited: a fresh worker costs as much
 
 
 @dataclass(slots=True)
 class PoolStats:
-    """What the pool has done since its start. `outcomes` counts calls by "ok" and by reason of Failure."""
+    """Counts of a pool since its start."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
-    restarted: int = 0  # workers replaced because a call ended them
-    recycled: int = 0  # workers replaced after max_calls_per_worker, or because they leaked
-    repeated: int = 0  # calls repeated in a fresh worker
+    """Calls by outcome: "ok", or the reason of a Failure."""
+    restarted: int = 0
+    """Workers that were replaced because a call ended them."""
+    recycled: int = 0
+    """Workers that were replaced after max_calls_per_worker calls, or because they leaked memory."""
+    repeated: int = 0
+    """Calls that were repeated in a fresh worker."""
 
 
 @dataclass(slots=True)
 class PoolLoad:
-    """What the calls of some time asked of the workers. queued_s: their waits for a worker; busy_s: their own time."""
+    """How busy the workers were during some time."""
 
     workers: int
+    """Number of workers."""
     calls: int = 0
+    """Calls that began to run."""
     queued_s: float = 0.0
+    """Sum of the times that these calls waited for a worker."""
     longest_queued_s: float = 0.0
+    """The longest of these waits."""
     busy_s: float = 0.0
-    first_s: float = 0.0  # when the first and the last of them came (`time.monotonic`)
+    """Sum of the times that the calls ran."""
+    first_s: float = 0.0
+    """Arrival of the first call (`time.monotonic`)."""
     last_s: float = 0.0
+    """Arrival of the last call."""
 
     @property
     def workers_that_would_do(self) -> int:
-        """So that the work is done about when the last call has come, two calls later at most. 0: these will do."""
+        """Return how many workers would finish within two calls of the last arrival; 0 if these are enough."""
         if not self.calls or self.queued_s / self.calls <= max(1.0, 2 * self.busy_s / self.calls):
             return 0
         needed = math.ceil(self.busy_s / (self.last_s - self.first_s + 2 * self.busy_s / self.calls))
@@ -65,20 +78,27 @@ class _Call(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class _Slot(Generic[T]):
-    """A place for one worker, and what it works on, in order."""
+    """A place for one worker."""
 
-    worker: Worker[T] | None = None
+    worker: CallWorker[T] | None = None
+    """None while there is none, or if none could be started."""
     error: str = ""
+    """Why no worker could be started."""
     calls: deque[_Call[T]] = field(default_factory=deque)
-    repeat: list[_Call[T]] = field(default_factory=list)  # for its fresh worker; at most one
-    wake: asyncio.Future[None] | None = None  # while it is idle
+    """The calls that were sent to the worker, in order."""
+    repeat: list[_Call[T]] = field(default_factory=list)
+    """At most one call, which the next worker repeats."""
+    wake: asyncio.Future[None] | None = None
+    """Ends the wait of an idle slot."""
 
 
-class Pool(Generic[T]):
+class WorkerPool(Generic[T]):
     """Runs the callable in `num_workers` processes, one call after the other in each. It belongs to one event loop.
-    timeout_s: wall clock of one call, kept by killing the worker and all it started. memory_limit_mb: address space of
-    a worker (and resident memory of it with its children) on top of what it has once the callable is loaded, so heavy
-    imports belong at the top of the user's file. Limits on memory need Linux."""
+
+    timeout_s: wall clock time of one call; after it, the worker and all that it started are killed
+    memory_limit_mb: address space of a worker, and resident memory of it with its children, on top of what it uses once
+        the callable is loaded: heavy imports belong at the top of the user's file. Needs Linux.
+    """
 
     def __init__(
         self,
@@ -105,28 +125,28 @@ class Pool(Generic[T]):
         self._serving: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
         self._moved_s = 0.0  # when a call was last begun or ended
-        self._call_s = BATCH_S  # of a call, about, as the workers tell
+        self._call_s = BATCH_S  # running average of the time of a call, as measured by the workers
         self._slowest_start_s = 0.0
         self._started = self._closed = False
         self._closed_early = Failure("crash", f"the {spec.section} pool was closed")
 
     @property
     def workers(self) -> int:
-        """Alive now."""
+        """Number of workers that are alive now."""
         return sum(slot.worker is not None and slot.worker.alive for slot in self._slots)
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a worker now."""
+        """Number of calls that wait for a worker now."""
         return len(self._queue) + sum(max(0, len(slot.calls) - 1) for slot in self._slots)
 
     def take_load(self) -> PoolLoad:
-        """Since it was asked last."""
+        """Return the load since the last call of this method."""
         found, self._load = self._load, PoolLoad(len(self._slots))
         return found
 
     async def start(self) -> None:
-        """Load the user's callable in every worker. Raises one CannotLoad (a ValueError), with the fix."""
+        """Start all workers and load the user's callable in each. Raises CannotLoad (a ValueError), with the fix."""
         assert not self._started, "a pool starts once"
         self._started = True
         try:
@@ -143,22 +163,22 @@ class Pool(Generic[T]):
             self._employ(slot)
 
     async def call(self, arguments: Mapping[str, Any]) -> T | Failure:
-        """Call once, waiting for a free worker first (that is the back-pressure). Never raises for what a call does."""
-        assert self._started, "await pool.start() comes first"
+        """Wait for a free worker, and call the callable once. Return its value, or the Failure of the call."""
+        assert self._started, "await pool.start() first"
         if self._closed:
             return self._counted(self._closed_early)
         try:
             packed = pickle.dumps(arguments)
         except Exception as error:  # __reduce__ of the user's objects
-            said = f"the {self.spec.given} cannot be sent to the {self.spec.called}"
-            return self._counted(Failure("exception", f"{said}: {type(error).__name__}: {error}"))
+            what = f"the {self.spec.given} cannot be sent to the {self.spec.called}"
+            return self._counted(Failure("exception", f"{what}: {type(error).__name__}: {error}"))
         loop = asyncio.get_running_loop()
         call: _Call[T] = _Call(packed, loop.create_future())
         self._queue.append(call)
         self._wake()
         if self._watch is None:
             self._moved_s = time.monotonic()
-            self._watch = loop.call_later(self._turn_s, self._look)
+            self._watch = loop.call_later(self._turn_s, self._check_queue)
         try:
             return await call.outcome
         except asyncio.CancelledError:
@@ -167,7 +187,7 @@ class Pool(Generic[T]):
             raise
 
     async def close(self) -> None:
-        """End every worker and all that user code started; calls in flight get a Failure. Idempotent."""
+        """End all workers and all that user code started; unfinished calls get a Failure. Idempotent."""
         self._closed = True
         if self._watch is not None:
             self._watch.cancel()
@@ -185,19 +205,19 @@ class Pool(Generic[T]):
     def _served(self, slot: _Slot[T], task: asyncio.Task[None]) -> None:
         self._serving.discard(task)
         error = None if self._closed or task.cancelled() else task.exception()
-        if error is not None:  # ours: say so, and let nobody wait
+        if error is not None:  # an error of the pool itself: no call may wait for ever
             self._fail_all([slot], Failure("broken", f"the {self.spec.section} pool failed: {error!r}"))
             self._employ(slot)
 
     def _wake(self) -> None:
-        """Idle slots for what is in the queue. They begin in the next turn of the loop: a burst is shared out."""
+        """Wake idle slots for the queued calls. They begin in the next turn of the loop, so that they share a burst."""
         for _ in range(min(len(self._idle), len(self._queue))):
             wake = self._idle.popleft().wake
             assert wake is not None
             wake.set_result(None)
 
     async def _serve(self, slot: _Slot[T]) -> None:
-        """Work through the queue, and wait where it is empty, with a worker that is fit to be called."""
+        """Run the calls of the queue in the slot's worker, for ever; replace the worker when it is no longer fit."""
         while True:
             if not slot.repeat and not self._queue:
                 slot.wake = asyncio.get_running_loop().create_future()
@@ -218,8 +238,9 @@ class Pool(Generic[T]):
                 if not (slot.worker.healthy and slot.worker.alive) or self._spent(slot.worker):
                     await self._replace(slot)
 
-    async def _run(self, slot: _Slot[T], worker: Worker[T], calls: list[_Call[T]]) -> None:
-        """Settle calls; those that were not begun go back to the queue, one that a fresh worker has to repeat stays."""
+    async def _run(self, slot: _Slot[T], worker: CallWorker[T], calls: list[_Call[T]]) -> None:
+        """Run calls and settle them. Calls that were not begun return to the queue; one that a fresh worker has to
+        repeat stays in the slot."""
 
         def deliver(outcome: T | Failure) -> None:
             call = slot.calls.popleft()
@@ -242,7 +263,7 @@ class Pool(Generic[T]):
             self._wake()
 
     def _begin(self, slot: _Slot[T]) -> None:
-        """The front call of a slot, if there is one, runs from now on."""
+        """Note that the first call of a slot, if there is one, runs from now on."""
         self._moved_s = time.monotonic()
         if slot.calls and not slot.calls[0].begun:
             call, load = slot.calls[0], self._load
@@ -255,7 +276,7 @@ class Pool(Generic[T]):
         self._give_up_soon(slot)
 
     def _give_up_soon(self, slot: _Slot[T]) -> None:
-        """If nobody waits for the call that runs in a slot: it gets a moment to end by itself."""
+        """If the caller of the running call no longer waits, end the call in a moment, unless it ends by itself."""
         if slot.calls and slot.calls[0].outcome.done():
             asyncio.get_running_loop().call_later(ABANDONED_S, self._give_up, slot, slot.calls[0])
 
@@ -263,36 +284,37 @@ class Pool(Generic[T]):
         if slot.worker is not None and slot.calls and slot.calls[0] is call:
             slot.worker.give_up()
 
-    def _spent(self, worker: Worker[T]) -> bool:
+    def _spent(self, worker: CallWorker[T]) -> bool:
         return worker.calls >= self._max_calls or worker.leaks
 
-    def _next_calls(self, worker: Worker[T] | None) -> list[_Call[T]]:
-        """From the front of the queue: one, or several quick ones that take about BATCH_S, shared with the others."""
+    def _next_calls(self, worker: CallWorker[T] | None) -> list[_Call[T]]:
+        """Take calls from the front of the queue: one, or several quick ones that take about BATCH_S together, and
+        leave the other workers their share."""
         share = -(-len(self._queue) // len(self._slots))
         room = self._max_calls - worker.calls if worker is not None else 1
         size = max(1, min(int(BATCH_S / self._call_s), share, room, MAX_BATCH))
         calls: list[_Call[T]] = []
         while self._queue and len(calls) < size:
             call = self._queue.popleft()
-            calls += [] if call.outcome.done() else [call]  # done: its caller has gone
+            calls += [] if call.outcome.done() else [call]  # done: its caller no longer waits
         return calls
 
     @property
     def _turn_s(self) -> float:
-        """Everyone at work takes at most two calls and a restart or two: past that, something of ours is broken."""
+        """The longest time until a worker is free: two calls and two restarts. Past it, the pool itself is broken."""
         return 2 * (self._timeout_s + KILL_WAIT_S + self._slowest_start_s) + self._start_timeout_s
 
-    def _look(self) -> None:
-        """No call waits for a worker for ever."""
+    def _check_queue(self) -> None:
+        """Fail the queued calls if no worker became free in time."""
         self._watch = None
         still_s = time.monotonic() - self._moved_s
         if self._queue and still_s >= self._turn_s:
             self._fail_all([], Failure("broken", f"no free worker within {still_s:.0f} s"))
         elif self._queue:
-            self._watch = asyncio.get_running_loop().call_later(self._turn_s - still_s, self._look)
+            self._watch = asyncio.get_running_loop().call_later(self._turn_s - still_s, self._check_queue)
 
     async def _replace(self, slot: _Slot[T]) -> None:
-        """A fresh worker in the slot; the old one is gone before. On failure the slot stays empty, with the error."""
+        """End the slot's worker, then start a fresh one. On failure the slot stays empty and has the error."""
         if slot.worker is not None:
             if slot.worker.healthy and self._spent(slot.worker):
                 self.stats.recycled += 1
@@ -313,14 +335,14 @@ class Pool(Generic[T]):
             await slot.worker.stop()
 
     def _fail_all(self, slots: Iterable[_Slot[T]], failure: Failure) -> None:
-        """Whoever waits in the queue, and in these slots."""
+        """Settle all calls in the queue and in these slots with this failure."""
         for waiting in (self._queue, *(waiting for slot in slots for waiting in (slot.calls, slot.repeat))):
             for call in waiting:
                 self._settle(call, failure)
             waiting.clear()
 
     def _settle(self, call: _Call[T], outcome: T | Failure) -> None:
-        if not call.outcome.done():  # else its caller has gone
+        if not call.outcome.done():  # otherwise its caller no longer waits
             call.outcome.set_result(self._counted(outcome))
 
     def _counted(self, outcome: T | Failure) -> T | Failure:

@@ -1,10 +1,10 @@
 """The system calls that code in a sandbox may make, as a filter of the kernel (seccomp), for Linux on x86_64.
 
 A call that is not in the list does not exist there (ENOSYS: libraries then do without it, as on an older kernel). So a
-call of a future kernel is out until it is added here. What is left out on purpose: other processes (ptrace and its
-kin), namespaces and mounts, everything that only an administrator needs, views of what the host does (inotify,
-fanotify), and memory that is in no process's sum: System V objects, memfd, asynchronous I/O, extended attributes, pages
-that a pipe or a socket holds of a file (splice, sendfile). Standard library only.
+call of a future kernel is refused until it is added here. Left out on purpose are access to other processes (ptrace),
+namespaces and mounts, calls for administrators, views of the host's activity (inotify, fanotify), and memory that is in
+no process's sum: System V objects, memfd, asynchronous I/O, extended attributes, pages of a file in a pipe or a socket
+(splice, sendfile). Standard library only.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ NUMBERS = {
     for line in ALLOWED.strip().splitlines()
     for name, _, number in (pair.partition("=") for pair in line.partition(":")[2].split() or line.split())
 }
-"""By name; those of x86_64."""
+"""Number of each allowed call on x86_64, by name."""
 EPERM, EINVAL, ENOTTY, ENOSYS, ENOPROTOOPT, ESOCKTNOSUPPORT, EOPNOTSUPP, EAFNOSUPPORT = 1, 22, 25, 38, 92, 94, 95, 97
 NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 WORD, PROCESS_1 = 0xFFFFFFFF, 1
 
 
 class Check(NamedTuple):
-    """Refuse a call where (argument & mask) is one of `values`; with `unless`, where it is none of them."""
+    """Refuse a call if (argument & mask) is one of `values`; with `unless`, if it is none of them."""
 
     argument: int
     values: tuple[int, ...]
@@ -73,11 +73,12 @@ class Check(NamedTuple):
 
 
 def only(argument: int, *values: int, errno: int, mask: int = WORD) -> Check:
+    """Refuse a call unless (argument & mask) is one of `values`."""
     return Check(argument, values, mask, unless=True, errno=errno)
 
 
 NOT_PROCESS_1 = (Check(0, (PROCESS_1,)),)
-"""Its limits, scheduling and priorities are not for the code that it runs."""
+"""Code may not change the limits, scheduling and priorities of process 1."""
 ONE_PROCESS = (only(0, 0, errno=EPERM), Check(1, (PROCESS_1,)))  # PRIO_PROCESS: a group or a user may hold process 1
 STREAM = (only(0, socket.AF_UNIX, errno=EAFNOSUPPORT), only(1, socket.SOCK_STREAM, mask=0xF, errno=ESOCKTNOSUPPORT))
 CHECKS: dict[str, tuple[Check, ...]] = {
@@ -109,7 +110,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     "prctl": (only(0, 1, 2, 3, 4, 7, 8, 15, 16, 21, 23, 24, 27, 29, 30, *range(36, 43), 47, 0x53564D41, errno=EINVAL),),
 }
 REFUSED = dict.fromkeys((188, 189, 190, 197, 198, 199, 463, 466), EOPNOTSUPP)
-"""Other answers than ENOSYS: files have no extended attributes that can be set."""
+"""Calls that are refused with another error than ENOSYS: extended attributes of files cannot be set."""
 
 
 @functools.cache
@@ -117,7 +118,7 @@ def program() -> bytes:
     """Return the filter as BPF. Calls of another architecture end the process; those of x32 do not exist."""
     load, mask_with, jump, equal, above, at_least, give = 0x20, 0x54, 0x05, 0x15, 0x25, 0x35, 0x06
     allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000  # refuse | errno
-    number, arch, first = 0, 4, 16  # where they stand in seccomp_data
+    number, arch, first = 0, 4, 16  # offsets in seccomp_data
     lines: list[tuple[int, int, int, int]] = [
         *((load, 0, 0, arch), (equal, 1, 0, 0xC000003E), (give, 0, 0, kill)),
         (load, 0, 0, number),
@@ -126,7 +127,7 @@ def program() -> bytes:
         tests: list[tuple[int, int, int, int]] = []
         for check in checks:
             tests += [(load, 0, 0, first + 8 * check.argument), (mask_with, 0, 0, check.mask)]
-            for n, value in enumerate(check.values):  # each jumps over those that are left: to the refusal, or past it
+            for n, value in enumerate(check.values):  # each jumps over the values left: to the refusal, or past it
                 tests += [(equal, len(check.values) - n, 0, value)]
             tests += [] if check.unless else [(jump, 0, 0, 1)]
             tests += [(give, 0, 0, refuse | check.errno)]

@@ -1,5 +1,7 @@
-"""The process that runs a user's callable: one call at a time, in its main thread. Forked by guardian.py. Requests
-arrive and answers leave over a socket of their own, so that prints cannot corrupt them."""
+"""The process that runs a user's callable: one call at a time, in its main thread. guardian.py forks it.
+
+Requests and answers have a socket of their own, so that printed text cannot corrupt them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Unloadable(Exception):
-    """The user's callable cannot be used; the text says why and what to do."""
+    """The user's callable cannot be used; the text has the reason and the fix."""
 
 
 class Settler:
@@ -65,11 +67,11 @@ def serve(channel: socket.socket, memory_limit_mb: float, note_baseline_mb: Call
     """Load the callable that the first request names, then answer calls until the channel closes."""
     me = os.getpid()
     os.set_inheritable(channel.fileno(), False)
-    # A child forked by user code must not hold the channel: its end is how the pool learns that we are gone.
+    # A child forked by user code must not hold the channel: when it closes, the pool knows that this process ended.
     os.register_at_fork(after_in_child=channel.close)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
-    with contextlib.suppress(OSError):  # if the machine runs out of memory, the kernel takes the worker, not the pool
+    with contextlib.suppress(OSError):  # if memory runs out, the kernel ends the worker and not the pool
         Path("/proc/self/oom_score_adj").write_text("1000")
     settler = Settler()
     requests = open(channel.fileno(), "rb", buffering=1 << 16, closefd=False)  # noqa: SIM115
@@ -80,40 +82,40 @@ def serve(channel: socket.socket, memory_limit_mb: float, note_baseline_mb: Call
     try:
         function = load(spec, settler)
     except BaseException as error:  # user code: its module, or its factory
-        said = str(error) if isinstance(error, Unloadable) else f"loading it raised {_where(error)}"
-        return channel.sendall(framed(messages.Loaded(me, _sendable(said))))
+        reason = str(error) if isinstance(error, Unloadable) else f"loading it raised {_where(error)}"
+        return channel.sendall(framed(messages.Loaded(me, _sendable(reason))))
     if os.getpid() != me:
         os._exit(0)
-    memory = Memory()
+    memory = MemoryUse()
     start_mb, resident_mb = memory.used_mb()
     note_baseline_mb(resident_mb)
     limit = _limit_address_space(start_mb + memory_limit_mb)
     channel.sendall(framed(messages.Loaded(me)))
-    decoder = msgspec.msgpack.Decoder(messages.Call)
+    decoder = msgspec.msgpack.Decoder(messages.CallRequest)
     tidy = functools.partial(_tidy, sys.getrecursionlimit(), os.getcwd())
     while (packed := _receive(requests)) is not None:
         began_s = time.perf_counter()
         call = decoder.decode(packed)
         outcome = run_call(function, spec, settler, call.arguments, limit)
-        if os.getpid() != me:  # a child that the callable forked came back with us
+        if os.getpid() != me:  # a child that the callable forked has returned from the call too
             os._exit(0)
         tidy()
         grown_mb, took_s = memory.used_mb()[0] - start_mb, time.perf_counter() - began_s
-        answer: Any = messages.Failed if isinstance(outcome, Failure) else messages.Returned
+        answer: Any = messages.FailedCall if isinstance(outcome, Failure) else messages.ReturnedCall
         channel.sendall(framed(answer(call.number, grown_mb, took_s, outcome)))
         short = grown_mb >= memory_limit_mb / 2 or (isinstance(outcome, Failure) and outcome.reason == "memory")
         if short or not _has_output():
-            return  # calls that were sent with this one are for a fresh process
+            return  # a fresh process gets the calls that were sent with this one
 
 
 def _receive(requests: Any) -> bytes | None:
-    """One message, or None at end of file. Waits while the pool has no work; if it dies, the guardian kills us."""
+    """Wait for one message, and return None at end of file. If the pool's process ends, the guardian kills this one."""
     head = requests.read(LENGTH.size)
     return requests.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
 
 
 def _tidy(recursion_limit: int, folder: str) -> None:
-    """What a call leaves behind must not hit the next one, nor pile up."""
+    """Undo changes of a call that would affect the next one, and reap its children."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     sys.setrecursionlimit(recursion_limit)
     for name, fd in (("stdout", 1), ("stderr", 2)):
@@ -122,12 +124,12 @@ def _tidy(recursion_limit: int, folder: str) -> None:
     with contextlib.suppress(OSError):
         os.chdir(folder)
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:  # children that ended, and that nobody waited for
+        while os.waitpid(-1, os.WNOHANG)[0]:  # children that the call did not wait for
             pass
 
 
 def _has_output() -> bool:
-    """What prints after somebody closed these would fail."""
+    """Return False if user code closed 1 or 2: later prints would fail."""
     try:
         return bool(os.fstat(1) and os.fstat(2))
     except OSError:
@@ -137,7 +139,7 @@ def _has_output() -> bool:
 def run_call(
     function: Callable[..., Any], spec: CallableSpec, settler: Settler, arguments: bytes, limit: tuple[int, int] | None
 ) -> msgspec.Raw | Failure:
-    """One call of the user's callable: its value, encoded, or why there is none."""
+    """Call the user's callable once; return its value, encoded, or the Failure."""
     try:
         value = settler.settle(function(**pickle.loads(arguments)))
         return _encoded(value if spec.convert is None else spec.convert(value), spec)
@@ -147,7 +149,7 @@ def run_call(
         return Failure("bad_result", _sendable(str(error)[:DETAIL_CHARS]))
     except MemoryError as error:
         if limit is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (limit[1], limit[1]))  # room to say what happened
+            resource.setrlimit(resource.RLIMIT_AS, (limit[1], limit[1]))  # room to send the answer
         return Failure("memory", _trace(error))
     except TimeoutError as error:
         return Failure("timeout", _trace(error))
@@ -166,7 +168,7 @@ def _encoded(value: Any, spec: CallableSpec) -> msgspec.Raw:
 
 
 def load(spec: CallableSpec, settler: Settler) -> Callable[..., Any]:
-    """The callable that the spec names, its kwargs bound. Raises Unloadable: the reason and the fix."""
+    """Return the callable that the spec names, with its kwargs bound. Raises Unloadable."""
     module, kwargs = load_module(spec.path, spec.section), dict(spec.kwargs)
     found: Any = module
     for part in spec.name.split("."):
@@ -198,7 +200,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 def _of_lists(
     function: Callable[..., Any], spec: CallableSpec, settler: Settler, kwargs: Mapping[str, Any], **given: Any
 ) -> Any:
-    """A function of lists, called with one of each."""
+    """Call a function that takes lists with lists of one item, and return the one item of its result."""
     lists = {many: [given[one]] for one, many in zip(spec.parameters, spec.plural)}
     found = settler.settle(function(**lists, **kwargs))
     if not hasattr(found, "__len__") or isinstance(found, str | Mapping) or len(found) != 1:
@@ -209,13 +211,13 @@ def _of_lists(
 
 
 def load_module(path: str, section: str) -> ModuleType:
-    """Import a `.py` file or an importable module. `section`: of the configuration that names it."""
+    """Import a `.py` file or an importable module. section: the section of the configuration that names it."""
     path = path.removeprefix("pkg://")
     if path.endswith(".py") or os.sep in path or os.path.isfile(path):
         file = Path(path).expanduser().absolute()
         if not file.is_file():
             raise Unloadable(f"no such file: {file}. Fix: {section}.path=/absolute/path/to/your_{section}.py")
-        # At the end: modules beside the file can be imported, and cannot shadow any other.
+        # At the end of the path: modules beside the file can be imported, and cannot shadow any other.
         sys.path.append(str(file.parent))
         where = importlib.util.spec_from_file_location(f"user_{section}_{file.stem}", file)
         if where is None or where.loader is None:
@@ -236,7 +238,7 @@ def load_module(path: str, section: str) -> ModuleType:
 def _check_call(
     function: Callable[..., Any], spec: CallableSpec, names: tuple[str, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Fail at start, not at the first call, when the function cannot take what it will be called with."""
+    """Raise Unloadable at start, not at the first call, if the function cannot take its arguments."""
     if taken := sorted(set(names) & set(kwargs)):
         raise Unloadable(f"{spec.section}.kwargs has {', '.join(taken)}, which every call sets itself. Fix: rename it")
     if (signature := _signature(function)) is None:
@@ -244,33 +246,34 @@ def _check_call(
     try:
         signature.bind(**dict.fromkeys(names), **kwargs)
     except TypeError as error:
-        said, fix = ", ".join([*names, *kwargs]), f"Fix its signature, or {spec.section}.kwargs"
-        raise Unloadable(f"{spec.name}{signature} cannot be called with ({said}): {error}. {fix}") from None
+        given, fix = ", ".join([*names, *kwargs]), f"Fix its signature, or {spec.section}.kwargs"
+        raise Unloadable(f"{spec.name}{signature} cannot be called with ({given}): {error}. {fix}") from None
 
 
 def _where(error: BaseException) -> str:
-    """One line: what was raised, and the deepest place of it."""
+    """Return one line: the exception, and the innermost place of its traceback."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} (at {error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    said = traceback.format_exception_only(error)[-1].strip()
-    return f"{said} (at {frames[-1].filename}:{frames[-1].lineno})" if frames else said
+    text = traceback.format_exception_only(error)[-1].strip()
+    return f"{text} (at {frames[-1].filename}:{frames[-1].lineno})" if frames else text
 
 
 def _trace(error: BaseException) -> str:
-    """The last frames of the user's traceback, bounded."""
+    """Return the last frames of the user's traceback, at most DETAIL_CHARS."""
     here = error.__traceback__
-    said = traceback.format_exception(type(error), error, here and here.tb_next, limit=-8)
-    return _sendable("".join(said)[-DETAIL_CHARS:])
+    lines = traceback.format_exception(type(error), error, here and here.tb_next, limit=-8)
+    return _sendable("".join(lines)[-DETAIL_CHARS:])
 
 
 def _sendable(text: str) -> str:
-    """Without lone surrogates, which have no place in UTF-8."""
+    """Escape lone surrogates, which UTF-8 does not have."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _limit_address_space(limit_mb: float) -> tuple[int, int] | None:
-    """Soft limit only: on MemoryError the worker lifts it to be able to answer. Returns (soft, hard) bytes."""
+    """Set the soft limit, which the worker lifts after a MemoryError to be able to answer. Return (soft, hard) bytes,
+    or None where there are no such limits."""
     if not sys.platform.startswith("linux"):
         return None
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -279,17 +282,17 @@ def _limit_address_space(limit_mb: float) -> tuple[int, int] | None:
     return soft, hard
 
 
-class Memory:
-    """What this process uses, from a file that stays open: it is asked after every call."""
+class MemoryUse:
+    """The memory of this process, from a file that stays open: it is read after every call."""
 
     def __init__(self) -> None:
         self._file = -1
 
     def used_mb(self) -> tuple[float, float]:
-        """Address space and resident memory; zeros where there is no /proc (limits are off there)."""
+        """Return address space and resident memory; zeros where there is no /proc (limits are off there)."""
         try:
             return self._read()
-        except (OSError, ValueError):  # the first time, or user code has closed what is not its own
+        except (OSError, ValueError):  # the first time, or after user code closed the file
             with contextlib.suppress(OSError):
                 self._file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
                 return self._read()

@@ -1,8 +1,8 @@
-"""Folders of files that sessions of the code sandbox start from: read here once, and copied for all that use them now.
+"""Folders of files that sessions of the code sandbox begin with. Each is copied once for all its present users.
 
-The copy is what a sandbox sees: no later change of the folder is, its files are nobody's, whoever owned the first ones,
-and what is no file, folder or link is refused. No link is followed, neither here nor when a session's files are kept:
-those are packed and unpacked inside of sandboxes alone.
+Sandboxes have the copy: later changes of the folder do not reach them. The copied files belong to the user 65534.
+Anything but files, folders and links is refused. No link is followed, neither here nor when a session's files are kept:
+those are packed and unpacked inside of sandboxes only.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from verl.errors import Refused
 from verl.leftovers import OwnFolder
 from verl.sandbox.cell import NOBODY
 
-MAX_FILES, MAX_BYTES = 100_000, 4 << 30  # of one workspace
+MAX_FILES, MAX_BYTES = 100_000, 4 << 30  # in one workspace
 PREFIX = "verl-sandbox-"
 
 
 @dataclass(slots=True)
 class Base:
-    """A copy that sessions use. folder: holds `files`, the copy, and `at`, an empty folder to mount on · digest: of
-    what is in it."""
+    """A copy of a workspace."""
 
     folder: str
+    """Holds `files`, the copy, and `at`, an empty folder to mount on."""
     digest: str
+    """Hash of the copied files."""
     users: int = 0
+    """Sessions that use the copy now."""
 
 
 class Workspaces:
-    """The folders under `root`, copied under `scratch` while they are used. From any thread."""
+    """The folders under `root`, which are copied under `scratch` while they are used. Methods may be called from any
+    thread."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).expanduser().resolve()
@@ -46,7 +49,7 @@ class Workspaces:
         self.scratch = str(self._scratch.path)
 
     def check(self, name: str) -> Path:
-        """The folder of this name, "" for the whole root. ValueError if it is none of those under the root."""
+        """Return the folder of this name; "" is the whole root. Raises ValueError if it is not a folder in the root."""
         try:
             found = (self.root / name).resolve()
             folder = found.is_dir()
@@ -59,7 +62,7 @@ class Workspaces:
         return found
 
     def take(self, name: str) -> Base:
-        """To be given back. ValueError for what cannot be a workspace."""
+        """Return a copy of the named folder, which has to be given back. Raises ValueError if it cannot be copied."""
         with self._lock:
             base = self._bases.get(name)
             if base is None or not os.path.isdir(base.folder):
@@ -80,7 +83,7 @@ class Workspaces:
                 shutil.rmtree(base.folder, ignore_errors=True)
 
     def folder(self) -> str:
-        """Of a base, without files yet."""
+        """Make the folder of a base, without files."""
         folder = tempfile.mkdtemp(dir=self.scratch)
         for name in ("files", "at"):
             os.mkdir(f"{folder}/{name}")
@@ -91,8 +94,11 @@ class Workspaces:
 
 
 def read_tree(top: str | os.PathLike[str], to: str = "") -> str:
-    """A hash of names, kinds, links and contents below a folder, which is copied into `to`, if that is given.
-    ValueError, with the path, for what is too much, cannot be read, or is no file, folder or link."""
+    """Return a hash of names, kinds, links and contents below a folder, and copy all into `to`, if that is given.
+
+    Raises ValueError, with the path, for too many files or bytes, and for an entry that cannot be read or is no file,
+    folder or link.
+    """
     found, files, size, todo = hashlib.sha256(), 0, 0, [""]
     try:
         while todo:
@@ -114,7 +120,8 @@ def read_tree(top: str | os.PathLike[str], to: str = "") -> str:
 
 
 def _read(path: str, mode: int, to: str) -> str:
-    """What one entry is, with a hash of a file; copied on the way, as nobody's."""
+    """Return a text for one entry: its kind, and the hash of a file or the target of a link. Copy it to `to`, owned by
+    the user 65534."""
     runs = stat.S_ISDIR(mode) or bool(mode & 0o111)
     if stat.S_ISLNK(mode):
         what = f"link to {os.readlink(path)}"

@@ -1,4 +1,4 @@
-"""What a tool is written with: verl's names, and functions. What plays them is verl/agent_loop/tools.py."""
+"""The names to write a tool with: verl's classes, and `function_tool`. verl/agent_loop/tools.py calls the tools."""
 
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import ToolBroken, function_tool

@@ -1,4 +1,4 @@
-"""The class that verl's tools extend: an instance per run, a state per trajectory by its `instance_id`."""
+"""The class that verl's tools extend: one instance per run, with a state per trajectory by its `instance_id`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 
 class BaseTool:
-    """create, then any number of execute, then calc_reward, then release: for each trajectory that calls the tool."""
+    """For each trajectory that calls the tool: create, then any number of execute, then calc_reward, then release."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         self.config = config
@@ -38,12 +38,12 @@ class BaseTool:
         pass
 
     def content(self) -> str:
-        """What its answers come from, in a word or a hash: a run is not resumed with another one."""
+        """Return a word or a hash for the source of its answers: a run is not resumed with another one."""
         return ""
 
     def note(self) -> str:
-        """What a person should read of it at the start of a run, as `what: how`."""
+        """Return a line about it for the start of a run, as `what: how`, or ""."""
         return ""
 
     def end_run(self) -> None:
-        """No trajectory will call it again: let go of threads and files."""
+        """Close its threads and files: no trajectory will call it again."""

@@ -1,10 +1,11 @@
-"""Passages by BM25 (Robertson and Zaragoza 2009; k1 = 0.9, b = 0.4, Lucene's idf), from an index in mapped files.
+"""Search passages by BM25 (Robertson and Zaragoza 2009; k1 = 0.9, b = 0.4, Lucene's idf) in an index of mapped files.
 
     python -m verl.tools.bm25 passages.jsonl index/      lines {"contents": "title\\ntext"}, or {"title", "text"}
 
-A posting holds what its term is worth in its passage, so that a search only adds. Terms are taken by the most that one
-of theirs is worth; once the k best so far are worth more than all terms that are left, no other passage can join them,
-and these terms are looked up in what was found alone. The result is that of scoring every passage, in float32.
+A posting holds the score that its term gives its passage, so that a search only adds. Terms are used in the order of
+their highest posting. Once the k best passages so far score more than all terms that are left could add, no other
+passage can join them, and the other terms are looked up for these passages only. The result is the same as that of
+scoring every passage, in float32.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def term_id(word: str) -> int:
 
 
 def contents(line: bytes, where: str) -> str:
-    """The text of one line of a corpus; ValueError for another kind of line."""
+    """Return the text of one line of a corpus. Raises ValueError for another kind of line."""
     try:
         row = json.loads(line)
         return str(row["contents"] if "contents" in row else f"{row['title']}\n{row['text']}")
@@ -47,17 +48,17 @@ def contents(line: bytes, where: str) -> str:
 
 
 def build(corpus: Path, folder: Path) -> int:
-    """Index a JSONL file into a folder -> the number of passages. Takes some 12 bytes of memory per posting."""
+    """Index a JSONL file into a folder, and return the number of passages. Takes 12 bytes of memory per posting."""
     vocabulary: dict[str, int] = {}
     found, where, counts, sizes, lines = array("i"), array("i"), array("H"), array("i"), array("q", [0])
     digest = hashlib.sha256()
     with corpus.open("rb") as file:
         for number, line in enumerate(file):
             digest.update(line)
-            said = Counter(words(contents(line, f"{corpus}:{number + 1}")))
-            sizes.append(said.total())
+            present = Counter(words(contents(line, f"{corpus}:{number + 1}")))
+            sizes.append(present.total())
             lines.append(lines[-1] + len(line))
-            for word, count in said.items():
+            for word, count in present.items():
                 found.append(vocabulary.setdefault(word, len(vocabulary)))
                 where.append(number)
                 counts.append(min(count, 65535))
@@ -76,16 +77,16 @@ def build(corpus: Path, folder: Path) -> int:
     worth = np.repeat(idf, df) * tf / (tf + (K1 * (1 - B + B * size / size.mean()))[passages])
     made = {"terms": ids[order], "ends": ends, "most": np.maximum.reduceat(worth, ends[:-1]), "passages": passages}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "corpus.txt").unlink(missing_ok=True)  # until all of it is there, it is no index
+    (folder / "corpus.txt").unlink(missing_ok=True)  # without this file the folder is not an index
     for name, values in (made | {"worth": worth, "lines": np.frombuffer(lines, np.int64)}).items():
         np.save(folder / f"new-{name}.npy", values.astype(PARTS[name]))
-        os.replace(folder / f"new-{name}.npy", folder / f"{name}.npy")  # whoever has mapped the old one keeps it
+        os.replace(folder / f"new-{name}.npy", folder / f"{name}.npy")  # a process that mapped the old file keeps it
     (folder / "corpus.txt").write_text(f"{corpus.resolve()}\n{digest.hexdigest()}")
     return len(size)
 
 
-class Index:
-    """An index as `build` writes it, and the corpus that it was built of. content: the hash of that, as it was then."""
+class PassageIndex:
+    """An index that `build` wrote, and its corpus. content: the hash of the corpus when the index was built."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -102,7 +103,7 @@ class Index:
             raise Refused(f"{corpus} has changed since {folder} was built of it: build the index again")
 
     def search(self, query: str, topk: int) -> list[tuple[int, float]]:
-        """(passage, score) of the best, best first; of equal ones the earlier passage."""
+        """Return (passage, score) of the best passages, best first, and of equal ones the earlier passage."""
         ids = np.array([term_id(word) for word in sorted(set(words(query)))], np.uint64)
         at = np.minimum(np.searchsorted(self._terms, ids), len(self._terms) - 1)
         at = at[self._terms[at] == ids]

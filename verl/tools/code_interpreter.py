@@ -28,9 +28,13 @@ SCHEMA = {
 
 
 class CodeInterpreter(BaseTool):
-    """config: tier (auto, bubblewrap, launcher; none keeps nothing in), stateful (true), packages (folders), workspace
-    (a folder of files that sessions find at first; a row's `create_kwargs: {workspace}` names one in it), and the
-    limits of a call by the names of verl.sandbox.code.Limits."""
+    """The tool. Its config has the limits of a call, by the names of verl.sandbox.code.Limits, and:
+
+    tier: auto, bubblewrap, launcher; none isolates nothing
+    stateful: true: the calls of a trajectory share their variables and files
+    packages: folders of Python packages that the code may import
+    workspace: a folder whose files sessions begin with; a row's `create_kwargs: {workspace}` names a folder in it
+    """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA))
@@ -39,7 +43,7 @@ class CodeInterpreter(BaseTool):
         packages, workspace = config.get("packages", ()), config.get("workspace", "")
         self._sandbox = CodeSandbox(config.get("tier", "auto"), Limits(**limits), packages, workspace)
         self._sessions: dict[str, Session] = {}
-        self._threads = ThreadPoolExecutor(int(config.get("concurrency", 32)), "code_interpreter")  # a call has a limit
+        self._threads = ThreadPoolExecutor(int(config.get("concurrency", 32)), "code_interpreter")
 
     async def create(
         self, instance_id: str | None = None, workspace: str = "", **kwargs: Any
@@ -59,15 +63,15 @@ class CodeInterpreter(BaseTool):
             session.close()
         try:
             ran = await asyncio.get_running_loop().run_in_executor(self._threads, session.run, parameters["code"])
-        except (SandboxGone, ValueError) as e:  # of its workspace
+        except (SandboxGone, ValueError) as e:  # ValueError: its workspace cannot be used
             raise ToolBroken(str(e)) from e
-        return ToolResponse(text=told(ran, session.lost, self._sandbox.limits)), None, {"status": ran.status}
+        return ToolResponse(text=output_text(ran, session.lost, self._sandbox.limits)), None, {"status": ran.status}
 
     def content(self) -> str:
         return read_tree(self._sandbox.workspaces.root) if self._sandbox.workspaces else ""
 
     def note(self) -> str:
-        return f"code sandbox of {self.name}: {self._sandbox.told()}"
+        return f"code sandbox of {self.name}: {self._sandbox.described()}"
 
     def end_run(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -78,8 +82,8 @@ class CodeInterpreter(BaseTool):
         await asyncio.get_running_loop().run_in_executor(self._threads, session.close)
 
 
-def told(ran: Ran, lost: bool, limits: Limits) -> str:
-    """What the model reads of a run."""
+def output_text(ran: Ran, lost: bool, limits: Limits) -> str:
+    """Return the text of a run for the model."""
     reasons = {
         "timeout": f"it took more than {min(limits.wall_s, limits.cpu_s):g} s",
         "memory": f"it used more than {limits.memory_mb} MB",

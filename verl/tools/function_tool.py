@@ -1,4 +1,4 @@
-"""Python functions as tools: what their author says of them. What runs them is verl/agent_loop/tools.py."""
+"""Mark Python functions as tools, with their limits. verl/agent_loop/tools.py calls them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ MARK = "__verl_tool__"
 
 
 class ToolBroken(RuntimeError):
-    """What a tool needs is gone: raise it, and the attempt is invalid and played again, never an answer of reward 0."""
+    """Raised by a tool when something it needs no longer works: the attempt is invalid and is repeated, and does not
+    count as an answer with reward 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLimits:
-    """timeout_s: None: agent.tool_timeout_s · concurrency: calls at once, over all trajectories; None: 32, of an async
-    function, which takes no thread, 1,024 · retries: after an exception or a timeout, for a tool that says it may be
-    called again · stop: a call of it ends the episode · max_result_tokens: None: agent.max_tool_result_tokens ·
-    processes: a function runs in so many of its own, each of which
-    is ended with a call that is late, crashes or wants too much memory; 0: in a thread of the run."""
+    """The limits of a tool."""
 
     timeout_s: float | None = None
+    """Time of a call; None: agent.tool_timeout_s."""
     concurrency: int | None = None
+    """Calls at the same time, over all trajectories; None: 32, or 1,024 for an async function, which needs no thread.
+    """
     retries: int = 0
+    """Repetitions of a call after an exception or a timeout."""
     stop: bool = False
+    """A call of the tool ends the episode."""
     processes: int = 0
+    """Processes that run the function. Each is ended with a call that is late, crashes or takes too much memory. 0: it
+    runs in a thread of the run."""
     max_result_tokens: int | None = None
+    """Longest result; None: agent.max_tool_result_tokens."""
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and self.timeout_s <= 0:
@@ -50,8 +55,8 @@ def function_tool(
     processes: int = 0,
     max_result_tokens: int | None = None,
 ) -> Any:
-    """Mark a function as a tool. Its hints and its docstring (with an `Args:` section) are its schema. It returns text,
-    a dict (written as JSON), a ToolResponse, or (answer, reward, metrics). See ToolLimits for the arguments."""
+    """Mark a function as a tool, with the limits of ToolLimits. Its hints and its docstring (with an `Args:` section)
+    are its schema. It returns text, a dict (written as JSON), a ToolResponse, or (answer, reward, metrics)."""
 
     def mark(found: F) -> F:
         limits = ToolLimits(

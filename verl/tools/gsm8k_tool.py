@@ -1,4 +1,4 @@
-"""verl's example of a tool: the model hands in an answer to a word problem, and is told what it is worth."""
+"""verl's example of a tool: the model hands in an answer to a word problem, and gets its reward."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import ToolBroken
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
-NOT_BETTER = -0.05  # the reward of a call whose answer is worth no more than the one before
+NOT_BETTER = -0.05  # the reward of a call with an answer that is no better than the one before
 
 
 @dataclass(slots=True)
 class Handed:
-    """A trajectory's answers: the last one, and what it is worth."""
+    """The latest answer of a trajectory."""
 
     truth: str
+    """The right answer."""
     answer: str = ""
+    """The latest answer, as `#### ANSWER`."""
     score: float = 0.0
+    """Its score: 1 or 0."""
 
 
 class Gsm8kTool(BaseTool):
-    """A row's `create_kwargs: {ground_truth}` is what answers are compared with."""
+    """Compares answers with a row's `create_kwargs: {ground_truth}`."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         super().__init__(config, tool_schema)
@@ -51,7 +54,7 @@ class Gsm8kTool(BaseTool):
         return ToolResponse(text=f"Current parsed answer={answer!r} reward={score}"), reward, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """1 or 0, for the last answer."""
+        """Return 1 if the latest answer is right, otherwise 0."""
         handed = self._handed[instance_id]
         return gsm8k_score(handed.answer, handed.truth, "flexible")
 

@@ -1,8 +1,9 @@
 """Tools of MCP servers (the package `mcp`), over standard input and output or streamable HTTP.
 
-A server's sessions live in a thread of its own with an event loop, from the start of the run on: its list of tools is
-read once, and stays what the model is shown. One session serves all trajectories, unless the server is declared
-stateful: then each trajectory that calls it has one. A session that ends is opened again, at most so often.
+The sessions of a server run in a thread with an event loop, from the start of the run on. Its list of tools
+is read once, and the model is shown this list for the whole run. One session serves all trajectories, unless the server
+is declared stateful: then each trajectory that calls it has its own. A session that ends is opened again, with growing
+pauses between the attempts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import hashlib
 import json
 import logging
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -26,71 +26,80 @@ from typing import Any, TextIO, TypeVar
 from verl.agent_loop.tools import LIMITS, Tool, ToolAnswer
 from verl.chat.template import one_line
 from verl.errors import Refused
-from verl.sandbox import attended
+from verl.processes.child import command_line
+from verl.processes.guard import Order
 from verl.tools.function_tool import ToolBroken, ToolLimits
 
-START_S = 7.0  # for a server to be there and to tell its tools; one that says nothing takes 2 s more to end
-RETRY_S = 5.0  # a call waits so long for a server that is down, and half of its tool's limit at most
+START_S = 7.0  # for a server to start and list its tools; a silent one takes 2 s more to end
+RETRY_S = 5.0  # longest wait of a call for a server that is down; at most half of its tool's limit
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 4.0  # between two attempts to reach a server that is down; doubled each time
 CLOSE_S = 8.0  # for sessions to end: the package waits for the server, then kills it
 KEYS = ("command", "args", "env", "cwd", "url", "headers", "type", "stateful", "tools", *LIMITS)
-LOST = ("Connection closed", "Session terminated", "No valid session ID", "Server returned an error response")
-"""What the package says where a server has ended, has begun anew, or is down behind a gateway."""
-CUT_OFF = "SSE stream ended"  # it says where one answer ended too early
-PING_S = 3.0  # for a server to say that it lives, after a call that it did not answer
-MOST_SAID_BYTES = 1 << 20  # kept of what a server writes to its standard error
+LOST = ("Connection closed", "McpSession terminated", "No valid session ID", "Server returned an error response")
+"""Texts of the package for a server that has ended, has started again, or is down behind a gateway."""
+CUT_OFF = "SSE stream ended"  # its text for an answer that ended too early
+PING_S = 3.0  # for a server to answer anything, after a call that it did not answer
+MOST_LOG_BYTES = 1 << 20  # of a server's standard error that is kept
 T = TypeVar("T")
 
 
 class Unreachable(Exception):
-    """No session with a server, and why."""
+    """There is no session with a server. The text has the reason."""
 
 
 def _unnamed_file() -> TextIO:
-    with tempfile.NamedTemporaryFile() as made:  # opened by its name: only so do writes of others go to its end
+    """Return a temporary file for the standard error of a server."""
+    with tempfile.NamedTemporaryFile() as made:  # opened by name: only so is all that others write appended
         return open(made.name, "a+", errors="replace")
 
 
 @dataclass(slots=True, eq=False)
-class Session:
-    """One connection, entered and left by one task; over: it is of no more use."""
+class McpSession:
+    """One connection to a server."""
 
     client: Any
+    """The package's client."""
     task: asyncio.Task[None]
+    """The task that opened the connection, and closes it."""
     over: asyncio.Event
+    """Set when the connection cannot be used any more."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class McpServer:
-    """Given by `agent.tools=[servers.json]`; behind all tools of it. changed: what is new in its list of tools since
-    the start, until a call has told it · limit_s: of a call, once the run has begun."""
+    """One server of `agent.tools=[servers.json]`, which all of its tools share."""
 
     name: str
+    """Its name in the file."""
     entry: Mapping[str, Any]
+    """Its entry in the file."""
     listed: Sequence[Mapping[str, Any]] = ()
+    """Its tools at the start of the run."""
     changed: str = ""
+    """A note for the next call's result: the list of tools has changed since the start."""
     limit_s: float = 4 * START_S
+    """Time limit of a call, once the run has begun."""
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop, repr=False)
-    _shared: Session | None = None
-    _trying: asyncio.Task[Session] | None = None
+    _shared: McpSession | None = None
+    _trying: asyncio.Task[McpSession] | None = None
     _opening: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     _pause_s: float = 0.0
     _not_before_s: float = 0.0
     _why: str = ""
-    _said: TextIO = field(default_factory=_unnamed_file, repr=False)
+    _log: TextIO = field(default_factory=_unnamed_file, repr=False)
     _garbage: str = ""
-    _begun: list[asyncio.Task[Session]] = field(default_factory=list, repr=False)
-    _tasks: dict[asyncio.Task[Any], Any] = field(default_factory=dict, repr=False)  # and what cancels them
+    _begun: list[asyncio.Task[McpSession]] = field(default_factory=list, repr=False)
+    _tasks: dict[asyncio.Task[Any], Any] = field(default_factory=dict, repr=False)  # value: its task or cancel scope
     _pings: set[asyncio.Task[None]] = field(default_factory=set, repr=False)
     close: Any = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # what it has to say comes as errors
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # its errors are raised anyway
         threading.Thread(target=_serve, args=(self._loop,), name=f"mcp {self.name}", daemon=True).start()
         self.close = weakref.finalize(self, _end, self._loop, self._tasks)
 
     def start(self) -> None:
-        """Reads the list of tools; ValueError if there is none after START_S."""
+        """Connect and read the list of tools. Raises ValueError if there is none after START_S."""
         where = f"agent.tools: MCP server {self.name!r}"
         try:
             asyncio.run_coroutine_threadsafe(self._ready(), self._loop).result(2 * START_S)
@@ -100,22 +109,25 @@ class McpServer:
                 f"{where}: {str(e) or 'no answer'}. Fix: start it, or mend its entry: {_how(self.entry)}"
             ) from e
 
-    # -- what a toolbox calls, in the run's event loop -----------------------------------------------------------------
+    # -- called by a toolbox, in the run's event loop ------------------------------------------------------------------
 
-    async def open(self, given: Mapping[str, Any]) -> Session | None:
-        return await self._there(self._own()) if self.entry.get("stateful") else None
+    async def open(self, given: Mapping[str, Any]) -> McpSession | None:
+        return await self._in_thread(self._own()) if self.entry.get("stateful") else None
 
-    async def call(self, state: Session | None, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Any:
-        return await self._there(self._call(state, tool, arguments))
+    async def call(
+        self, state: McpSession | None, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]
+    ) -> Any:
+        return await self._in_thread(self._call(state, tool, arguments))
 
-    async def score(self, state: Session | None, given: Mapping[str, Any]) -> float | None:
+    async def score(self, state: McpSession | None, given: Mapping[str, Any]) -> float | None:
         return None
 
-    async def release(self, state: Session | None, given: Mapping[str, Any]) -> None:
+    async def release(self, state: McpSession | None, given: Mapping[str, Any]) -> None:
         if state is not None:
-            await self._there(_left(state))
+            await self._in_thread(_left(state))
 
-    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _in_thread(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the server's thread. Raises ToolBroken where there is no session."""
         try:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
         except Unreachable as e:
@@ -123,11 +135,11 @@ class McpServer:
 
     # -- in the thread of the server -----------------------------------------------------------------------------------
 
-    async def _call(self, state: Session | None, tool: str, arguments: dict[str, Any]) -> ToolAnswer:
+    async def _call(self, state: McpSession | None, tool: str, arguments: dict[str, Any]) -> ToolAnswer:
         from mcp import MCPError
 
-        if self._said.seek(0, os.SEEK_END) > MOST_SAID_BYTES:  # a server may log for weeks
-            self._said.truncate(0)
+        if self._log.seek(0, os.SEEK_END) > MOST_LOG_BYTES:  # a server may write to it for weeks
+            self._log.truncate(0)
         session = state or await self._ready()
         if session.over.is_set():
             raise Unreachable("its session of this trajectory has ended")
@@ -145,12 +157,12 @@ class McpServer:
                 return ToolAnswer(f"Error: {one_line(e)}", error="exception", note=self._news())
             session.over.set()
             raise Unreachable(f"it went away during the call ({one_line(e)})") from e
-        except asyncio.CancelledError:  # it did not answer in time: does it answer anything?
+        except asyncio.CancelledError:  # no answer in time: find out if it answers anything
             task = self._loop.create_task(_pinged(session))
             self._pings.add(task)
             task.add_done_callback(self._pings.discard)
             raise
-        except (OSError, RuntimeError, ValueError) as e:  # a broken pipe, an answer that is none
+        except (OSError, RuntimeError, ValueError) as e:  # a broken pipe, a malformed answer
             return ToolAnswer(f"Error: {type(e).__name__}: {one_line(e)}", error="exception", note=self._news())
         finally:
             for one in (call, over):
@@ -160,9 +172,10 @@ class McpServer:
         news, self.changed = self.changed, ""
         return news
 
-    async def _ready(self) -> Session:
-        """The session that all share; opened again where it ended, by one caller at a time. An attempt goes on when
-        its caller may wait no longer: past the tool's limit, a server that is down would be an answer to the model."""
+    async def _ready(self) -> McpSession:
+        """Return the session that all share; one caller at a time opens it again after it ended. Callers wait for at
+        most half of the tool's limit (past the limit, a server that is down would count as an answer to the model); the
+        attempt continues without them."""
         came_s = time.monotonic()
         until_s, end_s = came_s + min(RETRY_S, self.limit_s / 2), came_s + self.limit_s / 2
         while True:
@@ -188,9 +201,9 @@ class McpServer:
                 raise Unreachable(self._why)
             await asyncio.sleep(max(0.01, min(left_s, self._not_before_s - time.monotonic())))
 
-    async def _own(self) -> Session:
-        """A session of one trajectory. One that its caller could not wait for is the next caller's: a server that
-        begins slower than a call may last would never be there."""
+    async def _own(self) -> McpSession:
+        """Open a session for one trajectory. If its caller cannot wait for it, the next caller gets it: otherwise a
+        server that starts slower than a call may last could never be used."""
         begun = [one for one in self._begun if not one.done() or _of_use(one)]
         begun.sort(key=asyncio.Task.done)
         attempt, self._begun = begun.pop() if begun else self._attempt(), begun
@@ -204,19 +217,19 @@ class McpServer:
         self._begun.append(attempt)
         raise Unreachable(f"no answer in {self.limit_s / 2:g} s{self._last_words()}")
 
-    def _attempt(self) -> asyncio.Task[Session]:
+    def _attempt(self) -> asyncio.Task[McpSession]:
         attempt = self._loop.create_task(self._connected())
         self._tasks[attempt] = attempt
         attempt.add_done_callback(self._tasks.pop)
-        attempt.add_done_callback(lambda made: made.cancelled() or made.exception())  # its caller may be gone
+        attempt.add_done_callback(lambda made: made.cancelled() or made.exception())  # its caller may not wait any more
         return attempt
 
-    async def _connected(self) -> Session:
-        """A new session whose tools have been read."""
+    async def _connected(self) -> McpSession:
+        """Open a new session and read the list of its tools."""
         from anyio import CancelScope
 
-        made: asyncio.Future[Session] = self._loop.create_future()
-        scope = CancelScope()  # the package's own clean-up withstands its cancellation, and not a task's
+        made: asyncio.Future[McpSession] = self._loop.create_future()
+        scope = CancelScope()  # the package can clean up when this is cancelled, and not when the task is
         task = self._loop.create_task(self._hold(made, scope))
         self._tasks[task] = scope
         task.add_done_callback(self._tasks.pop)
@@ -224,7 +237,7 @@ class McpServer:
             return await asyncio.wait_for(asyncio.shield(made), START_S)
         except TimeoutError:
             why = f"no answer in {START_S:g} s{self._last_words()}"
-        except Exception as e:  # whatever the package raises for a server that is none
+        except Exception as e:  # any error of the package, for a program that is no MCP server
             why = f"{_innermost(e)}{self._last_words()}"
         except asyncio.CancelledError:
             scope.cancel()
@@ -232,7 +245,7 @@ class McpServer:
         scope.cancel()
         raise Unreachable(why)
 
-    async def _hold(self, made: asyncio.Future[Session], scope: Any) -> None:
+    async def _hold(self, made: asyncio.Future[McpSession], scope: Any) -> None:
         over = asyncio.Event()
         task = asyncio.current_task()
         assert task is not None
@@ -245,9 +258,9 @@ class McpServer:
                     self.listed = found
                 elif (now := _hash(found)) != _hash(self.listed):
                     self.changed = f"tools of {self.name}: {_hash(self.listed)[:12]} -> {now[:12]}"
-                made.set_result(Session(client, task, over))
+                made.set_result(McpSession(client, task, over))
                 await over.wait()
-        except Exception as e:  # whatever the package raises, at the beginning or the end
+        except Exception as e:  # any error of the package, at the beginning or the end
             if not made.done():
                 made.set_exception(e)
         finally:
@@ -261,7 +274,7 @@ class McpServer:
         from mcp.shared import _httpx_utils as theirs
         from mcp_types import ToolListChangedNotification
 
-        async def heard(message: Any) -> None:
+        async def on_message(message: Any) -> None:
             if isinstance(message, ToolListChangedNotification):
                 self.changed = f"tools of {self.name}: it says that they changed; the model is shown those of the start"
             elif isinstance(message, Exception):
@@ -272,42 +285,42 @@ class McpServer:
             web = httpx2.AsyncClient(
                 headers=dict(entry.get("headers") or {}),
                 timeout=httpx2.Timeout(theirs.MCP_DEFAULT_TIMEOUT, read=theirs.MCP_DEFAULT_SSE_READ_TIMEOUT),
-                limits=httpx2.Limits(),  # a tool's concurrency is the limit, not a hundred connections
+                limits=httpx2.Limits(),  # without its limit of a hundred connections: a tool's concurrency is the limit
             )
             await stack.enter_async_context(web)
             transport = streamable_http_client(entry["url"], http_client=web)
         else:
-            command = ["-I", "-S", attended.__file__, str(os.getpid()), entry["command"]]
-            command += map(str, entry.get("args") or ())
+            command = [entry["command"], *map(str, entry.get("args") or ())]
+            program, *args = command_line(Order(command, parent=os.getpid()))
             more: Any = {"env": dict(entry.get("env") or {}), "cwd": entry.get("cwd")}
-            self._said.truncate(0)
-            transport = stdio_client(StdioServerParameters(command=sys.executable, args=command, **more), self._said)
-        client: Any = await stack.enter_async_context(Client(transport, message_handler=heard))
+            self._log.truncate(0)
+            transport = stdio_client(StdioServerParameters(command=program, args=args, **more), self._log)
+        client: Any = await stack.enter_async_context(Client(transport, message_handler=on_message))
         client.session.validate_tool_result = _not_validated
         return client
 
     def _last_words(self) -> str:
-        self._said.seek(0)
-        tail = " ".join(self._said.read()[-4000:].split())[-300:]
+        self._log.seek(0)
+        tail = " ".join(self._log.read()[-4000:].split())[-300:]
         garbage = f"; no message of the protocol: {self._garbage}" if self._garbage else ""
         return garbage + (f"; it said: {tail}" if tail else "")
 
 
 async def _not_validated(name: str, result: Any) -> None:
-    """Take an answer as it is, whatever its server declared of its structure: the model reads its text, and checking it
-    would run the server's own patterns in this process, without an end."""
+    """Accept an answer without checking the structure that its server declared: the model reads its text, and a check
+    would run the server's own patterns in this process, without a time limit."""
 
 
-def _of_use(attempt: asyncio.Task[Session]) -> bool:
+def _of_use(attempt: asyncio.Task[McpSession]) -> bool:
     return not (attempt.cancelled() or attempt.exception() or attempt.result().over.is_set())
 
 
-async def _pinged(session: Session) -> None:
-    """A server that hangs is asked for again, as one that has ended is."""
-    asked = asyncio.ensure_future(_tools_of(session.client))
-    asked.add_done_callback(lambda told: told.cancelled() or told.exception())  # an error is an answer, too
-    await asyncio.wait({asked}, timeout=PING_S)
-    if not asked.done():
+async def _pinged(session: McpSession) -> None:
+    """End the session if its server answers nothing within PING_S: the next call then opens another one."""
+    listing = asyncio.ensure_future(_tools_of(session.client))
+    listing.add_done_callback(lambda done: done.cancelled() or done.exception())  # an error is an answer, too
+    await asyncio.wait({listing}, timeout=PING_S)
+    if not listing.done():
         session.over.set()
 
 
@@ -318,7 +331,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _end(loop: asyncio.AbstractEventLoop, tasks: dict[asyncio.Task[Any], Any]) -> None:
-    """Every session is left, and the thread ends; waits for it, so that servers are gone."""
+    """Close all sessions, so that their servers end, then end the thread."""
 
     async def leave() -> None:
         for scope in list(tasks.values()):
@@ -332,7 +345,7 @@ def _end(loop: asyncio.AbstractEventLoop, tasks: dict[asyncio.Task[Any], Any]) -
         loop.call_soon_threadsafe(loop.stop)
 
 
-async def _left(session: Session) -> None:
+async def _left(session: McpSession) -> None:
     session.over.set()
     await asyncio.wait([session.task], timeout=CLOSE_S)
 
@@ -356,7 +369,7 @@ def _hash(listed: Sequence[Mapping[str, Any]]) -> str:
 def _answer(result: Any, note: str) -> ToolAnswer:
     parts = []
     for block in result.content:
-        held = getattr(block, "resource", block)  # an embedded one
+        held = getattr(block, "resource", block)  # an embedded resource
         parts.append(held.text if hasattr(held, "text") else f"[{block.type} left out: the model takes text]")
     if not parts and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content))
@@ -380,9 +393,12 @@ def _how(entry: Mapping[str, Any]) -> str:
 
 
 def tools_of_servers(file: str, timeout_s: float) -> list[Tool]:
-    """The tools of a file with `mcpServers`, {name: {command, args, env, cwd} or {url, headers}, and what is ours:
-    stateful, tools (those of its tools that are wanted), and the limits of a tool}. ValueError: no such server.
-    timeout_s: of a call, where they say no other."""
+    """Connect to the servers of a file and return their tools. Raises ValueError where that is not possible.
+
+    file: {"mcpServers": {NAME: {command, args, env, cwd} or {url, headers}}}. An entry may also have keys of ours:
+        stateful, tools (names of the wanted ones), and the limits of a tool
+    timeout_s: time limit of a call, if an entry has none
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -425,6 +441,6 @@ def _tools(server: McpServer, where: str) -> list[Tool]:
 
 
 def tools_hash(tools: Mapping[str, Tool]) -> str:
-    """Of what the servers listed at the start; "" without servers."""
+    """Return a hash of the tools that the servers listed at the start; "" without servers."""
     servers = {t.held.name: _hash(t.held.listed) for t in tools.values() if isinstance(t.held, McpServer)}
     return hashlib.sha256(json.dumps(servers, sort_keys=True).encode()).hexdigest() if servers else ""

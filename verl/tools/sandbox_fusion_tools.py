@@ -1,4 +1,4 @@
-"""A place of verl's that has no counterpart here: importing it is refused with what to write."""
+"""A module of verl that is not in this version: importing it raises an error with the fix."""
 
 FIX = "the code interpreter here is verl.tools.code_interpreter, in a sandbox of its own"
 

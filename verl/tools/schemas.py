@@ -1,4 +1,4 @@
-"""A tool's schema and a tool's answer, as verl's tools read and return them."""
+"""The schema and the answer of a tool, as verl's tools read and return them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from verl.errors import Refused
 
 @dataclass
 class ToolResponse:
-    """text: for the model · image, video: no model here takes them in a turn, so that giving some is an error."""
+    """The answer of a tool."""
 
     text: str | None = None
+    """Text for the model."""
     image: list[Any] | None = None
+    """Images; giving some is an error, as no model here takes them in a turn."""
     video: list[Any] | None = None
+    """Videos; giving some is an error."""
 
 
 @dataclass
@@ -33,7 +36,7 @@ class OpenAIFunctionToolSchema:
 
     @classmethod
     def model_validate(cls, found: Mapping[str, Any]) -> OpenAIFunctionToolSchema:
-        """Of {type: function, function: {name, description, parameters}}; ValueError for anything else."""
+        """Read {type: function, function: {name, description, parameters}}. Raises ValueError for anything else."""
         inner = found.get("function")
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
             raise Refused(f"a tool's schema is {{type: function, function: {{name, parameters}}}}, got {found}")
@@ -41,7 +44,7 @@ class OpenAIFunctionToolSchema:
         return cls(str(found.get("type", "function")), OpenAIFunctionSchema(**known))
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
-        """As chat templates read it. What pydantic's method takes may be given; nothing unset is in it anyway."""
+        """Return the schema as chat templates read it. Arguments of pydantic's method are accepted and not needed."""
         f = self.function
         return {
             "type": self.type,

@@ -1,7 +1,8 @@
-"""A tool that searches: an index of our own (tools/bm25.py), or any HTTP retriever with Search-R1's contract, POST
-{queries, topk, return_scores} gives {result: [[{document: {contents}, score}, ...] per query]}. verl's name and schema.
+"""A tool that searches, with verl's name and schema: in an index of our own (tools/bm25.py), or by an HTTP retriever.
 
-Calls of all trajectories that come within a few milliseconds are one request."""
+The retriever has Search-R1's contract: POST {queries, topk, return_scores} returns {result: [[{document: {contents},
+score}, ...] per query]}. Calls of all trajectories within a few milliseconds are sent as one request.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ import aiohttp
 
 from verl.errors import Refused
 from verl.tools.base_tool import BaseTool
-from verl.tools.bm25 import Index
+from verl.tools.bm25 import PassageIndex
 from verl.tools.function_tool import ToolBroken
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
-RETRY_S = 5.0  # a request waits so long for a retriever that is down
-GATEWAY = (502, 503, 504)  # what stands before a retriever says of one that is down
+RETRY_S = 5.0  # longest wait of a request for a retriever that is down
+GATEWAY = (502, 503, 504)  # the answers of a gateway before a retriever that is down
 SCHEMA = {
     "type": "function",
     "function": {
@@ -39,9 +40,15 @@ SCHEMA = {
 
 
 class SearchTool(BaseTool):
-    """config: retrieval_service_url, or index, the folder of one; topk (3), passages per query; timeout (30), seconds
-    of a request; window_ms (5), how long a call waits for others; num_workers (16), requests at once; timeout_s, as of
-    every tool: half of it at most is spent on a retriever that is down."""
+    """The tool. Its config has:
+
+    retrieval_service_url: the retriever; or index: the folder of an index
+    topk: 3; passages per query
+    timeout: 30; seconds of a request
+    window_ms: 5; how long a call waits for others, to be sent with them
+    num_workers: 16; requests at the same time
+    timeout_s: as every tool has it; at most half of it is spent on a retriever that is down
+    """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA))
@@ -50,7 +57,7 @@ class SearchTool(BaseTool):
             raise Refused(f"search: index={folder} and retrieval_service_url={url}: give one of them")
         if folder is None and not str(url).startswith(("http://", "https://")):
             raise Refused(f"search: retrieval_service_url={url}: give http://HOST:PORT/retrieve, or index=FOLDER")
-        self._index = None if folder is None else Index(Path(folder))
+        self._index = None if folder is None else PassageIndex(Path(folder))
         self._url, self._topk = str(url), int(config.get("topk", 3))
         self._timeout_s, self._window_s = float(config.get("timeout", 30)), float(config.get("window_ms", 5)) / 1e3
         if self._topk < 1 or self._timeout_s <= 0 or self._window_s < 0:
@@ -58,8 +65,8 @@ class SearchTool(BaseTool):
         self._retry_s = min(RETRY_S, float(config.get("timeout_s", 2 * RETRY_S)) / 2)
         self._places = asyncio.Semaphore(int(config.get("num_workers", 16)))
         self._waiting: list[tuple[list[str], asyncio.Future[list[list[str]]]]] = []
-        self._asked: set[asyncio.Task[None]] = set()
-        self._down_s, self._why = 0.0, ""  # when the retriever was found down last
+        self._requests: set[asyncio.Task[None]] = set()
+        self._down_s, self._why = 0.0, ""  # when the retriever was last found to be down, and how
 
     def content(self) -> str:
         return "" if self._index is None else self._index.content
@@ -76,25 +83,25 @@ class SearchTool(BaseTool):
         if len(self._waiting) == 1:
             loop.call_later(self._window_s, self._send)
         found = await answer
-        return ToolResponse(text="\n---\n".join(told(passages) for passages in found)), None, {}
+        return ToolResponse(text="\n---\n".join(passages_text(passages) for passages in found)), None, {}
 
     def _send(self) -> None:
-        """What has come within the window, as one request."""
+        """Send the calls of the window as one request."""
         calls, self._waiting = self._waiting, []
         task = asyncio.get_running_loop().create_task(self._ask(calls))
-        self._asked.add(task)
-        task.add_done_callback(self._asked.discard)
+        self._requests.add(task)
+        task.add_done_callback(self._requests.discard)
 
     async def _ask(self, calls: Sequence[tuple[list[str], asyncio.Future[list[list[str]]]]]) -> None:
-        """A failure goes to all who asked: it costs them their calls, and nobody else anything."""
-        calls = [(queries, answer) for queries, answer in calls if not answer.done()]  # others were given up
+        """Search for all calls of a request, and set their answers. A failure is the answer of each of them."""
+        calls = [(queries, answer) for queries, answer in calls if not answer.done()]  # the others were cancelled
         flat, came_s = [query for queries, _ in calls for query in queries], time.monotonic()
         try:
             async with self._places:
-                if came_s < self._down_s:  # it waited for a place that long: it has no time to find out again
+                if came_s < self._down_s:  # it waited for its turn meanwhile: it has no time to try again
                     raise ToolBroken(self._why)
                 found = await self._found(flat)
-        except Exception as e:  # of the retriever: it is the caller's answer
+        except Exception as e:  # an error of the retriever is the answer of the calls
             for _, answer in calls:
                 if not answer.done():
                     answer.set_exception(e)
@@ -106,7 +113,7 @@ class SearchTool(BaseTool):
             at += len(queries)
 
     async def _found(self, queries: list[str]) -> list[list[str]]:
-        """The passages of each query. RuntimeError for a retriever that answers wrongly or late."""
+        """Return the passages of each query. Raises RuntimeError for a wrong or late answer of the retriever."""
         if (index := self._index) is not None:
             return await asyncio.to_thread(
                 lambda: [[index.passage(number) for number, _ in index.search(query, self._topk)] for query in queries]
@@ -124,8 +131,8 @@ class SearchTool(BaseTool):
         return found
 
     async def _posted(self, body: bytes) -> bytes:
-        """What the retriever says. One that is down is asked again for a while; then ToolBroken: no answer of it may
-        be held against the model."""
+        """Return the retriever's answer. While it is down, repeat the request for some seconds, then raise ToolBroken:
+        the model is not to blame for that."""
         limit = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=min(self._retry_s, self._timeout_s))
         end_s, pause_s, header = time.monotonic() + self._retry_s, 0.1, {"Content-Type": "application/json"}
         async with aiohttp.ClientSession(timeout=limit, headers=header, trust_env=True) as session:
@@ -145,8 +152,8 @@ class SearchTool(BaseTool):
                 pause_s *= 2
 
 
-def told(passages: Sequence[str]) -> str:
-    """What the model reads: Search-R1's `Doc 1 (Title: ...)`, the title being a passage's first line."""
+def passages_text(passages: Sequence[str]) -> str:
+    """Return the text for the model: Search-R1's `Doc 1 (Title: ...)`; the title is a passage's first line."""
     parts = (passage.partition("\n") for passage in passages)
     text = "\n\n".join(f"Doc {k} (Title: {title})\n{rest}".rstrip() for k, (title, _, rest) in enumerate(parts, 1))
     return text or "(nothing found)"

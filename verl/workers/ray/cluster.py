@@ -20,12 +20,12 @@ import psutil
 from verl.config.backends import address_of
 from verl.errors import Refused
 from verl.model_engine.layout import Layout
+from verl.processes.child import Child
 from verl.rollout.base import RolloutEngine
 from verl.workers.group import Build, ClusterContext, DevicePlace, Died
 from verl.workers.pools import Pool, Shortage, fit_together, pools_of, seen
 from verl.workers.ray.group import RankActor, RayGroup, pickled
 from verl.workers.ray.life import ActorLife
-from verl.workers.ray.reaper import Reaper
 from verl.workers.ray.replica import RayReplica, ReplicaActor
 from verl.workers.sections import ClusterConfig
 
@@ -40,6 +40,7 @@ OWN_RAY = {  # settings of a cluster that is started here: a dead node is notice
 BESIDE_CPUS = 4  # for processes beside the pools: those of a queue
 LOOK_S = 1.0  # the pause between two checks of every process
 ANSWER_S = 10.0  # the time to get the address of a Ray
+END_S = 10.0  # the time for the processes of Ray to end
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """The bytes with which a gRPC client begins (RFC 9113: the preface and empty settings). A server answers with its own
 settings, frame type 4."""
@@ -72,7 +73,7 @@ class RayCluster:
         self._deaths: list[BaseException] = []
         self._on_failure: Callable[[BaseException], None] = lambda error: None
         self._started = not ray.is_initialized()
-        self._reaper = _connect(self.address, self.pools) if self._started else None
+        self._guard = _connect(self.address, self.pools) if self._started else None
         self._placed: dict[str, list[Any]] = {}
         self._lives: list[ActorLife] = []
         self._closed = threading.Event()
@@ -133,8 +134,8 @@ class RayCluster:
 
     def _process(self, process: int) -> None:
         """Add a process to those that end with the driver. A stopped process would not notice the driver's end."""
-        if self._reaper is not None:
-            self._reaper.watch([process])
+        if self._guard is not None:
+            self._guard.also_end([process])
 
     def _look(self) -> None:
         # shorter than the deadline of a call, because the error of a call could not name the process
@@ -153,8 +154,8 @@ class RayCluster:
         self._placed.clear()
         if self._started:
             ray.shutdown()
-        if self._reaper is not None:
-            self._reaper.close()
+        if self._guard is not None:
+            self._guard.stop(END_S)
 
     def _place_of(self, role: str, rank: int) -> DevicePlace:
         pool = self.pools[self.place(role)]
@@ -200,7 +201,7 @@ def build(section: ClusterConfig, context: ClusterContext) -> RayCluster:
     )
 
 
-def _connect(address: str | None, pools: Mapping[str, Pool]) -> Reaper | None:
+def _connect(address: str | None, pools: Mapping[str, Pool]) -> Child | None:
     """Start a cluster on this machine and return the process that ends it with this one, or connect to the one at
     `address`. Raise ValueError if it cannot be reached or is another version of Ray."""
     import ray
@@ -219,14 +220,14 @@ def _connect(address: str | None, pools: Mapping[str, Pool]) -> Reaper | None:
             ) from e
         return None
     wanted = sum(pool.ranks * pool.cpus_per_rank for pool in pools.values())  # the processes here share the cores
-    reaper, cpus = Reaper(), max(os.cpu_count() or 1, int(wanted) + BESIDE_CPUS)
+    guard, cpus = Child(()), max(os.cpu_count() or 1, int(wanted) + BESIDE_CPUS)
     others = set(psutil.Process().children(recursive=True))
     try:
         with _in_sessions_of_their_own():
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=OWN_RAY, **quiet)
     finally:
-        reaper.watch([child.pid for child in psutil.Process().children(recursive=True) if child not in others])
-    return reaper
+        guard.also_end([child.pid for child in psutil.Process().children(recursive=True) if child not in others])
+    return guard
 
 
 @contextlib.contextmanager

@@ -1,0 +1,86 @@
+"""The memory of processes and of the machine, as the kernel reports it. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def over_limit_mb(limit_mb: float, pids: list[int], kernel_mb: float = 0.0) -> float | None:
+    """Return the memory in use by all of these processes if it is above the limit, otherwise None. kernel_mb: memory
+    that the kernel holds for them, which counts too."""
+    if sum(map(resident_mb, pids)) + kernel_mb <= limit_mb:
+        return None
+    used_mb = sum(map(proportional_mb, pids)) + kernel_mb  # slower, but counts memory that forks share once
+    return used_mb if used_mb > limit_mb else None
+
+
+def sockets_mb(pid: int) -> float:
+    """Return how much the sockets in the network namespace of a process can hold, also closed ones with unread data."""
+    try:
+        used = int(Path(f"/proc/{pid}/net/sockstat").read_text().split()[2])  # "sockets: used 3"
+        return used * int(Path("/proc/sys/net/core/wmem_default").read_text()) / 2**20
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def system_s(pids: list[int]) -> float:
+    """Return the seconds that the kernel worked for these processes, and for children that they waited for."""
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it ended
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[12]) + int(fields[14])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Machine(NamedTuple):
+    """The memory of the machine in megabytes."""
+
+    free_mb: float = math.inf
+    """Memory that programs could still take."""
+    total_mb: float = math.inf
+    """All memory."""
+    kernel_mb: float = 0.0
+    """Memory that the kernel holds and cannot give back."""
+
+
+def machine() -> Machine:
+    """Return the memory of this machine, which is infinite where there is no /proc."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = {line.split()[0]: int(line.split()[1]) / 1024 for line in lines}
+        return Machine(found["MemAvailable:"], found["MemTotal:"], found["SUnreclaim:"])
+    except (OSError, KeyError, ValueError):
+        return Machine()
+
+
+def resident_mb(pid: int) -> float:
+    """Return the resident memory of a process; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES / 2**20
+    except OSError:
+        return 0.0
+
+
+def anonymous_mb(pid: int) -> float:
+    """Return the resident memory of a process without the files that it has mapped; 0 if it has ended."""
+    try:
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+        return (resident - shared) * PAGE_BYTES / 2**20
+    except (OSError, ValueError):
+        return 0.0
+
+
+def proportional_mb(pid: int) -> float:
+    """Return the memory of a process, in which a shared page counts in parts for each process that shares it."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))
+    except (OSError, StopIteration):
+        return resident_mb(pid)
