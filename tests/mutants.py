@@ -307,7 +307,7 @@ MUTANTS = (
     Mutant("driver/trajectories.py", "math.floor(draw * share + start)", "math.floor(draw * share)", STORED),
     Mutant("driver/step.py", "replace(r, copies=n) if r.stored else r", "r", STORED),
     Mutant("driver/step.py", "drawn = rows.sampled()", "drawn = rows", STORED),
-    Mutant("driver/step.py", "if drawn := refs.sampled():", "if drawn := refs:", STORED),
+    Mutant("driver/step.py", "if rewarded := refs.rewarded():", "if rewarded := refs:", STORED),
     Mutant("transfer_queue/rows.py", 'if code == _CODE["sampled"]:', "if True:", STORED),
     Mutant("workers/compute.py", "(r.stored or r.reward == r.reward)", "r.reward == r.reward", STORED),
     Mutant("workers/role.py", "drawn + logs[:, None]", "drawn", SEVERAL),

@@ -22,6 +22,7 @@ from torch import nn
 from verl.algorithms.presets import PRESETS
 from verl.algorithms.resolve import resolve
 from verl.algorithms.settings import spelled
+from verl.config.compat.layout import local_gpus
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.config.served import reachable
@@ -29,7 +30,7 @@ from verl.driver.assemble import checkpoint_engine, context_of, learner_of, roll
 from verl.driver.launch import Finished, run_rl
 from verl.driver.models import hf_export, role_spec, workers_around
 from verl.driver.setup import decoder
-from verl.driver.step import Step, experience_and_update
+from verl.driver.step import Step, experience_and_update, reads_sampler
 from verl.errors import Refused
 from verl.given_models import AutoModelForCausalLMWithValueHead, wrapped
 from verl.leftovers import OwnFolder
@@ -46,7 +47,8 @@ class VerlConfig:
 
     algorithm: str = "GRPO"  # A name of the table, in any case.
     batch_size: int = 1  # Queries per step.
-    rollout_backend: str = "native"  # If it is not installed, the embedded engine is used, with one warning.
+    rollout_backend: str = "native"  # Not installed: on a CPU the embedded engine is used, with one warning.
+    rollout_fallback: str | None = None  # "native": the embedded engine may replace it on a machine with GPUs too.
     max_length: int = 128  # The tokens of prompt and answer together.
     samples_per_prompt: int = 1
     learning_rate: float = 1e-6
@@ -199,22 +201,27 @@ class VerlTrainer:
         return as_ids(self.tokenizer(query)["input_ids"])
 
     def _sample(self, q: int, i: int, query: str, text: str, reward: float, purpose: Purpose) -> Sample:
-        """Return the sample with the sampled ids if the answer was generated here; other texts are tokenised."""
-        known = self._last.get((query, text))
+        """Return the sample with the sampled ids if the answer was generated here. Other texts are tokenised and
+        stored: no policy sampled them, so they have no log-probs of a sampler."""
         name = f"s{self._steps}/{q}/{i}"
-        if known:
+        if known := self._last.get((query, text)):
             done = known.pop(0)
-            ids, logprobs = done.ids, done.logprobs
+            answer = Segment(ids=done.ids, source="sampled", logprobs=done.logprobs, version=self._version)
+        elif reads_sampler(self.algorithm):
+            fix = "give the texts of generate_rollout as they are, or another algorithm"
+            raise Refused(
+                f"query {q}: response {text[:60]!r} was not sampled by generate_rollout, and {self.config.algorithm} "
+                f"reads the sampler's log-probs: {fix}"
+            )
         else:
             ids = as_ids(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-            logprobs = np.zeros(len(ids), np.float32)
-        sampled = Segment(ids=ids, source="sampled", logprobs=logprobs, version=self._version)
+            answer = Segment(ids=ids, source="stored")
         return Sample(
             sample_id=name,
             trajectory_id=name,
             group_id=f"s{self._steps}/{q}",
             purpose=purpose,
-            segments=(Segment(ids=self._ids(query), source="prompt"), sampled),
+            segments=(Segment(ids=self._ids(query), source="prompt"), answer),
             temperature=self.config.temperature,
             reward=reward,
         )
@@ -256,19 +263,25 @@ def _inner_config(config: VerlConfig, path: Path) -> Config:
     inner.model.path, inner.model.dtype = str(path), config.dtype
     inner.data.max_prompt_tokens = config.max_length - 1
     inner.rollout.max_response_tokens = 1  # max_length counts prompt and answer together
-    inner.rollout.engine = _backend(config.rollout_backend)
+    inner.rollout.engine = _backend(config.rollout_backend, config.rollout_fallback)
     inner.step.prompts_per_step, inner.step.samples_per_prompt = config.batch_size, config.samples_per_prompt
     inner.run.seed = config.seed
     return inner
 
 
-def _backend(name: str) -> str:
+def _backend(name: str, fallback: str | None) -> str:
+    """Return the rollout engine of a name: itself if it is here, else the embedded one if that may replace it."""
+    if fallback not in (None, "native"):
+        raise Refused(f"rollout_fallback={fallback!r}: 'native', or None")
     if name != "server" and reachable(name, None, None):
         return name
     package = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}.get(name)
     if package is None:
         raise Refused(f"rollout_backend={name!r}: native, hf, vllm, sglang or trtllm")
     why = "is not installed" if importlib.util.find_spec(package) is None else "has no adapter in this version"
+    if fallback is None and (gpus := local_gpus()):
+        fix = 'install it, or allow the embedded engine with rollout_fallback="native"'
+        raise Refused(f"rollout_backend={name!r} {why}, and this machine has GPUs ({gpus}): {fix}")
     warnings.warn(f"rollout_backend={name!r} {why}; using the embedded engine", stacklevel=4)
     return "native"
 
@@ -370,25 +383,19 @@ class Trainer:
                  "rollout": {"name": "native", "batch_size": 16, "max_length": 512}}).train(steps=1000)
 
     algorithm: a row of the table · actor: Policy or a folder · reward: RewardModel, a function (compute_score's
-    signature) or None (by data_source) · data, eval_data: rows in verl's format or a file · rollout: name, batch_size
-    (prompts per step), max_length (prompt and answer, half each unless max_prompt_length is given),
-    samples_per_prompt, temperature · async_rollout: one step of staleness · gradient_checkpointing · critic: a folder
-    · overrides: {"any.key": value}.
+    signature) or None (by data_source) · data, eval_data: rows in verl's format or a file · rollout: name, fallback
+    ("native", which allows our engine in its place on GPUs), batch_size (prompts per step), max_length (prompt and
+    answer, half each unless max_prompt_length is given), samples_per_prompt, temperature · async_rollout: one step of
+    staleness · gradient_checkpointing · critic: a folder · overrides: {"any.key": value}.
     """
 
     _KEYS = (
-        "algorithm",
-        "actor",
-        "reward",
-        "data",
-        "eval_data",
-        "rollout",
-        "async_rollout",
-        "gradient_checkpointing",
-        "critic",
-        "overrides",
+        *("algorithm", "actor", "reward", "data", "eval_data", "rollout", "async_rollout", "gradient_checkpointing"),
+        *("critic", "overrides"),
     )
-    _ROLLOUT = ("name", "batch_size", "max_length", "max_prompt_length", "samples_per_prompt", "temperature")
+    _ROLLOUT = (
+        *("name", "fallback", "batch_size", "max_length", "max_prompt_length", "samples_per_prompt", "temperature"),
+    )
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         _known(config, self._KEYS, "Trainer")
@@ -424,7 +431,7 @@ class Trainer:
         config, rollout = self._config, self._config.get("rollout", {})
         alone = name in PRESETS and PRESETS[name].group.least == 1
         out: dict[str, Any] = {
-            "rollout.engine": _backend(rollout.get("name", "native")),
+            "rollout.engine": _backend(rollout.get("name", "native"), rollout.get("fallback")),
             "step.samples_per_prompt": rollout.get("samples_per_prompt", 1 if alone else 8),
         }
         if "max_length" in rollout:

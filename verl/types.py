@@ -317,7 +317,7 @@ class Ref(Facts):
     version_min: int
     version_max: int
     stored: bool = False
-    """An answer of the data: no reward, sampler or version; it takes part only in the loss."""
+    """An answer that no policy sampled: it has no version, and usually no reward."""
 
 
 class Refs(tuple[Ref, ...]):
@@ -335,6 +335,10 @@ class Refs(tuple[Ref, ...]):
     def sampled(self) -> Refs:
         """The refs of samples that the policy sampled, without the stored answers."""
         return Refs(r for r in self if not r.stored)
+
+    def rewarded(self) -> Refs:
+        """The refs of samples that take part in advantages: all but the stored answers without a reward."""
+        return Refs(r for r in self if not r.stored or r.reward == r.reward)
 
     def groups(self) -> dict[str, Refs]:
         found: dict[str, list[Ref]] = {}

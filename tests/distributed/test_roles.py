@@ -32,7 +32,7 @@ from verl.model_engine.layout import Layout
 from verl.models import tiny
 from verl.recipes import arithmetic
 from verl.transfer_queue.memory import MemoryQueue
-from verl.workers.answers import RankAnswer, RankLate, failed_answer, first_failure, is_consequence
+from verl.workers.answers import CONSEQUENCES, RankAnswer, RankLate, failed_answer, first_failure
 from verl.workers.dist import ProcessRanks
 from verl.workers.group import Broadcast
 from verl.workers.inproc import InprocCluster
@@ -243,7 +243,7 @@ def test_a_rank_that_stops_is_waited_for_with_a_deadline_and_named(stops, monkey
     told = (
         "rank 0 waited 5 s for 1 of 2 ranks" if stops == "before" else "waited 5 s for another rank, which is slow or"
     )
-    assert type(error) is RankLate and told in str(error) and is_consequence(RankAnswer(error=error))
+    assert type(error) is RankLate and told in str(error) and isinstance(error, CONSEQUENCES)
     assert first_failure([RankAnswer(error=error), own := RankAnswer(error=ValueError("mine"))]) is own
 
 

@@ -47,6 +47,53 @@ def test_the_published_form_runs(gpt2):
     trainer.close()
 
 
+def test_on_gpus_a_backend_that_is_not_installed_is_replaced_only_where_that_is_allowed(monkeypatch):
+    from verl import api
+
+    monkeypatch.setattr(api, "local_gpus", lambda: 2)
+    with pytest.raises(ValueError, match=r"^rollout_backend='sglang' .*GPUs \(2\): .*rollout_fallback=\"native\"$"):
+        api._backend("sglang", None)
+    with pytest.warns(UserWarning, match="using the embedded engine"):
+        assert api._backend("sglang", "native") == "native"
+    assert api._backend("hf", None) == "hf"
+
+
+def test_a_text_that_the_policy_did_not_sample_has_no_log_probs_of_a_sampler(gpt2, tmp_path):
+    """Its ratio to the sampler is not that of probability 1, and its reward counts like any other."""
+    from transformers import AutoTokenizer
+
+    def trainer(**settings):
+        model, tokenizer = AutoModelForCausalLMWithValueHead.from_pretrained(gpt2), AutoTokenizer.from_pretrained(gpt2)
+        config = VerlConfig(rollout_backend="hf", max_length=24, samples_per_prompt=2, learning_rate=1e-2, **settings)
+        return VerlTrainer(config=config, model=model, tokenizer=tokenizer)
+
+    query, own = "Hello", " I am fine."
+    made = trainer()
+    (sampled, _), before = made.generate_rollout([query])[0], logprob(made, query, own, tmp_path)
+    stats = made.step([query], [[sampled, own]], [[0.0, 1.0]])
+    assert 0.99 < stats["mismatch/ratio_p99"] < 1.01, "of the sampled answer alone"
+    assert stats["critic/rewards/mean"] == 0.5 and stats["actor/grad_norm"] > 0
+    assert logprob(made, query, own, tmp_path) > before + 0.01, "the better answer is learned"
+    only = made.step([query], [[own, " How are you?"]], [[1.0, 0.0]])
+    assert not [name for name in only if "mismatch" in name] and only["actor/grad_norm"] > 0
+    made.close()
+    made = trainer(settings={"correction": "truncate", "correction_high": 2.0})
+    with pytest.raises(ValueError, match="query 0: response ' I am fine.' was not sampled by generate_rollout"):
+        made.step([query], [[own, " How are you?"]], [[1.0, 0.0]])
+    made.close()
+
+
+def logprob(trainer, query, text, folder):
+    from transformers import AutoModelForCausalLM
+
+    trainer.save_pretrained(folder / f"step_{trainer._steps}")
+    model = AutoModelForCausalLM.from_pretrained(folder / f"step_{trainer._steps}")
+    asked, answer = (trainer.tokenizer(part, add_special_tokens=False)["input_ids"] for part in (query, text))
+    with torch.no_grad():
+        logprobs = model(torch.tensor([asked + answer])).logits[0].log_softmax(-1)
+    return sum(float(logprobs[len(asked) - 1 + i, token]) for i, token in enumerate(answer))
+
+
 def test_several_answers_per_query_learn(gpt2, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -740,7 +740,7 @@ REFUSALS = [
     (["data.response_dict_keys=[answer]"], "{prompt, response}"),
     ([f"{ROLLOUT}agent.custom_agent_loop_loader=a.b"], "agent.loop=FILE.py:Class"),
     (["trainer.test_freq=True"], "expected a number"),
-    ([f"{ROLLOUT}name=vllm", "rollout.strict=True"], "refuses the native engine"),
+    ([f"{ROLLOUT}name=vllm", "rollout.fallback=none"], "refuses the native engine"),
     ([f"{ROLLOUT}name=mine"], "there are hf, native, vllm, sglang, trtllm"),
     (["model_engine=mine"], "there is no such model engine"),
     ([f"{ACTOR}clip_ratio=0.3", f"{ACTOR}clip_ratio_low=0.2"], "contradict"),
@@ -1023,7 +1023,24 @@ def test_an_engine_that_is_not_here_is_one_line() -> None:
         "model.engine": "torch",
     }
     (line,) = [line for line in render_notes(said.notes).splitlines() if "vllm" in line]
-    assert "native" in line and "rollout.strict=True refuses" in line
+    assert "native" in line and "rollout.fallback=none refuses" in line
+
+
+@pytest.mark.parametrize("name", ["vllm", "trtllm"])
+def test_on_gpus_an_engine_that_is_not_here_is_replaced_only_where_that_is_allowed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules.layout, "local_gpus", lambda: 8)
+    args = [f"{ROLLOUT}name={name}", "algorithm.adv_estimator=grpo"]
+    said = f"{ROLLOUT}name={name}: it is not here, and this machine has GPUs (8): rollout.python="
+    assert said in refusal(*args) and refusal(*args).endswith(
+        "rollout.fallback=native runs the native engine in its place"
+    )
+    allowed = translate([*args, "rollout.fallback=native"])
+    assert ("rollout.engine", "native") in [(s.key, s.value) for s in allowed.settings]
+    assert f"{name} is not here: the native engine runs in its place" in render_notes(allowed.notes)
+    here = translate([*args, "rollout.python=/opt/python"])
+    assert ("rollout.engine", name) in [(s.key, s.value) for s in here.settings]
 
 
 def test_a_schedule_that_is_not_given_is_that_of_verls_optimizer_group() -> None:

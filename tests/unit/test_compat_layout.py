@@ -118,7 +118,7 @@ def test_a_whole_script_is_a_configuration_that_can_run(tmp_path, monkeypatch):
     assert (one.config.cluster.backend, one.config.parallel.sequence, one.config.rollout.replicas) == ("inproc", 1, 1)
     monkeypatch.setattr(layout, "local_gpus", lambda: 4)
     monkeypatch.setattr("verl.config.cluster.find_spec", lambda name: name)
-    four = load_config(shlex.split(script), verl_defaults="rl")
+    four = load_config(shlex.split(f"{script} rollout.fallback=native"), verl_defaults="rl")
     validate(four.config)
     config = four.config
     assert (config.cluster.backend, config.cluster.ranks_per_node, config.rollout.replicas) == ("ray", 4, 4)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from verl.workers.answers import RankAnswer
+from verl.workers.answers import CONSEQUENCES, MeetingEnded, RankAnswer, failed_answer, first_failure
 from verl.workers.ray import life
 from verl.workers.ray.group import RayGroup
 from verl.workers.ray.life import ActorLife
@@ -30,10 +30,6 @@ class Ray:
         return done, [ref for ref in refs if ref not in done]
 
 
-class MeetingEnded(RuntimeError):
-    """By its name."""
-
-
 def test_the_first_cause_is_the_error_of_its_own_whoever_answers_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0, which waited for the one that failed, may be heard of first."""
     group = RayGroup.__new__(RayGroup)
@@ -44,6 +40,24 @@ def test_the_first_cause_is_the_error_of_its_own_whoever_answers_first(monkeypat
         monkeypatch.setitem(sys.modules, "ray", Ray(answers))
         with pytest.raises(ValueError, match="^a bad row"):
             group._collected(call, ["rank 0", "rank 1"])
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:16811."
+
+
+class DistNetworkError(RuntimeError):
+    """torch's, of a store."""
+
+
+@pytest.mark.parametrize(
+    "of_another", [RuntimeError(GLOO), DistNetworkError("Broken pipe"), MeetingEnded("rank 1: a bad row")]
+)
+@pytest.mark.parametrize("own", [ConnectionResetError(104, "Connection reset by peer"), RuntimeError("died by peer")])
+def test_a_service_that_hung_up_is_a_cause_and_a_rank_that_did_is_a_consequence(of_another, own) -> None:
+    """A text of another program says nothing about ranks: the type of the error does."""
+    first, second = failed_answer(of_another), failed_answer(own)
+    assert isinstance(first.error, CONSEQUENCES) and str(first.error) == str(of_another)
+    assert first_failure([first, second]) is second and first_failure([first]) is first
 
 
 class Process:

@@ -86,7 +86,7 @@ def test_a_reader_that_stops_reading_is_no_error() -> None:
     assert child.returncode == 141
 
 
-def test_an_alarm_that_goes_on_is_printed_once() -> None:
+def test_an_alarm_is_printed_when_it_begins_and_when_it_has_ended() -> None:
     lines, events = list[str](), list[int]()
     progress: Any = SimpleNamespace(message=lines.append)
     log: Any = SimpleNamespace(append=lambda kind, step, data: events.append(step))
@@ -100,7 +100,9 @@ def test_an_alarm_that_goes_on_is_printed_once() -> None:
 
     for share in [0.9] * 30 + [0.0] * 5 + [0.9] + [0.0] * (QUIET_STEPS + 1) + [0.9]:
         step(share)
-    assert [line.split(":")[0] for line in lines] == ["warn", "warn"]
+    assert [line.split(":")[0] for line in lines] == ["warn", "over", "warn"]
+    name = lines[0].split(":")[1]
+    assert lines[1] == f"over:{name}: the last {QUIET_STEPS} steps did not have it"
     assert len(events) == 32, "each is recorded"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from verl.chat import render_prompt
 from verl.chat.messages import read_messages
 from verl.chat.template import TemplateAudit, audit_template
+from verl.errors import Refused
 
 NO_MEDIA = "this model takes no images, videos or sounds; remove them from the rows"
 
@@ -39,7 +40,7 @@ class RendersMessages:
         template would drop is refused. remove_system_prompt: without what the template writes before any first message,
         for messages that follow others."""
         if images or videos or audios:
-            raise ValueError(NO_MEDIA)
+            raise Refused(NO_MEDIA)
         given = messages.tolist() if hasattr(messages, "tolist") else list(messages)
         read, kwargs = read_messages(given, "apply_chat_template", "messages"), self.config.model.template_kwargs
         audit = _audited(self.tokenizer, str(self.tokenizer.chat_template), json.dumps(kwargs, sort_keys=True))
@@ -50,7 +51,7 @@ class RendersMessages:
         """Return the media of messages: none, or a ValueError."""
         parts = (p for m in messages if isinstance(m["content"], list) for p in m["content"])
         if any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts):
-            raise ValueError(NO_MEDIA)
+            raise Refused(NO_MEDIA)
         return {}
 
     def _system_prompt(self, kwargs: Mapping[str, Any]) -> list[int]:

@@ -26,7 +26,7 @@ from verl.workers.group import WorkerGroup
 from verl.workers.waits import Waits
 
 RECORD_AFTER_S = 0.1  # samples are written after the start of the next rollout, when the event loop has less work
-QUIET_STEPS = 20  # an alarm is printed again after this many steps without it
+QUIET_STEPS = 20  # steps without an alarm after which it has ended
 OnStep = Callable[[int, Mapping[str, float]], None]
 
 
@@ -155,14 +155,17 @@ class Reporter:
         return due(number, self.config.track.report_every_steps)
 
     def check_health(self) -> None:
-        """Record the alarms of the step and print those that the last QUIET_STEPS steps did not have; RunEnded if one
-        stops the run."""
-        alarms = check_health(self.history, self.config.health)
+        """Record the alarms of the step, and print those that begin and those that have ended, which is after
+        QUIET_STEPS steps without them; RunEnded if one stops the run."""
+        alarms, number = check_health(self.history, self.config.health), len(self.history)
         for alarm in alarms:
-            if len(self.history) - self._raised.get(alarm.name, -QUIET_STEPS) > QUIET_STEPS:
+            if alarm.name not in self._raised:
                 self.progress.message(f"{alarm.level}: {alarm.name}: {alarm.message}")
-            self._raised[alarm.name] = len(self.history)
+            self._raised[alarm.name] = number
             self.events.append("alarm", int(self.history[-1]["training/global_step"]), asdict(alarm))
+        for name in [name for name, last in self._raised.items() if number - last >= QUIET_STEPS]:
+            self.progress.message(f"over: {name}: the last {QUIET_STEPS} steps did not have it")
+            del self._raised[name]
         stops = [a for a in alarms if a.level == "stop"]
         if stops:
             raise RunEnded(f"{stops[0].name}: {stops[0].message}")

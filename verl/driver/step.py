@@ -112,6 +112,12 @@ def inputs_of(terms: tuple[Term, ...], optional: tuple[str, ...] = ()) -> tuple[
     return tuple(dict.fromkeys([*(name for term in terms for name in term.inputs), *optional]))
 
 
+def reads_sampler(algorithm: Algorithm) -> bool:
+    """Return whether an algorithm reads the log-probs with which a response was sampled."""
+    inputs = (*inputs_of(algorithm.terms), *inputs_of(algorithm.value_terms), *algorithm.estimator.inputs)
+    return algorithm.correction is not None or "rollout_logprobs" in inputs
+
+
 async def _rewarded(learner: Learner, step: Step, refs: Refs) -> Refs:
     """Return the refs with the score of a reward model that works in batches."""
     reward = learner.config.reward
@@ -256,8 +262,8 @@ async def _advantages(learner: Learner, step: Step, algorithm: Algorithm, refs: 
     outputs = ("advantages", "returns") if algorithm.critic else ("advantages",)
     fn = partial(rewards_and_advantages, advantage=algorithm.advantage, kl=kl, kl_coef=controllers.kl_coef)
     metrics: Metrics = {}
-    if drawn := refs.sampled():
-        metrics = await learner.done(compute.compute(drawn, fn, inputs, outputs), "compute.advantages")
+    if rewarded := refs.rewarded():
+        metrics = await learner.done(compute.compute(rewarded, fn, inputs, outputs), "compute.advantages")
     step.log(metrics)
     if kl is not None:
         step.log({"actor/reward_kl_penalty_coeff": Metric(controllers.kl_coef, 1, "step", "last")})

@@ -12,10 +12,23 @@ from typing import Any
 
 FENCE_S = 5.0  # the time that the other ranks of a call get to finish after one has raised
 GLOO_LATE = re.compile(r"Timed out waiting (\d+)ms for (\w+) operation")
+GLOO_LOST = re.compile(r"^\[\S*/gloo/transport/\S+\] ")
 
 
 class RankLate(TimeoutError):
     """Another rank is slow or stopped: it did not reach an exchange, or did not finish it."""
+
+
+class MeetingEnded(RuntimeError):
+    """Another rank of this call has failed, so the exchange cannot take place."""
+
+
+class PeerLost(RuntimeError):
+    """The connection to another rank ended in the middle of an exchange."""
+
+
+CONSEQUENCES = (RankLate, MeetingEnded, PeerLost)
+"""The errors of a rank that are caused by another rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +40,22 @@ class RankAnswer:
     trace: str = ""
 
 
-def late(error: BaseException) -> BaseException:
-    """Translate gloo's error about a rank that does not answer into a `RankLate`; return any other error unchanged."""
-    if not isinstance(error, RuntimeError) or (found := GLOO_LATE.search(str(error))) is None:
+def typed_error(error: BaseException) -> BaseException:
+    """Give an error of torch.distributed about another rank its type: a `RankLate` or a `PeerLost`. Return any other
+    error unchanged. gloo raises plain RuntimeErrors, of which only the text is known."""
+    if type(error).__name__ == "DistNetworkError":  # of a store; torch is not imported here
+        return PeerLost(str(error))
+    if type(error) is not RuntimeError:
         return error
-    return RankLate(f"waited {int(found[1]) / 1000:g} s for another rank, which is slow or stopped ({found[2]}, gloo)")
+    if (found := GLOO_LATE.search(str(error))) is not None:
+        waited_s = int(found[1]) / 1000
+        return RankLate(f"waited {waited_s:g} s for another rank, which is slow or stopped ({found[2]}, gloo)")
+    return PeerLost(str(error)) if GLOO_LOST.match(str(error)) else error
 
 
 def failed_answer(error: BaseException) -> RankAnswer:
     text = "".join(traceback.format_exception(error))
-    error = late(error)
+    error = typed_error(error)
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -48,14 +67,8 @@ def failed_answer(error: BaseException) -> RankAnswer:
 def first_failure(found: Sequence[RankAnswer]) -> RankAnswer | None:
     """Return the first failure that was not caused by the failure of another rank, or else the first failure."""
     errors = [answer for answer in found if answer.error is not None]
-    own = [answer for answer in errors if not is_consequence(answer)]
+    own = [answer for answer in errors if not isinstance(answer.error, CONSEQUENCES)]
     return next(iter(own or errors), None)
-
-
-def is_consequence(answer: RankAnswer) -> bool:
-    """Return True if the error reports that another rank has failed or ended."""
-    by_name = type(answer.error).__name__ in ("MeetingEnded", "RankLate")
-    return by_name or "by peer" in str(answer.error)  # gloo's, of a connection
 
 
 def raised(answer: RankAnswer, what: str) -> BaseException:

@@ -133,7 +133,7 @@ def columns_of(
         return torch.from_numpy(out)
 
     valid = column((r.outcome == "ok" and (r.stored or r.reward == r.reward) for r in refs), np.bool_)
-    score = torch.where(valid, column((0.0 if r.stored else r.reward for r in refs), np.float64), 0.0)
+    score = torch.where(valid, column((r.reward if r.reward == r.reward else 0.0 for r in refs), np.float64), 0.0)
     group = column((group_names.setdefault(r.group_id, len(group_names)) for r in refs), np.int64)
     extra = {"positive": valid & (score > 0), "truncated": column((r.truncated for r in refs), np.bool_)}
     extra |= {name: column(values, dtype) for name, (values, dtype) in fact_columns(refs).items()}

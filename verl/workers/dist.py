@@ -9,15 +9,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from verl.model_engine.layout import Layout
-from verl.workers.answers import RankLate, late
+from verl.workers.answers import MeetingEnded, RankLate, typed_error
 
 T = TypeVar("T")
 POLL_S = 0.0005  # the first pause between two checks of the store; grows to MOST_POLL_S
 MOST_POLL_S = 0.02
-
-
-class MeetingEnded(RuntimeError):
-    """Another rank of this call has failed, so the exchange cannot take place."""
 
 
 class ProcessRanks:
@@ -61,7 +57,7 @@ class ProcessRanks:
         try:
             dist.all_gather_object(found, value, group=self._peers)
         except RuntimeError as e:
-            raise late(e) from None
+            raise typed_error(e) from None
         return found
 
     def _meet(self, key: str, timeout_s: float) -> None:

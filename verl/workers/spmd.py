@@ -29,7 +29,7 @@ from verl.errors import Refused
 from verl.model_engine.base import OneRank
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
-from verl.workers.answers import FENCE_S, RankAnswer, RankLate, failed_answer, first_failure, late, raised
+from verl.workers.answers import FENCE_S, RankAnswer, RankLate, failed_answer, first_failure, raised, typed_error
 from verl.workers.dist import ProcessRanks, backend_of, become
 from verl.workers.group import Arguments, Broadcast, Build, ClusterContext, Died, WorkerDied, WorkerGroup
 from verl.workers.inproc import InprocGroup
@@ -124,10 +124,11 @@ class SpmdDrivers:
         except OSError:
             raise
         except Exception as e:
-            if (slow := late(e)) is e and self._death_seen.wait(FENCE_S):
+            error = typed_error(e)
+            if not isinstance(error, RankLate) and self._death_seen.wait(FENCE_S):
                 assert self._gone is not None
                 raise self._gone from None
-            raise slow from None
+            raise error from None
 
     def together(self, name: str, fn: Callable[[], T]) -> Future[list[T]]:
         """Enqueue a call that every process makes. The future holds the results of all processes by rank, or the first

@@ -43,8 +43,9 @@ TURNS = f"{ROLLOUT}multi_turn."
 
 
 def _rollout_engine(given: Given) -> Result:
-    """Map the rollout engine. Every engine samples the same policy, so ours replaces one that is not installed."""
-    key, strict = f"{ROLLOUT}name", "rollout.strict"
+    """Map the engine. Another engine samples the same policy: on a CPU ours replaces one that is not here. On a machine
+    with GPUs that would cost hours of them, so it has to be allowed."""
+    key, fallback = f"{ROLLOUT}name", "rollout.fallback"
     name = given.value(key)
     here = name is None or reachable(name, given.native.get("rollout.python"), given.native.get("rollout.url"))
     engine = given.native.get("rollout.engine", name if here else "native")
@@ -62,13 +63,17 @@ def _rollout_engine(given: Given) -> Result:
         options[option if option in own else f"args.{option}"] = given.value(kwarg)
     options = {f"rollout.engine_options.{own}": value for own, value in options.items() if value is not None}
     if here:
-        given.ignore("only read beside a rollout.name that is not here", strict)
+        given.ignore("only read beside a rollout.name that is not here", fallback)
         return options if name is None else {"rollout.engine": name, **options}
-    if given.value(strict):
-        raise Refused(f"{key}={name}: not here, and rollout.strict=True refuses the native engine for it")
-    fix = "rollout.python=ENVIRONMENT/bin/python brings it (docs/engines.md); " if name in ROLLOUT_ENGINES else ""
+    allowed = given.value(fallback)
+    brings = "rollout.python=ENVIRONMENT/bin/python brings it (docs/engines.md); " if name in ROLLOUT_ENGINES else ""
+    if allowed == "none":
+        raise Refused(f"{key}={name}: it is not here, and rollout.fallback=none refuses the native engine for it")
+    if allowed is None and (gpus := layout.local_gpus()):
+        fix = "rollout.fallback=native runs the native engine in its place"
+        raise Refused(f"{key}={name}: it is not here, and this machine has GPUs ({gpus}): {brings}{fix}")
     given.remarks[key] = (
-        f"{name} is not here: the native engine runs in its place; {fix}rollout.strict=True refuses that"
+        f"{name} is not here: the native engine runs in its place; {brings}rollout.fallback=none refuses that"
     )
     return {"rollout.engine": "native"}
 

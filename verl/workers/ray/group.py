@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from verl.errors import Refused
 from verl.model_engine.layout import Layout
-from verl.workers.answers import FENCE_S, RankAnswer, failed_answer, first_failure, is_consequence, raised
+from verl.workers.answers import CONSEQUENCES, FENCE_S, RankAnswer, failed_answer, first_failure, raised
 from verl.workers.group import Arguments, Broadcast, DevicePlace, Died, WorkerDied
 from verl.workers.ray.life import ActorLife, Where, here
 
@@ -203,7 +203,7 @@ class RayGroup:
         if left and error is not None:  # the other ranks wait in a collective for the one that raised
             what = f"{self.name}: {len(left)} of {len(refs)} ranks did not come out of {call.name} after: {error.error}"
             self._fence(gone := WorkerDied(what))
-            if is_consequence(error):
+            if isinstance(error.error, CONSEQUENCES):
                 raise gone
         if error is not None:
             raise raised(error, f"{self.name}.{call.name.rpartition('.')[2]}")
