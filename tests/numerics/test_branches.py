@@ -25,7 +25,7 @@ from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.linear_teacher import top_k
 from verl.transfer_queue.rows import columns_of as row_columns
 from verl.types import Refs, Sample, Segment, ref_of
-from verl.workers.compute import columns_of
+from verl.workers.compute import step_columns
 
 STORED = ("old_values", "sum_pi_squared", "old_logprobs", "ref_logprobs", "teacher_logprobs", "rollout_logprobs")
 HEAD = replace(TEACHER, head=replace(TEACHER.head, weight=TEACHER.head.weight.float()))
@@ -84,11 +84,11 @@ def prepared(rows: list[Sample], name: str):
         of[r.trajectory_id] = of.get(r.trajectory_id, 0) + r.loss_tokens
     drawn = {r.trajectory_id: stored(r, of[r.trajectory_id]) for r in rows}
     found = {c: torch.cat([drawn[t][c] for t in of]) for c in next(iter(drawn.values()))}
-    columns = columns_of(refs, found, {r.group_id: 0.25 for r in refs})
+    columns = step_columns(refs, found, {r.group_id: 0.25 for r in refs})
     made = algorithm(name).advantage(columns.with_token({"rewards": adv.token_rewards(columns)}))
     found |= {column: values for column, values in made.items() if isinstance(values, torch.Tensor)}
     batch = batch.with_columns(found)
-    return batch.with_columns(term_weights(columns_of(refs, batch.columns), terms)), terms
+    return batch.with_columns(term_weights(step_columns(refs, batch.columns), terms)), terms
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_a_token_that_counts_twice_would_be_seen(model):
         doubled += [sample, replace(sample, sample_id=f"{sample.trajectory_id}#1")] if k == 1 else [sample]
     assert sum(ref_of(s).loss_tokens for s in doubled) > sum(ref_of(s).loss_tokens for s in whole)
     (one, terms), rows = prepared(whole, "grpo"), Refs(ref_of(s) for s in doubled)
-    weight = term_weights(columns_of(rows, {}), terms[:1])[f"w/{terms[0].name}"]
+    weight = term_weights(step_columns(rows, {}), terms[:1])[f"w/{terms[0].name}"]
     assert not torch.allclose(weight[: one.num_loss_tokens], one.columns[f"w/{terms[0].name}"])
 
 

@@ -15,7 +15,7 @@ from verl.nn.linear_logprob import linear_logprob
 from verl.nn.packing import probe_batch
 from verl.objective import Term, TermValue
 from verl.types import Refs, Sample, Segment, ref_of
-from verl.workers.compute import columns_of
+from verl.workers.compute import step_columns
 
 NLL = (Term(name="loss", fn=nll, aggregate="token-mean"),)
 
@@ -45,7 +45,7 @@ def rows(n=6, seed=0, vocab=48):
 def batch_of(samples, terms=NLL):
     refs = Refs(ref_of(s) for s in samples)
     batch = pack(samples)
-    return batch.with_columns(term_weights(columns_of(refs, batch.columns), terms))
+    return batch.with_columns(term_weights(step_columns(refs, batch.columns), terms))
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_temperature_is_per_row_and_gives_ratio_one(model):
         torch.testing.assert_close(got["logprobs"][span], expected, rtol=1e-5, atol=1e-5)
     terms = (Term(name="loss", fn=ppo_clip, inputs=("advantages",)),)
     batch = batch.with_columns({"old_logprobs": got["logprobs"], "advantages": torch.ones(batch.num_loss_tokens)})
-    batch = batch.with_columns(term_weights(columns_of(Refs(ref_of(s) for s in samples), batch.columns), terms))
+    batch = batch.with_columns(term_weights(step_columns(Refs(ref_of(s) for s in samples), batch.columns), terms))
     out = e.forward_backward(batch, terms)
     assert out.metrics["ppo_kl"].value == pytest.approx(0, abs=1e-6) and out.metrics["pg_clipfrac"].value == 0
 
@@ -189,7 +189,7 @@ def test_a_value_head_makes_a_critic_of_the_same_engine(model):
     assert values["values"].shape == (batch.num_loss_tokens,) and values["scores"].shape == (batch.num_rows,)
     assert float(values["values"].abs().max()) == 0, "a fresh critic predicts 0"
     fit = (Term(name="loss", fn=lambda c: TermValue((c["values"] - 1.0) ** 2), outputs=("values",)),)
-    batch = batch.with_columns(term_weights(columns_of(Refs(ref_of(s) for s in rows()), batch.columns), fit))
+    batch = batch.with_columns(term_weights(step_columns(Refs(ref_of(s) for s in rows()), batch.columns), fit))
     losses = []
     for _ in range(6):
         losses.append(e.forward_backward(batch, fit).metrics["loss"].value)

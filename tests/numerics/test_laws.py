@@ -35,7 +35,7 @@ from verl.batch import Batch, Columns, pack
 from verl.model_engine.objective import evaluate_terms
 from verl.objective import Term, TermValue
 from verl.types import Refs, Sample, Segment, ref_of
-from verl.workers.compute import columns_of
+from verl.workers.compute import step_columns
 
 NEEDED = {
     "drgrpo": {"horizon_tokens": 3},
@@ -150,7 +150,7 @@ def prepared(
         "sum_pi_squared": now["sum_pi_squared"],
         "old_values": now["values"] + values,
     }
-    columns = columns_of(refs, stored, {r.group_id: baseline for r in refs})
+    columns = step_columns(refs, stored, {r.group_id: baseline for r in refs})
     if algo.correction is not None:
         stored |= {k: v for k, v in correct(columns, algo.correction).items() if k in ("is_weights", "keep")}
     penalty = None
@@ -160,7 +160,7 @@ def prepared(
     stored |= {k: v for k, v in found.items() if isinstance(v, torch.Tensor)}
     if not moved and "old_logprobs" not in {n.column for n in algo.needs(1)}:
         del stored["old_logprobs"]  # the default: one update per step, so no pass for it
-    weights = term_weights(columns_of(refs, stored), (*algo.terms, *algo.value_terms))
+    weights = term_weights(step_columns(refs, stored), (*algo.terms, *algo.value_terms))
     return Step(batch.with_columns({**stored, **weights}), actions)
 
 

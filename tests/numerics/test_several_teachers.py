@@ -31,7 +31,7 @@ from verl.types import Metric, Refs, Segment, Task, ref_of, with_task
 from verl.weight_sync.local import LocalOutlet
 from verl.weight_sync.sender import WeightSender
 from verl.workers.ahead import EarlyOutputs
-from verl.workers.compute import columns_of
+from verl.workers.compute import step_columns
 from verl.workers.group import WorkerDied
 from verl.workers.role import Role, informed
 from verl.workers.teachers import Teachers
@@ -432,7 +432,7 @@ def test_a_teacher_that_likes_wrong_answers_shows():
         for s in made
     ]
     found = {"rollout_logprobs": torch.zeros(4), "teacher_logprobs": torch.tensor([-3.0, -1.0, -0.5, -0.1])}
-    columns = columns_of(Refs(ref_of(s) for s in made), found)
+    columns = step_columns(Refs(ref_of(s) for s in made), found)
     metrics = adv.opd(columns)
     assert metrics["teacher/likes_right"].value == pytest.approx(-2.0 - -0.3)
     assert metrics["teacher/kl"].value == pytest.approx(4.6 / 4)
@@ -490,7 +490,7 @@ def test_the_reward_counts_where_the_teacher_agrees():
     two = Segment(ids=np.array([4, 5]), source="sampled", logprobs=np.zeros(2), version=0)
     refs = Refs(ref_of(replace(s, segments=(s.segments[0], two))) for s in made)
     likes = torch.tensor([0.5, -0.25, 0.125, -0.5], dtype=torch.float64)
-    columns = columns_of(refs, {"rollout_logprobs": torch.zeros(4), "teacher_logprobs": likes})
+    columns = step_columns(refs, {"rollout_logprobs": torch.zeros(4), "teacher_logprobs": likes})
     columns = columns.with_token({"rewards": torch.tensor([0.0, 1.0, 0.0, 0.0])})
     a, plain = 2**-0.5, adv.opd(columns, reward_coef=2.0)
     only = adv.opd(columns, reward_coef=2.0, agree_only=True)

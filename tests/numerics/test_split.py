@@ -44,7 +44,7 @@ from verl.objective import Term, TermValue
 from verl.transfer_queue.rows import columns_of as row_columns
 from verl.transfer_queue.rows import observed_tokens
 from verl.types import Metric, Refs, Sample, Segment, merge_metrics, ref_of
-from verl.workers.compute import columns_of
+from verl.workers.compute import step_columns
 
 VOCAB, HIDDEN, TOP_K = 40, 6, 4
 TEACHER = Teacher(
@@ -134,7 +134,7 @@ def prepared(
     batch, plain = pack([observed(s) for s in rows] if name in OBSERVING else rows), pack(rows)
     stored = drawn(rows, seed)
     seen = {"rollout_logprobs": plain.columns["rollout_logprobs"], **stored}
-    columns = columns_of(refs, seen, {r.group_id: 0.25 for r in refs})
+    columns = step_columns(refs, seen, {r.group_id: 0.25 for r in refs})
     found = algorithm(name, **given).advantage(columns.with_token({"rewards": adv.token_rewards(columns)}))
     stored |= {k: v for k, v in found.items() if isinstance(v, torch.Tensor)}
     if rejected:
@@ -147,12 +147,12 @@ def prepared(
         stored |= spoiled
     stored |= {"rollout_logprobs": seen["rollout_logprobs"], "versions": plain.columns["versions"]}
     inside, watching = ([t for t in terms if (t.unit == "observation") == o] for o in (False, True))
-    stored |= term_weights(columns_of(refs, stored), tuple(inside))
+    stored |= term_weights(step_columns(refs, stored), tuple(inside))
     if name not in OBSERVING:
         return batch.with_columns(stored), terms
     env = batch.columns["versions"] == OBSERVED
     counts = [observed_tokens(row_columns(s)["segments"]) for s in rows]
-    weights = term_weights(columns_of(refs, {}, counts=counts), tuple(watching))["w/observation_loss"]
+    weights = term_weights(step_columns(refs, {}, counts=counts), tuple(watching))["w/observation_loss"]
     spread = {n: around(c, ~env) for n, c in stored.items() if n != "versions"}
     return batch.with_columns({**spread, "w/observation_loss": around(weights, env)}), terms
 
@@ -249,7 +249,7 @@ def test_weights_of_a_part_alone_would_be_seen():
     own = {t.name: torch.zeros(batch.num_loss_tokens, dtype=F64) for t in terms}
     for part in parts:
         some = Refs(refs[i] for i in part)
-        found = term_weights(columns_of(some, select_rows(batch, part).columns), terms)
+        found = term_weights(step_columns(some, select_rows(batch, part).columns), terms)
         for t in terms:
             own[t.name][loss_index(batch, part)] = found[f"w/{t.name}"] / len(parts)
     mine = batch.with_columns({f"w/{n}": w for n, w in own.items()})

@@ -103,14 +103,14 @@ def test_sequence_weights_of_a_bypassed_step_count_the_rejected_tokens_too():
 
 def test_answers_that_the_budget_cut_are_in_no_loss_and_in_no_denominator():
     from verl.driver.step import without_truncated
-    from verl.workers.compute import columns_of
+    from verl.workers.compute import step_columns
 
     refs = put(MemoryQueue(), [replace(_sample("a", 3), stop_reason="length"), _sample("b", 1)])
-    columns = columns_of(refs, {"keep": torch.tensor([True, True, True, False])})
+    columns = step_columns(refs, {"keep": torch.tensor([True, True, True, False])})
     found = without_truncated(columns)
     assert found["keep"].tolist() == [False] * 4, "what a correction rejected stays rejected"
     assert found["actor/truncated_masked"].value == 0.5
-    keep = without_truncated(columns_of(refs, {}))["keep"]
+    keep = without_truncated(step_columns(refs, {}))["keep"]
     assert keep.tolist() == [False, False, False, True]
     got = gradient(resolve("dapo", {"mask_truncated": True}).terms, OLD, keep=keep.tolist())
     assert got == pytest.approx([0.0, 0.0, 0.0, 1.0])

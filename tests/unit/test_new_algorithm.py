@@ -24,7 +24,7 @@ from verl.planner.memory import needs_reference
 from verl.planner.plan import make_plan
 from verl.show import show
 from verl.types import Refs, Sample, Segment, ref_of
-from verl.workers.compute import columns_of
+from verl.workers.compute import step_columns
 
 NEEDED = {"drgrpo": {"horizon_tokens": 3}, "gdpo": {"reward_components": ["a", "b"]}}
 
@@ -85,7 +85,7 @@ def step_of(algo, rewards=(1.0, 0.0, 0.5)):
             )
         )
     batch, refs = pack(rows, share_prefix=False), Refs(ref_of(r) for r in rows)
-    columns = columns_of(refs, {"ref_logprobs": torch.full((6,), -1.0, dtype=torch.float64)})
+    columns = step_columns(refs, {"ref_logprobs": torch.full((6,), -1.0, dtype=torch.float64)})
     columns = columns.with_token({"rewards": token_rewards(columns)})
     columns = columns.with_token(algo.advantage(columns))
     return batch.with_columns({**columns.token, **term_weights(columns, algo.terms)})

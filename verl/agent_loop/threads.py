@@ -53,7 +53,7 @@ class Places(asyncio.Semaphore):
 
 async def in_thread(function: Callable[[], Any], name: str) -> Any:
     """Return the result of a call that may block."""
-    return value_of(await started(function, name))
+    return value_of(await start_thread(function, name))
 
 
 def value_of(ended: Ended) -> Any:
@@ -63,7 +63,7 @@ def value_of(ended: Ended) -> Any:
     return value
 
 
-def started(function: Callable[[], Any], name: str) -> asyncio.Future[Ended]:
+def start_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Ended]:
     """Start a call that may block in a new thread, and return a future of its result. A call that hangs takes no place
     from other calls, and its thread ends with the process."""
     loop = asyncio.get_running_loop()

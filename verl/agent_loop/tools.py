@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from uuid import uuid4
 
-from verl.agent_loop.threads import Ended, Places, in_thread, started, value_of
+from verl.agent_loop.threads import Ended, Places, in_thread, start_thread, value_of
 from verl.chat.arguments import as_declared, wrong_arguments
 from verl.chat.parsing import ToolCall
 from verl.chat.template import one_line
@@ -102,7 +102,7 @@ class Episode:
                 await asyncio.shield(self.busy)
             if inspect.iscoroutinefunction(function):
                 return await function(**arguments)
-            self.busy = started(functools.partial(function, **arguments), f"environment {method}")
+            self.busy = start_thread(functools.partial(function, **arguments), f"environment {method}")
             return value_of(await asyncio.shield(self.busy))
 
 
@@ -229,7 +229,7 @@ class Toolbox:
         called = functools.partial(tool.function, **arguments, **more)
         if inspect.iscoroutinefunction(tool.function):
             return await called()
-        threads.append(started(called, f"tool {tool.name}"))
+        threads.append(start_thread(called, f"tool {tool.name}"))
         return value_of(await asyncio.shield(threads[0]))
 
     def _begin(self, held: Held, name: str, given: Mapping[str, Any]) -> None:

@@ -52,7 +52,7 @@ class Compute:
         refs = refs.of("train")
         # a copy, because `fn` may be user code
         token = {n: c.values.clone() for n, c in read_tokens(self.queue, refs, inputs).items()}
-        columns = columns_of(refs, token, baselines)
+        columns = step_columns(refs, token, baselines)
         check_finite(columns, tuple(inputs))
         found = fn(columns)
         written = {name: _token_column(found, name, len(columns.mask)) for name in outputs}
@@ -71,7 +71,7 @@ class Compute:
             refs = step.refs
             optional = [n for n in ("is_weights", "keep") if refs and self.queue.having(refs, n) == refs]
             found = read_tokens(self.queue, refs, tuple(dict.fromkeys([*inputs, *optional])))
-            columns = columns_of(refs, {n: c.values for n, c in found.items()})
+            columns = step_columns(refs, {n: c.values for n, c in found.items()})
             check_finite(columns, tuple(n for n, c in found.items() if c.values.is_floating_point()))
             inside, observing = (tuple(t for t in terms if (t.unit == "observation") == o) for o in (False, True))
             weights = term_weights(columns, inside)
@@ -84,7 +84,7 @@ class Compute:
             if observing:
                 rows = self.queue.read(refs, ("segments",))["segments"].rows()
                 counts = [observed_tokens(row.numpy()) for row in rows]
-                of_env, at = term_weights(columns_of(refs, {}, counts=counts), observing), np.cumsum([0, *counts])
+                of_env, at = term_weights(step_columns(refs, {}, counts=counts), observing), np.cumsum([0, *counts])
                 written |= {f"w/{t.name}{step.weights}": Ragged(of_env[f"w/{t.name}"], at) for t in observing}
             for term in inside:
                 weight, at = weights[f"w/{term.name}"], offsets
@@ -100,7 +100,7 @@ class Compute:
         """Compare the trainer's log-probs of the sampled tokens with the sampler's, over the rows with a valid
         reward."""
         found = self.queue.read(refs, (column, "rollout_logprobs"))
-        columns = columns_of(refs, {n: c.values for n, c in found.items()})
+        columns = step_columns(refs, {n: c.values for n, c in found.items()})
         return mismatch_metrics(columns[column], columns["rollout_logprobs"], columns.mask)
 
 
@@ -108,7 +108,7 @@ def build_compute(queue: TransferQueue, *, ranks: Sequence[Ranks]) -> list[Compu
     return [Compute(queue) for _ in ranks]
 
 
-def columns_of(
+def step_columns(
     refs: Refs,
     token: Mapping[str, Tensor],
     baselines: Mapping[str, float] | None = None,

@@ -81,7 +81,7 @@ def serve(host: str) -> tuple[dist.TCPStore, str]:
     return store, f"{host}:{store.port}"
 
 
-def backend_of(device: str) -> str:
+def group_backend(device: str) -> str:
     """Return the torch.distributed backend for ranks with models on this device: gloo for the host, and torch's default
     backend for the device."""
     return "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
@@ -91,7 +91,7 @@ def join_ranks(address: str, layout: Layout, number: int, *, device: str, timeou
     """Join the process group at `address` as rank `number`. Raise TimeoutError if not all ranks join in time."""
     host, _, port = address.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
-    become(store, layout, number, backend=backend_of(device), timeout_s=timeout_s, start_s=timeout_s)
+    become(store, layout, number, backend=group_backend(device), timeout_s=timeout_s, start_s=timeout_s)
     return ProcessRanks(dist.PrefixStore("calls", store), layout, number, timeout_s)
 
 

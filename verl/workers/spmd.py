@@ -30,7 +30,7 @@ from verl.model_engine.base import OneRank
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
 from verl.workers.answers import FENCE_S, RankAnswer, RankLate, failed_answer, first_failure, raised, typed_error
-from verl.workers.dist import ProcessRanks, backend_of, become
+from verl.workers.dist import ProcessRanks, become, group_backend
 from verl.workers.group import Arguments, Broadcast, Build, ClusterContext, Died, WorkerDied, WorkerGroup
 from verl.workers.inproc import InprocGroup
 from verl.workers.sections import ClusterConfig
@@ -251,7 +251,7 @@ def join_processes(layout: Layout, device: str, timeout_s: float, start_s: float
     if dist.is_initialized():
         raise Refused("a process that torchrun started makes one run; start torchrun again for the next one")
     store, number, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=start_s))))
-    become(store, layout, number, backend=backend_of(device), timeout_s=timeout_s, start_s=start_s)
+    become(store, layout, number, backend=group_backend(device), timeout_s=timeout_s, start_s=start_s)
     local = None if device == "cpu" else launch.local_rank
     if local is not None:
         torch.cuda.set_device(local)

@@ -21,7 +21,7 @@ from verl.errors import Refused
 from verl.model_engine.layout import Layout
 from verl.workers.answers import CONSEQUENCES, FENCE_S, RankAnswer, failed_answer, first_failure, raised
 from verl.workers.group import Arguments, Broadcast, DevicePlace, Died, WorkerDied
-from verl.workers.ray.life import ActorLife, Where, here
+from verl.workers.ray.life import ActorLife, Where, this_process
 
 T = TypeVar("T")
 Live = Callable[..., ActorLife]
@@ -84,7 +84,7 @@ class RankActor:
             return failed_answer(e)
 
     def where(self) -> Where:
-        return here()
+        return this_process()
 
     def watch(self) -> None:
         """Never return: a failure of this call means that the process has died."""

@@ -15,7 +15,7 @@ Where = tuple[str, int]
 """(node, process)"""
 
 
-def here() -> Where:
+def this_process() -> Where:
     import ray
 
     return ray.util.get_node_ip_address(), os.getpid()

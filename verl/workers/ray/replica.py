@@ -16,7 +16,7 @@ from verl.rollout.base import Capabilities, Completion, GenerateRequest, PauseMo
 from verl.workers.answers import RankAnswer, failed_answer, raised
 from verl.workers.group import DevicePlace, Died
 from verl.workers.ray.group import Live
-from verl.workers.ray.life import Where, here
+from verl.workers.ray.life import Where, this_process
 
 
 class ReplicaActor:
@@ -38,7 +38,7 @@ class ReplicaActor:
         self._built.set()
 
     async def where(self) -> Where:
-        return here()
+        return this_process()
 
     async def ask(self, method: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> RankAnswer:
         await self._built.wait()
