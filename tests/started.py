@@ -9,6 +9,7 @@ import os
 import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -69,10 +70,33 @@ class Started:
         self._process.kill()
 
 
+class Program(Started):
+    """`python -c TEXT ...`, whose output is kept."""
+
+    def __init__(self, text: str, *args: object, log: Path) -> None:
+        self.log = log
+        super().__init__([text, *map(str, args)], log, entry=program)
+
+    def first_line(self, timeout_s: float) -> str:
+        """Wait for it."""
+        end = time.monotonic() + timeout_s
+        while "\n" not in (said := self.log.read_text()):
+            assert time.monotonic() < end and self.poll() is None, f"it has no first line: {said[-2000:]}"
+            time.sleep(0.01)
+        return said.partition("\n")[0]
+
+    def output(self, timeout_s: float) -> str:
+        """All of it, once the program has ended."""
+        self.wait(timeout_s)
+        return self.log.read_text()
+
+
 def program(args: Sequence[str]) -> int:
-    """`python -c TEXT`, for `entry`."""
+    """`python -c TEXT ...`, for `entry`."""
     sys.path.insert(0, "")
+    sys.argv = ["-c", *args[1:]]
     exec(compile(args[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+    atexit._run_exitfuncs()  # as at the end of an interpreter; multiprocessing leaves them out
     return 0
 
 

@@ -52,7 +52,7 @@ def imports(path: Path, *, top_level: bool) -> frozenset[str]:
     typed = {
         id(n)
         for i in ast.walk(tree)
-        if isinstance(i, ast.If) and "TYPE_CHECKING" in ast.unparse(i.test)
+        if isinstance(i, ast.If) and any(isinstance(n, ast.Name) and n.id == "TYPE_CHECKING" for n in ast.walk(i.test))
         for n in ast.walk(i)
     }
     found: set[str] = set()

@@ -6,8 +6,6 @@ import asyncio
 import hashlib
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -20,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from started import Program
 
 from verl.rollout.api import deliver_buckets
 from verl.rollout.process import free_port
@@ -398,11 +397,11 @@ except Exception as e:
 """.replace("torch_uint8", "__import__('torch').uint8")
 
 
-def reader(folder: Path, address: str, pause_s: float = 0.0) -> subprocess.Popen[str]:
-    """Of another host: its shared memory is another folder."""
+def reader(folder: Path, address: str, pause_s: float = 0.0) -> Program:
+    """A reader on another host: its shared memory is another folder."""
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", READER, str(folder), address, str(pause_s)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    log = folder.parent / f"{folder.name}-{len([*folder.parent.glob('*.log')])}.log"
+    return Program(READER, folder, address, pause_s, log=log)
 
 
 def test_hosts_that_see_no_memory_of_ours_have_every_bit_and_one_that_is_killed_holds_up_nobody(
@@ -414,23 +413,23 @@ def test_hosts_that_see_no_memory_of_ours_have_every_bit_and_one_that_is_killed_
     processes = [reader(tmp_path / "a", f"{at}:0:0:0"), reader(tmp_path / "b", f"{at}:0:0:1", 0.05)]
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(out.stream, 0, passing(of), Readers(0, 2, 60.0))
-        assert processes[1].stdout is not None and processes[1].stdout.readline()
+        processes[1].first_line(60)
         processes[1].kill()
         sending.result(60)
         out.commit(0)
-    said, _ = processes[0].communicate(timeout=60)
+    said = processes[0].output(60)
     wanted = hashlib.sha256()
     for n, t in of.items():
         wanted.update(n.encode() + t.view(-1).view(torch.uint8).numpy().tobytes())
     assert said.split()[-1] == wanted.hexdigest() and not [*(tmp_path / "a").iterdir()], "it goes with its process"
-    processes[1].communicate()
+    processes[1].wait(60)
     (left,) = (tmp_path / "b").iterdir()
     with ThreadPoolExecutor(1) as pool:
         next_one = reader(tmp_path / "b", f"{at}:1:1:0")
         sending = pool.submit(out.stream, 1, passing(of), Readers(1, 1, 60.0))
         sending.result(60)
         out.commit(1)
-    next_one.communicate(timeout=60)
+    next_one.output(60)
     assert not left.exists(), "the next one there clears up after one that was killed"
 
 
@@ -442,5 +441,5 @@ def test_a_stranger_and_a_sender_that_is_gone_are_one_line(near: str, tmp_path: 
         (f"{at}/{key[::-1]}/{rest}", f"SyncError the sender of version 0 at {at} is gone: the other end closed"),
         (f"127.0.0.1:{free_port()}/{key}/{rest}", "SyncError the trainer's weights cannot be fetched from 127.0.0.1:"),
     ):
-        said, _ = reader(tmp_path / "a", f"{address}:0:0:0").communicate(timeout=60)
+        said = reader(tmp_path / "a", f"{address}:0:0:0").output(60)
         assert said.startswith(wanted) and said.count("\n") == 1

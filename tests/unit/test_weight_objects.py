@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from started import Program
 from transformers import AutoModelForCausalLM
 
 from verl.models import tiny
@@ -90,8 +90,7 @@ def test_a_model_folder_lies_there_which_another_process_reads(root: str, tmp_pa
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
     reads = "import sys; from verl.weight_sync.objects import open_weights as o; s = o(sys.argv[1])\n"
     reads += "print(s.version, dict(s.tensors())['model.norm.weight'].sum().item())"
-    done = subprocess.run([sys.executable, "-c", reads, address], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["3", "64.0"], done.stderr
+    assert Program(reads, address, log=tmp_path / "log").output(120).split() == ["3", "64.0"]
 
 
 def test_an_upload_that_breaks_leaves_nothing_and_the_version_before_is_read(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from started import Program
 
 from verl.weight_sync import shm, tcp
 from verl.weight_sync.base import SyncError, checksum
@@ -248,16 +247,17 @@ def test_processes_of_a_host_fetch_once_and_what_the_dead_left_goes(tmp_path, ou
         "print(s.version, sum(checksum(t) for _, t in s.tensors()), len(calls), flush=True)\n"
         "if sys.argv[3] == 'killed': os._exit(9)"
     )
-    command = [sys.executable, "-c", read, address, str(tmp_path), "killed"]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    told = [run.communicate(timeout=120)[0].split() for run in runs]
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    runs = [Program(read, address, folder, "killed", log=tmp_path / f"{i}.log") for i in range(2)]
+    told = [run.output(120).split() for run in runs]
     expected = str(sum(checksum(t) for t in now.values()))
     assert [t[:2] for t in told] == [["7", expected]] * 2
-    left = [path.name for path in tmp_path.glob(f"{shm.PREFIX}-*")]
+    left = [path.name for path in folder.glob(f"{shm.PREFIX}-*")]
     assert len(left) == 1
-    again = subprocess.run([*command[:-1], "ends"], capture_output=True, text=True, timeout=120)
-    assert again.stdout.split() == ["7", expected, "5"], "whose maker is gone is fetched again"
-    assert not list(tmp_path.glob(f"{shm.PREFIX}-*")), "what the killed one left is gone, and this one left nothing"
+    again = Program(read, address, folder, "ends", log=tmp_path / "again.log")
+    assert again.output(120).split() == ["7", expected, "5"], "whose maker is gone is fetched again"
+    assert not list(folder.glob(f"{shm.PREFIX}-*")), "what the killed one left is gone, and this one left nothing"
 
 
 def test_a_late_reader_on_the_host_of_the_trainer_takes_no_older_version(outlet_of):
