@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import copy
-import difflib
 import importlib.util
 import inspect
 import json
@@ -21,7 +20,6 @@ from torch import nn
 
 from verl.algorithms.presets import PRESETS
 from verl.algorithms.resolve import resolve
-from verl.algorithms.settings import spelled
 from verl.config.compat.layout import local_gpus
 from verl.config.load import load_config
 from verl.config.schema import Config
@@ -36,6 +34,7 @@ from verl.given_models import AutoModelForCausalLMWithValueHead, wrapped
 from verl.leftovers import OwnFolder
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
+from verl.names import did_you_mean, spelled
 from verl.rollout.base import Completion, GenerateRequest
 from verl.track.metrics import reduce
 from verl.types import Purpose, Sample, Sampling, Segment, as_ids, derive_seed
@@ -462,8 +461,7 @@ class MultiController(Trainer):
 def _known(given: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
     for key in given:
         if key not in keys:
-            near = difflib.get_close_matches(str(key), keys, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(keys)}"
+            hint = did_you_mean(key, keys, form="did you mean {!r}?") or f"known: {', '.join(keys)}"
             raise Refused(f"{where}: unknown key {key!r}; {hint}")
 
 

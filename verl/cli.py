@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from verl.errors import Refused, crash_record_of
+from verl.names import did_you_mean
 
 if TYPE_CHECKING:
     from verl.config.compat.translate import VerlDefaults
@@ -61,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return guarded(lambda: _help(verb))
     if verb in VERBS:
         return guarded(lambda: VERBS[verb](rest), rest)
-    near = difflib.get_close_matches(verb, VERBS, 1)
-    return _fail(f"there is no verb {verb!r}" + (f"; did you mean {near[0]!r}?" if near else "") + " (verl --help)")
+    return _fail(f"there is no verb {verb!r}{did_you_mean(verb, VERBS, form='; did you mean {!r}?')} (verl --help)")
 
 
 def _help(verb: str) -> int:

@@ -112,12 +112,13 @@ def keeps_the_rules(path: Path) -> None:
             "verl.bounds",
             "verl.batch",
             "verl.errors",
+            "verl.names",
             "verl.objective",
         )
         assert all(m.startswith(allowed) for m in every if m.startswith("verl")), every
         assert not any(m.startswith("torch.distributed") for m in every)
         if path.name in ("settings.py", "specs.py", "filters.py", "presets.py"):
-            words = ("verl.algorithms", "verl.columns", "verl.errors", "verl.types")
+            words = ("verl.algorithms", "verl.columns", "verl.errors", "verl.names", "verl.types")
             assert all(m.startswith(words) for m in every if m.startswith("verl"))
             assert not {m for m in every if m.split(".")[0] in ("torch", "transformers")}, "configuration reads these"
     if here == "objective":

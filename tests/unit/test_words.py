@@ -30,14 +30,12 @@ ONE_NAME_EACH = {
 }
 """Names that several modules define because something looks them up in each: a hook -> what it is."""
 
-ROOMS_TO_COME = frozenset(
-    {"rollout", "weight_sync", "sandbox", "model_engine", "nn", "tools", "checkpoint", "trainer", "config"}
-)
+ROOMS_TO_COME = ("rollout/server/", "sandbox/", "tools/")
 """Rooms that are still being rewritten."""
 NAMES_TO_COME = frozenset(
     [
-        *("AbortBody", "Admission", "Limits", "Segment", "Server", "Snapshot", "Update", "clip", "compare", "critic"),
-        *("did_you_mean", "doctor", "evaluate", "export", "fit", "kl_loss", "read_samples", "receive", "register"),
+        *("AbortBody", "Admission", "Limits", "Segment", "Server", "Snapshot", "Update", "compare"),
+        *("doctor", "evaluate", "export", "fit", "read_samples", "receive", "register"),
         *("sample_of", "sampling_of", "serve", "show", "spread", "train", "words"),
     ]
 )
@@ -75,7 +73,8 @@ def test_texts_use_the_terms_of_the_field() -> None:
     found = {
         str(path): bad
         for path, tree in trees().items()
-        if path.parts[0] not in ROOMS_TO_COME and (bad := too_many(words_of((ROOT / path).read_text(), tree)))
+        if not path.as_posix().startswith(ROOMS_TO_COME)
+        and (bad := too_many(words_of((ROOT / path).read_text(), tree)))
     }
     assert not found, f"write what the program does: {found}"
 
@@ -85,7 +84,8 @@ def test_docstrings_are_sentences() -> None:
     found = {
         str(path): bad
         for path, tree in trees().items()
-        if path.parts[0] not in ROOMS_TO_COME and (bad := [text[:60] for text in strings(tree) if FRAGMENT.match(text)])
+        if not path.as_posix().startswith(ROOMS_TO_COME)
+        and (bad := [text[:60] for text in strings(tree) if FRAGMENT.match(text)])
     }
     assert not found, f"begin with a verb or with the thing: {found}"
 

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.algorithms.presets import preference
-from verl.algorithms.settings import did_you_mean
+from verl.algorithms.settings import MEANT
 from verl.algorithms.specs import function
 from verl.batch import Columns
 from verl.errors import Refused
+from verl.names import did_you_mean
 from verl.objective import Term, TermValue
 
 CHOSEN, REJECTED, MISMATCHED = 1.0, -1.0, 0.0
@@ -207,7 +208,7 @@ def preference_terms(
     spec = preference(name)
     for key in options or {}:
         if key not in spec.options:
-            hint = did_you_mean(key, list(spec.options)) or f"; it has {', '.join(spec.options) or 'none'}"
+            hint = did_you_mean(key, spec.options, form=MEANT) or f"; it has {', '.join(spec.options) or 'none'}"
             raise Refused(f"preference.options.{key}: {name} has no such option{hint}")
     settings = {**spec.options, **(options or {})}
     ld_alpha, wpo = settings.pop("ld_alpha", None), bool(settings.pop("wpo", False))

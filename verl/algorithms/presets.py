@@ -11,10 +11,11 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from verl.algorithms import filters, specs
-from verl.algorithms.settings import Knob, Spec, did_you_mean
+from verl.algorithms.settings import MEANT, Knob, Spec
 from verl.algorithms.specs import Clipped, EstimatorSpec, KLLoss, PPOClip, PreferenceSpec, short
 from verl.columns import side_columns
 from verl.errors import Refused
+from verl.names import did_you_mean
 
 T = TypeVar("T")
 SCHEDULED = (
@@ -103,7 +104,9 @@ class Preset:
         for spec in (self.estimator, self.loss):
             for column in spec.inputs:
                 if column not in written:
-                    hint = f"{did_you_mean(column, sorted(written))}; there are: {', '.join(sorted(written))}"
+                    hint = (
+                        f"{did_you_mean(column, sorted(written), form=MEANT)}; there are: {', '.join(sorted(written))}"
+                    )
                     prefix = f"{spec.fn} reads the column {column!r}, which nobody writes"
                     yield f"algorithm.name={self.name}: {prefix}{hint}"
         if self.loss.aggregation == specs.BY_HORIZON and self.loss.horizon_tokens is None:
@@ -398,7 +401,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 
 def _named(table: Mapping[str, T], key: str, name: str) -> T:
     if name not in table:
-        near = did_you_mean(name, list(table), {k: v for k, v in ALIASES.items() if v in table})
+        near = did_you_mean(name, table, aliases={k: v for k, v in ALIASES.items() if v in table}, form=MEANT)
         raise Refused(f"{key}={name}: unknown{near}; there are: {', '.join(table)}")
     return table[name]
 
@@ -408,7 +411,7 @@ def unknown_option(key: str, value: Any = "VALUE") -> str:
     if key in setting_types() or key in ("loss", "advantage"):
         return f"algorithm.options.{key}: a key of its own: write {written(key, value)}"
     options = [k for k, option in knobs().items() if option]
-    hint = did_you_mean(key, options) or f"; known: {', '.join(options)}"
+    hint = did_you_mean(key, options, form=MEANT) or f"; known: {', '.join(options)}"
     return f"algorithm.options.{key}: unknown{hint}"
 
 
@@ -434,7 +437,9 @@ def settled(name: str, given: Mapping[str, Any] | None = None, *, longest: int |
     if loss is not None:
         if loss not in LOSSES and not re.fullmatch(r"[\w.]+:\w+", loss):
             known_losses = f"{', '.join(LOSSES)}, or your own as module:function"
-            found.append(f"algorithm.loss={loss}: unknown{did_you_mean(loss, list(LOSSES))}; there are: {known_losses}")
+            found.append(
+                f"algorithm.loss={loss}: unknown{did_you_mean(loss, LOSSES, form=MEANT)}; there are: {known_losses}"
+            )
         else:  # what both losses have keeps the preset's value
             preset = replace(preset, loss=LOSSES.get(loss, specs.LossSpec(loss)).updated(preset.loss.settings()))
     if advantage is not None:

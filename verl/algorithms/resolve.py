@@ -13,10 +13,11 @@ from torch import Tensor
 
 from verl.algorithms import estimators, losses, specs
 from verl.algorithms.presets import Preset, settled
-from verl.algorithms.settings import did_you_mean
+from verl.algorithms.settings import MEANT
 from verl.algorithms.specs import function, short
 from verl.batch import Columns
 from verl.errors import Refused
+from verl.names import did_you_mean
 from verl.objective import Term, TermValue
 from verl.types import Metric
 
@@ -181,7 +182,7 @@ def _try(fn: Callable[[Columns], Any], path: str, preset: Preset) -> None:
         fn(columns)
     except Exception:  # user code on made-up numbers: only the name of a column that is not there is surely wrong
         if token.missing is not None:
-            hint = did_you_mean(token.missing, names)
+            hint = did_you_mean(token.missing, names, form=MEANT)
             need = " (a KL term has it made: set algorithm.kl_loss_coef)" if token.missing == "ref_logprobs" else ""
             prefix = f"algorithm.loss={path} reads the column {token.missing!r}, which nobody writes"
             raise Refused(f"{prefix}{need}{hint}; there are: {', '.join(names)}") from None

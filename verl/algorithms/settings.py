@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import functools
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import Any, ClassVar, Self
+
+from verl.names import did_you_mean
+
+MEANT = "; did you mean {}?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Knob:
             return prefix + f"must be {wanted}"
         if self.choices and value not in self.choices:
             known = f"there are: {', '.join(self.choices)}{self.advice}"
-            return prefix + f"unknown{did_you_mean(value, self.choices)}; {known}"
+            return prefix + f"unknown{did_you_mean(value, self.choices, form=MEANT)}; {known}"
         if isinstance(value, int | float):
             if not math.isfinite(value):
                 return prefix + "must be finite"
@@ -78,21 +80,6 @@ _KINDS: Mapping[str, tuple[str, tuple[type, ...]]] = {
 
 def _as_written(annotation: Any) -> str:  # they are strings where a spec's module postpones them
     return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
-
-
-def did_you_mean(word: object, known: Sequence[str], aliases: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return `; did you mean X?`, or nothing where no word is near. Case, dots, dashes and underscores do not count;
-    aliases: other spellings -> one of `known`."""
-    import difflib
-
-    simple = {spelled(name): name for name in known} | {spelled(name): one for name, one in aliases.items()}
-    near = difflib.get_close_matches(spelled(str(word)), simple, 1, cutoff=0.6)
-    return f"; did you mean {simple[near[0]]}?" if near else ""
-
-
-def spelled(name: str) -> str:
-    """Return `name` in lower case without the separators between its letters: Reinforce++ is reinforceplusplus."""
-    return re.sub(r"[^a-z0-9]", "", name.lower().replace("+", "plus"))
 
 
 def knob(default: Any, **limits: Any) -> Any:

@@ -11,8 +11,9 @@ from verl.chat.parsing import format_of
 from verl.chat.renderers import PREFIX
 from verl.config.model_files import chat_template_of, find_model_folder
 from verl.config.schema import Config
-from verl.config.tree import did_you_mean, leaves, text_of
+from verl.config.tree import leaves, text_of
 from verl.data.formats import AUTO, SINGLE_TURN, TOOL_AGENT, played_by
+from verl.names import did_you_mean
 
 BUILT_IN = (SINGLE_TURN, TOOL_AGENT)
 _FILES = (".py", ".yaml", ".yml", ".json")

@@ -17,9 +17,10 @@ from typing import Any
 
 from verl.algorithms.presets import unknown_option
 from verl.config.schema import Config
-from verl.config.tree import convert, did_you_mean, leaves, text_of
+from verl.config.tree import convert, leaves, text_of
 from verl.errors import Refused
 from verl.model_engine.layout import Layout
+from verl.names import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

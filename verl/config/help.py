@@ -15,8 +15,9 @@ from types import MappingProxyType
 from typing import Any
 
 from verl.algorithms.presets import setting_texts
-from verl.config.tree import did_you_mean, leaves, sections, text_of
+from verl.config.tree import leaves, sections, text_of
 from verl.errors import Refused
+from verl.names import did_you_mean
 
 _LOOP = ("run", "model", "data", "rollout", "sync")
 _SUPERVISED = ("run", "model", "data", "supervised", "step", "optim", "health", "track")

@@ -34,9 +34,10 @@ from verl.config.compat.translate import Note, VerlDefaults, translated
 from verl.config.model_files import cached_model_folder, context_tokens
 from verl.config.overrides import parse_argument
 from verl.config.schema import Config
-from verl.config.tree import Setting, convert, did_you_mean, leaf_of, leaves, sections, text_of, tree_of, values_of
+from verl.config.tree import Setting, convert, leaf_of, leaves, sections, text_of, tree_of, values_of
 from verl.config.validate import validate
 from verl.errors import Refused
+from verl.names import did_you_mean
 
 __all__ = ["Resolved", "dump_config", "load_config", "read_config", "recipe_names", "validate"]
 

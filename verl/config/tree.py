@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import math
 import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -21,6 +20,7 @@ import yaml
 from verl.algorithms.presets import setting_types
 from verl.config.schema import Config
 from verl.errors import Refused
+from verl.names import did_you_mean
 
 _PLAIN = re.compile(r"[\w./-]+", re.ASCII)
 
@@ -94,27 +94,6 @@ def leaf_of(key: str) -> tuple[Leaf, tuple[str, ...]] | None:
     if above is not None and above.is_mapping and all(parts[2:]):
         return above, tuple(parts[2:])
     return None
-
-
-def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """Return the names most like `name`: as a whole, or by their last component (`temprature` ->
-    `rollout.temperature`)."""
-    wanted = name.lower()
-    whole, last = difflib.SequenceMatcher(b=wanted), difflib.SequenceMatcher(b=wanted.rsplit(".", 1)[-1])
-    scored = []
-    for candidate in names:
-        whole.set_seq1(candidate.lower())
-        last.set_seq1(candidate.lower().rsplit(".", 1)[-1])
-        score = max(m.ratio() * w if m.quick_ratio() > 0.6 else 0.0 for m, w in ((whole, 1.0), (last, 0.95)))
-        if score > 0.6:
-            scored.append((-score, len(candidate), candidate))
-    return [candidate for _, _, candidate in sorted(scored)[:count]]
-
-
-def did_you_mean(name: str, names: Iterable[str], count: int = 1) -> str:
-    """Return `did you mean X? `, or "" where no name is near."""
-    near = nearest(name, names, count)
-    return f"did you mean {' or '.join(near)}? " if near else ""
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

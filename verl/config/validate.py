@@ -20,11 +20,12 @@ from verl.config.cluster import cluster_faults
 from verl.config.model_files import check_tokenizer, context_tokens, describe_model, find_model_folder
 from verl.config.schema import Config
 from verl.config.served import server_faults
-from verl.config.tree import convert, did_you_mean, leaves, text_of, values_of
+from verl.config.tree import convert, leaves, text_of, values_of
 from verl.data.files import expand_files
 from verl.data.formats import FEEDBACK
 from verl.data.user_dataset import parts_of
 from verl.errors import Refused
+from verl.names import did_you_mean
 
 Command = Literal["train", "sft", "rm", "dpo", "eval", "generate"]
 RL: Collection[str] = ("train",)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
 
 from verl.data.truths import NOTHING, truth_text, truth_texts
 from verl.errors import Refused
+from verl.names import did_you_mean
 from verl.reward.code import check_tier, code_score
 from verl.reward.math import dapo_score, geometry3k_score, gsm8k_score, marked_math_score, math_score, search_qa_score
 
@@ -28,8 +28,7 @@ def check_data_source(data_source: str) -> None:
         check_tier("auto")
     if data_source in KNOWN or data_source.startswith("aime"):
         return
-    near = get_close_matches(data_source, KNOWN, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(data_source, KNOWN, form="; did you mean {!r}?")
     prefix = f"data_source={data_source!r}: no reward function is known for it{hint} Known: {', '.join(KNOWN)}, aime*."
     signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None)"
     raise Refused(f"{prefix} Fix: reward.path=your_reward.py with `{signature}`")

@@ -23,8 +23,8 @@ def door(module: str, verb: str, what: str, work: Callable[[], int], args: Seque
 
 
 def is_spare_rank() -> bool:
-    """Whether torchrun started this process beside the one that drives reinforcement learning, with the batch sizes of
-    the whole: the first rank is the run, the others have nothing to do."""
+    """Return whether torchrun started this process beside the one that drives reinforcement learning. The first rank is
+    the run and has the batch sizes of the whole; the others do nothing."""
     launch = launched()
     if launch is None:
         return False

@@ -11,8 +11,8 @@ from typing import Literal
 import msgspec
 
 from verl.bounds import NonNegative, PositiveInt
-from verl.config.tree import did_you_mean
 from verl.errors import Refused
+from verl.names import did_you_mean
 from verl.workers.sections import ClusterConfig
 
 MAIN = "main"

@@ -163,7 +163,7 @@ def aggregation(given: Given) -> Result:
     return out | {"algorithm.horizon_tokens": horizon}
 
 
-def clip(given: Given) -> Result:
+def _clip(given: Given) -> Result:
     """Map the clip ratios. clip_ratio sets both sides; verl itself reads clip_ratio_low and _high only."""
     single = given.value(f"{ACTOR}clip_ratio")
     if single is None:
@@ -177,7 +177,7 @@ def clip(given: Given) -> Result:
     return {"algorithm.clip_low": single, "algorithm.clip_high": single}
 
 
-def kl_loss(given: Given) -> Result:
+def _kl_loss(given: Given) -> Result:
     coef, form = f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type"
     if not given.need(f"{ACTOR}use_kl_loss"):
         given.ignore("counts with use_kl_loss=True only, as in verl", coef, form)
@@ -219,7 +219,7 @@ def filter(given: Given) -> Result:
     return out | {"algorithm.max_draws_per_group": float(batches * (drawn / train if drawn and train else 1))}
 
 
-def critic(given: Given) -> Result:
+def _critic(given: Given) -> Result:
     """Map the critic, which is updated together with the policy: keys that verl has for it alone must agree."""
     trains = given.value("critic.enable")
     estimator = given.get("algorithm.adv_estimator") or given.native.get("algorithm.name")
@@ -267,4 +267,4 @@ def critic_without_estimator(values: Mapping[str, Any], native: Mapping[str, Any
     return [said] if any(k.startswith("critic.") for k in values) else []
 
 
-RULES = (objective, aggregation, correction, clip, kl_loss, kl_reward, filter, critic, pf_ppo)
+RULES = (objective, aggregation, correction, _clip, _kl_loss, kl_reward, filter, _critic, pf_ppo)

@@ -13,7 +13,8 @@ from typing import Any, Literal, cast, get_args
 
 from verl.algorithms.presets import knobs, written
 from verl.config.backends import option_keys
-from verl.config.tree import leaves, nearest
+from verl.config.tree import leaves
+from verl.names import nearest
 from verl.errors import Refused
 
 Action = Literal["mapped", "ignored", "refused"]
