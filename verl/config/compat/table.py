@@ -14,8 +14,8 @@ from typing import Any, Literal, cast, get_args
 from verl.algorithms.presets import knobs, written
 from verl.config.backends import option_keys
 from verl.config.tree import leaves
-from verl.names import nearest
 from verl.errors import Refused
+from verl.names import nearest
 
 Action = Literal["mapped", "ignored", "refused"]
 DISTILLATION: Mapping[str, str] = MappingProxyType(
