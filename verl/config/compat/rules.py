@@ -35,7 +35,7 @@ _OPTIONS_OF: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "trtllm": {"kv_cache_free_gpu_memory_fraction": _MEMORY, "tensor_parallel_size": _TENSOR},
     }
 )
-"""Of a server's adapter: its option, and verl's key for it."""
+"""A server's option for an adapter, and verl's key for it."""
 
 KWARGS, BACKEND = f"{ROLLOUT}engine_kwargs.", f"{ROLLOUT}checkpoint_engine.backend"
 BUCKET = f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes"
