@@ -20,7 +20,7 @@ from verl.transfer_queue.memory import MemoryQueue
 from verl.workers.group import WorkerDied
 from verl.workers.inproc import InprocCluster
 
-real_plan = attention.make_plan
+real_plan = attention.plan_attention
 
 
 def one_tree(batch, device, **options):
@@ -41,7 +41,7 @@ def test_sft_reward_models_and_preferences_refuse_a_packing_that_leaks(tmp_path,
         "supervised.rows_per_step=1",
         f"data.cache_dir={tmp_path}/c",
     ]
-    monkeypatch.setattr(attention, "make_plan", one_tree)
+    monkeypatch.setattr(attention, "plan_attention", one_tree)
     closed = []
     monkeypatch.setattr(InprocCluster, "close", lambda self: closed.append(self))
     for command in ("sft", "rm", "dpo"):
@@ -85,6 +85,6 @@ def test_a_critic_of_another_vocabulary_or_whose_packing_leaks_is_refused(tmp_pa
     with pytest.raises(ValueError, match=r"critic\.path=.*another vocabulary than the policy"):
         critic(context(tiny_model, other), resolve("ppo"))
     critic(context(tiny_model, tiny_model), resolve("ppo")).close()
-    monkeypatch.setattr(attention, "make_plan", one_tree)
+    monkeypatch.setattr(attention, "plan_attention", one_tree)
     with pytest.raises(ValueError, match="packed log-probs differ"):
         critic(context(tiny_model, tiny_model), resolve("ppo"))

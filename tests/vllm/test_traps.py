@@ -20,11 +20,12 @@ import torch
 from each import FULL_GRID
 from real_server import Running, context_of, own_server, staged
 
+from verl.processes.guard import MAPS_S, SHM
 from verl.rollout import vllm
 from verl.rollout.base import GenerateRequest, ServerPlace
 from verl.rollout.client import ServedEngine
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
-from verl.rollout.process import MAPS_S, SHM, _shared
+from verl.rollout.process import OURS
 from verl.rollout.vllm_api import ABORT, REQUEST_PREFIX
 from verl.types import Sampling
 from verl.weight_sync.base import SyncError, check_canary
@@ -254,6 +255,13 @@ def processes(engine: ServedEngine) -> list[psutil.Process]:
     return found
 
 
+def mapped(process: psutil.Process) -> set[str]:
+    """The names of the shared memory that a process maps and that is still there, but for the segments of our
+    weights."""
+    paths = [Path(found.path) for found in process.memory_maps()]
+    return {path.name for path in paths if path.parent == SHM and path.exists() and not path.name.startswith(OURS)}
+
+
 def core_of(engine: ServedEngine) -> psutil.Process:
     (core,) = [p for p in processes(engine) if "EngineCore" in " ".join([p.name(), *p.cmdline()])]
     return core
@@ -351,7 +359,7 @@ def test_two_processes_share_a_model_and_leave_nothing(suite: ModuleType, tmp_pa
             c = await engine.generate(GenerateRequest("r", prompt, suite.greedy(20)))
             assert c.ids.tolist() == suite.hf_greedy(prompt, 20, seed=version)
         assert engine._server is not None
-        held.update(_shared(engine._server.pid))
+        held.update(*map(mapped, processes(engine)))
         await asyncio.sleep(MAPS_S + 1)  # the guardian has looked, too
         for process in processes(engine):
             process.send_signal(signal.SIGKILL)
