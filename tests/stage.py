@@ -18,6 +18,7 @@ from verl.agent_loop.base import AgentLoopFactory
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.resolve import Algorithm, resolve
 from verl.data.cursor import Cursor
+from verl.driver.queue_rows import QueueRows
 from verl.driver.rollouts import RolloutManager
 from verl.driver.scheduler import Scheduler
 from verl.driver.trajectories import TrajectoryRunner
@@ -105,6 +106,7 @@ class Stage:
             timeout_s=self.timeout_s,
             reward_timeout_s=self.timeout_s,
         )
+        self.rows = QueueRows(self.queue, self.waits)
         self.groups = RolloutManager(
             scheduler=self.scheduler,
             cursor=self.cursor,
@@ -113,7 +115,7 @@ class Stage:
             algorithm=self.algorithm,
             sampling=SAMPLING,
             samples_per_prompt=self.n,
-            queue=self.queue,
+            rows=self.rows,
             events=self.events,
             waits=self.waits,
             timeout_s=self.play_timeout_s,

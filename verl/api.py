@@ -192,9 +192,9 @@ class VerlTrainer:
         )
 
     async def _learn(self, step: Step, samples: Sequence[Sample]) -> None:
-        refs = await self._learner.queue.put(samples)
+        refs = await self._learner.rows.put(samples)
         await experience_and_update(self._learner, step, refs)
-        self._learner.queue.drop(refs)
+        self._learner.rows.drop(refs)
 
     def _ids(self, query: str) -> np.ndarray:
         return as_ids(self.tokenizer(query)["input_ids"])

@@ -665,7 +665,7 @@ def test_no_step_waits_for_the_call_that_holds_rows_of_dropped_groups(tmp_path):
             ahead.end(None)
             later = [r.group_id for _ in range(3) for r in await stage.step()]
             assert all(later.count(g) == 4 for g in held.groups()), "taken, with the rows of one draw"
-            await asyncio.gather(*stage.groups._dropping.values())
+            await asyncio.gather(*stage.rows.pending)
             assert len(stage.queue) == sum(map(len, stage.groups._refs.values()))
 
     play(test)

@@ -35,6 +35,7 @@ from verl.driver.driver_host import driver_host
 from verl.driver.measure import pool_metrics
 from verl.driver.models import ModelContext, asked_ahead, hf_export, models_of, reward_model, trained, workers_of
 from verl.driver.publisher import Publisher
+from verl.driver.queue_rows import QueueRows
 from verl.driver.record import build_recorder
 from verl.driver.reporter import OnStep, Reporter
 from verl.driver.roles import Controllers, Learner
@@ -137,8 +138,8 @@ async def _run_of(
     learner = learner_of(context, algorithm, models, waits)
     rollout, replicas = await _started(config, tokenizer, context, waits, progress, refused)
     args = (context.queue, claimed.path, tokenizer, config.track.samples_per_step)
-    recorder = context.cluster.start("recorder", build_recorder, args)
-    reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
+    recording = context.cluster.start("recorder", build_recorder, args), learner.rows
+    reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recording=recording, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, loops, rollout, reward, waits, algorithm)
     groups = _groups(config, learner, tasks, cursor, trajectories, reporter, num_steps, tokenizer)
     checkpointer = Checkpointer(claimed, learner, trained_roles(learner), disk.checkpoint_bytes(config), reporter)
@@ -301,7 +302,7 @@ def _groups(
         algorithm=learner.algorithm,
         sampling=sampling_of(config),
         samples_per_prompt=config.step.samples_per_prompt,
-        queue=learner.queue,
+        rows=learner.rows,
         events=reporter.events,
         waits=learner.waits,
         timeout_s=config.run.wait_timeout_s,
@@ -386,7 +387,7 @@ def reporter_of(
     waits: Waits,
     total_steps: int,
     *,
-    recorder: WorkerGroup | None = None,
+    recording: tuple[WorkerGroup, QueueRows] | None = None,
     on_step: OnStep | None = None,
 ) -> Reporter:
     """Open the records of the run. This is the first write into the run directory, after all checks that can refuse a
@@ -406,7 +407,8 @@ def reporter_of(
         events=events,
         progress=progress,
         waits=waits,
-        recorder=recorder,
+        recorder=recording[0] if recording else None,
+        rows=recording[1] if recording else None,
         on_step=on_step,
         verl_names=resolved.verl_names,
     )

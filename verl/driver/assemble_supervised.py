@@ -129,9 +129,9 @@ async def _run_of(
 
 async def _logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarray]:
     """Return the log-probs of the trainable tokens of each row, float32."""
-    refs = await learner.queue.put(samples)
+    refs = await learner.rows.put(samples)
     found = await learner.done(learner.models[TRAINER].logprobs(refs), "trainer.logprobs")
-    learner.queue.drop(refs)
+    learner.rows.drop(refs)
     return found
 
 

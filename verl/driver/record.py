@@ -34,7 +34,7 @@ def build_recorder(
 
 @dataclass(eq=False)
 class SampleRecorder:
-    """Worker: writes the rows of a step, then drops them from the queue. While the disk is full or faulty rows wait,
+    """Worker: writes the rows of a step. While the disk is full or faulty rows wait,
     the newest steps up to MOST_WAITING tokens. Each call returns lines for the user: one when samples begin to wait,
     and one for each lost step. The calls get `truths`: task id -> ground truth of the tasks."""
 
@@ -53,9 +53,7 @@ class SampleRecorder:
     def record(self, step: int, refs: Refs, truths: Mapping[str, Any]) -> list[str]:
         groups = list(refs.groups().values())[: self.groups_per_step or None]
         rows = self._rows(step, Refs(ref for group in groups for ref in group), truths)
-        lines = self._write(step, rows, "train")
-        self.queue.drop(refs)
-        return lines
+        return self._write(step, rows, "train")
 
     def record_eval(self, step: int, found: Sequence[Trajectory], truths: Mapping[str, Any]) -> list[str]:
         prompts: dict[bytes, str] = {}

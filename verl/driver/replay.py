@@ -98,11 +98,11 @@ async def _replay(run_dir: Path, number: int) -> list[str]:
         for n in range(base + 1, number + 1):
             rows, step = read_samples(run_dir, n), Step(n - 1)
             reads = config.teacher.hint_key == FEEDBACK
-            refs = await learner.queue.put([sample_of(row, reads) for row in rows])
+            refs = await learner.rows.put([sample_of(row, reads) for row in rows])
             await experience_and_update(learner, step, refs)
             if n == number:
                 break
-            learner.queue.drop(refs)
+            learner.rows.drop(refs)
             if n in published:
                 await asyncio.wrap_future(learner.models["actor"].published(published[n]))
         return _differences(rows, refs, learner.queue) + _metric_differences(run_dir, number, reduce(step.metrics))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.schema import Config
+from verl.driver.queue_rows import QueueRows
 from verl.driver.record import SampleRecorder
 from verl.driver.rollouts import RunEnded
 from verl.driver.step import Step
@@ -50,6 +51,8 @@ class Reporter:
     """The worker that writes samples; None in a supervised run."""
     on_step: OnStep | None
     verl_names: bool
+    rows: QueueRows | None = None
+    """Drops the rows that the recorder has written."""
     history: list[dict[str, float]] = field(default_factory=list)
     last_eval: dict[str, float] = field(default_factory=dict)
     _raised: dict[str, int] = field(default_factory=dict)
@@ -80,7 +83,7 @@ class Reporter:
             await task
 
     async def _record(self, step: int, refs: Refs, truths: Mapping[str, Any]) -> None:
-        assert self.recorder is not None
+        assert self.recorder is not None and self.rows is not None
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._record_now.wait(), RECORD_AFTER_S)
         await self.waits.wait(
@@ -90,6 +93,7 @@ class Reporter:
             timeout_s=self.config.run.wait_timeout_s,
         )
         await self._done(self.recorder.submit(SampleRecorder.record, [(step, refs, truths)]), "recorder.record")
+        self.rows.drop(refs)
 
     async def _done(self, future: Future[list[list[str]]], what: str) -> None:
         """Wait for a call of the recorder and print the lines that it returns."""

@@ -11,6 +11,7 @@ import msgspec
 
 from verl.algorithms.resolve import Algorithm
 from verl.config.schema import Config
+from verl.driver.queue_rows import QueueRows
 from verl.transfer_queue.base import TransferQueue
 from verl.workers.group import Cluster
 from verl.workers.inproc import InprocCluster
@@ -50,6 +51,11 @@ class Learner:
     cluster: Cluster = field(default_factory=InprocCluster)
     """The processes of the workers."""
     controllers: Controllers = field(default_factory=Controllers)
+    rows: QueueRows = field(init=False)
+    """Puts and drops the rows of the queue."""
+
+    def __post_init__(self) -> None:
+        self.rows = QueueRows(self.queue, self.waits)
 
     async def done(self, future: Future[T], what: str) -> T:
         """Return the result of a call that was enqueued, within the run's deadline."""

@@ -12,7 +12,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -22,12 +21,12 @@ from verl.agent_loop.base import together
 from verl.algorithms.filters import reject_flat
 from verl.algorithms.resolve import Algorithm
 from verl.data.source import TaskTable
+from verl.driver.queue_rows import QueueRows
 from verl.driver.scheduler import Exhausted, Scheduler, StepBatch
 from verl.driver.state import SavedGroup, restore_group, save_group
 from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec
 from verl.errors import Refused
 from verl.track.events import EventLog
-from verl.transfer_queue.base import TransferQueue
 from verl.types import SHAPED, Group, Purpose, Refs, Sampling, Score, Task, Trajectory, samples_of, with_task
 from verl.workers.ahead import EarlyOutputs
 from verl.workers.waits import Waits
@@ -124,7 +123,7 @@ class RolloutManager:
     algorithm: Algorithm
     sampling: Sampling
     samples_per_prompt: int
-    queue: TransferQueue
+    rows: QueueRows
     events: EventLog
     waits: Waits
     timeout_s: float
@@ -147,7 +146,6 @@ class RolloutManager:
         self.groups: dict[str, Group] = {}  # in flight: running, or complete and not trained yet
         self._draws: dict[str, Any] = {}
         self._refs: dict[str, Refs] = {}
-        self._dropping: dict[str, asyncio.Task[None]] = {}  # dropped groups; their rows are still read or written
         self._taken: tuple[str, ...] = ()  # the batch that is being trained
         self._done: dict[str, list[Trajectory]] = {}  # ended trajectories of running groups, kept for a checkpoint
         self._number = 1  # the present step; a checkpoint of a step contains the state after its events
@@ -161,7 +159,7 @@ class RolloutManager:
     async def __aexit__(self, *_: object) -> None:
         """Cancel every task and wait until it has ended."""
         self._closed = True
-        await self._cancel([*self._running.values(), *self._dropping.values()])
+        await self._cancel([*self._running.values(), *self.rows.pending])
 
     async def take(self, step: int) -> Refs:
         """Return the groups of this step: complete, scored, selected, within their deadline. The wait has a
@@ -388,15 +386,13 @@ class RolloutManager:
             self.scheduler.complete(group.group_id)
             self._ask_ahead(group.group_id)
         else:  # dropped while its rows were stored
-            self.queue.drop(self._refs.pop(group.group_id))
+            self.rows.drop(self._refs.pop(group.group_id))
 
     async def _store(self, group: Group) -> None:
-        if dropping := self._dropping.get(group.group_id):  # the group was drawn again and its rows have the same ids
-            await asyncio.shield(dropping)
         ended = [t for t in group.trajectories if t.outcome == "ok"]
         tasks = [group.task if self.inform is None else self.inform(group.task, t) for t in ended]
         samples = [with_task(s, task) for t, task in zip(ended, tasks) for s in samples_of(t) if s.loss_tokens > 0]
-        self._refs[group.group_id] = await self.queue.put(samples)
+        self._refs[group.group_id] = await self.rows.put(samples, group.group_id)
 
     def _ask_ahead(self, group_id: str) -> None:
         for workers in self.ahead:
@@ -426,23 +422,10 @@ class RolloutManager:
     def _forget(self, group_id: str) -> None:
         del self.groups[group_id], self._draws[group_id]
         if (refs := self._refs.pop(group_id, None)) and self.ahead:
-            left = [workers.leave(refs) for workers in self.ahead]
-            self._dropping[group_id] = asyncio.ensure_future(self._drop_after(group_id, refs, left))
-            self._dropping[group_id].add_done_callback(self._dropped)
+            calls = [workers.leave(refs) for workers in self.ahead]
+            self.rows.drop_after(calls, refs, group_id, self.timeout_s, self.fail)
         elif refs:
-            self.queue.drop(refs)
-
-    async def _drop_after(self, group_id: str, refs: Refs, left: Sequence[Future[None]]) -> None:
-        """Drop the rows of a dropped group after the calls that still use them have ended. No step waits for them."""
-        for answer in map(asyncio.wrap_future, left):
-            what = "a model to let go of rows that are dropped"
-            await self.waits.wait(answer, who=group_id, what=what, timeout_s=self.timeout_s)
-        self.queue.drop(refs)
-        del self._dropping[group_id]
-
-    def _dropped(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (broken := task.exception()):
-            self.fail(broken)
+            self.rows.drop(refs)
 
 
 def reason_of(trajectory: Trajectory) -> str:

@@ -94,7 +94,7 @@ async def _evaluate(run: SupervisedRun, step: Step) -> None:
 async def put_rows(learner: Learner, stage: Stage, indices: Sequence[int], names: Sequence[str]) -> Refs:
     """Put the samples of these entries into the queue, with the stage's own columns."""
     samples, columns = stage.rows(indices, names)
-    refs = await learner.queue.put(samples)
+    refs = await learner.rows.put(samples)
     offsets = np.cumsum([0, *(r.loss_tokens for r in refs)], dtype=np.int64)
     learner.queue.write(refs, {name: Ragged(column, offsets) for name, column in columns.items()})
     return refs
@@ -106,7 +106,7 @@ async def _update(run: SupervisedRun, step: Step, refs: Refs) -> None:
     await learner.done(learner.compute.weigh(steps, terms, inputs), "compute.weigh")
     update = learner.models[TRAINER].update(steps, terms, inputs, prefix="train/")
     step.log(await learner.done(update, "trainer.update"))
-    learner.queue.drop(refs)
+    learner.rows.drop(refs)
 
 
 async def evaluate(run: SupervisedRun) -> Metrics:
@@ -124,7 +124,7 @@ async def evaluate(run: SupervisedRun) -> Metrics:
         await learner.done(learner.compute.weigh([OptimizerStep(refs)], stage.terms, inputs), "compute.weigh")
         found = learner.models[TRAINER].measure(OptimizerStep(refs), stage.terms, inputs)
         parts.append(await learner.done(found, "trainer.measure"))
-        learner.queue.drop(refs)
+        learner.rows.drop(refs)
     return {f"val/{name}": metric for name, metric in merge_metrics(parts).items()}
 
 
