@@ -116,7 +116,9 @@ def test_pf_ppo_draws_from_the_whole_step_as_verl_does(tmp_path, tiny_model, ari
     rows = read_samples(tmp_path / "r", 1)
     rewards = [r.reward for r in rows]
     assert all("advantages" in r.tokens for r in rows)
-    drawn = [r.reward for r in rows if r.entropy is not None]
+    drawn = [r.reward for r in rows if "entropy" in r.tokens]
+    assert [r.copies > 0 for r in rows] == ["entropy" in r.tokens for r in rows]
+    assert sum(r.copies for r in rows) == len(rows), "the record has how often each answer was trained on"
     assert 0 < len(drawn) <= len(rows) and set(drawn) == {max(rewards), min(rewards)} != set(rewards)
     run_of(tmp_path / "two", tiny_model, arithmetic_data, "pf_ppo", *more, "cluster.virtual_ranks=2", steps=1)
     same_step_on_two_ranks(tmp_path / "r", tmp_path / "two" / "r")
