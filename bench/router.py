@@ -35,7 +35,7 @@ import uvloop
 
 from bench.report import assemble
 from bench.results import Spread, Table
-from verl.rollout.base import Capabilities, Completion, GenerateRequest, ReplicaLost
+from verl.rollout.base import BaseEngine, Capabilities, Completion, GenerateRequest, ReplicaLost
 from verl.rollout.router import Router
 from verl.types import Sampling
 
@@ -45,7 +45,7 @@ IN_FLIGHT = 8  # requests per replica
 PROMPT = np.arange(4)
 
 
-class Double:
+class Double(BaseEngine):
     """An engine whose answers take their time, and are a function of the request. died: told when it does."""
 
     def __init__(self, died: Callable[[BaseException], None], rng: random.Random) -> None:

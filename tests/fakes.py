@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from verl.rollout.base import Capabilities, Completion
+from verl.rollout.base import BaseEngine, Capabilities, Completion
 from verl.types import Invalid, Refs, Sampling, Score
 
 
@@ -42,7 +42,7 @@ class VirtualTime(asyncio.SelectorEventLoop):
         return self._virtual.now_s
 
 
-class FakeEngine:
+class FakeEngine(BaseEngine):
     """Tokens are a function of the request's seed; a version bump while a request runs splits its span.
 
     delay_s, fail, hang: what happens to the request with a given seed. Keeps what it was asked in `requests` and what

@@ -23,7 +23,7 @@ from tokens import bpe_tokenizer
 from verl.chat.template import audit_template
 from verl.driver.setup import decoder
 from verl.models import tiny
-from verl.rollout.base import Capabilities, Completion, GenerateRequest, RolloutContext
+from verl.rollout.base import BaseEngine, Capabilities, Completion, GenerateRequest, RolloutContext
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.rollout.server.app import make_app, run_app
@@ -80,7 +80,7 @@ async def engine_of(
     return engine
 
 
-class Scripted:
+class Scripted(BaseEngine):
     """A rollout engine that answers with the given texts, in turn, and streams nothing."""
 
     version = 3

@@ -20,6 +20,7 @@ from torch import nn
 
 from verl.algorithms.presets import PRESETS
 from verl.algorithms.resolve import resolve
+from verl.config.backends import traits_of
 from verl.config.compat.layout import local_gpus
 from verl.config.load import load_config
 from verl.config.schema import Config
@@ -272,10 +273,10 @@ def _backend(name: str, fallback: str | None) -> str:
     """Return the rollout engine of a name: itself if it is here, else the embedded one if that may replace it."""
     if fallback not in (None, "native"):
         raise Refused(f"rollout_fallback={fallback!r}: 'native', or None")
-    if name != "server" and reachable(name, None, None):
+    if reachable(name, None, None):
         return name
-    package = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}.get(name)
-    if package is None:
+    package = traits_of(name).package
+    if not package:
         raise Refused(f"rollout_backend={name!r}: native, hf, vllm, sglang or trtllm")
     why = "is not installed" if importlib.util.find_spec(package) is None else "has no adapter in this version"
     if fallback is None and (gpus := local_gpus()):

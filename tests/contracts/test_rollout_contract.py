@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from verl.rollout import hf
-from verl.rollout.base import Capabilities, Completion, GenerateRequest, ReplicaLost, RolloutContext
+from verl.rollout.base import BaseEngine, Capabilities, Completion, GenerateRequest, ReplicaLost, RolloutContext
 from verl.rollout.embedded.hf_runner import HfRunner
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
@@ -1073,7 +1073,7 @@ def test_random_schedules_lose_and_double_nothing(kind: str, seed: int) -> None:
 # ---- the router ----------------------------------------------------------------------------------------------------
 
 
-class Replica:
+class Replica(BaseEngine):
     """Answers when it is told to; what it was asked stays in `running`."""
 
     def __init__(self, **able: Any) -> None:
@@ -1133,8 +1133,8 @@ def test_the_router_can_do_what_all_replicas_can() -> None:
         full = Replica(lora_rank=8, media=True, prefix_cache=True, in_flight_update=True, notes=("a", "b"))
         part = Replica(lora_rank=8, sleep_levels=(1,), max_context_tokens=50, notes=("b", "c"))
         differ = (
-            "rollout: replicas differ, what all of them can do is used: max_context_tokens (100, 50); prefix_cache "
-            "(True, False); in_flight_update (True, False); media (True, False); sleep_levels ((1, 2), (1,))"
+            "rollout: replicas differ, what all of them can do is used: prefix_cache (True, False); media "
+            "(True, False); in_flight_update (True, False); max_context_tokens (100, 50); sleep_levels ((1, 2), (1,))"
         )
         assert await over(full, part).capabilities() == Capabilities(
             logprobs="processed", max_context_tokens=50, lora_rank=8, sleep_levels=(1,), notes=(differ, "a", "b", "c")

@@ -241,6 +241,8 @@ def backend(request) -> str:
 class Replica:
     """A rollout engine with one habit changed."""
 
+    replaceable = False
+
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl.rollout.base import Capabilities, Completion, GenerateRequest, ReplicaLost
+from verl.rollout.base import BaseEngine, Capabilities, Completion, GenerateRequest, ReplicaLost
 from verl.rollout.router import Router
 from verl.types import Sampling
 from verl.weight_sync.base import Sent, SyncError, WeightSource
@@ -34,7 +34,7 @@ class Weights(int):
         return ()
 
 
-class Engine:
+class Engine(BaseEngine):
     """Answers when it is told to, or of itself after `turns` of the event loop."""
 
     def __init__(self, world: World, number: int, died: Callable[[BaseException], None]) -> None:

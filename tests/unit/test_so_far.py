@@ -241,7 +241,7 @@ def test_a_server_that_draws_by_position_goes_on_with_the_same_seed() -> None:
         params = asked_of(doubles[1])[0]["sampling_params"]
         assert (params["seed"], params["position"], params["max_tokens"]) == (3, 5, 7)
 
-    with_two(body, dies_at=5, api=VerlApi(resumable_stream=True))
+    with_two(body, dies_at=5, api=VerlApi())
 
 
 @pytest.mark.parametrize("mixes", [False, True])

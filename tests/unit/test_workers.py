@@ -64,7 +64,7 @@ def test_a_replica_that_does_not_go_to_sleep_is_named_and_the_others_wake():
 class Unwilling(FakeEngine):
     """One of several."""
 
-    fails_at, why = "sleep", None
+    replaceable, fails_at, why = True, "sleep", None
 
     async def sleep(self, level=1):
         if self.fails_at == "sleep":
@@ -75,9 +75,6 @@ class Unwilling(FakeEngine):
         if self.fails_at == "wake":
             raise ConnectionError("the server is gone")
         await super().wake(tags)
-
-    def mark_verified(self):
-        """Its weights were verified."""
 
     def lose(self, why):
         self.why = why

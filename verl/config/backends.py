@@ -13,7 +13,7 @@ import os
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.presets import unknown_option
 from verl.config.schema import Config
@@ -21,6 +21,9 @@ from verl.config.tree import convert, leaves, text_of
 from verl.errors import Refused
 from verl.model_engine.layout import Layout
 from verl.names import did_you_mean
+
+if TYPE_CHECKING:
+    from verl.rollout.base import Traits
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,23 +49,16 @@ class Backend:
     """It serves the processes of one machine only."""
     hosts: bool = False
     """It brings weights into the shared memory of each machine."""
-    apart: bool = False
-    """It is a server: a process of its own, whatever the cluster."""
+    traits: str = "verl.rollout.base:IN_PROCESS"
+    """`module:name`: the abilities of a rollout engine."""
     package: str = ""
-    """The package that the server's Python environment needs."""
-    sync: str = "shm"
-    """The weight sync that a server reads weights from."""
-    fixed: bool = False
-    """Its weights never change, whatever is published."""
-    plain: bool = False
-    """It scores no prompts, and reports log-probs only for samples at temperature 1 from the full vocabulary."""
-    among: int = 0
-    """The largest top_k at which it reports the log-prob of a sampled token; 0: any."""
+    """The pip requirement of a module that is not part of verl."""
 
 
 def _server(module: str, **more: Any) -> Backend:
     """Return the row of a rollout engine that is a server, implemented in this module of verl/rollout."""
-    return Backend(build=f"verl.rollout.{module}:build", options=f"verl.rollout.{module}:Options", apart=True, **more)
+    at = f"verl.rollout.{module}"
+    return Backend(build=f"{at}:build", options=f"{at}:Options", traits=f"{at}:TRAITS", **more)
 
 
 Table = Mapping[str, Backend]
@@ -79,11 +75,11 @@ ROLLOUT: Table = {
         memory="verl.rollout.native.options:memory",
     ),
     "hf": Backend(build="verl.rollout.hf:build"),
-    "vllm": _server("vllm", memory="verl.rollout.vllm:memory", package="vllm"),
+    "vllm": _server("vllm", memory="verl.rollout.vllm:memory"),
     "server": _server("server_url"),
-    "sglang": _server("sglang", package="sglang", sync="disk", among=4096),
-    "trtllm": _server("trtllm", package="tensorrt_llm", sync="disk", plain=True),
-    "openai": _server("openai", fixed=True),
+    "sglang": _server("sglang"),
+    "trtllm": _server("trtllm"),
+    "openai": _server("openai"),
 }
 QUEUE: Table = {
     "memory": Backend(build="verl.transfer_queue.memory:build", spread="shared", far="ray"),
@@ -133,6 +129,12 @@ def import_object(name: str) -> Any:
     return getattr(found, attribute)
 
 
+def traits_of(engine: str) -> Traits:
+    """Return the abilities of a rollout engine, by its name in the table."""
+    traits: Traits = import_object(ROLLOUT.get(engine, Backend(build="")).traits)
+    return traits
+
+
 def full_length_memory(
     options: NoOptions, *, max_concurrent_sequences: int, max_context_tokens: int, kv_bytes_per_token: int
 ) -> dict[str, int]:
@@ -161,8 +163,8 @@ def backend_of(config: Config, section: str) -> Backend:
 def engine_name(config: Config, section: str) -> str:
     """Return the name of the engine that `backend_of` returns the row of."""
     c, engine = config.cluster, vars(config)[section].engine
-    if section == "sync" and (row := ROLLOUT.get(config.rollout.engine, Backend(build=""))).apart:
-        return row.sync if engine == "local" else engine
+    if section == "sync" and (traits := traits_of(config.rollout.engine)).server:
+        return traits.weights_from if engine == "local" else engine
     return _row(section, engine, c.backend, c.nodes * c.ranks_per_node, address_of(c.address))
 
 

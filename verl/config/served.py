@@ -6,11 +6,15 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from verl.config.backends import ROLLOUT, SYNC, Backend
+from verl.config.backends import ROLLOUT, SYNC, traits_of
 from verl.config.model_files import describe_model
 from verl.config.schema import Config
+
+if TYPE_CHECKING:
+    from verl.rollout.base import Traits
 
 FROM = {"shm": "the memory of one machine", "disk": "a folder"}
 HERE = ("localhost", "127.0.0.1", "::1")
@@ -23,19 +27,18 @@ def urls_of(config: Config) -> tuple[str, ...]:
 
 def reachable(engine: str, python: object, url: object) -> bool:
     """Return whether an engine can be used: in this process, or as a server that is given or installed."""
-    row = ROLLOUT.get(engine)
-    if row is None or not row.apart:
-        return row is not None
-    found = importlib.util.find_spec(row.package) if row.package else None
+    if engine not in ROLLOUT or not (traits := traits_of(engine)).server:
+        return engine in ROLLOUT
+    found = importlib.util.find_spec(traits.package) if traits.package else None
     return bool(python or url or (found is not None and found.origin))  # a folder of that name has no origin
 
 
 def server_faults(config: Config, command: str) -> Iterator[str]:
     """Yield a line per fault."""
     r, urls = config.rollout, urls_of(config)
-    row, engine = ROLLOUT[r.engine], f"rollout.engine={r.engine}"
-    if not row.apart:
-        servers = " or ".join(name for name, other in ROLLOUT.items() if other.apart)
+    traits, engine = traits_of(r.engine), f"rollout.engine={r.engine}"
+    if not traits.server:
+        servers = " or ".join(name for name in ROLLOUT if traits_of(name).server)
         for key, value in (("python", r.python), ("url", r.url)):
             if value is not None:
                 yield f"rollout.{key}={value} with {engine}, which runs in this process: set rollout.engine={servers}"
@@ -43,27 +46,29 @@ def server_faults(config: Config, command: str) -> Iterator[str]:
     if r.url is not None:
         if r.python is not None:
             yield f"rollout.url={r.url} and rollout.python={r.python}: a server that runs is not started; leave one out"
-        shared = row.fixed or (row.sync == "disk" and config.sync.engine_options.get("folder") is not None)
-        yield from _urls(urls, r.url, r.replicas, row.sync, shared)
-    elif not row.package:
+        in_folder = traits.weights_from == "disk" and config.sync.engine_options.get("folder") is not None
+        shared = traits.own_weights or in_folder
+        yield from _urls(urls, r.url, r.replicas, traits.weights_from, shared)
+    elif not traits.package:
         yield f"{engine} is one that runs already: set rollout.url=http://127.0.0.1:PORT"
     elif r.python is not None and not (os.path.isfile(r.python) or shutil.which(r.python)):
-        yield f"rollout.python={r.python}: no such file; name the bin/python of the environment with {row.package}"
+        yield f"rollout.python={r.python}: no such file; name the bin/python of the environment with {traits.package}"
     elif not reachable(r.engine, r.python, r.url):
         where = "rollout.python=ENVIRONMENT/bin/python (docs/engines.md says how to make one), or rollout.url"
-        yield f"{engine}: {row.package} is not installed beside verl; set {where}"
+        yield f"{engine}: {traits.package} is not installed beside verl; set {where}"
     store = "://" in str(config.sync.engine_options.get("folder"))  # hosts fetch from it, as they do over tcp
-    reaches = row.sync == "shm" and (SYNC[config.sync.engine].hosts or store or config.sync.engine == "ipc")
-    if store and row.sync == "disk" and not row.fixed:
+    reaches = traits.weights_from == "shm" and (SYNC[config.sync.engine].hosts or store or config.sync.engine == "ipc")
+    if store and traits.weights_from == "disk" and not traits.own_weights:
         why = "it reads weights from a folder of its machine, and none from a URL"
         yield f"sync.engine_options.folder={config.sync.engine_options['folder']} with {engine}: {why}; name a folder"
-    elif not (config.sync.engine in ("local", row.sync) or reaches):
-        why = f"it reads weights from {FROM[row.sync]}"
-        yield f"sync.engine={config.sync.engine} with {engine}: {why}; set sync.engine={row.sync}, or leave it out"
+    elif not (config.sync.engine in ("local", traits.weights_from) or reaches):
+        why = f"it reads weights from {FROM[traits.weights_from]}"
+        fix = f"set sync.engine={traits.weights_from}, or leave it out"
+        yield f"sync.engine={config.sync.engine} with {engine}: {why}; {fix}"
     if (router := config.rollout.engine_options.get("router")) is not None:
         yield from _router(config, router)
-    yield from _own_weights(config, row, engine, command)
-    yield from _draws(config, row, engine, command)
+    yield from _own_weights(config, traits, engine, command)
+    yield from _draws(config, traits, engine, command)
     if config.run.deterministic:
         why = "what a server gives a sequence may depend on what else is in its batch"
         yield f"run.deterministic=true with {engine}: {why}; set rollout.engine=native, or leave it out"
@@ -84,25 +89,27 @@ def _router(config: Config, url: str) -> Iterator[str]:
         yield f"{at} with pipeline.staleness={config.pipeline.staleness:g}: {why}; set pipeline.partial_rollout=true"
 
 
-def _own_weights(config: Config, row: Backend, engine: str, command: str) -> Iterator[str]:
+def _own_weights(config: Config, traits: Traits, engine: str, command: str) -> Iterator[str]:
     """Yield the faults of servers that take no weights while they run, or that score no prompts."""
     r, canary = config.rollout, config.sync.canary
-    if row.fixed and command == "train":
+    if traits.own_weights and command == "train":
         fix = "use it with verl eval or verl generate, and train with vllm, sglang, server or native"
         yield f"{engine}: its weights are its own, and cannot be trained; {fix}"
-    elif row.fixed and (config.sync.engine == "ipc" or config.sync.engine_options.get("bucket_mb") is not None):
+    elif traits.own_weights and (
+        config.sync.engine == "ipc" or config.sync.engine_options.get("bucket_mb") is not None
+    ):
         what = "sync.engine=ipc" if config.sync.engine == "ipc" else "sync.engine_options.bucket_mb"
         yield f"{what} with {engine}: its weights are its own, and pass nowhere; leave it out"
-    elif row.fixed and not canary:
+    elif traits.own_weights and not canary:
         yield f"sync.canary=false with {engine}: nothing else shows that it serves model.path; leave it out"
-    if row.plain and r.url is not None:
+    if traits.package and not traits.updates_weights and r.url is not None:
         yield f"rollout.url={r.url} with {engine}: it takes no weights while it runs; set rollout.python, to start it"
-    if row.plain and canary:
+    if traits.score_temperatures == () and canary:
         why = "it scores no prompts, which is how served weights are verified"
         yield f"sync.canary=true with {engine}: {why}; set sync.canary=false"
 
 
-def _draws(config: Config, row: Backend, engine: str, command: str) -> Iterator[str]:
+def _draws(config: Config, traits: Traits, engine: str, command: str) -> Iterator[str]:
     """Yield the fault of sampling parameters for which the server reports no log-probs: every answer would fail."""
     r, e, run = config.rollout, config.eval, config.run
     asked = {} if command == "eval" else {"rollout": (r.temperature, r.top_p, r.top_k, r.min_p)}
@@ -114,12 +121,12 @@ def _draws(config: Config, row: Backend, engine: str, command: str) -> Iterator[
     for of, (temperature, top_p, top_k, min_p) in asked.items():
         cut = temperature > 0 and (top_p < 1 or top_k > 0 or min_p > 0)
         prefix = f"{of}.temperature={temperature:g} top_p={top_p:g} top_k={top_k} min_p={min_p:g} with {engine}"
-        if row.plain and (temperature not in (0.0, 1.0) or cut):
+        if traits.raw_logprobs_only and (temperature not in (0.0, 1.0) or cut):
             greedy = ", or temperature 0" if of == "eval" else ""
             yield f"{prefix}: its log-probs are those at temperature 1 of all tokens; set 1, 1, 0 and 0{greedy}"
-        elif row.among and cut and not 0 < (top_k or _vocab(config)) <= row.among:
-            why = f"it tells the log-probs of truncated draws for top_k from 1 to {row.among} alone"
-            yield f"{prefix}: {why}; set {of}.top_k={min(row.among, 1024)}, or leave top_p, top_k and min_p out"
+        elif (most := traits.max_candidates) and cut and not 0 < (top_k or _vocab(config)) <= most:
+            why = f"it tells the log-probs of truncated draws for top_k from 1 to {most} alone"
+            yield f"{prefix}: {why}; set {of}.top_k={min(most, 1024)}, or leave top_p, top_k and min_p out"
 
 
 def _vocab(config: Config) -> int:

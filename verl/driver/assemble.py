@@ -18,7 +18,7 @@ from verl.algorithms.presets import settled
 from verl.algorithms.resolve import Algorithm, resolve
 from verl.algorithms.specs import GKDTopK, function
 from verl.checkpoint.latest import beyond
-from verl.config.backends import CLUSTER, ROLLOUT, backend_of, import_object, layout_of, longest_sequence, options_of
+from verl.config.backends import CLUSTER, backend_of, import_object, layout_of, longest_sequence, options_of, traits_of
 from verl.config.cluster import placed_roles
 from verl.config.devices import drops_rollout_weights
 from verl.config.load import Resolved
@@ -183,7 +183,7 @@ async def _started(
     parts, peers, count = (config, tokenizer, context.devices["rollout"]), context.peers, config.rollout.replicas
     starts = [partial(context.cluster.replica, i, rollout_engine, (*parts, i, peers)) for i in range(count)]
     rollout: RolloutEngine
-    if count == 1 and not ROLLOUT[config.rollout.engine].apart:
+    if count == 1 and not traits_of(config.rollout.engine).server:
         rollout = starts[0]()
         replicas: Sequence[RolloutEngine] = (rollout,)
     else:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl.config.backends import ROLLOUT, import_object, options_of
+from verl.config.backends import ROLLOUT, import_object, options_of, traits_of
 from verl.config.schema import Config
 from verl.config.served import server_faults, urls_of
 from verl.driver.driver_host import server_place
@@ -40,7 +40,7 @@ def fleet_of(
         asked = replace(config, rollout=replace(config.rollout, url=url, replicas=1)) if url else config
         for fault in server_faults(asked, "train"):
             raise Refused(fault)
-        if not ROLLOUT[config.rollout.engine].apart:
+        if not traits_of(config.rollout.engine).server:
             raise Refused(f"rollout.engine={config.rollout.engine}: its replicas are in this process; none joins")
         if config.cluster.backend != "inproc":
             what = url or "another server"

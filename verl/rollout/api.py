@@ -7,12 +7,12 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from verl.errors import Refused
-from verl.rollout.base import PauseMode, RolloutContext, WeightReader
+from verl.rollout.base import PauseMode, RolloutContext, Traits, WeightReader
 from verl.rollout.http import ServerRefused
 from verl.rollout.wire import ServerAnswer, version_of
 from verl.types import Sampling
@@ -83,42 +83,13 @@ class Api:
 
     `post` and `get` send a request to the server. They raise the errors of a server that refuses or has died
     (rollout/http.py). The methods here raise `NotUnderstood` or `SyncError` for an answer that breaks the API. A method
-    without a body here is never called for a server whose fields exclude it.
+    without a body here is never called for a server with traits that exclude it.
     """
 
     generate: str
     """The path that answers a request, also as a stream of events."""
-    modes: frozenset[PauseMode] = frozenset()
-    """The modes that its own pause has. The client does the others, except `keep`."""
-    aborts_requests = False
-    """It has a call that ends a request. Otherwise the connection is closed, and the tokens until then are the
-    answer."""
-    updates_weights = False
-    """It takes new weights while it runs. Otherwise it is restarted with them, or keeps its own."""
-    prepares_weights = False
-    """It reads new weights while it samples with the old ones, before it is paused for the switch."""
-    sleep_keeps_weights = False
-    """At sleep level 1 its weights are in host memory, and have to be woken too."""
-    raw_logprobs_only = False
-    """Its log-probs are those at temperature 1 over all tokens. Requests with other sampling settings are refused."""
-    resumable_stream = False
-    """As one of several replicas it answers by streams, so that another replica can continue an answer."""
-    takes_weight_version = False
-    """It labels tokens with the name that an update gives to the weights: their version and the client's mark."""
-    streams_weights = False
-    """It takes weights in parts. The memory of a part is reused for the next one."""
-    draws_by_position = False
-    """A token is a function of the seed and its position in the answer (`Sampling.position`)."""
-    validates_token_ids = True
-    """It refuses the first id beyond its vocabulary, and keeps running."""
-    score_temperatures: tuple[float, ...] = (0.0, 1.0)
-    """Temperatures at which it returns log-probs of prompts (0: those of greedy decoding are those at 1)."""
-    tensor_names: Literal["model", "saved"] = "model"
-    """How it names tensors: as the model in memory does, or as a saved folder does (experts one by one)."""
-    transport: str
-    """The required prefix of the address from which it reads weights."""
-    sync: str
-    """The sync.engine that makes addresses with that prefix."""
+    traits: Traits
+    """The abilities of this kind of server; after `prepare`, those of this very server."""
 
     def body(
         self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
@@ -204,7 +175,7 @@ class Api:
         """Return why the server's model is not that of `config`, or "" if nothing shows that. It is called for servers
         that run already, and here it sends ids at the end of the vocabulary."""
         vocab, one = int(config.vocab_size), Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
-        for token, known in ((vocab - 1, True), *([(vocab, False)] if self.validates_token_ids else [])):
+        for token, known in ((vocab - 1, True), *([(vocab, False)] if self.traits.validates_token_ids else [])):
             room = TokenBudget(tokens=1, vocab=token + 1, ends=())
             try:
                 await post(self.generate, self.body(model, f"edge-{token}", [token], one, room))
@@ -245,14 +216,17 @@ async def source_of(api: Api, source: WeightReader) -> tuple[CheckedReader, Weig
     if isinstance(source, CheckedReader):
         sent = source.source
         if sent.passes:
-            if not api.streams_weights:
+            if not api.traits.streams_weights:
                 raise Refused("this rollout engine reads whole versions: leave sync.engine_options.bucket_mb out")
             return source, sent
-        if sent.transport.startswith(api.transport):
+        kind = "" if api.traits.own_weights else f"{api.traits.weights_from}:"
+        if sent.transport.startswith(f"verl.weight_sync.{kind}"):
             return source, sent
-        if api.sync == "shm" and (found := await asyncio.to_thread(_segment_of, sent)) is not None:
+        if api.traits.weights_from == "shm" and (found := await asyncio.to_thread(_segment_of, sent)) is not None:
             return source, found
-    raise Refused(f"this rollout engine is a server that reads weights by itself: set sync.engine={api.sync}")
+    raise Refused(
+        f"this rollout engine is a server that reads weights by itself: set sync.engine={api.traits.weights_from}"
+    )
 
 
 def _segment_of(sent: WeightSource) -> WeightSource | None:

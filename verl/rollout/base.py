@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -52,33 +52,100 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    """The abilities of an engine. They are read once, at the start."""
+class Traits:
+    """The abilities of one kind of rollout engine. They are known without starting it, and declared beside its options.
 
-    logprobs: Literal["processed", "raw"]
+    Traits of servers describe their HTTP API. Where a server lacks an ability, the client does it, or refuses it.
+    """
+
+    server: bool = False
+    """It is a server in a process of its own, whatever the cluster is. Other engines run in a process of the run."""
+    package: str = ""
+    """The Python package that the environment of a server needs. A server without one runs already, at a URL."""
+    public_keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of the public verl under `actor_rollout_ref.rollout.`, and the option that each of them sets."""
+
+    logprobs: Literal["processed", "raw"] = "processed"
     """processed: with temperature and truncation applied."""
-    max_context_tokens: int
-    """The longest sequence, prompt and answer together."""
+    raw_logprobs_only: bool = False
+    """Its log-probs are those at temperature 1 over all tokens. Requests with other sampling settings are refused."""
+    max_candidates: int = 0
+    """A truncated draw has a log-prob if it chooses from at most this many tokens. 0: always."""
+    score_temperatures: tuple[float, ...] | None = None
+    """Temperatures at which it scores prompts (0: those of greedy decoding are those at 1). None: any."""
+    ranks_tokens: bool = False
+    """It returns the most likely tokens (`score_top`)."""
     prefix_cache: bool = False
     """The KV of common prompts is reused."""
-    in_flight_update: bool = False
-    """New weights can be loaded while requests run."""
-    lora_rank: int = 0
-    """The highest rank of LoRA adapters that it loads. 0: it loads none."""
     media: bool = False
     """Prompts may contain images."""
-    sleep_levels: tuple[int, ...] = ()
-    """1 frees the KV, 2 the weights too."""
     stop_strings: bool = True
     """An answer ends at a stop string."""
     seeds: bool = True
     """A seed gives the same tokens whatever else is in the batch."""
-    score_temperatures: tuple[float, ...] | None = None
-    """Temperatures at which it scores prompts. None: any."""
     spans: bool = True
     """Every token is labelled with the version that sampled it, so the weights may change during a request."""
+    reports_tokens: bool = False
+    """It calls `GenerateRequest.on_tokens`."""
+    continues: bool = False
+    """It continues an answer that another engine has begun (`GenerateRequest.begun`)."""
+    resumable_stream: bool = False
+    """As one of several replicas it answers by streams, so that another replica can continue an answer."""
+    draws_by_position: bool = False
+    """A token is a function of the seed and its position in the answer (`Sampling.position`)."""
+    validates_token_ids: bool = True
+    """It refuses the first id beyond its vocabulary, and keeps running."""
+
+    pause_modes: frozenset[PauseMode] = frozenset()
+    """The modes that a server's own pause has. The client does the others, except `keep`."""
+    aborts_requests: bool = False
+    """A server has a call that ends a request. Otherwise the connection is closed, and the tokens until then are the
+    answer."""
+    sleep_keeps_weights: bool = False
+    """At sleep level 1 the weights of a server are in host memory, and have to be woken too."""
+
+    weights_from: Literal["shm", "disk"] = "shm"
+    """The sync.engine from which a server reads weights by itself."""
+    updates_weights: bool = True
+    """It takes new weights while it runs. Otherwise it is restarted with them, or keeps its own."""
+    in_flight_update: bool = False
+    """New weights can be loaded while requests run."""
+    prepares_weights: bool = False
+    """It reads new weights while it samples with the live ones, and stops only for the switch (`prepare_weights`)."""
+    streams_weights: bool = False
+    """It takes weights in parts. The memory of a part is reused for the next one."""
+    takes_weight_version: bool = False
+    """A server labels tokens with the name that an update gives to the weights: their version and the client's mark."""
+    tensor_names: Literal["model", "saved"] = "model"
+    """How it names tensors: as the model in memory does, or as a saved folder does (experts one by one)."""
+
+    @property
+    def own_weights(self) -> bool:
+        """Its weights are its own, and a publish changes nothing."""
+        return self.server and not self.updates_weights and not self.package
+
+
+IN_PROCESS = Traits(in_flight_update=True, prepares_weights=True, reports_tokens=True, ranks_tokens=True)
+"""The traits of engines that run in a process of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities(Traits):
+    """The traits as a running engine confirms them, and its sizes. They are read once, at the start."""
+
+    max_context_tokens: int
+    """The longest sequence, prompt and answer together."""
+    lora_rank: int = 0
+    """The highest rank of LoRA adapters that it loads. 0: it loads none."""
+    sleep_levels: tuple[int, ...] = ()
+    """1 frees the KV, 2 the weights too."""
     notes: tuple[str, ...] = ()
     """Lines that are printed for the user at the start."""
+
+
+def capabilities_of(traits: Traits, **sizes: Any) -> Capabilities:
+    """Return the capabilities of an engine with these traits. `sizes` are fields of `Capabilities`."""
+    return Capabilities(**{f.name: getattr(traits, f.name) for f in fields(Traits)} | sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +360,26 @@ class RolloutEngine(Generates, Protocol):
         weights is dropped."""
         ...
 
+    async def prepare_weights(self, source: WeightReader) -> Callable[[PauseMode], Awaitable[int]]:
+        """Read the weights of `source` and return a function that makes them live: the second half of
+        `load_weights`."""
+        ...
+
+    def mark_verified(self) -> None:
+        """Record that the weights which were loaded last have been verified."""
+        ...
+
+    async def score_top(self, ids: np.ndarray, top: int) -> Scores:
+        """Return the scores of a sequence with the `top` most likely tokens of each position."""
+        ...
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Load an adapter from a folder in PEFT's layout, for later requests with `parameters=name`. It replaces an
+        adapter of the same name. Every later publish changes its base. Raise ValueError for an adapter of another base
+        or of a rank above the engine's, and while requests of that name run."""
+        ...
+
+    async def drop_adapter(self, name: str) -> None: ...
     async def pause(self, mode: PauseMode = "keep") -> None: ...
     async def resume(self) -> None: ...
     async def abort(self, request_ids: Sequence[str] | None = None) -> int: ...
@@ -304,66 +391,36 @@ class RolloutEngine(Generates, Protocol):
     @property
     def version(self) -> int: ...
 
-
-@runtime_checkable
-class Replaceable(Protocol):
-    """One of several engines; the others go on without it."""
+    @property
+    def replaceable(self) -> bool:
+        """It is one of several engines; the others go on without it."""
+        ...
 
     def lose(self, why: BaseException) -> None:
         """Give up the engine that took part in the last publish."""
         ...
 
 
-@runtime_checkable
-class Vouched(Protocol):
-    """An engine with answers that count only after its weights were verified."""
+class BaseEngine:
+    """The optional methods of a rollout engine, for engines that do not have them."""
+
+    replaceable = False
+
+    async def prepare_weights(self: RolloutEngine, source: WeightReader) -> Callable[[PauseMode], Awaitable[int]]:
+        """Read nothing before the returned function is called."""
+        return lambda mode: self.load_weights(source, on_inflight=mode)
 
     def mark_verified(self) -> None:
-        """Record that the weights which were loaded last have been verified."""
-        ...
+        return
 
-
-@runtime_checkable
-class Resuming(Protocol):
-    """An engine that continues an answer which another engine has begun."""
-
-    continues: bool
-    """It reads `GenerateRequest.begun`."""
-
-
-@runtime_checkable
-class Adapting(Protocol):
-    """An engine that loads LoRA adapters while it runs."""
+    async def score_top(self, ids: np.ndarray, top: int) -> Scores:
+        raise ValueError("score_top: this rollout engine ranks no tokens")
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """Load an adapter from a folder in PEFT's layout, for later requests with `parameters=name`. It replaces an
-        adapter of the same name. Every later publish changes its base. Raise ValueError for an adapter of another base
-        or of a rank above the engine's, and while requests of that name run."""
-        ...
+        raise ValueError(f"load_adapter: {NO_ADAPTERS}")
 
-    async def drop_adapter(self, name: str) -> None: ...
+    async def drop_adapter(self, name: str) -> None:
+        raise ValueError(f"drop_adapter: {NO_ADAPTERS}")
 
-
-@runtime_checkable
-class Preparing(Protocol):
-    """An engine that reads new weights while it samples with the live ones."""
-
-    async def prepare_weights(self, source: WeightReader) -> Callable[[PauseMode], Awaitable[int]]:
-        """Read the weights of `source` and return a function that makes them live: the second half of
-        `load_weights`."""
-        ...
-
-
-@runtime_checkable
-class Streaming(Protocol):
-    """An engine that reports tokens while they are sampled."""
-
-    reports_tokens: bool
-    """It calls `GenerateRequest.on_tokens`."""
-
-
-@runtime_checkable
-class Ranking(Protocol):
-    """An engine that returns the most likely tokens of a prompt's positions."""
-
-    async def score_top(self, ids: np.ndarray, top: int) -> Scores: ...
+    def lose(self, why: BaseException) -> None:
+        raise why

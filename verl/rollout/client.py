@@ -13,7 +13,7 @@ import copy
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -30,6 +30,7 @@ from verl.rollout.base import (
     PartialAnswer,
     PauseMode,
     RolloutContext,
+    Traits,
     WeightReader,
     check_inputs,
     check_request,
@@ -52,8 +53,6 @@ ATTEMPTS = 3  # to send a request to a healthy server with breaking connections
 class ServedEngine(AdaptedServer):
     """A `RolloutEngine` that is a server at the URL `at`, or one that `at` starts and that ends with this engine.
     `router` is the URL of an external router in front of the servers of all replicas; requests are sent through it."""
-
-    continues = True
 
     def __init__(
         self,
@@ -164,14 +163,14 @@ class ServedEngine(AdaptedServer):
         ends = context.eos_token_ids
         reading = Reading(sampling=sampling, room=room, eos_token_ids=ends, decode=context.decode, before=before)
         budget = TokenBudget(tokens=room - len(before.ids), vocab=self._vocab, ends=ends)
-        rest = reading.rest(self._api.draws_by_position)
+        rest = reading.rest(self._api.traits.draws_by_position)
         body = self._api.body(call.model, call.server_id, prompt + before.ids, rest, budget)
         call.routed &= self._api.routable(body) and not sampling.stop  # ended by a stop string, it has no versions
         try:
             await self._send(
-                call, body, reading, drawn, follow=request.begun is not None and self._api.resumable_stream
+                call, body, reading, drawn, follow=request.begun is not None and self._api.traits.resumable_stream
             )
-            if not self._api.updates_weights and drawn.ids:  # its weights did not change meanwhile
+            if not self._api.traits.updates_weights and drawn.ids:  # its weights did not change meanwhile
                 drawn.versions = [(str(version), 0, len(drawn.ids))]
             self._watch.signs += not call.routed
             drawn.versions = await self._numbers(call, drawn.versions, version)
@@ -184,7 +183,7 @@ class ServedEngine(AdaptedServer):
     ) -> None:
         if call.cut.is_set():  # aborted before it was sent
             drawn.finish = "abort"
-        elif self._api.aborts_requests and not (reading.sampling.stop or follow or call.routed):
+        elif self._api.traits.aborts_requests and not (reading.sampling.stop or follow or call.routed):
             limit_s = self._limits.request_s
             self._api.read(drawn, await self._http.post(self._api.generate, body, timeout_s=limit_s, again=True))
         else:
@@ -215,14 +214,14 @@ class ServedEngine(AdaptedServer):
                 self._api.read(drawn, event)
                 if router is not None:
                     router.check_live(drawn.live, version)
-                ours = drawn.live in (None, f"{version}-{self._tag}") or not self._api.takes_weight_version
+                ours = drawn.live in (None, f"{version}-{self._tag}") or not self._api.traits.takes_weight_version
                 if ours and self._open.is_set() and self._version == version and not (self._fenced or call.routed):
                     drawn.sure = len(drawn.ids)
                 if drawn.stopped is None:
                     drawn.stopped = reading.end_of(drawn, seen)
                     if drawn.stopped is None or drawn.finish is not None:
                         continue
-                    if not self._api.aborts_requests:
+                    if not self._api.traits.aborts_requests:
                         break  # this closes the connection
                     await self._abort_there([call])
 
@@ -244,9 +243,9 @@ class ServedEngine(AdaptedServer):
     async def _abort_there(self, calls: Sequence[PendingCall]) -> None:
         for call in calls:
             call.cut.set()
-            if call.reading is not None and (call.routed or not self._api.aborts_requests):
+            if call.reading is not None and (call.routed or not self._api.traits.aborts_requests):
                 call.reading.cancel()
-        if self._api.aborts_requests and (here := [call.server_id for call in calls if not call.routed]):
+        if self._api.traits.aborts_requests and (here := [call.server_id for call in calls if not call.routed]):
             await self._api.abort(self._call, here)
 
     # -- control -------------------------------------------------------------------------------------------------------
@@ -284,30 +283,30 @@ class ServedEngine(AdaptedServer):
         reader, sent = await source_of(self._api, source)
         sent = await self._as_read(sent)
         transferred = time.perf_counter() - began
-        if not self._api.updates_weights and self._launch is None and self._version >= 0:
+        if not self._api.traits.updates_weights and self._launch is None and self._version >= 0:
             fix = "use it for verl eval and verl generate, or train with rollout.engine=vllm, sglang or server"
             raise Refused(f"{self._http.url} has weights of its own, and takes no others while it runs: {fix}")
         await self._up()
         async with self._alone(partial(self._announce_early, sent, on_inflight)) as announced:
-            if self._api.updates_weights and (self._fenced is not None or self._exited):
+            if self._api.traits.updates_weights and (self._fenced is not None or self._exited):
                 await self._restart()
             what = "load_weights(on_inflight='wait')"
             try:
                 await self.wake(("weights",))  # freed weights have no memory to be written to
                 await self._stand_still(on_inflight, what)
             except (ServerGone, ServerLate, ServerRefused):  # its engine has died, or hangs
-                if self._launch is None or not self._api.updates_weights:
+                if self._launch is None or not self._api.traits.updates_weights:
                     raise
                 await self._restart()
                 await self._stand_still(on_inflight, what)
             try:
                 still = time.perf_counter()
-                if self._api.updates_weights:
+                if self._api.traits.updates_weights:
                     if sent.passes:
                         await deliver_buckets(self._api, self._call, sent)
                     elif not announced:
                         await self._api.announce(self._call, sent)
-                    name = f"{sent.version}-{self._tag}" if self._api.takes_weight_version else f"{sent.version}"
+                    name = f"{sent.version}-{self._tag}" if self._api.traits.takes_weight_version else f"{sent.version}"
                     await self._api.deliver(self._call, sent, name)
                 elif self._launch is not None:
                     await self._restart(sent.address)
@@ -333,17 +332,17 @@ class ServedEngine(AdaptedServer):
 
     async def _as_read(self, sent: WeightSource) -> WeightSource:
         """Return the source with the tensor names that the server uses."""
-        if self._api.tensor_names == "model":
+        if self._api.traits.tensor_names == "model":
             return sent
         if self._parts is None:  # equal for all versions
             config = copy.deepcopy(self._context.hf_config)
             self._parts = await asyncio.to_thread(lambda: saved_parts(skeleton_of(config), sent.delivered))
-        return replace(sent, names=self._api.tensor_names, parts=self._parts)
+        return replace(sent, names=self._api.traits.tensor_names, parts=self._parts)
 
     async def _announce_early(self, sent: WeightSource, mode: PauseMode) -> bool:
         """Let the server read the new weights while it samples with the live ones, if it can. Return true if it did."""
         draws = self._may_sample() and not (self._exited or self._found_paused) and self._version >= 0
-        if not draws or mode != "keep" or not self._api.prepares_weights or sent.passes:
+        if not draws or mode != "keep" or not self._api.traits.prepares_weights or sent.passes:
             return False
         try:
             await self._api.announce(self._call, sent)
@@ -361,7 +360,7 @@ class ServedEngine(AdaptedServer):
             raise ValueError(
                 f"{what}: {len(self._pending)} requests stand still and cannot finish; resume or abort them"
             )
-        calls, modes, pausing = list(self._pending.values()), self._api.modes, None
+        calls, modes, pausing = list(self._pending.values()), self._api.traits.pause_modes, None
         if mode == "keep" and mode not in modes:
             raise ValueError(f"{what}: {self._expected.name} cannot make running requests stand still; wait, or abort")
         if self._found_paused:
@@ -407,7 +406,7 @@ class ServedEngine(AdaptedServer):
         """Stop using the server: its answers no longer count, and it is not woken. Its paused requests end, and are
         sent to another server."""
         self._fenced, self._asleep = why, set()
-        self._waiting = self._launch is not None and not self._api.updates_weights
+        self._waiting = self._launch is not None and not self._api.traits.updates_weights
         if self._router is not None:
             self._router.fence()
         if self._server is not None:
@@ -421,11 +420,11 @@ class ServedEngine(AdaptedServer):
         """Free memory and return the number of bytes: 0 if the server cannot sleep or does not report it."""
         if level not in (1, 2):
             raise ValueError(f"sleep level={level}: 1 frees the KV, 2 the weights too")
-        if level == 2 and 2 not in self._able.sleep_levels and self._api.sleep_keeps_weights:
+        if level == 2 and 2 not in self._able.sleep_levels and self._api.traits.sleep_keeps_weights:
             level = 1  # frees the device's memory as well
         if level not in self._able.sleep_levels:
             return 0
-        self._asleep |= {"kv", "weights"} if level == 2 or self._api.sleep_keeps_weights else {"kv"}
+        self._asleep |= {"kv", "weights"} if level == 2 or self._api.traits.sleep_keeps_weights else {"kv"}
         return await self._api.sleep(self._call, level)
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv")) -> None:
@@ -442,7 +441,8 @@ class ServedEngine(AdaptedServer):
         """Wait until the server is up, and return its abilities."""
         await self._up()
         stops = self._context.decode is not None  # stop strings are searched here
-        return replace(self._able, stop_strings=stops, score_temperatures=self._api.score_temperatures)
+        confirmed = {f.name: getattr(self._api.traits, f.name) for f in fields(Traits)}
+        return replace(self._able, **confirmed | {"stop_strings": stops})
 
     async def close(self) -> None:
         if self._closed:
@@ -473,7 +473,7 @@ class ServedEngine(AdaptedServer):
         await self._launched_anew(folder)
         self._ready, self._waiting, self._asleep, self._fenced, self._version = False, False, set(), None, -1
         await self._up()
-        if self._paused and "keep" in self._api.modes:
+        if self._paused and "keep" in self._api.traits.pause_modes:
             await self._api.pause(self._call, "keep")
 
     def _may_sample(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 
 from verl.errors import Refused
 from verl.rollout.api import Api, Deadlines, Expected, TokenBudget, model_of, positions_of
-from verl.rollout.base import RolloutContext
+from verl.rollout.base import BaseEngine, RolloutContext
 from verl.rollout.calls import PendingCall
 from verl.rollout.embedded.core import check_context
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
@@ -43,7 +43,7 @@ def _unknown_model(log: str) -> str:
     )
 
 
-class Server:
+class Server(BaseEngine):
     """A server at the URL `at`, or one that `at` starts and that ends with this object. `router` is the URL of a router
     in front of it."""
 
@@ -63,7 +63,7 @@ class Server:
         self._launch = None if isinstance(at, str) else at
         self._server: ServerProcess | None = None
         # a server that is restarted for every version starts with the first one
-        self._waiting = self._launch is not None and not api.updates_weights
+        self._waiting = self._launch is not None and not api.traits.updates_weights
         self._http = Http(at, key) if isinstance(at, str) else Http("") if self._waiting else self._launched(None)
         self._tag, self._number = uuid.uuid4().hex[:8], itertools.count()
         self._router: Routed | None = None
@@ -179,7 +179,7 @@ class Server:
     async def _check_answers(self) -> None:
         if self._server is None:
             await self._refuse_another_model()
-            if not self._api.raw_logprobs_only:
+            if not self._api.traits.raw_logprobs_only:
                 await self._refuse_raw_logprobs()
         await self.probe()
 
@@ -214,7 +214,7 @@ class Server:
         """Return the spans with plain version numbers. Raise ServerGone if another run gave the weights."""
         if call.routed and self._router is not None:
             return await self._router.numbers(told, least, self._limits.control_s)
-        if not self._api.takes_weight_version:
+        if not self._api.traits.takes_weight_version:
             return told
         if others := [name for name, _, _ in told if marked(name)[1] != self._tag]:
             self._foreign = True

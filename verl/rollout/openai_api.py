@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from verl.errors import Refused
+from verl.rollout import openai, trtllm
 from verl.rollout.api import Api, Post, TokenBudget
 from verl.rollout.http import ServerRefused
 from verl.rollout.wire import NotUnderstood, ServerAnswer, prompt_scores
@@ -19,19 +21,18 @@ PROBED_TOKENS = 4
 class CompletionsApi(Api):
     """OpenAI's completions API. Its fields are set by the checks at the start."""
 
-    generate, transport, sync = "/v1/completions", "verl.weight_sync.", "shm"
-    validates_token_ids = False  # some servers accept ids up to a padded size
+    generate = "/v1/completions"
 
     def __init__(self) -> None:
         self.scoring: str | None = None  # the field that requests log-probs of the prompt
         # without scores it cannot be checked which distribution its log-probs are of
-        self.raw_logprobs_only, self.score_temperatures = True, ()
+        self.traits = replace(openai.TRAITS, raw_logprobs_only=True, score_temperatures=())
 
     def body(
         self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
     ) -> dict[str, Any]:
         s = sampling
-        if self.raw_logprobs_only:
+        if self.traits.raw_logprobs_only:
             refuse_other_than_plain(s)
         found = {"model": model, "prompt": list(prompt), "top_p": s.top_p, "logprobs": 0, "return_token_ids": True}
         extra = {"top_k": s.top_k, "min_p": s.min_p}
@@ -65,7 +66,7 @@ class CompletionsApi(Api):
         await self._require_ids(post, model, vocab)
         for field in ("prompt_logprobs", "echo"):
             if await self._scores_by(field, post, model):
-                self.scoring, self.raw_logprobs_only, self.score_temperatures = field, False, Api.score_temperatures
+                self.scoring, self.traits = field, openai.TRAITS
                 return
 
     async def _require_ids(self, post: Post, model: str, vocab: int) -> None:
@@ -99,7 +100,8 @@ class TrtllmApi(CompletionsApi):
     """TensorRT-LLM's completions API. It refuses unknown fields, and by default cuts off the token that ended an
     answer."""
 
-    transport, sync = "verl.weight_sync.disk:", "disk"
+    def __init__(self) -> None:
+        self.scoring, self.traits = None, trtllm.TRAITS
 
     def body(
         self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget

@@ -5,37 +5,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from verl.rollout.base import (
-    NO_ADAPTERS,
-    Adapting,
     Capabilities,
     Completion,
     GenerateRequest,
     PauseMode,
     ReplicaLost,
-    Resuming,
     RolloutEngine,
-    Vouched,
     WeightReader,
 )
-
-T = TypeVar("T")
+from verl.rollout.wrapper import EngineWrapper
 
 CLOSE_S = 20.0  # for closing an engine that is given up
 JUDGED_S = 3600.0  # for the verification of new weights; a publish has its own deadline
 START_S = 600.0  # for a new engine: its process, its libraries, its model
 
+FOLLOWED = frozenset(("pause", "resume", "abort", "sleep", "wake"))
+"""Methods that are called on all replicas together, so that they are in the same state."""
+
 Start = Callable[[Callable[[BaseException], None]], RolloutEngine]
 """Makes a new engine. Its argument is called, in any thread, when that engine dies on its own."""
 
 
-class Replica:
+class Replica(EngineWrapper):
     """A `RolloutEngine` with a replaceable engine.
 
     All requests of a lost engine end with `ReplicaLost`, the running ones too. For a lost engine sleep, wake, pause,
@@ -46,6 +44,8 @@ class Replica:
     no new connection is made, because it would accept answers of that server again. `adapters` maps names to folders;
     an engine loads an adapter before its first request for it.
     """
+
+    replaceable = True
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class Replica:
         self._woken, self._making = asyncio.Event(), asyncio.Lock()
         self._woken.set()
         self._has: tuple[RolloutEngine | None, dict[str, str]] = (None, {})
+        self._able: Capabilities | None = None  # of the engine that has loaded weights
         self.engine = self._asked = self._new()  # _asked: the engine that took part in the last publish
         self._loaded: RolloutEngine | None = None
         self._verified = -1  # the latest verified version
@@ -94,7 +95,7 @@ class Replica:
         begun = request.begun
         try:
             engine = await self._with_adapter(request.parameters)
-            if begun is not None and not isinstance(engine, Resuming):
+            if begun is not None and not (self._able is not None and self._able.continues):
                 request = replace(request, begun=None)
             try:
                 found = await engine.generate(request)
@@ -123,8 +124,20 @@ class Replica:
     async def score(
         self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:
-        engine = await self._with_adapter(parameters)
-        return await engine.score(ids, temperature=temperature, parameters=parameters, media=media)
+        await self._with_adapter(parameters)
+        return await super().score(ids, temperature=temperature, parameters=parameters, media=media)
+
+    async def forward(self, method: str, *args: Any, **named: Any) -> Any:
+        """Call the engine. If it is lost, nothing is done for a method that all replicas follow."""
+        if method not in FOLLOWED:
+            return await getattr(self._live(), method)(*args, **named)
+        engine = self.engine
+        if self._why is None:
+            try:
+                return await getattr(engine, method)(*args, **named)
+            except ReplicaLost as e:
+                self._lose(engine, e)
+        return None
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         engine = self._asked = self._live()
@@ -136,6 +149,7 @@ class Replica:
             await self._with_adapter(name)
         for name in self._held(engine).keys() - self._adapters.keys():  # dropped while this replica did not serve
             await self.drop_adapter(name)
+        self._able = await engine.capabilities()
         self._loaded = engine
         return version
 
@@ -151,21 +165,16 @@ class Replica:
     def mark_verified(self) -> None:
         if self.ready and not self._judged.is_set():
             self._verified = self.engine.version
-            if isinstance(self.engine, Vouched):
-                self.engine.mark_verified()
+            self.engine.mark_verified()
             self._judged.set()
 
     async def load_adapter(self, name: str, folder: str) -> None:
         engine = self._live()
-        if not isinstance(engine, Adapting):
-            raise ValueError(f"load_adapter: {NO_ADAPTERS}")
         await engine.load_adapter(name, folder)
         self._held(engine)[name] = folder
 
     async def drop_adapter(self, name: str) -> None:
         engine = self._live()
-        if not isinstance(engine, Adapting):
-            raise ValueError(f"drop_adapter: {NO_ADAPTERS}")
         await engine.drop_adapter(name)
         self._held(engine).pop(name, None)
 
@@ -175,26 +184,17 @@ class Replica:
             self._has = (engine, {})
         return self._has[1]
 
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        await self._if_alive(lambda engine: engine.pause(mode))
-
-    async def resume(self) -> None:
-        await self._if_alive(lambda engine: engine.resume())
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        return await self._if_alive(lambda engine: engine.abort(request_ids)) or 0
-
     async def sleep(self, level: int = 1) -> int:
         """Put the engine to sleep, after a starting engine is up. No engine is started until the KV is awake, because
         the trainer uses the device meanwhile."""
         self.asleep = level
         self._woken.clear()
         async with self._making:
-            return await self._if_alive(lambda engine: engine.sleep(level)) or 0
+            return await super().sleep(level)
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv")) -> None:
         try:
-            await self._if_alive(lambda engine: engine.wake(tags))
+            await super().wake(tags)
         finally:
             if "kv" in tags:
                 self.asleep = 0
@@ -203,9 +203,6 @@ class Replica:
     async def woken(self) -> None:
         """Wait until the KV cache is allocated again."""
         await self._woken.wait()
-
-    async def capabilities(self) -> Capabilities:
-        return await self._live().capabilities()
 
     async def close(self) -> None:
         if self._restart is not None:
@@ -241,15 +238,6 @@ class Replica:
         if self._why is not None:
             raise ReplicaLost(f"rollout replica {self.number} has no engine: {self._why}")
         return self.engine
-
-    async def _if_alive(self, call: Callable[[RolloutEngine], Coroutine[Any, Any, T]]) -> T | None:
-        engine = self.engine
-        if self._why is None:
-            try:
-                return await call(engine)
-            except ReplicaLost as e:
-                self._lose(engine, e)
-        return None
 
     def _new(self) -> RolloutEngine:
         def died(why: BaseException) -> None:

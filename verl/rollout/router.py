@@ -27,13 +27,14 @@ from verl.rollout.base import (
     ReplicaLost,
     WeightReader,
 )
-from verl.rollout.replica import Replica, Start
+from verl.rollout.replica import FOLLOWED, Replica, Start
+from verl.rollout.wrapper import EngineWrapper
 
 KEPT_KEYS = 4096  # the number of latest prefix keys with a remembered replica
 MAX_LEAD = 8  # requests that the replica of a prefix key may have more than the least loaded one
 
 
-class Router:
+class Router(EngineWrapper):
     """The engine in front of all replicas.
 
     `load_weights` is refused: a publish is sent to each of `replicas`, as its own transaction. A replica that is lost,
@@ -80,7 +81,7 @@ class Router:
     async def _generate(self, request: GenerateRequest) -> Completion:
         prefix_key = request.prefix_key
         begun = PartialAnswer(mixes=self._mixes) if len(self._serving) > 1 else None
-        request = replace(request, begun=begun)
+        request = replace(request, begun=begun, on_tokens=None)  # a lost replica's tokens may be sampled again
         while True:
             chosen = self._choose(prefix_key)
             self._running[request.id] = chosen
@@ -172,8 +173,7 @@ class Router:
         self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:
         with self._in_use("score", parameters):
-            one = self.replicas[self._choose(None)]
-            return await one.score(ids, temperature=temperature, parameters=parameters, media=media)
+            return await super().score(ids, temperature=temperature, parameters=parameters, media=media)
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         raise ValueError("a router loads no weights: publish to each of its replicas")
@@ -255,23 +255,18 @@ class Router:
         finally:
             self._changing.remove(name)
 
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        await asyncio.gather(*(replica.pause(mode) for replica in self.replicas))
-
-    async def resume(self) -> None:
-        await asyncio.gather(*(replica.resume() for replica in self.replicas))
+    async def forward(self, method: str, *args: Any, **named: Any) -> Any:
+        """Call all replicas and return the sum of their results, or one replica if it is not a method for all."""
+        if method not in FOLLOWED:
+            return await getattr(self.replicas[self._choose(None)], method)(*args, **named)
+        results = await asyncio.gather(*(getattr(replica, method)(*args, **named) for replica in self.replicas))
+        return sum(result or 0 for result in results)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         if request_ids is None:
-            return sum(await asyncio.gather(*(replica.abort() for replica in self.replicas)))
+            return await super().abort()
         names = {i: [name for name in request_ids if self._running.get(name) == i] for i in range(len(self.replicas))}
         return sum(await asyncio.gather(*(self.replicas[i].abort(of) for i, of in names.items() if of)))
-
-    async def sleep(self, level: int = 1) -> int:
-        return sum(await asyncio.gather(*(replica.sleep(level) for replica in self.replicas)))
-
-    async def wake(self, tags: Sequence[str] = ("weights", "kv")) -> None:
-        await asyncio.gather(*(replica.wake(tags) for replica in self.replicas))
 
     async def capabilities(self) -> Capabilities:
         """Return the abilities that all replicas have. Raise ValueError if their log-probs mean different things."""
@@ -279,18 +274,17 @@ class Router:
         if len(kinds := {one.logprobs for one in every}) > 1:
             raise Refused(f"replicas return {' and '.join(sorted(kinds))} log-probs: one run needs one kind")
         able = {f.name: [getattr(one, f.name) for one in every] for f in fields(Capabilities) if f.name != "notes"}
+        able["reports_tokens"] = [False]
         unlike = [f"{name} ({', '.join(map(str, of))})" for name, of in able.items() if any(x != of[0] for x in of)]
-        at = [set(of) for of in able.pop("score_temperatures") if of is not None]
+        at = [set(of) for of in able["score_temperatures"] if of is not None]
         note = [f"rollout: replicas differ, what all of them can do is used: {'; '.join(unlike)}"] if unlike else []
-        return Capabilities(
-            logprobs=every[0].logprobs,
-            max_context_tokens=min(able.pop("max_context_tokens")),
-            lora_rank=min(able.pop("lora_rank")),
-            sleep_levels=tuple(sorted(set.intersection(*map(set, able.pop("sleep_levels"))))),
-            score_temperatures=tuple(sorted(set.intersection(*at))) if at else None,
-            notes=tuple(dict.fromkeys([*note, *(line for one in every for line in one.notes)])),
-            **{name: all(values) for name, values in able.items() if name != "logprobs"},
-        )
+        common: dict[str, Any] = {name: all(of) for name, of in able.items() if isinstance(of[0], bool)}
+        common["raw_logprobs_only"] = any(able["raw_logprobs_only"])
+        common["sleep_levels"] = tuple(sorted(set.intersection(*map(set, able["sleep_levels"]))))
+        common["score_temperatures"] = tuple(sorted(set.intersection(*at))) if at else None
+        common |= {name: min(able[name]) for name in ("max_context_tokens", "lora_rank")}
+        notes = tuple(dict.fromkeys([*note, *(line for one in every for line in one.notes)]))
+        return replace(every[0], notes=notes, **common)
 
     async def close(self) -> None:
         for change in self._changes:

@@ -5,16 +5,22 @@ No torch is imported at module level.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from verl.bounds import Positive
+from verl.rollout import vllm
 
 if TYPE_CHECKING:
     from verl.rollout.base import RolloutContext
     from verl.rollout.client import ServedEngine
 
 CONTROL = "start it with serve.control=true and a serve.api_key"
+
+TRAITS = replace(
+    vllm.TRAITS, package="", public_keys={}, draws_by_position=True, prepares_weights=True, tensor_names="model"
+)
+"""Those of vLLM's API. `verl serve` also samples by position and reads new weights while it samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,18 +35,14 @@ class Options:
 def build(options: Options, context: RolloutContext) -> ServedEngine:
     """Return the engine. Its server gets weights with the first publish."""
     from verl.rollout.api import Deadlines, Expected
-    from verl.rollout.base import Capabilities
+    from verl.rollout.base import capabilities_of
     from verl.rollout.client import ServedEngine
     from verl.rollout.vllm_api import VerlApi
 
     assert context.place is not None and context.place.url is not None, "a server that runs has a URL"
-    able = Capabilities(
-        logprobs="processed", max_context_tokens=context.max_context_tokens, prefix_cache=True, in_flight_update=True
-    )
+    able = capabilities_of(TRAITS, max_context_tokens=context.max_context_tokens)
     paths = ("/pause", "/resume", "/reset_prefix_cache")
     needs = dict.fromkeys((*paths, "/init_weight_transfer_engine", "/collective_rpc"), CONTROL)
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
     expected = Expected(name="the server", needs=needs)
-    return ServedEngine(
-        context, expected, VerlApi(resumable_stream=True), context.place.url, able, deadlines, options.api_key
-    )
+    return ServedEngine(context, expected, VerlApi(), context.place.url, able, deadlines, options.api_key)

@@ -8,11 +8,12 @@ checked before, and the canary checks the loaded weights. No torch is imported a
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.bounds import Positive, PositiveInt, PositiveShare
+from verl.rollout.base import Traits
 
 if TYPE_CHECKING:
     from verl.rollout.base import RolloutContext
@@ -24,6 +25,21 @@ NOTE = "rollout: this adapter was made from SGLang's documented API and tested a
 SEEDS = (
     "rollout: SGLang looks at seeds where it was started with --enable-deterministic-inference alone "
     "(rollout.engine_options.deterministic_inference=true)"
+)
+
+TRAITS = Traits(
+    server=True,
+    package="sglang",
+    public_keys={"gpu_memory_utilization": "mem_fraction_static", "tensor_model_parallel_size": "tensor_parallel_size"},
+    max_candidates=4096,
+    score_temperatures=(0.0, 1.0),
+    prefix_cache=True,
+    continues=True,
+    pause_modes=frozenset(("keep",)),
+    aborts_requests=True,
+    weights_from="disk",
+    in_flight_update=True,
+    takes_weight_version=True,
 )
 
 
@@ -51,20 +67,18 @@ class Options:
 def build(options: Options, context: RolloutContext) -> ServedEngine:
     """Return the engine without weights, while its server starts. Raise ValueError if it cannot start."""
     from verl.rollout.api import Deadlines, Expected
-    from verl.rollout.base import Capabilities
+    from verl.rollout.base import capabilities_of
     from verl.rollout.client import ServedEngine
     from verl.rollout.launching import launcher, require
     from verl.rollout.sglang_api import SglangApi
 
     place = context.place
     assert place is not None, "a server has a place"
-    able = Capabilities(
-        logprobs="processed",
+    api = SglangApi(replace(TRAITS, seeds=options.deterministic_inference))
+    able = capabilities_of(
+        api.traits,
         max_context_tokens=context.max_context_tokens,
-        prefix_cache=True,
-        in_flight_update=True,
         sleep_levels=() if str(context.device) == "cpu" or place.url is not None else (1, 2),
-        seeds=options.deterministic_inference,
         notes=(NOTE,) if options.deterministic_inference else (NOTE, SEEDS),
     )
     expected = Expected(
@@ -72,17 +86,16 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     )
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
     if place.url is not None:
-        return ServedEngine(context, expected, SglangApi(), place.url, able, deadlines, router=options.router)
+        return ServedEngine(context, expected, api, place.url, able, deadlines, router=options.router)
     python = place.python or sys.executable
     require(python, "sglang", "SGLang", (AT_LEAST, BELOW), INSTALL)
     launch = launcher("SGLang", place, partial(serve_command, python, options, context))
-    return ServedEngine(context, expected, SglangApi(), launch, able, deadlines)
+    return ServedEngine(context, expected, api, launch, able, deadlines)
 
 
 def serve_command(python: str, options: Options, context: RolloutContext, model: str, port: int) -> list[str]:
     from verl.rollout.api import positions_of
     from verl.rollout.launching import flags
-    from verl.rollout.sglang_api import MASKS
 
     room = context.max_context_tokens
     given: dict[str, Any] = {
@@ -97,7 +110,7 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
         "mem-fraction-static": options.mem_fraction_static,
         "enable-memory-saver": str(context.device) != "cpu",  # it can sleep
         "skip-tokenizer-init": True,  # tokens in, tokens out
-        "sampling-mask-max-tokens": MASKS,
+        "sampling-mask-max-tokens": TRAITS.max_candidates,
         "enable-deterministic-inference": options.deterministic_inference,
     }
     return [python, "-m", "sglang.launch_server", *flags(given, options.args)]

@@ -10,14 +10,13 @@ import numpy as np
 
 from verl.errors import Refused
 from verl.rollout.api import Api, Post, TokenBudget
-from verl.rollout.base import PauseMode
+from verl.rollout.base import PauseMode, Traits
 from verl.rollout.http import ServerRefused
+from verl.rollout.sglang import TRAITS
 from verl.rollout.vllm_api import WORDS
 from verl.rollout.wire import NotUnderstood, ServerAnswer
 from verl.types import Sampling
 from verl.weight_sync.base import CheckedReader, SyncError, WeightSource
-
-MASKS = 4096  # candidates of a truncated draw, at most, for which SGLang returns the log-prob
 
 
 class SglangApi(Api):
@@ -26,17 +25,19 @@ class SglangApi(Api):
     lost, and so is every later one. Therefore requests are held back here during a pause.
     """
 
-    generate, transport, sync = "/generate", "verl.weight_sync.disk:", "disk"
-    modes: frozenset[PauseMode] = frozenset(("keep",))
-    aborts_requests = updates_weights = takes_weight_version = True
+    generate = "/generate"
+
+    def __init__(self, traits: Traits = TRAITS) -> None:
+        self.traits = traits
 
     def body(
         self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
     ) -> dict[str, Any]:
         s, truncated = sampling, sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-        top_k = s.top_k or (room.vocab if truncated and room.vocab <= MASKS else -1)
-        if truncated and s.temperature > 0 and not 0 < top_k <= MASKS:
-            why = f"SGLang tells the log-probs of truncated draws for top_k from 1 to {MASKS} alone"
+        most = self.traits.max_candidates
+        top_k = s.top_k or (room.vocab if truncated and room.vocab <= most else -1)
+        if truncated and s.temperature > 0 and not 0 < top_k <= most:
+            why = f"SGLang tells the log-probs of truncated draws for top_k from 1 to {most} alone"
             raise Refused(f"top_p={s.top_p} min_p={s.min_p} top_k={s.top_k}: {why}; set top_k too, or top_p=1 min_p=0")
         params: dict[str, Any] = {
             "max_new_tokens": min(s.max_tokens, room.tokens),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.bounds import Positive, PositiveInt, PositiveShare
 from verl.errors import Refused
+from verl.rollout.base import Traits
 
 if TYPE_CHECKING:
     from verl.rollout.base import RolloutContext
@@ -27,6 +28,22 @@ INSTALL = "pip install tensorrt-llm in an environment of its own"
 NOTE = (
     "rollout: this adapter was made from TensorRT-LLM's documented API and tested against doubles of it, never against "
     "it; it is started anew with every version of the weights"
+)
+
+TRAITS = Traits(
+    server=True,
+    package="tensorrt_llm",
+    public_keys={
+        "gpu_memory_utilization": "kv_cache_free_gpu_memory_fraction",
+        "tensor_model_parallel_size": "tensor_parallel_size",
+    },
+    raw_logprobs_only=True,
+    score_temperatures=(),
+    prefix_cache=True,
+    continues=True,
+    validates_token_ids=False,
+    weights_from="disk",
+    updates_weights=False,
 )
 
 
@@ -48,7 +65,7 @@ class Options:
 def build(options: Options, context: RolloutContext) -> ServedEngine:
     """Return the engine. Its server starts with the first weights. Raise ValueError if it cannot start."""
     from verl.rollout.api import Deadlines, Expected
-    from verl.rollout.base import Capabilities
+    from verl.rollout.base import capabilities_of
     from verl.rollout.client import ServedEngine
     from verl.rollout.launching import launcher, require
     from verl.rollout.openai_api import TrtllmApi
@@ -57,9 +74,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     assert place is not None and place.url is None, "one that runs takes no weights: refused before"
     python = place.python or sys.executable
     require(python, "tensorrt_llm", "TensorRT-LLM", (AT_LEAST, BELOW), INSTALL)
-    able = Capabilities(  # sampling with other log-probs than the processed ones is refused
-        logprobs="processed", max_context_tokens=context.max_context_tokens, prefix_cache=True, notes=(NOTE,)
-    )
+    able = capabilities_of(TRAITS, max_context_tokens=context.max_context_tokens, notes=(NOTE,))
     config, wanted = json.loads((Path(place.model) / "config.json").read_text()), str(context.dtype).partition(".")[2]
     if (said := config.get("dtype", config.get("torch_dtype"))) != wanted:
         why = f"TensorRT-LLM computes in what {place.model}/config.json says, {said}, and not in {wanted}"

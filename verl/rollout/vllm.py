@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from verl.bounds import Positive, PositiveInt, PositiveShare, words
 from verl.errors import Refused
+from verl.rollout.base import Traits
 
 if TYPE_CHECKING:
     from verl.rollout.api import Expected
@@ -34,6 +35,28 @@ INSTALL = (
 )
 LEAST_BATCHED_TOKENS = 4096
 MAX_KV_GIB = 4  # of a CPU's memory, unless kv_cache_gib is given
+
+TRAITS = Traits(
+    server=True,
+    package="vllm",
+    public_keys={
+        "gpu_memory_utilization": "gpu_memory_utilization",
+        "tensor_model_parallel_size": "tensor_parallel_size",
+        "enforce_eager": "enforce_eager",
+        "load_format": "load_format",
+    },
+    score_temperatures=(0.0, 1.0),
+    prefix_cache=True,
+    continues=True,
+    resumable_stream=True,
+    pause_modes=frozenset(("keep", "wait", "abort")),
+    aborts_requests=True,
+    sleep_keeps_weights=True,
+    in_flight_update=True,
+    streams_weights=True,
+    takes_weight_version=True,
+    tensor_names="saved",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +108,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     """Return the engine without weights, while its server starts: the first call waits for it. Raise ValueError if it
     cannot start."""
     from verl.rollout.api import Deadlines
-    from verl.rollout.base import Capabilities
+    from verl.rollout.base import capabilities_of
     from verl.rollout.client import ServedEngine
     from verl.rollout.vllm_api import VllmApi
 
@@ -95,18 +118,16 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
         why = "what vLLM gives a sequence depends on what else is in the batch"
         raise Refused(f"run.deterministic=true: {why}; set it to false, or rollout.engine=native")
     on_cpu = str(context.device) == "cpu"
-    able = Capabilities(
-        logprobs="processed",
+    api = VllmApi(resumable_stream=options.stream_answers)
+    able = capabilities_of(
+        api.traits,
         max_context_tokens=context.max_context_tokens,
-        prefix_cache=True,
-        in_flight_update=True,
         lora_rank=options.max_lora_rank or 0,
         # at level 2 vLLM drops adapters too
         sleep_levels=() if on_cpu or place.url is not None else (1, 2) if options.max_lora_rank is None else (1,),
         notes=() if on_cpu else ("rollout: vLLM on a GPU was never run by those who wrote this adapter",),
     )
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
-    api = VllmApi(resumable_stream=options.stream_answers)
     if place.url is not None:
         return ServedEngine(context, expected(), api, place.url, able, deadlines)
     python = place.python or sys.executable

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from verl.errors import Refused
+from verl.rollout import server_url, vllm
 from verl.rollout.api import Api, Post, TokenBudget
 from verl.rollout.base import PauseMode
 from verl.rollout.http import ServerRefused
@@ -27,13 +29,10 @@ ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_e
 
 
 class VllmApi(Api):
-    generate, transport, sync = GENERATE, "verl.weight_sync.shm:", "shm"
-    modes: frozenset[PauseMode] = frozenset(("keep", "wait", "abort"))
-    aborts_requests = updates_weights = sleep_keeps_weights = streams_weights = takes_weight_version = True
-    tensor_names: Literal["model", "saved"] = "saved"  # its loaders read saved folders
+    generate = GENERATE
 
     def __init__(self, *, resumable_stream: bool = False) -> None:
-        self.resumable_stream = resumable_stream
+        self.traits = replace(vllm.TRAITS, resumable_stream=resumable_stream)
 
     def body(
         self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
@@ -80,7 +79,9 @@ class VllmApi(Api):
         checksums = {name: e.checksum for name, e in sent.delivered.items() if e.checksum is not None}
         info = {"path": sent.address, "version": sent.version, "names": None, "checksums": checksums}
         await post("/start_weight_update")
-        info |= ({"whole": True} if self.prepares_weights else {}) | ({"parts": sent.parts} if sent.parts else {})
+        info |= ({"whole": True} if self.traits.prepares_weights else {}) | (
+            {"parts": sent.parts} if sent.parts else {}
+        )
         await post("/update_weights", {"update_info": info})
 
     async def send_buckets(self, post: Post, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
@@ -138,8 +139,8 @@ class VllmApi(Api):
 class VerlApi(VllmApi):
     """The API of `verl serve`. It continues at a given position, and sends events at a requested interval."""
 
-    draws_by_position = prepares_weights = True
-    tensor_names = "model"
+    def __init__(self) -> None:
+        self.traits = server_url.TRAITS
 
     async def send_buckets(self, post: Post, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
         try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from torch import Tensor
 
-from verl.rollout.base import PauseMode, Replaceable, RolloutEngine, Vouched
+from verl.rollout.base import PauseMode, RolloutEngine
 from verl.weight_sync.base import (
     CheckedReader,
     Entry,
@@ -220,11 +220,10 @@ class LocalCheckpointEngine:
             canary = check_canary(at, replica, self._probes, sent.probed, self._tolerance)
             found = await _before_deadline(deadline_s, canary, late)
         except Exception as e:
-            if isinstance(replica, Replaceable):
+            if replica.replaceable:
                 replica.lose(e)
             raise
-        if isinstance(replica, Vouched):
-            replica.mark_verified()
+        replica.mark_verified()
         return found, reader.seconds
 
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from verl.rollout.base import Replaceable, ReplicaLost, RolloutEngine
+from verl.rollout.base import ReplicaLost, RolloutEngine
 from verl.workers.waits import Waits
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Placement:
 
     async def _asleep(self, replica: RolloutEngine, level: int) -> int:
         """Let a replica sleep and return the bytes that it reports as freed, compared with the measured free memory."""
-        measured = self.free_bytes if isinstance(replica, Replaceable) else None
+        measured = self.free_bytes if replica.replaceable else None
         try:
             able = measured is not None and level in (await replica.capabilities()).sleep_levels
         except ReplicaLost:  # the replacement of this engine is built awake
@@ -75,7 +75,7 @@ class Placement:
         try:
             return await self.waits.wait(job, who="placement", what=what, timeout_s=self.timeout_s)
         except Exception as e:
-            if not isinstance(replica := self.replicas[number], Replaceable):
+            if not (replica := self.replicas[number]).replaceable:
                 raise
             replica.lose(e)
             return None

@@ -16,26 +16,12 @@ import yaml
 
 from verl.bounds import bounded_yaml
 from verl.config.backends import ROLLOUT as ROLLOUT_ENGINES
-from verl.config.backends import SYNC, import_object
+from verl.config.backends import SYNC, import_object, traits_of
 from verl.config.compat import layout, objective
 from verl.config.compat.given import ACTOR, ROLLOUT, Given, Result
 from verl.config.model_files import context_tokens
 from verl.config.served import reachable
 from verl.errors import Refused
-
-_MEMORY, _TENSOR, _EAGER, _FORMAT = (
-    f"{ROLLOUT}{name}"
-    for name in ("gpu_memory_utilization", "tensor_model_parallel_size", "enforce_eager", "load_format")
-)
-_OF_VLLM = {"gpu_memory_utilization": _MEMORY, "tensor_parallel_size": _TENSOR, "enforce_eager": _EAGER}
-_OPTIONS_OF: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "vllm": _OF_VLLM | {"load_format": _FORMAT},
-        "sglang": {"mem_fraction_static": _MEMORY, "tensor_parallel_size": _TENSOR},
-        "trtllm": {"kv_cache_free_gpu_memory_fraction": _MEMORY, "tensor_parallel_size": _TENSOR},
-    }
-)
-"""A server's option for an adapter, and verl's key for it."""
 
 KWARGS, BACKEND = f"{ROLLOUT}engine_kwargs.", f"{ROLLOUT}checkpoint_engine.backend"
 BUCKET = f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes"
@@ -49,9 +35,10 @@ def _rollout_engine(given: Given) -> Result:
     name = given.value(key)
     here = name is None or reachable(name, given.native.get("rollout.python"), given.native.get("rollout.url"))
     engine = given.native.get("rollout.engine", name if here else "native")
-    known = _OPTIONS_OF.get(engine, {})
+    known = {own: f"{ROLLOUT}{of}" for of, own in traits_of(engine).public_keys.items()}
     options = {own: given.value(of) for own, of in known.items()}
-    if others := [of for of in _OPTIONS_OF["vllm"].values() if of not in known.values()]:
+    every = dict.fromkeys(f"{ROLLOUT}{of}" for server in ROLLOUT_ENGINES for of in traits_of(server).public_keys)
+    if others := [of for of in every if of not in known.values()]:
         given.ignore(f"rollout.engine={engine} has no such choice; rollout.engine=vllm has", *others)
     for kwarg in (key for key in given.values if key.startswith(KWARGS) and given.reads(key, "rollout_engine")):
         whose, _, option = kwarg.removeprefix(KWARGS).partition(".")

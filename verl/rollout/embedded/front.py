@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from verl.rollout.base import (
+    IN_PROCESS,
+    BaseEngine,
     Capabilities,
     Completion,
     GenerateRequest,
@@ -31,6 +33,7 @@ from verl.rollout.base import (
     Scores,
     Timed,
     WeightReader,
+    capabilities_of,
     check_inputs,
     check_request,
     checked_ids,
@@ -52,18 +55,13 @@ class Control:
     done: asyncio.Future[Any]
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(BaseEngine):
     def __init__(self, runner: Runner, context: RolloutContext, *, prefix_cache: bool, notes: tuple[str, ...]) -> None:
         self._core = EngineCore(runner, context.eos_token_ids, context.decode)
         self._runner, self._decodes = runner, context.decode is not None
-        self._capabilities = Capabilities(
-            logprobs="processed",
-            max_context_tokens=context.max_context_tokens,
-            prefix_cache=prefix_cache,
-            in_flight_update=True,
-            sleep_levels=(1, 2),
-            stop_strings=self._decodes,
-            notes=notes,
+        traits = replace(IN_PROCESS, prefix_cache=prefix_cache, stop_strings=self._decodes)
+        self._capabilities = capabilities_of(
+            traits, max_context_tokens=context.max_context_tokens, sleep_levels=(1, 2), notes=notes
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout", initializer=runner.enter_thread)
         self._second = ThreadPoolExecutor(1, thread_name_prefix="rollout-load", initializer=runner.enter_thread)

@@ -22,7 +22,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from verl.rollout.base import PauseMode, Preparing
+from verl.rollout.base import PauseMode
 from verl.rollout.server.app import SERVICE, Handler, as_json, computed
 from verl.rollout.server.requests import ApiError, shown, typed
 from verl.rollout.server.service import Service
@@ -174,7 +174,7 @@ class ControlPlane:
                 raise SyncError(f"version {update.version}: of its segments some stay where they are, and some do not")
             if info.passes:
                 await self._pour(service, update, info)
-            elif info.whole and isinstance(service.engine, Preparing):
+            elif info.whole and (await service.engine.capabilities()).prepares_weights:
                 whole = replace(update, parts=[*update.parts, info], version=info.version)
                 async with asyncio.timeout(service.options.request_timeout_s):
                     update.live = await service.engine.prepare_weights(whole)

@@ -12,7 +12,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from verl.rollout.base import Completion, GenerateRequest, OnTokens, Ranking, RolloutEngine, Scores
+from verl.rollout.base import Completion, GenerateRequest, OnTokens, RolloutEngine, Scores
 from verl.rollout.server.metrics import Metrics
 from verl.rollout.server.options import ServeConfig
 from verl.rollout.server.requests import ApiError, Call, check_ids, check_length, refuse_top_logprobs
@@ -204,7 +204,7 @@ class Service:
             return await self.threads.run(size, form.encoded, found, scores)
 
     async def _scores(self, ids: np.ndarray, top: int) -> Scores:
-        if isinstance(self.engine, Ranking):
+        if (await self.engine.capabilities()).ranks_tokens:
             return await self.engine.score_top(ids, top)
         refuse_top_logprobs(top, "prompt_logprobs", "prompt_logprobs=0 gives that")
         nothing = np.zeros((max(0, len(ids) - 1), 0))

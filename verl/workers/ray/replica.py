@@ -6,13 +6,12 @@ import asyncio
 import os
 import pickle
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from verl.rollout.base import Capabilities, Completion, GenerateRequest, PauseMode, ReplicaLost
+from verl.rollout.wrapper import EngineWrapper
 from verl.workers.answers import RankAnswer, failed_answer, raised
 from verl.workers.group import DevicePlace, Died
 from verl.workers.ray.group import Live
@@ -60,12 +59,12 @@ class ReplicaActor:
         return await self._engine.load_weights(reader, on_inflight=on_inflight), reader.delivered, reader.seconds
 
 
-class RayReplica:
+class RayReplica(EngineWrapper):
     """A `RolloutEngine` in another process."""
 
     def __init__(self, name: str, actor: Any, built: Any, live: Live, on_death: Died) -> None:
         self._name, self._actor, self._on_death = name, actor, on_death
-        self.version = -1
+        self._version = -1
         self._dead: ReplicaLost | None = None
         self._life = live(name, actor, actor.watch.remote(), built, died=self._died)
 
@@ -78,35 +77,25 @@ class RayReplica:
             self._actor.ask.remote("abort", ([request.id],), {})  # the caller has given up, so its row is released
             raise
 
-    async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str | None = None, media: Sequence[str] = ()
-    ) -> np.ndarray:
-        return await self._ask("score", ids, temperature=temperature, parameters=parameters, media=tuple(media))
-
     async def load_weights(self, source: Any, *, on_inflight: PauseMode = "wait") -> int:
         """Load weights in the other process. `source` is a CheckedReader; the other process reads and checks in its
         place."""
-        self.version, delivered, source.seconds = await self._ask("load_weights", source.source, on_inflight)
+        self._version, delivered, source.seconds = await self._ask("load_weights", source.source, on_inflight)
         source.delivered |= delivered
-        return self.version
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        await self._ask("pause", mode)
-
-    async def resume(self) -> None:
-        await self._ask("resume")
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        return await self._ask("abort", request_ids if request_ids is None else list(request_ids))
-
-    async def sleep(self, level: int = 1) -> int:
-        return await self._ask("sleep", level)
-
-    async def wake(self, tags: Sequence[str] = ("weights", "kv")) -> None:
-        await self._ask("wake", tuple(tags))
+        return self._version
 
     async def capabilities(self) -> Capabilities:
-        return await self._ask("capabilities")
+        """Return the engine's capabilities, without those that need calls back into this process or its files."""
+        able = await super().capabilities()
+        return replace(able, continues=False, reports_tokens=False, prepares_weights=False, lora_rank=0)
+
+    @property
+    def version(self) -> int:
+        """The version that was loaded last."""
+        return self._version
+
+    async def forward(self, method: str, *args: Any, **named: Any) -> Any:
+        return await self._ask(method, *args, **named)
 
     async def close(self) -> None:
         self._life.over = True
