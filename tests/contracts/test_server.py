@@ -21,7 +21,7 @@ from verl.rollout import hf
 from verl.rollout.base import GenerateRequest
 from verl.rollout.native import engine as native
 from verl.rollout.server import requests
-from verl.rollout.server.control import Poured
+from verl.rollout.server.control import PassingSegments
 from verl.rollout.server.requests import NEUTRAL
 from verl.rollout.server.responses import CompletionForm
 from verl.rollout.server.texts import Piecewise
@@ -834,7 +834,9 @@ def test_a_failed_update_silences_the_server_until_one_has_succeeded(how, whole,
 
 def waiting() -> bool:
     """Some thread, for the next bucket."""
-    return any(frame.f_code is Poured._next.__code__ for top in sys._current_frames().values() for frame in stack(top))
+    return any(
+        frame.f_code is PassingSegments._next.__code__ for top in sys._current_frames().values() for frame in stack(top)
+    )
 
 
 def stack(frame: Any) -> Any:

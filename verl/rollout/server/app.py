@@ -1,5 +1,7 @@
-"""The HTTP of `verl serve`: routes, who may come in, errors in OpenAI's shape, streams. What is asked and answered
-stands in requests.py and responses.py, what the engine is asked in service.py."""
+"""The HTTP of `verl serve`: routes, checks of callers, errors in OpenAI's shape, streams.
+
+The bodies of requests and answers are in requests.py and responses.py, the calls of the engine in service.py.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,10 @@ from verl.rollout.server.texts import tools_of
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SERVICE = web.AppKey("service", Service)
-DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI and vLLM have it; chat answers may fill the context
+DEFAULT_MAX_TOKENS = 16  # a completion's default, as in OpenAI and vLLM; chat answers may fill the context
 RETRY_AFTER_S = "1"
-MOST_TOKENS = 2**16  # that are turned into text in one request, or as many as a context has
-CLOSING = (401, 403, 408, 415)  # statuses of requests of which no body is read, or no whole one
+MOST_TOKENS = 2**16  # tokens that are turned into text in one request, or the length of a context
+CLOSING = (401, 403, 408, 415)  # statuses after which the body was not read, or not completely
 FAULT = ApiError(500, "the server failed at this request; its log says why", code="internal_error")
 log = logging.getLogger("verl.serve")
 
@@ -74,7 +76,7 @@ def make_app(service: Service) -> web.Application:
 
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The caller's right to ask, one shape for every error, and a deadline for the answer to be taken."""
+    """Check the caller, give every error one shape, and close a connection that does not take its answer in time."""
     answer = await _answered(request, handler)
     request.app[DOOR].waits(request.protocol)
     try:
@@ -109,9 +111,9 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         answer.force_close()
     except web.HTTPException as e:
         answer = refusal(ApiError(e.status, _no_route(request, e.status), code="not_found"))
-    except ConnectionError:  # the client has gone
+    except ConnectionError:  # the client has disconnected
         raise
-    except Exception:  # a fault of ours, told here: the server lives on
+    except Exception:  # a bug of ours is logged, and the server continues
         log.exception("%s %s", request.method, request.path)
         answer = refusal(FAULT)
     finally:
@@ -143,7 +145,7 @@ def as_bytes(body: bytes, *, status: int = 200, headers: Mapping[str, str] | Non
 
 
 async def computed(request: web.Request, compute: Callable[[dict[str, Any]], T], *, absent: bytes = b"") -> T:
-    """What `compute` makes of a body's JSON object, in a thread. absent: what an empty body means."""
+    """Return compute(the body's JSON object), run in a thread. An empty body is read as `absent`."""
     raw = await body_of(request) or absent
     try:
         return await request.app[SERVICE].threads.run(len(raw), lambda: compute(decoded(raw)))
@@ -155,13 +157,13 @@ async def computed(request: web.Request, compute: Callable[[dict[str, Any]], T],
 
 
 def generates(form_of: Callable[[Service, Mapping[str, Any]], Form]) -> Handler:
-    """The handler of an endpoint: its body becomes a form, and the form an answer or a stream of chunks."""
+    """Return the handler of an endpoint: it makes a form from the body, and from the form an answer or a stream."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         service = request.app[SERVICE]
         service.check_able()
         form = await computed(request, lambda fields: form_of(service, fields))
-        service.check_able()  # the body may have taken its time
+        service.check_able()  # again, since reading the body may take long
         with service.admitted(form.call) as names:
             if form.call.stream:
                 return await _streamed(request, service, form, names)
@@ -171,7 +173,7 @@ def generates(form_of: Callable[[Service, Mapping[str, Any]], Form]) -> Handler:
 
 
 async def _streamed(request: web.Request, service: Service, form: Form, names: tuple[str, ...]) -> web.StreamResponse:
-    """Server-sent events. The first chunk is awaited before the status is sent, so that what is wrong has its own."""
+    """Send server-sent events. The status is sent after the first chunk, so that an early error has its own status."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     async with contextlib.aclosing(service.chunks(form, names)) as chunks:
         try:
@@ -182,7 +184,7 @@ async def _streamed(request: web.Request, service: Service, form: Form, names: t
                     await response.write(b"".join(b"data: " + chunk + b"\n\n" for chunk in there))
         except ConnectionError:
             raise
-        except Exception as e:  # an answer of its own would stand in the middle of this one
+        except Exception as e:  # a second answer cannot begin inside this one
             if not response.prepared:
                 raise
             if not isinstance(e, ApiError):
@@ -360,8 +362,8 @@ async def version(request: web.Request) -> web.Response:
 
 
 async def run_app(app: web.Application, sock: Any, stopping: asyncio.Event) -> None:
-    """Serve on a bound socket until `stopping`, then drain. A request whose client went away is cancelled, which gives
-    back its rows in the engine."""
+    """Serve on a bound socket until `stopping`, then drain. A request is cancelled when its client disconnects, which
+    frees its rows in the engine."""
     given: dict[str, Any] = {"keepalive_timeout": IDLE_S, "lingering_time": LINGER_S, "auto_decompress": False}
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0, **given)
     await runner.setup()

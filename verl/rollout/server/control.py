@@ -2,10 +2,10 @@
 
     start_weight_update -> update_weights (once or more) -> finish_weight_update
 
-Until finish nothing of the new weights is live; finish makes them live at once, or the server says nothing any more
-until a whole update has succeeded: what it holds is not what its trainer believes. With a segment that says that it is
-the last one (`whole`) all are read when it comes, beside the weights that are live, by which requests go on meanwhile.
-Segments that are gone once they were read (`passes`) are written over the live weights; nothing is drawn until finish.
+The new weights are not live before finish. Finish makes them live at once. If it fails, the server answers no request
+until a complete update has succeeded, because its weights are not those that its trainer expects. When the last segment
+arrives (`whole`), all are read into further memory while requests continue with the live weights. Segments that are
+overwritten after they were read (`passes`) are read over the live weights; nothing is sampled until finish.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ TAGS = {"weights": "weights", "kv_cache": "kv", "kv": "kv"}  # vLLM's names
 
 
 class UpdateInfo(msgspec.Struct, kw_only=True):
-    """A segment of shared memory. names: those to take (null: all that it holds) · checksums: crc32 of the bytes ·
-    whole: nothing follows it · passes: it is written again once this is answered."""
+    """A segment of shared memory with weights."""
 
     path: str
     version: Annotated[int, Meta(ge=0)]
     names: list[str] | None = None
+    """The tensors to take. Null: all."""
     checksums: dict[str, int] = {}
+    """crc32 of the bytes, by name."""
     whole: bool = False
+    """It is the last segment."""
     passes: bool = False
+    """It is overwritten after the answer."""
 
 
 class UpdateBody(msgspec.Struct):
@@ -52,7 +55,7 @@ class UpdateBody(msgspec.Struct):
 
 
 class FinishBody(msgspec.Struct):
-    weight_version: str | None = None  # of its name: the version, and "-" with whatever else, if anything
+    weight_version: str | None = None  # the name of the weights: the version, perhaps with "-" and more
 
 
 class InitBody(msgspec.Struct):
@@ -67,8 +70,8 @@ class AbortBody(msgspec.Struct):
     request_ids: list[str] | None = None
 
 
-class Poured:
-    """Segments that the engine reads as they come, in a thread of its own. A `WeightReader`."""
+class PassingSegments:
+    """A `WeightReader` of segments that the engine reads one by one, as they arrive, in its own thread."""
 
     passes = True
 
@@ -94,7 +97,7 @@ class Poured:
         return told
 
     def give(self, part: UpdateInfo) -> asyncio.Future[None]:
-        """Done when it was read."""
+        """Give the engine the next segment, and return a future that is done when it was read."""
         loop = asyncio.get_running_loop()
         read: asyncio.Future[None] = loop.create_future()
 
@@ -111,14 +114,16 @@ class Poured:
 
 @dataclass(slots=True)
 class Update:
-    """What an update has announced so far; a `WeightReader` once it is whole. loaded: what the engine has read ·
-    live: makes live what was read already · poured: what it reads as it comes, and the reading."""
+    """The segments of an update until now; a `WeightReader` when it is complete."""
 
     parts: list[UpdateInfo] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
+    """The tensors that the engine has read."""
     version: int = -1
     live: Callable[[PauseMode], Awaitable[int]] | None = None
-    poured: tuple[Poured, asyncio.Future[int]] | None = None
+    """Makes weights live that were read before."""
+    passing: tuple[PassingSegments, asyncio.Future[int]] | None = None
+    """The segments that the engine reads as they arrive, and its load."""
 
     def tensors(self) -> Iterator[tuple[str, object]]:
         for part in self.parts:
@@ -128,7 +133,7 @@ class Update:
 
 
 def _opened(part: UpdateInfo) -> TensorStream:
-    """SyncError for another version."""
+    """Open the segment of a part. Raise SyncError if it has another version."""
     stream = open_stream(WeightSource(part.version, TRANSPORT, part.path, {}))
     if stream.version != part.version:
         raise SyncError(f"version {part.version}: {part.path} holds version {stream.version}")
@@ -136,7 +141,7 @@ def _opened(part: UpdateInfo) -> TensorStream:
 
 
 def _read(part: UpdateInfo) -> Iterator[tuple[str, Any]]:
-    """The tensors of a part, each as its checksum says; SyncError for another version, bytes or names."""
+    """Yield the tensors of a part. Raise SyncError if version, checksums or names do not match."""
     at, wanted = f"version {part.version}", None if part.names is None else set(part.names)
     seen = set()
     for name, tensor in _opened(part).tensors():
@@ -151,13 +156,13 @@ def _read(part: UpdateInfo) -> Iterator[tuple[str, Any]]:
 
 
 class ControlPlane:
-    """Its own state: the update that is under way."""
+    """The handlers of weight updates, with the running update."""
 
     def __init__(self) -> None:
         self.update: Update | None = None
 
     async def start(self, request: web.Request) -> web.Response:
-        self._drop("another one was begun")  # nothing of one that was begun and left is live
+        self._drop("another one was begun")  # an unfinished update is not live
         self.update = Update()
         return as_json({"message": "Weight update started"})
 
@@ -170,10 +175,10 @@ class ControlPlane:
         try:
             if update.parts and (update.live is not None or update.version != info.version):
                 raise SyncError(f"version {update.version} is being updated, and {info.path} is of {info.version}")
-            if update.parts and (update.poured is not None) != info.passes:
+            if update.parts and (update.passing is not None) != info.passes:
                 raise SyncError(f"version {update.version}: of its segments some stay where they are, and some do not")
             if info.passes:
-                await self._pour(service, update, info)
+                await self._read_passing(service, update, info)
             elif info.whole and (await service.engine.capabilities()).prepares_weights:
                 whole = replace(update, parts=[*update.parts, info], version=info.version)
                 async with asyncio.timeout(service.options.request_timeout_s):
@@ -201,9 +206,9 @@ class ControlPlane:
             service.call_weights(update.version, name)  # before anything is drawn by them
             mode, made = _mode(service), update.live
             async with asyncio.timeout(service.options.request_timeout_s):
-                if update.poured is not None:
-                    update.poured[0].end()
-                    live = await update.poured[1]
+                if update.passing is not None:
+                    update.passing[0].end()
+                    live = await update.passing[1]
                 else:
                     load = service.engine.load_weights(update, on_inflight=mode) if made is None else made(mode)
                     live = await service.loads(load)
@@ -214,13 +219,13 @@ class ControlPlane:
         message = {"message": "Weight update finished", "weight_version": service.live}
         return as_json({**message, "loaded": update.loaded})
 
-    async def _pour(self, service: Service, update: Update, info: UpdateInfo) -> None:
-        """Until the engine has read it; what ends its reading is raised."""
+    async def _read_passing(self, service: Service, update: Update, info: UpdateInfo) -> None:
+        """Wait until the engine has read a segment that passes. Raise the error if its load fails."""
         wait_s = service.options.request_timeout_s
-        if update.poured is None:
-            source = Poured(info.version, update.loaded, wait_s)
-            update.poured = source, service.loads(service.engine.load_weights(source, on_inflight=_mode(service)))
-        source, loading = update.poured
+        if update.passing is None:
+            source = PassingSegments(info.version, update.loaded, wait_s)
+            update.passing = source, service.loads(service.engine.load_weights(source, on_inflight=_mode(service)))
+        source, loading = update.passing
         read = source.give(info)
         either: set[asyncio.Future[Any]] = {read, loading}
         await asyncio.wait(either, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
@@ -230,15 +235,15 @@ class ControlPlane:
             loading.result()
 
     async def end(self, app: web.Application) -> None:
-        """With the server: else its process would wait for the rest."""
+        """End the running update with the server. Otherwise the process would wait for its rest."""
         self._drop("the server ends")
 
     def _drop(self, why: str) -> None:
-        """What the engine is reading ends there."""
-        if self.update is not None and self.update.poured is not None:
-            source, loading = self.update.poured
+        """Drop the running update. A load of the engine fails with the reason."""
+        if self.update is not None and self.update.passing is not None:
+            source, loading = self.update.passing
             source.end(SyncError(f"version {source.version} was left in the middle: {why}"))
-            loading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it is known
+            loading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # retrieved
         self.update = None
 
     def _begun(self) -> Update:
@@ -254,12 +259,12 @@ class ControlPlane:
 
 
 def _mode(service: Service) -> PauseMode:
-    """Requests that a pause made stand still go on under the new weights."""
+    """Return the mode of a load: paused requests continue under the new weights, running ones finish first."""
     return "keep" if service.paused or service.asleep else "wait"
 
 
 def tells(what: Callable[[Service], dict[str, Any]]) -> Handler:
-    """The handler of a question about the server."""
+    """Return the handler of a question about the server."""
 
     async def handle(request: web.Request) -> web.Response:
         return as_json(what(request.app[SERVICE]))
@@ -273,7 +278,8 @@ async def init_weight_transfer(request: web.Request) -> web.Response:
 
 
 async def collective_rpc(request: web.Request) -> web.Response:
-    """vLLM asks its workers by name; here there is the one question that our own adapter has: which model this is."""
+    """Answer the call by which vLLM's workers are asked. Here it has the one method that our client calls: the
+    model."""
     service, method = request.app[SERVICE], (await computed(request, lambda fields: typed(fields, RpcBody))).method
     if method != "served_model":
         raise ApiError(400, f"method={shown(method)}: served_model is known", param="method", code="invalid_value")
@@ -307,8 +313,8 @@ async def abort_all(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """Putting the KV to sleep drops every prefix; running requests compute theirs again. A caller that leaves between
-    the two does not leave it asleep."""
+    """Drop every prefix by a sleep of the KV; running requests compute theirs again. The engine is woken even if the
+    caller disconnects."""
     service = request.app[SERVICE]
 
     async def drop() -> None:

@@ -1,5 +1,7 @@
-"""Who may ask `verl serve`, and how long a connection may be open without a whole request. All of it is decided by the
-headers: no body is read, and none is inflated, before."""
+"""Checks of callers of `verl serve`, and limits of connections without a complete request.
+
+The checks read only headers: before them no body is read or decompressed.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,22 @@ from verl.rollout.http import open_files
 from verl.rollout.server.options import is_loopback
 from verl.rollout.server.requests import ApiError
 
-IDLE_S = 30.0  # of a connection that has sent no whole request head
-BODY_S = 60.0  # for a whole body to arrive
-SENT_S = 60.0  # for an answer to be taken
-LINGER_S = 2.0  # in which the rest of a refused body is read and thrown away, so that its sender reads the refusal
-MOST_WAITING = 1024  # connections without a whole request; the oldest of them makes room
+IDLE_S = 30.0  # for a complete request head on a connection
+BODY_S = 60.0  # for a complete body
+SENT_S = 60.0  # for the client to take an answer
+LINGER_S = 2.0  # for reading and dropping the rest of a refused body, so that its sender reads the refusal
+MOST_WAITING = 1024  # connections without a complete request; the oldest ones are closed
 
 
 class Door:
-    """The connections that have no whole request, from the one that has waited longest."""
+    """The connections without a complete request, the oldest first."""
 
     def __init__(self) -> None:
         self.waiting: dict[web.RequestHandler, None] = {}
         self.most = MOST_WAITING
 
     def admits(self, server: web.Server) -> Callable[[], web.RequestHandler]:
-        """The protocol factory of `server`, with room for at most `most` connections that wait."""
+        """Return the protocol factory of `server`, with at most `most` connections that wait."""
         self.most = min(MOST_WAITING, open_files() // 4)
 
         def made() -> web.RequestHandler:
@@ -40,7 +42,7 @@ class Door:
         return made
 
     def waits(self, handler: web.RequestHandler) -> None:
-        """Count a connection whose next request has not arrived. One that is closed does not count."""
+        """Count a connection that waits for its next request. Closed ones do not count."""
         self.waiting[handler] = None
         if len(self.waiting) > self.most:
             self.waiting = {one: None for one in self.waiting if one is handler or one.transport is not None}
@@ -50,7 +52,7 @@ class Door:
             oldest.force_close()
 
     def has_all(self, request: web.Request) -> None:
-        """The request of a connection has arrived."""
+        """Stop counting a connection: its request has arrived."""
         self.waiting.pop(request.protocol, None)
 
 
@@ -58,7 +60,7 @@ DOOR = web.AppKey("door", Door)
 
 
 async def body_of(request: web.Request) -> bytes:
-    """The whole body. ApiError where it does not arrive in time or is no HTTP."""
+    """Return the whole body. Raise ApiError if it does not arrive in time or is no HTTP."""
     try:
         async with asyncio.timeout(BODY_S):
             raw = await request.read()
@@ -71,10 +73,10 @@ async def body_of(request: web.Request) -> bytes:
 
 
 def check_caller(request: web.Request, key: str | None, host: str) -> None:
-    """ApiError unless the caller has the key or, where there is none, is a program of this machine and no web page.
+    """Raise ApiError unless the caller has the key or, without a key, is a program of this machine and no web page.
 
-    A page that a browser has open may send requests to loopback: it says so by its Origin, and by the name in Host if
-    it had its own name resolved to loopback."""
+    A page in a browser may send requests to loopback. Its Origin header shows that, or the name in Host, if the page
+    made its own name resolve to loopback."""
     if key is not None:
         given = request.headers.get("Authorization", "")
         if request.path != "/health" and not hmac.compare_digest(
@@ -93,13 +95,13 @@ def check_caller(request: web.Request, key: str | None, host: str) -> None:
 
 
 def check_encoding(request: web.Request) -> None:
-    """ApiError for a body that would have to be inflated."""
+    """Raise ApiError for a compressed body."""
     if any(one.strip().lower() not in ("", "identity") for one in request.headers.getall("Content-Encoding", [])):
         raise ApiError(415, "Content-Encoding: bodies are read as they are; send it without", code="invalid_encoding")
 
 
 def _is_own(name: str, host: str) -> bool:
-    """Whether this Host, its port left out, is loopback or the address that the server was bound to."""
+    """Return true if a Host header names loopback or the address that the server is bound to."""
     try:
         found = urlsplit(f"//{name}").hostname or ""
     except ValueError:

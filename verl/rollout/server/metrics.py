@@ -11,12 +11,14 @@ BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 @dataclass(slots=True)
 class Metrics:
-    """requests: by (path, status) · seconds: of generation requests, by bucket."""
+    """Counters of a server."""
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """HTTP requests by (path, status)."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
     seconds: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+    """Generation requests by bucket of their duration."""
     total_s: float = 0.0
 
     def took(self, seconds: float) -> None:

@@ -18,14 +18,14 @@ class ServeConfig:
     control: bool = False
     """The control plane too, for the trainer that owns this server: pause, abort, sleep, new weights. Wants a key."""
     max_context_tokens: PositiveInt | None = None  # Prompt and answer. Null: what the model was made for.
-    max_sequences: PositiveInt = 1024  # Answers in the making at one time; a request beyond them is told 429.
+    max_sequences: PositiveInt = 1024  # Answers in the making at one time; a request beyond them gets status 429.
     max_body_mb: Positive = 8.0
     request_timeout_s: Positive = 600.0  # An answer that takes longer is given up: 504.
     grace_s: NonNegative = 25.0  # From SIGTERM to the end; answers that are not ready by then are cut short.
 
 
 def check_serve(serve: ServeConfig) -> None:
-    """ValueError for a door that would stand open, or for no door at all."""
+    """Raise an error for a server that is open to strangers, or that has no valid port."""
     if serve.port > 65535:
         raise Refused(f"serve.port={serve.port}: a port is a number up to 65535 (0: a free one)")
     if serve.api_key is not None and len(serve.api_key) < 8:

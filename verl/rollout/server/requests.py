@@ -1,5 +1,7 @@
-"""What the body of a request asks for: OpenAI's and vLLM's fields -> prompts and `Sampling`, or an error that names the
-field. What this server would not honour is refused, never dropped."""
+"""Bodies of requests: OpenAI's and vLLM's fields -> prompts and `Sampling`, or an error that names the field.
+
+A field that this server does not follow is refused, never dropped.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "output_mode": ("tokens",),
     }
 )
-"""Fields that are honoured by doing nothing, for these values."""
+"""Fields and the values at which they change nothing."""
 ABOUT_THE_CALLER = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "session_id", "detokenize"})
 
 
 class ApiError(Exception):
-    """What the client is told, in OpenAI's shape."""
+    """An error that is sent to the client, in OpenAI's shape."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -65,8 +67,8 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool = False
 
 
-class Drawn(msgspec.Struct, kw_only=True):
-    """How tokens are drawn: what all endpoints share. `top_k` -1 and 0 are off."""
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """The sampling fields that all endpoints share. `top_k` -1 and 0 are off."""
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=10_000)] = 1.0
@@ -81,8 +83,8 @@ class Drawn(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool = False
 
 
-class Prompted(Drawn, kw_only=True):
-    """What completions and chat share."""
+class PromptFields(SamplingFields, kw_only=True):
+    """The fields that completions and chat share."""
 
     model: str | None = None
     stream: bool = False
@@ -92,14 +94,14 @@ class Prompted(Drawn, kw_only=True):
     return_tokens_as_token_ids: bool = False
 
 
-class CompletionBody(Prompted, kw_only=True):
+class CompletionBody(PromptFields, kw_only=True):
     prompt: str | list[str | Id | list[Id]]  # a text, texts, ids, or lists of ids
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
     add_special_tokens: bool = True
 
 
-class ChatBody(Prompted, kw_only=True):
+class ChatBody(PromptFields, kw_only=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] = "auto"
@@ -108,18 +110,19 @@ class ChatBody(Prompted, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class TokenSampling(Drawn, kw_only=True):
+class TokenSampling(SamplingFields, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
-    position: Annotated[int, Meta(ge=0)] = 0  # see `Sampling`
+    position: Annotated[int, Meta(ge=0)] = 0  # as in `Sampling`
 
 
 class TokenBody(msgspec.Struct, kw_only=True):
-    """stream_interval_s: tokens come together at this distance at least."""
+    """A request with token ids."""
 
     token_ids: list[Id]
     sampling_params: dict[str, Any] = {}
     stream_interval_s: Annotated[float, Meta(ge=0)] = 0.0
+    """The least time between two events of a stream; the tokens in between are sent together."""
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -129,28 +132,29 @@ class TokenBody(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """What one HTTP request asks of the engine: `n` answers to each prompt [P] int64.
-
-    prompt_logprobs: of the prompts' own tokens and of so many that are likeliest; None: not asked for ·
-    room: answers may be as long as the context has room for, as no limit was given."""
+class GenerationCall:
+    """The work of one HTTP request for the engine."""
 
     prompts: tuple[np.ndarray, ...]
+    """[P] int64 each."""
     sampling: Sampling
     n: int
+    """Answers to each prompt."""
     request_id: str
     room: bool = False
+    """No limit was given: answers may fill the context."""
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
     prompt_logprobs: int | None = None
+    """Score the prompts, with so many most likely tokens at each position. None: no scores."""
     with_ids: bool = False
     tokens_as_ids: bool = False
     include_stop: bool = False
     interval_s: float = 0.0
 
     def samplings(self, max_context_tokens: int) -> list[tuple[np.ndarray, Sampling]]:
-        """Prompt and sampling of every answer. The first answer to a prompt is drawn with the seed as it was given."""
+        """Return prompt and sampling of every answer. The first answer to a prompt has the given seed."""
         found = []
         for ids in self.prompts:
             most = max_context_tokens - len(ids) if self.room else self.sampling.max_tokens
@@ -161,7 +165,8 @@ class Call:
 
 
 def decoded(raw: bytes) -> dict[str, Any]:
-    """A JSON object; 400 for anything else, and for one of so many parts that reading it would stop every thread."""
+    """Return a JSON object. Anything else is an ApiError 400, and so is an object with so many parts that decoding it
+    would block every thread."""
     lists, quotes = raw.count(b"{") + raw.count(b"["), raw.count(b'"') - raw.count(b'\\"')
     for what, count in (("objects and lists", lists), ("quotes", quotes), ("commas", raw.count(b","))):
         if count > MAX_PARTS[what]:
@@ -177,7 +182,8 @@ def decoded(raw: bytes) -> dict[str, Any]:
 
 
 def typed(fields: Mapping[str, Any], kind: type[Body], *, prefix: str = "") -> Body:
-    """The fields as `kind`. null is the default; a field that is not known, or of another type, is a 400 about it."""
+    """Return the fields as `kind`. null is the default. An unknown field, or one of another type, is an ApiError
+    400."""
     known = kind.__struct_fields__
     given = {}
     for name, value in fields.items():
@@ -196,7 +202,7 @@ def typed(fields: Mapping[str, Any], kind: type[Body], *, prefix: str = "") -> B
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value, at no cost however large it is."""
+    """Return the beginning of a value, at little cost however large it is."""
     return (value if isinstance(value, str) else reprlib.repr(value))[:60]
 
 
@@ -207,13 +213,13 @@ def _means_nothing(name: str, value: Any) -> bool:
 
 
 def _quoted(said: str) -> str | None:
-    """The field of `Object missing required field `prompt``."""
+    """Return the name in a message such as: Object missing required field `prompt`."""
     parts = said.split("`")
     return parts[-2] if "field" in said and len(parts) > 2 else None
 
 
-def sampling_of(drawn: Drawn, *, max_tokens: int, vocab_size: int) -> Sampling:
-    """ApiError for what the engine could not draw from."""
+def sampling_of(drawn: SamplingFields, *, max_tokens: int, vocab_size: int) -> Sampling:
+    """Return the sampling of a request. Raise ApiError for values that the engine cannot sample with."""
     if 0 < drawn.temperature < 1e-3:
         said = f"temperature={drawn.temperature} is too close to 0 to be computed; 0 is greedy"
         raise ApiError(400, said, param="temperature", code="invalid_value")
@@ -228,7 +234,7 @@ def sampling_of(drawn: Drawn, *, max_tokens: int, vocab_size: int) -> Sampling:
     longest = max(map(len, stop), default=0)
     stops = (("stop_token_ids", len(ends), "of them"), ("stop", len(stop), "of them"), ("stop", longest, "characters"))
     for what, count, kind in stops:
-        if count > MAX_STOPS:  # they are looked at with each token
+        if count > MAX_STOPS:  # they are compared after each token
             raise ApiError(400, f"{what}: {count} {kind}, at most {MAX_STOPS}", param=what, code="invalid_value")
     return Sampling(
         max_tokens=max_tokens,
@@ -245,14 +251,14 @@ def sampling_of(drawn: Drawn, *, max_tokens: int, vocab_size: int) -> Sampling:
 
 
 def call_of(
-    body: Prompted | TokenBody,
+    body: PromptFields | TokenBody,
     drawn: CompletionBody | ChatBody | TokenSampling,
     prompts: Sequence[np.ndarray],
     *,
     vocab_size: int,
     max_tokens: int | None,
-) -> Call:
-    """max_tokens: None: as long as there is room."""
+) -> GenerationCall:
+    """Return the work of a request. Without `max_tokens` an answer may fill the context."""
     scored = None if isinstance(drawn, ChatBody) else drawn.prompt_logprobs
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
         said = "stream_options.continuous_usage_stats: usage comes once, at the end (include_usage)"
@@ -274,7 +280,7 @@ def call_of(
         raise ApiError(400, said, param="stop", code="invalid_value")
     if body.stream and scored is not None:
         raise ApiError(400, "prompt_logprobs are not streamed; set stream=false", param="stream")
-    return Call(
+    return GenerationCall(
         prompts=tuple(prompts),
         sampling=sampling,
         n=drawn.n,
@@ -298,7 +304,7 @@ def refuse_top_logprobs(count: int | None, param: str, instead: str) -> None:
 
 
 def check_ids(ids: np.ndarray, param: str, *, vocab_size: int, max_context_tokens: int) -> None:
-    """ApiError for a prompt that cannot be answered."""
+    """Raise ApiError for a prompt that cannot be answered."""
     if not len(ids):
         raise ApiError(400, f"{param} is empty: at least one token is needed", param=param, code="empty_prompt")
     check_length(len(ids), param, max_context_tokens)
@@ -308,7 +314,7 @@ def check_ids(ids: np.ndarray, param: str, *, vocab_size: int, max_context_token
 
 
 def check_length(tokens: int, param: str, max_context_tokens: int) -> None:
-    """ApiError for a prompt of so many tokens that nothing can follow it."""
+    """Raise ApiError for a prompt without room for an answer in the context."""
     if tokens >= max_context_tokens:
         said = f"{param} has {tokens} tokens; the context of {max_context_tokens} leaves no room for an answer"
         raise ApiError(400, said, param=param, code="context_length_exceeded")

@@ -1,5 +1,5 @@
-"""What an answer looks like on the wire: the shapes of OpenAI's completions and chat, and of vLLM's endpoint of tokens
-in, tokens out; whole, and as a stream of chunks."""
+"""The JSON of answers, whole and as a stream of chunks: OpenAI's completions and chat, vLLM's endpoint with token
+ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from verl.rollout.base import Completion, Scores
-from verl.rollout.server.requests import Call
+from verl.rollout.server.requests import GenerationCall
 from verl.rollout.server.texts import Piecewise, Texts
 
 FINISH: Mapping[str, str] = MappingProxyType(
@@ -22,18 +22,20 @@ FINISH: Mapping[str, str] = MappingProxyType(
 
 @dataclass(slots=True)
 class Answer:
-    """One answer on its way: its prompt, the tokens that were told, the text that was sent."""
+    """One answer of a stream."""
 
     prompt: np.ndarray
     text: Piecewise
-    told: int = 0
+    """The text that was sent."""
+    sent: int = 0
+    """The number of tokens that were sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """The shape of one endpoint. Subclasses say what a choice holds, whole and in pieces."""
+    """The JSON of one endpoint. Subclasses define the content of a choice, whole and in pieces."""
 
-    call: Call
+    call: GenerationCall
     texts: Texts
     name: str
     created: int
@@ -42,13 +44,13 @@ class Form:
     prefix: ClassVar[str] = ""
 
     def whole(self, completions: Sequence[Completion], scores: Sequence[Scores] = ()) -> dict[str, Any]:
-        """scores: of each prompt, where they were asked for."""
+        """Return a whole answer. `scores` are those of each prompt, if they were requested."""
         prompts = self._prompts()
         choices = [self.choice(i, prompt, c) for i, (prompt, c) in enumerate(zip(prompts, completions, strict=True))]
         return {**self.envelope(0), "choices": choices, "usage": self.usage(completions)}
 
     def encoded(self, completions: Sequence[Completion], scores: Sequence[Scores] = ()) -> bytes:
-        """The JSON of `whole`, in parts: encoding all at once would stop every other thread."""
+        """Return the JSON of `whole`, encoded in parts: encoding all at once would block every other thread."""
         found = self.whole(completions, scores)
         return msgspec.json.encode({**found, "choices": [_raw(choice) for choice in found["choices"]]})
 
@@ -70,26 +72,26 @@ class Form:
         return [Answer(p, Piecewise(self.texts.decode, self.call.sampling.stop)) for p in self._prompts()]
 
     def opening(self, i: int, answer: Answer) -> dict[str, Any] | None:
-        """What is sent before the first token."""
+        """Return the choice that is sent before the first token, or None."""
         return None
 
     def choice(self, i: int, prompt: np.ndarray, completion: Completion) -> dict[str, Any]:
         raise NotImplementedError
 
     def piece(self, i: int, answer: Answer, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
-        """A chunk's choice for these new tokens [t]; None: nothing to send yet."""
+        """Return a chunk's choice for new tokens [t], or None if nothing can be sent yet."""
         text = answer.text.add(ids.tolist())
-        answer.told += len(ids)
+        answer.sent += len(ids)
         if not text and not self.call.logprobs and not self.call.with_ids:
             return None
-        return {"index": i, **self.told(text, ids, logprobs), "finish_reason": None, **self._ids(ids)}
+        return {"index": i, **self.content(text, ids, logprobs), "finish_reason": None, **self._ids(ids)}
 
-    def told(self, text: str, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
-        """The text and the log-probs of tokens, in a choice."""
+    def content(self, text: str, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
+        """Return the text and the log-probs of tokens, as a choice has them."""
         raise NotImplementedError
 
     def last(self, i: int, answer: Answer, completion: Completion) -> dict[str, Any]:
-        """The last chunk's choice: the tokens that were not told, and why the answer ended."""
+        """Return the last chunk's choice: the tokens that were not sent, and why the answer ended."""
         raise NotImplementedError
 
     def _prompts(self) -> list[np.ndarray]:
@@ -100,18 +102,18 @@ class Form:
         return {"finish_reason": FINISH[completion.stop_reason], "stop_reason": completion.stop or by_id}
 
     def _ids(self, ids: np.ndarray, completion: Completion | None = None) -> dict[str, Any]:
-        """What `return_token_ids` adds."""
+        """Return the fields that `return_token_ids` adds."""
         if not self.call.with_ids:
             return {}
         return {"token_ids": ids.tolist()} | ({"weight_versions": self._versions(completion)} if completion else {})
 
     def _versions(self, completion: Completion) -> list[dict[str, Any]]:
-        """Which weights drew which tokens."""
+        """Return which weights sampled which tokens."""
         spans = ((self.weights.get(version, str(version)), start, end) for version, start, end in completion.spans)
         return [{"version": name, "start": start, "end": end} for name, start, end in spans]
 
     def _content(self, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
-        """Log-probs as chat has them."""
+        """Return log-probs as chat has them."""
         if not self.call.logprobs:
             return None
         told = [self.texts.token(i, as_id=self.call.tokens_as_ids) for i in ids.tolist()]
@@ -137,14 +139,14 @@ class CompletionForm(Form):
 
     def last(self, i: int, answer: Answer, completion: Completion) -> dict[str, Any]:
         text = answer.text.rest(self.texts.answer(completion, include_stop=self.call.include_stop))
-        return self._ended(i, text, completion, answer.told)
+        return self._ended(i, text, completion, answer.sent)
 
     def _ended(self, i: int, text: str, completion: Completion, since: int = 0) -> dict[str, Any]:
         ids, logprobs = completion.ids[since:], completion.logprobs[since:]
-        found = {"index": i, **self.told(text, ids, logprobs)}
+        found = {"index": i, **self.content(text, ids, logprobs)}
         return {**found, **self._end(completion), **self._ids(ids, completion)}
 
-    def told(self, text: str, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
+    def content(self, text: str, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
         if not self.call.logprobs:
             return {"text": text, "logprobs": None}
         tokens = [self.texts.token(i, as_id=self.call.tokens_as_ids)["token"] for i in ids.tolist()]
@@ -155,9 +157,10 @@ class CompletionForm(Form):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatForm(Form):
-    """tools: those that the model was shown. Where an answer may hold calls, a stream sends it when it is whole."""
+    """OpenAI's chat. If an answer may contain tool calls, a stream sends it whole."""
 
     tools: Sequence[Any] | None = None
+    """The tools that the model was shown."""
     kinds = ("chat.completion", "chat.completion.chunk")
     prefix = "chatcmpl-"
 
@@ -178,14 +181,14 @@ class ChatForm(Form):
             return None
         return Form.piece(self, i, answer, ids, logprobs)
 
-    def told(self, text: str, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
+    def content(self, text: str, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
         return {"delta": {"content": text}, "logprobs": self._content(ids, logprobs)}
 
     def last(self, i: int, answer: Answer, completion: Completion) -> dict[str, Any]:
         message, end = self._message(answer.prompt, completion)
-        ids, logprobs = completion.ids[answer.told :], completion.logprobs[answer.told :]
+        ids, logprobs = completion.ids[answer.sent :], completion.logprobs[answer.sent :]
         delta = {key: value for key, value in message.items() if key != "role" and value is not None}
-        if answer.told:
+        if answer.sent:
             delta = {"content": answer.text.rest(message["content"])}
         if "tool_calls" in delta:
             delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(delta["tool_calls"])]
@@ -201,7 +204,7 @@ class ChatForm(Form):
 
 
 class _Token(msgspec.Struct):
-    """A sampled token in vLLM's shape. Text costs more than the rest of the answer, and nobody reads it here."""
+    """A sampled token in vLLM's shape, without its text, which would cost more than the rest of the answer."""
 
     token: str
     token_id: int
@@ -211,7 +214,7 @@ class _Token(msgspec.Struct):
 
 
 class _Known(msgspec.Struct):
-    """A token of a prompt, or one that is likely there, in vLLM's shape."""
+    """A token of a prompt, or a likely one at its place, in vLLM's shape."""
 
     logprob: float
     rank: int | None = None
@@ -233,13 +236,13 @@ class TokenForm(Form):
         return self._ended(i, completion)
 
     def piece(self, i: int, answer: Answer, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
-        answer.told += len(ids)
+        answer.sent += len(ids)
         found = {"index": i, "token_ids": ids.tolist(), "logprobs": self._content(ids, logprobs)}
-        live = next(reversed(self.weights.values()), None)  # whoever follows need not wait for the end
+        live = next(reversed(self.weights.values()), None)  # a client can check it before the end
         return {**found, "finish_reason": None, **({} if live is None else {"weight_version": live})}
 
     def last(self, i: int, answer: Answer, completion: Completion) -> dict[str, Any]:
-        return self._ended(i, completion, answer.told)
+        return self._ended(i, completion, answer.sent)
 
     def _ended(self, i: int, completion: Completion, since: int = 0) -> dict[str, Any]:
         ids, logprobs = completion.ids[since:], completion.logprobs[since:]
@@ -254,8 +257,9 @@ class TokenForm(Form):
 
 
 def prompt_logprobs(prompt: np.ndarray, scores: Scores | None) -> list[Any] | None:
-    """As vLLM has them: nothing for the first token, then {id: {logprob, rank, decoded_token}} of the likeliest ones
-    and of the token itself, whose rank is known where it is among them; at temperature 1."""
+    """Return the scores of a prompt in vLLM's shape: None for the first token, then {id: {logprob, rank,
+    decoded_token}} of the most likely tokens and of the token itself, with its rank if it is one of them. They are at
+    temperature 1."""
     if scores is None:
         return None
     rows: list[Any] = [None]

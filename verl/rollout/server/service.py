@@ -1,4 +1,4 @@
-"""An engine behind a door: who is let in, with what deadline, and whether it may speak at all. Knows no HTTP."""
+"""The engine of a server: admission and deadlines of requests, and whether it may answer at all. It knows no HTTP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from verl.rollout.base import Completion, GenerateRequest, OnTokens, RolloutEngine, Scores
 from verl.rollout.server.metrics import Metrics
 from verl.rollout.server.options import ServeConfig
-from verl.rollout.server.requests import ApiError, Call, check_ids, check_length, refuse_top_logprobs
+from verl.rollout.server.requests import ApiError, GenerationCall, check_ids, check_length, refuse_top_logprobs
 from verl.rollout.server.responses import Answer, Form
 from verl.rollout.server.texts import Texts
 from verl.rollout.server.work import Threads, Turns
@@ -23,14 +23,14 @@ from verl.types import Sampling
 
 HEALTH_TIMEOUT_S = 10.0
 HEALTH_KEPT_S = 1.0
-HEALTH_WAIT_S = 0.05  # for an engine that was well when it was asked last: it answers between two of its steps
-KEPT_NAMES = 256  # of weights, the latest
+HEALTH_WAIT_S = 0.05  # for an engine that passed its last check: it answers between two of its steps
+KEPT_NAMES = 256  # names of the latest weights
 MOST_ABORTED = 2**14  # requests that one call aborts by their ids
-ABORT_TIMEOUT_S = 5.0  # for answers that were cut short to be told
+ABORT_TIMEOUT_S = 5.0  # for sending the answers that were aborted
 
 
 class News:
-    """New tokens of the answers of a stream that are in no chunk yet; those of one answer are kept together."""
+    """New tokens of the answers of a stream that are not sent yet. Those of one answer are sent together."""
 
     def __init__(self) -> None:
         self._held: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # ids and log-probs, by the answer's place
@@ -41,20 +41,20 @@ class News:
         self._told.set()
 
     def end(self) -> None:
-        """No more tokens follow."""
+        """Record that there will be no more tokens."""
         self._ended = True
         self._told.set()
 
     async def some(self) -> bool:
-        """Wait until there are some. False: there are none, and none follow."""
+        """Wait for new tokens. Return False if there are none left and the stream has ended."""
         if not self._held and not self._ended:
             self._told.clear()
             await self._told.wait()
         return bool(self._held)
 
     def pieces(self, form: Form, answers: Sequence[Answer], end: float) -> list[bytes]:
-        """The chunks, as JSON, of at least one answer that has some, and of more while time.monotonic() is before
-        `end`."""
+        """Return the chunks, as JSON, of at least one answer with new tokens, and of more until time.monotonic()
+        reaches `end`."""
         found = list[bytes]()
         while self._held:
             i = next(iter(self._held))
@@ -68,10 +68,7 @@ class News:
 
 @dataclass(slots=True, kw_only=True)
 class Service:
-    """failed: why nothing may be generated · asleep: what the engine has put away · well: whether the engine
-    answered when it was asked last · running: engine's request ids by the id of their request · weights: what the
-    latest versions are called by those that sent them · starts, pieces: turns of the event loop for what begins, and
-    for what is streamed."""
+    """An engine with the state of its server."""
 
     engine: RolloutEngine
     texts: Texts
@@ -81,19 +78,27 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     threads: Threads = field(default_factory=Threads)
     starts: Turns = field(default_factory=Turns)
+    """Turns of the event loop for requests that begin."""
     pieces: Turns = field(default_factory=Turns)
+    """Turns of the event loop for pieces of streams."""
     running: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The ids of the engine's requests, by the id of the HTTP request."""
     sequences: int = 0
+    """Answers that are being generated."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     draining: bool = False
     failed: str | None = None
+    """Why nothing may be generated."""
     paused: bool = False
     asleep: set[str] = field(default_factory=set)
+    """The parts of the engine's memory that are freed."""
     weights: dict[int, str] = field(default_factory=dict)
+    """The names of the latest weights, as their senders chose them, by version."""
     loading: set[asyncio.Future[int]] = field(default_factory=set)
     health: asyncio.Task[None] | None = None
     health_at: float = 0.0
     well: bool = False
+    """The engine passed its last check."""
 
     def __post_init__(self) -> None:
         self.call_weights(self.engine.version, str(self.engine.version))
@@ -105,7 +110,7 @@ class Service:
             del self.weights[next(iter(self.weights))]
 
     def loads(self, load: Awaitable[int]) -> asyncio.Future[int]:
-        """Of new weights, until they are there or not."""
+        """Start a load of new weights and count it as running until it ends."""
         loading = asyncio.ensure_future(load)
         self.loading.add(loading)
         loading.add_done_callback(self.loading.discard)
@@ -113,11 +118,11 @@ class Service:
 
     @property
     def live(self) -> str:
-        """The name of the weights that draw."""
+        """The name of the live weights."""
         return self.weights.get(self.engine.version, str(self.engine.version))
 
     def check_able(self) -> None:
-        """ApiError where nothing is generated now."""
+        """Raise ApiError if nothing can be generated now."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if self.asleep:
@@ -132,24 +137,24 @@ class Service:
             check_ids(ids, param, vocab_size=self.vocab_size, max_context_tokens=self.max_context_tokens)
 
     def check_count(self, wanted: int) -> None:
-        """ApiError for more answers than there is ever room for."""
+        """Raise ApiError for more answers than the server ever generates at once."""
         if wanted > (most := self.options.max_sequences):
             said = f"{wanted} answers in one request; serve.max_sequences={most}: ask for fewer at a time"
             raise ApiError(400, said, param="n", code="too_many_answers")
 
     def check_lengths(self, lengths: Iterable[int], param: str) -> None:
-        """ApiError for a list of ids that no context holds, before anything is made of it."""
+        """Raise ApiError for a list of ids that is longer than a context, before it is converted."""
         for length in lengths:
             check_length(length, param, self.max_context_tokens)
 
     def check_texts(self, texts: Iterable[str], param: str) -> None:
-        """ApiError for a text that has more tokens than a context, whichever they are, before it is tokenised."""
+        """Raise ApiError for a text that is longer than any context, before it is tokenised."""
         for text in texts:
             self.texts.check_size(len(text), param, self.max_context_tokens)
 
     @contextlib.contextmanager
-    def admitted(self, call: Call) -> Iterator[tuple[str, ...]]:
-        """Room for a call's answers, and their ids in the engine; ApiError where there is none."""
+    def admitted(self, call: GenerationCall) -> Iterator[tuple[str, ...]]:
+        """Reserve room for a call's answers and yield their ids in the engine. Raise ApiError if there is no room."""
         wanted, most = len(call.prompts) * call.n, self.options.max_sequences
         self.check_count(wanted)
         if self.sequences + wanted > most:
@@ -170,9 +175,9 @@ class Service:
             self.metrics.took(time.monotonic() - started)
 
     async def generate(
-        self, call: Call, names: tuple[str, ...], told: list[OnTokens] | None = None
+        self, call: GenerationCall, names: tuple[str, ...], told: list[OnTokens] | None = None
     ) -> list[Completion]:
-        """All answers of a call, which share the computation of their prompt; if one fails, none goes on."""
+        """Return all answers of a call. They share the computation of their prompt. If one fails, all are cancelled."""
         asked = call.samplings(self.max_context_tokens)
         runs = [
             asyncio.ensure_future(self._one(names[i], ids, sampling, told[i] if told else None, call.request_id))
@@ -180,7 +185,7 @@ class Service:
         ]
         try:
             found = await asyncio.gather(*runs)
-        except ValueError as e:  # what the engine refuses
+        except ValueError as e:  # the engine refuses the request
             raise ApiError(400, str(e), code="invalid_value") from None
         except RuntimeError as e:  # it has failed, or was closed
             raise ApiError(500, str(e), code="engine_failed") from e
@@ -195,7 +200,7 @@ class Service:
         return await self.engine.generate(GenerateRequest(name, ids, sampling, prefix_key=key, on_tokens=told))
 
     async def whole(self, form: Form, names: tuple[str, ...]) -> bytes:
-        """The JSON of an answer."""
+        """Return the JSON of an answer."""
         async with self._deadline():
             top = form.call.prompt_logprobs
             scores = [] if top is None else [await self._scores(ids, top) for ids in form.call.prompts]
@@ -211,7 +216,7 @@ class Service:
         return Scores(await self.engine.score(ids), nothing, nothing)
 
     async def chunks(self, form: Form, names: tuple[str, ...]) -> AsyncGenerator[list[bytes], None]:
-        """The chunks of a streamed answer as JSON, those that are there together."""
+        """Yield the chunks of a streamed answer as JSON, in groups that are ready together."""
         answers, news = form.answers(), News()
 
         def follow(i: int) -> OnTokens:
@@ -238,7 +243,7 @@ class Service:
                     yield await self.pieces.run(partial(news.pieces, form, answers))
                 completions = await run
                 for i, (answer, completion) in enumerate(zip(answers, completions, strict=True)):
-                    last = await self.threads.run(len(completion.ids) - answer.told, form.last, i, answer, completion)
+                    last = await self.threads.run(len(completion.ids) - answer.sent, form.last, i, answer, completion)
                     yield [msgspec.json.encode(form.chunk([last]))]
                 if form.call.include_usage:
                     yield [msgspec.json.encode(form.chunk([], form.usage(completions)))]
@@ -246,11 +251,11 @@ class Service:
                 run.cancel()
 
     async def check_health(self) -> None:
-        """ApiError 503 where the engine does not give the log-prob of one token. Its answer counts for a second, and
-        while it is busy until `HEALTH_TIMEOUT_S` are over."""
+        """Raise ApiError 503 if the engine does not score one token. A result counts for a second. A busy engine that
+        passed its last check has `HEALTH_TIMEOUT_S` to answer."""
         if self.draining or self.failed is not None:
             raise ApiError(503, self.failed or "the server is shutting down", code="unhealthy")
-        if self.asleep or self.loading:  # while it loads it says nothing
+        if self.asleep or self.loading:  # it does not answer during a load
             return
         now = time.monotonic()
         if self.health is None or (self.health.done() and now - self.health_at > HEALTH_KEPT_S):
@@ -275,7 +280,7 @@ class Service:
             raise RuntimeError(f"the log-prob of a token is {found.tolist()}")
 
     async def abort(self, request_ids: list[str] | None) -> int:
-        """Requests by the ids of their callers (None: all) -> answers that were cut short."""
+        """Abort requests by the ids of their HTTP requests (None: all), and return the number of aborted answers."""
         if request_ids is None:
             return await self.engine.abort()
         if len(request_ids) > MOST_ABORTED:
@@ -285,10 +290,10 @@ class Service:
         return await self.engine.abort([name for own in plain for name in self.running.get(own, ())])
 
     async def drain(self) -> None:
-        """No new requests; those that run have `grace_s` to end, and then return what they have."""
+        """Refuse new requests. Running ones get `grace_s` to end, and are aborted then."""
         self.draining = True
         if not await self._idle(self.options.grace_s):
-            with contextlib.suppress(RuntimeError):  # an engine that has failed has told its callers
+            with contextlib.suppress(RuntimeError):  # the calls of a failed engine have ended with its error
                 await self.engine.abort()
             await self._idle(ABORT_TIMEOUT_S)
 

@@ -16,22 +16,24 @@ from verl.chat.template import RESERVED_KWARGS, Renderer, RowRefused, TemplateAu
 from verl.rollout.base import Completion, DecodeFn
 from verl.rollout.server.requests import ApiError, ChatBody, shown
 
-LARGEST_NUMBER = 2.0**31  # of template arguments: a template may repeat a text so many times
+LARGEST_NUMBER = 2.0**31  # largest template argument: a template may repeat a text so many times
 OPENING_TOKENS = 16  # at the end of a prompt, where a thought may be begun
 LEAST_LONGEST = 64  # characters of a token: unknown words and runs of spaces are one, whatever the vocabulary has
 COMPARED = 1024  # beginnings of stop strings that are compared with the end of a text for each piece of it
-HALF = "\ufffd"  # a character whose bytes are not all there yet
+HALF = "\ufffd"  # stands for a character with missing bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """A tokenizer, what its template was measured to do, and how ids are read: decode without special tokens, spell
-    with them."""
+    """A tokenizer and its chat template."""
 
     tokenizer: Any
     decode: DecodeFn
+    """Returns text without special tokens."""
     spell: DecodeFn
+    """Returns text with special tokens."""
     audit: TemplateAudit
+    """The measured behaviour of the template."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     format: str = field(init=False)  # how calls are written, by the chat template; as Hermes where it does not show it
     longest_token: int = field(init=False)  # in characters, at least
@@ -49,14 +51,14 @@ class Texts:
         return np.asarray(self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"], np.int64)
 
     def check_size(self, characters: int, param: str, max_context_tokens: int) -> None:
-        """ApiError for a text that is longer than a context of the longest tokens."""
+        """Raise ApiError for a text that is longer than a context of the longest tokens."""
         if characters > self.longest_token * max_context_tokens:
             said = f"{param} has {characters} characters; the context of {max_context_tokens} tokens cannot hold them"
             raise ApiError(400, said, param=param, code="context_length_exceeded")
 
     def render(self, body: ChatBody, max_context_tokens: int) -> np.ndarray:
-        """[P] int64: the messages with the generation prompt. ApiError for what the template would drop or refuses, and
-        for what no context holds."""
+        """Return the messages with the generation prompt [P] int64. Raise ApiError for input that the template drops or
+        refuses, or that is longer than any context."""
         kwargs = {**self.template_kwargs, **body.chat_template_kwargs}
         if clash := sorted(RESERVED_KWARGS & kwargs.keys()):
             said = f"chat_template_kwargs={clash}: set by the server itself; leave them out"
@@ -69,7 +71,7 @@ class Texts:
             refuse_unsupported(messages, self.audit, tools)
             if _characters([messages, tools]) > self.longest_token * max_context_tokens:
                 renderer = Renderer(self.tokenizer, kwargs, tools, self.audit.spelling)
-                text = renderer.text(messages, prompt=True)  # which may leave out much of them
+                text = renderer.text(messages, prompt=True)  # the template may leave out much of them
                 self.check_size(len(text), "messages", max_context_tokens)
             return render_prompt(self.tokenizer, messages, kwargs, tools, self.audit)
         except RowRefused as e:
@@ -78,7 +80,8 @@ class Texts:
             raise ApiError(400, str(e), param="messages", code="invalid_value") from None
 
     def answer(self, completion: Completion, *, include_stop: bool = False, spelled: bool = False) -> str:
-        """Without what ended it, unless that is asked for. spelled: with special tokens."""
+        """Return the text of an answer, without the token or string that ended it unless `include_stop` is given, and
+        with special tokens if `spelled`."""
         ids, decode = completion.ids.tolist(), self.spell if spelled else self.decode
         if include_stop or completion.stop_reason not in ("eos", "stop"):
             return decode(ids)
@@ -91,8 +94,8 @@ class Texts:
     def message(
         self, completion: Completion, text: str, prompt: np.ndarray, tools: Sequence[Any] | None
     ) -> dict[str, Any]:
-        """The assistant's message of an answer: content, tool_calls, reasoning_content where the model's own template
-        of responses tells them apart; else tool calls as the format writes them, if all of them can be read."""
+        """Return the assistant's message of an answer: content, tool_calls and reasoning_content, if the model's own
+        response template separates them. Otherwise tool calls are read in the template's format, if all are valid."""
         template = self.tokenizer.response_template
         if template is None:
             return (
@@ -102,7 +105,7 @@ class Texts:
         try:
             found = self.tokenizer.parse_response(written, prefix=self.spell(prompt.tolist()), tools=tools)
         except (ValueError, KeyError, TypeError, RecursionError):
-            # not what the template calls a response: the text as it stands
+            # it does not match the response template: return the text unchanged
             return {"role": "assistant", "content": text}
         return _openai_message(found)
 
@@ -118,7 +121,7 @@ class Texts:
         return _openai_message(found)
 
     def token(self, token_id: int, *, as_id: bool) -> dict[str, Any]:
-        """token and its bytes."""
+        """Return a token's text and bytes."""
         text = f"token_id:{token_id}" if as_id else self.spell([token_id])
         return {"token": text, "bytes": list(text.encode())}
 
@@ -131,7 +134,7 @@ def _largest(value: Any) -> float:
 
 
 def tools_of(body: ChatBody) -> list[dict[str, Any]] | None:
-    """Those that the model is shown."""
+    """Return the tools that the model is shown."""
     if body.tool_choice not in ("auto", "none"):
         said = f"tool_choice={shown(body.tool_choice)}: a call cannot be forced here; auto and none are taken"
         raise ApiError(400, said, param="tool_choice", code="unsupported_parameter")
@@ -139,7 +142,7 @@ def tools_of(body: ChatBody) -> list[dict[str, Any]] | None:
 
 
 def _characters(value: Any) -> int:
-    """Of all texts in a JSON value, names of fields left out."""
+    """Return the number of characters of all texts in a JSON value, without names of fields."""
     if isinstance(value, str):
         return len(value)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -182,22 +185,22 @@ def _json(arguments: Any) -> str:
 
 
 def _sayable(text: Any) -> Any:
-    """Half a surrogate, which no UTF-8 has, as its escape."""
+    """Return a text with lone surrogates, which UTF-8 cannot encode, as escapes."""
     return text.encode(errors="backslashreplace").decode() if isinstance(text, str) else text
 
 
 class Piecewise:
-    """The text of an answer in pieces, as its tokens come. Together they are `Texts.answer`: what may turn out to be
-    half a character or the beginning of a stop string is held back."""
+    """The text of an answer in pieces, from its tokens. All pieces together are `Texts.answer`: text that may be half a
+    character or the beginning of a stop string is held back."""
 
     def __init__(self, decode: DecodeFn, stops: Sequence[str]) -> None:
         self._decode, self._stops = decode, stops
         self._ids: list[int] = []
-        self._from = self._read = 0  # decoded together; those before `_read` are in the text
+        self._from = self._read = 0  # tokens from `_from` are decoded together; those before `_read` are in the text
         self._text, self._sent = "", 0
 
     def add(self, ids: Sequence[int]) -> str:
-        """-> the text that is certain by now and was not given yet."""
+        """Add tokens and return the text that is certain now and was not returned yet."""
         self._ids += ids
         before, now = self._decode(self._ids[self._from : self._read]), self._decode(self._ids[self._from :])
         if len(now) > len(before) and not now.endswith(HALF):
@@ -206,13 +209,13 @@ class Piecewise:
         return self._take(len(self._text) - self._held_back())
 
     def rest(self, whole: str) -> str:
-        """What is left of the whole answer."""
+        """Return the rest of the whole answer."""
         piece, self._sent = whole[self._sent :], len(whole)
         return piece
 
     def _held_back(self) -> int:
-        """Characters at the end that some stop string begins with; where stop strings are many or long, as many as the
-        longest can begin with."""
+        """Return how many characters at the end may begin a stop string. If stop strings are many or long, it is the
+        length that the longest can have."""
         longest = max(map(len, self._stops), default=0)
         if longest * len(self._stops) > COMPARED:
             return min(len(self._text), longest - 1)

@@ -1,5 +1,5 @@
-"""Where the server computes what a request needs beside its engine: JSON, templates, tokens and text in threads, the
-pieces of streams in turns of the event loop. The event loop has time for others meanwhile."""
+"""The work of a server besides its engine: JSON, templates, tokens and text in threads, pieces of streams in turns of
+the event loop. Meanwhile the event loop serves other requests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import TypeVar
 from verl.rollout.server.requests import ApiError
 
 T = TypeVar("T")
-LARGE = 2**16  # bytes, or tokens: what is larger waits for others that are, and nothing small waits for it
-MOST_LARGE = 64  # of them that wait, each of which holds its body
-SWITCH_S = 0.001  # that a thread may hold the interpreter while the event loop waits for it; Python's own is 0.005
-TURN_S = 0.01  # in which pieces of streams are written, before everything else has its turn
+LARGE = 2**16  # bytes, or tokens: larger work waits for other large work only, and small work never waits for it
+MOST_LARGE = 64  # large requests that wait, each with its body in memory
+SWITCH_S = 0.001  # a thread may hold the interpreter so long while the event loop waits; Python's default is 0.005
+TURN_S = 0.01  # for writing pieces of streams, before everything else has a turn
 
 
 class Threads:
@@ -28,7 +28,8 @@ class Threads:
         self._waiting = 0
 
     async def run(self, size: int, compute: Callable[..., T], *args: object) -> T:
-        """The result of compute(*args) in a thread. size: of its input or its result. ApiError 429: too many wait."""
+        """Return compute(*args), run in a thread. `size` is that of its input or its result. Raise ApiError 429 if too
+        many large requests wait."""
         loop, run = asyncio.get_running_loop(), partial(compute, *args)
         if size <= LARGE:
             return await loop.run_in_executor(self._small, run)
@@ -41,14 +42,14 @@ class Threads:
             self._waiting -= 1
 
     def close(self) -> None:
-        """What has not begun is dropped."""
+        """Close the threads, and drop work that has not begun."""
         for pool in (self._small, self._large):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Turns:
-    """The event loop's time for what there may be a thousand of at one moment: one at a time, and all else that is
-    ready between two."""
+    """Turns of the event loop for work of which a thousand pieces may be ready at one moment: one piece at a time, with
+    everything else that is ready in between."""
 
     def __init__(self) -> None:
         self._one = asyncio.Lock()
@@ -59,15 +60,15 @@ class Turns:
             await asyncio.sleep(0)
 
     async def run(self, compute: Callable[[float], T]) -> T:
-        """The result of compute(end) in such a turn; it ends soon after time.monotonic() reaches `end`."""
+        """Return compute(end), run in such a turn. It should return soon after time.monotonic() reaches `end`."""
         async with self._one:
             await asyncio.sleep(0)
             return compute(time.monotonic() + TURN_S)
 
 
 def favour_the_event_loop() -> None:
-    """Make threads of this process hand the interpreter over soon, and leave out of garbage collections what is there
-    by now: one that looks at all of torch's and the tokenizer's objects stops every thread."""
+    """Make threads of this process hand over the interpreter soon, and exclude the present objects from garbage
+    collection: a collection of all objects of torch and the tokenizer blocks every thread."""
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()
