@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl.config.backends import backend_of, options_of
+from verl.config.backends import options_of, traits_of
 from verl.config.schema import Config
 from verl.model_engine.options import Options
 from verl.workers.pools import MAIN, main_pool
@@ -53,4 +53,4 @@ def drops_rollout_weights(config: Config) -> bool:
     too, and every step ends with a publish. A server keeps its weights."""
     given_way = "weights" in offloaded(config, trained=True) and config.pipeline.sync_every == 1
     shares = config.pipeline.staleness == 0 and config.pipeline.placement != "split"
-    return given_way and shares and not backend_of(config, "rollout").apart
+    return given_way and shares and not traits_of(config.rollout.engine).server
