@@ -41,13 +41,13 @@ class Backend:
     """`module:class`: the dataclass of its keys."""
     memory: str = ""
     """`module:function`: the bytes that the engine needs, for the plan. Empty: that of MEMORY for its section."""
-    spread: str = ""
+    across_processes: str = ""
     """The row that does the same for workers in processes of their own."""
-    far: str = ""
+    across_machines: str = ""
     """The row that does the same for workers on several machines."""
-    one_host: bool = False
+    one_machine: bool = False
     """It serves the processes of one machine only."""
-    hosts: bool = False
+    each_host: bool = False
     """It brings weights into the shared memory of each machine."""
     traits: str = "verl.rollout.base:IN_PROCESS"
     """`module:name`: the abilities of a rollout engine."""
@@ -64,7 +64,9 @@ def _server(module: str, **more: Any) -> Backend:
 Table = Mapping[str, Backend]
 MODEL: Table = {
     "torch": Backend(
-        build="verl.model_engine.torch_engine:build", options="verl.model_engine.options:Options", spread="sharded"
+        build="verl.model_engine.torch_engine:build",
+        options="verl.model_engine.options:Options",
+        across_processes="sharded",
     ),
     "sharded": Backend(build="verl.model_engine.rank_engine:build", options="verl.model_engine.options:Options"),
 }
@@ -82,21 +84,21 @@ ROLLOUT: Table = {
     "openai": _server("openai"),
 }
 QUEUE: Table = {
-    "memory": Backend(build="verl.transfer_queue.memory:build", spread="shared", far="ray"),
+    "memory": Backend(build="verl.transfer_queue.memory:build", across_processes="shared", across_machines="ray"),
     "shared": Backend(
-        build="verl.transfer_queue.shared:build", options="verl.transfer_queue.options:Shared", one_host=True
+        build="verl.transfer_queue.shared:build", options="verl.transfer_queue.options:Shared", one_machine=True
     ),
     "ray": Backend(build="verl.transfer_queue.ray:build", options="verl.transfer_queue.options:Remote"),
     "package": Backend(build="verl.transfer_queue.package:build", options="verl.transfer_queue.options:Package"),
 }
 SYNC: Table = {
-    "local": Backend(build="verl.weight_sync.local:build", spread="shm", far="tcp"),
-    "shm": Backend(build="verl.weight_sync.shm:build", options="verl.weight_sync.options:Shm", one_host=True),
-    "ipc": Backend(build="verl.weight_sync.shm:build", options="verl.weight_sync.options:Ipc", one_host=True),
-    "tcp": Backend(build="verl.weight_sync.tcp:build", options="verl.weight_sync.options:Tcp", hosts=True),
-    "nixl": Backend(build="verl.weight_sync.nixl:build", options="verl.weight_sync.options:Nixl", hosts=True),
+    "local": Backend(build="verl.weight_sync.local:build", across_processes="shm", across_machines="tcp"),
+    "shm": Backend(build="verl.weight_sync.shm:build", options="verl.weight_sync.options:Shm", one_machine=True),
+    "ipc": Backend(build="verl.weight_sync.shm:build", options="verl.weight_sync.options:Ipc", one_machine=True),
+    "tcp": Backend(build="verl.weight_sync.tcp:build", options="verl.weight_sync.options:Tcp", each_host=True),
+    "nixl": Backend(build="verl.weight_sync.nixl:build", options="verl.weight_sync.options:Nixl", each_host=True),
     "collective": Backend(
-        build="verl.weight_sync.collective:build", options="verl.weight_sync.options:Collective", hosts=True
+        build="verl.weight_sync.collective:build", options="verl.weight_sync.options:Collective", each_host=True
     ),
     "disk": Backend(build="verl.weight_sync.disk:build", options="verl.weight_sync.options:Disk"),
 }
@@ -174,9 +176,9 @@ def address_of(given: str | None) -> str | None:
 
 
 def _row(section: str, engine: str, cluster: str, ranks: int, address: str | None) -> str:
-    apart = cluster != "inproc" and (ranks > 1 if section == "model" else cluster == "ray")
+    separate = cluster != "inproc" and (ranks > 1 if section == "model" else cluster == "ray")
     row = TABLES[section].get(engine, Backend(build=""))
-    return (apart and ((address and row.far) or row.spread)) or engine
+    return (separate and ((address and row.across_machines) or row.across_processes)) or engine
 
 
 def options_of(config: Config, section: str) -> Any:

@@ -242,11 +242,11 @@ def _transports(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -
             fix = "start Ray on every node (docs/cluster.md) and set cluster.address=auto"
             yield f"{key}={pools[name].nodes}: a Ray that is started here has one node; {fix}"
         return
-    if backend_of(config, "queue").one_host:
+    if backend_of(config, "queue").one_machine:
         why = f"is the memory of one machine, and cluster.address={far} may have several"
         yield f"queue.engine={config.queue.engine} {why}: set queue.engine=ray"
     alone = engine_name(config, "sync") == "disk" and config.sync.engine_options.get("folder") is None
-    if not (alone or backend_of(config, "sync").one_host):
+    if not (alone or backend_of(config, "sync").one_machine):
         return
     at, home, why = roles["rollout"], roles["actor"], "goes through the memory of one machine"
     fix = "set sync.engine=tcp"

@@ -57,7 +57,9 @@ def server_faults(config: Config, command: str) -> Iterator[str]:
         where = "rollout.python=ENVIRONMENT/bin/python (docs/engines.md says how to make one), or rollout.url"
         yield f"{engine}: {traits.package} is not installed beside verl; set {where}"
     store = "://" in str(config.sync.engine_options.get("folder"))  # hosts fetch from it, as they do over tcp
-    reaches = traits.weights_from == "shm" and (SYNC[config.sync.engine].hosts or store or config.sync.engine == "ipc")
+    reaches = traits.weights_from == "shm" and (
+        SYNC[config.sync.engine].each_host or store or config.sync.engine == "ipc"
+    )
     if store and traits.weights_from == "disk" and not traits.own_weights:
         why = "it reads weights from a folder of its machine, and none from a URL"
         yield f"sync.engine_options.folder={config.sync.engine_options['folder']} with {engine}: {why}; name a folder"

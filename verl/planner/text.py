@@ -83,7 +83,7 @@ def _rollout_line(r: RolloutSizes) -> str:
 def _cluster_lines(p: ClusterPlan) -> dict[str, str]:
     """Return the lines on the placement of roles in pools."""
     where = f"at {p.address}" if p.address else "started for this run on this machine"
-    each_host = " of each host" if SYNC[p.sync].hosts else ""
+    each_host = " of each host" if SYNC[p.sync].each_host else ""
     shared = f"2 x {size_text(p.shared_bytes // 2)} of shared memory{each_host}"
     lines = {"cluster": f"{p.backend}, {where}; rows through queue {p.queue}, weights through sync {p.sync} ({shared})"}
     lines["layout"] = p.layout
