@@ -55,10 +55,10 @@ class Backend:
     """The pip requirement of a module that is not part of verl."""
 
 
-def _server(module: str, **more: Any) -> Backend:
+def _server(module: str, traits: str, **more: Any) -> Backend:
     """Return the row of a rollout engine that is a server, implemented in this module of verl/rollout."""
     at = f"verl.rollout.{module}"
-    return Backend(build=f"{at}:build", options=f"{at}:Options", traits=f"{at}:TRAITS", **more)
+    return Backend(build=f"{at}:build", options=f"{at}:Options", traits=f"verl.rollout.traits:{traits}", **more)
 
 
 Table = Mapping[str, Backend]
@@ -77,11 +77,11 @@ ROLLOUT: Table = {
         memory="verl.rollout.native.options:memory",
     ),
     "hf": Backend(build="verl.rollout.hf:build"),
-    "vllm": _server("vllm", memory="verl.rollout.vllm:memory"),
-    "server": _server("server_url"),
-    "sglang": _server("sglang"),
-    "trtllm": _server("trtllm"),
-    "openai": _server("openai"),
+    "vllm": _server("vllm", "VLLM", memory="verl.rollout.vllm:memory"),
+    "server": _server("server_url", "VERL_SERVE"),
+    "sglang": _server("sglang", "SGLANG"),
+    "trtllm": _server("trtllm", "TRTLLM"),
+    "openai": _server("openai", "OPENAI"),
 }
 QUEUE: Table = {
     "memory": Backend(build="verl.transfer_queue.memory:build", across_processes="shared", across_machines="ray"),

@@ -53,7 +53,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """The abilities of one kind of rollout engine. They are known without starting it, and declared beside its options.
+    """The abilities of one kind of rollout engine, known without starting it. Those of servers are in traits.py.
 
     Traits of servers describe their HTTP API. Where a server lacks an ability, the client does it, or refuses it.
     """

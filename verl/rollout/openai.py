@@ -12,16 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl.bounds import Positive
-from verl.rollout.base import Traits
+from verl.rollout.traits import OPENAI
 
 if TYPE_CHECKING:
     from verl.rollout.base import RolloutContext
     from verl.rollout.client import ServedEngine
-
-TRAITS = Traits(
-    server=True, score_temperatures=(0.0, 1.0), continues=True, validates_token_ids=False, updates_weights=False
-)
-"""A server that turns out not to score prompts has only raw log-probs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +35,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     from verl.rollout.openai_api import CompletionsApi
 
     assert context.place is not None and context.place.url is not None, "a server that runs has a URL"
-    able = capabilities_of(TRAITS, max_context_tokens=context.max_context_tokens)
+    able = capabilities_of(OPENAI, max_context_tokens=context.max_context_tokens)
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
     expected = Expected(name="the server")
     at = context.place.url

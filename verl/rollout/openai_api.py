@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from verl.errors import Refused
-from verl.rollout import openai, trtllm
 from verl.rollout.api import Api, Post, TokenBudget
 from verl.rollout.http import ServerRefused
+from verl.rollout.traits import OPENAI, TRTLLM
 from verl.rollout.wire import NotUnderstood, ServerAnswer, prompt_scores
 from verl.types import Sampling
 
@@ -26,7 +26,7 @@ class CompletionsApi(Api):
     def __init__(self) -> None:
         self.scoring: str | None = None  # the field that requests log-probs of the prompt
         # without scores it cannot be checked which distribution its log-probs are of
-        self.traits = replace(openai.TRAITS, raw_logprobs_only=True, score_temperatures=())
+        self.traits = replace(OPENAI, raw_logprobs_only=True, score_temperatures=())
 
     def body(
         self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
@@ -66,7 +66,7 @@ class CompletionsApi(Api):
         await self._require_ids(post, model, vocab)
         for field in ("prompt_logprobs", "echo"):
             if await self._scores_by(field, post, model):
-                self.scoring, self.traits = field, openai.TRAITS
+                self.scoring, self.traits = field, OPENAI
                 return
 
     async def _require_ids(self, post: Post, model: str, vocab: int) -> None:
@@ -101,7 +101,7 @@ class TrtllmApi(CompletionsApi):
     answer."""
 
     def __init__(self) -> None:
-        self.scoring, self.traits = None, trtllm.TRAITS
+        self.scoring, self.traits = None, TRTLLM
 
     def body(
         self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget

@@ -5,22 +5,17 @@ No torch is imported at module level.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl.bounds import Positive
-from verl.rollout import vllm
+from verl.rollout.traits import VERL_SERVE
 
 if TYPE_CHECKING:
     from verl.rollout.base import RolloutContext
     from verl.rollout.client import ServedEngine
 
 CONTROL = "start it with serve.control=true and a serve.api_key"
-
-TRAITS = replace(
-    vllm.TRAITS, package="", public_keys={}, draws_by_position=True, prepares_weights=True, tensor_names="model"
-)
-"""Those of vLLM's API. `verl serve` also samples by position and reads new weights while it samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +35,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     from verl.rollout.vllm_api import VerlApi
 
     assert context.place is not None and context.place.url is not None, "a server that runs has a URL"
-    able = capabilities_of(TRAITS, max_context_tokens=context.max_context_tokens)
+    able = capabilities_of(VERL_SERVE, max_context_tokens=context.max_context_tokens)
     paths = ("/pause", "/resume", "/reset_prefix_cache")
     needs = dict.fromkeys((*paths, "/init_weight_transfer_engine", "/collective_rpc"), CONTROL)
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)

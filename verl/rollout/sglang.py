@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.bounds import Positive, PositiveInt, PositiveShare
-from verl.rollout.base import Traits
+from verl.rollout.traits import SGLANG
 
 if TYPE_CHECKING:
     from verl.rollout.base import RolloutContext
@@ -25,21 +25,6 @@ NOTE = "rollout: this adapter was made from SGLang's documented API and tested a
 SEEDS = (
     "rollout: SGLang looks at seeds where it was started with --enable-deterministic-inference alone "
     "(rollout.engine_options.deterministic_inference=true)"
-)
-
-TRAITS = Traits(
-    server=True,
-    package="sglang",
-    public_keys={"gpu_memory_utilization": "mem_fraction_static", "tensor_model_parallel_size": "tensor_parallel_size"},
-    max_candidates=4096,
-    score_temperatures=(0.0, 1.0),
-    prefix_cache=True,
-    continues=True,
-    pause_modes=frozenset(("keep",)),
-    aborts_requests=True,
-    weights_from="disk",
-    in_flight_update=True,
-    takes_weight_version=True,
 )
 
 
@@ -74,7 +59,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
 
     place = context.place
     assert place is not None, "a server has a place"
-    api = SglangApi(replace(TRAITS, seeds=options.deterministic_inference))
+    api = SglangApi(replace(SGLANG, seeds=options.deterministic_inference))
     able = capabilities_of(
         api.traits,
         max_context_tokens=context.max_context_tokens,
@@ -110,7 +95,7 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
         "mem-fraction-static": options.mem_fraction_static,
         "enable-memory-saver": str(context.device) != "cpu",  # it can sleep
         "skip-tokenizer-init": True,  # tokens in, tokens out
-        "sampling-mask-max-tokens": TRAITS.max_candidates,
+        "sampling-mask-max-tokens": SGLANG.max_candidates,
         "enable-deterministic-inference": options.deterministic_inference,
     }
     return [python, "-m", "sglang.launch_server", *flags(given, options.args)]

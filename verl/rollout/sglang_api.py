@@ -12,7 +12,7 @@ from verl.errors import Refused
 from verl.rollout.api import Api, Post, TokenBudget
 from verl.rollout.base import PauseMode, Traits
 from verl.rollout.http import ServerRefused
-from verl.rollout.sglang import TRAITS
+from verl.rollout.traits import SGLANG
 from verl.rollout.vllm_api import WORDS
 from verl.rollout.wire import NotUnderstood, ServerAnswer
 from verl.types import Sampling
@@ -27,7 +27,7 @@ class SglangApi(Api):
 
     generate = "/generate"
 
-    def __init__(self, traits: Traits = TRAITS) -> None:
+    def __init__(self, traits: Traits = SGLANG) -> None:
         self.traits = traits
 
     def body(

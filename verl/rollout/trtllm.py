@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.bounds import Positive, PositiveInt, PositiveShare
 from verl.errors import Refused
-from verl.rollout.base import Traits
+from verl.rollout.traits import TRTLLM
 
 if TYPE_CHECKING:
     from verl.rollout.base import RolloutContext
@@ -28,22 +28,6 @@ INSTALL = "pip install tensorrt-llm in an environment of its own"
 NOTE = (
     "rollout: this adapter was made from TensorRT-LLM's documented API and tested against doubles of it, never against "
     "it; it is started anew with every version of the weights"
-)
-
-TRAITS = Traits(
-    server=True,
-    package="tensorrt_llm",
-    public_keys={
-        "gpu_memory_utilization": "kv_cache_free_gpu_memory_fraction",
-        "tensor_model_parallel_size": "tensor_parallel_size",
-    },
-    raw_logprobs_only=True,
-    score_temperatures=(),
-    prefix_cache=True,
-    continues=True,
-    validates_token_ids=False,
-    weights_from="disk",
-    updates_weights=False,
 )
 
 
@@ -74,7 +58,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     assert place is not None and place.url is None, "one that runs takes no weights: refused before"
     python = place.python or sys.executable
     require(python, "tensorrt_llm", "TensorRT-LLM", (AT_LEAST, BELOW), INSTALL)
-    able = capabilities_of(TRAITS, max_context_tokens=context.max_context_tokens, notes=(NOTE,))
+    able = capabilities_of(TRTLLM, max_context_tokens=context.max_context_tokens, notes=(NOTE,))
     config, wanted = json.loads((Path(place.model) / "config.json").read_text()), str(context.dtype).partition(".")[2]
     if (said := config.get("dtype", config.get("torch_dtype"))) != wanted:
         why = f"TensorRT-LLM computes in what {place.model}/config.json says, {said}, and not in {wanted}"

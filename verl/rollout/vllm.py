@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from verl.bounds import Positive, PositiveInt, PositiveShare, words
 from verl.errors import Refused
-from verl.rollout.base import Traits
 
 if TYPE_CHECKING:
     from verl.rollout.api import Expected
@@ -35,28 +34,6 @@ INSTALL = (
 )
 LEAST_BATCHED_TOKENS = 4096
 MAX_KV_GIB = 4  # of a CPU's memory, unless kv_cache_gib is given
-
-TRAITS = Traits(
-    server=True,
-    package="vllm",
-    public_keys={
-        "gpu_memory_utilization": "gpu_memory_utilization",
-        "tensor_model_parallel_size": "tensor_parallel_size",
-        "enforce_eager": "enforce_eager",
-        "load_format": "load_format",
-    },
-    score_temperatures=(0.0, 1.0),
-    prefix_cache=True,
-    continues=True,
-    resumable_stream=True,
-    pause_modes=frozenset(("keep", "wait", "abort")),
-    aborts_requests=True,
-    sleep_keeps_weights=True,
-    in_flight_update=True,
-    streams_weights=True,
-    takes_weight_version=True,
-    tensor_names="saved",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from verl.errors import Refused
-from verl.rollout import server_url, vllm
 from verl.rollout.api import Api, Post, TokenBudget
 from verl.rollout.base import PauseMode
 from verl.rollout.http import ServerRefused
+from verl.rollout.traits import VERL_SERVE, VLLM
 from verl.rollout.wire import NotUnderstood, ServerAnswer, prompt_scores
 from verl.types import Sampling
 from verl.weight_sync.base import Bucket, SyncError, WeightSource
@@ -32,7 +32,7 @@ class VllmApi(Api):
     generate = GENERATE
 
     def __init__(self, *, resumable_stream: bool = False) -> None:
-        self.traits = replace(vllm.TRAITS, resumable_stream=resumable_stream)
+        self.traits = replace(VLLM, resumable_stream=resumable_stream)
 
     def body(
         self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
@@ -140,7 +140,7 @@ class VerlApi(VllmApi):
     """The API of `verl serve`. It continues at a given position, and sends events at a requested interval."""
 
     def __init__(self) -> None:
-        self.traits = server_url.TRAITS
+        self.traits = VERL_SERVE
 
     async def send_buckets(self, post: Post, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
         try:
