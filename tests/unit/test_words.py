@@ -109,3 +109,65 @@ def test_the_words_are_counted() -> None:
     assert too_many(words_of(text % "what", ast.parse(text % "what"))) == ["says", "lies"]
     assert too_many(words_of('"""It says so."""', ast.parse('"""It says so."""'))) == []
     assert FRAGMENT.match("Whether it is full.") and not FRAGMENT.match("Offset of a row.")
+
+
+DOCS = ROOT.parent / "docs"
+DOCS_PER_1000 = 3
+PATH = re.compile(r"`([\w./]+/\w+\.(?:py|tsv))`")
+"""A path on the page of the design, relative to verl/ or to the repository."""
+NAMES_OF_THE_PUBLIC_PROJECT = frozenset(
+    {"experimental", "interactions", "model_merger", "models", "recipes", "single_controller", "trainer", "utils"}
+)
+"""Small packages with the names that scripts of the public project import, models for tests, and recipes."""
+
+
+def prose(page: str) -> str:
+    """Return a page without its code."""
+    return re.sub(r"```.*?```|`[^`]*`", "", page, flags=re.DOTALL)
+
+
+def persons_of_page(page: str) -> list[str]:
+    """Return the words that describe programs as persons, if they are more than two and more than their share."""
+    words = re.findall(r"[a-z']+", prose(page).lower())
+    found = [word for word in words if word in PERSONS_AND_POSTURES]
+    return found if len(found) > max(2, DOCS_PER_1000 * len(words) / 1000) else []
+
+
+def test_pages_use_the_terms_of_the_field() -> None:
+    """Not yet the pages of additions (add_a_*), nor docs/algorithms, which bench/cards.py writes."""
+    root = ROOT.parent
+    pages = [
+        *root.glob("*.md"),
+        *DOCS.glob("*.md"),
+        *(DOCS / "decisions").glob("*.md"),
+        *(DOCS / "design").glob("*.md"),
+    ]
+    counted = [page for page in pages if not page.name.startswith("add_")]
+    assert len(counted) > 20
+    found = {str(page.relative_to(root)): bad for page in counted if (bad := persons_of_page(page.read_text()))}
+    assert not found, f"write what the program does: {found}"
+
+
+def test_the_words_of_a_page_are_counted() -> None:
+    assert persons_of_page("The queue says who comes.\n") == ["says", "who", "comes"]
+    assert persons_of_page("```\nsays who\n```\nA server, `comes`, and a test that says it.\n") == []
+
+
+def test_the_page_of_the_design_names_files_that_exist() -> None:
+    """Paths relative to the package, and in the table of packages relative to the package of the row."""
+    text = (DOCS / "design" / "README.md").read_text()
+    paths = {path.removeprefix("verl/") for path in PATH.findall(text)}
+    for line in text.splitlines():
+        if row := re.match(r"\| (top level|`[a-z_/]+/`) \| ", line):
+            package = "" if row[1] == "top level" else row[1].strip("`")
+            paths |= {package + name for name in re.findall(r"`(\w+(?:\.py|/))`", line[row.end() :])}
+    assert len(paths) > 100
+    missing = sorted(path for path in paths if not any((root / path).exists() for root in (ROOT, ROOT.parent)))
+    assert not missing, f"docs/design/README.md: no such file: {missing}"
+
+
+def test_every_package_is_on_the_page_of_the_design() -> None:
+    """Packages with names that scripts of the public project import are described in docs/from_verl.md."""
+    text = (DOCS / "design" / "README.md").read_text()
+    packages = {path.parts[0] for path in trees() if len(path.parts) > 1} - NAMES_OF_THE_PUBLIC_PROJECT
+    assert not {name for name in packages if f"`{name}/" not in text}
