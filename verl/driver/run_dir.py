@@ -80,7 +80,7 @@ class RunDir:
 
 
 PARTS: Mapping[str, tuple[str, ...]] = {"train": SECTIONS, "eval": ("rollout",)}
-"""The sections whose backends a command uses; those that are not here train a model and sample nothing."""
+"""The sections of the backends that a command uses. Commands without an entry train a model and sample nothing."""
 
 
 def open_run_dir(resolved: Resolved, command: str, contents: Mapping[str, str] | None = None) -> RunDir:
