@@ -17,6 +17,7 @@ from typing import Any
 
 from peers.meter import Meter
 
+from verl.config.tree import changed
 from verl.driver.step import Step
 from verl.track.metrics import TimeLedger
 
@@ -64,7 +65,7 @@ def main(spec: dict[str, Any], result: Path) -> None:
     from verl.driver.launch import run_rl
     from verl.rollout.embedded.core import EngineCore
 
-    verl.driver.run.Step = step_of  # type: ignore[assignment, misc]
+    verl.driver = changed(verl.driver, {"run.Step": step_of})
     peak, engine, ended_s = [0], EngineMeter(), [time.perf_counter()]
     engine.watch(EngineCore)
     if spec.get("lengths"):

@@ -25,6 +25,7 @@ from verl.config.compat.layout import local_gpus
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.config.served import reachable
+from verl.config.tree import changed
 from verl.driver.assemble import checkpoint_engine, context_of, learner_of, rollout_engine
 from verl.driver.launch import Finished, run_rl
 from verl.driver.models import hf_export, role_spec, workers_around
@@ -259,14 +260,17 @@ def _facade_settings(name: str, config: VerlConfig, has_reference: bool) -> dict
 
 
 def _inner_config(config: VerlConfig, path: Path) -> Config:
-    inner = Config()
-    inner.model.path, inner.model.dtype = str(path), config.dtype
-    inner.data.max_prompt_tokens = config.max_length - 1
-    inner.rollout.max_response_tokens = 1  # max_length counts prompt and answer together
-    inner.rollout.engine = _backend(config.rollout_backend, config.rollout_fallback)
-    inner.step.prompts_per_step, inner.step.samples_per_prompt = config.batch_size, config.samples_per_prompt
-    inner.run.seed = config.seed
-    return inner
+    values = {
+        "model.path": str(path),
+        "model.dtype": config.dtype,
+        "data.max_prompt_tokens": config.max_length - 1,
+        "rollout.max_response_tokens": 1,  # max_length counts prompt and answer together
+        "rollout.engine": _backend(config.rollout_backend, config.rollout_fallback),
+        "step.prompts_per_step": config.batch_size,
+        "step.samples_per_prompt": config.samples_per_prompt,
+        "run.seed": config.seed,
+    }
+    return changed(Config(), values)
 
 
 def _backend(name: str, fallback: str | None) -> str:

@@ -74,7 +74,14 @@ class FolderWeights:
 async def _serve(config: Config, sock: socket.socket) -> None:
     from verl.chat.template import audit_template
     from verl.driver.assemble import rollout_engine
-    from verl.driver.setup import decoder, device_of, load_tokenizer_of, set_up_process, template_lines
+    from verl.driver.setup import (
+        decoder,
+        device_of,
+        load_tokenizer_of,
+        set_up_process,
+        template_lines,
+        with_native_dtype,
+    )
     from verl.model_engine.hf_model import load_causal_lm
     from verl.rollout.server.app import make_app, run_app
     from verl.rollout.server.service import Service
@@ -84,6 +91,7 @@ async def _serve(config: Config, sock: socket.socket) -> None:
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stopping.set)
+    config = with_native_dtype(config)
     set_up_process(config)
     tokenizer = load_tokenizer_of(config)
     engine = rollout_engine(config, tokenizer, device_of(config))

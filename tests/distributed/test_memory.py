@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.model_engine.layout import Layout
 from verl.planner.memory import fullest_moment, role_items
 
@@ -60,7 +61,14 @@ def test_a_rank_holds_what_the_plan_says(role, tmp_path, monkeypatch):
         layout = LAYOUTS[name]
         kind = "wide, experts" if layout.expert > 1 else "wide"
         config = Config()
-        config.model.path = config.critic.path = config.reward.model = str(tmp_path / kind)
+        config = changed(
+            config,
+            {
+                "model.path": str(tmp_path / kind),
+                "critic.path": str(tmp_path / kind),
+                "reward.model": str(tmp_path / kind),
+            },
+        )
 
         def held(rank: int) -> dict[str, int]:
             case = Case(layout, ENGINES.get(role, role), model=kind)
@@ -113,7 +121,7 @@ def test_what_a_rank_holds_at_most_in_a_phase_is_what_the_plan_says(role, dtype,
     rank of a stage is within 10% of the plan (FULL_GRID=1; 25% of 7 million parameters, of which little things are
     more)."""
     config, wrong = Config(), {}
-    config.model.dtype = dtype
+    config = changed(config, {"model.dtype": dtype})
     for name in LAYOUTS if FULL else ("FSDP x TP",):
         layout = LAYOUTS[name]
         kind = "wide, experts" if layout.expert > 1 else "wide"
@@ -121,7 +129,7 @@ def test_what_a_rank_holds_at_most_in_a_phase_is_what_the_plan_says(role, dtype,
         if not folder.exists():
             monkeypatch.setitem(MODELS, kind, WIDE_MODELS[kind])
             model(kind).save_pretrained(folder)
-        config.model.path = config.critic.path = str(folder)
+        config = changed(config, {"model.path": str(folder), "critic.path": str(folder)})
 
         def held(rank: int) -> tuple[int, dict[str, int]]:
             case = Case(layout, ENGINES.get(role, role), model=kind)

@@ -24,6 +24,7 @@ from fakes import put
 from forked import ranks_of
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from verl.config.tree import changed
 from verl.driver import assemble, models
 from verl.driver.step import Step, experience_and_update
 from verl.model_engine import sharded, torch_engine
@@ -150,7 +151,7 @@ class RealRanks:
 def turn(rank: int, layout: Layout, name: str, options: dict[str, Any], model: Path) -> tuple[list[torch.Tensor], Any]:
     """The gradient of every optimizer step of a turn, in order, and the metrics of the turn."""
     config = virtual.config_of(name, model, model, 1, 40)  # none of the cases has a teacher
-    config.model.engine = "sharded"
+    config = changed(config, {"model.engine": "sharded"})
     config.algorithm.options.update(options)
     found: list[torch.Tensor] = []
 
@@ -263,7 +264,7 @@ def same_turn(
     def with_options(*given):
         config = config_of(*given)
         config.algorithm.options.update(options)
-        config.model.dtype = dtype
+        config = changed(config, {"model.dtype": dtype})
         return config
 
     monkeypatch.setattr(virtual, "config_of", with_options)

@@ -12,6 +12,7 @@ from forked import run
 from test_virtual_ranks import config_of, samples
 
 from verl.batch import loss_index
+from verl.config.tree import changed
 from verl.driver.assemble import offline_learner
 from verl.driver.step import Step, experience_and_update
 from verl.model_engine.layout import Layout
@@ -70,10 +71,10 @@ def test_the_average_of_the_weights_is_that_of_one_process(layout, kept):
 @pytest.mark.skipif(not FULL, reason="minutes: make test-all; test_several_teachers has deaths")
 def test_the_others_teach_on_when_one_of_them_is_killed(ray_session, tmp_path, tiny_model, tiny_teacher, capsys):
     config = config_of("opd", tiny_model, tiny_teacher, 1, 64)
-    config.teacher.path, config.teacher.paths = None, {"a": str(tiny_teacher), "b": str(tiny_model)}
-    config.cluster.backend, config.cluster.cpus_per_rank = "ray", 3.0
-    config.pipeline.max_invalid_share = 0.6
-    config.step.updates_per_step = config.step.epochs_per_step = 1
+    config = changed(config, {"teacher.path": None, "teacher.paths": {"a": str(tiny_teacher), "b": str(tiny_model)}})
+    config = changed(config, {"cluster.backend": "ray", "cluster.cpus_per_rank": 3.0})
+    config = changed(config, {"pipeline.max_invalid_share": 0.6})
+    config = changed(config, {"step.updates_per_step": 1, "step.epochs_per_step": 1})
     learner = offline_learner(config, 2, tmp_path / "crash")
     try:
         for number, dead in ((0, False), (1, True)):

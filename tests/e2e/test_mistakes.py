@@ -10,6 +10,7 @@ from small_runs import metrics_of, small_args, small_run
 
 from verl.cli import main
 from verl.config.load import load_config
+from verl.config.tree import changed
 from verl.driver.assemble import tasks_of
 from verl.driver.setup import load_tokenizer_of
 from verl.workers.group import first_cause
@@ -107,7 +108,7 @@ def test_rows_that_ask_for_a_judge_need_one(args, capsys, tmp_path, arithmetic_d
         asked = args(f"data.{files}_files=[{judged}]", "reward.path=null")
         assert "reward.model=FOLDER" in refused(capsys, asked, "judged.jsonl:4", "style=model", "reward.path=FILE")
     config = load_config(args(f"data.train_files=[{judged}]", "reward.path=null")).config
-    config.reward.model = "a folder"
+    config = changed(config, {"reward.model": "a folder"})
     assert len(tasks_of(config, load_tokenizer_of(config))[0]) == len(rows)
     assert main(["train", *args(f"data.train_files=[{judged}]", "run.total_steps=1")]) == 0
     assert set(metrics_of(tmp_path / "r")) == {1}

@@ -24,6 +24,7 @@ from verl.agent_loop.load_tools import load_tools
 from verl.agent_loop.tools import Toolbox, close_tools
 from verl.chat.parsing import ToolCall
 from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.driver.assemble_rewards import sandbox_of
 from verl.processes import memory, tree
 from verl.reward.code import code_score, program_of, same_result, same_text
@@ -563,7 +564,7 @@ def test_none_is_written_by_hand_and_said(tmp_path):
     said = "none. Warning: code that a model wrote may do all that this run may"
     task = Task(task_id="t", index=0, messages=(), prompt_ids=np.arange(3), data_source="taco")
     config = Config()
-    config.reward.kwargs = {"tier": "none"}
+    config = changed(config, {"reward.kwargs": {"tier": "none"}})
     assert sandbox_of(config, [task]) == (f"code sandbox of rewards: {said}",)
     yaml = tmp_path / "tools.yaml"
     yaml.write_text("tools:\n- class_name: verl.tools.code_interpreter.CodeInterpreter\n  config: {tier: none}\n")
@@ -681,10 +682,10 @@ def test_the_code_tool_keeps_a_session_per_trajectory(tmp_path):
 def test_the_start_of_a_run_says_what_keeps_programs_in():
     task = Task(task_id="t", index=0, messages=(), prompt_ids=np.arange(3), data_source="taco")
     config = Config()
-    config.reward.kwargs = {"tier": "launcher"}
+    config = changed(config, {"reward.kwargs": {"tier": "launcher"}})
     assert sandbox_of(config, [task]) == ("code sandbox of rewards: launcher",)
     assert sandbox_of(config, [replace(task, data_source="gsm8k")]) == ()
-    config.reward.path = "own.py"
+    config = changed(config, {"reward.path": "own.py"})
     assert sandbox_of(config, [task]) == ()
 
 

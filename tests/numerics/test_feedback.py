@@ -12,6 +12,7 @@ from test_virtual_ranks import config_of, samples
 from verl.algorithms.sections import POLICY
 from verl.chat import load_tokenizer
 from verl.chat.bridge import plain_text
+from verl.config.tree import changed
 from verl.data.formats import FEEDBACK
 from verl.data.render import Feedback
 from verl.model_engine.hf_model import load_causal_lm
@@ -55,7 +56,7 @@ def informed_rows(tiny_model):
 
 def config(name, tiny_model):
     found = config_of(name, tiny_model, tiny_model, 1, 64)
-    found.teacher.path, found.teacher.hint_key = POLICY, FEEDBACK
+    found = changed(found, {"teacher.path": POLICY, "teacher.hint_key": FEEDBACK})
     return found
 
 
@@ -146,7 +147,7 @@ def test_ranks_do_not_matter(tiny_model, informed_rows):
     figures = []
     for ranks in (1, 2):
         two = config("gkd_topk", tiny_model)
-        two.cluster.virtual_ranks = ranks
+        two = changed(two, {"cluster.virtual_ranks": ranks})
         step, _, _ = one_turn(two, made)
         figures.append({n: step.metrics[n].value for n in ("actor/pg_loss", "actor/grad_norm", "teacher/untaught")})
     assert figures[0] == pytest.approx(figures[1], rel=1e-9)

@@ -13,6 +13,7 @@ from test_virtual_ranks import config_of, samples
 
 from verl.algorithms.resolve import resolve
 from verl.batch import OBSERVED, observed, pack
+from verl.config.tree import changed
 from verl.model_engine.hf_model import load_causal_lm
 from verl.transfer_queue.memory import MemoryQueue
 from verl.transfer_queue.rows import columns_of, observed_tokens, read_samples
@@ -39,7 +40,7 @@ def turns():
 def turn_of(model: Path, made, coef: float, *, ranks: int = 1, budget: int = 16384, updates: int = 1, name="grpo"):
     """(gradients of the optimizer steps, metrics, queue, refs)."""
     config = config_of(name, model, model, ranks, budget)
-    config.step.updates_per_step, config.step.epochs_per_step = updates, 1
+    config = changed(config, {"step.updates_per_step": updates, "step.epochs_per_step": 1})
     config.algorithm.options["observation_coef"] = coef
     config.algorithm.options["kl_loss_coef"] = 0.0
     return turn(config, made)

@@ -18,6 +18,7 @@ from test_virtual_ranks import config_of, samples
 from verl.algorithms import estimators as adv
 from verl.algorithms.sections import POLICY
 from verl.batch import Ragged, pack
+from verl.config.tree import changed
 from verl.driver.assemble import offline_learner
 from verl.driver.roles import Learner
 from verl.driver.step import Step, experience_and_update
@@ -66,7 +67,7 @@ def rows(*, context: bool = False):
 
 def one_turn(config, made, patch=None):
     """(the step, its refs, the queue) after a turn of the loop over these rows."""
-    config.step.updates_per_step = config.step.epochs_per_step = 1
+    config = changed(config, {"step.updates_per_step": 1, "step.epochs_per_step": 1})
     learner = offline_learner(config, 1, Path("/nonexistent"))
     try:
         if patch:
@@ -86,10 +87,8 @@ def said_by(folder, model, made) -> list[torch.Tensor]:
 
 def several(name, model, folders, **given):
     config = config_of(name, model, folders["a"], 1, 64)
-    config.teacher.path, config.teacher.paths = None, {n: str(p) for n, p in folders.items()}
-    for key, value in given.items():
-        setattr(config.teacher, key, value)
-    return config
+    own = {"path": None, "paths": {n: str(p) for n, p in folders.items()}, **given}
+    return changed(config, {f"teacher.{key}": value for key, value in own.items()})
 
 
 # -- several -----------------------------------------------------------------------------------------------------------
@@ -100,7 +99,7 @@ def test_a_row_is_scored_by_its_own_teacher_alone(ranks, tiny_model, tiny_teache
     made, folders = rows(), {"a": tiny_teacher, "b": other}
     alone = {n: said_by(path, tiny_model, made) for n, path in folders.items()}
     config = several("opd", tiny_model, folders)
-    config.cluster.virtual_ranks = ranks
+    config = changed(config, {"cluster.virtual_ranks": ranks})
     step, refs, queue = one_turn(config, made)
     found = queue.read(refs, ("teacher_logprobs",))["teacher_logprobs"]
     for i, ref in enumerate(refs):
@@ -148,7 +147,7 @@ def test_of_the_best_teacher_all_is_taken_that_it_says(ranks, budget, tiny_model
     alone = [one_turn(config_of("gkd_topk", tiny_model, folder, 1, 16384), made) for folder in folders.values()]
     both = [queue.read(refs, names) for _, refs, queue in alone]
     config = several("gkd_topk", tiny_model, folders, pick="best")
-    config.cluster.virtual_ranks, config.step.max_tokens_per_microbatch = ranks, budget
+    config = changed(config, {"cluster.virtual_ranks": ranks, "step.max_tokens_per_microbatch": budget})
     _, refs, queue = one_turn(config, made)
     found, taken = queue.read(refs, names), set()
     for i in range(len(refs)):
@@ -194,7 +193,7 @@ def dead(members, name: str, error: BaseException):
 @pytest.mark.parametrize("pick, names", [("task", "ab"), ("task", "a"), ("mix", "ab")])
 def test_the_samples_of_a_dead_teacher_are_invalid_and_the_others_learn(pick, names, tiny_model, tiny_teacher, other):
     config = several("opd", tiny_model, {"a": tiny_teacher, "b": other}, pick=pick)
-    config.pipeline.max_invalid_share = 0.6
+    config = changed(config, {"pipeline.max_invalid_share": 0.6})
 
     def patch(learner):
         dead(learner.models["teacher"]._members, names[-1], WorkerDied("rank 0 of teacher was killed"))
@@ -228,7 +227,7 @@ def test_what_is_asked_ahead_is_what_is_asked_in_the_step(name, pick, gone, tiny
     found = []
     for ahead in (False, True):
         config = several(name, tiny_model, {"a": tiny_teacher, "b": other}, pick=pick)
-        config.pipeline.max_invalid_share = 0.6
+        config = changed(config, {"pipeline.max_invalid_share": 0.6})
 
         def patch(learner, ahead=ahead, algorithm=name):
             if gone:
@@ -367,9 +366,9 @@ def dense(model, ids, first: int) -> torch.Tensor:
 def test_a_teacher_reads_its_context_and_scores_the_very_tokens(path, tiny_model, tiny_teacher):
     made = rows(context=True)
     config = config_of("opd", tiny_model, tiny_teacher, 1, 64)
-    config.teacher.hint_key = "hint"
+    config = changed(config, {"teacher.hint_key": "hint"})
     if path == POLICY:
-        config.teacher.path = POLICY
+        config = changed(config, {"teacher.path": POLICY})
     _, refs, queue = one_turn(config, made)
     found = queue.read(refs, ("teacher_logprobs", "train_logprobs"))
     model = load_causal_lm(tiny_model if path == POLICY else tiny_teacher).double()
@@ -412,7 +411,7 @@ def test_a_row_without_its_context_is_invalid(tiny_model):
     made = rows(context=True)
     made[0] = replace(made[0], context=None)
     config = config_of("opd", tiny_model, tiny_model, 1, 64)
-    config.teacher.path, config.teacher.hint_key = POLICY, "hint"
+    config = changed(config, {"teacher.path": POLICY, "teacher.hint_key": "hint"})
     step, _, queue = one_turn(config, made)
     assert step.trained[0].outcome == "invalid" and step.metrics["teacher/invalid"].value == 1 / 16
     assert not queue.read(Refs(step.trained[:1]), ("loss_mask",))["loss_mask"].values.any()
@@ -455,7 +454,9 @@ def test_every_objective_sees_a_teacher_that_is_worse(name, tiny_model, tiny_tea
     def turn(name: str, made, ranks: int = 1, budget: int = 16384):
         config = config_of(name, tiny_model, tiny_teacher, ranks, budget)
         if name == "grpo":
-            config.teacher.path, config.teacher.top_k, config.algorithm.options = str(tiny_teacher), 5, {**BESIDE}
+            config = changed(
+                config, {"teacher.path": str(tiny_teacher), "teacher.top_k": 5, "algorithm.options": {**BESIDE}}
+            )
         step, refs, queue = one_turn(config, made)
         return {n: m.value for n, m in step.metrics.items()}, refs, queue
 
@@ -513,8 +514,8 @@ def test_the_average_teaches_and_the_policy_moves_on(ranks, tiny_model, tmp_path
     was followed by hand; the policy is where it would be. A checkpoint holds both."""
     made, decay = rows(context=True), 0.75
     config = config_of("opd", tiny_model, tiny_model, ranks, 64)
-    config.teacher.path, config.teacher.hint_key, config.teacher.ema = POLICY, "hint", decay
-    config.step.updates_per_step, config.step.epochs_per_step = 2, 1
+    config = changed(config, {"teacher.path": POLICY, "teacher.hint_key": "hint", "teacher.ema": decay})
+    config = changed(config, {"step.updates_per_step": 2, "step.epochs_per_step": 1})
     seen: list[dict[str, torch.Tensor]] = []
 
     class Watched(TorchEngine):
@@ -566,8 +567,8 @@ def test_a_lagged_policy_teaches_what_it_said_so_many_publishes_ago(ranks, broke
     the policy said of the same rows then; and in a run that was cut in the middle of two copies, or at one, too.
     broken: the first gradient is not finite, and its optimizer step is none."""
     made, config = samples(0), config_of("opd", tiny_model, tiny_model, ranks, 64)
-    config.teacher.path, config.teacher.ema = POLICY, 2.0
-    config.step.updates_per_step, config.step.epochs_per_step = 2, 1
+    config = changed(config, {"teacher.path": POLICY, "teacher.ema": 2.0})
+    config = changed(config, {"step.updates_per_step": 2, "step.epochs_per_step": 1})
 
     def turn(learner, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What the policy says before the turn, what the teacher says in it."""

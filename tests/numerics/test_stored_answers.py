@@ -13,6 +13,7 @@ from test_teacher import dense_pair, plain
 from test_virtual_ranks import config_of, samples
 
 from verl.batch import pack
+from verl.config.tree import changed
 from verl.driver.trajectories import takes_stored
 from verl.model_engine.hf_model import load_causal_lm
 from verl.transfer_queue.memory import MemoryQueue
@@ -38,8 +39,8 @@ def rows():
 def turn_of(name, made, model, teacher, ranks=1, budget=16384, share=0.5):
     """(gradients of each optimizer step, metrics, queue, refs) of a turn over these rows."""
     config = config_of(name, model, teacher, ranks, budget)
-    config.step.updates_per_step = config.step.epochs_per_step = 1
-    config.step.samples_per_prompt = 4
+    config = changed(config, {"step.updates_per_step": 1, "step.epochs_per_step": 1})
+    config = changed(config, {"step.samples_per_prompt": 4})
     config.algorithm.options |= {"beta": BETA}
     if share < 1:
         config.algorithm.options |= {"on_policy_share": share, "stored_key": "answer"}

@@ -22,6 +22,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 from verl.algorithms import estimators as adv
 from verl.algorithms import losses
 from verl.batch import pack
+from verl.config.tree import changed
 from verl.driver.assemble import offline_learner
 from verl.driver.step import Step, experience_and_update
 from verl.model_engine.base import TeacherHead
@@ -295,7 +296,7 @@ def test_the_divergence_is_told_by_quarter_of_the_answer_and_by_teacher(name, ti
         config = config_of(name, tiny_model, tiny_teacher, 1, budget)
         if name == "gkd_topk":
             config = several(name, tiny_model, {"a": tiny_teacher, "b": tiny_model})
-            config.step.max_tokens_per_microbatch = budget
+            config = changed(config, {"step.max_tokens_per_microbatch": budget})
         step, _, _ = one_turn(config, rows())
         found.append({n: m for n, m in step.metrics.items() if n.startswith("actor/teacher_divergence")})
     assert {n: m.value for n, m in found[0].items()} == pytest.approx({n: m.value for n, m in found[1].items()})
@@ -344,9 +345,9 @@ def test_a_turn_of_grpo_with_a_teacher_beside_it_is_the_sum_of_both(tiny_model, 
         ("both", {**alone, "divergence_coef": 0.3}),
     ):
         config = config_of("grpo" if name == "both" else name, tiny_model, tiny_teacher, 1, 64)
-        config.teacher.path, config.teacher.top_k = None if name == "grpo" else str(tiny_teacher), 5
-        config.algorithm.options = dict(options)
-        config.step.updates_per_step = config.step.epochs_per_step = 1
+        config = changed(config, {"teacher.path": None if name == "grpo" else str(tiny_teacher), "teacher.top_k": 5})
+        config = changed(config, {"algorithm.options": dict(options)})
+        config = changed(config, {"step.updates_per_step": 1, "step.epochs_per_step": 1})
         grads, metrics, _, _ = turn(config, samples(0))
         found[name] = torch.cat([g.flatten() for g in grads[0].values()]), metrics
     expected = found["grpo"][0] + 0.3 * found["gkd_topk"][0]
@@ -492,8 +493,8 @@ def test_a_folder_without_a_head_is_refused(tmp_path):
 def turn_with(patch, name, tiny_model, tiny_teacher, spoiled: int, share: float):
     """One turn in which the teacher says NaN of so many samples; (metrics, trained refs, the actor's gradients)."""
     config = config_of(name, tiny_model, tiny_teacher, 1, 16384)
-    config.step.updates_per_step = config.step.epochs_per_step = 1
-    config.pipeline.max_invalid_share = share
+    config = changed(config, {"step.updates_per_step": 1, "step.epochs_per_step": 1})
+    config = changed(config, {"pipeline.max_invalid_share": share})
     learner = offline_learner(config, 1, tiny_model)
     infer = TorchEngine.infer
 

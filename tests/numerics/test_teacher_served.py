@@ -29,6 +29,7 @@ from verl.algorithms.sections import split_key
 from verl.batch import pack
 from verl.chat import load_tokenizer
 from verl.config.load import dump_config, load_config, validate
+from verl.config.tree import changed
 from verl.driver.assemble import offline_learner
 from verl.driver.models import drawn_texts
 from verl.model_engine.base import EngineContext, ServedAt
@@ -301,7 +302,7 @@ def test_a_turn_with_it_is_a_turn_with_the_folder(name, stand, tiny_model, tiny_
     made.room, said = 4096, []
     for path in (str(tiny_teacher), url):
         config = config_of(name, tiny_model, tiny_teacher, 1, 64)
-        config.teacher.path = path
+        config = changed(config, {"teacher.path": path})
         step, _, _ = one_turn(config, samples(0))
         said.append({n: m.value for n, m in step.metrics.items() if n.startswith(("actor/", "teacher/"))})
     assert said[1].pop("teacher/cache_hits") == 0 and said[1] == pytest.approx(said[0], rel=1e-4, abs=1e-5)
@@ -310,8 +311,9 @@ def test_a_turn_with_it_is_a_turn_with_the_folder(name, stand, tiny_model, tiny_
 @pytest.mark.parametrize("given, share", [((1, False), 3), ((1, True), 2), ((0, False), 2)])
 def test_a_step_that_waits_for_two_calls_hears_of_both_in_time(given, share, stand, tiny_model):
     config = config_of("opd", tiny_model, tiny_model, 1, 64)
-    stand[0].room, config.teacher.path = 4096, stand[1]
-    config.pipeline.staleness, config.run.deterministic = given
+    stand[0].room, (staleness, deterministic) = 4096, given
+    own = {"teacher.path": stand[1], "pipeline.staleness": staleness, "run.deterministic": deterministic}
+    config = changed(config, own)
     learner = offline_learner(config, 1, tiny_model)
     try:
         (role,) = learner.models["teacher"]._group._workers
@@ -363,7 +365,7 @@ def test_a_turn_with_a_key_in_the_url(stand, tiny_model, tiny_teacher):
     made, url = stand
     made.room, made.key = 4096, "sk-not-for-you"
     config = config_of("opd", tiny_model, tiny_teacher, 1, 64)
-    config.teacher.path = url.replace("http://", f"http://:{made.key}@")
+    config = changed(config, {"teacher.path": url.replace("http://", f"http://:{made.key}@")})
     step, _, _ = one_turn(config, samples(0))
     assert step.metrics["teacher/invalid"].value == 0 and step.metrics["teacher/cache_hits"].value == 0
 
@@ -497,7 +499,7 @@ def test_one_of_two_that_hangs_costs_its_own_rows(stand, tiny_model, tiny_teache
     made, url = stand
     made.room, released = 4096, threading.Event()
     config = several("opd", tiny_model, {"a": tiny_teacher, "b": url})
-    config.pipeline.max_invalid_share = 0.6
+    config = changed(config, {"pipeline.max_invalid_share": 0.6})
 
     def hang(learner) -> None:
         made.change = lambda ids, found: released.wait(600) and found

@@ -13,6 +13,7 @@ from passes import turn
 
 from verl.algorithms.presets import PRESETS
 from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.model_engine.torch_engine import TorchEngine
 from verl.types import Sample, Segment
 
@@ -57,15 +58,15 @@ def samples(baselines: int, seed: int = 0) -> list[Sample]:
 
 def config_of(name: str, model: Path, teacher: Path, ranks: int, budget: int) -> Config:
     config = Config()
-    config.model.path, config.model.dtype = str(model), "float64"
-    config.algorithm.name = name
+    config = changed(config, {"model.path": str(model), "model.dtype": "float64"})
+    config = changed(config, {"algorithm.name": name})
     if "teacher" in PRESETS[name].roles():
-        config.teacher.path, config.teacher.top_k = str(teacher), 5
+        config = changed(config, {"teacher.path": str(teacher), "teacher.top_k": 5})
     for key, value in MORE.get(name, {}).items():
         config.algorithm.options[key] = value
-    config.step.prompts_per_step, config.step.updates_per_step, config.step.epochs_per_step = 4, 2, 2
-    config.step.max_tokens_per_microbatch = budget
-    config.optim.lr, config.cluster.virtual_ranks = 1e-3, ranks
+    config = changed(config, {"step.prompts_per_step": 4, "step.updates_per_step": 2, "step.epochs_per_step": 2})
+    config = changed(config, {"step.max_tokens_per_microbatch": budget})
+    config = changed(config, {"optim.lr": 1e-3, "cluster.virtual_ranks": ranks})
     return config
 
 
@@ -80,7 +81,7 @@ def gradients(
 ) -> tuple[list[torch.Tensor], dict[str, float]]:
     """The gradient of every optimizer step of a turn, in order, and the metrics of the turn."""
     config = config_of(name, model, teacher, ranks, budget)
-    config.model.dtype = dtype or config.model.dtype
+    config = changed(config, {"model.dtype": dtype or config.model.dtype})
     config.algorithm.options |= options or {}
     found, metrics, _, _ = turn(config, samples(PRESETS[name].group.baselines))
     return [torch.cat([grad.flatten() for grad in grads.values()]) for grads in found], metrics
@@ -145,7 +146,7 @@ def test_one_update_reports_the_mismatch_that_several_report(tiny_model):
     found = {}
     for shape in ((1, 1), (2, 1), (1, 2)):
         config = config_of("grpo", tiny_model, tiny_model, 1, 16384)
-        config.step.updates_per_step, config.step.epochs_per_step = shape
+        config = changed(config, dict(zip(("step.updates_per_step", "step.epochs_per_step"), shape)))
         _, metrics, queue, refs = turn(config, samples(0))
         found[shape] = {n: v for n, v in metrics.items() if n.startswith("mismatch/")}
         assert ("old_logprobs" in queue.columns(refs)) == (shape != (1, 1)), shape
@@ -156,7 +157,7 @@ def test_one_update_reports_the_mismatch_that_several_report(tiny_model):
 
 def test_baselines_are_compared_with_and_not_trained_on(tiny_model):
     config = config_of("remax", tiny_model, tiny_model, 1, 16384)
-    config.step.updates_per_step = config.step.epochs_per_step = 1
+    config = changed(config, {"step.updates_per_step": 1, "step.epochs_per_step": 1})
     _, _, queue, refs = turn(config, samples(1))
     assert queue.having(refs, "w/pg_loss") == refs.of("train") and len(refs) == 20
 

@@ -9,6 +9,7 @@ import pytest
 from each import each
 
 from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.driver.setup import check_able
 from verl.rollout.base import Capabilities
 
@@ -17,8 +18,8 @@ ALL = Capabilities(logprobs="processed", max_context_tokens=8)
 
 def asking() -> Config:
     config = Config()
-    config.run.deterministic = config.pipeline.partial_rollout = True
-    config.rollout.stop, config.rollout.engine = ["</s>"], "mine"
+    config = changed(config, {"run.deterministic": True, "pipeline.partial_rollout": True})
+    config = changed(config, {"rollout.stop": ["</s>"], "rollout.engine": "mine"})
     return config
 
 
@@ -40,7 +41,7 @@ def test_what_an_engine_cannot_is_refused_where_it_is_needed(lacks: dict[str, An
         check_able(less, asking())
     assert "\n" not in str(caught.value)
     needs_nothing = Config()
-    needs_nothing.sync.canary = False
+    needs_nothing = changed(needs_nothing, {"sync.canary": False})
     check_able(less, needs_nothing)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.driver import assemble_loops
 
 
@@ -16,11 +17,10 @@ def test_no_resume_and_no_restart_repeats_what_a_tool_draws(monkeypatch: pytest.
     for name in ("load_tokenizer_of", "load_loops", "stop_ids"):
         monkeypatch.setattr(assemble_loops, name, lambda *given: None)
     config = Config()
-    config.run.threads = torch.get_num_threads()
+    config = changed(config, {"run.threads": torch.get_num_threads()})
 
     def drawn(seed: int, attempt: int, start: int) -> tuple[float, float]:
-        config.run.seed = seed
-        assemble_loops.loops_there((config, attempt), start)
+        assemble_loops.loops_there((changed(config, {"run.seed": seed}), attempt), start)
         return random.random(), float(np.random.random())
 
     which = [(seed, attempt, start) for seed in (1, 2) for attempt in (0, 1) for start in (0, 1)]

@@ -33,6 +33,7 @@ from verl.chat.bridge import bridge_of, plain_text
 from verl.chat.parsing import FORMATS, TurnParser
 from verl.chat.template import Renderer, RenderError, TemplateAudit, audit_template, is_prefix
 from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.rollout.base import Completion, GenerateRequest
 from verl.tools import function_tool
 from verl.types import Sampling
@@ -159,7 +160,9 @@ def test_which_templates_of_trl_go_on_which_branch_and_which_are_refused(tmp_pat
         '    """\n    Add.\n\n    Args:\n        a: One.\n    """\n    return a\n'
     )
     config = Config()
-    config.agent.loop, config.agent.tools, config.agent.format = "tool_agent", [str(tmp_path / "mine.py")], "hermes"
+    config = changed(
+        config, {"agent.loop": "tool_agent", "agent.tools": [str(tmp_path / "mine.py")], "agent.format": "hermes"}
+    )
     for name in sorted(WITHOUT):
         tokenizer = tokenizer_for(name)
         with pytest.raises(ValueError, match="template"):

@@ -14,7 +14,7 @@ from handmade_model import write_model, write_rows
 from verl.config import cluster
 from verl.config.backends import backend_of, option_keys
 from verl.config.load import load_config, validate
-from verl.config.tree import leaves
+from verl.config.tree import changed, leaves
 from verl.driver.assemble import context_of
 from verl.driver.models import role_spec
 from verl.driver.setup import device_of
@@ -287,7 +287,7 @@ def test_every_model_is_told_the_device_the_precision_and_the_neighbours_of_its_
     assert threads == [16]
     with pytest.raises(ValueError, match="torch sees no cuda device on this node, which the cluster says it has"):
         made[0].set_up(places["actor"])
-    config.cluster.backend, config.cluster.address = "inproc", None
+    config = changed(config, {"cluster.backend": "inproc", "cluster.address": None})
     with pytest.raises(ValueError, match="model.device=cuda, but torch sees no CUDA device"):
         device_of(config)
 

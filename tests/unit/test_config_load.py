@@ -7,6 +7,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from verl.cli import USAGE
 from verl.config.backends import TABLES, Backend, import_object, option_keys, options_of
 from verl.config.load import Resolved, dump_config, load_config, read_config, recipe_names
 from verl.config.schema import FIRST_RUN
-from verl.config.tree import convert, leaf_of, leaves, sections, tree_of, values_of
+from verl.config.tree import changed, convert, leaf_of, leaves, sections, tree_of, values_of
 from verl.errors import Refused
 
 MODEL = "model.path=/models/m"
@@ -35,6 +36,16 @@ def fault(*args: str) -> str:
     except ValueError as exc:
         return str(exc)
     return ""
+
+
+def test_a_configuration_does_not_change() -> None:
+    config = load_config([MODEL]).config
+    for owner in (config, config.run):
+        with pytest.raises(FrozenInstanceError):
+            owner.seed = 7
+    other = changed(config, {"run.seed": 7, "step.prompts_per_step": 4})
+    assert (other.run.seed, other.step.prompts_per_step, config.run.seed) == (7, 4, 0) and config != other
+    assert tree_of(values_of(other)) == other
 
 
 def test_no_torch_no_transformers() -> None:

@@ -18,6 +18,7 @@ from verl.config.model_files import (
     refuse_foreign,
 )
 from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.driver.run_dir import _refuse_another_model
 
 
@@ -191,7 +192,7 @@ def test_folders_and_tokenizers_that_are_not_there(tmp_path: Path, monkeypatch: 
 def test_a_checkpoint_and_a_model_are_compared_by_names_and_shapes(tmp_path: Path) -> None:
     def said(ours: Path) -> str:
         config = Config()
-        config.model.path = str(ours)
+        config = changed(config, {"model.path": str(ours)})
         try:
             _refuse_another_model(config, tmp_path / "step_1")
         except ValueError as e:

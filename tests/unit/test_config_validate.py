@@ -11,7 +11,7 @@ from handmade_model import write_model, write_rows
 from verl.algorithms.presets import LOSSES, PRESETS, knobs
 from verl.config.backends import option_keys
 from verl.config.load import load_config, validate
-from verl.config.tree import leaves
+from verl.config.tree import changed, leaves
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,9 @@ def test_each_fault_is_one_line_with_the_fix(base: list[str], tmp_path: Path, mo
 def test_a_tree_that_was_changed_is_checked_again(base: list[str]) -> None:
     """The Python face writes into the tree."""
     config = load_config(base).config
-    config.step.prompts_per_step, config.optim.lr, config.rollout.engine_options = 0, -1.0, {"max_kv_tokens": "many"}
+    config = changed(
+        config, {"step.prompts_per_step": 0, "optim.lr": -1.0, "rollout.engine_options": {"max_kv_tokens": "many"}}
+    )
     with pytest.raises(ValueError) as caught:
         validate(config)
     assert str(caught.value).splitlines() == [

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from verl.config.schema import Config, DataConfig
+from verl.config.tree import changed
 from verl.data.files import RawRow
 from verl.data.formats import task_row
 from verl.data.render import RowCounts
@@ -96,10 +97,8 @@ def test_rows_without_a_truth_that_the_rule_reads_are_refused(source: str) -> No
                 check_graders(config, first, [report(source, truth)])
     with pytest.raises(ValueError, match=r"^f\.jsonl:7: data_source='mine': no reward function"):
         check_graders(config, first, [report(source, "4"), report("mine", "4")])
-    own, distilled = Config(), Config()
-    own.reward.path, distilled.algorithm.name = "mine.py", "gkd"
-    check_graders(own, first, [report(source, None)])
-    check_graders(distilled, first, [report(source, None)])
+    for own in ({"reward.path": "mine.py"}, {"algorithm.name": "gkd"}):
+        check_graders(changed(Config(), own), first, [report(source, None)])
 
 
 def test_a_source_whose_truths_no_answer_could_earn_is_refused() -> None:
@@ -108,8 +107,7 @@ def test_a_source_whose_truths_no_answer_could_earn_is_refused() -> None:
         reward, _ = await reward_of(config, None, None, [tasks[0], *tasks])
         await reward.close()
 
-    config = Config()
-    config.reward.num_workers = 1
+    config = changed(Config(), {"reward.num_workers": 1})
     asyncio.run(start("seventy-two", "72"))
     with pytest.raises(
         ValueError, match=r"row 7: its own ground truth '72 apples' gets the lowest score.*'#### 72 apples'"

@@ -55,14 +55,13 @@ def test_what_torchrun_started_and_what_is_asked_for_must_agree(monkeypatch: pyt
     for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     section = ClusterConfig()
-    take_part(section)
-    assert section == ClusterConfig() and not is_spare()
+    assert take_part(section) == ClusterConfig() and not is_spare()
     with pytest.raises(ValueError, match="cluster.backend=torchrun, but torchrun did not start several processes"):
         take_part(ClusterConfig(backend="torchrun"))
     given = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "6", "RANK": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    take_part(section)
+    section = take_part(section)
     assert (section.backend, section.nodes, section.ranks_per_node) == ("torchrun", 2, 3) and is_spare()
     with pytest.raises(ValueError, match="cluster.backend=ray, but torchrun started 6 processes"):
         take_part(ClusterConfig(backend="ray"))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.driver import driver_host as host_module
 from verl.driver.assemble import context_of
 from verl.driver.driver_host import driver_host
@@ -81,7 +82,7 @@ def test_every_worker_elsewhere_asks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "verl.driver.driver_host.DriverHost.enter", lambda self: (_ for _ in ()).throw(ValueError(str(self.run_dir)))
     )
     config = Config()
-    config.model.device, config.cluster.backend, config.queue.engine = "cpu", "ray", "memory"
+    config = changed(config, {"model.device": "cpu", "cluster.backend": "ray", "queue.engine": "memory"})
     monkeypatch.setattr("verl.driver.assemble.backend_of", lambda config, section: backend)
     context_of(config, crash_dir=tmp_path / "crash")
     with pytest.raises(ValueError, match=str(tmp_path)):

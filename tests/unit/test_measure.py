@@ -19,6 +19,7 @@ from stage import SAMPLING, by_id, play, task_of
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.batch import Ragged
 from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.driver.evaluate import eval_metrics, eval_sampling, evaluate, verl_validation
 from verl.driver.measure import batch_metrics, spread
 from verl.driver.record import SampleRecorder, build_recorder
@@ -323,7 +324,7 @@ class Here:
 def test_an_evaluation_plays_every_task_in_every_mode_and_records_it(tmp_path):
     async def test():
         config = Config()
-        config.eval.also_sampled, config.eval.samples_per_prompt = True, 3
+        config = changed(config, {"eval.also_sampled": True, "eval.samples_per_prompt": 3})
         run = Here(tmp_path, config, 4, FunctionReward(lambda r: Score(float("sampled" in r.request_id))))
         found = reduce(await evaluate(run, 5))
         assert run.engine.calls == 4 + 12
@@ -371,7 +372,7 @@ def test_an_error_of_ours_in_an_evaluation_leaves_nothing_running(tmp_path):
 def test_what_one_evaluation_runs():
     config = Config()
     assert [*eval_sampling(config)] == ["greedy"] and eval_sampling(config)["greedy"].temperature == 0
-    config.eval.temperature, config.eval.top_p, config.eval.max_response_tokens = 0.6, 0.9, 77
+    config = changed(config, {"eval.temperature": 0.6, "eval.top_p": 0.9, "eval.max_response_tokens": 77})
     sampled = eval_sampling(config)["sampled"]
     assert (sampled.temperature, sampled.top_p, sampled.max_tokens) == (0.6, 0.9, 77)
 

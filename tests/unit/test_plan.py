@@ -19,6 +19,7 @@ from handmade_model import write_model, write_qwen_half_billion, write_rows
 from verl.config.backends import rollout_caches
 from verl.config.load import load_config
 from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.driver.models import critic_optim, policy_optim
 from verl.model_engine.memory import LOGPROB_COPIES
 from verl.planner.memory import needs_reference
@@ -405,7 +406,7 @@ def test_a_peak_above_the_memory_of_the_device_is_said_where_the_run_starts(fold
         said.clear()
         free = plan.memory.peak_bytes - less
         monkeypatch.setattr(torch.cuda, "mem_get_info", partial(tuple, (free, 2**60)))
-        resolved.config.model.device = device
+        resolved = replace(resolved, config=changed(resolved.config, {"model.device": device}))
         launch.run_rl(resolved, quiet=True, progress=progress)
         assert [f"warning: {plan.memory.peak_phase} wants" in line for line in said] == [True] * count, said
 
@@ -414,15 +415,14 @@ def test_what_a_gpu_computes_in_is_asked_of_the_gpu(folder: Path, monkeypatch) -
     import torch
 
     from verl.config.devices import compute_dtype, on_cuda
-    from verl.driver.setup import set_up_process
+    from verl.driver.setup import with_native_dtype
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for native, dtype in ((True, "bfloat16"), (False, "float32")):
         config = config_of(folder, "model.dtype=auto", "model.device=cuda", f"run.threads={torch.get_num_threads()}")
         assert on_cuda(config) and compute_dtype(config) == "bfloat16", "the plan looks at no device"
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, native=native: native)
-        set_up_process(config)
-        assert config.model.dtype == dtype
+        assert with_native_dtype(config).model.dtype == dtype
     assert not on_cuda(config_of(folder, "model.device=cpu"))
 
 

@@ -9,6 +9,7 @@ import pytest
 from handmade_model import write_model, write_qwen_half_billion, write_rows
 
 from verl.config.load import load_config
+from verl.config.tree import changed
 from verl.model_engine.layout import Layout
 from verl.planner.cluster import ClusterPlan, layout_text
 from verl.planner.plan import Plan, make_plan
@@ -159,7 +160,7 @@ def test_an_engine_is_told_the_precision_of_its_pool(folder: Path) -> None:
     from verl.driver.models import ModelContext, role_spec
 
     config = load_config([f"model.path={folder}", "model.dtype=float32"]).config
-    config.cluster.pools, config.cluster.roles = {"own": {"dtype": "bfloat16"}}, {"ref": "own"}
+    config = changed(config, {"cluster.pools": {"own": {"dtype": "bfloat16"}}, "cluster.roles": {"ref": "own"}})
     context = ModelContext(config, None, "cpu", 1)  # type: ignore[arg-type] - no row is read
     assert [role_spec(context, role).context.dtype for role in ("actor", "ref")] == ["float32", "bfloat16"]
 

@@ -28,6 +28,7 @@ from verl.chat.bridge import Bridge, bridge_of, plain_text
 from verl.chat.renderers import Marked, PackageRenderer, load_package
 from verl.chat.template import Renderer, audit_template, is_prefix
 from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.data.special import SpecialTokens
 from verl.tools import function_tool
 
@@ -302,7 +303,9 @@ def loops(tokenizer: Any, name: str, tmp_path: Any) -> Any:
         "    return str(a * b)\n"
     )
     config = Config()
-    config.agent.loop, config.agent.tools, config.agent.format = "tool_agent", [str(tmp_path / "mine.py")], name
+    config = changed(
+        config, {"agent.loop": "tool_agent", "agent.tools": [str(tmp_path / "mine.py")], "agent.format": name}
+    )
     return load_loops(config, tokenizer, (tokenizer.eos_token_id,))
 
 

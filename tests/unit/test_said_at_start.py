@@ -11,6 +11,7 @@ from verl.chat.dates import date_line
 from verl.chat.template import Renderer
 from verl.config.load import load_config
 from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.driver.setup import template_lines, unread_ids
 from verl.driver.stretched import stretched
 from verl.track.events import EventLog
@@ -30,7 +31,7 @@ def test_a_template_that_prints_the_date_is_said_with_what_pins_it(tmp_path):
 def test_a_resume_says_that_the_schedule_is_stretched(tmp_path):
     def said(schedule: str, done: int, before: int, total: int) -> list[str]:
         config = Config()
-        config.optim.lr, config.optim.schedule = 1e-3, schedule
+        config = changed(config, {"optim.lr": 1e-3, "optim.schedule": schedule})
         folder = tmp_path / f"{schedule}{done}{before}{total}"
         (folder / "events").mkdir(parents=True)
         with_log = EventLog(folder, 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from verl.bounds import Positive, PositiveInt
 
 
-@dataclass
+@dataclass(frozen=True)
 class AgentConfig:
     loop: str = "auto"
     """auto: tool_agent if there are tools, else single_turn · single_turn · tool_agent · `FILE.py:Class` or

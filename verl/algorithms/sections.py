@@ -32,7 +32,7 @@ def split_key(path: str) -> tuple[str, str]:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), unquote(parts.password or "")
 
 
-@dataclass
+@dataclass(frozen=True)
 class CriticConfig:
     path: str | None = None
     """A Hugging Face folder for the value model. Null: model.path. A value head that it lacks starts at 0."""
@@ -43,7 +43,7 @@ class CriticConfig:
     warmup_ratio: Share = 0.0  # Share of all its optimizer steps that warms up, where `warmup_steps` is 0.
 
 
-@dataclass
+@dataclass(frozen=True)
 class TeacherConfig:
     """The teachers of opd, gkd and gkd_topk: frozen models beside the policy (the role `teacher`), or the policy itself
     with a context that it does not have when it answers."""
@@ -82,7 +82,7 @@ class TeacherConfig:
         return {name: given[name] / sum(given.values()) for name in self.paths}
 
 
-@dataclass
+@dataclass(frozen=True)
 class PreferenceConfig:
     loss: Annotated[str, words("|".join(PREFERENCES))] = "dpo"  # Of `verl dpo`.
     beta: Positive | None = None  # Null: the loss's own (0.1 for most).

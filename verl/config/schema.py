@@ -27,7 +27,7 @@ FIRST_RUN = (
 """All that a first run has to think about; every other key has a default that fits."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunConfig:
     name: str = "run"  # The run directory is `<root_dir>/<name>`.
     root_dir: str = "runs"
@@ -48,7 +48,7 @@ class RunConfig:
     wait_timeout_s: Positive = 600.0  # Deadline of a wait in the loop (call, publish, batch).
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelConfig:
     path: str = "???"  # A Hugging Face folder (config.json, safetensors, tokenizer).
     tokenizer_path: str | None = None
@@ -64,7 +64,7 @@ class ModelConfig:
     engine_options: dict[str, Any] = field(default_factory=dict)  # Of model_engine/options.py: attention, ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataConfig:
     train_files: list[str] = field(default_factory=list)  # JSONL, Parquet or CSV; paths or fsspec URLs (s3://...).
     eval_files: list[str] = field(default_factory=list)
@@ -85,7 +85,7 @@ class DataConfig:
     max_tokens_per_row: Annotated[int, Meta(ge=2)] = 1024  # SFT: longer rows are refused or cut, by `truncation`.
 
 
-@dataclass
+@dataclass(frozen=True)
 class AlgorithmConfig:
     name: str = "grpo"  # A preset: `verl show algorithms`.
     loss: str | None = None  # `module:function`, a user's own per-token loss in place of the preset's policy term.
@@ -100,7 +100,7 @@ class AlgorithmConfig:
         return {key: value for key, value in every.items() if value is not None}
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepConfig:
     prompts_per_step: PositiveInt = 64  # Groups taken per step.
     samples_per_prompt: PositiveInt = 8
@@ -109,7 +109,7 @@ class StepConfig:
     max_tokens_per_microbatch: PositiveInt = 16384  # Of one forward and backward pass; a sequence is never split.
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimConfig:
     lr: Positive = 1e-6
     weight_decay: NonNegative = 0.01
@@ -124,7 +124,7 @@ class OptimConfig:
     min_lr_ratio: Share = 0.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class RolloutConfig:
     engine: str = "native"  # native | hf | vllm | server: a name of backends.ROLLOUT.
     python: str | None = None  # Of the environment that a server (vllm) is started in: its bin/python. Null: this one.
@@ -144,7 +144,7 @@ class RolloutConfig:
     engine_options: dict[str, Any] = field(default_factory=dict)  # Of rollout/native/options.py: max_kv_tokens, ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class PipelineConfig:
     staleness: NonNegative = 0.0  # 0: synchronous. A group is trained at most ceil(staleness) versions after admission.
     sync_every: PositiveInt = 1  # Publish the weights every so many steps.
@@ -157,7 +157,7 @@ class PipelineConfig:
     max_invalid_share: Share = 0.2  # Stop when more than this share of a step's trajectories had no valid reward.
 
 
-@dataclass
+@dataclass(frozen=True)
 class RewardConfig:
     path: str | None = None
     """A Python file or `module` with the reward function. Null: by data_source, as verl.reward.compute_score."""
@@ -176,7 +176,7 @@ class RewardConfig:
     overlong_penalty: NonNegative = 1.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvalConfig:
     samples_per_prompt: PositiveInt = 1
     temperature: NonNegative = 0.0
@@ -186,13 +186,13 @@ class EvalConfig:
     also_sampled: bool = False  # Evaluate a second time with the rollout's own temperature (`sampled` beside `greedy`).
 
 
-@dataclass
+@dataclass(frozen=True)
 class QueueConfig:
     engine: str = "memory"  # a name of backends.QUEUE.
     engine_options: dict[str, Any] = field(default_factory=dict)  # Of transfer_queue/options.py: max_bytes, ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class SyncConfig:
     engine: str = "local"  # a name of backends.SYNC.
     engine_options: dict[str, Any] = field(default_factory=dict)  # Of weight_sync/options.py: host, delta.
@@ -200,7 +200,7 @@ class SyncConfig:
     canary_tolerance: Positive | None = None  # Mean |dlogp| of likely tokens. Null: what rounding explains.
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrackConfig:
     sinks: list[Sink] = field(default_factory=lambda: ["console", "jsonl"])  # jsonl is always written.
     project: str = "verl"
@@ -208,13 +208,13 @@ class TrackConfig:
     report_every_steps: NonNegativeInt = 0  # 0: the report is written at the end.
 
 
-@dataclass
+@dataclass(frozen=True)
 class SupervisedConfig:
     rows_per_step: PositiveInt = 64
     eval_rows: NonNegativeInt = 256
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -10,7 +10,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -200,13 +200,20 @@ def text_of(value: Any) -> str:
 
 def tree_of(values: Mapping[str, Any]) -> Config:
     """Build the tree from one value per leaf, each of its leaf's type. Leaves that are not named keep their default."""
-    config = Config()
     settings = {key.partition(".")[2]: values[key] for key in _algorithm_settings() if key in values}
-    for key in values.keys() - _algorithm_settings():
+    given = {key: copy.deepcopy(values[key]) for key in values.keys() - _algorithm_settings()}
+    own = {name: value for name, value in settings.items() if value is not None}
+    return changed(Config(), given | {"algorithm.options": {**given.get("algorithm.options", {}), **own}})
+
+
+def changed(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return the configuration with other values of these keys, `section.name`; a configuration itself never changes.
+    The settings of an algorithm are in `algorithm.options`."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
         section, name = key.split(".")
-        setattr(vars(config)[section], name, copy.deepcopy(values[key]))
-    config.algorithm.options |= {name: value for name, value in settings.items() if value is not None}
-    return config
+        sections.setdefault(section, {})[name] = value
+    return replace(config, **{section: replace(vars(config)[section], **own) for section, own in sections.items()})
 
 
 def values_of(config: Config) -> dict[str, Any]:

@@ -56,6 +56,7 @@ from verl.driver.setup import (
     set_up_worker,
     stop_ids,
     unread_ids,
+    with_native_dtype,
 )
 from verl.driver.stretched import stretched
 from verl.driver.trajectories import TrajectoryRunner
@@ -86,6 +87,7 @@ async def assemble(
     resolved: Resolved, command: str = "train", *, progress: LiveProgress | None = None, on_step: OnStep | None = None
 ) -> Run:
     """Build every part of an RL run. The user's input is checked here, the cheapest checks first."""
+    resolved = replace(resolved, config=with_native_dtype(resolved.config))
     config = resolved.config
     set_up_process(config)
     algorithm = algorithm_of(config.algorithm)

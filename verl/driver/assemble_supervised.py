@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from verl.driver.setup import (
     set_up_worker,
     stop_ids,
     template_lines,
+    with_native_dtype,
 )
 from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, reference_logprobs
 from verl.driver.supervised import TRAINER, SupervisedRun
@@ -55,8 +57,8 @@ async def assemble_supervised(
 ) -> SupervisedRun:
     """Build every part of an SFT, reward-model or preference run. The rows are read and checked before a model is
     loaded."""
+    resolved, launch = replace(resolved, config=with_native_dtype(resolved.config)), launched()
     config = resolved.config
-    launch = launched()
     set_up_worker(config, None, DevicePlace(neighbours=launch.local_world_size if launch else 1))
     tokenizer = load_tokenizer_of(config, needs_template=False)
     if command == "rm":

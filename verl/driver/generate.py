@@ -23,7 +23,15 @@ from verl.data.lost import Coverage, lost_lines
 from verl.data.source import load_tasks
 from verl.driver.assemble import checkpoint_engine, context_of, rollout_engine, sampling_of
 from verl.driver.models import role_spec, workers_of
-from verl.driver.setup import decoder, load_tokenizer_of, require_an_end, set_up_process, stop_ids, template_lines
+from verl.driver.setup import (
+    decoder,
+    load_tokenizer_of,
+    require_an_end,
+    set_up_process,
+    stop_ids,
+    template_lines,
+    with_native_dtype,
+)
 from verl.driver.stopping import unless_stopped
 from verl.errors import Refused
 from verl.rollout.base import Completion, GenerateRequest
@@ -36,6 +44,7 @@ ANSWERS = "responses"
 
 def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, float]]:
     """Return (text, stop reason, mean log-prob per token) of n answers; greedy if rollout.temperature=0."""
+    config = with_native_dtype(config)
     tokenizer = _tokenizer_of(config)
     lost = Coverage(tokenizer).lost(prompt)
     for line in lost_lines({"prompt": (len(prompt), len(lost))}, {"prompt": repr(lost[:20])}):
@@ -57,6 +66,7 @@ def generate_file(config: Config, out: Path) -> int:
     file with the column `responses`. Return the number of rows. Rows are never left out."""
     if not config.data.train_files:
         raise Refused("data.train_files is empty: name the file of prompts to answer")
+    config = with_native_dtype(config)
     tokenizer, data = _tokenizer_of(config), replace(config.data, filter_overlong_prompts=False)
     kwargs, stops = config.model.template_kwargs, stop_ids(config, tokenizer)
     files, most = data.train_files, data.max_rows

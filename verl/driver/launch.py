@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,7 @@ import uvloop
 
 from verl.config.load import Resolved, validate
 from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.driver.assemble import assemble, from_threads
 from verl.driver.assemble_supervised import assemble_supervised
 from verl.driver.evaluate import evaluate
@@ -88,6 +89,7 @@ def run_rl(
     for number in range(resolved.config.cluster.max_restarts + 1):
         with _repaired(resolved, number, died, progress):
             return uvloop.run(_train(resolved, title, on_step, text, progress, died))
+        resolved = _from_checkpoints(resolved)
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -110,7 +112,6 @@ def _repaired(resolved: Resolved, number: int, died: Deaths, progress: LiveProgr
             raise
         died.append((str(cause), crash_record_of(error)))  # not the error: its frames hold the run that has ended
         progress.message(f"{cause}\nstarting again from the last checkpoint ({number + 1} of {most} times)")
-        _go_on(resolved)
 
 
 @asynccontextmanager
@@ -129,11 +130,13 @@ async def _deaths_first(cluster: Cluster) -> AsyncIterator[None]:
         raise
 
 
-def _go_on(resolved: Resolved) -> None:
-    """Continue from the checkpoints of this run, also if it began as a fork or with run.resume=never."""
+def _from_checkpoints(resolved: Resolved) -> Resolved:
+    """Return the configuration that continues from the checkpoints of this run, also if it began as a fork or with
+    run.resume=never."""
     run = resolved.config.run
     if run.resume == "never" or any((Path(run.root_dir) / run.name / "checkpoints").glob("step_*")):
-        run.resume = "auto"
+        return replace(resolved, config=changed(resolved.config, {"run.resume": "auto"}))
+    return resolved
 
 
 async def _train(
@@ -205,7 +208,7 @@ def run_supervised(
     progress: LiveProgress | None = None,
 ) -> Finished:
     """Train a supervised, reward-model or preference run to the end."""
-    take_part(resolved.config.cluster)
+    resolved = replace(resolved, config=replace(resolved.config, cluster=take_part(resolved.config.cluster)))
     validate(resolved.config, command)
     one, kept = checkpoint_bytes(resolved.config, command), checkpoints_kept(resolved.config, None)
     _refuse_small_disk(resolved.config, kept * one)
@@ -214,6 +217,7 @@ def run_supervised(
     for number in range(resolved.config.cluster.max_restarts + 1):
         with nullcontext() if launched() else _repaired(resolved, number, died, shown):  # torchrun restarts all
             return uvloop.run(_fit(resolved, command, title, on_step, shown, died))
+        resolved = _from_checkpoints(resolved)
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -252,10 +256,9 @@ def run_eval(resolved: Resolved, progress: LiveProgress | None = None) -> Finish
     if not config.data.eval_files:
         raise Refused("data.eval_files is empty: give the files to evaluate on")
     validate(config, "eval")
-    config.data.train_files = list(config.data.eval_files)
-    config.run.total_steps = 1
-    config.step.prompts_per_step, config.step.updates_per_step = 1, 1
-    return uvloop.run(unless_stopped(_eval(resolved, progress)))
+    one_step = {"run.total_steps": 1, "step.prompts_per_step": 1, "step.updates_per_step": 1}
+    config = changed(config, {"data.train_files": [*config.data.eval_files], **one_step})
+    return uvloop.run(unless_stopped(_eval(replace(resolved, config=config), progress)))
 
 
 async def _eval(resolved: Resolved, progress: LiveProgress | None) -> Finished:

@@ -21,7 +21,7 @@ from verl.data.formats import FEEDBACK
 from verl.driver.assemble import offline_learner, trained_roles
 from verl.driver.checkpointer import load_role
 from verl.driver.run_dir import config_path
-from verl.driver.setup import set_up_process
+from verl.driver.setup import set_up_process, with_native_dtype
 from verl.driver.state import read_state, unpacked_segments
 from verl.driver.step import Step, experience_and_update
 from verl.errors import Refused
@@ -86,6 +86,7 @@ async def _replay(run_dir: Path, number: int) -> list[str]:
     if missing:
         raise Refused(f"steps {_span(missing)} have no samples, and no checkpoint lies between them and step {number}")
     config, total_steps = _config_of(run_dir, base + 1, number)
+    config = with_native_dtype(config)
     set_up_process(config)
     learner = offline_learner(config, total_steps, run_dir / "crash")
     try:

@@ -36,16 +36,22 @@ logger = logging.getLogger(__name__)
 
 
 def set_up_process(config: Config) -> None:
-    """Set threads, precision and seeds. Nothing samples from these generators in a step; user code may."""
+    """Set threads and seeds. Nothing samples from these generators in a step; user code may."""
     torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
     transformers_logging.disable_progress_bar()
-    if config.model.dtype == "auto":
-        config.model.dtype = native_dtype(main_pool(config.cluster, device_of(config)).computes_on)
     random.seed(config.run.seed)
     np.random.seed(config.run.seed % 2**32)
     torch.manual_seed(config.run.seed)
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def with_native_dtype(config: Config) -> Config:
+    """Return the configuration with the dtype that its device computes natively in place of model.dtype=auto."""
+    if config.model.dtype != "auto":
+        return config
+    native = native_dtype(main_pool(config.cluster, device_of(config)).computes_on)
+    return replace(config, model=replace(config.model, dtype=native))
 
 
 def set_up_worker(config: Config, home: DriverHost | None, place: DevicePlace) -> None:

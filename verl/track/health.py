@@ -21,7 +21,7 @@ MIN_PAST = 5  # fewer steps than this are no past to compare with
 COMPONENT_PREFIX = "reward/component/"  # followed by a component of the reward: its mean in the step
 
 
-@dataclass
+@dataclass(frozen=True)
 class Limits:
     """The thresholds of the table: keys health.* of the configuration. inf is never."""
 

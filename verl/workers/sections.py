@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, words
 
 
-@dataclass
+@dataclass(frozen=True)
 class ClusterConfig:
     backend: Annotated[str, words("inproc|ray|torchrun")] = "inproc"
     """inproc: everything in this process · ray: workers and rollout replicas in processes of their own · torchrun: SFT,
@@ -31,7 +31,7 @@ class ClusterConfig:
     max_restarts: NonNegativeInt = 3  # From the last checkpoint, when a process died.
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelConfig:
     """How the ranks of a model share it; the data-parallel ranks are what is left. See model_engine/layout.py."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl.errors import Refused
 from verl.workers.sections import ClusterConfig
@@ -36,18 +36,18 @@ def is_spare() -> bool:
     return launch is not None and launch.rank > 0
 
 
-def take_part(section: ClusterConfig) -> None:
-    """Make every process of torchrun a rank. Raise ValueError if the section contradicts that."""
+def take_part(section: ClusterConfig) -> ClusterConfig:
+    """Return the section with every process of torchrun as a rank. Raise ValueError if it contradicts that."""
     launch = launched()
     if launch is None:
         if section.backend == BACKEND:
             fix = "torchrun --nproc_per_node=N -m verl.cli sft ..., or leave cluster.backend out"
             raise Refused(f"cluster.backend=torchrun, but torchrun did not start several processes: {fix}")
-        return
+        return section
     if section.backend == "ray":
         raise Refused(
             f"cluster.backend=ray, but torchrun started {launch.world_size} processes: start one without torchrun, or "
             "leave cluster.backend out"
         )
-    section.backend, section.ranks_per_node = BACKEND, launch.local_world_size
-    section.nodes = launch.world_size // launch.local_world_size
+    nodes = launch.world_size // launch.local_world_size
+    return replace(section, backend=BACKEND, ranks_per_node=launch.local_world_size, nodes=nodes)
