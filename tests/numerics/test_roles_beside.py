@@ -20,7 +20,7 @@ COLUMNS = ("ref_logprobs", "teacher_logprobs", "old_logprobs", "advantages", "w/
 def three(model, teacher):
     """Reference, teacher and the policy itself are asked."""
     config = config_of("opd", model, teacher, 1, 64)
-    config.algorithm.options |= {"kl_loss_coef": 0.1, "correction": "truncate", "correction_high": 2.0}
+    config.algorithm.options.update({"kl_loss_coef": 0.1, "correction": "truncate", "correction_high": 2.0})
     return config
 
 

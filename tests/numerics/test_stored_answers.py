@@ -41,9 +41,9 @@ def turn_of(name, made, model, teacher, ranks=1, budget=16384, share=0.5):
     config = config_of(name, model, teacher, ranks, budget)
     config = changed(config, {"step.updates_per_step": 1, "step.epochs_per_step": 1})
     config = changed(config, {"step.samples_per_prompt": 4})
-    config.algorithm.options |= {"beta": BETA}
+    config.algorithm.options.update({"beta": BETA})
     if share < 1:
-        config.algorithm.options |= {"on_policy_share": share, "stored_key": "answer"}
+        config.algorithm.options.update({"on_policy_share": share, "stored_key": "answer"})
     return turn(config, made)
 
 

@@ -82,7 +82,7 @@ def gradients(
     """The gradient of every optimizer step of a turn, in order, and the metrics of the turn."""
     config = config_of(name, model, teacher, ranks, budget)
     config = changed(config, {"model.dtype": dtype or config.model.dtype})
-    config.algorithm.options |= options or {}
+    config.algorithm.options.update(options or {})
     found, metrics, _, _ = turn(config, samples(PRESETS[name].group.baselines))
     return [torch.cat([grad.flatten() for grad in grads.values()]) for grads in found], metrics
 
@@ -170,7 +170,7 @@ def test_options_that_look_at_the_whole_step_see_no_rank_and_no_micro_batch(name
     found = []
     for ranks, budget in ((1, 16384), (2, 40)):
         config = config_of(name, tiny_model, tiny_model, ranks, budget)
-        config.algorithm.options |= options
+        config.algorithm.options.update(options)
         grads = turn(config, samples(0))[0]
         found.append([torch.cat([grad.flatten() for grad in each.values()]) for each in grads])
     plain = turn(config_of(name, tiny_model, tiny_model, 1, 16384), samples(0))[0]
