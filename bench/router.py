@@ -222,7 +222,7 @@ def over_http(rounds: int) -> tuple[tuple[str, ...], ...]:
     from verl.rollout.native.options import Options
     from verl.weight_sync import shm
     from verl.weight_sync.base import CheckedReader, WeightSource
-    from verl.weight_sync.sender import entry_of
+    from verl.weight_sync.record import entry_of
 
     module, room = model(), 256
     prompts = np.random.default_rng(0).integers(0, 300, (64, 16))

@@ -9,10 +9,10 @@ live, or beside it while requests run. Checksums are apart: the manifest's are o
 sixteenth after. For tcp, collective and nixl the other process plays another host: what it fetches goes into shared
 memory of its own; through buckets it reads while the trainer sends. All are shares of a warm copy of the same bytes by
 as many threads, made in the same round. Memory: the most that lay in shared memory, and the most that a process took
-for itself during its part, in models. delta: bfloat16, of which a share of the values has changed; over a link of 1
-Gb/s the bytes are counted at 125 MB/s beside the time measured here. paused: whole publishes through shared memory into
-a native engine of this process, whose requests go on under the new weights, without a canary; and for how long of each
-they stood still.
+for itself during its part, in models. delta: versions after AdamW steps at lr 1e-6, in the format that a float32 and a
+bfloat16 replica reads; over a link of 1 Gb/s the bytes are counted at 125 MB/s beside the time measured here. paused:
+whole publishes through shared memory into a native engine of this process, whose requests go on under the new weights,
+without a canary; and for how long of each they stood still.
 Writes its part of bench/RESULTS.md (bench/sections/weights.md).
 """
 
@@ -39,26 +39,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.report import assemble
 from bench.results import Spread, Table
-from verl.rollout.base import GenerateRequest, RolloutContext, RolloutEngine
+from verl.algorithms.losses import nll
+from verl.batch import pack
+from verl.model_engine.base import whole_part
+from verl.model_engine.optim import OptimSpec
+from verl.model_engine.torch_engine import TorchEngine
+from verl.objective import Term
+from verl.rollout.base import GenerateRequest, RolloutContext, RolloutEngine, WireFormat
 from verl.rollout.native import engine as native_engine
 from verl.rollout.native.architecture import shape_of
 from verl.rollout.native.options import Options
 from verl.rollout.native.runner import NativeRunner
 from verl.rollout.native.weights import Storage
-from verl.types import Sampling
+from verl.types import Sample, Sampling, Segment
 from verl.weight_sync import buckets, collective, nixl, relay, shm, tcp
 from verl.weight_sync.base import Passed, Readers, SyncReport, checksum
 from verl.weight_sync.local import LocalCheckpointEngine
-from verl.weight_sync.sender import WeightSender, entry_of
+from verl.weight_sync.record import entry_of
+from verl.weight_sync.sender import WeightSender
 
 ROOT = Path(__file__).resolve().parents[1]
 DROPPED = 2  # rounds before the first that counts
 LINK = 125e6  # bytes per second: 1 Gb/s
-SHARES = (0.01, 0.02, 0.03)  # of the values that change
+LR, TOKENS = 1e-6, 64  # of the optimizer steps between versions
 REQUESTS = 4  # that run during publishes
 COPIED = 0.1e9  # bytes of what a warm copy goes into, again and again: more than caches hold
 NEEDS = {"memory": 8, "shared memory": 4}  # models, of the transport that needs the most
@@ -93,12 +100,6 @@ def model(num_bytes: float) -> Weights:
     shape = shape_of(config(layers_of(num_bytes)), 512)
     storage = Storage(shape, torch.float32, torch.float32, torch.device("meta"))
     return {n: torch.randn(to.shape) for n, to in storage.destinations.items() if n != "lm_head.weight"}
-
-
-def weights(num_bytes: float, dtype: torch.dtype = torch.float32) -> Weights:
-    """Square matrices of 1,024, as a model has many."""
-    count = max(1, round(num_bytes / (1024 * 1024 * dtype.itemsize)))
-    return {f"layers.{i}.weight": torch.randn(1024, 1024).to(dtype) for i in range(count)}
 
 
 def anon() -> int:
@@ -299,42 +300,57 @@ def passed(
     return found, most
 
 
+def trained(num_bytes: float) -> tuple[TorchEngine, Callable[[], None]]:
+    """(an engine with float32 weights of that size, one AdamW step at lr 1e-6 with the gradient of random rows)."""
+    engine = TorchEngine(Qwen3ForCausalLM(config(layers_of(num_bytes))), optim=OptimSpec(lr=LR), dtype="float32")
+    drawn = itertools.count()
+
+    def step() -> None:
+        ids = np.random.default_rng(next(drawn)).integers(4, 1024, TOKENS + 1)
+        sampled = Segment(ids=ids[1:], source="sampled", logprobs=np.zeros(TOKENS, np.float32), version=0)
+        segments, name = (Segment(ids=ids[:1], source="prompt"), sampled), str(next(drawn))
+        row = Sample(sample_id=name, trajectory_id=name, group_id=name, purpose="train", segments=segments)
+        weight = torch.full((TOKENS,), 1.0 / TOKENS, dtype=torch.float64)
+        batch = pack([row], share_prefix=False).with_columns({"w/nll": weight})
+        engine.forward_backward(batch, [Term(name="nll", fn=nll)])
+        engine.optim_step()
+
+    return engine, step
+
+
 def deltas(size_gb: float, rounds: int) -> list[tuple[str, ...]]:
-    """Rows of the second table."""
-    rows = []
+    """Rows of the third table: versions after optimizer steps, from the trainer's engine to another host."""
+    engine, step = trained(size_gb * 1e9)
+    rows, found = [], dict[tuple[str, bool], tuple[float, float]]()
     with other_process() as ask:
-        for share in (None, *SHARES):
-            outlet, now = (
-                tcp.TcpOutlet(host="127.0.0.1", delta=share is not None),
-                weights(size_gb * 1e9, torch.bfloat16),
-            )
-            shapes, times, sent = {n: entry_of(t) for n, t in now.items()}, [], []
+        for dtype, delta in itertools.product(("float32", "bfloat16"), (False, True)):
+            outlet, times, sent = tcp.TcpOutlet(host="127.0.0.1", delta=delta), list[float](), list[float]()
+            sender: Any = WeightSender(outlet, verify_first=0)
+            sender.set_format(WireFormat(dtype))
             for number in range(DROPPED + rounds):
-                for tensor in now.values():
-                    tensor.view(torch.int16).view(-1)[torch.rand(tensor.numel()) < (share or 0.02)] ^= 1
-                start = time.perf_counter()
-                address = outlet.stage(number, shapes, now.items())
-                staged = time.perf_counter() - start
-                read, _ = ask("tcp", address)
+                step()
+                told = sender.send(engine, number, (), copy=False)
+                read, _ = ask("tcp", told.source.address)
                 if number >= DROPPED:
-                    times.append(staged + read.wall_s)
+                    times.append(told.seconds["stage"] + read.wall_s)
                     sent.append(read.came)
             shm.remove(f"{shm.PREFIX}-*-{outlet.tag}")
             here, num_bytes = Spread.of(times), Spread.of(sent).median
-            over = here.median + num_bytes / LINK
-            if share is None:
-                whole = (num_bytes, over)
-            label = "whole" if share is None else f"{share:.0%} changed"
-            ratios = (f"{whole[0] / num_bytes:.1f}×", f"{whole[1] / over:.1f}×")
-            rows.append((label, f"{num_bytes / 1e6:,.1f}", here.text(2), f"{over:.2f}", *ratios))
-    return rows
+            found[dtype, delta] = num_bytes, here.median + num_bytes / LINK
+            label = f"{dtype}, {'delta' if delta else 'whole'}"
+            rows.append((label, f"{num_bytes / 1e6:,.1f}", here.text(2), f"{found[dtype, delta][1]:.2f}"))
+    whole, every = found["bfloat16", False], found.values()
+    return [(*row, f"{whole[0] / size:.1f}×", f"{whole[1] / over:.1f}×") for row, (size, over) in zip(rows, every)]
 
 
 async def publishes(now: Weights, rollout: RolloutEngine, rounds: int) -> list[SyncReport]:
     """Of so many publishes through shared memory while requests run, without a canary, after those that are dropped."""
     name = f"{shm.PREFIX}-{os.getpid()}-paused"
     sender = WeightSender(shm.ShmOutlet(name), verify_first=0)
-    engine: Any = SimpleNamespace(weights=lambda: iter(now.items()), tied={}, masters={})
+    parts = [whole_part(name, tensor) for name, tensor in now.items()]
+    engine: Any = SimpleNamespace(
+        weights=lambda: iter(now.items()), weight_parts=lambda: iter(parts), tied={}, masters={}
+    )
 
     def done(call: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -401,8 +417,13 @@ def main(argv: Sequence[str]) -> int:
         tuple(row for _, memory in found for row in memory),
     )
     torch.set_num_threads(1)
-    columns = ("MB sent", "s here, stage and read", "s over 1 Gb/s", "fewer bytes", "faster over the link")
-    changed = Table(f"delta, {sizes[0]:g} GB of bfloat16", ("", *columns), tuple(deltas(sizes[0], given.rounds)))
+    less = ("bytes, of bfloat16 whole: fewer", "time over the link: faster")
+    columns = ("MB sent", "s here, stage and read", "s over 1 Gb/s", *less)
+    changed = Table(
+        f"versions after AdamW steps at lr 1e-6, {sizes[0]:g} GB of float32 masters",
+        ("", *columns),
+        tuple(deltas(sizes[0], given.rounds)),
+    )
     stood = asyncio.run(paused(sizes[0], given.rounds))
     still = Table(f"a publish of {sizes[0]:g} GB through shm, % of the whole", ("", "median [quartiles]"), tuple(stood))
     about = (

@@ -20,7 +20,7 @@ COMMON = """
 import hashlib, importlib, sys, torch
 from pathlib import Path
 from verl.weight_sync import base, shm, tcp
-from verl.weight_sync.sender import entry_of
+from verl.weight_sync.record import entry_of
 
 transport, settings = sys.argv[1].split(";")
 module = importlib.import_module(f"verl.weight_sync.{transport}")

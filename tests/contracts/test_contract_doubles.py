@@ -33,7 +33,7 @@ from verl.rollout.server.service import Service
 from verl.serve import FolderWeights, bound
 from verl.weight_sync import disk, local
 from verl.weight_sync.base import CheckedReader, WeightSource, checksum
-from verl.weight_sync.sender import entry_of
+from verl.weight_sync.record import entry_of
 
 SUITE = Path(__file__).parent / "test_rollout_contract.py"
 ANSWERS = (

@@ -22,7 +22,7 @@ from verl.rollout.base import RolloutContext, ServerPlace
 from verl.rollout.client import ServedEngine
 from verl.weight_sync import shm
 from verl.weight_sync.base import CheckedReader, WeightSource, checksum
-from verl.weight_sync.sender import entry_of
+from verl.weight_sync.record import entry_of
 
 SUITE = Path(__file__).parent / "test_rollout_contract.py"
 OUTLET = f"{shm.PREFIX}-{os.getpid()}-contract"

@@ -30,7 +30,7 @@ from verl.types import Sampling
 from verl.weight_sync import disk
 from verl.weight_sync.base import CheckedReader, Sent, WeightSource, checksum
 from verl.weight_sync.local import LocalCheckpointEngine
-from verl.weight_sync.sender import entry_of
+from verl.weight_sync.record import entry_of
 
 pytest.importorskip("sglang_router", reason="pip install sglang-router==0.3.2")
 PROMPT = np.array([1, 2, 3, 4], np.int64)

@@ -35,7 +35,7 @@ from verl.models import tiny
 from verl.objective import Term
 from verl.recipes import arithmetic
 from verl.rollout import hf
-from verl.rollout.base import GenerateRequest, ReplicaLost, RolloutContext
+from verl.rollout.base import GenerateRequest, ReplicaLost, RolloutContext, WireFormat
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.transfer_queue.memory import MemoryQueue
@@ -43,7 +43,8 @@ from verl.types import Refs, Sample, Sampling, Segment
 from verl.weight_sync import base, buckets, collective, disk, nixl, objects, relay, shm, tcp
 from verl.weight_sync.base import CheckpointEngine, Outlet, Sent, SyncError, SyncReport, open_stream
 from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
-from verl.weight_sync.sender import WeightSender, entry_of, probed
+from verl.weight_sync.record import entry_of
+from verl.weight_sync.sender import WeightSender, probed
 from verl.workers.compute import Compute
 from verl.workers.group import Broadcast
 from verl.workers.inproc import InprocGroup
@@ -336,6 +337,54 @@ def test_what_arrives_is_what_was_sent_bit_for_bit(backend, model):
     run(test)
 
 
+@each("kind, dtype", product(ROLLOUTS, ["bfloat16", "float32"]))
+def test_weights_travel_in_the_format_that_the_replica_reads(backend, kind, dtype):
+    """A bfloat16 replica gets the bits of the masters cast to it, half of the bytes, and computes what it would compute
+    had it rounded them itself; a float32 replica gets the masters."""
+
+    async def test():
+        world, to = World(trainer(), backend, tolerance=None), getattr(torch, dtype)
+        for role in world.group._workers:
+            role.sender = WeightSender(world.outlet, dtype=dtype)
+        replica, beside = Notes(world.rollout(kind, dtype=to)), world.rollout(kind, dtype=to)
+        world.actor.wire_format = (await replica.capabilities()).weights
+        assert world.actor.wire_format == WireFormat(dtype)
+        whole = LocalCheckpointEngine(probes=())
+        held = InprocGroup("actor", [Role("actor", world.queue, world.engine, sender=WeightSender(whole.outlet()))])
+        for version in range(2):
+            report = await world.publish([replica], version, exclusive=backend != "local")
+            masters = dict(world.engine.weights())
+            assert replica.came.keys() == masters.keys() and report.verified_tensors == len(masters)
+            for name, tensor in masters.items():
+                bits = (t.contiguous().view(torch.uint8) for t in (replica.came[name], tensor.detach().to(to)))
+                assert replica.came[name].dtype == to and torch.equal(*bits), name
+            assert report.num_bytes * (4 // to.itemsize) == sum(t.nbytes for t in masters.values())
+            given = {"exclusive": True, "on_inflight": ["wait"], "timeout_s": 60}
+            await whole.publish(ModelWorkers(held, world.engine.capabilities), [beside], version=version, **given)
+            assert distance(await scores(replica), await scores(beside)) == 0.0
+            await world.update()
+        held.close()
+        await replica.close()
+        await beside.close()
+
+    run(test)
+
+
+def test_replicas_of_several_formats_share_one_version_in_the_widest(backend):
+    async def test():
+        world = World(trainer(), backend, probes=())
+        narrow, wide = (Notes(world.rollout(dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
+        formats = [(await one.capabilities()).weights for one in (narrow, wide)]
+        world.actor.wire_format = WireFormat.widest(formats)
+        await world.publish([narrow, wide], 0, exclusive=False)
+        for name, tensor in world.engine.weights():
+            assert torch.equal(wide.came[name], tensor) and torch.equal(narrow.came[name], tensor), name
+        await narrow.close()
+        await wide.close()
+
+    run(test)
+
+
 def test_later_versions_verify_a_sample_that_covers_everything_in_sixteen(backend):
     async def test():
         world = World(trainer(), backend, probes=())
@@ -496,8 +545,8 @@ def tampered(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> type[W
     """A sender whose manifest and tensors are changed on the way."""
 
     class Tampered(WeightSender):
-        def send(self, engine, version, probes, *, copy) -> Sent:
-            sent = super().send(engine, version, probes, copy=copy)
+        def send(self, engine, version, probes, *, copy, first=True) -> Sent:
+            sent = super().send(engine, version, probes, copy=copy, first=first)
             manifest, tensors = dict(sent.source.manifest), dict(open_stream(sent.source).tensors())
             if not isinstance(self._outlet, LocalOutlet):  # they lie where they are staged again
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -710,29 +759,49 @@ def test_masters_that_moved_without_a_byte_delivered_are_an_alarm(backend):
     run(test)
 
 
-class SendsBfloat16(TorchEngine):
-    def weights(self, kind="full"):
-        for name, tensor in super().weights(kind):
-            yield name, tensor.bfloat16()
-
-
 def test_a_step_smaller_than_rounding_is_no_alarm_until_it_adds_up(backend):
     """bfloat16 norms at lr 1e-6 do not move for many steps: that is not an error."""
 
     async def test():
-        world = World(trainer(SendsBfloat16, lr=1e-7), backend, probes=())
+        world, given = World(trainer(lr=1e-7), backend, probes=()), {"exclusive": backend != "local"}
+        world.actor.wire_format = WireFormat("bfloat16")  # of what is copied in one process too
         for p in world.engine.model.parameters():
             p.data.copy_(torch.where(p > 0, 1.0, -1.0))  # far from where bfloat16 rounds up or down
         replica = world.rollout()
-        await world.publish([replica], 0)
+        await world.publish([replica], 0, **given)
         masters = [p.clone() for p in world.engine.model.parameters()]
         await world.update()
         assert any(not torch.equal(a, b) for a, b in zip(masters, world.engine.model.parameters(), strict=True))
-        report = await world.publish([replica], 1)
+        report = await world.publish([replica], 1, **given)
         assert not report.changed and report.alarms == ()
         for p in world.engine.model.parameters():
             p.data.add_(0.25)
-        assert (await world.publish([replica], 2)).changed
+        assert (await world.publish([replica], 2, **given)).changed
+        await replica.close()
+
+    run(test)
+
+
+def test_a_manifest_that_failed_once_does_not_fail_later_publishes(backend):
+    """A trainer that had no memory for its buckets, say, and has it for the next version."""
+    if backend not in PASSING:
+        pytest.skip("its manifest is of one version")
+
+    class Once(WeightSender):
+        failed = False
+
+        def announce(self, engine):
+            if not self.failed:
+                self.failed = True
+                raise OSError("no room for a bucket")
+            return super().announce(engine)
+
+    async def test():
+        world = World(trainer(), backend, sender=Once)
+        with pytest.raises(OSError, match="no room for a bucket"):
+            await world.publish([world.rollout()], 0, timeout_s=10)
+        replica = world.rollout()
+        assert (await world.publish([replica], 1)).version == 1 == replica.version
         await replica.close()
 
     run(test)

@@ -39,7 +39,7 @@ from verl.rollout.client import ServedEngine
 from verl.types import Sampling
 from verl.weight_sync import relay
 from verl.weight_sync.base import SyncError, checksum
-from verl.weight_sync.sender import entry_of
+from verl.weight_sync.record import entry_of
 
 REACH = (
     "shm",

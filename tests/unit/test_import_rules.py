@@ -223,7 +223,6 @@ def _is_local(tree: ast.Module, node: ast.AST, name: str) -> bool:
 
 
 TO_BREAK = {  # circles that are left
-    frozenset({"verl.weight_sync.base", "verl.weight_sync.sender", "verl.workers.model_workers", "verl.workers.role"}),
     frozenset({"verl.rollout.server.app", "verl.rollout.server.control"}),
     frozenset({"verl.weight_sync.buckets", "verl.weight_sync.shm"}),
     frozenset({"verl.weight_sync.relay", "verl.weight_sync.tcp"}),

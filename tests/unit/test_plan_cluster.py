@@ -44,7 +44,7 @@ def cluster_of(folder: Path, *args: str) -> ClusterPlan:
 
 
 GOLDEN = """\
-cluster   ray, at auto; rows through queue ray, weights through sync tcp (2 x 1.84 GiB of shared memory of each host)
+cluster   ray, at auto; rows through queue ray, weights through sync tcp (2 x 942 MiB of shared memory of each host)
 layout    8 ranks = 4 data x 2 tensor, in 2 copies of the model: a rank holds 1/4 of a model
 pool main 2 nodes x 4 ranks, each 1 CPU, 1 GPU: actor, critic, compute, recorder, 4 rollout replicas
 pool wide 1 node x 8 ranks, each 2 CPU, 1 npu: ref
@@ -186,7 +186,7 @@ def test_a_pool_holds_what_lives_in_it(folder: Path) -> None:
 def test_buckets_on_a_gpu_are_memory_of_the_trainers_ranks(folder: Path) -> None:
     pools = ("cluster.pools={gen: {ranks_per_node: 1}}", "cluster.roles={rollout: gen}", "cluster.ranks_per_node=2")
     before = cluster_of(folder, *pools, "model.device=cuda")
-    for megabytes, wanted in ((1000, 1000 << 20), (1, 4 * 151936 * 896)):  # the embedding is not split
+    for megabytes, wanted in ((1000, 1000 << 20), (1, 2 * 151936 * 896)):  # an embedding in bfloat16
         options = ("sync.engine=ipc", f"sync.engine_options.bucket_mb={megabytes}")
         spread = cluster_of(folder, *pools, "model.device=cuda", *options)
         main, gen = (spread.pools[name].memory for name in ("main", "gen"))

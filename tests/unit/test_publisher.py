@@ -10,6 +10,7 @@ import pytest
 
 from verl.driver import publisher
 from verl.driver.publisher import Publisher
+from verl.rollout.base import AS_HELD
 from verl.weight_sync.base import SyncReport
 from verl.workers.waits import DeadlineExpired, Waits
 
@@ -21,7 +22,7 @@ class Replica:
     async def capabilities(self) -> Any:
         if not self.starts:
             await asyncio.Event().wait()
-        return SimpleNamespace(in_flight_update=self.in_flight)
+        return SimpleNamespace(in_flight_update=self.in_flight, weights=AS_HELD)
 
 
 class Sync:

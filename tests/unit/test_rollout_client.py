@@ -37,7 +37,7 @@ from verl.rollout.wire import NotUnderstood
 from verl.types import Sampling
 from verl.weight_sync import shm, tcp
 from verl.weight_sync.base import CheckedReader, Entry, SyncError, WeightSource, saved_parts
-from verl.weight_sync.sender import entry_of
+from verl.weight_sync.record import entry_of
 
 PROMPT = np.array([3, 4])  # answers 7, 8, 9, ...
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWX"

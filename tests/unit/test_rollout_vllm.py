@@ -31,7 +31,7 @@ from verl.rollout.vllm import PLUGIN, Options, build, environment, memory, requi
 from verl.rollout.wire import version_of
 from verl.weight_sync import shm
 from verl.weight_sync.base import checksum, saved_parts
-from verl.weight_sync.sender import entry_of
+from verl.weight_sync.record import entry_of
 
 CONFIG = Qwen3Config(
     hidden_size=64,

@@ -25,8 +25,8 @@ from verl.rollout.process import free_port
 from verl.weight_sync import buckets, relay, shm
 from verl.weight_sync.base import Bucket, Passed, Readers, SyncError, WeightSource, checksum
 from verl.weight_sync.buckets import BucketOutlet, BucketStream, Ledger, bucket_plan
+from verl.weight_sync.record import entry_of
 from verl.weight_sync.relay import RelayOutlet, RelayStream
-from verl.weight_sync.sender import entry_of
 
 Tensors = dict[str, torch.Tensor]
 BUCKET = 1000  # bytes

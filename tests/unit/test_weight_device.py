@@ -19,7 +19,7 @@ from gpu_memory import FakeGpu, fake_gpu
 from verl.weight_sync import buckets, device, shm
 from verl.weight_sync.base import Passed, Readers, SyncError, checksum
 from verl.weight_sync.buckets import BucketOutlet, BucketStream, Ledger
-from verl.weight_sync.sender import entry_of
+from verl.weight_sync.record import entry_of
 
 GPUS = ("GPU-a", "GPU-b", "GPU-c")
 

@@ -23,7 +23,7 @@ from verl.recipes import arithmetic
 from verl.weight_sync.base import SyncContext, SyncError
 from verl.weight_sync.disk import PREFIX, DiskOutlet, build, open_weights
 from verl.weight_sync.options import Disk
-from verl.weight_sync.sender import entry_of
+from verl.weight_sync.record import entry_of
 from verl.weight_sync.shm import PIDS
 
 MIXED = {

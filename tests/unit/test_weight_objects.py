@@ -22,7 +22,7 @@ from verl.weight_sync.base import CheckedReader, SyncContext, SyncError, WeightS
 from verl.weight_sync.disk import build
 from verl.weight_sync.objects import INDEX, ObjectOutlet, open_weights
 from verl.weight_sync.options import Disk
-from verl.weight_sync.sender import entry_of
+from verl.weight_sync.record import entry_of
 
 WEIGHTS = {
     "a.bias": torch.arange(3, dtype=torch.bfloat16),

@@ -20,7 +20,7 @@ from far_hosts import played
 
 from verl.weight_sync import disk, shm
 from verl.weight_sync.base import SyncError
-from verl.weight_sync.sender import entry_of
+from verl.weight_sync.record import entry_of
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ WRITER = """
 import os, sys, torch
 from pathlib import Path
 from verl.weight_sync import disk, shm
-from verl.weight_sync.sender import entry_of
+from verl.weight_sync.record import entry_of
 
 outlet = shm.ShmOutlet(f"{shm.PREFIX}-{os.getpid()}-dies")
 now = {f"{i}.weight": torch.full((1000,), float(i)) for i in range(3)}

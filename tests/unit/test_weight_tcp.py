@@ -6,15 +6,26 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from started import Program
 
+from verl.algorithms.losses import nll
+from verl.batch import pack
+from verl.model_engine.optim import OptimSpec
+from verl.model_engine.torch_engine import TorchEngine
+from verl.models import tiny
+from verl.objective import Term
+from verl.rollout.base import WireFormat
+from verl.types import Sample, Segment
 from verl.weight_sync import shm, tcp
 from verl.weight_sync.base import SyncError, checksum
-from verl.weight_sync.sender import entry_of
+from verl.weight_sync.record import entry_of
+from verl.weight_sync.sender import WeightSender
 
 
 @dataclass
@@ -286,7 +297,7 @@ def test_the_trainers_host_keeps_the_version_before_for_changes_alone(elsewhere,
         assert files == (2 if delta and version else 1)
 
 
-def test_a_version_that_is_being_staged_is_told_to_nobody(elsewhere, outlet_of):
+def test_while_a_version_is_staged_the_answer_is_not_yet(elsewhere, outlet_of):
     outlet, now = outlet_of(), weights()
     address = stage(outlet, 0, now)
     tcp.open_weights(address).release(0)
@@ -294,9 +305,46 @@ def test_a_version_that_is_being_staged_is_told_to_nobody(elsewhere, outlet_of):
     def passing() -> Iterator[tuple[str, torch.Tensor]]:
         for item in now.items():
             for read in (elsewhere, lambda at: dict(tcp.open_weights(at).tensors())):
-                with pytest.raises(SyncError, match="the trainer's weights cannot be fetched"):
+                with pytest.raises(SyncError, match="has no whole version yet: it stages the next one"):
                     read(address)
             yield item
 
     outlet.stage(1, {n: entry_of(t) for n, t in now.items()}, passing())
     assert same(elsewhere(address), now)
+
+
+def test_changes_of_an_optimizer_step_are_at_least_five_times_shorter_than_bfloat16_weights(monkeypatch, outlet_of):
+    """AdamW at lr 1e-6 from weights of the usual size. In float32 nearly every element changes."""
+    model = tiny.qwen3(tiny.character_tokenizer("abc"), hidden=128, layers=2, heads=4, kv_heads=2, ffn=256, seed=1)
+    engine, came = TorchEngine(model, optim=OptimSpec(lr=1e-6), dtype="float32"), [0]
+    real = tcp.filled
+
+    def counted(peer: Any, into: memoryview) -> None:
+        came[0] += len(into)
+        real(peer, into)
+
+    def step() -> None:
+        ids = np.arange(40) % 5
+        drawn = Segment(ids=ids[1:], source="sampled", logprobs=np.zeros(39, np.float32), version=0)
+        segments = (Segment(ids=ids[:1], source="prompt"), drawn)
+        row = Sample(sample_id="0", trajectory_id="0", group_id="0", purpose="train", segments=segments)
+        batch = pack([row], share_prefix=False).with_columns({"w/nll": torch.full((39,), 1 / 39, dtype=torch.float64)})
+        engine.forward_backward(batch, [Term(name="nll", fn=nll)])
+        engine.optim_step()
+
+    monkeypatch.setattr(tcp, "filled", counted)
+    sent: dict[tuple[str, bool], int] = {}
+    for dtype, delta in product(("float32", "bfloat16"), (False, True)):
+        sender, before, has = WeightSender(outlet_of(delta=delta)), dict[str, torch.Tensor](), tcp.NOTHING
+        sender.set_format(WireFormat(dtype))
+        for version in range(3):
+            step()
+            told, came[0] = sender.send(engine, version, (), copy=False), 0
+            assert told is not None
+            stream = tcp.TcpStream(told.source.address, has, before)
+            before, has = {name: tensor.clone() for name, tensor in stream.tensors()}, version
+            assert all(torch.equal(before[n], t.to(before[n].dtype)) for n, t in engine.weights())
+        sent[dtype, delta] = came[0]
+    assert sent["float32", True] > 0.95 * sent["float32", False], "a delta of float32 saves nothing"
+    assert sent["bfloat16", False] < 0.51 * sent["float32", False]
+    assert sent["bfloat16", True] * 5 <= sent["bfloat16", False], sent

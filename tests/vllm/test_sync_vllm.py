@@ -21,7 +21,7 @@ from verl.rollout.base import GenerateRequest, RolloutContext, ServerPlace
 from verl.rollout.client import ServedEngine
 from verl.types import Sampling
 from verl.weight_sync.base import SyncError, checksum
-from verl.weight_sync.sender import entry_of
+from verl.weight_sync.record import entry_of
 
 
 @pytest.fixture(scope="module")

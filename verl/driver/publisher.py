@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verl.rollout.base import Capabilities, PauseMode, RolloutEngine
+from verl.rollout.base import AS_HELD, Capabilities, PauseMode, RolloutEngine, WireFormat
 from verl.types import Metric, Metrics
 from verl.weight_sync.base import CheckpointEngine, SyncReport
 from verl.workers.model_workers import START_TIMEOUT_S, ModelWorkers
@@ -41,6 +41,10 @@ class Publisher:
     """Replicas of the latest publish."""
     _modes: list[PauseMode] = field(default_factory=list, init=False)
     """For each replica that gets weights: running requests wait during a publish, or continue."""
+    _formats: list[WireFormat] = field(default_factory=list, init=False)
+    """For each replica that gets weights: the format in which it reads them."""
+    _wire_format: WireFormat = field(default=AS_HELD, init=False)
+    """The format of all publishes from now on."""
     _under_way: asyncio.Task[None] | None = field(default=None, init=False)
     _metrics: Metrics = field(default_factory=dict, init=False)
 
@@ -61,7 +65,10 @@ class Publisher:
         self._report(await self._awaited(self._enqueue(version), version))
 
     def join(self, able: Capabilities) -> None:
-        """Include the next of `replicas` in every publish from now on."""
+        """Include the next of `replicas` in every publish from now on. Publishes are in a format for all replicas."""
+        self._formats.append(able.weights)
+        if (form := WireFormat.widest(self._formats)) != self._wire_format:
+            self._wire_format = self.trainer.wire_format = form
         self._modes.append("keep" if self.partial_rollout and able.in_flight_update else "wait")
 
     def publish(self, committed: Callable[[SyncReport], None], failed: Callable[[BaseException], None]) -> None:

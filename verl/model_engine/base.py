@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from verl.batch import Batch
@@ -138,6 +139,27 @@ class EngineContext:
     """The longest row of the run in tokens, which fixes RoPE (nn/rope.py); None: the model's maximum."""
 
 
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """A rank's part of a weight."""
+
+    name: str
+    """The Hugging Face name."""
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    dtype: torch.dtype
+    mine: Tensor | None
+    """The part that this rank delivers, in its own storage; None: other ranks deliver the tensor."""
+    index: tuple[slice, ...]
+    """The position of `mine` in the whole tensor."""
+
+
+def whole_part(name: str, tensor: Tensor) -> WeightPart:
+    """Return the part of a rank that holds the whole tensor."""
+    whole = tuple(slice(0, size) for size in tensor.shape)
+    return WeightPart(name, tuple(tensor.shape), tensor.dtype, tensor.detach(), whole)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
     """The abilities of an engine with the model that it holds; read once at start, and obeyed."""
@@ -155,6 +177,16 @@ class ReportsMetrics(Protocol):
     """An engine that reports metrics of its own."""
 
     def take_metrics(self) -> Metrics: ...
+
+
+@runtime_checkable
+class DeliversParts(Protocol):
+    """An engine that can deliver on each rank the parts of the weights that the rank holds."""
+
+    def weight_parts(self) -> Iterator[WeightPart]:
+        """Yield this rank's part of every tensor of `weights`, in their order, on every rank, without any exchange
+        between ranks. The parts of all ranks cover each tensor once. They are valid inside `awake`."""
+        ...
 
 
 class ModelEngine(Protocol):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from verl.batch import Batch, part_of
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.errors import Refused
-from verl.model_engine.base import StepOutput
+from verl.model_engine.base import StepOutput, WeightPart
 from verl.model_engine.layout import Layout, layers_of_stages
 from verl.model_engine.sharded import ShardedEngine, part_of_rank, patience
 from verl.model_engine.snapshot import Snapshot
@@ -200,6 +200,15 @@ class PipelinedEngine(ShardedEngine):
             group = self._host[0][0].get_group("pipeline")
         dist.broadcast(whole, group=group, group_src=weight.stage)
         return whole
+
+    def weight_parts(self) -> Iterator[WeightPart]:
+        for name, tensor in self._named_weights():
+            if tensor is not None:
+                yield self._part(name, tensor)
+            else:
+                weight = self._weights[self._whole_tied.get(name, name)]
+                whole = tuple(slice(0, size) for size in weight.shape)
+                yield WeightPart(name, tuple(weight.shape), weight.dtype, None, whole)
 
     def snapshot(self) -> Snapshot:
         return replace(super().snapshot(), whole=partial(self._delivered, host=True))

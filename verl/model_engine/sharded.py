@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl.batch import Batch, exactly
 from verl.errors import Refused
+from verl.model_engine.base import WeightPart
+from verl.model_engine.hf_parts import part_and_place
 from verl.model_engine.layout import Layout
 from verl.model_engine.options import cannot
 from verl.model_engine.snapshot import Snapshot
@@ -272,6 +274,20 @@ class ShardedEngine(TorchEngine):
         if p.device_mesh.ndim > 1:  # first over the ranks of a slice, then over the slices
             p = p.redistribute(placements=[*[Replicate()] * (p.device_mesh.ndim - 1), p.placements[-1]])
         return p.full_tensor()
+
+    def weight_parts(self) -> Iterator[WeightPart]:
+        return (self._part(name, tensor) for name, tensor in self._named_weights() if tensor is not None)
+
+    def _part(self, name: str, tensor: Tensor) -> WeightPart:
+        """Return this rank's part. Of ranks with the same values the first one delivers them."""
+        mine, index = part_and_place(tensor)
+        copies = (self.place.data, self.place.sequence, self.place.tensor)
+        if isinstance(tensor, DTensor):
+            mesh: Any = tensor.device_mesh
+            pairs = zip(mesh.get_coordinate(), tensor.placements, strict=True)
+            copies = tuple(at for at, placement in pairs if placement.is_replicate())
+        delivers = not any(copies) and mine.numel() > 0
+        return WeightPart(name, tuple(tensor.shape), tensor.dtype, mine if delivers else None, index)
 
     @property
     def masters(self) -> dict[str, Tensor]:

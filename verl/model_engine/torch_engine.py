@@ -1,10 +1,9 @@
 """The model engine of one process: a float32 master model, autocast compute, AdamW. Nothing is sharded.
 
-A CPU that only emulates bf16 computes dtype=bfloat16 with weights rounded to bf16 in float32 arithmetic: closer to the
-true values than bf16 arithmetic, and ten times faster.
+A CPU that only emulates bf16 computes with weights rounded to bf16 in float32 arithmetic: more exact, and faster.
 
-Any Hugging Face causal LM. A micro-batch is one packed forward pass (nn/attention.py); the padded path, one row per
-sequence through the model's own attention, is the oracle and the fallback for models without packed attention."""
+A micro-batch is one packed forward pass (nn/attention.py); the padded path, one row per sequence, is the oracle.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.checkpoint.score import classifier_tensors, read_score
 from verl.errors import Refused
 from verl.model_engine.adapter import load_model
-from verl.model_engine.base import EngineCapabilities, EngineContext, Part, StepOutput
+from verl.model_engine.base import EngineCapabilities, EngineContext, Part, StepOutput, WeightPart, whole_part
 from verl.model_engine.dump import dump_batch
 from verl.model_engine.hf_model import refuse_altered_logits, switch_dropout_off
 from verl.model_engine.lm_head import LM_OUTPUTS, Teacher, allocate_outputs, lm_outputs, read_teacher, store_outputs
@@ -367,6 +366,9 @@ class TorchEngine:
         if kind == "adapter":
             raise ValueError("this model has no adapter; use kind='full'")
         return self._offload.stream(self._now().weights())
+
+    def weight_parts(self) -> Iterator[WeightPart]:
+        return (whole_part(name, tensor) for name, tensor in self._named_weights() if tensor is not None)
 
     def _named_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """By their Hugging Face names; of a tied tensor the first."""

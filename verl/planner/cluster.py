@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from verl.config.backends import address_of, engine_name, layout_of, options_of
 from verl.config.cluster import places_of
+from verl.config.devices import rollout_dtype
 from verl.config.model_files import describe_model
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout
+from verl.model_engine.memory import DTYPE_BYTES
 from verl.planner.memory import MemoryEstimate, bucket_bytes, pool_rank_memory, summed
 from verl.weight_sync.options import Ipc, Shm, Tcp
 
@@ -88,8 +90,8 @@ def _sent_bytes(config: Config) -> int:
     if isinstance(options, Ipc):
         return 0
     if isinstance(options, Shm | Tcp) and options.bucket_mb is not None:
-        return bucket_bytes(options.bucket_mb, model)
-    return 4 * model.parameters
+        return bucket_bytes(options.bucket_mb, model, rollout_dtype(config))
+    return DTYPE_BYTES[rollout_dtype(config)] * model.parameters
 
 
 def memory_on_this_machine(placement: ClusterPlan) -> MemoryEstimate | None:

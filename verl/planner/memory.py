@@ -119,9 +119,9 @@ def kv_bytes_per_token(model: ModelFacts, dtype: str) -> int:
     return 2 * model.layers * model.kv_heads * model.head_dim * DTYPE_BYTES[dtype]
 
 
-def bucket_bytes(bucket_mb: int, model: ModelFacts) -> int:
-    """Return the size of a bucket through which weights are sent. The largest tensor is not split."""
-    return max(bucket_mb << 20, 4 * model.vocab * model.hidden)
+def bucket_bytes(bucket_mb: int, model: ModelFacts, dtype: str) -> int:
+    """Return the size of a bucket through which weights are sent in `dtype`. The largest tensor is not split."""
+    return max(bucket_mb << 20, DTYPE_BYTES[dtype] * model.vocab * model.hidden)
 
 
 def device_buckets(config: Config) -> dict[str, int]:
@@ -129,7 +129,10 @@ def device_buckets(config: Config) -> dict[str, int]:
     options = options_of(config, "sync")
     if not isinstance(options, Ipc):
         return {}
-    return {"buckets of weights": 2 * bucket_bytes(options.bucket_mb, describe_model(config.model.path))}
+    return {
+        "buckets of weights": 2
+        * bucket_bytes(options.bucket_mb, describe_model(config.model.path), rollout_dtype(config))
+    }
 
 
 # -- one process -------------------------------------------------------------------------------------------------------

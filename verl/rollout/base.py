@@ -51,6 +51,47 @@ class Completion:
     """Further values per token, [t, ...], by name."""
 
 
+FLOATS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23), "float64": (11, 52)}
+"""The bits of exponent and mantissa of each dtype, by torch's name, the narrower ones first."""
+
+
+def holds(wide: str, narrow: str) -> bool:
+    """Return True if the first dtype represents every value of the second."""
+    return all(a >= b for a, b in zip(FLOATS[wide], FLOATS[narrow], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """The format in which an engine reads weights. The trainer converts them to it before it sends them."""
+
+    dtype: str | None = None
+    """The dtype of floating-point tensors, by torch's name; None: the trainer's own. A tensor is never widened."""
+    exceptions: Mapping[str, str] = field(default_factory=dict)
+    """The dtypes of tensors that the engine keeps otherwise, by name: buffers, router gates in float32."""
+
+    def dtype_of(self, name: str) -> str | None:
+        return self.exceptions.get(name, self.dtype)
+
+    @staticmethod
+    def widest(formats: Sequence[WireFormat]) -> WireFormat:
+        """Return the narrowest format that keeps every value that any of these formats keeps.
+
+        One version is staged for all replicas; a replica with a narrower format rounds the tensors when it loads."""
+
+        def widest_of(dtypes: Sequence[str | None]) -> str | None:
+            known = [dtype for dtype in dtypes if dtype is not None]
+            return next(d for d in FLOATS if all(holds(d, one) for one in known)) if len(known) == len(dtypes) else None
+
+        dtype = widest_of([one.dtype for one in formats])
+        names = sorted({name for one in formats for name in one.exceptions}) if dtype is not None else []
+        every = {name: widest_of([one.dtype_of(name) for one in formats]) for name in names}
+        return WireFormat(dtype, {name: of for name, of in every.items() if of is not None and of != dtype})
+
+
+AS_HELD = WireFormat()
+"""Every tensor as the trainer holds it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
     """The abilities of one kind of rollout engine, known without starting it. Those of servers are in traits.py.
@@ -139,6 +180,8 @@ class Capabilities(Traits):
     """The highest rank of LoRA adapters that it loads. 0: it loads none."""
     sleep_levels: tuple[int, ...] = ()
     """1 frees the KV, 2 the weights too."""
+    weights: WireFormat = AS_HELD
+    """The format in which it reads weights."""
     notes: tuple[str, ...] = ()
     """Lines that are printed for the user at the start."""
 

@@ -41,6 +41,7 @@ from verl.rollout.connected import OTHER_ENGINES, PROBE_S
 from verl.rollout.http import PAUSED, ServerGone, ServerLate, ServerRefused
 from verl.rollout.launching import Launch
 from verl.rollout.liveness import QUIET_S, LivenessWatch
+from verl.rollout.weight_format import format_of_server
 from verl.rollout.wire import NotUnderstood, Reading, ServerAnswer
 from verl.weight_sync.base import Parts, SyncError, WeightSource, saved_parts
 
@@ -442,7 +443,8 @@ class ServedEngine(AdaptedServer):
         await self._up()
         stops = self._context.decode is not None  # stop strings are searched here
         confirmed = {f.name: getattr(self._api.traits, f.name) for f in fields(Traits)}
-        return replace(self._able, **confirmed | {"stop_strings": stops})
+        form = await asyncio.to_thread(format_of_server, self._context.hf_config, self._context.dtype)
+        return replace(self._able, **confirmed | {"stop_strings": stops, "weights": form})
 
     async def close(self) -> None:
         if self._closed:

@@ -26,6 +26,7 @@ from verl.rollout.base import (
     PauseMode,
     ReplicaLost,
     WeightReader,
+    WireFormat,
 )
 from verl.rollout.replica import FOLLOWED, Replica, Start
 from verl.rollout.wrapper import EngineWrapper
@@ -283,6 +284,7 @@ class Router(EngineWrapper):
         common["sleep_levels"] = tuple(sorted(set.intersection(*map(set, able["sleep_levels"]))))
         common["score_temperatures"] = tuple(sorted(set.intersection(*at))) if at else None
         common |= {name: min(able[name]) for name in ("max_context_tokens", "lora_rank")}
+        common["weights"] = WireFormat.widest(able["weights"])
         notes = tuple(dict.fromkeys([*note, *(line for one in every for line in one.notes)]))
         return replace(every[0], notes=notes, **common)
 

@@ -10,8 +10,9 @@ import importlib
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor, uint8
@@ -19,9 +20,6 @@ from torch.nn import Module
 
 from verl.rollout.base import PauseMode, RolloutEngine
 from verl.weight_sync.canary import Probed, difference, fault
-
-if TYPE_CHECKING:
-    from verl.workers.model_workers import ModelWorkers
 
 
 class SyncError(RuntimeError):
@@ -133,6 +131,14 @@ class Outlet(Protocol):
         ...
 
 
+@runtime_checkable
+class InPlace(Protocol):
+    """An outlet that hands the trainer's own tensors to replicas of its process. Nothing is sent, so nothing is
+    converted either."""
+
+    in_place: Literal[True]
+
+
 @dataclass(frozen=True, slots=True)
 class Readers:
     """The replicas that read a version while it is sent."""
@@ -181,6 +187,21 @@ class StreamingOutlet(Protocol):
         ...
 
 
+class PublishingWorkers(Protocol):
+    """The workers that hold the weights, as a sync backend calls them (`ModelWorkers`). Calls are enqueued when they
+    are made; `lose_reader` and `release_weights` are answered during other calls."""
+
+    def send_weights(self, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Future[Sent]: ...
+
+    def weights_manifest(self) -> Future[tuple[dict[str, Entry], str]]: ...
+
+    def stream_weights(self, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Future[Sent]: ...
+
+    def lose_reader(self, turn: int, reader: int) -> Future[None]: ...
+
+    def release_weights(self, version: int) -> Future[None]: ...
+
+
 class CheckpointEngine(Protocol):
     """A sync backend: it joins an outlet, a stream and the replicas."""
 
@@ -190,7 +211,7 @@ class CheckpointEngine(Protocol):
 
     def publish(
         self,
-        trainer: ModelWorkers,
+        trainer: PublishingWorkers,
         replicas: Sequence[RolloutEngine],
         *,
         version: int,

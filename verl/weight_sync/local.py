@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +19,7 @@ from verl.weight_sync.base import (
     CheckedReader,
     Entry,
     Outlet,
+    PublishingWorkers,
     Readers,
     Sent,
     StreamingOutlet,
@@ -27,9 +28,6 @@ from verl.weight_sync.base import (
     SyncReport,
     check_canary,
 )
-
-if TYPE_CHECKING:
-    from verl.workers.model_workers import ModelWorkers
 
 T = TypeVar("T")
 Delivered = tuple[float, dict[str, float]]  # the canary's mean |dlogp|, and where the time went
@@ -42,6 +40,7 @@ class LocalOutlet:
     """The `Outlet` of one process: the tensors are not moved, and their address is a handle of this process."""
 
     transport = "verl.weight_sync.local:open_weights"
+    in_place: Literal[True] = True
 
     def __init__(self) -> None:
         self.version = -1
@@ -103,7 +102,7 @@ class LocalCheckpointEngine:
 
     def publish(
         self,
-        trainer: ModelWorkers,
+        trainer: PublishingWorkers,
         replicas: Sequence[RolloutEngine],
         *,
         version: int,
@@ -116,7 +115,9 @@ class LocalCheckpointEngine:
         assert replicas, "nobody to publish to"
         deadline_s, began_s = asyncio.get_running_loop().time() + timeout_s, time.perf_counter()
         if isinstance(self._outlet, StreamingOutlet):
-            self._manifest, self._turn = self._manifest or trainer.weights_manifest(), self._turn + 1
+            if self._manifest is None or _failed(self._manifest):
+                self._manifest = trainer.weights_manifest()
+            self._turn += 1
             sent = trainer.stream_weights(
                 version, self._probes, Readers(self._turn, len(replicas), READ_SHARE * timeout_s)
             )
@@ -126,7 +127,7 @@ class LocalCheckpointEngine:
 
     async def _deliver(
         self,
-        trainer: ModelWorkers,
+        trainer: PublishingWorkers,
         pending: Future[Sent],
         version: int,
         replicas: Sequence[RolloutEngine],
@@ -186,7 +187,7 @@ class LocalCheckpointEngine:
         manifest, at = await _before_deadline(deadline_s, asyncio.shield(asyncio.wrap_future(self._manifest)), late)
         return [CheckedReader(self._outlet.source(version, turn, i, manifest, at)) for i in range(replicas)]
 
-    async def _released(self, trainer: ModelWorkers, version: int) -> tuple[str, ...]:
+    async def _released(self, trainer: PublishingWorkers, version: int) -> tuple[str, ...]:
         """Release the version where it was staged, which may be another process. Returns alarms: a failure costs memory
         and no version."""
         by_s, said = (
@@ -227,11 +228,16 @@ class LocalCheckpointEngine:
         return found, reader.seconds
 
 
-def _release_trainer(trainer: ModelWorkers, turn: int, number: int, ended: asyncio.Task[Delivered]) -> None:
+def _release_trainer(trainer: PublishingWorkers, turn: int, number: int, ended: asyncio.Task[Delivered]) -> None:
     """Release the trainer from waiting for a replica that does not take all tensors; else the trainer and the other
     replicas would wait for it."""
     if ended.cancelled() or ended.exception() is not None:
         trainer.lose_reader(turn, number)
+
+
+def _failed(future: Future[T]) -> bool:
+    """Return True if the call has ended without a result."""
+    return future.cancelled() or (future.done() and future.exception() is not None)
 
 
 def engine_of(outlet: Outlet, context: SyncContext, end: Callable[..., object], *of: object) -> LocalCheckpointEngine:

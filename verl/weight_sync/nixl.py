@@ -12,14 +12,14 @@ import socket
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from torch import Tensor
 
-from verl.weight_sync.base import Entry, SyncContext, SyncError
+from verl.weight_sync.base import SyncContext, SyncError
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Nixl
 from verl.weight_sync.shm import PREFIX, VERSION_BYTES, ShmStream, blank, end
@@ -66,8 +66,8 @@ class NixlOutlet(TcpOutlet):
         self._registered: deque[Any] = deque()
         self._current: tuple[ShmStream, bytes] | None = None  # a version and its address, replaced together
 
-    def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
-        address = super().stage(version, shapes, tensors)
+    def end(self, version: int) -> str:
+        address = super().end(version)
         assert self._held is not None
         if len(self._registered) == 2:
             _agent().deregister_memory(self._registered.popleft())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,26 +11,29 @@ import torch
 from torch import Tensor
 
 from verl.batch import pack
-from verl.model_engine.base import ModelEngine
+from verl.errors import Refused
+from verl.model_engine.base import DeliversParts, ModelEngine, WeightPart, whole_part
+from verl.rollout.base import AS_HELD, WireFormat
 from verl.types import Sample, Segment
 from verl.weight_sync.base import (
     Entry,
+    InPlace,
     Outlet,
     Passed,
     Readers,
     Sent,
     StreamingOutlet,
     WeightSource,
-    checksum,
-    dtype_name,
     open_stream,
 )
 from verl.weight_sync.canary import Probed, no_model
+from verl.weight_sync.record import VersionRecord, entry_of_part, on_host, some_values
+from verl.weight_sync.together import PartsOutlet, possible, stage_parts
+from verl.weight_sync.wire_format import converted
 
 CHECKED_SHARE = 16  # after the first versions every 16th tensor is checked, others each time
 MEASURED_SHARE = 16  # after the first versions the canary's rounding is measured anew with every 16th
 MOVED = 0.25  # nats of a likely token, since it was measured
-SAMPLED_VALUES = 256  # per tensor, evenly spread: enough to separate "did not move" from "was not delivered"
 
 
 class WeightSender:
@@ -40,25 +42,35 @@ class WeightSender:
     def __init__(self, outlet: Outlet, *, verify_first: int = 3, dtype: str = "float32") -> None:
         """verify_first: so many versions have a checksum for every tensor, later ones for a sample · dtype: the
         precision that the rollout computes in."""
-        self._outlet, self._dtype = outlet, dtype
+        self._outlet, self._dtype, self._format = outlet, dtype, AS_HELD
         self._verify_first = verify_first
         self._sent = 0
         self._last: dict[str, tuple[int | None, Tensor]] = {}  # last known checksum, some values
         self._moved_from: tuple[int, dict[str, Tensor]] = (-1, {})  # version and masters when a byte last changed
         self._first: int | None = None  # version
         self._measured: tuple[np.ndarray, np.ndarray] | None = None  # log-probs, and what the own pass was off by
-        self._shapes: dict[str, Entry] | None = None  # of the delivered tensors; found by the first call
+        self._parts: list[WeightPart] | None = None  # names, shapes and dtypes that the engine delivers, no tensors
+        self._together: bool | None = None  # all ranks stage their parts; decided by the first version
+        self._announced: WireFormat | None = None  # the format that a stream is laid out for
         self._source: WeightSource | None = None  # the latest
 
+    def set_format(self, form: WireFormat) -> None:
+        """Send all later versions in this format. Refused for a stream that is laid out for another one."""
+        if self._announced not in (None, form):
+            fix = "leave sync.engine_options.bucket_mb out, or set one rollout.dtype for all replicas"
+            raise Refused(f"the buckets of weights are for replicas that read {self._announced}, not {form}: {fix}")
+        self._format = form
+
     def manifest(self, engine: ModelEngine) -> dict[str, Entry]:
-        """Return the manifest of every version, without checksums, for readers of a stream. All ranks must call it."""
-        shapes = self._shapes_of(engine)
+        """Return the manifest of every version, without checksums, for readers of a stream."""
+        shapes = self._shapes_of(engine, self._format)
         return shapes | {name: replace(shapes[owner], tied_to=owner) for name, owner in engine.tied.items()}
 
     def announce(self, engine: ModelEngine) -> str:
         """Prepare the stream, on the rank that sends, and return the address for its readers."""
         assert isinstance(self._outlet, StreamingOutlet), "this outlet keeps whole versions"
-        return self._outlet.announce(self._shapes_of(engine))
+        self._announced = self._format
+        return self._outlet.announce(self._shapes_of(engine, self._format))
 
     def stream(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Sent:
         """As `send`, to readers that take the tensors while they are sent; a commit or a break-off follows the last
@@ -66,12 +78,13 @@ class WeightSender:
         outlet = self._outlet
         assert isinstance(outlet, StreamingOutlet), "this outlet keeps whole versions"
 
-        def stage(passing: _Passing) -> str:
-            outlet.stream(version, passing.checked(engine), readers)
+        def stage(record: VersionRecord) -> str:
+            tensors = self._tensors(engine, self._format, record, copy=False)
+            outlet.stream(version, (Passed(n, t, record.manifest[n].checksum) for n, t in tensors), readers)
             return ""
 
         try:
-            sent = self._sent_by(stage, engine, version, probes, copy=False)
+            sent = self._sent_by(stage, engine, version, probes, self._format)
         except BaseException:
             outlet.break_off(readers.turn)
             raise
@@ -84,43 +97,92 @@ class WeightSender:
         if isinstance(self._outlet, StreamingOutlet):
             self._outlet.lose(turn, reader)
 
-    def send(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Sent:
-        """Read the engine's weights as they are now, one tensor at a time, and stage them. copy: they may change before
-        all replicas have them. Raises FloatingPointError for weights of a diverged model: that is no fault of the
-        delivery."""
+    def send(
+        self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray], *, copy: bool, first: bool = True
+    ) -> Sent | None:
+        """Read the engine's weights as they are now and stage them. All ranks call this; the first one gets the result.
+        copy: they may change before all replicas have them. Raises FloatingPointError for weights of a diverged model:
+        that is no fault of the delivery."""
+        form = AS_HELD if isinstance(self._outlet, InPlace) and not copy else self._format
+        if self._together is None:
+            self._together = possible(self._outlet, engine)
+        if self._together:
+            assert isinstance(self._outlet, PartsOutlet)
+            began, shapes = time.perf_counter(), self._shapes_of(engine, form)
+            address, record = stage_parts(self._outlet, engine, version, shapes, form, self._checks)
+            seconds = {"gather": 0.0, "stage": time.perf_counter() - began}
+            if first:
+                return self._sent_of(engine, version, probes, form, record, address, seconds)
+            self._probed(engine, version, probes)
+            self._sent += 1
+            return None
+        if not first:
+            self.attend(engine, version, probes)
+            return None
 
-        def stage(passing: _Passing) -> str:
-            return self._outlet.stage(version, self._shapes_of(engine), passing.tensors(engine))
+        def stage(record: VersionRecord) -> str:
+            return self._outlet.stage(
+                version, self._shapes_of(engine, form), self._tensors(engine, form, record, copy=copy)
+            )
 
-        return self._sent_by(stage, engine, version, probes, copy=copy)
+        return self._sent_by(stage, engine, version, probes, form)
 
     def _sent_by(
         self,
-        stage: Callable[[_Passing], str],
+        stage: Callable[[VersionRecord], str],
         engine: ModelEngine,
         version: int,
         probes: Sequence[np.ndarray],
-        *,
-        copy: bool,
+        form: WireFormat,
     ) -> Sent:
-        """Send one version. stage: stores the tensors and returns their address."""
-        shapes = self._shapes_of(engine)
-        passing = _Passing(self._sent % CHECKED_SHARE if self._sent >= self._verify_first else None, copy)
-        began = time.perf_counter()
-        address = stage(passing)
-        seconds = {"gather": passing.gathered_s, "stage": time.perf_counter() - began - passing.gathered_s}
-        manifest = passing.manifest
-        assert {n: replace(e, checksum=None) for n, e in manifest.items()} == shapes, (
+        """Send one version from this rank. stage: stores the tensors and returns their address."""
+        record, began = VersionRecord(), time.perf_counter()
+        address = stage(record)
+        record.finish()
+        seconds = {"gather": record.gathered_s, "stage": time.perf_counter() - began - record.gathered_s}
+        return self._sent_of(engine, version, probes, form, record, address, seconds)
+
+    def _sent_of(
+        self,
+        engine: ModelEngine,
+        version: int,
+        probes: Sequence[np.ndarray],
+        form: WireFormat,
+        record: VersionRecord,
+        address: str,
+        seconds: Mapping[str, float],
+    ) -> Sent:
+        """Return the receipt of a version that is staged, after the checks of the trainer's side."""
+        manifest = record.manifest
+        assert {n: replace(e, checksum=None) for n, e in manifest.items()} == self._shapes_of(engine, form), (
             "the engine delivers other tensors"
         )
         for name, owner in engine.tied.items():
             manifest[name] = replace(manifest[owner], checksum=None, tied_to=owner)
         probe = self._probed(engine, version, probes)
-        self._refuse_diverged(version, passing, probe)
-        changed, alarms = self._compare(version, passing, engine.masters)
+        self._refuse_diverged(version, record, probe)
+        changed, alarms = self._compare(version, record, engine.masters)
         self._sent += 1
         self._source = source = WeightSource(version, self._outlet.transport, address, manifest)
-        return Sent(source, probe, passing.num_bytes, changed, alarms, seconds)
+        return Sent(source, probe, record.num_bytes, changed, alarms, seconds)
+
+    def _tensors(
+        self, engine: ModelEngine, form: WireFormat, record: VersionRecord, *, copy: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the engine's tensors in the format, and record each."""
+        began = time.perf_counter()
+        for number, (name, tensor) in enumerate(engine.weights()):
+            record.gathered_s += time.perf_counter() - began
+            kept = converted(form, name, tensor)
+            kept = kept.clone() if copy and kept.dtype == tensor.dtype else kept
+            record.note(name, kept, check=self._checks(number))
+            yield name, kept
+            began = time.perf_counter()
+        record.gathered_s += time.perf_counter() - began
+
+    def _checks(self, number: int) -> bool:
+        """Return True if this tensor gets a checksum: all do in the first versions, each `CHECKED_SHARE`-th later."""
+        return self._sent < self._verify_first or number % CHECKED_SHARE == self._sent % CHECKED_SHARE
 
     def release(self, version: int) -> None:
         """All replicas have this version, or were given up. This runs where the version was staged, since the driver
@@ -130,17 +192,20 @@ class WeightSender:
 
     def attend(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray]) -> None:
         """Take part in the collective work on the other ranks: gathering weights, and a forward pass."""
-        self._shapes_of(engine)
+        self._shapes_of(engine, self._format)
         for _ in engine.weights():
             pass
         self._probed(engine, version, probes)
 
-    def _shapes_of(self, engine: ModelEngine) -> dict[str, Entry]:
-        """Return the names, shapes and dtypes that the engine delivers. They are found once, by a pass that keeps
-        nothing, since an outlet must know the size of a version."""
-        if self._shapes is None:
-            self._shapes = {name: entry_of(tensor) for name, tensor in engine.weights()}
-        return self._shapes
+    def _shapes_of(self, engine: ModelEngine, form: WireFormat) -> dict[str, Entry]:
+        """Return the entries of all delivered tensors in the format, without checksums. They are found once: of an
+        engine that does not know its parts by a pass that keeps nothing, which all ranks make."""
+        if self._parts is None:
+            if isinstance(engine, DeliversParts):
+                self._parts = [replace(part, mine=None) for part in engine.weight_parts()]
+            else:
+                self._parts = [replace(whole_part(name, t), mine=None) for name, t in engine.weights()]
+        return {part.name: entry_of_part(part, form) for part in self._parts}
 
     def _probed(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray]) -> Probed | None:
         """Return the trainer's side of the canary. The model's own pass is the expensive part, and what rounding
@@ -158,92 +223,44 @@ class WeightSender:
             self._measured = (probe.logprobs, probe.own - probe.logprobs)
         return probe
 
-    def _refuse_diverged(self, version: int, passed: _Passing, probe: Probed | None) -> None:
+    def _refuse_diverged(self, version: int, record: VersionRecord, probe: Probed | None) -> None:
         """Raise FloatingPointError for weights that are not finite or compute nothing."""
-        bad = passed.not_finite
-        why = f"{len(bad)} of {len(passed.values)} weight tensors hold NaN or infinity, e.g. {bad[0]}" if bad else ""
+        bad = record.not_finite
+        why = f"{len(bad)} of {len(record.values)} weight tensors hold NaN or infinity, e.g. {bad[0]}" if bad else ""
         if not why and probe is not None and (why := no_model(probe)):
-            why += f" (largest weight {passed.largest:.3g})"
+            why += f" (largest weight {record.largest:.3g})"
         if why:
             known = "they came so from the folder or checkpoint that was loaded"
             fix = "training diverged: go on from an earlier checkpoint with a lower optim.lr" if self._sent else known
             raise FloatingPointError(f"version {version}: the trainer's weights are no working model: {why}; {fix}")
 
-    def _compare(self, version: int, passed: _Passing, masters: Mapping[str, Tensor]) -> tuple[bool, tuple[str, ...]]:
+    def _compare(
+        self, version: int, record: VersionRecord, masters: Mapping[str, Tensor]
+    ) -> tuple[bool, tuple[str, ...]]:
         """Return (some byte changed, alarms). Alarm: the masters moved by more than rounding since a byte last
         changed."""
         last, self._last = self._last, {}
-        changed = last.keys() != passed.values.keys()
-        for name, values in passed.values.items():
-            known = passed.manifest[name].checksum
+        changed = last.keys() != record.values.keys()
+        for name, values in record.values.items():
+            known = record.manifest[name].checksum
             if name in last:
                 before, seen = last[name]
                 changed |= known is not None and before is not None and known != before
                 changed |= not torch.equal(values, seen)
                 known = before if known is None else known
             self._last[name] = (known, values)
-        moving = {name: _some_values(tensor) for name, tensor in masters.items()}
+        moving = on_host({name: some_values(tensor) for name, tensor in masters.items()})
         if changed:
             self._moved_from = (version, moving)
             return True, ()
         since, before_moving = self._moved_from
-        rounding = max((torch.finfo(dtype).eps for dtype in passed.floats), default=0.0)
+        rounding = max((torch.finfo(dtype).eps for dtype in record.floats), default=0.0)
         moved = [n for n, now in moving.items() if n in before_moving and _moved(before_moving[n], now, rounding)]
         if not moved:
             return False, ()
         return False, (
             f"weights unchanged since version {since}, though {len(moved)} trained tensors moved, e.g. {moved[0]}",
         )
-
-
-class _Passing:
-    """The weights of one version while they are staged, and what is recorded of each; no tensor is kept."""
-
-    def __init__(self, checked: int | None, copy: bool) -> None:
-        """checked: None: every tensor has a checksum; else each `CHECKED_SHARE`-th, beginning with this one."""
-        self._checked, self._copy = checked, copy
-        self.manifest: dict[str, Entry] = {}
-        self.values: dict[str, Tensor] = {}  # some of each
-        self.floats: set[torch.dtype] = set()
-        self.not_finite: list[str] = []
-        self.largest = 0.0
-        self.num_bytes = 0
-        self.gathered_s = 0.0
-
-    def checked(self, engine: ModelEngine) -> Iterator[Passed]:
-        """Yield the engine's tensors with their checksums."""
-        for name, tensor in self.tensors(engine):
-            yield Passed(name, tensor, self.manifest[name].checksum)
-
-    def tensors(self, engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
-        """Yield the engine's tensors, recording the manifest and the statistics of each."""
-        began = time.perf_counter()
-        for i, (name, tensor) in enumerate(engine.weights()):
-            self.gathered_s += time.perf_counter() - began
-            kept = tensor.detach().clone() if self._copy else tensor.detach()
-            check = self._checked is None or i % CHECKED_SHARE == self._checked
-            self.manifest[name] = replace(entry_of(kept), checksum=checksum(kept) if check else None)
-            self.values[name] = _some_values(kept)
-            self.num_bytes += kept.numel() * kept.element_size()
-            if kept.is_floating_point() and kept.numel():
-                self.floats.add(kept.dtype)
-                low, high = (float(end) for end in kept.aminmax())  # NaN if there is one
-                self.largest = max(self.largest, -low, high)
-                if not (math.isfinite(low) and math.isfinite(high)):
-                    self.not_finite.append(name)
-            yield name, kept
-            began = time.perf_counter()
-        self.gathered_s += time.perf_counter() - began
-
-
-def entry_of(tensor: Tensor) -> Entry:
-    return Entry(tuple(tensor.shape), dtype_name(tensor))
-
-
-def _some_values(tensor: Tensor) -> Tensor:
-    """Return a copy of up to `SAMPLED_VALUES` values."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLED_VALUES)][:SAMPLED_VALUES].double().cpu().clone()
 
 
 def _moved(before: Tensor, now: Tensor, rounding: float) -> bool:

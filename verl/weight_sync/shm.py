@@ -76,6 +76,15 @@ class ShmOutlet:
         return self._latest
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
+        segment = ShmStream(Path(self.begin(version, shapes)))
+        for (expected, into), (name, tensor) in zip(segment.views(), tensors, strict=True):
+            assert name == expected, f"{name} comes where {expected} was told of"
+            assert tensor.dtype == into.dtype, f"{name} is {tensor.dtype}, {into.dtype} was told of"
+            into.copy_(tensor.detach())
+        return self.end(version)
+
+    def begin(self, version: int, shapes: Mapping[str, Entry]) -> str:
+        """Allocate the segment of a version, without tensors, and return its path."""
         parts, room = place_tensors(shapes)
         index = msgspec.msgpack.encode(parts)
         first = first_byte(len(index))
@@ -83,15 +92,13 @@ class ShmOutlet:
         found = _memory(path, first + room + TAIL_BYTES)
         found[:8] = found[-TAIL_BYTES:] = _word(WRITING)
         _describe(found, index, first)
-        whole = torch.frombuffer(found, dtype=torch.uint8)
-        for part, (name, tensor) in zip(parts, tensors, strict=True):
-            assert name == part.name, f"{name} comes where {part.name} was told of"
-            if part.num_bytes:
-                start = first + part.start
-                into = whole[start : start + part.num_bytes].view(tensor.dtype).view(part.shape)
-                into.copy_(tensor.detach())
-        found[:8] = _word(version)
         return str(path)
+
+    def end(self, version: int) -> str:
+        """Mark the version as whole and return its path."""
+        assert self._latest is not None, "the version has begun"
+        ShmStream(self._latest).hold(version)
+        return str(self._latest)
 
 
 def place_tensors(shapes: Mapping[str, Entry]) -> tuple[list[TensorLocation], int]:

@@ -85,7 +85,20 @@ class TcpOutlet:
         if not self._address:
             self._serve()
         assert self._shm is not None
-        now, changes = ShmStream(Path(self._shm.stage(version, shapes, tensors))), Changes({})
+        self._shm.stage(version, shapes, tensors)
+        return self.end(version)
+
+    def begin(self, version: int, shapes: Mapping[str, Entry]) -> str:
+        """Allocate the segment of a version, without tensors, and return its path."""
+        if not self._address:
+            self._serve()
+        assert self._shm is not None
+        return self._shm.begin(version, shapes)
+
+    def end(self, version: int) -> str:
+        """Mark the version as whole, find what changed since the one before, and return the address."""
+        assert self._shm is not None
+        now, changes = ShmStream(Path(self._shm.end(version))), Changes({})
         if self._delta and self._held is not None and self._held[0].version == version - 1:
             old = dict(self._held[0].views())
             both = {name: (old[name], new) for name, new in now.views() if name in old}
@@ -100,11 +113,13 @@ class TcpOutlet:
         self._shm = ShmOutlet(f"{PREFIX}-{os.getpid()}-{self.tag}", two=self._delta)
 
     def _answer(self, peer: socket.socket, has: int) -> None:
-        """Send one version to one host. A closed connection is no fault of ours."""
+        """Send the latest version to one host, or that no version is whole. A closed connection is no fault of ours."""
         with peer, contextlib.suppress(OSError):
             peer.settimeout(QUIET_S)
-            if self._held is not None and self._held[0].version > NOTHING:  # the version is whole
+            if self._held is not None and self._held[0].version > NOTHING:
                 self._send_version(peer, has)
+            else:
+                peer.sendall(ANSWER.pack(NOTHING, 0))
 
     def _send_version(self, peer: socket.socket, has: int) -> None:
         """Send the latest version to a host that has version `has`."""
@@ -211,16 +226,20 @@ class HostStream(TensorStream):
 
 
 def request_version(address: str, has: int) -> tuple[socket.socket, int, bytes]:
-    """Return (the connection to the trainer, the version that it has, its index), as a host that has version `has`."""
+    """Return (the connection to the trainer, the version that it has, its index), as a host that has version `has`.
+    SyncError where no version is whole."""
     place, _, key = address.rpartition("/")
     peer = connected(place)
     try:
         peer.sendall(ASK.pack(key.encode(), has))
         version, size = ANSWER.unpack(received(peer, ANSWER.size))
-        return peer, version, received(peer, size)
+        if version > NOTHING:
+            return peer, version, received(peer, size)
     except OSError as e:
         peer.close()
         raise _unreachable(place, e) from e
+    peer.close()
+    raise SyncError(f"the trainer at {place} has no whole version yet: it stages the next one")
 
 
 def connected(place: str) -> socket.socket:

@@ -16,6 +16,7 @@ from verl.driver.dispatch import Share, in_order, shares
 from verl.model_engine.base import EngineCapabilities
 from verl.model_engine.layout import Layout
 from verl.objective import Term
+from verl.rollout.base import AS_HELD
 from verl.types import Metrics, Ref, Refs, merge_metrics
 from verl.weight_sync.base import Entry, Readers, Sent
 from verl.workers.compute import Compute, Computed, OptimizerStep
@@ -35,6 +36,7 @@ class ModelWorkers:
 
     capabilities: those of the engine; None: the workers are queried for them
     view: how the model reads the rows of `infer`
+    wire_format: the format of the weights that are sent from now on
     place: the name of the place of the workers (`Cluster.place`)
     """
 
@@ -50,6 +52,7 @@ class ModelWorkers:
         self._layout = layout or Layout(world_size=group.world_size)
         self._asked = None if capabilities else group.submit(Role.capabilities, Broadcast())
         self._can = capabilities
+        self.wire_format = AS_HELD
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -135,16 +138,17 @@ class ModelWorkers:
         return _then(self._submit(Role.score_rows, args), lambda found: in_order(list(zip(parts, found))))
 
     def send_weights(self, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Future[Sent]:
-        found = self._group.submit(Role.send_weights, Broadcast((version, probes, copy)))
+        """Stage the present weights for the replicas, in `wire_format`."""
+        found = self._group.submit(Role.send_weights, Broadcast((version, probes, copy, self.wire_format)))
         return _then(found, lambda sent: next(s for s in sent if s is not None))
 
     def weights_manifest(self) -> Future[tuple[dict[str, Entry], str]]:
-        found = self._group.submit(Role.weights_manifest, Broadcast())
+        found = self._group.submit(Role.weights_manifest, Broadcast((self.wire_format,)))
         return _then(found, lambda told: next(one for one in told if one is not None))
 
     def stream_weights(self, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Future[Sent]:
         """Send the weights as `send_weights` does, to readers that read during the call. No copy is kept."""
-        found = self._group.submit(Role.stream_weights, Broadcast((version, probes, readers)))
+        found = self._group.submit(Role.stream_weights, Broadcast((version, probes, readers, self.wire_format)))
         return _then(found, lambda sent: next(s for s in sent if s is not None))
 
     def lose_reader(self, turn: int, reader: int) -> Future[None]:

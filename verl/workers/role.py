@@ -21,6 +21,7 @@ from verl.config.backends import import_object
 from verl.model_engine.base import EngineCapabilities, EngineContext, ModelEngine, OneRank, Ranks, ReportsMetrics
 from verl.model_engine.objective import before_moving, evaluate_terms, first_pass
 from verl.objective import Term
+from verl.rollout.base import AS_HELD, WireFormat
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import facts_column, read_samples
 from verl.types import LEARNED, Metric, Metrics, Refs, Sample, Segment, merge_metrics
@@ -296,26 +297,31 @@ class Role:
 
     # -- weights and state ---------------------------------------------------------------------------------------------
 
-    def send_weights(self, version: int, probes: Sequence[np.ndarray], copy: bool) -> Sent | None:
-        """Send the present weights to the rollout engines. The first rank returns the receipt."""
+    def send_weights(
+        self, version: int, probes: Sequence[np.ndarray], copy: bool, form: WireFormat = AS_HELD
+    ) -> Sent | None:
+        """Send the present weights to the rollout engines in the format that they read. The first rank returns the
+        receipt."""
         assert self.sender is not None, f"{self.name} publishes nothing"
+        self.sender.set_format(form)
         with self.engine.awake("weights"):
             self.engine.published(version)
-            if self._first:
-                return self.sender.send(self.engine, version, probes, copy=copy)
-            self.sender.attend(self.engine, version, probes)
-            return None
+            return self.sender.send(self.engine, version, probes, copy=copy, first=self._first)
 
-    def weights_manifest(self) -> tuple[dict[str, Entry], str] | None:
+    def weights_manifest(self, form: WireFormat = AS_HELD) -> tuple[dict[str, Entry], str] | None:
         """Return the manifest of all versions that `stream_weights` sends, and the address where they are read."""
         assert self.sender is not None, f"{self.name} publishes nothing"
+        self.sender.set_format(form)
         with self.engine.awake("weights"):
             found = self.sender.manifest(self.engine)
             return (found, self.sender.announce(self.engine)) if self._first else None
 
-    def stream_weights(self, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Sent | None:
+    def stream_weights(
+        self, version: int, probes: Sequence[np.ndarray], readers: Readers, form: WireFormat = AS_HELD
+    ) -> Sent | None:
         """Send the weights as `send_weights` does, to readers that read during the call."""
         assert self.sender is not None, f"{self.name} publishes nothing"
+        self.sender.set_format(form)
         with self.engine.awake("weights"):
             self.engine.published(version)
             if self._first:

@@ -10,12 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from verl.errors import Refused
-from verl.rollout.base import Completion, DecodeFn, Scores, WeightReader
+from verl.rollout.base import Completion, DecodeFn, Scores, WeightReader, WireFormat
 from verl.rollout.embedded.requests import REASONS, ActiveRequest, News, RunningRequests
 from verl.rollout.embedded.sampler import SamplingMetadata
 
@@ -29,6 +29,16 @@ class Admission:
 
     cached: Sequence[int]  # prompt tokens that were not computed for the request
     sample: Callable[[SamplingMetadata], Sampled]
+
+
+@runtime_checkable
+class ReadsFormat(Protocol):
+    """A `Runner` that reads weights in a format of its own; any other gets them as the trainer holds them."""
+
+    @property
+    def weight_format(self) -> WireFormat:
+        """The format in which `load` and `prepare` read weights."""
+        ...
 
 
 class Runner(Protocol):

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from verl.rollout.base import (
+    AS_HELD,
     IN_PROCESS,
     BaseEngine,
     Capabilities,
@@ -38,7 +39,7 @@ from verl.rollout.base import (
     check_request,
     checked_ids,
 )
-from verl.rollout.embedded.core import EngineCore, Finished, Runner
+from verl.rollout.embedded.core import EngineCore, Finished, ReadsFormat, Runner
 from verl.rollout.embedded.requests import ActiveRequest, News
 from verl.types import as_ids
 
@@ -61,7 +62,11 @@ class EmbeddedEngine(BaseEngine):
         self._runner, self._decodes = runner, context.decode is not None
         traits = replace(IN_PROCESS, prefix_cache=prefix_cache, stop_strings=self._decodes)
         self._capabilities = capabilities_of(
-            traits, max_context_tokens=context.max_context_tokens, sleep_levels=(1, 2), notes=notes
+            traits,
+            max_context_tokens=context.max_context_tokens,
+            sleep_levels=(1, 2),
+            weights=runner.weight_format if isinstance(runner, ReadsFormat) else AS_HELD,
+            notes=notes,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout", initializer=runner.enter_thread)
         self._second = ThreadPoolExecutor(1, thread_name_prefix="rollout-load", initializer=runner.enter_thread)

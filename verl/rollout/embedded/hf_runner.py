@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from verl.nn.rope import fix_rope
-from verl.rollout.base import RolloutContext, Scores, WeightReader, check_positive
+from verl.rollout.base import RolloutContext, Scores, WeightReader, WireFormat, check_positive
 from verl.rollout.embedded.core import Admission, Sampled, check_context
 from verl.rollout.embedded.receive import Destination, receive
 from verl.rollout.embedded.requests import ActiveRequest
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, scores_of, to_host
+from verl.rollout.weight_format import format_of_module
 
 
 class HfRunner:
@@ -36,6 +37,12 @@ class HfRunner:
         self._cache: Any = None  # transformers.Cache of the resident rows
         self._mask = torch.zeros(0, 0, dtype=torch.int64)  # [rows, cached tokens], 0 is left padding
         self._counts = {"prefill_tokens": 0, "decode_tokens": 0, "reused_tokens": 0}
+
+    @property
+    def weight_format(self) -> WireFormat:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(copy.deepcopy(self._config), dtype=self._dtype)
+        return format_of_module(module, self._dtype)
 
     @property
     def ready(self) -> bool:

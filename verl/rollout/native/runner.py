@@ -15,7 +15,7 @@ from verl.accel.cpu.lanes import Lanes, wide_pays
 from verl.accel.cpu.linear import Layout, best_layout
 from verl.errors import Refused
 from verl.nn.precision import native_bf16
-from verl.rollout.base import RolloutContext, Scores, WeightReader
+from verl.rollout.base import RolloutContext, Scores, WeightReader, WireFormat
 from verl.rollout.embedded.core import Admission, Sampled
 from verl.rollout.embedded.receive import receive
 from verl.rollout.embedded.requests import ActiveRequest
@@ -86,6 +86,10 @@ class NativeRunner:
         if in_pages:
             pages = PageCache(*kind, rows, longest, self._max_kv_tokens)
             self._paged = PagedDecode(self.model, pages, self.compute_dtype, rows, longest)
+
+    @property
+    def weight_format(self) -> WireFormat:
+        return WireFormat(str(self._dtype).removeprefix("torch."))
 
     @property
     def ready(self) -> bool:

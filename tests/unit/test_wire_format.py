@@ -1,0 +1,99 @@
+"""The format in which weights are sent: what engines read, and what a tensor becomes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from families import QWEN3_MOE
+from torch import nn
+from transformers import DeepseekV3Config, Qwen3Config
+
+from verl.driver.publisher import Publisher
+from verl.rollout.base import AS_HELD, IN_PROCESS, Capabilities, WireFormat, capabilities_of
+from verl.rollout.weight_format import format_of_module, format_of_server
+from verl.weight_sync.wire_format import converted
+
+BF16, F32 = WireFormat("bfloat16"), WireFormat("float32")
+
+
+@pytest.mark.parametrize(
+    ("formats", "widest"),
+    [
+        ([BF16], BF16),
+        ([BF16, F32], F32),
+        ([BF16, WireFormat("float16")], F32),
+        ([BF16, AS_HELD], AS_HELD),
+        ([WireFormat("bfloat16", {"a": "float32"}), BF16], WireFormat("bfloat16", {"a": "float32"})),
+        ([WireFormat("bfloat16", {"a": "float32"}), F32], F32),
+        ([WireFormat("float32", {"a": "bfloat16"}), BF16], WireFormat("float32", {"a": "bfloat16"})),
+    ],
+)
+def test_the_widest_of_several_formats_loses_nothing(formats: list[WireFormat], widest: WireFormat) -> None:
+    assert WireFormat.widest(formats) == WireFormat.widest(formats[::-1]) == widest
+
+
+def test_only_floating_tensors_are_converted_and_none_is_widened() -> None:
+    master, ids = torch.randn(5), torch.arange(5)
+    form = WireFormat("bfloat16", {"gate": "float32"})
+    assert torch.equal(converted(form, "w", master), master.bfloat16())
+    assert converted(form, "gate", master).dtype == torch.float32
+    assert converted(form, "gate", master.double()).dtype == torch.float32, "as an engine in float32 rounds it"
+    assert converted(F32, "w", master.bfloat16()).dtype == torch.bfloat16, "the replica widens it without loss"
+    assert torch.equal(converted(BF16, "ids", ids), ids) and converted(AS_HELD, "w", master).dtype == torch.float32
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("derived", torch.ones(2), persistent=False)
+
+
+def test_an_engine_of_transformers_reads_buffers_in_their_own_dtype() -> None:
+    assert format_of_module(Buffered(), torch.bfloat16) == WireFormat("bfloat16", {"scale": "float32"})
+
+
+def test_tensors_that_servers_may_keep_in_float32_are_sent_so() -> None:
+    found = format_of_server(QWEN3_MOE, torch.bfloat16)
+    gates, norm = [n for n in found.exceptions if n.endswith("mlp.gate.weight")], "model.norm.weight"
+    assert found.dtype_of(norm) == "float32" and gates and {*found.exceptions.values()} == {"float32"}
+    assert {found.dtype_of(f"model.layers.0.{n}") for n in ("mlp.experts.down_proj", "self_attn.q_proj.weight")} == {
+        "bfloat16"
+    }
+    assert format_of_server(QWEN3_MOE, torch.float32) == F32
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 32}
+    more = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "n_group": 1, "topk_group": 1}
+    declared = format_of_server(DeepseekV3Config(**sizes, **more, **heads), torch.bfloat16)
+    assert declared.dtype_of("model.layers.0.mlp.gate.e_score_correction_bias") == "float32"
+    foreign = copy.deepcopy(QWEN3_MOE)
+    foreign.architectures = ["OfNoKnownPackage"]
+    assert format_of_server(foreign, torch.bfloat16) == AS_HELD
+
+
+def test_a_dense_model_travels_in_half_of_the_bytes_to_a_server_but_for_its_vectors() -> None:
+    config = Qwen3Config(hidden_size=256, intermediate_size=512, num_hidden_layers=2, vocab_size=1000)
+    found = format_of_server(config, torch.bfloat16)
+    assert all(name.endswith("norm.weight") for name in found.exceptions)
+
+
+def test_a_publish_is_sent_in_the_format_of_all_replicas_that_have_joined() -> None:
+    class Trainer:
+        wire_format = AS_HELD
+
+    def able(form: WireFormat) -> Capabilities:
+        return capabilities_of(IN_PROCESS, max_context_tokens=8, weights=form)
+
+    trainer: Any = Trainer()
+    given: dict[str, Any] = {"waits": None, "timeout_s": 60.0, "note": print, "published": None, "engine": None}
+    made = Publisher(trainer=trainer, replicas=(), exclusive=True, partial_rollout=False, **given)
+    made.join(able(BF16))
+    assert trainer.wire_format == BF16
+    made.join(able(BF16))
+    made.join(able(F32))
+    assert trainer.wire_format == F32

@@ -1,0 +1,94 @@
+"""The facts of one version that its sender records: manifest, checksums, extremes and some values of each tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from verl.model_engine.base import WeightPart
+from verl.rollout.base import WireFormat
+from verl.weight_sync.base import Entry, checksum, dtype_name
+from verl.weight_sync.wire_format import wire_dtype
+
+SAMPLED_VALUES = 256  # per tensor, evenly spread: enough to separate "did not move" from "was not delivered"
+
+
+@dataclass(slots=True)
+class VersionRecord:
+    """The record of the tensors of one version, as they are sent. No tensor is kept.
+
+    Extremes and values stay on the tensors' device until `finish`, so that a device is waited for once per version."""
+
+    manifest: dict[str, Entry] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    """Up to `SAMPLED_VALUES` values of each tensor, float64."""
+    extremes: dict[str, Tensor] = field(default_factory=dict)
+    """[2] the least and the largest value of each floating-point tensor that has any; NaN if one is NaN."""
+    num_bytes: int = 0
+    gathered_s: float = 0.0
+    """The time in which the engine made the tensors."""
+
+    def note(self, name: str, tensor: Tensor, *, check: bool) -> None:
+        """Record a tensor in the format in which it is sent. check: with a checksum of its bytes."""
+        self.manifest[name] = replace(entry_of(tensor), checksum=checksum(tensor) if check else None)
+        self.values[name] = some_values(tensor)
+        self.num_bytes += tensor.nbytes
+        if tensor.is_floating_point() and tensor.numel():
+            self.extremes[name] = torch.stack(tensor.aminmax()).double()
+
+    def finish(self) -> None:
+        """Move the recorded numbers to the host."""
+        self.values, self.extremes = on_host(self.values), on_host(self.extremes)
+
+    def add(self, other: VersionRecord) -> None:
+        """Include what another rank has recorded of other tensors."""
+        self.manifest |= other.manifest
+        self.values |= other.values
+        self.extremes |= other.extremes
+        self.num_bytes += other.num_bytes
+
+    @property
+    def floats(self) -> set[torch.dtype]:
+        """The dtypes of the floating-point tensors."""
+        return {vars(torch)[self.manifest[name].dtype] for name in self.extremes}
+
+    @property
+    def not_finite(self) -> list[str]:
+        """The names of tensors with NaN or infinity."""
+        return [name for name in self.manifest if name in self.extremes and not self.extremes[name].isfinite().all()]
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of a finite tensor."""
+        found = (float(ends.abs().max()) for ends in self.extremes.values())
+        return max((value for value in found if math.isfinite(value)), default=0.0)
+
+
+def entry_of(tensor: Tensor) -> Entry:
+    """Return the manifest's entry of a tensor, without a checksum."""
+    return Entry(tuple(tensor.shape), dtype_name(tensor))
+
+
+def entry_of_part(part: WeightPart, form: WireFormat) -> Entry:
+    """Return the entry of a whole tensor in the format in which it is sent, without a checksum."""
+    return Entry(part.shape, str(wire_dtype(form, part.name, part.dtype)).removeprefix("torch."))
+
+
+def some_values(tensor: Tensor) -> Tensor:
+    """Return a copy of up to `SAMPLED_VALUES` values, float64, on the tensor's device."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLED_VALUES)][:SAMPLED_VALUES].to(torch.float64, copy=True)
+
+
+def on_host(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the vectors on the host, with one transfer per device."""
+    out: dict[str, Tensor] = {}
+    for device in {tensor.device for tensor in found.values()}:
+        here = {name: tensor for name, tensor in found.items() if tensor.device == device}
+        whole = torch.cat(list(here.values())).cpu()
+        out |= dict(zip(here, whole.split([len(tensor) for tensor in here.values()]), strict=True))
+    return {name: out[name] for name in found}
