@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from verl.algorithms.meanings import MEANINGS
-from verl.algorithms.presets import PRESETS, Preset, changed, knobs
+from verl.algorithms.presets import PRESETS, Preset, altered_settings, knobs
 from verl.algorithms.specs import GDPO, short
 
 INDEX = "README.md"
@@ -77,7 +77,7 @@ def fixes(preset: Preset) -> str:
         ("correction", corrected),
         ("critic", "yes" if preset.critic else "no"),
     ]
-    own = {k: v for k, v in changed(preset).items() if k not in AXES}
+    own = {k: v for k, v in altered_settings(preset).items() if k not in AXES}
     said = "Settings that differ from the defaults: " + ", ".join(f"`{k}` {v}" for k, v in own.items()) + "."
     return _table(("axis", "value"), rows) + "\n\n" + (said if own else "All other settings are at their defaults.")
 

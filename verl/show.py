@@ -79,7 +79,7 @@ def _algorithms(args: Sequence[str]) -> None:
 
 def _algorithm(name: str, overrides: Sequence[str]) -> None:
     from verl.algorithms.meanings import MEANINGS
-    from verl.algorithms.presets import changed, find, knobs, settled
+    from verl.algorithms.presets import altered_settings, find, knobs, settled
     from verl.algorithms.specs import GDPO
     from verl.config.load import load_config
 
@@ -89,7 +89,7 @@ def _algorithm(name: str, overrides: Sequence[str]) -> None:
     if isinstance(preset.estimator, GDPO):
         needed["reward_components"] = ["COMPONENT", "COMPONENT"]
     table = Table("algorithm.", "value", "from", "what", box=None)
-    of_paper = {"estimator", "loss", *changed(preset)}
+    of_paper = {"estimator", "loss", *altered_settings(preset)}
     filled = {key for key in given if resolved.origins.get(f"algorithm.{key}", "").startswith("default")}
     for key, value in settled(name, {**needed, **given}).settings().items():
         where = "needed" if key in needed and key not in given else "paper" if key in of_paper else "preset"

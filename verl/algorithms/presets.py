@@ -366,7 +366,7 @@ def setting_texts() -> dict[str, str]:
     return {key: limits.wanted(kind) for key, limits, kind in reversed(_every_knob()) if not limits.option}
 
 
-def changed(preset: Preset) -> dict[str, Any]:
+def altered_settings(preset: Preset) -> dict[str, Any]:
     """Return the settings of the preset that differ from their default."""
     out: dict[str, Any] = {}
     for spec in preset.parts().values():

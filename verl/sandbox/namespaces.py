@@ -60,7 +60,7 @@ def map_users(pid: int) -> None:
 
 def enter(read_only: Sequence[str], tmp_mb: int, base: str) -> None:
     """Change to the new root for good, in the child, once its users are mapped. Raises OSError if a step is refused.
-    base: a folder whose files are in /tmp at first; "": none."""
+    base: the folder with the files that are in /tmp at first; "": none."""
     _enter_root(read_only, tmp_mb, base)
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -92,7 +92,7 @@ def quota_of(tmp_mb: int) -> str:
 
 
 def mount_tmp(at: str, tmp_mb: int, base: int) -> None:
-    """Mount a folder in memory, with a quota. base: an open folder, whose files are in it and are copied when they are
+    """Mount a folder in memory, with a quota. base: an open folder with its first files; a file is copied when it is
     written to; -1: none."""
     cell.mount("tmpfs", at, quota_of(tmp_mb))
     if base < 0:
