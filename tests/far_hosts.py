@@ -45,8 +45,8 @@ TRAINER = (
     + """
 made = []
 if transport == "collective":
-    group = module.Group
-    module.Group = lambda *args: (made.append(args), group(*args))[1]
+    group = module.BroadcastGroup
+    module.BroadcastGroup = lambda *args: (made.append(args), group(*args))[1]
 outlet = {"nixl": "NixlOutlet", "collective": "CollectiveOutlet"}[transport]
 outlet = vars(module)[outlet](host="127.0.0.1")
 for line in sys.stdin:
@@ -73,7 +73,7 @@ if at == "full":
     def no_room(*args):
         raise OSError(28, "No space left on device")
     shm.os.posix_fallocate = no_room
-owner, name = (module, "_read") if transport == "nixl" else (module.Group, "broadcast")
+owner, name = (module, "_read") if transport == "nixl" else (module.BroadcastGroup, "broadcast")
 read = getattr(owner, name)
 
 def stop_at(place):
