@@ -89,6 +89,7 @@ test-mutants: setup  # does the suite notice a wrong line? Half an hour on two c
 
 # vLLM for CPUs in an environment of its own (3.4 GB, some minutes the first time)
 VLLM_ENV ?= $(CURDIR)/.venv-vllm
+VLLM_TESTS ?= tests/vllm
 
 vllm-env: setup
 	$(BIN)/python -m bench.environments $(VLLM_ENV)
@@ -96,7 +97,7 @@ vllm-env: setup
 # A real vLLM on CPU: the contract, its traps, faults, and runs that learn. These tests kill servers and close event loops
 # under requests: what is collected when all have ended is no verdict on them.
 test-vllm: vllm-env
-	VLLM_PYTHON=$(VLLM_ENV)/bin/python $(BIN)/python -m pytest -q -p no:unraisableexception -p no:threadexception tests/vllm
+	VLLM_PYTHON=$(VLLM_ENV)/bin/python $(BIN)/python -m pytest -q -p no:unraisableexception -p no:threadexception $(VLLM_TESTS)
 
 lint: setup
 	$(BIN)/ruff format --check verl tests examples bench

@@ -83,7 +83,7 @@ PARTS: Mapping[str, Part] = {
     "rollout.hf": Part(about="whatever transformers generates", proof=_contract("rollout", "hf")),
     "rollout.vllm": Part(
         about="vLLM 0.32 or 0.33 in an environment of its own, as a child or at a URL",
-        proof={"cpu": "make test-vllm"},
+        proof={"cpu": "make test-vllm VLLM_TESTS=tests/vllm/test_contract_vllm.py"},
         limits="0.33: its API was compared file by file",
     ),
     "rollout.server": Part(
