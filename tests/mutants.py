@@ -584,7 +584,7 @@ MUTANTS = (
     Mutant(
         "driver/record.py",
         "filter(None, (column.name, column.instead))",
-        'filter(None, ("returns", column.name))',
+        'filter(None, ("returns", column.instead))',
         GREEDY,
     ),
     Mutant(
