@@ -11,7 +11,7 @@ from verl.config.schema import Config
 
 SECTIONS = ("model", "rollout", "queue", "sync")
 ANY_DEVICE = ("queue", "cluster")
-"""Sections whose backends hold no tensor of a device."""
+"""The sections whose backends keep no tensors on a device: one record counts for all devices."""
 
 
 def proven() -> dict[str, list[str]]:

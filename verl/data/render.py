@@ -58,7 +58,7 @@ ID_BYTES = 6
 # Settings that pick or order the rows and the work on them, so that the same files and rows give the same table.
 SAME_TABLE = (
     *("train_files", "eval_files", "shuffle", "seed", "max_rows", "max_eval_rows", "num_workers", "cache_dir"),
-    "dataset_class",  # whose rows are the file
+    "dataset_class",  # its rows are written to a file, and the file is in the key
 )
 CUT_AWAY = "no assistant token is left after truncation"
 OWN_SYSTEM = "column {!r} is not read: the messages have a system message of their own"

@@ -105,7 +105,7 @@ class RLHFDataset:
         return dataframe
 
     def resume_dataset_state(self) -> None:
-        """Do nothing: a run that goes on reads the same rows again."""
+        """Do nothing: a resumed run reads the same rows again."""
 
     def _build_messages(self, example: dict[str, Any], key: str | None = None) -> Any:
         return example[key or self.prompt_key]

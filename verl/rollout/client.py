@@ -482,8 +482,8 @@ class ServedEngine(AdaptedServer):
         return self._open.is_set() and self._fenced is None and not (self._paused or self._asleep)
 
     async def _check_health(self) -> None:
-        """Check that the server samples. A probe needs a free row. Behind more requests than rows, a server that
-        reports no progress is only asked for `/health`."""
+        """Check that the server samples. A probe needs a free row. If more requests than rows are pending and the
+        server reports no progress, the check is a request to `/health`."""
         if len(self._pending) > self._context.max_concurrent_sequences and await self._progress() is None:
             await self._http.get("/health", timeout_s=PROBE_S)
         else:

@@ -6,8 +6,8 @@ The code of a sandbox cannot take more, whatever it is made of. Each sandbox has
 Groups are made in the nearest group at or above that of this process in which the user may make them and which gives
 the controllers `memory` and `pids` to the groups below it. A group that lacks them gets them if it holds no process
 (the kernel refuses others), except the root of the tree: its settings are the machine's. The search does not leave a
-group whose memory is limited: a run stays within its own limits. Under systemd a user's programs have such a place
-(`app.slice`); a service has it with `Delegate=yes` and a `DelegateSubgroup=`. Standard library only.
+group with a limit of memory: a run stays within its own limits. systemd gives a user's programs such a group
+(`app.slice`), and a service with `Delegate=yes` and a `DelegateSubgroup=` has one. Standard library only.
 """
 
 from __future__ import annotations

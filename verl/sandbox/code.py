@@ -94,7 +94,7 @@ class _Link:
     """Process 1 has started: from then on its end counts as an act of the code."""
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """Send a request and return the answer; `answer["gone"]`: the sandbox has ended. Raises SandboxGone."""
+        """Send a request and return the answer. Its key "gone" is true if the sandbox ended. Raises SandboxGone."""
         nonce = os.urandom(16).hex()
         try:
             self._await_ready()
@@ -230,8 +230,8 @@ class CodeSandbox:
         """Run the code once per case ({stdin} or {call, arguments}) and return the results in order.
 
         Each case has a process of its own. All share one sandbox and its /tmp; after a case that ended the sandbox, a
-        fresh one is used. No case is begun later than `within_s`, so that fewer results may be returned. base: a copy
-        of a workspace, whose files are in /tmp at first.
+        fresh one is used. No case starts after `within_s`, so there may be fewer results than cases. base: a copy of a
+        workspace; /tmp begins with its files.
         """
         link: _Link | None = None
         found: list[Ran] = []

@@ -112,7 +112,7 @@ class FrameChannel(asyncio.Protocol):
 
 
 Target = Callable[[Any, FrameChannel], Awaitable[None]]
-"""The work of a companion, with the given object, and a channel whose frames are pickles."""
+"""The function that a companion runs: it takes the given object and a channel of pickled frames."""
 
 
 class Companion:

@@ -71,7 +71,7 @@ class _Box:
     folder: its files in tier "none", which shares the machine's network; "" in the other tiers
     outer: `pid` is bubblewrap itself, which is outside of the sandbox
     group: the cgroup that bounds its memory, where there is one
-    pid: the process whose end is the end of the sandbox; 0 once it has ended
+    pid: the process whose exit ends the sandbox; 0 after that
     """
 
     def __init__(
@@ -400,6 +400,6 @@ def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket, group: MemoryG
             os.execvp(command[0], command)
 
         # Root's bubblewrap makes no user namespace: without one, sandboxes would share one limit of processes.
-        # bubblewrap 0.8 cannot lay a folder over a workspace: that is mounted in namespaces around it.
+        # bubblewrap 0.8 has no overlay mounts: the copy of a workspace is mounted in a namespace around it.
         wanted = namespaces.NEW_USERS if os.geteuid() == 0 or job["base"] else 0
         return _forked(wanted | (namespaces.NEW_MOUNTS if job["base"] else 0), theirs, group, begin)

@@ -60,7 +60,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     """The reason why a call has no value."""
 
     reason: Literal["timeout", "memory", "crash", "exception", "bad_result", "broken"]
-    """broken: no fault of the call: one of `CallableSpec.gone` was raised, or there is no worker for it."""
+    """`broken` is no fault of the call: it raised one of `CallableSpec.gone`, or no worker was available."""
     detail: str
     """The text for people."""
 

@@ -91,8 +91,8 @@ class WorkerChannel(asyncio.Protocol):
         self._since_s = self._timeout_s = 0.0
 
     def ask(self, frames: Sequence[bytes], take_answer: OnAnswer, timeout_s: float) -> asyncio.Future[End]:
-        """Send frames, and return a future that ends when all are answered. Its value is "answered"; "gone" if the
-        worker has ended or sends a malformed answer; "late" if one answer takes longer than `timeout_s`."""
+        """Send frames and return a future. Its value is "answered" when every frame has an answer, "gone" if the
+        worker ended or sent a malformed answer, and "late" if one answer took longer than `timeout_s`."""
         self._question = self._loop.create_future()
         self._on_answer, self._expected = take_answer, len(frames)
         self._received.clear()
@@ -290,7 +290,7 @@ class CallWorker(Generic[T]):
         return await self.kill()
 
     async def _watch(self) -> Death:
-        """Wait for the end of the guardian, whose control socket closes with it; return how the worker ended."""
+        """Wait until the guardian closes its control socket, which is its end, and return how the worker ended."""
         record = b""
         with contextlib.suppress(OSError):
             while part := await asyncio.get_running_loop().sock_recv(self._control, 1 << 16):

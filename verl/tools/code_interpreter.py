@@ -33,7 +33,8 @@ class CodeInterpreter(BaseTool):
     tier: auto, bubblewrap, launcher; none isolates nothing
     stateful: true: the calls of a trajectory share their variables and files
     packages: folders of Python packages that the code may import
-    workspace: a folder whose files sessions begin with; a row's `create_kwargs: {workspace}` names a folder in it
+    workspace: a folder; each session begins with a copy of its files. `create_kwargs: {workspace}` of a row names a
+        folder inside it
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:

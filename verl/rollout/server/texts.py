@@ -20,7 +20,7 @@ LARGEST_NUMBER = 2.0**31  # largest template argument: a template may repeat a t
 OPENING_TOKENS = 16  # at the end of a prompt, where a thought may be begun
 LEAST_LONGEST = 64  # characters of a token: unknown words and runs of spaces are one, whatever the vocabulary has
 COMPARED = 1024  # beginnings of stop strings that are compared with the end of a text for each piece of it
-HALF = "\ufffd"  # stands for a character with missing bytes
+HALF = "\ufffd"  # the decoder writes it for a character with missing bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
