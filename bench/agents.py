@@ -55,7 +55,7 @@ HISTORIES = (1_000, 4_000, 16_000, 64_000)
 
 
 def sandbox(runs: int) -> Table:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for tier in TIERS:
         try:
             made = CodeSandbox(tier)

@@ -44,7 +44,7 @@ def model(vocab: int) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "intermediate_size": 3 * HIDDEN, "head_dim": 64}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=vocab, **sizes, **heads))
+    return Qwen3ForCausalLM(Qwen3Config.from_dict({"vocab_size": vocab, **sizes, **heads}))
 
 
 def rows(vocab: int) -> list[Sample]:
@@ -54,8 +54,10 @@ def rows(vocab: int) -> list[Sample]:
         for i in range(ANSWERS):
             logprobs = np.full(TOKENS, -np.log(vocab), np.float32)
             drawn = Segment(ids=rng.integers(0, vocab, TOKENS), source="sampled", logprobs=logprobs, version=0)
-            name = {"sample_id": f"{g}/{i}", "trajectory_id": f"{g}/{i}", "group_id": str(g)}
-            out.append(Sample(**name, purpose="train", segments=(prompt, drawn)))
+            name = f"{g}/{i}"
+            out.append(
+                Sample(sample_id=name, trajectory_id=name, group_id=str(g), purpose="train", segments=(prompt, drawn))
+            )
     return out
 
 

@@ -93,7 +93,7 @@ class Bench:
 
     def decode(self) -> list[tuple[str, ...]]:
         """Tokens per second between the 32nd and the 288th token, against reading weights and KV once per step."""
-        out = []
+        out: list[tuple[str, ...]] = []
         prompt, few, many = 128 // self.scale, 32 // self.scale, 288 // self.scale
         for rows in (max(1, r // self.scale) for r in ROWS):
             took = {n: self._generate(rows, prompt, n) for n in (few, many)}

@@ -39,7 +39,7 @@ async def published(python: str, rounds: int, folder: Path) -> tuple[float, list
     context = RolloutContext(hf_config=module.config, max_context_tokens=256, dtype=torch.float32, place=place)
     now = {name: tensor.detach() for name, tensor in module.named_parameters()}  # a tied head is not among them
     kept = await publishes(now, vllm.build(vllm.Options(threads=1), context), rounds)
-    rows = [("whole (at most 0.3)", Spread.of([one.whole_s for one in kept]).text(3))]
+    rows: list[tuple[str, ...]] = [("whole (at most 0.3)", Spread.of([one.whole_s for one in kept]).text(3))]
     rows += [(part, Spread.of([one.seconds[part] for one in kept]).text(3)) for part in PARTS]
     return sum(tensor.nbytes for tensor in now.values()) / 1e6, rows
 

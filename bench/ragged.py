@@ -407,9 +407,9 @@ def _row(
     found = [[value(r) for r in arms.get(name, ())] for name in names]
     medians = [statistics.median(f) if f else None for f in found]
     cells = [NOT_RUN if m is None else f"{m:,.2f} ({len(f)})" for m, f in zip(medians, found)]
-    if medians[0] is None or medians[1] is None:
-        return (label, *cells, "")
     ours, peer = medians
+    if ours is None or peer is None:
+        return (label, *cells, "")
     return (label, *cells, f"{ours / peer if higher else peer / ours:.2f}×")
 
 

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -35,7 +35,7 @@ import uvloop
 
 from bench.report import assemble
 from bench.results import Spread, Table
-from verl.rollout.base import BaseEngine, Capabilities, Completion, GenerateRequest, ReplicaLost
+from verl.rollout.base import BaseEngine, Capabilities, Completion, GenerateRequest, ReplicaLost, RolloutEngine
 from verl.rollout.router import Router
 from verl.types import Sampling
 
@@ -59,7 +59,7 @@ class Double(BaseEngine):
             raise ReplicaLost("a death")
         loop = asyncio.get_running_loop()
         done = self.running[request_id] = loop.create_future()
-        timer = loop.call_later(self.rng.uniform(*TAKES_S), lambda: done.done() or done.set_result(None))
+        timer = loop.call_later(self.rng.uniform(*TAKES_S), lambda: None if done.done() else done.set_result(None))
         try:
             await done
         finally:
@@ -88,7 +88,7 @@ class Double(BaseEngine):
         """Nothing is held."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Weights:
     """A `WeightReader` without tensors."""
 
@@ -123,7 +123,11 @@ class World:
 
 async def world(replicas: int, restarts: int = 0) -> World:
     rng = random.Random(replicas)
-    starts = [lambda died: Double(died, rng)] * replicas
+
+    def start(died: Callable[[BaseException], None]) -> RolloutEngine:
+        return cast(RolloutEngine, Double(died, rng))  # the verbs that a router calls here
+
+    starts = [start] * replicas
     made = World(Router(starts, restarts=restarts, note=lambda text: None))
     await made.publish()
     return made

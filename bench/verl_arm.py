@@ -129,15 +129,15 @@ class EngineMeter:
 
 def force_lengths(lengths: list[list[int]]) -> None:
     """The n-th call of the engine samples as many tokens as the workload says, in every arm alike."""
+    from verl.rollout.base import Completion, GenerateRequest
     from verl.rollout.embedded.front import EmbeddedEngine
 
     left = itertools.chain(itertools.chain.from_iterable(lengths), itertools.cycle(lengths[-1]))
     generate = EmbeddedEngine.generate
 
-    async def forced(self: Any, request_id: str, prompt_ids: Any, sampling: Any, **more: Any) -> Any:
-        return await generate(
-            self, request_id, prompt_ids, replace(sampling, max_tokens=next(left), ignore_eos=True), **more
-        )
+    async def forced(self: EmbeddedEngine, request: GenerateRequest) -> Completion:
+        sampling = replace(request.sampling, max_tokens=next(left), ignore_eos=True)
+        return await generate(self, replace(request, sampling=sampling))
 
     EmbeddedEngine.generate = forced  # type: ignore[method-assign]
 

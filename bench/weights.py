@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ from verl.rollout.native.runner import NativeRunner
 from verl.rollout.native.weights import Storage
 from verl.types import Sample, Sampling, Segment
 from verl.weight_sync import buckets, collective, nixl, relay, shm, tcp
-from verl.weight_sync.base import Passed, Readers, SyncReport, checksum
+from verl.weight_sync.base import Outlet, Passed, Readers, SyncReport, checksum
 from verl.weight_sync.local import LocalCheckpointEngine
 from verl.weight_sync.record import entry_of
 from verl.weight_sync.sender import WeightSender
@@ -89,7 +90,7 @@ def config(layers: int) -> Qwen3Config:
     """50 MB of float32 in each layer."""
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
     more = {"head_dim": 64, "vocab_size": 1024, "max_position_embeddings": 512, "tie_word_embeddings": True}
-    return Qwen3Config(num_hidden_layers=layers, **sizes, **more)
+    return Qwen3Config.from_dict({"num_hidden_layers": layers, **sizes, **more})
 
 
 def layers_of(num_bytes: float) -> int:
@@ -168,7 +169,7 @@ def reader(line: Any, threads: int, layers: int | None, runs: bool) -> None:
 
     while (told := line.recv()) is not None:
         came[0] = 0
-        found = spent(lambda told=told: read(*told))
+        found = spent(partial(read, *told))
         line.send((found._replace(came=came[0]), in_files(away)))
     shutil.rmtree(away)
 
@@ -231,7 +232,7 @@ def transports(size_gb: float, rounds: int, threads: int) -> tuple[list[tuple[st
         for i, piece in enumerate(pieces):
             room[i % len(room), : len(piece)].copy_(piece)
 
-    def row(what: str, found: list[Spent], copies: list[Spent]) -> tuple[str, ...]:
+    def row(what: str, found: Sequence[Spent], copies: Sequence[Spent]) -> tuple[str, ...]:
         rate = Spread.of([total / 1e9 / one.wall_s for one in found]).text(2)
         pairs = list(zip(found, copies, strict=True))
         by_wall = Spread.of([100 * of.wall_s / one.wall_s for one, of in pairs]).text(0)
@@ -242,6 +243,10 @@ def transports(size_gb: float, rounds: int, threads: int) -> tuple[list[tuple[st
     copies, checked = zip(*checks[DROPPED:], strict=True)
     speeds += [row("copy", copies, copies), row("checksum", checked, copies)]
     shapes = {n: entry_of(t) for n, t in now.items()}
+
+    def stage(outlet: Outlet, version: int, manifests: list[Any]) -> None:
+        manifests.append(outlet.stage(version, shapes, now.items()))
+
     ways = [("shm", ""), ("shm", "native"), ("shm", "native, requests run")]
     ways += [(name, "") for name in MODULES if name != "shm" and size_gb <= 0.1]
     for transport, native in ways:
@@ -251,10 +256,10 @@ def transports(size_gb: float, rounds: int, threads: int) -> tuple[list[tuple[st
         most = [0, 0, 0, 0]
         with other_process(threads, layers_of(size_gb * 1e9) if native else None, native.endswith("run")) as ask:
             for version in range(DROPPED + rounds):
-                of, told = spent(copy), []
-                staged = spent(lambda v=version, o=outlet, t=told: t.append(o.stage(v, shapes, now.items())))
-                read, theirs = ask(transport, told[0])
-                MODULES[transport].open_weights(told[0]).release(version)
+                of, manifests = spent(copy), list[Any]()
+                staged = spent(partial(stage, outlet, version, manifests))
+                read, theirs = ask(transport, manifests[0])
+                MODULES[transport].open_weights(manifests[0]).release(version)
                 here = in_files(shm.SHM, files)
                 if version >= DROPPED:
                     found.append((of, staged, read))
@@ -266,8 +271,8 @@ def transports(size_gb: float, rounds: int, threads: int) -> tuple[list[tuple[st
         speeds.append(row(f"{what}: both", both, copies))
         memory.append((f"{at}, {what}", *(f"{one / total:.2f}" for one in most)))
     for transport in BUCKETS:
-        found, most = passed(transport, now, size_gb, rounds, threads, copy)
-        copies, wholes = zip(*found, strict=True)
+        passes, most = passed(transport, now, size_gb, rounds, threads, copy)
+        copies, wholes = zip(*passes, strict=True)
         speeds.append(row(f"{transport}, native: both at a time", wholes, copies))
         memory.append((f"{at}, {transport}, native", *(f"{one / total:.2f}" for one in most)))
     return speeds, memory
@@ -370,8 +375,11 @@ async def publishes(now: Weights, rollout: RolloutEngine, rounds: int) -> list[S
     sync, found = LocalCheckpointEngine(probes=(), copies=True), []
     running: list[asyncio.Task[None]] = []
     for version in range(DROPPED + rounds):
-        given = {"version": version, "exclusive": True, "on_inflight": ["keep"], "timeout_s": 600.0}
-        found.append(await sync.publish(trainer, [rollout], **given))
+        found.append(
+            await sync.publish(
+                trainer, [rollout], version=version, exclusive=True, on_inflight=["keep"], timeout_s=600.0
+            )
+        )
         running = running or [asyncio.create_task(asked(number)) for number in range(REQUESTS)]
     for task in running:
         task.cancel()

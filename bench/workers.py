@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import importlib.metadata
 import itertools
+import logging
 import multiprocessing
 import os
 import sys
@@ -144,7 +145,7 @@ def arms_of_ray() -> Iterator[tuple[str, Callable[[], Times]]]:
         include_dashboard=False,
         object_store_memory=1 << 30,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         namespace="verl",
     )
     from verl.transfer_queue.options import Package, Remote
@@ -223,7 +224,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
-    parts = {
+    parts: dict[str, Callable[[], Table]] = {
         "sharded": worker_calls.sharded,  # first: its ranks are forked from a process that has computed nothing
         "saves": partial(worker_calls.saves, given.rounds),
         "driver": partial(worker_calls.driver, given.rounds),
