@@ -21,7 +21,7 @@ PositiveShare = Annotated[float, Meta(gt=0, le=1)]
 Betas = Annotated[list[Annotated[float, Meta(ge=0, lt=1)]], Meta(min_length=2, max_length=2)]
 
 
-def words(choices: str) -> Meta:
+def one_of(choices: str) -> Meta:
     """Return a pattern for one of the words between the bars."""
     return Meta(pattern=f"^({choices})$", extra={"words": tuple(choices.split("|"))})
 

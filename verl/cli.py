@@ -138,7 +138,7 @@ def _fail(text: str, code: int = 2) -> int:
     return code
 
 
-def train(args: list[str], *, verl_defaults: VerlDefaults | None = None) -> int:
+def train_verb(args: list[str], *, verl_defaults: VerlDefaults | None = None) -> int:
     if verl_defaults is None:  # verl's own command (trainer/) makes the first of torchrun's processes the run
         _refuse_torchrun("train")
     if "--replay" in args:
@@ -155,7 +155,7 @@ def train(args: list[str], *, verl_defaults: VerlDefaults | None = None) -> int:
     return _report(run_rl(resolved, progress=progress), progress.message)
 
 
-def supervised(args: list[str], command: Supervised, *, verl_defaults: VerlDefaults | None = None) -> int:
+def supervised_verb(args: list[str], command: Supervised, *, verl_defaults: VerlDefaults | None = None) -> int:
     progress = _progress()
     resolved = _load(args, verl_defaults, progress.message)
     from verl.driver.launch import run_supervised
@@ -220,7 +220,7 @@ def _for_people(evals: Mapping[str, float]) -> dict[str, float]:
     return {name.replace("/acc/", word).removeprefix("eval/"): evals[name] for name in shown}
 
 
-def evaluate(args: list[str]) -> int:
+def evaluate_verb(args: list[str]) -> int:
     _refuse_torchrun("eval")
     run = [] if any(a.startswith("run.name=") for a in args) else ["run.name=eval"]
     progress = _progress()
@@ -236,7 +236,7 @@ def evaluate(args: list[str]) -> int:
     return 0
 
 
-def generate(args: list[str]) -> int:
+def generate_verb(args: list[str]) -> int:
     given = {key: value for key, _, value in (a.partition("=") for a in args) if key in ("prompt", "n")}
     if "prompt" not in given:
         raise Refused('give a prompt: verl generate model.path=DIR prompt="2+2="')
@@ -269,14 +269,14 @@ def _refuse_agents(resolved: Resolved) -> None:
         print(f"{', '.join(idle)} ({next(iter(idle.values()))}): {why}")
 
 
-def serve(args: list[str]) -> int:
+def serve_verb(args: list[str]) -> int:
     resolved = _load(args)
-    from verl.serve import serve as run_server
+    from verl.serve import serve
 
-    return run_server(resolved.config)
+    return serve(resolved.config)
 
 
-def plan(args: list[str]) -> int:
+def plan_verb(args: list[str]) -> int:
     from verl.config.validate import validate
     from verl.planner.plan import make_plan
     from verl.planner.text import render_plan
@@ -287,13 +287,13 @@ def plan(args: list[str]) -> int:
     return 0
 
 
-def show(args: list[str]) -> int:
-    from verl.show import show as run_show
+def show_verb(args: list[str]) -> int:
+    from verl.show import show
 
-    return run_show(args)
+    return show(args)
 
 
-def replicas(args: list[str]) -> int:
+def replicas_verb(args: list[str]) -> int:
     from verl.replicas import ask
 
     if (len(args), args[1:2]) not in ((2, ["list"]), (2, ["add"]), (3, ["add"]), (3, ["remove"])):
@@ -302,21 +302,21 @@ def replicas(args: list[str]) -> int:
     return 0
 
 
-def export(args: list[str]) -> int:
-    from verl.show import export as run_export
+def export_verb(args: list[str]) -> int:
+    from verl.show import export
 
     if len(args) != 2:
         raise Refused("verl export RUN_OR_CHECKPOINT OUT_DIR")
-    return run_export(Path(args[0]), Path(args[1]))
+    return export(Path(args[0]), Path(args[1]))
 
 
-def doctor(args: list[str]) -> int:
-    from verl.doctor import doctor as run_doctor
+def doctor_verb(args: list[str]) -> int:
+    from verl.doctor import doctor
 
-    return run_doctor(Path(args[0]) if args else None)
+    return doctor(Path(args[0]) if args else None)
 
 
-def completion(args: list[str]) -> int:
+def completion_verb(args: list[str]) -> int:
     from verl.config.help import completion_script
 
     print(completion_script(args[0] if args else "", VERBS))
@@ -324,19 +324,19 @@ def completion(args: list[str]) -> int:
 
 
 VERBS: Mapping[str, Callable[[list[str]], int]] = {
-    "train": train,
-    "sft": partial(supervised, command="sft"),
-    "rm": partial(supervised, command="rm"),
-    "dpo": partial(supervised, command="dpo"),
-    "eval": evaluate,
-    "generate": generate,
-    "serve": serve,
-    "plan": plan,
-    "replicas": replicas,
-    "show": show,
-    "export": export,
-    "doctor": doctor,
-    "completion": completion,
+    "train": train_verb,
+    "sft": partial(supervised_verb, command="sft"),
+    "rm": partial(supervised_verb, command="rm"),
+    "dpo": partial(supervised_verb, command="dpo"),
+    "eval": evaluate_verb,
+    "generate": generate_verb,
+    "serve": serve_verb,
+    "plan": plan_verb,
+    "replicas": replicas_verb,
+    "show": show_verb,
+    "export": export_verb,
+    "doctor": doctor_verb,
+    "completion": completion_verb,
 }
 
 if __name__ == "__main__":

@@ -58,12 +58,12 @@ def _config(args: Sequence[str]) -> None:
 
 
 def _live(args: Sequence[str]) -> None:
-    from verl.report.live import serve
+    from verl.report.live import serve_page
 
     if not args:
         raise Refused("verl show --live RUN [port=8000]")
     port = next((int(a.partition("=")[2]) for a in args[1:] if a.startswith("port=")), 0)
-    serve(Path(args[0]), port)
+    serve_page(Path(args[0]), port)
 
 
 def _algorithms(args: Sequence[str]) -> None:

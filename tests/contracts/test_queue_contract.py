@@ -21,7 +21,7 @@ from verl.batch import Ragged
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.memory import MemoryQueue
 from verl.transfer_queue.options import Shared
-from verl.transfer_queue.rows import read_facts, read_samples
+from verl.transfer_queue.rows import queued_samples, read_facts
 from verl.transfer_queue.shared import build as build_shared
 from verl.types import Facts, Refs, Sample, Segment, facts_of
 
@@ -101,10 +101,10 @@ def test_put_gives_refs_in_order_and_samples_come_back_in_the_order_asked(queue)
         (1, 2, 4, 0.25),
         (2, 2, 4, 0.25),
     ]
-    back = read_samples(queue, pick(refs, 3, 0, 3))
+    back = queued_samples(queue, pick(refs, 3, 0, 3))
     assert [s.sample_id for s in back] == ["s3", "s0", "s3"]
     assert np.array_equal(back[1].segments[1].ids, given[0].segments[1].ids)
-    assert put(queue, []) == Refs() and read_samples(queue, Refs()) == []
+    assert put(queue, []) == Refs() and queued_samples(queue, Refs()) == []
 
 
 def test_columns_are_ragged_typed_and_come_in_the_order_asked(queue):
@@ -169,7 +169,7 @@ def test_missing_rows_and_columns_are_named(queue):
         queue.read(refs, ("nothing",))
     queue.drop(pick(refs, 1))
     for call in (
-        lambda: read_samples(queue, refs),
+        lambda: queued_samples(queue, refs),
         lambda: queue.read(refs, ("x",)),
         lambda: queue.having(refs, "x"),
         lambda: queue.drop(refs),
@@ -222,7 +222,7 @@ def test_everything_of_a_sample_is_a_column_and_comes_back(queue):
     assert facts == Facts(**facts_of(rich)) and (facts.temperature, facts.reward, facts.truncated) == (0.75, 0.25, True)
     assert queue.read(pick(refs, 1), ("side/routed",))["side/routed"].values.dtype == torch.int16
     assert {"ids", "facts", "side/routed"} <= set(queue.columns(refs))
-    for given, back in zip((first, plain, rich), read_samples(queue, pick(refs, 2, 0, 1)), strict=True):
+    for given, back in zip((first, plain, rich), queued_samples(queue, pick(refs, 2, 0, 1)), strict=True):
         assert replace(back, segments=(), reward=0.0) == replace(given, segments=(), reward=0.0)
         assert back.reward == given.reward or (back.reward != back.reward and given.reward != given.reward)
         assert len(back.segments) == len(given.segments)
@@ -249,7 +249,7 @@ def test_nothing_stays_after_drop(queue):
     alive = weakref.ref(column.values)
     queue.write(refs, {"x": column})
     del column
-    held = [weakref.ref(s.segments[1].ids) for s in read_samples(queue, refs)]
+    held = [weakref.ref(s.segments[1].ids) for s in queued_samples(queue, refs)]
     queue.drop(pick(refs, 0, 2, 0))
     assert len(queue) == 2
     queue.drop(pick(refs, 1, 3))
@@ -317,7 +317,7 @@ def test_each_queue_is_a_partition_of_its_own(queue, make):
     other.write(theirs, {"x": ragged([torch.ones(n) for n in (1, 2, 3)])})
     assert not queue.having(refs, "x") and other.having(theirs, "x") == theirs
     other.drop(theirs)
-    assert (len(queue), len(other)) == (3, 0) and {s.reward for s in read_samples(queue, refs)} == {0.25}
+    assert (len(queue), len(other)) == (3, 0) and {s.reward for s in queued_samples(queue, refs)} == {0.25}
 
 
 def test_one_of_many_threads_wins_an_id(queue):

@@ -23,7 +23,7 @@ from contracts.test_queue_contract import put, ragged, samples
 
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.options import Package
-from verl.transfer_queue.rows import read_samples
+from verl.transfer_queue.rows import queued_samples
 
 FULL = bool(os.environ.get("FULL_GRID"))
 kept, queue, Worker = over_ray.kept, over_ray.queue, over_ray.Worker
@@ -117,6 +117,6 @@ def test_workers_share_rows(ray_session, queue, store):
         assert said.startswith("the process that wrote these rows or columns is gone")
     if store[0] == "SimpleStorage":
         assert set(ray.get(reader.seen.remote(refs), timeout=60)) == {3.0}
-        assert [s.sample_id for s in read_samples(queue, refs)] == refs.ids
+        assert [s.sample_id for s in queued_samples(queue, refs)] == refs.ids
     queue.drop(refs)
-    assert [s.sample_id for s in read_samples(queue, ours)] == ["ours0", "ours1", "ours2"]
+    assert [s.sample_id for s in queued_samples(queue, ours)] == ["ours0", "ours1", "ours2"]

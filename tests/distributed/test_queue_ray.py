@@ -18,7 +18,7 @@ from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.index import Drop
 from verl.transfer_queue.options import Remote
 from verl.transfer_queue.packing import parcel_of_samples
-from verl.transfer_queue.rows import read_samples
+from verl.transfer_queue.rows import queued_samples
 from verl.types import Refs
 from verl.workers.group import WorkerDied
 
@@ -88,7 +88,7 @@ def test_workers_share_rows_and_what_one_wrote_goes_with_it(queue):
     ray.kill(worker)
     said = ray.get(reader.until_lost.remote(refs), timeout=100)
     assert said.startswith("the process that wrote these rows or columns is gone")
-    assert [s.sample_id for s in read_samples(queue, pick(ours, 2, 0))] == ["ours2", "ours0"]
+    assert [s.sample_id for s in queued_samples(queue, pick(ours, 2, 0))] == ["ours2", "ours0"]
     same = pickle.loads(pickle.dumps(queue))
     same.drop(refs)
     assert len(queue) == 3

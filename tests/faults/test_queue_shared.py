@@ -31,7 +31,7 @@ from verl.batch import Columns, Ragged
 from verl.transfer_queue import packing, segments, shared
 from verl.transfer_queue.index import Find, Found
 from verl.transfer_queue.options import Shared
-from verl.transfer_queue.rows import read_samples
+from verl.transfer_queue.rows import queued_samples
 from verl.types import Ref, Refs, ref_of
 from verl.workers.compute import Compute
 
@@ -343,7 +343,7 @@ def test_a_segment_is_nobody_elses_while_somebody_fills_it():
     assert isinstance(earlier, shared._Region) and isinstance(region, shared._Region)
     assert earlier.segment is region.segment
     for handle, refs, tokens in ((other, theirs, 1500), (queue, ours, 1500)):
-        assert np.array_equal(read_samples(handle, refs)[0].segments[1].ids, np.arange(tokens))
+        assert np.array_equal(queued_samples(handle, refs)[0].segments[1].ids, np.arange(tokens))
     queue.drop(theirs)
     queue.drop(ours)
     while queue._here._filled is region.segment:
@@ -352,8 +352,8 @@ def test_a_segment_is_nobody_elses_while_somebody_fills_it():
     queue.drop(Refs([ref_of(row)]))
     more = [put(other, [replace(sample(f"more{i}", 900), temperature=0.5)]) for i in range(40)]
     queue._here.store(region, parcel, ["late"], new=True)
-    assert np.array_equal(read_samples(queue, Refs([ref_of(row)]))[0].segments[1].ids, np.arange(900))
-    assert all(read_samples(queue, refs)[0].temperature == 0.5 for refs in more)
+    assert np.array_equal(queued_samples(queue, Refs([ref_of(row)]))[0].segments[1].ids, np.arange(900))
+    assert all(queued_samples(queue, refs)[0].temperature == 0.5 for refs in more)
 
 
 # -- room --------------------------------------------------------------------------------------------------------------
@@ -451,7 +451,7 @@ def _hammer(queue: shared.SharedQueue, me: str, seed: int, turns: int, everybody
             value = float(rng.randint(0, 10**6))
             queue.write(everybody, {me: ragged([torch.full((5,), value)] * len(everybody))})
             assert set(queue.read(everybody, (me,))[me].values.tolist()) == {value}
-            assert len(read_samples(queue, everybody)) == len(everybody)
+            assert len(queued_samples(queue, everybody)) == len(everybody)
     queue.drop(Refs(ref for ref, _ in model.values()))
 
 

@@ -25,7 +25,7 @@ from verl.agent_loop.tools import Toolbox, close_tools, contents_of
 from verl.chat.parsing import ToolCall
 from verl.leftovers import OwnFolder, own_folder
 from verl.sandbox import workspace as workspaces
-from verl.sandbox.code import CodeSandbox, Limits, Snapshot
+from verl.sandbox.code import CodeSandbox, Limits, SavedFiles
 from verl.sandbox.workspace import Workspaces, read_tree
 from verl.tools.function_tool import ToolBroken
 
@@ -256,7 +256,7 @@ def test_no_snapshot_reaches_the_host(tier, tmp_path):
     wholes += [json.dumps({"gone": [], "files": text}) for text in (bomb, cut, "", "AAAA")]
     with CodeSandbox(tier, LIMITS) as sandbox:
         for whole in wholes:
-            session = sandbox.session(start=Snapshot("", whole))
+            session = sandbox.session(start=SavedFiles("", whole))
             try:
                 ran = session.run(
                     "import os\nfor f in os.listdir('.'):\n  try: print(open(f).read())\n  except OSError: pass"

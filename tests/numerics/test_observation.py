@@ -16,7 +16,7 @@ from verl.batch import OBSERVED, observed, pack
 from verl.config.tree import changed
 from verl.model_engine.hf_model import load_causal_lm
 from verl.transfer_queue.memory import MemoryQueue
-from verl.transfer_queue.rows import columns_of, observed_tokens, read_samples
+from verl.transfer_queue.rows import columns_of, observed_tokens, queued_samples
 from verl.types import TEMPLATE, Segment
 
 RNG = np.random.default_rng(8)
@@ -126,7 +126,7 @@ def test_what_the_template_wrote_around_an_answer_is_context():
     ):
         sample = replace(first, segments=(first.segments[0], *rest))
         queue = MemoryQueue()
-        (sample,) = read_samples(queue, put(queue, [sample]))
+        (sample,) = queued_samples(queue, put(queue, [sample]))
         batch = pack([observed(sample)])
         seen = batch.columns["versions"] == OBSERVED
         assert batch.targets[seen].tolist() == [i for s in learned for i in s.ids.tolist()]

@@ -26,7 +26,7 @@ from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models import tiny
 from verl.recipes import arithmetic
-from verl.track.health import Limits, check_health
+from verl.track.health import HealthLimits, check_health
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Metric, Refs, Segment, Task, ref_of, with_task
 from verl.weight_sync.local import LocalOutlet
@@ -481,7 +481,7 @@ def test_every_objective_sees_a_teacher_that_is_worse(name, tiny_model, tiny_tea
         for ranks, budget in ((1, 16384), (2, 64)):
             said, _, _ = turn(name, scored, ranks, budget)
             assert {n: said[n] for n in wanted} == pytest.approx(wanted, rel=1e-9)
-        alarms = [a.name for a in check_health([said] * 5, Limits())]
+        alarms = [a.name for a in check_health([said] * 5, HealthLimits())]
         assert ("teacher_disagrees" in alarms) == (sign < 0) and said["teacher/likes_right"] * sign > 0
 
 

@@ -17,7 +17,7 @@ from verl.config.tree import changed
 from verl.driver.trajectories import takes_stored
 from verl.model_engine.hf_model import load_causal_lm
 from verl.transfer_queue.memory import MemoryQueue
-from verl.transfer_queue.rows import read_samples
+from verl.transfer_queue.rows import queued_samples
 from verl.types import Ref, Segment, ref_of
 
 BETA, OF_DRAWN = 0.3, ("critic/", "mismatch/")
@@ -113,7 +113,7 @@ def test_a_stored_answer_in_the_queue_and_in_a_pack():
     made = rows()
     queue = MemoryQueue()
     refs = put(queue, made)
-    again = read_samples(queue, refs)
+    again = queued_samples(queue, refs)
     assert [r.stored for r in refs] == [s.segments[1].source == "stored" for s in made]
     for a, b in zip(made, again, strict=True):
         assert (a.segments[1].source, a.loss_tokens) == (b.segments[1].source, b.loss_tokens)

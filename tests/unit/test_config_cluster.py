@@ -20,7 +20,7 @@ from verl.driver.models import role_spec
 from verl.driver.setup import device_of
 from verl.workers.group import DevicePlace
 from verl.workers.inproc import InprocCluster
-from verl.workers.pools import Pool, Shortage, fit, fit_together, pools_of, seen
+from verl.workers.pools import Pool, Shortage, fit_alone, fit_together, pools_of, seen
 from verl.workers.ray.cluster import RayCluster
 from verl.workers.sections import ClusterConfig
 
@@ -343,11 +343,11 @@ def test_which_queue_serves_where(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_node_of_a_pool_is_on_one_node() -> None:
     nodes = {"a": {"CPU": 6.0}, "b": {"CPU": 3.0}}
-    assert fit("x", Pool(ranks_per_node=6), nodes) is None
-    assert fit("x", Pool(nodes=3, ranks_per_node=3), nodes) is None
-    assert "a has 6 CPU: room for 6; b has 3 CPU: room for 3" in str(fit("x", Pool(ranks_per_node=7), nodes))
-    assert fit("x", Pool(nodes=2, ranks_per_node=4), nodes) is not None
-    assert fit("x", Pool(nodes=2, gpus_per_rank=1), nodes) is not None
+    assert fit_alone("x", Pool(ranks_per_node=6), nodes) is None
+    assert fit_alone("x", Pool(nodes=3, ranks_per_node=3), nodes) is None
+    assert "a has 6 CPU: room for 6; b has 3 CPU: room for 3" in str(fit_alone("x", Pool(ranks_per_node=7), nodes))
+    assert fit_alone("x", Pool(nodes=2, ranks_per_node=4), nodes) is not None
+    assert fit_alone("x", Pool(nodes=2, gpus_per_rank=1), nodes) is not None
 
 
 def test_pools_that_fit_one_by_one_but_not_together() -> None:

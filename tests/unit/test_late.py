@@ -68,7 +68,7 @@ def test_an_error_without_words_has_its_name(capsys: pytest.CaptureFixture[str])
 
 def test_ranks_that_do_not_come_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """How long one waits for them is the start's deadline, not that of a collective, which may be much shorter."""
-    store, _ = dist.serve("127.0.0.1")
+    store, _ = dist.serve_store("127.0.0.1")
     store.set("come/2", "")
     layout = Layout(world_size=4)
     said = last_line(capsys, lambda: dist.become(store, layout, 0, backend="gloo", timeout_s=0.001, start_s=0.5))

@@ -23,7 +23,7 @@ from verl.config.tree import changed
 from verl.driver.evaluate import eval_metrics, eval_sampling, evaluate, verl_validation
 from verl.driver.measure import batch_metrics, spread
 from verl.driver.record import SampleRecorder, build_recorder
-from verl.driver.replay import sample_of
+from verl.driver.replay import recorded_sample
 from verl.driver.rollouts import RolloutStats
 from verl.driver.trajectories import TrajectoryRunner
 from verl.model_engine.base import OneRank
@@ -442,7 +442,7 @@ def test_a_recorded_row_is_the_sample_again(more, tmp_path):
     queue = MemoryQueue()
     SampleRecorder(queue, tmp_path, str).record(1, put(queue, [made]), {})
     (row,) = read_samples(tmp_path, 1)
-    again = sample_of(row, reads_feedback=False)
+    again = recorded_sample(row, reads_feedback=False)
     assert (again.adapter, again.reward, len(again.segments)) == (adapter, 1.5, len(segments))
     for a, b in zip(again.segments, segments):
         assert (a.source, a.version, a.media, a.side.keys()) == (b.source, b.version, b.media, b.side.keys())

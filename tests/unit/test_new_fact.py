@@ -16,7 +16,7 @@ from fakes import put
 
 import verl
 from verl.driver.record import SampleRecorder
-from verl.driver.replay import sample_of
+from verl.driver.replay import recorded_sample
 from verl.track.samples import DamagedSamples, read_samples, read_scalars, samples_path
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Sample, Segment
@@ -45,11 +45,11 @@ from verl.algorithms.presets import Preset
 from verl.algorithms.specs import EstimatorSpec, PPOClip
 from verl.batch import pack
 from verl.driver.record import SampleRecorder
-from verl.driver.replay import sample_of
-from verl.track.samples import read_samples as recorded_samples
+from verl.driver.replay import recorded_sample
+from verl.track.samples import read_samples
 from verl.track.samples import read_scalars
 from verl.transfer_queue.memory import MemoryQueue
-from verl.transfer_queue.rows import read_facts, read_samples
+from verl.transfer_queue.rows import read_facts, queued_samples
 from verl.types import Sampling, Score, Segment, Trajectory, samples_of
 from verl.workers.compute import Compute
 
@@ -83,7 +83,7 @@ assert [r.depth for r in refs] == [f.depth for f in read_facts(queue, refs)] == 
 Compute(queue).compute(refs, estimate, ("side/surprise",), ("advantages",))
 expected = [10.0, 12.0, 14.0, 18.0, 21.0, 24.0]
 assert queue.read(refs, ("advantages",))["advantages"].values.tolist() == expected
-samples = read_samples(queue, refs)
+samples = queued_samples(queue, refs)
 assert pack(samples).columns["side/surprise"].tolist() == [5, 6, 7, 6, 7, 8]
 
 SampleRecorder(queue, home, str).record(1, refs, {})
@@ -91,8 +91,8 @@ table = pq.read_table(home / "samples" / "step_000001.parquet")
 assert table.column("depth").to_pylist() == [2.0, 3.0] == [row["depth"] for row in read_scalars(home, 1)]
 for row, ours in zip(table.column("surprise").to_pylist(), [[5, 6, np.nan, 7], [6, 7, np.nan, 8]], strict=True):
     np.testing.assert_array_equal(np.float32(row), np.float32(ours))
-for row, sample in zip(recorded_samples(home, 1), samples, strict=True):
-    again = sample_of(row, reads_feedback=False)
+for row, sample in zip(read_samples(home, 1), samples, strict=True):
+    again = recorded_sample(row, reads_feedback=False)
     assert again.depth == row.depth == sample.depth
     assert [s.side.keys() for s in again.segments] == [s.side.keys() for s in sample.segments]
     assert torch.equal(pack([again]).columns["side/surprise"], pack([sample]).columns["side/surprise"])
@@ -134,7 +134,7 @@ def test_samples_of_an_older_version_have_the_defaults_of_newer_facts(tmp_path):
     pq.write_table(table.drop_columns(["adapter", "taught", "copies", "returns"]), path)
     (found,) = read_samples(tmp_path, 1)
     assert (found.adapter, found.taught, found.copies, found.temperature) == (None, True, 1, 0.5)
-    assert sample_of(found, reads_feedback=False).adapter == "lora", "its segments have it"
+    assert recorded_sample(found, reads_feedback=False).adapter == "lora", "its segments have it"
     assert read_scalars(tmp_path, 1)[0]["reward"] == 0.5
     pq.write_table(table.drop_columns(["response_mask"]), path)
     for read in (read_samples, read_scalars):

@@ -25,7 +25,7 @@ from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.estimators import grpo, token_rewards
 from verl.algorithms.resolve import resolve
 from verl.transfer_queue.memory import MemoryQueue
-from verl.transfer_queue.rows import read_samples
+from verl.transfer_queue.rows import queued_samples
 from verl.types import Invalid, Refs, Sample, Score, Segment, Trajectory, derive_seed, samples_of
 from verl.workers.compute import Compute
 from verl.workers.waits import DeadlineExpired
@@ -54,7 +54,7 @@ def test_rows_of_a_group_are_in_order_and_carry_what_was_played(tmp_path):
         async with stage.groups:
             refs = await stage.groups.take(0)
             assert [r.sample_id for r in refs] == [f"{group_id(g)}/train{i}.0#0" for g in range(2) for i in range(4)]
-            for ref, sample in zip(refs, read_samples(stage.queue, refs), strict=True):
+            for ref, sample in zip(refs, queued_samples(stage.queue, refs), strict=True):
                 assert ref.reward == by_id(SimpleNamespace(request_id=ref.trajectory_id)).value
                 assert ref.prompt_tokens == 3 and 1 <= ref.loss_tokens <= 5 and ref.outcome == "ok"
                 assert (ref.version_min, ref.version_max) == (0, 0) and sample.temperature == 1.0
@@ -565,7 +565,7 @@ def test_the_prompt_of_a_trajectory_is_the_tasks_own(tmp_path):
         stage = Stage(tmp_path, prompts=3, n=1, algorithm=resolve("reinforce"))
         async with stage.groups:
             refs = await stage.groups.take(0)
-            for i, sample in enumerate(read_samples(stage.queue, refs)):
+            for i, sample in enumerate(queued_samples(stage.queue, refs)):
                 first = sample.segments[0]
                 assert isinstance(first, Segment) and first.ids.tolist() == task_of(i).prompt_ids.tolist()
                 assert torch.tensor(first.ids).dtype == torch.int64

@@ -25,7 +25,7 @@ from verl.algorithms.resolve import Algorithm, resolve
 from verl.algorithms.specs import GroupSpec
 from verl.driver.rollouts import InvalidShare, RunEnded
 from verl.track.events import read_events
-from verl.transfer_queue.rows import read_samples
+from verl.transfer_queue.rows import queued_samples
 from verl.types import Invalid, Refs, Score, Trajectory, derive_seed
 
 # -- groups that do not train ------------------------------------------------------------------------------------------
@@ -459,7 +459,7 @@ def test_versions_are_per_span_and_never_older_than_allowed(tmp_path, staleness,
                 refs = await stage.groups.take(step)
                 now = stage.scheduler.version
                 admitted = {g.group_id: g.admitted_version for g in stage.groups.groups.values()}
-                for ref, sample in zip(refs, read_samples(stage.queue, refs), strict=True):
+                for ref, sample in zip(refs, queued_samples(stage.queue, refs), strict=True):
                     versions = [s.version for s in sample.segments if s.source == "sampled"]
                     assert versions == sorted(versions) and (ref.version_min, ref.version_max) == (
                         versions[0],

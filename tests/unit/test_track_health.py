@@ -3,9 +3,9 @@
 import math
 import random
 
-from verl.track.health import MESSAGES, TABLE, Limits, check_health, scan
+from verl.track.health import MESSAGES, TABLE, HealthLimits, check_health, scan
 
-CONFIG = Limits()
+CONFIG = HealthLimits()
 
 
 def healthy(seed, steps=120):
@@ -128,9 +128,9 @@ def test_limits_come_from_the_config():
             "groups/zero_variance_share": 0.5,
         }
     ]
-    strict = Limits(mismatch_stop=0.1, entropy_floor=0.1, truncated_warn=0.2, zero_variance_warn=0.4)
+    strict = HealthLimits(mismatch_stop=0.1, entropy_floor=0.1, truncated_warn=0.2, zero_variance_warn=0.4)
     assert set(fired(history, strict)) == {"mismatch_stop", "entropy_floor", "truncated_share", "zero_variance_share"}
-    assert set(fired(history, Limits(mismatch_warn=0.3))) == set()
+    assert set(fired(history, HealthLimits(mismatch_warn=0.3))) == set()
 
 
 def test_the_mismatch_guard_trips_within_one_step():

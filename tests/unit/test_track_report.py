@@ -30,8 +30,8 @@ from verl.report.samples import (
     TAIL_TOKENS,
     _column,
     choose_groups,
+    evenly_spaced,
     find_decoder,
-    spread,
     token_pieces,
 )
 from verl.show import _runs
@@ -245,7 +245,7 @@ def test_groups_are_spread_over_the_rewards_and_eval_tasks_stay_the_same():
     assert choose_groups(rows, 2, 16, by_reward=True)[1] == ["bad-0"]
     assert [ids[0] for ids in choose_groups(rows, 3, 1, by_reward=False)] == ["0-1", "1-1", "2-1"]
     assert choose_groups([], 3, 16, by_reward=True) == choose_groups([], 3, 16, by_reward=False) == []
-    assert spread(range(100), 3) == [0, 50, 99] and spread([1, 2], 5) == [1, 2]
+    assert evenly_spaced(range(100), 3) == [0, 50, 99] and evenly_spaced([1, 2], 5) == [1, 2]
 
 
 def make_tokenizer(folder):
@@ -397,7 +397,7 @@ def test_the_live_server_serves_and_follows(tmp_path):
 
 def test_ctrl_c_stops_the_live_server(tmp_path):
     make_run(tmp_path, steps=1)
-    code = f"from pathlib import Path; from verl.report.live import serve; serve(Path({str(tmp_path)!r}))"
+    code = f"from pathlib import Path; from verl.report.live import serve_page; serve_page(Path({str(tmp_path)!r}))"
     child = subprocess.Popen([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         url = child.stdout.readline().split()[0]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 from verl.algorithms.presets import PREFERENCES
-from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, Share, words
+from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, Share, one_of
 
 TEACHER = "teacher"
 POLICY = "policy"
@@ -52,7 +52,7 @@ class TeacherConfig:
     """Its Hugging Face folder, that of a LoRA adapter, or the URL of a server (http://:${oc.env:KEY}@HOST:PORT, with a
     key); it reads the policy's tokens. `policy`: the policy as it is."""
     paths: dict[str, str] = field(default_factory=dict)  # Several, by their names; each is a role, `teacher_NAME`.
-    pick: Annotated[str, words("task|best|mix")] = "task"
+    pick: Annotated[str, one_of("task|best|mix")] = "task"
     """The use of several. task: the one that the row's column `teacher` names, else its data_source · best: for each
     answer, the one that finds it likeliest · mix: their mixture (opd)."""
     weights: dict[str, float] = field(default_factory=dict)  # pick=mix: shares by name. Empty: equal ones.
@@ -84,7 +84,7 @@ class TeacherConfig:
 
 @dataclass(frozen=True)
 class PreferenceConfig:
-    loss: Annotated[str, words("|".join(PREFERENCES))] = "dpo"  # Of `verl dpo`.
+    loss: Annotated[str, one_of("|".join(PREFERENCES))] = "dpo"  # Of `verl dpo`.
     beta: Positive | None = None  # Null: the loss's own (0.1 for most).
     options: dict[str, Any] = field(default_factory=dict)
     """Options that only some losses have: label_smoothing, alpha, gamma, eta, average, normalization, ..."""

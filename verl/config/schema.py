@@ -13,12 +13,12 @@ from msgspec import Meta
 
 from verl.agent_loop.sections import AgentConfig
 from verl.algorithms.sections import CriticConfig, PreferenceConfig, TeacherConfig
-from verl.bounds import Betas, NonNegative, NonNegativeInt, Positive, PositiveInt, PositiveShare, Share, words
+from verl.bounds import Betas, NonNegative, NonNegativeInt, Positive, PositiveInt, PositiveShare, Share, one_of
 from verl.rollout.server.options import ServeConfig
-from verl.track.health import Limits
+from verl.track.health import HealthLimits
 from verl.workers.sections import ClusterConfig, ParallelConfig
 
-Sink = Annotated[str, words("console|jsonl|tensorboard|wandb")]
+Sink = Annotated[str, one_of("console|jsonl|tensorboard|wandb")]
 FIRST_RUN = (
     *("model.path", "data.train_files", "data.eval_files", "data.max_prompt_tokens", "reward.path", "algorithm.name"),
     *("step.prompts_per_step", "step.samples_per_prompt", "rollout.max_response_tokens", "optim.lr"),
@@ -55,10 +55,10 @@ class ModelConfig:
     chat_template: str | None = None  # A Jinja file that replaces the tokenizer's template.
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # For apply_chat_template (enable_thinking: false).
     trust_remote_code: bool = False
-    dtype: Annotated[str, words("auto|bfloat16|float32")] = "auto"
+    dtype: Annotated[str, one_of("auto|bfloat16|float32")] = "auto"
     """Compute precision over float32 masters. auto: bfloat16 where the device computes it natively, else float32 (a CPU
     without AVX512-BF16 or AMX emulates bfloat16, many times slower)."""
-    device: Annotated[str, words("auto|cpu|cuda")] = "auto"
+    device: Annotated[str, one_of("auto|cpu|cuda")] = "auto"
     gradient_checkpointing: bool = False
     engine: str = "torch"
     engine_options: dict[str, Any] = field(default_factory=dict)  # Of model_engine/options.py: attention, ...
@@ -74,7 +74,7 @@ class DataConfig:
     tools_key: str | None = None
     max_prompt_tokens: PositiveInt = 1024
     filter_overlong_prompts: bool = True  # False: an over-long prompt is an error unless `truncation` is left or right.
-    truncation: Annotated[str, words("error|left|right|middle")] = "error"  # Of over-long prompts not filtered.
+    truncation: Annotated[str, one_of("error|left|right|middle")] = "error"  # Of over-long prompts not filtered.
     shuffle: bool = True
     seed: int | None = None  # Of the shuffle. Null: run.seed.
     max_rows: PositiveInt | None = None
@@ -116,7 +116,7 @@ class OptimConfig:
     betas: Betas = field(default_factory=lambda: [0.9, 0.999])
     eps: Positive = 1e-8
     clip_grad_norm: Positive = 1.0
-    schedule: Annotated[str, words("constant|linear|cosine|wsd")] = "constant"
+    schedule: Annotated[str, one_of("constant|linear|cosine|wsd")] = "constant"
     """After the warm-up. wsd: stable, then linear over the last `decay_ratio` of the run."""
     decay_ratio: PositiveShare = 0.2
     warmup_steps: NonNegativeInt = 0  # Optimizer steps. The first update uses lr / (warmup_steps + 1), never 0.
@@ -130,7 +130,7 @@ class RolloutConfig:
     python: str | None = None  # Of the environment that a server (vllm) is started in: its bin/python. Null: this one.
     url: str | None = None  # A server that runs already (http://127.0.0.1:8000), on this machine; several with commas.
     replicas: PositiveInt = 1  # Engines side by side; the requests of a group go to one of them.
-    dtype: Annotated[str, words("auto|float32|bfloat16")] = "auto"
+    dtype: Annotated[str, one_of("auto|float32|bfloat16")] = "auto"
     """auto: as the trainer computes · float32 · bfloat16."""
     temperature: NonNegative = 1.0
     top_p: PositiveShare = 1.0  # Truncation is refused for training: the trainer cannot reproduce it.
@@ -148,7 +148,7 @@ class RolloutConfig:
 class PipelineConfig:
     staleness: NonNegative = 0.0  # 0: synchronous. A group is trained at most ceil(staleness) versions after admission.
     sync_every: PositiveInt = 1  # Publish the weights every so many steps.
-    placement: Annotated[str, words("auto|colocated|split")] = "auto"
+    placement: Annotated[str, one_of("auto|colocated|split")] = "auto"
     """colocated: rollout and training share devices, and rollout sleeps while models train · split: they do not · auto:
     colocated where nothing is in flight during an update (staleness 0)."""
     partial_rollout: bool = False  # In-flight generations continue under new weights (versions are per span).
@@ -170,7 +170,7 @@ class RewardConfig:
     """A folder that `verl rm` made (or any one-label sequence classifier over the policy's tokens). With `path` too,
     the function's score and `model_coef` x the model's are summed; without, the model alone is the reward."""
     model_coef: float = 1.0
-    stage: Annotated[str, words("stream|batch")] = "stream"
+    stage: Annotated[str, one_of("stream|batch")] = "stream"
     """stream: each answer is scored as it ends, beside the rollout · batch: all at once in the experience stage."""
     overlong_buffer_tokens: NonNegativeInt = 0  # DAPO soft penalty over the last so many tokens of the budget. 0: off.
     overlong_penalty: NonNegative = 1.0
@@ -231,7 +231,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
-    health: Limits = field(default_factory=Limits)
+    health: HealthLimits = field(default_factory=HealthLimits)
     track: TrackConfig = field(default_factory=TrackConfig)
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)

@@ -163,7 +163,7 @@ class _Worker:
             logger.warning("data worker %d does not die", self._child.pid)
 
 
-def serve(conn: Connection, folder: Path) -> None:
+def serve_chunks(conn: Connection, folder: Path) -> None:
     """Work on chunks in a worker process until the parent closes the pipe."""
     try:
         conn.send(("up", 0))
@@ -196,4 +196,4 @@ def _work(conn: Connection, function: OnChunk, folder: Path, number: int) -> Non
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    serve(Connection(int(sys.argv[1])), Path(sys.argv[2]))
+    serve_chunks(Connection(int(sys.argv[1])), Path(sys.argv[2]))

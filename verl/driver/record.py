@@ -18,7 +18,7 @@ from verl.model_engine.base import Ranks
 from verl.rollout.base import DecodeFn
 from verl.track.samples import FOLDER, Kind, SampleRow, samples_path, write_samples
 from verl.transfer_queue.base import TransferQueue
-from verl.transfer_queue.rows import read_samples
+from verl.transfer_queue.rows import queued_samples
 from verl.types import LEARNED, Refs, Sample, Segment, Trajectory, facts_of, response_ids_of, samples_of, versions_of
 
 MOST_WAITING = 8_000_000  # response tokens; a row holds about 40 bytes of each
@@ -101,7 +101,7 @@ class SampleRecorder:
                         found[sample_id][column.recorded] = part.numpy()
                     left = Refs(ref for ref in left if column.recorded not in found[ref.sample_id])
         prompts: dict[bytes, str] = {}
-        samples = read_samples(self.queue, refs)
+        samples = queued_samples(self.queue, refs)
         return [self._row(step, sample, found[sample.sample_id], prompts, truths) for sample in samples]
 
     def _row(

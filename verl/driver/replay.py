@@ -99,7 +99,7 @@ async def _replay(run_dir: Path, number: int) -> list[str]:
         for n in range(base + 1, number + 1):
             rows, step = read_samples(run_dir, n), Step(n - 1)
             reads = config.teacher.hint_key == FEEDBACK
-            refs = await learner.rows.put([sample_of(row, reads) for row in rows])
+            refs = await learner.rows.put([recorded_sample(row, reads) for row in rows])
             await experience_and_update(learner, step, refs)
             if n == number:
                 break
@@ -111,7 +111,7 @@ async def _replay(run_dir: Path, number: int) -> list[str]:
         learner.close()
 
 
-def sample_of(row: SampleRow, reads_feedback: bool) -> Sample:
+def recorded_sample(row: SampleRow, reads_feedback: bool) -> Sample:
     """Return a recorded row as a sample. reads_feedback: its teacher reads it."""
     adapter, segments = unpacked_segments(row.segments) if row.segments else (None, _segments(row))
     known = facts_of(row) | {"copies": 1}  # the step selects again

@@ -88,7 +88,7 @@ async def fit(run: SupervisedRun) -> dict[str, float]:
 
 
 async def _evaluate(run: SupervisedRun, step: Step) -> None:
-    step.log(await evaluate(run))
+    step.log(await evaluate_rows(run))
 
 
 async def put_rows(learner: Learner, stage: Stage, indices: Sequence[int], names: Sequence[str]) -> Refs:
@@ -109,7 +109,7 @@ async def _update(run: SupervisedRun, step: Step, refs: Refs) -> None:
     learner.rows.drop(refs)
 
 
-async def evaluate(run: SupervisedRun) -> Metrics:
+async def evaluate_rows(run: SupervisedRun) -> Metrics:
     """Compute the stage's own loss and metrics on the evaluation rows, without an optimizer step."""
     stage, learner = run.eval_stage, run.learner
     if stage is None:

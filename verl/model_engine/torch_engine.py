@@ -128,7 +128,7 @@ class TorchEngine:
     def _own_forward(self) -> None:
         """Packed attention, and on a CPU the fused norms, in place of the model's own."""
         if self._packed:
-            attention.register()
+            attention.register_attention()
             self.model.set_attn_implementation(attention.PACKED)
         if self.device.type == "cpu":
             fuse(self.model, packed=self._packed)

@@ -343,7 +343,7 @@ class _Gather(torch.autograd.Function):
         return d_x if ctx.pad is None else d_x.index_fill_(0, ctx.pad, 0), None, None, None
 
 
-def register() -> None:
+def register_attention() -> None:
     """Make the packed attention known to transformers."""
     AttentionInterface.register(PACKED, packed_attention)
     AttentionMaskInterface.register(PACKED, _mask)

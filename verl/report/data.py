@@ -16,7 +16,7 @@ import yaml
 from verl.errors import Refused
 from verl.report.samples import SamplePicker, number
 from verl.track.events import read_events
-from verl.track.health import Alarm, Limits, scan
+from verl.track.health import Alarm, HealthLimits, scan
 from verl.track.log import Note, logger
 from verl.track.metrics import METRICS_FILE, PHASES, MetricLine, held_out_word, phase_order, read_metrics, read_units
 
@@ -220,7 +220,7 @@ def alarms(run_dir: Path, lines: Sequence[MetricLine], config: Mapping[str, Any]
     range of steps."""
     section = lookup(config, "health")
     section = section if isinstance(section, Mapping) else {}
-    limits = Limits(**{key: section[key] for key in Limits.__dataclass_fields__ if key in section})
+    limits = HealthLimits(**{key: section[key] for key in HealthLimits.__dataclass_fields__ if key in section})
     found = [(lines[i].step, alarm) for i, alarm in scan([line.values for line in lines], limits)]
     seen = {(step, alarm.name) for step, alarm in found}
     recorded = [(event.step, Alarm(**{"metric": "", **event.data})) for event in read_events(run_dir, {"alarm"}, note)]

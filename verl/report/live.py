@@ -16,7 +16,7 @@ from verl.report.page import json_in_script, render_page
 _HOST = "127.0.0.1"
 
 
-def serve(run_dir: Path, port: int = 0) -> None:
+def serve_page(run_dir: Path, port: int = 0) -> None:
     """Serve the report of `run_dir` on 127.0.0.1 until Ctrl-C. Port 0: any free one."""
     with LiveServer(run_dir, port) as server:
         print(f"{server.url}  (Ctrl-C to stop)", flush=True)

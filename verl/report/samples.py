@@ -56,7 +56,7 @@ class SamplePicker:
         return {"files": files, "decoded": self._decode is not None, "note": self._note(files)}
 
     def _pick_kind(self, kind: Kind, limits: SampleLimits, steps: Sequence[int]) -> list[dict[str, Any]]:
-        chosen = spread(steps, limits.steps)
+        chosen = evenly_spaced(steps, limits.steps)
         files = []
         for i, step in enumerate(chosen):
             quota = max(1, (limits.groups + i) // len(chosen))
@@ -101,7 +101,7 @@ class SamplePicker:
         return carries + everything if parts else ""
 
 
-def spread(items: Sequence[T], count: int) -> list[T]:
+def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
     """Return at most `count` of the items at equal distances, first and last included (for one: the last)."""
     if len(items) <= count:
         return list(items)
@@ -128,12 +128,12 @@ def choose_groups(
         return (len(task), task) if task.isdigit() else (1 << 30, task)
 
     if by_reward:
-        chosen = spread(sorted(groups, key=lambda g: (mean_reward(g), g)), quota)
+        chosen = evenly_spaced(sorted(groups, key=lambda g: (mean_reward(g), g)), quota)
         chosen = chosen[-1:] + chosen[:-1]  # the best, the worst, the rest: the size limit cuts the middle
     else:
         chosen = sorted(groups, key=lambda g: (number_first(g), g))[:quota]
     rank = lambda row: (row["reward"] if math.isfinite(row["reward"]) else -math.inf, row["sample_id"])  # noqa: E731
-    return [[row["sample_id"] for row in spread(sorted(groups[g], key=rank), rows_per_group)] for g in chosen]
+    return [[row["sample_id"] for row in evenly_spaced(sorted(groups[g], key=rank), rows_per_group)] for g in chosen]
 
 
 def pack_group(rows: Sequence[SampleRow], decode: Decode | None) -> dict[str, Any]:

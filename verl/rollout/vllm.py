@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from verl.bounds import Positive, PositiveInt, PositiveShare, words
+from verl.bounds import Positive, PositiveInt, PositiveShare, one_of
 from verl.errors import Refused
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Options:
     it."""
     max_loras: PositiveInt = 4
     """Adapters in one batch; others wait."""
-    load_format: Annotated[str, words("dummy|auto|safetensors")] = "dummy"
+    load_format: Annotated[str, one_of("dummy|auto|safetensors")] = "dummy"
     """The weights that it starts with. dummy: none are read, since the trainer's weights replace them before the first
     request."""
     threads: PositiveInt | None = None

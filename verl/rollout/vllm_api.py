@@ -100,7 +100,7 @@ class VllmApi(Api):
         else:
             workers = [told]
         for worker in workers:
-            compare(sent, worker)
+            compare_loaded(sent, worker)
         told = await post("/reset_prefix_cache")
         if not isinstance(told, dict) or told.get("success") is False:
             raise SyncError(f"version {sent.version}: the server keeps prefixes of older weights ({told})")
@@ -159,7 +159,7 @@ class VerlApi(VllmApi):
         return body | {"stream_interval_s": 0.0 if sampling.stop else FOLLOWED_S}
 
 
-def compare(sent: WeightSource, report: Mapping[str, Any]) -> None:
+def compare_loaded(sent: WeightSource, report: Mapping[str, Any]) -> None:
     """Raise SyncError if a worker of the server did not load what was sent. Its report has `loaded`, the names of the
     tensors that it read as they were sent, and `missing`, parts of its model that got no weights."""
     wanted, loaded, at = sent.read_as, set(report["loaded"]), f"version {sent.version}"

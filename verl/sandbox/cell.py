@@ -43,7 +43,7 @@ READY = {"status": "ready"}  # the first line of process 1
 SHOW = sys.__excepthook__  # prints a traceback as the interpreter does
 
 
-def serve(channel: socket.socket) -> None:
+def serve_cell(channel: socket.socket) -> None:
     """Answer requests until the socket ends. There are four kinds, all with limits and a nonce:
 
     {kind: "run", code, stdin, call, arguments}: one program, or one call of a function that it defines
@@ -447,7 +447,7 @@ def main(channel: str, filter_fd: str, quota: str, *packages: str) -> None:
     with open(int(filter_fd), "rb") as program:
         filter_calls(program.read())
     sys.path += packages
-    serve(socket.socket(fileno=int(channel)))
+    serve_cell(socket.socket(fileno=int(channel)))
 
 
 if __name__ == "__main__":

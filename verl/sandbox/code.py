@@ -154,7 +154,7 @@ class _Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class SavedFiles:
     """The files of a session that were added, changed or removed since it began. Its variables are not kept."""
 
     workspace: str
@@ -296,7 +296,7 @@ class CodeSandbox:
                         raise SandboxGone(f"the launcher of sandboxes ended: {e}") from e
         return _Link(cell[0], guard[0])
 
-    def session(self, workspace: str = "", start: Snapshot | None = None) -> Session:
+    def session(self, workspace: str = "", start: SavedFiles | None = None) -> Session:
         """Start a session: cells that share their variables and files until it is closed.
 
         workspace: a folder in the sandbox's workspace; "": all of it. Raises ValueError for a folder that is not in it.
@@ -362,7 +362,7 @@ class Session:
     """Cells of Python that share their variables and files. After a cell that hits a limit they are lost: `lost` is
     true, and the next cell begins with the files of the session's start."""
 
-    def __init__(self, sandbox: CodeSandbox, workspace: str = "", start: Snapshot | None = None) -> None:
+    def __init__(self, sandbox: CodeSandbox, workspace: str = "", start: SavedFiles | None = None) -> None:
         self._sandbox, self._workspace, self._start = sandbox, workspace, start
         self._link: _Link | None = None
         self._base: Base | None = None
@@ -376,16 +376,16 @@ class Session:
             self.lost = False
             return ran_of(self._ask(self._begin(), {"kind": "cell", "code": code}))
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> SavedFiles:
         """Return the files as they are now, for other sessions over the same workspace, on any machine. Raises
         ValueError for more than `tmp_mb` MB (32 MB when packed), and for files that cannot be read."""
         with self._lock:
             answer = self._ask(self._begin(), {"kind": "keep"})
             if answer["status"] != "ok":
                 raise ValueError(f"no snapshot of the session: {answer.get('why') or answer['status']}")
-            return Snapshot(self._base.digest if self._base else "", answer["value"])
+            return SavedFiles(self._base.digest if self._base else "", answer["value"])
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: SavedFiles) -> None:
         """Begin the session again with these files; its variables are lost."""
         with self._lock:
             self._forget()

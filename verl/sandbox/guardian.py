@@ -69,12 +69,12 @@ def _become_worker(guardian_pid: int, spec: dict[str, Any], output_fd: int, base
     for fd in (nothing, output_fd, spec["channel_fd"]):
         os.close(fd)
     sys.path[:] = spec["sys_path"]
-    from verl.sandbox.worker import serve
+    from verl.sandbox.worker import serve_calls
 
     def note_baseline(mb: float) -> None:
         baseline[:8] = struct.pack("d", mb)
 
-    serve(socket.socket(fileno=channel_fd), spec["memory_limit_mb"], note_baseline)
+    serve_calls(socket.socket(fileno=channel_fd), spec["memory_limit_mb"], note_baseline)
 
 
 class _Guardian:

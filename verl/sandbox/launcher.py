@@ -346,7 +346,7 @@ def _start_cell(job: dict[str, Any], theirs: socket.socket, folder: str, group: 
         for fd in range(3):
             os.open("/dev/null", os.O_RDWR) if fd != keep else None
         sys.path[:] = [*sys.path[:-1], *job["packages"]]  # without verl's folder: the code could make one in its place
-        cell.serve(theirs)
+        cell.serve_cell(theirs)
 
     return _forked(0 if folder else syscalls.NEW_NAMESPACES, theirs, group, begin)
 

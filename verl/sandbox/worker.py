@@ -63,7 +63,7 @@ class Settler:
         return self._runner.run(finish())
 
 
-def serve(channel: socket.socket, memory_limit_mb: float, note_baseline_mb: Callable[[float], None]) -> None:
+def serve_calls(channel: socket.socket, memory_limit_mb: float, note_baseline_mb: Callable[[float], None]) -> None:
     """Load the callable that the first request names, then answer calls until the channel closes."""
     me = os.getpid()
     os.set_inheritable(channel.fileno(), False)

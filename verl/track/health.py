@@ -22,7 +22,7 @@ COMPONENT_PREFIX = "reward/component/"  # followed by a component of the reward:
 
 
 @dataclass(frozen=True)
-class Limits:
+class HealthLimits:
     """The thresholds of the table: keys health.* of the configuration. inf is never."""
 
     mismatch_stop: Annotated[float, Meta(ge=0)] = 0.5  # k3 KL (rollout || trainer) per token above which the run stops.
@@ -44,7 +44,7 @@ class Seen(NamedTuple):
     """The input of an alarm's condition. Every comparison with NaN is false."""
 
     history: History
-    limits: Limits
+    limits: HealthLimits
     value: float | None  # of the metric in the last step
     now: float  # the same; NaN where it is missing or not finite
     usual: float  # median of its finite values in the WINDOW steps before; NaN if there are fewer than MIN_PAST
@@ -65,7 +65,7 @@ class Row(NamedTuple):
     """The key of its message, if that is not the name."""
 
 
-def check_health(history: History, config: Limits) -> list[Alarm]:
+def check_health(history: History, config: HealthLimits) -> list[Alarm]:
     """Return the alarms of the last step of `history` (one mapping of reduced metrics per step, oldest first)."""
     found = []
     for name, metric, wrong, level, says in TABLE if history else ():
@@ -80,7 +80,7 @@ def check_health(history: History, config: Limits) -> list[Alarm]:
     return found
 
 
-def scan(history: History, config: Limits) -> Iterator[tuple[int, Alarm]]:
+def scan(history: History, config: HealthLimits) -> Iterator[tuple[int, Alarm]]:
     """Yield (index, alarm) for every step of a finished history, as `check_health` would have raised them during the
     run."""
     for i in range(len(history)):

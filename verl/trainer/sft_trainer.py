@@ -2,13 +2,13 @@
 
 import sys
 
-from verl.cli import supervised
+from verl.cli import supervised_verb
 from verl.trainer import door
 
 
 def main(args: list[str]) -> int:
     def work() -> int:
-        return supervised(args, "sft", verl_defaults="sft")
+        return supervised_verb(args, "sft", verl_defaults="sft")
 
     return door("verl.trainer.sft_trainer", "sft", "Supervised fine-tuning.", work, args)
 

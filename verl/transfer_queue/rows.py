@@ -81,7 +81,7 @@ def columns_of(sample: Sample) -> dict[str, np.ndarray]:
     return {name: values if (c := declared(name)) is None else c.typed(values) for name, values in made.items()}
 
 
-def read_samples(queue: TransferQueue, refs: Refs) -> list[Sample]:
+def queued_samples(queue: TransferQueue, refs: Refs) -> list[Sample]:
     """Return the rows of the queue as samples, in the order of `refs`, with the facts of their refs."""
     if not refs:
         return []
@@ -104,7 +104,7 @@ def read_tokens(queue: TransferQueue, refs: Refs, names: Sequence[str]) -> dict[
     side = [name for name in names if name.startswith(SIDE)]
     found = queue.read(refs, [name for name in names if name not in side])
     if side and refs:
-        batch = pack(read_samples(queue, refs), share_prefix=False)
+        batch = pack(queued_samples(queue, refs), share_prefix=False)
         if missing := [name for name in side if name not in batch.columns]:
             what = f"{len(refs)} of {len(refs)} samples, e.g. {refs[0].sample_id}"
             raise ValueError(f"column {missing[0]!r} was not written for {what}")

@@ -161,7 +161,7 @@ def make_folder() -> tuple[Path, int]:
 # -- the socket --------------------------------------------------------------------------------------------------------
 
 
-class Server:
+class SegmentServer:
     """Serves the keeper over a Unix socket, with a thread per connected process."""
 
     def __init__(self, keeper: Keeper) -> None:
@@ -198,18 +198,18 @@ class Server:
         try:
             with contextlib.suppress(OSError, EOFError):  # the process has ended
                 while True:
-                    send(connection, encode(self._keeper.answer(client, decode(receive(connection)))))
+                    send_message(connection, encode(self._keeper.answer(client, decode(receive_message(connection)))))
         finally:
             self._sockets.discard(connection)
             connection.close()
             self._keeper.leave(client)
 
 
-def send(connection: socket.socket, message: bytes) -> None:
+def send_message(connection: socket.socket, message: bytes) -> None:
     connection.sendall(LENGTH.pack(len(message)) + message)
 
 
-def receive(connection: socket.socket) -> bytearray:
+def receive_message(connection: socket.socket) -> bytearray:
     """Return a message; EOFError if the other side has ended."""
     return _exactly(connection, LENGTH.unpack(_exactly(connection, LENGTH.size))[0])
 

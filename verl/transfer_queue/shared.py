@@ -54,12 +54,12 @@ from verl.transfer_queue.segments import (
     Reply,
     Request,
     Reserve,
-    Server,
+    SegmentServer,
     Space,
     Store,
     make_folder,
-    receive,
-    send,
+    receive_message,
+    send_message,
 )
 from verl.types import Refs, Sample, ref_of
 
@@ -83,21 +83,21 @@ def build(options: Shared) -> SharedQueue:
             "at least 1 MiB; give it more (docker: --shm-size) or lower the number"
         )
     keeper = Keeper(folder, max_bytes)
-    server = Server(keeper)
+    server = SegmentServer(keeper)
     queue = SharedQueue(folder, options.timeout_s, keeper)
     end = weakref.finalize(queue, _close, os.getpid(), folder, server, lock)
     os.register_at_fork(after_in_child=partial(_forget, weakref.ref(server), lock, end))
     return queue
 
 
-def _close(pid: int, folder: Path, server: Server, lock: int) -> None:
+def _close(pid: int, folder: Path, server: SegmentServer, lock: int) -> None:
     if os.getpid() == pid:
         server.close()
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 
-def _forget(server: Callable[[], Server | None], lock: int, end: weakref.finalize) -> None:
+def _forget(server: Callable[[], SegmentServer | None], lock: int, end: weakref.finalize) -> None:
     """Close the server's socket and the lock in a forked process: other processes use them to detect the parent's
     end."""
     if end.detach() and (found := server()):
@@ -259,8 +259,8 @@ class _Process:
                 self._socket.settimeout(self._timeout_s)
                 self._socket.connect(str(self._folder / "index"))
             broken.callback(self._socket.close)  # a late answer must not become the answer to the next call
-            send(self._socket, encoded(request))
-            reply = self._decode(receive(self._socket))
+            send_message(self._socket, encoded(request))
+            reply = self._decode(receive_message(self._socket))
             broken.pop_all()
             return reply
 

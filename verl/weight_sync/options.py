@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from verl.bounds import Positive, PositiveInt, words
+from verl.bounds import Positive, PositiveInt, one_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Nixl:
 class Collective:
     host: str | None = None
     """As that of tcp."""
-    backend: Annotated[str, words("gloo|nccl")] = "gloo"
+    backend: Annotated[str, one_of("gloo|nccl")] = "gloo"
     """The backend of torch.distributed."""
     gather_s: Positive = 2.0
     """How long a version waits for all hosts that had the one before."""

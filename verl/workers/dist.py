@@ -75,7 +75,7 @@ class ProcessRanks:
             come = self._store.add(key, 0)
 
 
-def serve(host: str) -> tuple[dist.TCPStore, str]:
+def serve_store(host: str) -> tuple[dist.TCPStore, str]:
     """Start a store through which ranks find each other, and return it with its address."""
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return store, f"{host}:{store.port}"

@@ -62,7 +62,7 @@ class Pool:
         return {name: amount for name, amount in asked.items() if amount > 0}
 
 
-def fit(name: str, pool: Pool, nodes: Mapping[str, Mapping[str, float]]) -> str | None:
+def fit_alone(name: str, pool: Pool, nodes: Mapping[str, Mapping[str, float]]) -> str | None:
     """Return None if these nodes ({address: {resource: amount}}) can hold the pool, else a text with the resources that
     each of them lacks. The `ranks_per_node` of a node stay together."""
     room = {node: _ranks_on(pool, has) for node, has in nodes.items()}
@@ -83,7 +83,7 @@ def fit_together(pools: Mapping[str, Pool], nodes: Mapping[str, Mapping[str, flo
     """Return None if these nodes can hold all pools at once, else the lack of the first pool that is too large by
     itself, or the lack of all pools together."""
     for name, pool in pools.items():
-        if (short := fit(name, pool, nodes)) is not None:
+        if (short := fit_alone(name, pool, nodes)) is not None:
             return short
     groups = [{what: each * p.ranks_per_node for what, each in p.bundle.items()} for p in pools.values()]
     asked = [group for group, pool in zip(groups, pools.values(), strict=True) for _ in range(pool.nodes)]

@@ -23,7 +23,7 @@ from verl.model_engine.objective import before_moving, evaluate_terms, first_pas
 from verl.objective import Term
 from verl.rollout.base import AS_HELD, WireFormat
 from verl.transfer_queue.base import TransferQueue
-from verl.transfer_queue.rows import facts_column, read_samples
+from verl.transfer_queue.rows import facts_column, queued_samples
 from verl.types import LEARNED, Metric, Metrics, Refs, Sample, Segment, merge_metrics
 from verl.weight_sync.base import Entry, Outlet, Readers, Sent
 from verl.weight_sync.sender import WeightSender
@@ -139,7 +139,7 @@ class Role:
     def infer(self, step: RankStep, outputs: Mapping[str, str], view: View = AS_SAMPLED) -> frozenset[str]:
         """Compute model outputs of the rows and write them as columns, {output: column}, e.g. {"logprobs":
         "old_logprobs"}. Return the sample ids of the rows with an output that is not finite."""
-        samples, alone = read_samples(self.queue, step.refs), list[str]()
+        samples, alone = queued_samples(self.queue, step.refs), list[str]()
         if view.informed:
             alone = [s.sample_id for s in samples if s.context is None and s.taught]
             samples = [informed(s) for s in samples]
@@ -261,7 +261,7 @@ class Role:
         """Return (reward, components) of these rows with the reward model's score. coef x score is added to the reward
         of the row, which is a function's, or with `alone` only the shaping. The facts of the rows in the queue get
         both; an invalid reward stays invalid."""
-        samples = read_samples(self.queue, step.refs)
+        samples = queued_samples(self.queue, step.refs)
         values = self._scores(samples)
         out = []
         for sample, value in zip(samples, values, strict=True):
@@ -414,10 +414,10 @@ class Role:
         return self.engine.infer(batch, ("scores",))["scores"].double().tolist()
 
     def _pack(self, refs: Refs) -> Batch:
-        return pack(read_samples(self.queue, refs), share_prefix=self.share_prefix)
+        return pack(queued_samples(self.queue, refs), share_prefix=self.share_prefix)
 
     def _batch(self, step: RankStep, terms: Sequence[Term], inputs: Sequence[str]) -> Batch:
-        samples, of = read_samples(self.queue, step.refs), {t.name: t.unit for t in terms}
+        samples, of = queued_samples(self.queue, step.refs), {t.name: t.unit for t in terms}
         watching = [name for name, unit in of.items() if unit == "observation"]
         if watching:
             samples = [observed(s) for s in samples]

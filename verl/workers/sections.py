@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, words
+from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, one_of
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    backend: Annotated[str, words("inproc|ray|torchrun")] = "inproc"
+    backend: Annotated[str, one_of("inproc|ray|torchrun")] = "inproc"
     """inproc: everything in this process · ray: workers and rollout replicas in processes of their own · torchrun: SFT,
     RM and DPO in the processes that torchrun started, which need not say so."""
     virtual_ranks: PositiveInt = 1

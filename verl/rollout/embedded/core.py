@@ -24,7 +24,7 @@ Sampled = tuple[np.ndarray, np.ndarray]  # ids [n] int64, log-probs [n] float32
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class Admitted:
     """The first `len(cached)` waiting requests, at least one, are resident; `sample` draws the next token of each."""
 
     cached: Sequence[int]  # prompt tokens that were not computed for the request
@@ -69,7 +69,7 @@ class Runner(Protocol):
         """Read new weights over the live ones. The runner is not ready from the first tensor to the last."""
         ...
 
-    def admit(self, waiting: Sequence[ActiveRequest], resident: int) -> Admission | None:
+    def admit(self, waiting: Sequence[ActiveRequest], resident: int) -> Admitted | None:
         """Make some of the first waiting requests resident in rows `resident`.., or return None if none is ready."""
         ...
 
@@ -197,7 +197,7 @@ class EngineCore:
         counts = {"steps": self._steps, "sampled_tokens": self._sampled}
         return {**counts, "resident": self.running.n, "waiting": len(self.waiting), **self.runner.stats()}
 
-    def _admit(self, admission: Admission) -> list[Finished]:
+    def _admit(self, admission: Admitted) -> list[Finished]:
         first = self.running.n
         for cached in admission.cached:
             request = self.waiting.popleft()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from verl.nn.rope import fix_rope
 from verl.rollout.base import RolloutContext, Scores, WeightReader, WireFormat, check_positive
-from verl.rollout.embedded.core import Admission, Sampled, check_context
+from verl.rollout.embedded.core import Admitted, Sampled, check_context
 from verl.rollout.embedded.receive import Destination, receive
 from verl.rollout.embedded.requests import ActiveRequest
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, scores_of, to_host
@@ -84,7 +84,7 @@ class HfRunner:
         return switch
 
     @torch.inference_mode()
-    def admit(self, waiting: Sequence[ActiveRequest], resident: int) -> Admission | None:
+    def admit(self, waiting: Sequence[ActiveRequest], resident: int) -> Admitted | None:
         """Admit a new batch after the last one has ended, padded to its longest prompt, of `max_prefill_tokens`."""
         prompts: list[np.ndarray] = []
         longest = 0
@@ -104,7 +104,7 @@ class HfRunner:
         self._cache, self._mask = None, mask.to(self._device)
         self._counts["prefill_tokens"] += int(mask.sum())
         logits = self._forward(ids.to(self._device), (self._mask.cumsum(-1) - 1).clamp_(min=0))
-        return Admission([0] * len(prompts), lambda sampling: to_host(*sample(logits, sampling)))
+        return Admitted([0] * len(prompts), lambda sampling: to_host(*sample(logits, sampling)))
 
     @torch.inference_mode()
     def decode(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:

@@ -16,7 +16,7 @@ from verl.accel.cpu.linear import Layout, best_layout
 from verl.errors import Refused
 from verl.nn.precision import native_bf16
 from verl.rollout.base import RolloutContext, Scores, WeightReader, WireFormat
-from verl.rollout.embedded.core import Admission, Sampled
+from verl.rollout.embedded.core import Admitted, Sampled
 from verl.rollout.embedded.receive import receive
 from verl.rollout.embedded.requests import ActiveRequest
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, scores_of, to_host
@@ -150,7 +150,7 @@ class NativeRunner:
         return freed
 
     @torch.inference_mode()
-    def admit(self, waiting: Sequence[ActiveRequest], resident: int) -> Admission | None:
+    def admit(self, waiting: Sequence[ActiveRequest], resident: int) -> Admitted | None:
         candidates = self._that_fit(waiting, resident)
         keys = [request.key() for request in candidates]
         self._prompts.advance(candidates, keys)
@@ -168,7 +168,7 @@ class NativeRunner:
             cached.append(found[1])
         if not ready:
             return None
-        return Admission(cached, partial(self._sample_first, *self._fill_slots(ready, resident)))
+        return Admitted(cached, partial(self._sample_first, *self._fill_slots(ready, resident)))
 
     def _that_fit(self, waiting: Sequence[ActiveRequest], resident: int) -> list[ActiveRequest]:
         """Return the first requests with KV that fits beside that of the residents at their longest."""

@@ -264,7 +264,7 @@ def _common(service: Service) -> dict[str, Any]:
 # -- the rest ----------------------------------------------------------------------------------------------------------
 
 
-class AbortBody(msgspec.Struct):
+class AbortRequestsBody(msgspec.Struct):
     request_ids: list[str]
 
 
@@ -284,7 +284,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 async def abort_requests(request: web.Request) -> web.Response:
-    body = await computed(request, lambda fields: typed(fields, AbortBody))
+    body = await computed(request, lambda fields: typed(fields, AbortRequestsBody))
     return as_json({"status": "aborted", "aborted": await request.app[SERVICE].abort(body.request_ids)})
 
 

@@ -218,7 +218,7 @@ def _quoted(said: str) -> str | None:
     return parts[-2] if "field" in said and len(parts) > 2 else None
 
 
-def sampling_of(drawn: SamplingFields, *, max_tokens: int, vocab_size: int) -> Sampling:
+def requested_sampling(drawn: SamplingFields, *, max_tokens: int, vocab_size: int) -> Sampling:
     """Return the sampling of a request. Raise ApiError for values that the engine cannot sample with."""
     if 0 < drawn.temperature < 1e-3:
         said = f"temperature={drawn.temperature} is too close to 0 to be computed; 0 is greedy"
@@ -272,7 +272,7 @@ def call_of(
     if len(body.request_id or "") > MAX_NAME:
         said = f"request_id has {len(body.request_id or '')} characters; at most {MAX_NAME}"
         raise ApiError(400, said, param="request_id", code="invalid_value")
-    sampling = sampling_of(drawn, max_tokens=max_tokens or 1, vocab_size=vocab_size)
+    sampling = requested_sampling(drawn, max_tokens=max_tokens or 1, vocab_size=vocab_size)
     if (rows := len(sampling.stop) * len(prompts) * drawn.n) > MAX_STOP_ROWS:
         said = (
             f"stop: {len(sampling.stop)} strings for {len(prompts) * drawn.n} answers, at most {MAX_STOP_ROWS:,} of all"

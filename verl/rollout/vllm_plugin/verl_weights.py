@@ -34,7 +34,7 @@ class Init(WeightTransferInitInfo):
 
 
 @dataclass
-class Update(WeightTransferUpdateInfo):
+class SegmentUpdate(WeightTransferUpdateInfo):
     """One update, or one bucket of it."""
 
     path: str
@@ -51,7 +51,7 @@ class Update(WeightTransferUpdateInfo):
     """The segment is overwritten after it was read."""
 
 
-class Segment:
+class SharedSegment:
     """A mapped segment. Its tensors are views of it: they are read before the trainer writes it again."""
 
     def __init__(self, path: str) -> None:
@@ -67,7 +67,7 @@ class Segment:
     def version(self) -> int:
         return int.from_bytes(self._found[:8], "little", signed=True)
 
-    def tensors(self, update: Update) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, update: SegmentUpdate) -> Iterator[tuple[str, torch.Tensor]]:
         size, first, length = (int.from_bytes(self._found[at : at + 8], "little") for at in (8, 16, 24))
         on_device = _opened(self._found[first : first + length]) if length else None
         parts = msgspec.msgpack.decode(self._found[HEAD_BYTES : HEAD_BYTES + size])
@@ -122,8 +122,8 @@ def _plain(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-class Engine(WeightTransferEngine[Init, Update]):
-    init_info_cls, update_info_cls = Init, Update
+class Engine(WeightTransferEngine[Init, SegmentUpdate]):
+    init_info_cls, update_info_cls = Init, SegmentUpdate
 
     def init_transfer_engine(self, init_info: Init) -> None:
         """Do nothing: every update has its own path."""
@@ -131,15 +131,15 @@ class Engine(WeightTransferEngine[Init, Update]):
     def start_weight_update(self) -> None:
         self.read: list[str] = []
         self.filled: set[str] = set()
-        self.segments: list[Segment] = []  # vLLM copies a layer once it is complete: they stay mapped until then
+        self.segments: list[SharedSegment] = []  # vLLM copies a layer once it is complete: they stay mapped until then
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive weights. The base class would also wait for an accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: Update) -> None:
-        segment = Segment(update_info.path)
+    def receive_weights(self, update_info: SegmentUpdate) -> None:
+        segment = SharedSegment(update_info.path)
         segment.require(update_info.version)
         self.segments.append(segment)
         self.filled |= set(self.model.load_weights(self._noted(segment.tensors(update_info))) or ())

@@ -41,9 +41,9 @@ class RankActor:
         """Start the store through which the ranks of this group find each other, and return its address."""
         import ray
 
-        from verl.workers.dist import serve
+        from verl.workers.dist import serve_store
 
-        self._store, address = serve(ray.util.get_node_ip_address())
+        self._store, address = serve_store(ray.util.get_node_ip_address())
         return address
 
     def build(
