@@ -200,3 +200,14 @@ def test_who_plays_and_with_what_is_compared_and_an_older_run_had_neither(made, 
     older = {key: value for key, value in start.values.items() if not key.startswith("agent.")}
     before = type(start)(older, start.contents)
     assert compare(before, start) == ([], {}) and compare(before, made(*tools, "agent.max_turns=3"))[0]
+
+
+def test_a_setting_of_the_algorithm_that_an_older_run_did_not_record_has_its_default(made):
+    """A run of an earlier version continues: what a setting's default computes is what was computed before it existed."""
+    was = made("algorithm.name=grpo")
+    for key in ("algorithm.singleton", "algorithm.epsilon"):
+        del was.values[key]
+    was.defaults = {}
+    assert compare(was, made("algorithm.name=grpo")) == ([], {})
+    changed = made("algorithm.name=grpo", "algorithm.options.singleton=raw")
+    assert [line.partition(":")[0] for line in compare(was, changed)[0]] == ["algorithm.singleton"]

@@ -153,12 +153,16 @@ class Identity(msgspec.Struct):
     """Every key as JSON; a secret of the environment as its hash."""
     contents: dict[str, str] = {}
     """A hash for each key of CONTENT."""
+    defaults: dict[str, str] = {}
+    """The values, as JSON, of the algorithm's settings where none is given. A run that was recorded before a setting
+    existed has its default: every new setting's default is what was computed before."""
 
 
 def identity_of(resolved: Resolved, command: str) -> Identity:
     config, contents = resolved.config, {key: made for key, of in CONTENT.items() if (made := of(resolved.config))}
     longest = config.rollout.max_response_tokens  # values of the preset count as given
-    preset = settled(config.algorithm.name, config.algorithm.given(), longest=longest)
+    given = config.algorithm.given()
+    preset = settled(config.algorithm.name, given, longest=longest)
     functions = {"algorithm.loss": preset.loss.fn, "algorithm.advantage": preset.estimator.fn}
     values = {k: v for k, v in values_of(config).items() if not k.startswith("algorithm.")} | _defaults(config)
     values |= {f"algorithm.{k}": v for k, v in preset.settings().items() if k != "estimator"}  # it is the advantage
@@ -171,7 +175,10 @@ def identity_of(resolved: Resolved, command: str) -> Identity:
     for key, text in texts.items():
         if key in resolved.masked:
             texts[key] = f"(environment) {_text_digest(text)[:12]}"
-    return Identity({"verb": command} | texts, contents)
+    own = {k: given.get(k) for k in ("loss", "advantage")}  # they decide which settings there are
+    unset = settled(config.algorithm.name, own, longest=longest).settings()
+    defaults = {f"algorithm.{k}": json.dumps(v, sort_keys=True, default=str) for k, v in unset.items()}
+    return Identity({"verb": command} | texts, contents, defaults)
 
 
 def _defaults(config: Config) -> dict[str, object]:
@@ -196,7 +203,8 @@ def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str
     others: list[str] = []
     changed: dict[str, list[str]] = {}
     for key in dict.fromkeys([*was.values, *now.values]):
-        old, new = was.values.get(key, _default(key)), now.values.get(key, _default(key))
+        old = was.values.get(key, now.defaults.get(key, _default(key)))
+        new = now.values.get(key, was.defaults.get(key, _default(key)))
         if _read(old) == _read(new):  # 2 and 2.0 are one value
             new = old
         if key in CONTENT:
