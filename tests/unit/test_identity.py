@@ -203,7 +203,7 @@ def test_who_plays_and_with_what_is_compared_and_an_older_run_had_neither(made, 
 
 
 def test_a_setting_of_the_algorithm_that_an_older_run_did_not_record_has_its_default(made):
-    """A run of an earlier version continues: what a setting's default computes is what was computed before it existed."""
+    """A run of an earlier version continues: a default computes what was computed before the setting existed."""
     was = made("algorithm.name=grpo")
     for key in ("algorithm.singleton", "algorithm.epsilon"):
         del was.values[key]
