@@ -28,8 +28,8 @@ def check_data_source(data_source: str) -> None:
         check_tier("auto")
     if data_source in KNOWN or data_source.startswith("aime"):
         return
-    hint = did_you_mean(data_source, KNOWN, form="; did you mean {!r}?")
-    prefix = f"data_source={data_source!r}: no reward function is known for it{hint or '.'} Known: {', '.join(KNOWN)}, aime*."
+    hint = did_you_mean(data_source, KNOWN, form="; did you mean {!r}?") or "."
+    prefix = f"data_source={data_source!r}: no reward function is known for it{hint} Known: {', '.join(KNOWN)}, aime*."
     signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None)"
     raise Refused(f"{prefix} Fix: reward.path=your_reward.py with `{signature}`")
 
