@@ -143,14 +143,14 @@ def contract(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         known = {"max_context_tokens": 512, "dtype": torch.float32, **given}
         context = RolloutContext(hf_config=suite.reference(model).config, place=place, **known)
         made = engine_of(kind, running, context)
-        read, running.came = made._api.read, 0
+        read, running.came = made.connection.api.read, 0
 
         def counting(drawn: Any, answer: Any) -> None:
             before = len(drawn.ids)
             read(drawn, answer)
             running.came += len(drawn.ids) - before
 
-        made._api.read = counting  # type: ignore[method-assign]
+        made.connection.api.read = counting  # type: ignore[method-assign]
         return made
 
     async def until_here(engine: Any, tokens: int) -> None:
@@ -248,12 +248,12 @@ def test_a_start_that_fails_is_not_the_last_one(contract: ModuleType) -> None:
         log = Path("server.log")
 
     async def body(engine: Any) -> list[int]:
-        engine._launch = lambda folder: (Dead(), running.url)
+        engine.connection.launch = lambda folder: (Dead(), running.url)
         with pytest.raises(RuntimeError, match="ended with exit code 1 as it started"):
             await contract.load(engine, contract.Source(contract.reference(seed=1), 1))
         with pytest.raises(ServerGone, match="out of service: the update to version 1 failed"):
             await engine.generate(GenerateRequest("r", prompt, contract.greedy(5)))
-        engine._launch = running.launch
+        engine.connection.launch = running.launch
         assert await contract.load(engine, contract.Source(contract.reference(seed=2), 2)) == 2
         return (await engine.generate(GenerateRequest("r", prompt, contract.greedy(5)))).ids.tolist()
 

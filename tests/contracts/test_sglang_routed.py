@@ -23,7 +23,7 @@ from routing import router
 
 from verl.rollout import liveness, sglang
 from verl.rollout.base import GenerateRequest, Peers, ReplicaLost, RolloutContext, ServerPlace
-from verl.rollout.calls import PendingCall
+from verl.rollout.calls import PendingCall, RunningCalls
 from verl.rollout.http import ServerLate
 from verl.rollout.process import free_port
 from verl.types import Sampling
@@ -109,11 +109,11 @@ async def ask(one: Any, tag: str, count: int = 24, **sampling: Any) -> list[Any]
 
 
 async def directly(one: Any, tag: str, count: int = 24) -> list[Any]:
-    one._router, through = None, one._router
+    one.connection.router, through = None, one.connection.router
     try:
         return await ask(one, tag, count)
     finally:
-        one._router = through
+        one.connection.router = through
 
 
 def same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
@@ -183,8 +183,8 @@ def test_no_answer_is_taken_of_weights_that_this_run_has_not_verified(
             await publish(fleet, engines[1:], 9, seed=99, verified=0)
             await publish(fleet, engines[:1], 9, seed=9)
             if what == "fenced":
-                await engines[1]._fence("its canary failed")
-                await engines[1]._api.resume(engines[1]._call)
+                await engines[1].updates.fence("its canary failed")
+                await engines[1].connection.api.resume(engines[1].connection.call)
             elif what == "closed":
                 await engines[1].close()
             elif what == "other run":
@@ -259,27 +259,36 @@ def test_one_that_streams_for_others_is_alive_though_its_probe_waits(monkeypatch
     """Its queue is long, and all that comes from it goes to others, by the router."""
     monkeypatch.setattr(liveness, "QUIET_S", 0.1)
 
-    async def run() -> None:
-        heard, lost = [0], list[str]()
-        call = PendingCall(GenerateRequest("a", np.zeros(1, np.int64), Sampling(max_tokens=1)), "policy", routed=True)
+    class Streams:
+        """A connection with events for others, if it is busy, and no token for the probe."""
 
-        async def late() -> None:
-            heard[0] += busy
+        context = SimpleNamespace(max_concurrent_sequences=8)
+
+        def __init__(self, *, busy: bool) -> None:
+            self.busy, self.routed_events, self.lost = busy, 0, list[str]()
+
+        async def probe(self, timeout_s: float) -> None:
+            self.routed_events += self.busy
             await asyncio.sleep(0.05)
             raise ServerLate("no answer")
 
-        async def nothing() -> None:
+        async def progress(self) -> None:
             return None
 
-        async def gone(why: str) -> None:
-            lost.append(why)
+        async def give_up(self, why: str) -> None:
+            self.lost.append(why)
 
+    async def run() -> None:
+        request = GenerateRequest("a", np.zeros(1, np.int64), Sampling(max_tokens=1))
         for busy in (True, False):
-            watched = liveness.LivenessWatch({"a": call}, lambda: heard[0], late, nothing, lambda: True, gone)
+            connection: Any = Streams(busy=busy)
+            calls = RunningCalls(connection)
+            calls.pending["a"] = PendingCall(request, "policy", routed=True)
+            watched = liveness.LivenessWatch(connection, calls, SimpleNamespace(may_sample=True))  # type: ignore[arg-type]
             watched.watch()
             await asyncio.sleep(0.8)
             watched.close()
-            assert bool(lost) is not busy
+            assert bool(connection.lost) is not busy
 
     asyncio.run(run())
 
@@ -332,7 +341,7 @@ def test_a_router_that_refuses_is_passed_by(fleet: Any, status: int) -> None:
         app.add_routes([web.get("/workers", workers), web.post("/generate", refuses)])
         async with TestServer(app) as server:
             one = routed(fleet, 0, str(server.make_url("")))
-            one._limits = replace(one._limits, request_s=2)  # for which who is full is asked again
+            one.connection.limits = replace(one.connection.limits, request_s=2)  # for which who is full is asked again
             try:
                 await publish(fleet, [one], 12, seed=12)
                 assert all([v for v, _, _ in answer.spans] == [12] for answer in await ask(one, "r", 3))

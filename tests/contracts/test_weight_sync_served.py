@@ -72,7 +72,7 @@ def server() -> Iterator[dict[bool, Running]]:
         started[tied].renew()
         place = ServerPlace(model="none", log=Path(os.devnull), url=started[tied].url)
         made = server_url.build(server_url.Options(), replace(context, place=place))
-        made._able = replace(made._able, sleep_levels=(1, 2))
+        made.connection.able = replace(made.connection.able, sleep_levels=(1, 2))
         return made
 
     def double(context: RolloutContext) -> ServedEngine:

@@ -22,7 +22,7 @@ from each import FULL_GRID
 from serving import CONTROLLED, KEY, server_process
 from small_runs import dispatched, metrics_of, small_run, trained
 
-from verl.rollout import client, liveness
+from verl.rollout import liveness
 
 GENERATE = "/inference/v1/generate"
 STEPS = 3
@@ -167,7 +167,7 @@ def test_one_of_two_servers_fails_and_the_run_is_the_undisturbed_one(
 
     door.fault, door.slow_s, door.cut = fault, 0.05 * (how == "slow"), at * (how == "reset")
     monkeypatch.setattr(liveness, "QUIET_S", 0.3)
-    monkeypatch.setattr(client, "PROBE_S", 1.0)
+    monkeypatch.setattr(liveness, "PROBE_S", 1.0)
     late = ("run.wait_timeout_s=30",) if how.startswith("stopped at") else ()  # a publish waits so long for one
     buckets = ("sync.engine=shm", "sync.engine_options.bucket_mb=1") if how.endswith(", buckets") else ()
     small_run(tmp_path, tiny_model, arithmetic_data, *pair.args, *late, *buckets)

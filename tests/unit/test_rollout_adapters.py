@@ -21,8 +21,8 @@ from served import Served, crashing, silent
 from test_rollout_client import PROMPT, context_of, greedy, reader
 
 from verl.config.adapter import CONFIG, rank_of, read_adapter
-from verl.rollout import adapted
-from verl.rollout.adapted import write_nothing
+from verl.rollout import adapters
+from verl.rollout.adapters import write_nothing
 from verl.rollout.api import Deadlines
 from verl.rollout.base import Capabilities, GenerateRequest, ServerPlace
 from verl.rollout.client import ServedEngine
@@ -387,7 +387,7 @@ def test_what_may_have_come_although_nobody_said_so_goes_at_the_end(base: Path, 
     folder = str(write_adapter(tmp_path / "a", base, "q_proj"))
 
     async def body(engine: ServedEngine, double: Adapted) -> None:
-        engine._limits = replace(engine._limits, control_s=0.1)
+        engine.connection.limits = replace(engine.connection.limits, control_s=0.1)
 
         async def late(request: web.Request) -> web.Response:
             given = await request.json()
@@ -448,18 +448,18 @@ def test_two_runs_at_one_server_do_not_take_each_others_adapters(
             assert sorted(double.names) == ["a", "a", NOTHING, NOTHING]
             await other.close()
             assert sorted(double.names) == ["a", NOTHING] and all(
-                there.startswith(one._tag) for there in double.folders
+                there.startswith(one.connection.tag) for there in double.folders
             )
             double.faults[UNLOAD] = silent
             await asyncio.wait_for(one.close(), 20)  # a server that does not answer costs a short while in all
 
-    monkeypatch.setattr(adapted, "DROPS_S", 0.2)
+    monkeypatch.setattr(adapters, "DROPS_S", 0.2)
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_weights_are_put_away_with_the_adapters_and_not_dropped(base: Path) -> None:
     async def body(engine: ServedEngine, double: Adapted) -> None:
-        engine._able = replace(engine._able, sleep_levels=(1,))
+        engine.connection.able = replace(engine.connection.able, sleep_levels=(1,))
         await engine.sleep(2)
         await engine.wake()
         assert double.paths[-3:] == ["/sleep?level=1", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"]

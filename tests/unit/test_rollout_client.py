@@ -26,7 +26,7 @@ from families import QWEN3_MOE
 from served import NAMES, SERVED, VOCAB, Fault, Served, crashing, hanging_up, logprob, silent
 
 from verl.checkpoint.hf import skeleton_of
-from verl.rollout import client, http, liveness, wire
+from verl.rollout import gate, http, liveness, wire
 from verl.rollout.api import Deadlines, Expected
 from verl.rollout.base import Capabilities, Completion, GenerateRequest, ReplicaLost, RolloutContext
 from verl.rollout.client import ServedEngine
@@ -233,7 +233,7 @@ def test_nothing_is_sent_that_would_end_the_engine() -> None:
 
 def test_scores_and_health_wait_for_a_server_that_is_full() -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
-        for ask in (lambda: engine.score(np.array([5, 6])), engine.probe):
+        for ask in (lambda: engine.score(np.array([5, 6])), engine.connection.probe):
             full = [True, True]
 
             async def fault(request: web.Request, full: list[bool] = full) -> web.StreamResponse | None:
@@ -485,7 +485,7 @@ def test_a_server_that_fails_requests_is_gone_where_it_draws_no_token_either(
         with pytest.raises(error):
             await engine.generate(GenerateRequest("r", PROMPT, greedy(3)))
 
-    monkeypatch.setattr(client, "PROBE_S", 0.7)
+    monkeypatch.setattr(liveness, "PROBE_S", 0.7)
     with_server(body, request_s=1.0)
 
 
@@ -504,13 +504,13 @@ def test_a_long_queue_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ServerLate):
             await late
 
-    monkeypatch.setattr(client, "PROBE_S", 4.0)
+    monkeypatch.setattr(liveness, "PROBE_S", 4.0)
     with_server(body, request_s=2.0)
 
 
 def quiet(monkeypatch: pytest.MonkeyPatch, quiet_s: float = 0.05, probe_s: float = 1.0) -> None:
     monkeypatch.setattr(liveness, "QUIET_S", quiet_s)
-    monkeypatch.setattr(client, "PROBE_S", probe_s)
+    monkeypatch.setattr(liveness, "PROBE_S", probe_s)
 
 
 @pytest.mark.parametrize("stop", [(), ("zz",)], ids=["whole", "stream"])
@@ -647,7 +647,7 @@ def test_an_update_is_one_transaction() -> None:
         assert served.paths[-7:] == ["/pause?mode=keep", *UPDATE, "/resume"]
         info = dict(served.asked)["/update_weights"]["update_info"]
         assert info == {"path": "/dev/shm/x-4", "version": 4, "names": None, "checksums": dict.fromkeys(NAMES, 7)}
-        assert dict(served.asked)["/finish_weight_update"] == {"weight_version": f"4-{engine._tag}"}
+        assert dict(served.asked)["/finish_weight_update"] == {"weight_version": f"4-{engine.connection.tag}"}
         with pytest.raises(ValueError, match=r"sync\.engine=shm"):
             await engine.load_weights(SimpleNamespace(version=5, tensors=list))  # type: ignore[arg-type]
 
@@ -711,7 +711,7 @@ def test_a_server_that_reads_ahead_stands_still_for_the_rest_alone() -> None:
     """Where requests are to go on; and what fails before that fences it, too."""
 
     async def body(engine: ServedEngine, served: Served) -> None:
-        engine._api = VerlApi()
+        engine.connection.api = VerlApi()
         for version, mode, paths in ((1, "keep", [*UPDATE[:2], "/pause?mode=keep", *UPDATE[2:]]), (2, "wait", None)):
             served.asked.clear()
             assert await engine.load_weights(reader(version), on_inflight=mode) == version  # type: ignore[arg-type]
@@ -828,11 +828,11 @@ def test_the_double_ends_where_it_is_updated_while_a_step_runs_as_vllm_does(path
         running = asyncio.create_task(engine.generate(GenerateRequest("r", PROMPT, greedy(60))))
         await until(lambda: bool(served.running))
         with pytest.raises(ServerRefused, match="EngineDeadError: updated while a step runs"):
-            await engine._http.post(path, {"weight_version": "1"}, timeout_s=5)
+            await engine.connection.http.post(path, {"weight_version": "1"}, timeout_s=5)
         with pytest.raises((ServerGone, ServerRefused)):
             await running
         with pytest.raises(ServerRefused, match="EngineDeadError"):
-            await engine.probe(5)
+            await engine.connection.probe(5)
 
     with_server(body, Served(step_s=0.01))
 
@@ -840,12 +840,12 @@ def test_the_double_ends_where_it_is_updated_while_a_step_runs_as_vllm_does(path
 def test_the_double_ends_where_it_is_resumed_after_a_load_that_failed_as_vllm_does() -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
         for path in ("/pause?mode=keep", "/start_weight_update"):
-            await engine._http.post(path, timeout_s=5)
+            await engine.connection.http.post(path, timeout_s=5)
         served.faults["/update_weights"] = crashing(500, "Attempted to load weight [3] into [4]")
         with pytest.raises(ServerRefused, match="Attempted to load"):
-            await engine._http.post("/update_weights", {}, timeout_s=5)
+            await engine.connection.http.post("/update_weights", {}, timeout_s=5)
         with pytest.raises(ServerRefused, match="EngineDeadError: resumed amid an update"):
-            await engine._http.post("/resume", timeout_s=5)
+            await engine.connection.http.post("/resume", timeout_s=5)
         assert served.dead is not None and not served.going.is_set()
 
     with_server(body)
@@ -1095,10 +1095,10 @@ def test_health_is_shown_by_a_token() -> None:
     """/health is 200 while the engine itself is stopped."""
 
     async def body(engine: ServedEngine, served: Served) -> None:
-        await engine.probe()
+        await engine.connection.probe()
         served.faults["/inference/v1/generate"] = silent
         with pytest.raises(ServerLate, match=r"no answer in 0.1 s"):
-            await engine.probe(0.1)
+            await engine.connection.probe(0.1)
 
     with_server(body)
 
@@ -1122,7 +1122,7 @@ def test_after_the_end_nothing_is_asked() -> None:
 
 
 def test_an_end_waits_for_no_pause_that_a_caller_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "UNDO_S", 0.1)
+    monkeypatch.setattr(gate, "UNDO_S", 0.1)
 
     async def body(engine: ServedEngine, served: Served) -> None:
         task = asyncio.create_task(engine.generate(GenerateRequest("r", PROMPT, greedy(60, stop=("never",)))))
@@ -1130,7 +1130,7 @@ def test_an_end_waits_for_no_pause_that_a_caller_left(monkeypatch: pytest.Monkey
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.load_weights(reader(1), on_inflight="wait"), 0.1)
         await asyncio.wait_for(engine.close(), 5)
-        for call in (task, engine._http.get("/health", timeout_s=5)):
+        for call in (task, engine.connection.http.get("/health", timeout_s=5)):
             with pytest.raises(RuntimeError, match="closed"):
                 await asyncio.wait_for(call, 5)
 

@@ -208,9 +208,9 @@ def test_a_start_has_a_deadline_that_names_what_is_waited_for(tmp_path: Path) ->
         engine = engine_of(tmp_path, start_s=1.0, command=command)
         with pytest.raises(ServerLate, match=r"vLLM at http.*waited 1 s for it to start.*\n.*loading shard 3"):
             await engine.capabilities()
-        assert engine._server is not None
+        assert engine.connection.process is not None
         await engine.close()
-        return engine._server.pid
+        return engine.connection.process.pid
 
     assert gone(asyncio.run(asyncio.wait_for(run(), 60)))
 
@@ -219,7 +219,7 @@ def test_a_server_that_was_killed_is_told_of_and_comes_back_with_all_weights(tmp
     async def run() -> None:
         engine = engine_of(tmp_path)
         await engine.load_weights(reader())
-        first = engine._server
+        first = engine.connection.process
         assert first is not None
         task = asyncio.create_task(engine.generate(GenerateRequest("r", PROMPT, greedy(60))))
         await asyncio.sleep(0.01)
@@ -232,7 +232,7 @@ def test_a_server_that_was_killed_is_told_of_and_comes_back_with_all_weights(tmp
             await engine.generate(GenerateRequest("r", PROMPT, greedy(2)))
         assert await engine.load_weights(reader(7)) == 7
         assert (await engine.generate(GenerateRequest("r", PROMPT, greedy(2)))).spans == ((7, 0, 2),)
-        second = engine._server
+        second = engine.connection.process
         assert second is not None and second.pid != first.pid
         await engine.close()
         assert gone(second.pid)
@@ -249,7 +249,7 @@ def test_the_first_to_hear_of_a_death_hears_how_it_ended_and_a_run_begins_again_
         await replica.load_weights(reader())
         task = asyncio.create_task(router.generate(GenerateRequest("r", PROMPT, greedy(60))))  # of 12 s
         await until(lambda: bool(router._running))
-        os.kill(replica.engine._server.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        os.kill(replica.engine.connection.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         with pytest.raises(ReplicaLost) as caught:
             await task
         for error in (caught.value, failed[0]):
@@ -264,13 +264,13 @@ def test_a_fenced_server_is_killed_and_started_anew(tmp_path: Path) -> None:
     async def run() -> None:
         engine = engine_of(tmp_path)
         await engine.load_weights(reader())
-        first = engine._server
+        first = engine.connection.process
         with pytest.raises(Exception, match="loaded 1 tensors that nobody sent|did not load"):
             await engine.load_weights(reader(1, ["a.weight", "other.weight"]))
         assert first is not None and gone(first.pid)
         with pytest.raises(ServerGone, match="out of service: the update to version 1 failed"):
             await engine.generate(GenerateRequest("r", PROMPT, greedy(2)))
-        assert await engine.load_weights(reader(2)) == 2 and engine._server is not first
+        assert await engine.load_weights(reader(2)) == 2 and engine.connection.process is not first
         assert (await engine.generate(GenerateRequest("r", PROMPT, greedy(2)))).spans == ((2, 0, 2),)
         await engine.close()
 
@@ -306,7 +306,10 @@ def test_a_server_whose_port_was_taken_meanwhile_is_started_on_another(tmp_path:
             assert await engine.load_weights(reader(3)) == 3
             assert (await engine.generate(GenerateRequest("r", PROMPT, greedy(2)))).spans == ((3, 0, 2),)
             assert len(ports) == 2 and {path for path, _ in foreign.asked} <= {"/health"}
-            assert engine._server is not None and engine._server.listens(ports[1]) == (True, False)
+            assert engine.connection.process is not None and engine.connection.process.listens(ports[1]) == (
+                True,
+                False,
+            )
             await engine.close()
             await runner.cleanup()
 
@@ -317,7 +320,7 @@ def test_an_engine_that_is_closed_while_it_restarts_starts_no_other_server(tmp_p
     async def run() -> None:
         engine, stopping, gate = engine_of(tmp_path), threading.Event(), threading.Event()
         await engine.load_weights(reader())
-        first, launch = engine._server, engine._launch
+        first, launch = engine.connection.process, engine.connection.launch
         assert first is not None and launch is not None
         servers, stop = [], first.stop
 
@@ -330,7 +333,7 @@ def test_an_engine_that_is_closed_while_it_restarts_starts_no_other_server(tmp_p
             servers.append(launch(folder))
             return servers[-1]
 
-        first.stop, engine._launch = slow, counted  # type: ignore[method-assign]
+        first.stop, engine.connection.launch = slow, counted  # type: ignore[method-assign]
         os.kill(first.pid, signal.SIGKILL)
         wait_for(lambda: first.exit_code is not None, "its end")
         update = asyncio.create_task(engine.load_weights(reader(1)))

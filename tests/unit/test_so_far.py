@@ -70,7 +70,8 @@ async def ours() -> AsyncIterator[ServedEngine]:
         context = RolloutContext(hf_config=module.config, place=place, decode=spelled, **given)
         engine = server_url.build(server_url.Options(), context)
         await engine.capabilities()
-        engine._version, service.weights[0] = 0, f"0-{engine._tag}"  # it was started with what this run would give it
+        engine.connection.version = 0  # it was started with the weights that this run would give it
+        service.weights[0] = f"0-{engine.connection.tag}"
         try:
             yield engine
         finally:
@@ -378,7 +379,7 @@ def test_a_request_that_is_held_over_an_update_is_not_mixed() -> None:
         engine: Any = router.replicas[1].engine
         begun = PartialAnswer()
         begun.add([5, 6], [-1.1, -1.12], 0)
-        doubles[1].weights = f"1-{engine._tag}"
+        doubles[1].weights = f"1-{engine.connection.tag}"
         found = await engine.generate(
             GenerateRequest("r", PROMPT, Sampling(max_tokens=6, temperature=0.0), begun=begun)
         )

@@ -84,7 +84,7 @@ def test_adapters_come_and_go_over_weights_that_are_published(suite: ModuleType,
             running = asyncio.ensure_future(
                 engine.generate(GenerateRequest("long", IDS, Sampling(max_tokens=300), parameters="a"))
             )
-            while not engine._pending:  # noqa: ASYNC110
+            while not engine.calls.pending:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             with pytest.raises(ValueError, match="load_adapter: 1 requests of 'a' run; wait for them, or abort them"):
                 await engine.load_adapter("a", str(folders["a"]))
@@ -92,7 +92,7 @@ def test_adapters_come_and_go_over_weights_that_are_published(suite: ModuleType,
             await running
             await engine.load_adapter("a", str(folders["a"]))
             await check(module)  # no prefix of the one before
-            engine._server.stop()  # type: ignore[union-attr]
+            engine.connection.process.stop()  # type: ignore[union-attr]
             await load(engine, Weights(module, 3))
             await check(module)  # the new server has them
             await engine.drop_adapter("b")

@@ -137,7 +137,7 @@ def test_an_abort_names_a_request_as_the_server_does(contract: ModuleType, runni
         await contract.until_sampled(engine, 5)
         await engine.pause("keep")
         contract.still(task)
-        (call,) = engine._pending.values()
+        (call,) = engine.calls.pending.values()
         http = Http(running.url)
         await http.post(ABORT, {"request_ids": [call.server_id]}, timeout_s=30)
         await asyncio.sleep(0.1)
@@ -210,7 +210,7 @@ def test_stop_strings_that_the_server_would_ignore_end_the_answer(contract: Modu
 
 def test_a_server_with_too_short_a_context_is_refused(contract: ModuleType, running: Running) -> None:
     engine = contract.build("vllm")
-    engine._context = replace(engine._context, max_context_tokens=600)
+    engine.connection.context = replace(engine.connection.context, max_context_tokens=600)
 
     async def run() -> None:
         with pytest.raises(ValueError, match="at most 512 tokens, and 600 are asked for"):
@@ -236,7 +236,7 @@ def on_its_own(
             began_s = time.monotonic()
             await engine.close()
             assert time.monotonic() - began_s < 60
-        assert engine._server is not None and not processes(engine)
+        assert engine.connection.process is not None and not processes(engine)
 
     asyncio.run(run())
     return engine
@@ -244,11 +244,11 @@ def on_its_own(
 
 def processes(engine: ServedEngine) -> list[psutil.Process]:
     """Of its session, with what they are called."""
-    assert engine._server is not None
+    assert engine.connection.process is not None
     found = []
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == engine._server.pid and process.status() != psutil.STATUS_ZOMBIE:
+            if os.getsid(process.pid) == engine.connection.process.pid and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.NoSuchProcess, ProcessLookupError):
             continue
@@ -278,7 +278,7 @@ def test_updates_that_fail_and_an_engine_that_hangs_or_dies(suite: ModuleType, t
         assert await check_canary("here", engine, [ids], probed(suite, ids, seed), None) < 1e-5
 
     async def refused(engine: ServedEngine, reader: Any, said: str) -> None:
-        before = engine._server
+        before = engine.connection.process
         with pytest.raises((SyncError, ServerRefused, ServerGone, ValueError), match=said):
             await engine.load_weights(reader, on_inflight="keep")
         with pytest.raises(ServerGone, match="out of service"):
@@ -312,11 +312,11 @@ def test_updates_that_fail_and_an_engine_that_hangs_or_dies(suite: ModuleType, t
         # stopped: /health is 200
         core = core_of(engine)
         core.suspend()
-        await engine._http.get("/health", timeout_s=30)
+        await engine.connection.http.get("/health", timeout_s=30)
         with pytest.raises(ServerLate):
-            await engine.probe(2.0)
+            await engine.connection.probe(2.0)
         core.resume()
-        await engine.probe(60.0)
+        await engine.connection.probe(60.0)
         # killed
         task = asyncio.create_task(engine.generate(GenerateRequest("k", prompt, suite.greedy(400))))
         await asyncio.sleep(0.2)
@@ -342,8 +342,8 @@ def test_bytes_that_changed_on_their_way_are_refused(suite: ModuleType, tmp_path
         spoil(Path(reader.source.address))
         with pytest.raises(SyncError, match="checksum"):
             await engine.load_weights(reader)
-        assert engine._server is not None
-        assert "is not what the trainer sent (checksum)" in engine._server.log.read_text()
+        assert engine.connection.process is not None
+        assert "is not what the trainer sent (checksum)" in engine.connection.process.log.read_text()
 
     on_its_own(suite, tmp_path, body)
 
@@ -358,12 +358,12 @@ def test_two_processes_share_a_model_and_leave_nothing(suite: ModuleType, tmp_pa
             prompt = suite.prompts((9,))[0]
             c = await engine.generate(GenerateRequest("r", prompt, suite.greedy(20)))
             assert c.ids.tolist() == suite.hf_greedy(prompt, 20, seed=version)
-        assert engine._server is not None
+        assert engine.connection.process is not None
         held.update(*map(mapped, processes(engine)))
         await asyncio.sleep(MAPS_S + 1)  # the guardian has looked, too
         for process in processes(engine):
             process.send_signal(signal.SIGKILL)
-        while engine._server.exit_code is None:  # noqa: ASYNC110
+        while engine.connection.process.exit_code is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     on_its_own(suite, tmp_path, body, tensor_parallel_size=2)

@@ -1,15 +1,19 @@
-"""Requests that a client has sent to a server, and waits for their ends."""
+"""The requests that a client has sent to a server: waiting for their ends, and aborting them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.rollout.base import GenerateRequest
+from verl.rollout.connection import ServerConnection
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
+
+AGAIN_S = 0.05  # between two aborts of a request that may not have reached the server yet
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +39,48 @@ class PendingCall:
     """Set when it is aborted."""
     reading: asyncio.Task[None] | None = None
     """The task that reads its stream, if the answer is a stream."""
+
+
+class RunningCalls:
+    """All requests that a server has not answered yet."""
+
+    def __init__(self, connection: ServerConnection) -> None:
+        self._connection = connection
+        self.pending: dict[str, PendingCall] = {}
+        """By the id of the request."""
+        self.scoring = Counter[str]()
+        """How many scores run, by the name of model or adapter at the server."""
+        self.events = 0
+        """Signs of life of the server: answers, parts of answers, and ends of a pause."""
+
+    def busy(self, model: str) -> int:
+        """Return how many requests of this model or adapter at the server run."""
+        return sum(call.model == model for call in self.pending.values()) + self.scoring[model]
+
+    async def abort(self, request_ids: Sequence[str] | None) -> int:
+        """Make requests (None: all) return with their partial tokens, and return how many did."""
+        names = self.pending.keys() if request_ids is None else self.pending.keys() & set(request_ids)
+        calls = [self.pending[name] for name in names]
+        await self.abort_and_wait(calls)
+        return len(calls)
+
+    async def abort_and_wait(self, calls: Sequence[PendingCall]) -> None:
+        """Repeat the abort until the calls have returned: a request may reach the server after its abort."""
+        limit_s = self._connection.limits.control_s
+        async with self._connection.deadline(limit_s, f"{len(calls)} aborted requests to return"):
+            while waiting := [call for call in calls if not call.ended.is_set()]:
+                await self.send_abort(waiting)
+                await ended(waiting, AGAIN_S)
+
+    async def send_abort(self, calls: Sequence[PendingCall]) -> None:
+        """Abort the calls at the server, or by closing their connections. Their ends are not waited for."""
+        connection, aborts = self._connection, self._connection.api.traits.aborts_requests
+        for call in calls:
+            call.cut.set()
+            if call.reading is not None and (call.routed or not aborts):
+                call.reading.cancel()
+        if aborts and (here := [call.server_id for call in calls if not call.routed]):
+            await connection.api.abort(connection.call, here)
 
 
 async def ended(calls: Sequence[PendingCall], timeout_s: float | None) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from verl.rollout.calls import PendingCall
+from verl.rollout.calls import RunningCalls
+from verl.rollout.connection import PROBE_S, ServerConnection
+from verl.rollout.gate import ServerGate
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 
 LOOKS = 4  # checks within QUIET_S of requests behind a router
@@ -18,26 +19,14 @@ QUIET_S = 60.0  # without an event from a server that has requests, before it mu
 
 
 class LivenessWatch:
-    """Watches one server as long as it has requests.
+    """Watches one server as long as it has requests, and gives it up if it does not answer them.
 
-    `pending` are its requests. `elsewhere` returns the number of events that other clients received from it. `probe`
-    makes it sample one token, and raises if none arrives in time. `progress` returns a value that changes while it
-    samples (None: not reported). `may_sample` is false while it is paused or asleep. `lost` is called with the reason
-    when it is given up.
+    If no event of a request arrives in `QUIET_S` it must sample one token as a probe. While it is paused or asleep, as
+    `gate` records, no events are expected.
     """
 
-    def __init__(
-        self,
-        pending: Mapping[str, PendingCall],
-        elsewhere: Callable[[], int],
-        probe: Callable[[], Awaitable[None]],
-        progress: Callable[[], Awaitable[Any]],
-        may_sample: Callable[[], bool],
-        lost: Callable[[str], Awaitable[None]],
-    ) -> None:
-        self._pending, self._elsewhere, self._probe = pending, elsewhere, probe
-        self._progress, self._may_sample, self._lost = progress, may_sample, lost
-        self.signs = 0  # answers, parts of answers, and ends of a pause
+    def __init__(self, connection: ServerConnection, calls: RunningCalls, gate: ServerGate) -> None:
+        self._connection, self._calls, self._gate = connection, calls, gate
         self._probing: asyncio.Task[Exception | None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -50,12 +39,14 @@ class LivenessWatch:
     async def stuck(self) -> bool:
         """Return true if the probe fails and the server makes no other progress meanwhile. With a long queue a probe
         may fail although the server samples."""
-        if not self._may_sample():
+        if not self._gate.may_sample:
             return False
-        heard, drawn = self._signs(), await self._progress()
+        events, progress = self._events(), await self._connection.progress()
         why = await self.failed()
         dead = isinstance(why, ServerGone | ServerLate) or (isinstance(why, ServerRefused) and why.status >= 500)
-        return dead and await self._progress() == drawn and self._signs() == heard and self._may_sample()
+        if not dead or await self._connection.progress() != progress:
+            return False
+        return self._events() == events and self._gate.may_sample
 
     def watch(self) -> None:
         """Start to watch the server, as long as it has requests."""
@@ -67,22 +58,23 @@ class LivenessWatch:
             if task is not None and not _finished(task):
                 task.cancel()
 
-    def _signs(self) -> int:
-        return self.signs + self._elsewhere()
+    def _events(self) -> int:
+        """Return the number of events of the server until now, at any client of the run."""
+        return self._calls.events + self._connection.routed_events
 
     async def _watch(self) -> None:
-        while self._pending:
-            heard = self._signs()
+        while pending := self._calls.pending:
+            events = self._events()
             for _ in range(LOOKS):
                 await asyncio.sleep(QUIET_S / LOOKS)
                 self._cancel_silent_calls()
-            if self._pending and self._signs() == heard and await self.stuck():
-                return await self._lost(f"{len(self._pending)} requests wait, and it draws no token")
+            if pending and self._events() == events and await self.stuck():
+                return await self._connection.give_up(f"{len(pending)} requests wait, and it draws no token")
 
     def _cancel_silent_calls(self) -> None:
         """Cancel routed calls that are silent: the server behind the router that has them may hang."""
-        now_s, may_sample = time.monotonic(), self._may_sample()
-        for call in self._pending.values():
+        now_s, may_sample = time.monotonic(), self._gate.may_sample
+        for call in self._calls.pending.values():
             if call.routed and not may_sample:  # no events are expected now
                 call.last_event_s = now_s
             elif call.routed and call.reading is not None and now_s - call.last_event_s > QUIET_S:
@@ -91,10 +83,19 @@ class LivenessWatch:
 
     async def _probed(self) -> Exception | None:
         try:
-            await self._probe()
+            await self._check_health()
         except (RuntimeError, TimeoutError, ValueError) as e:
             return e
         return None
+
+    async def _check_health(self) -> None:
+        """Check that the server samples. A probe needs a free row. If more requests than rows are pending and the
+        server reports no progress, the check is a request to `/health`."""
+        connection, rows = self._connection, self._connection.context.max_concurrent_sequences
+        if len(self._calls.pending) > rows and await connection.progress() is None:
+            await connection.http.get("/health", timeout_s=PROBE_S)
+        else:
+            await connection.probe(PROBE_S)
 
 
 def _finished(task: asyncio.Task[Any]) -> bool:

@@ -1,0 +1,137 @@
+"""New weights for a server: one update as a transaction, and the fence or the restart after one that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import time
+from dataclasses import replace
+from functools import partial
+
+from verl.checkpoint.hf import skeleton_of
+from verl.errors import Refused
+from verl.rollout.api import deliver_buckets, source_of
+from verl.rollout.base import PauseMode, WeightReader
+from verl.rollout.calls import RunningCalls
+from verl.rollout.connection import ServerConnection
+from verl.rollout.gate import UNDO_S, ServerGate
+from verl.rollout.http import ServerGone, ServerLate, ServerRefused
+from verl.rollout.starting import OTHER_ENGINES, ServerStart
+from verl.weight_sync.base import Parts, SyncError, WeightSource, saved_parts
+
+
+class ServerUpdates:
+    """Updates of a server's weights. After one that failed the server is fenced, for good or until it is restarted: it
+    never answers with unverified weights."""
+
+    def __init__(self, connection: ServerConnection, start: ServerStart, calls: RunningCalls, gate: ServerGate) -> None:
+        self._connection, self._start, self._calls, self._gate = connection, start, calls, gate
+        self._parts: Parts | None = None
+
+    async def load(self, source: WeightReader, mode: PauseMode) -> int:
+        """Load weights as one transaction: pause, load all, compare the loaded tensors, drop the prefixes, resume, and
+        return their version. A failure after the first tensor fences the server; the next call restarts it, if it was
+        started here."""
+        connection, traits = self._connection, self._connection.api.traits
+        began = time.perf_counter()
+        reader, sent = await source_of(connection.api, source)
+        sent = await self._as_read(sent)
+        transferred = time.perf_counter() - began
+        if not traits.updates_weights and connection.launch is None and connection.version >= 0:
+            fix = "use it for verl eval and verl generate, or train with rollout.engine=vllm, sglang or server"
+            raise Refused(f"{connection.http.url} has weights of its own, and takes no others while it runs: {fix}")
+        await self._start.up()
+        async with self._gate.alone(partial(self._announce_early, sent, mode)) as announced:
+            await self._stop_sampling(mode)
+            began = time.perf_counter()
+            try:
+                await self._deliver(sent, announced=announced)
+                loaded = time.perf_counter()
+                await self._gate.wake(("kv",))  # only now: old weights, new weights and KV are never in memory together
+                if not self._gate.paused:
+                    await self._gate.end_pause()
+            except BaseException as e:
+                await self.fence(f"the update to version {sent.version} failed ({type(e).__name__}: {e})")
+                if connection.version < 0 and isinstance(e, SyncError | ServerRefused):
+                    why = f"{connection.name} has taken no weights yet; if it has another model"
+                    raise SyncError(f"{e}; {why}: start it with this one, or set {OTHER_ENGINES}") from e
+                raise
+        parts = {"transfer": transferred, "load": loaded - began, "pause": time.perf_counter() - began}
+        reader.delivered, reader.seconds = reader.delivered | set(sent.delivered), parts
+        connection.version = sent.version
+        return sent.version
+
+    async def _as_read(self, sent: WeightSource) -> WeightSource:
+        """Return the source with the tensor names that the server uses."""
+        names = self._connection.api.traits.tensor_names
+        if names == "model":
+            return sent
+        if self._parts is None:  # equal for all versions
+            config = copy.deepcopy(self._connection.context.hf_config)
+            self._parts = await asyncio.to_thread(lambda: saved_parts(skeleton_of(config), sent.delivered))
+        return replace(sent, names=names, parts=self._parts)
+
+    async def _announce_early(self, sent: WeightSource, mode: PauseMode) -> bool:
+        """Let the server read the new weights while it samples with the live ones, if it can. Return true if it did."""
+        connection = self._connection
+        samples = self._gate.may_sample and not (connection.exited or self._start.found_paused)
+        if not samples or connection.version < 0 or mode != "keep":
+            return False
+        if not connection.api.traits.prepares_weights or sent.passes:
+            return False
+        try:
+            await connection.api.announce(connection.call, sent)
+        except BaseException as e:
+            await self.fence(f"the update to version {sent.version} failed ({type(e).__name__}: {e})")
+            raise
+        return True
+
+    async def _stop_sampling(self, mode: PauseMode) -> None:
+        """Wake the weights and pause the server. If its engine has died or hangs, it is restarted."""
+        connection, updates = self._connection, self._connection.api.traits.updates_weights
+        what = "load_weights(on_inflight='wait')"
+        if updates and (connection.fenced is not None or connection.exited):
+            await self._restart()
+        try:
+            await self._gate.wake(("weights",))  # freed weights have no memory to be written to
+            await self._gate.stop_sampling(mode, what)
+        except (ServerGone, ServerLate, ServerRefused):
+            if connection.launch is None or not updates:
+                raise
+            await self._restart()
+            await self._gate.stop_sampling(mode, what)
+
+    async def _deliver(self, sent: WeightSource, *, announced: bool) -> None:
+        """Make the weights live in the paused server. `announced`: it has read them already."""
+        connection, api = self._connection, self._connection.api
+        if api.traits.updates_weights:
+            if sent.passes:
+                await deliver_buckets(api, connection.call, sent)
+            elif not announced:
+                await api.announce(connection.call, sent)
+            marked = f"{sent.version}-{connection.tag}" if api.traits.takes_weight_version else f"{sent.version}"
+            await api.deliver(connection.call, sent, marked)
+        elif connection.restarts:
+            await self._restart(sent.address)
+
+    async def _restart(self, folder: str | None = None) -> None:
+        """Start a new process in place of the present one, in the same state of pause."""
+        await self._connection.relaunch(folder)
+        self._gate.asleep.clear()
+        await self._start.again()
+        if self._gate.paused and "keep" in self._connection.api.traits.pause_modes:
+            await self._gate.pause_again()
+
+    async def fence(self, why: str) -> None:
+        """Stop using the server: its answers no longer count, and it is not woken. Its paused requests end, and are
+        sent to another server."""
+        self._gate.asleep.clear()
+        self._start.waiting = self._connection.restarts
+        self._connection.fence(why)
+        if self._connection.process is not None:
+            await asyncio.shield(asyncio.ensure_future(self._connection.stop()))
+        else:
+            with contextlib.suppress(ServerGone, ServerLate, ServerRefused, TimeoutError):
+                async with asyncio.timeout(UNDO_S):
+                    await self._calls.send_abort(list(self._calls.pending.values()))
