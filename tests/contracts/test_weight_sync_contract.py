@@ -428,9 +428,9 @@ def test_each_part_of_a_publish_is_measured_where_it_happens(backend, monkeypatc
     hours = {"gather": 1e4, "stage": 2e4, "transfer": 4e4, "load": 8e4}
 
     class Gathers(TorchEngine):
-        def weights(self, kind="full"):
+        def weights(self):
             ahead[0] += hours["gather"]
-            yield from super().weights(kind)
+            yield from super().weights()
 
     def transferring(source):
         ahead[0] += hours["transfer"]
@@ -732,9 +732,9 @@ def test_one_value_that_moved_is_a_change_while_all_checksums_are_made(backend):
 class SendsTheBase(TorchEngine):
     """Trains one set of tensors and sends another: adapters that were never merged."""
 
-    def weights(self, kind="full"):
+    def weights(self):
         if not hasattr(self, "base"):
-            self.base = [(n, t.clone()) for n, t in super().weights(kind)]
+            self.base = [(n, t.clone()) for n, t in super().weights()]
         yield from self.base
 
 

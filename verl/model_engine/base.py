@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -172,25 +172,36 @@ class EngineCapabilities:
     """A step that fits into one micro-batch needs no first pass: its outputs are the same in both."""
 
 
-@runtime_checkable
-class ReportsMetrics(Protocol):
-    """An engine that reports metrics of its own."""
+class Computes(Protocol):
+    """A model that computes outputs of rows: all that a frozen model needs (reference, teacher, reward model)."""
 
-    def take_metrics(self) -> Metrics: ...
-
-
-@runtime_checkable
-class DeliversParts(Protocol):
-    """An engine that can deliver on each rank the parts of the weights that the rank holds."""
-
-    def weight_parts(self) -> Iterator[WeightPart]:
-        """Yield this rank's part of every tensor of `weights`, in their order, on every rank, without any exchange
-        between ranks. The parts of all ranks cover each tensor once. They are valid inside `awake`."""
+    def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
+        """Return the given columns: logprobs, entropy, values, sum_pi_squared [L], or scores [R]. A teacher also has
+        hidden [L, H], topk_ids [L, k], topk_logprobs [L, k + 1]; a student logprobs_at [L, k + 1], divergence [L] and
+        its figures (nn/linear_teacher.py). average: use the moving average of the weights, where the optimizer keeps
+        one."""
         ...
 
+    def check_packing(self, *, share_prefix: bool) -> float:
+        """Prove at start that a pass draws no random numbers, that packed rows do not leak into each other, and that a
+        padded or packed pass gives what the model's own does; ValueError where it does not."""
+        ...
 
-class ModelEngine(Protocol):
-    """One per rank. Policy, critic and reward model differ by head."""
+    def awake(self, *parts: Part) -> AbstractContextManager[None]:
+        """Inside the context these parts of the state are on the device. After the outermost context the offloaded
+        parts leave it. Each method opens a context of its own; this one is for several calls that belong together."""
+        ...
+
+    def take_metrics(self) -> Metrics:
+        """Return the metrics that the engine counted by itself since the last call, if there are any."""
+        ...
+
+    @property
+    def capabilities(self) -> EngineCapabilities: ...
+
+
+class Trains(Protocol):
+    """A model with an optimizer."""
 
     def forward_backward(
         self, batch: Batch, terms: Sequence[Term], num_microbatches: int = 0, extra_outputs: Sequence[str] = ()
@@ -199,13 +210,6 @@ class ModelEngine(Protocol):
 
         num_microbatches: exactly so many passes, the same number on every rank; 0: as the token budget makes them. The
         outputs that terms name, and the extra ones, come back in the columns of the result."""
-        ...
-
-    def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
-        """Return the given columns: logprobs, entropy, values, sum_pi_squared [L], or scores [R]. A teacher also has
-        hidden [L, H], topk_ids [L, k], topk_logprobs [L, k + 1]; a student logprobs_at [L, k + 1], divergence [L] and
-        its figures (nn/linear_teacher.py). average: use the moving average of the weights, where the optimizer keeps
-        one."""
         ...
 
     def optim_step(self) -> Metrics:
@@ -217,42 +221,26 @@ class ModelEngine(Protocol):
         due, once per version, also when a resumed run publishes its version again."""
         ...
 
-    def weights(self, kind: Literal["full", "adapter", "merged"] = "full") -> Iterator[tuple[str, Tensor]]:
+
+class Publishes(Protocol):
+    """The source of the weights of one parameter set, as the sender of a publish reads it."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, tensor) with bounded memory; tied tensors once."""
         ...
 
-    def save(self, path: Path) -> None:
-        """Write weights, optimizer and counters of all ranks into the folder `path`; any number of ranks can load
-        them."""
+    def weight_parts(self) -> Iterator[WeightPart]:
+        """Yield this rank's part of every tensor of `weights`, in their order, on every rank, without any exchange
+        between ranks. The parts of all ranks cover each tensor once. They are valid inside `awake`."""
         ...
 
-    def snapshot(self) -> Snapshot:
-        """Return a copy of the state on the host: another thread can save it, and export its weights, while training
-        continues. One is saved at a time."""
-        ...
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """The size of this rank's part of a snapshot."""
-        ...
-
-    def load(self, path: Path) -> None:
-        """Continue as `save` left it. ValueError if the folder is of another model."""
-        ...
-
-    def check_packing(self, *, share_prefix: bool) -> float:
-        """Prove at start that a pass draws no random numbers, that packed rows do not leak into each other, and that a
-        padded or packed pass gives what the model's own does; ValueError where it does not."""
+    def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
+        """Return the columns logprobs and entropy as `Computes.infer` does, with the weights that are published."""
         ...
 
     def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
         """Return log-probs [t-1] of ids[1:] of each probe [t] by the model's own forward pass with its weights in
         `dtype`, as a rollout engine computes them: the difference from `infer` is rounding."""
-        ...
-
-    def awake(self, *parts: Part) -> AbstractContextManager[None]:
-        """Inside the context these parts of the state are on the device. After the outermost context the offloaded
-        parts leave it. Each method opens a context of its own; this one is for several calls that belong together."""
         ...
 
     @property
@@ -265,8 +253,29 @@ class ModelEngine(Protocol):
         """The trained tensors by the engine's own names; for a sharded engine the parts of this rank."""
         ...
 
-    @property
-    def capabilities(self) -> EngineCapabilities: ...
+
+class Persists(Protocol):
+    """A model with a state that a run continues from."""
+
+    def save(self, path: Path) -> None:
+        """Write weights, optimizer and counters of all ranks into the folder `path`; any number of ranks can load
+        them."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Continue as `save` left it. ValueError if the folder is of another model."""
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the state on the host: another thread can save it, and export its weights, while training
+        continues. One is saved at a time."""
+        ...
 
     @property
-    def optimizer_step(self) -> int: ...
+    def snapshot_bytes(self) -> int:
+        """The size of this rank's part of a snapshot."""
+        ...
+
+
+class ModelEngine(Computes, Trains, Publishes, Persists, Protocol):
+    """One per rank. Policy, critic and reward model differ by head. A frozen model needs `Computes` only."""

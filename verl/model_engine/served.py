@@ -87,7 +87,7 @@ def run_in_threads(jobs: Sequence[Callable[[], A]], threads: int, until_s: float
 
 
 class ServedModel:
-    """The methods of a `ModelEngine` that a frozen model needs. k: the width of `topk_ids`."""
+    """The frozen model of a server (`Computes`). k: the width of `topk_ids`."""
 
     def __init__(self, options: ServedAt, k: int, max_tokens: int) -> None:
         self._url, self._options, self._k = options.url.rstrip("/"), options, k if options.top else 0
@@ -105,8 +105,12 @@ class ServedModel:
         """Do nothing: no part of this model is on a device of this process."""
         return nullcontext()
 
+    def check_packing(self, *, share_prefix: bool) -> float:
+        """Return 0: `probe` has compared what can be compared of a server."""
+        return 0.0
+
     def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
-        """Return the columns as `ModelEngine.infer` does; at temperature 1, as servers score prompts. Rows that
+        """Return the columns as `Computes.infer` does; at temperature 1, as servers score prompts. Rows that
         are not taught are not sent: they are in no loss, and hold arbitrary numbers."""
         assert not average, "a server has no moving average of our weights"
         assert {*columns} <= {*OUTPUTS}, f"a server gives {OUTPUTS}, not {tuple(columns)}"
@@ -215,7 +219,7 @@ class ServedModel:
         return said or ("" if gap <= TOLERANCE else f"its log-probs of the same tokens differ by {gap:.3g}")
 
     def score(self, ids: np.ndarray, until_s: float = math.inf) -> dict[str, Tensor]:
-        """Score ids [t]. Returns logprobs [t-1] of ids[1:], and the likeliest ids there (`ModelEngine.infer`). until_s:
+        """Score ids [t]. Returns logprobs [t-1] of ids[1:], and the likeliest ids there (`Computes.infer`). until_s:
         deadline of the request by the monotonic clock."""
         how = {"echo": True, "logprobs": 0} if self._echo else {"prompt_logprobs": self._k}
         wanted = {"max_tokens": 1, "temperature": 0.0, **how}

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -362,9 +362,7 @@ class TorchEngine:
 
     # -- weights and state -------------------------------------------------------------------------------------------
 
-    def weights(self, kind: Literal["full", "adapter", "merged"] = "full") -> Iterator[tuple[str, Tensor]]:
-        if kind == "adapter":
-            raise ValueError("this model has no adapter; use kind='full'")
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._offload.stream(self._now().weights())
 
     def weight_parts(self) -> Iterator[WeightPart]:
@@ -401,13 +399,15 @@ class TorchEngine:
         assert not self._offload.is_away("weights"), "read inside `awake`"
         return {name: p.detach() for name, p in self._trained().named_parameters()}
 
+    def take_metrics(self) -> Metrics:
+        return {}  # its passes return theirs
+
     @property
     def capabilities(self) -> EngineCapabilities:
-        outputs = LM_OUTPUTS if self.head == "lm" else VALUE_OUTPUTS
         return EngineCapabilities(
             shares_prefix=self._shares_prefix,
             max_tokens_per_microbatch=self.max_tokens_per_microbatch,
-            outputs=outputs,
+            outputs=LM_OUTPUTS if self.head == "lm" else VALUE_OUTPUTS,
             trains=self.optimizer is not None,
             one_pass=self.device.type == "cpu",
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verl.batch import pack
 from verl.errors import Refused
-from verl.model_engine.base import DeliversParts, ModelEngine, WeightPart, whole_part
+from verl.model_engine.base import Publishes, WeightPart
 from verl.rollout.base import AS_HELD, WireFormat
 from verl.types import Sample, Segment
 from verl.weight_sync.base import (
@@ -61,18 +61,18 @@ class WeightSender:
             raise Refused(f"the buckets of weights are for replicas that read {self._announced}, not {form}: {fix}")
         self._format = form
 
-    def manifest(self, engine: ModelEngine) -> dict[str, Entry]:
+    def manifest(self, engine: Publishes) -> dict[str, Entry]:
         """Return the manifest of every version, without checksums, for readers of a stream."""
         shapes = self._shapes_of(engine, self._format)
         return shapes | {name: replace(shapes[owner], tied_to=owner) for name, owner in engine.tied.items()}
 
-    def announce(self, engine: ModelEngine) -> str:
+    def announce(self, engine: Publishes) -> str:
         """Prepare the stream, on the rank that sends, and return the address for its readers."""
         assert isinstance(self._outlet, StreamingOutlet), "this outlet keeps whole versions"
         self._announced = self._format
         return self._outlet.announce(self._shapes_of(engine, self._format))
 
-    def stream(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Sent:
+    def stream(self, engine: Publishes, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Sent:
         """As `send`, to readers that take the tensors while they are sent; a commit or a break-off follows the last
         tensor."""
         outlet = self._outlet
@@ -98,14 +98,14 @@ class WeightSender:
             self._outlet.lose(turn, reader)
 
     def send(
-        self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray], *, copy: bool, first: bool = True
+        self, engine: Publishes, version: int, probes: Sequence[np.ndarray], *, copy: bool, first: bool = True
     ) -> Sent | None:
         """Read the engine's weights as they are now and stage them. All ranks call this; the first one gets the result.
         copy: they may change before all replicas have them. Raises FloatingPointError for weights of a diverged model:
         that is no fault of the delivery."""
         form = AS_HELD if isinstance(self._outlet, InPlace) and not copy else self._format
         if self._together is None:
-            self._together = possible(self._outlet, engine)
+            self._together = possible(self._outlet)
         if self._together:
             assert isinstance(self._outlet, PartsOutlet)
             began, shapes = time.perf_counter(), self._shapes_of(engine, form)
@@ -130,7 +130,7 @@ class WeightSender:
     def _sent_by(
         self,
         stage: Callable[[VersionRecord], str],
-        engine: ModelEngine,
+        engine: Publishes,
         version: int,
         probes: Sequence[np.ndarray],
         form: WireFormat,
@@ -144,7 +144,7 @@ class WeightSender:
 
     def _sent_of(
         self,
-        engine: ModelEngine,
+        engine: Publishes,
         version: int,
         probes: Sequence[np.ndarray],
         form: WireFormat,
@@ -167,7 +167,7 @@ class WeightSender:
         return Sent(source, probe, record.num_bytes, changed, alarms, seconds)
 
     def _tensors(
-        self, engine: ModelEngine, form: WireFormat, record: VersionRecord, *, copy: bool
+        self, engine: Publishes, form: WireFormat, record: VersionRecord, *, copy: bool
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the engine's tensors in the format, and record each."""
         began = time.perf_counter()
@@ -190,24 +190,20 @@ class WeightSender:
         if self._source is not None:
             open_stream(self._source).release(version)
 
-    def attend(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray]) -> None:
+    def attend(self, engine: Publishes, version: int, probes: Sequence[np.ndarray]) -> None:
         """Take part in the collective work on the other ranks: gathering weights, and a forward pass."""
         self._shapes_of(engine, self._format)
         for _ in engine.weights():
             pass
         self._probed(engine, version, probes)
 
-    def _shapes_of(self, engine: ModelEngine, form: WireFormat) -> dict[str, Entry]:
-        """Return the entries of all delivered tensors in the format, without checksums. They are found once: of an
-        engine that does not know its parts by a pass that keeps nothing, which all ranks make."""
+    def _shapes_of(self, engine: Publishes, form: WireFormat) -> dict[str, Entry]:
+        """Return the entries of all delivered tensors in the format, without checksums. They are found once."""
         if self._parts is None:
-            if isinstance(engine, DeliversParts):
-                self._parts = [replace(part, mine=None) for part in engine.weight_parts()]
-            else:
-                self._parts = [replace(whole_part(name, t), mine=None) for name, t in engine.weights()]
+            self._parts = [replace(part, mine=None) for part in engine.weight_parts()]
         return {part.name: entry_of_part(part, form) for part in self._parts}
 
-    def _probed(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray]) -> Probed | None:
+    def _probed(self, engine: Publishes, version: int, probes: Sequence[np.ndarray]) -> Probed | None:
         """Return the trainer's side of the canary. The model's own pass is the expensive part, and what rounding
         explains changes slowly: it runs for the first versions, then every `MEASURED_SHARE`-th, and where the model
         moved. All ranks decide alike, by the version and by earlier measurements; virtual ranks share this object."""
@@ -268,7 +264,7 @@ def _moved(before: Tensor, now: Tensor, rounding: float) -> bool:
 
 
 def probed(
-    engine: ModelEngine, probes: Sequence[np.ndarray], dtype: str, off_by: np.ndarray | None = None
+    engine: Publishes, probes: Sequence[np.ndarray], dtype: str, off_by: np.ndarray | None = None
 ) -> Probed | None:
     """Return the trainer's side of the canary: log-probs of ids[1:] of each probe, at temperature 1. dtype: the
     precision that the rollout computes in · off_by: the measured difference of the model's own pass; None: run that

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 
-from verl.model_engine.base import DeliversParts, ModelEngine
+from verl.model_engine.base import Publishes
 from verl.rollout.base import WireFormat
 from verl.weight_sync.base import Entry
 from verl.weight_sync.record import VersionRecord
@@ -30,11 +30,9 @@ class PartsOutlet(Protocol):
         ...
 
 
-def possible(outlet: object, engine: ModelEngine) -> bool:
-    """Return True if several ranks share one host, and engine and outlet know parts. All ranks call this, and agree."""
-    if not isinstance(outlet, PartsOutlet) or not isinstance(engine, DeliversParts):
-        return False
-    if not (dist.is_available() and dist.is_initialized()):
+def possible(outlet: object) -> bool:
+    """Return True if several ranks share one host, and the outlet takes parts. All ranks call this, and agree."""
+    if not isinstance(outlet, PartsOutlet) or not (dist.is_available() and dist.is_initialized()):
         return False
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, this_host())
@@ -43,7 +41,7 @@ def possible(outlet: object, engine: ModelEngine) -> bool:
 
 def stage_parts(
     outlet: PartsOutlet,
-    engine: ModelEngine,
+    engine: Publishes,
     version: int,
     shapes: Mapping[str, Entry],
     form: WireFormat,
@@ -63,7 +61,6 @@ def stage_parts(
     dist.broadcast_object_list(path)
     segment = ShmStream(Path(path[0]))
     tensors = dict(segment.views())
-    assert isinstance(engine, DeliversParts)
     for part in engine.weight_parts():
         if part.mine is not None:
             tensors[part.name][part.index].copy_(converted(form, part.name, part.mine))

@@ -18,7 +18,7 @@ from verl.batch import OBSERVED, Batch, Ragged, around, concat, make_microbatche
 from verl.chat import NO_TURN_END, TurnEnd
 from verl.checkpoint.hf import HfExport
 from verl.config.backends import import_object
-from verl.model_engine.base import EngineCapabilities, EngineContext, ModelEngine, OneRank, Ranks, ReportsMetrics
+from verl.model_engine.base import EngineCapabilities, EngineContext, ModelEngine, OneRank, Ranks
 from verl.model_engine.objective import before_moving, evaluate_terms, first_pass
 from verl.objective import Term
 from verl.rollout.base import AS_HELD, WireFormat
@@ -162,7 +162,7 @@ class Role:
 
     def take_metrics(self) -> Metrics:
         """Return the metrics that the engine counted since the last call."""
-        return self.engine.take_metrics() if isinstance(self.engine, ReportsMetrics) else {}
+        return self.engine.take_metrics()
 
     def blank(self, refs: Refs, outputs: Mapping[str, str]) -> None:
         """Write the columns of these rows in the shapes of `infer`, without numbers, because no model can compute
