@@ -14,7 +14,7 @@ from verl.config.schema import Config
 from verl.config.tree import text_of
 from verl.data.formats import SINGLE_TURN, TOOL_AGENT, played_by
 from verl.data.source import TaskTable
-from verl.driver.setup import load_tokenizer_of, set_up_process, stop_ids, template_lines
+from verl.driver.setup import set_up_process, stop_ids, template_lines, unchecked_tokenizer
 from verl.errors import Refused
 from verl.track.events import next_attempt
 from verl.types import Task, derive_seed
@@ -55,5 +55,5 @@ def loops_there(given: tuple[Config, int], start: int) -> Loops:
     config, attempt = given
     seed = derive_seed(config.run.seed, "loops", attempt, start)
     set_up_process(replace(config, run=replace(config.run, seed=seed)))
-    tokenizer = load_tokenizer_of(config)
+    tokenizer = unchecked_tokenizer(config)
     return load_loops(config, tokenizer, stop_ids(config, tokenizer))

@@ -109,13 +109,21 @@ def torch_dtype(name: str) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
 
 
+def unchecked_tokenizer(config: Config) -> Any:
+    """Load the tokenizer alone, for a process beside a driver that has checked the model's folder. Without the classes
+    of models its start takes half of the time."""
+    return load_tokenizer(
+        config.model.tokenizer_path or config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
+        chat_template_file=config.model.chat_template,
+    )
+
+
 def load_tokenizer_of(config: Config, *, needs_template: bool = True) -> Any:
     """Load the tokenizer, and check that it matches the model's folder. needs_template: the rows are messages, so a
     missing chat template is an error now; else the first row of messages raises it."""
+    tokenizer = unchecked_tokenizer(config)
     path = config.model.tokenizer_path or config.model.path
-    tokenizer = load_tokenizer(
-        path, trust_remote_code=config.model.trust_remote_code, chat_template_file=config.model.chat_template
-    )
     if needs_template:
         require_chat_template(tokenizer, path)
     folder = Path(config.model.path)
