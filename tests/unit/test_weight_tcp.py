@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -235,6 +236,22 @@ def test_peers_without_the_key_cost_no_thread_and_are_left_after_a_time(elsewher
     assert late.recv(1) == b""
     for peer in (*silent, wrong, late):
         peer.close()
+
+
+def test_neither_end_collects_short_messages_before_it_sends_them():
+    """Otherwise every bucket to another host waits 40 ms for an acknowledgement."""
+    found: list[int] = []
+    answered = threading.Event()
+
+    def answer(peer: socket.socket) -> None:
+        with peer:
+            found.append(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        answered.set()
+
+    place = tcp.listening("127.0.0.1", "k" * 32, struct.Struct("<32s"), answer)
+    with tcp.connected(place) as peer:
+        peer.sendall(b"k" * 32)
+        assert answered.wait(20) and found[0] and peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_sender_that_is_gone_is_one_line(elsewhere):
