@@ -459,7 +459,7 @@ def test_a_new_engine_that_cannot_be_made_costs_one_of_its_starts_and_is_told_of
                 raise ValueError("rollout.python=/env/bin/python: cannot be started")
             return makes(died)
 
-        replica._start = start
+        replica.supervisor.start = start
         world.made[0][0].die("killed")
         await turns(100)
         why = "replica 0 is lost: rollout.python=/env/bin/python: cannot be started; "

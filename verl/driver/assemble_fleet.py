@@ -20,8 +20,8 @@ from verl.driver.rollouts import RolloutManager
 from verl.driver.setup import decoder, max_context_tokens, stop_ids, torch_dtype
 from verl.errors import Refused
 from verl.rollout.base import Peers, RolloutContext, RolloutEngine
-from verl.rollout.replica import Start
 from verl.rollout.router import Router
+from verl.rollout.supervisor import Start
 
 
 def fleet_of(

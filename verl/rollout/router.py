@@ -28,8 +28,9 @@ from verl.rollout.base import (
     WeightReader,
     WireFormat,
 )
-from verl.rollout.replica import FOLLOWED, Replica, Start
-from verl.rollout.wrapper import EngineWrapper
+from verl.rollout.replica import Replica
+from verl.rollout.supervisor import Start
+from verl.rollout.wrapper import FOLLOWED, EngineWrapper
 
 KEPT_KEYS = 4096  # the number of latest prefix keys with a remembered replica
 MAX_LEAD = 8  # requests that the replica of a prefix key may have more than the least loaded one
@@ -120,11 +121,11 @@ class Router(EngineWrapper):
                 self._lost(number, why)
 
         for other in self.replicas:
-            await other.woken()  # while the replicas sleep, the trainer uses the device
+            await other.supervisor.woken.wait()  # while the replicas sleep, the trainer uses the device
         one = self._made(len(self.replicas), start, lost=lost)
         try:
             able = await one.capabilities()
-            if level := max(other.asleep for other in self.replicas):
+            if level := max(other.supervisor.asleep for other in self.replicas):
                 await one.sleep(level)
         except BaseException:
             await one.close()
@@ -135,18 +136,22 @@ class Router(EngineWrapper):
 
     def leave(self, number: int) -> None:
         """Remove a replica from the run. Its number is never used again."""
-        if not 0 <= number < len(self.replicas) or self.replicas[number].left:
+        if not 0 <= number < len(self.replicas) or self.replicas[number].supervisor.left:
             raise Refused(f"replica {number}: none has this number; `verl replicas RUN list` shows them")
         if self._serving <= {number}:
             raise Refused(f"replica {number} is the only one that serves: add another, and wait for its publish")
-        self.replicas[number].leave()
+        self.replicas[number].supervisor.leave()
 
     def states(self) -> list[str]:
         """Return the state of each replica, in the order of their numbers."""
-        return [
-            "left" if one.left else "serves" if i in self._serving else "is lost" if one.lost else "waits for a publish"
-            for i, one in enumerate(self.replicas)
-        ]
+        return [self._state_of(one) for one in self.replicas]
+
+    def _state_of(self, one: Replica) -> str:
+        if one.supervisor.left:
+            return "left"
+        if one.number in self._serving:
+            return "serves"
+        return "is lost" if one.supervisor.over and not one.supervisor.serves else "waits for a publish"
 
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:
         """Call `on_failure` once, when no replica is left."""
@@ -156,7 +161,7 @@ class Router(EngineWrapper):
 
     def _lost(self, number: int, why: BaseException) -> None:
         left = self._serving - {number}
-        one = self.replicas[number]
+        one = self.replicas[number].supervisor
         then = "stays out of service" if one.over else "is started again"
         after = f"its requests go on elsewhere, and it {then}" if left else "no other one serves"
         what = "left the run" if one.left else f"is lost: {why}"

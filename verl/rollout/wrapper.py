@@ -9,6 +9,9 @@ import numpy as np
 
 from verl.rollout.base import BaseEngine, Capabilities, PauseMode, Scores
 
+FOLLOWED = frozenset(("pause", "resume", "abort", "sleep", "wake"))
+"""Methods that a router calls on all replicas together, so that they are in the same state."""
+
 
 class EngineWrapper(BaseEngine):
     """An engine in front of another one. It passes all methods on by `forward`, except those that it defines itself."""
