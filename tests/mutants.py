@@ -62,6 +62,7 @@ MASKS = "tests/numerics/test_term_masks.py"
 TERMS = "tests/numerics/test_preference_terms.py"
 IDENTITY = "tests/unit/test_identity.py tests/e2e/test_run_identity.py"
 CANARY = "tests/contracts/test_canary.py"
+WIRE, SLICES = "tests/unit/test_wire_format.py", "tests/distributed/test_parts_sync.py"
 TEACHER = "tests/numerics/test_teacher.py"
 AHEAD = "tests/unit/test_ahead.py"
 SEVERAL = "tests/numerics/test_several_teachers.py"
@@ -574,6 +575,11 @@ MUTANTS = (
         "order = np.argsort(self.logprobs, kind",
         CANARY,
     ),
+    Mutant("weight_sync/wire_format.py", "wanted = form.dtype_of(name)", "wanted = form.dtype", WIRE),
+    Mutant("weight_sync/wire_format.py", "not held.is_floating_point or not", "not", WIRE),
+    Mutant("weight_sync/version_folder.py", "spans[inner - 1] == (0, shape[inner - 1])", "True", SLICES),
+    Mutant("weight_sync/together.py", "if one.checksum is not None and checksum(", "if False and checksum(", SLICES),
+    Mutant("weight_sync/together.py", "!= prod(tensor.shape)", "> prod(tensor.shape)", SLICES),
     Mutant(
         "reward/shaping.py",
         "found = np.where(truncated, coef if coef < 0 else scaled, score)",

@@ -223,10 +223,7 @@ def _is_local(tree: ast.Module, node: ast.AST, name: str) -> bool:
 
 
 TO_BREAK = {  # circles that are left
-    frozenset({"verl.rollout.server.app", "verl.rollout.server.control"}),
-    frozenset({"verl.weight_sync.buckets", "verl.weight_sync.shm"}),
-    frozenset({"verl.weight_sync.relay", "verl.weight_sync.tcp"}),
-    frozenset({"verl.weight_sync.disk", "verl.weight_sync.objects"}),
+    frozenset({"verl.rollout.server.app", "verl.rollout.server.control"})
 }
 
 

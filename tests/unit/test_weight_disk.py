@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM
 from verl.models import tiny
 from verl.recipes import arithmetic
 from verl.weight_sync.base import SyncContext, SyncError
-from verl.weight_sync.disk import PREFIX, DiskOutlet, build, open_weights
+from verl.weight_sync.disk import DiskOutlet, build, open_weights
 from verl.weight_sync.options import Disk
 from verl.weight_sync.record import entry_of
 from verl.weight_sync.shm import PIDS
+from verl.weight_sync.version_folder import PREFIX
 
 MIXED = {
     "a.bias": torch.arange(3, dtype=torch.bfloat16),

@@ -23,7 +23,7 @@ from verl.models import tiny
 from verl.objective import Term
 from verl.rollout.base import WireFormat
 from verl.types import Sample, Segment
-from verl.weight_sync import shm, tcp
+from verl.weight_sync import connections, shm, tcp
 from verl.weight_sync.base import SyncError, checksum
 from verl.weight_sync.record import entry_of
 from verl.weight_sync.sender import WeightSender
@@ -54,7 +54,7 @@ class Counted:
 def came(monkeypatch) -> list[int]:
     found: list[int] = []
     connect = socket.create_connection
-    monkeypatch.setattr(tcp.socket, "create_connection", lambda *a, **k: Counted(connect(*a, **k), found))
+    monkeypatch.setattr(socket, "create_connection", lambda *a, **k: Counted(connect(*a, **k), found))
     return found
 
 
@@ -218,7 +218,7 @@ def test_nobody_without_the_key_gets_weights(elsewhere, outlet_of):
 
 
 def test_peers_without_the_key_cost_no_thread_and_are_left_after_a_time(elsewhere, outlet_of, monkeypatch):
-    monkeypatch.setattr(tcp, "MOST_SILENT", 8)
+    monkeypatch.setattr(connections, "MOST_SILENT", 8)
     now = weights()
     address = stage(outlet_of(), 1, now)
     threads, silent = threading.active_count(), []
@@ -231,7 +231,7 @@ def test_peers_without_the_key_cost_no_thread_and_are_left_after_a_time(elsewher
     assert wrong.recv(1) == b"" and threading.active_count() <= threads
     assert same(elsewhere(address), now)
     assert [peer.recv(1) for peer in silent[:16]] == [b""] * 16, "the oldest make room"
-    monkeypatch.setattr(tcp, "ASK_S", 0.1)
+    monkeypatch.setattr(connections, "ASK_S", 0.1)
     late = socket.create_connection((host, int(port)), timeout=20)
     assert late.recv(1) == b""
     for peer in (*silent, wrong, late):
@@ -248,8 +248,8 @@ def test_neither_end_collects_short_messages_before_it_sends_them():
             found.append(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         answered.set()
 
-    place = tcp.listening("127.0.0.1", "k" * 32, struct.Struct("<32s"), answer)
-    with tcp.connected(place) as peer:
+    place = connections.listening("127.0.0.1", "k" * 32, struct.Struct("<32s"), answer)
+    with connections.connected(place) as peer:
         peer.sendall(b"k" * 32)
         assert answered.wait(20) and found[0] and peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -350,6 +350,7 @@ def test_changes_of_an_optimizer_step_are_at_least_five_times_shorter_than_bfloa
         engine.optim_step()
 
     monkeypatch.setattr(tcp, "filled", counted)
+    monkeypatch.setattr(connections, "filled", counted)
     sent: dict[tuple[str, bool], int] = {}
     for dtype, delta in product(("float32", "bfloat16"), (False, True)):
         sender, before, has = WeightSender(outlet_of(delta=delta)), dict[str, torch.Tensor](), tcp.NOTHING

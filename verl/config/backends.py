@@ -93,8 +93,8 @@ QUEUE: Table = {
 }
 SYNC: Table = {
     "local": Backend(build="verl.weight_sync.local:build", across_processes="shm", across_machines="tcp"),
-    "shm": Backend(build="verl.weight_sync.shm:build", options="verl.weight_sync.options:Shm", one_machine=True),
-    "ipc": Backend(build="verl.weight_sync.shm:build", options="verl.weight_sync.options:Ipc", one_machine=True),
+    "shm": Backend(build="verl.weight_sync.one_host:build", options="verl.weight_sync.options:Shm", one_machine=True),
+    "ipc": Backend(build="verl.weight_sync.one_host:build", options="verl.weight_sync.options:Ipc", one_machine=True),
     "tcp": Backend(build="verl.weight_sync.tcp:build", options="verl.weight_sync.options:Tcp", each_host=True),
     "nixl": Backend(build="verl.weight_sync.nixl:build", options="verl.weight_sync.options:Nixl", each_host=True),
     "collective": Backend(

@@ -27,22 +27,11 @@ from torch import Tensor
 
 from verl.errors import Refused
 from verl.weight_sync.base import SyncContext, SyncError
+from verl.weight_sync.connections import LOOK_S, PIECE_BYTES, has_input, received
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Collective
 from verl.weight_sync.shm import PREFIX, VERSION_BYTES, ShmStream, blank, end, this_host
-from verl.weight_sync.tcp import (
-    ANSWER,
-    FETCH_S,
-    LOOK_S,
-    NOTHING,
-    PIECE_BYTES,
-    VERSION,
-    HostStream,
-    TcpOutlet,
-    has_input,
-    received,
-    request_version,
-)
+from verl.weight_sync.tcp import ANSWER, FETCH_S, NOTHING, VERSION, HostStream, TcpOutlet, request_version
 
 MEMBER_S = 30.0  # for the members of a group to find each other, and for a piece
 SETTLE_S = 0.1  # for hosts that were not there before

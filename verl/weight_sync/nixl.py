@@ -20,20 +20,11 @@ import msgspec
 from torch import Tensor
 
 from verl.weight_sync.base import SyncContext, SyncError
+from verl.weight_sync.connections import has_input, received
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Nixl
 from verl.weight_sync.shm import PREFIX, VERSION_BYTES, ShmStream, blank, end
-from verl.weight_sync.tcp import (
-    ANSWER,
-    FETCH_S,
-    NOTHING,
-    VERSION,
-    HostStream,
-    TcpOutlet,
-    has_input,
-    received,
-    request_version,
-)
+from verl.weight_sync.tcp import ANSWER, FETCH_S, NOTHING, VERSION, HostStream, TcpOutlet, request_version
 
 LOOK_S = 0.0005
 DONE = b"."  # a reader's message

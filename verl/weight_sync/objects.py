@@ -1,6 +1,6 @@
 """Weights through an object store, or whatever fsspec has a URL for: s3://, gs://, file://, memory:// (one process).
 
-A version is the model folder that disk.py makes, uploaded file by file, and last `verl_version.json`, which lists what
+A version is a model folder (version_folder.py), uploaded file by file, and last `verl_version.json`, which lists what
 must be there: a reader that does not find it reads nothing. The two latest are kept. A host fetches a version once,
 into its shared memory (tcp.py), compares size and checksum on the way, and its other replicas find it there."""
 
@@ -21,13 +21,23 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from verl.checkpoint.hf import skeleton
 from verl.data.files import filesystem, storage_errors
 from verl.errors import Refused
-from verl.weight_sync.base import Entry, Parts, SyncContext, SyncError, dtype_name
-from verl.weight_sync.disk import KEPT, PREFIX, WEIGHTS, DiskOutlet, DiskStream, version_folder
+from verl.weight_sync.base import Entry, Parts, SyncContext, SyncError, dtype_name, saved_parts
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.shm import ShmOutlet, ShmStream, end
 from verl.weight_sync.tcp import HostStream
+from verl.weight_sync.version_folder import (
+    KEPT,
+    PREFIX,
+    WEIGHTS,
+    FolderStream,
+    begin_folder,
+    file_layout,
+    fill_folder,
+    version_folder,
+)
 
 INDEX, PROBE = "verl_version.json", "verl_probe"
 PIECE_BYTES = 16 << 20
@@ -42,7 +52,7 @@ class VersionIndex(msgspec.Struct):
 
 class ObjectOutlet:
     """The `Outlet` into an object store. It can be pickled, and is used by one process. root: the parent URL of the
-    versions · model: as in `DiskOutlet`."""
+    versions · model: as in `disk.DiskOutlet`."""
 
     transport = "verl.weight_sync.objects:open_weights"
 
@@ -56,13 +66,15 @@ class ObjectOutlet:
         if version <= self._latest or not self._under:  # the run was reset: hosts that have that number fetch anew
             self._under = f"{self._root}/{uuid.uuid4().hex}"
         self._latest, address = version, f"{self._under}/version_{version}"
+        if self._parts is None:
+            self._parts = saved_parts(skeleton(self._model) if self._model else None, shapes)
         made = version_folder(Path(tempfile.gettempdir()))
         try:
-            disk = DiskOutlet(made, self._model)
-            disk.parts = self._parts
-            folder, self._parts = Path(disk.stage(version, shapes, tensors)), disk.parts
+            layout = file_layout(version, shapes, self._parts)
+            begin_folder(made, layout, self._model)
+            fill_folder(made, layout, shapes, tensors)
             with _store_at(address, "written") as (fs, path):
-                _put(fs, folder, path, version)
+                _put(fs, made, path, version)
                 self._whole.append(path)
                 while len(self._whole) > KEPT:
                     _delete_version(fs, self._whole.pop(0))
@@ -123,7 +135,7 @@ class ObjectStream(HostStream):
         try:
             with _store_at(self._address, "read") as (fs, path):
                 _get(fs, path, folder, version)
-            found = DiskStream(folder)
+            found = FolderStream(folder)
             shapes = {name: Entry(tuple(t.shape), dtype_name(t)) for name, t in found.tensors()}
             outlet = ShmOutlet(place(str(version % 2)).name.rpartition("-")[0])
             return ShmStream(Path(outlet.stage(version, shapes, found.tensors())))

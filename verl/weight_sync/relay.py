@@ -16,8 +16,17 @@ import msgspec
 
 from verl.weight_sync.base import Bucket, Entry, SyncError
 from verl.weight_sync.buckets import BucketOutlet, BucketStream, TensorLocation, ledger_of
-from verl.weight_sync.shm import PREFIX, SHM, TAIL_BYTES, ShmStream, blank, first_byte, remove_stale_segments
-from verl.weight_sync.tcp import PIECE_BYTES, connected, filled, listening, received, remove_at_exit, tag_of
+from verl.weight_sync.connections import PIECE_BYTES, connected, filled, listening, received, tag_of
+from verl.weight_sync.shm import (
+    PREFIX,
+    SHM,
+    TAIL_BYTES,
+    ShmStream,
+    blank,
+    first_byte,
+    remove_at_exit,
+    remove_stale_segments,
+)
 
 QUIET_S = 600.0  # of silence of the other side, where it is not given up earlier
 ASK = struct.Struct("<32sqqq")  # the key; version, turn and reader

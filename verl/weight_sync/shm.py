@@ -6,15 +6,15 @@ beside it. Both ends keep a file mapped: mapping its memory anew takes as long a
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import mmap
 import os
 import shutil
 import tempfile
-import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache, partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import msgspec
@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 from verl.weight_sync import device
-from verl.weight_sync.base import Entry, SyncContext, SyncError, TensorStream
-from verl.weight_sync.local import LocalCheckpointEngine, engine_of
-from verl.weight_sync.options import Ipc, Shm
+from verl.weight_sync.base import Entry, SyncError, TensorStream
 
 SHM = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 _PIDS = Path("/proc/self/ns/pid")
@@ -49,7 +47,41 @@ class TensorLocation(msgspec.Struct, array_like=True):
     checksum: int | None = None
 
 
-class ShmOutlet:
+class OneHostParts:
+    """The part of an outlet that lets all ranks of a host write one segment (together.py)."""
+
+    def place(self) -> str:
+        """Return the identity of this host's shared memory."""
+        return this_host()
+
+    def sees(self, place: str) -> bool:
+        """Return True on the host of that memory."""
+        return place == this_host()
+
+    def opened(self, path: str, version: int, shapes: Mapping[str, Entry]) -> SegmentParts:
+        """Open the segment that `begin` has made on the first rank."""
+        return SegmentParts(path)
+
+
+class SegmentParts:
+    """A segment that several processes write. Each sees at once what the others have written."""
+
+    def __init__(self, path: str) -> None:
+        self._tensors = dict(ShmStream(Path(path)).views())
+
+    def write(self, name: str, index: Sequence[slice], tensor: Tensor) -> None:
+        """Write a slice of a tensor."""
+        self._tensors[name][tuple(index)].copy_(tensor)
+
+    def flush(self) -> None:
+        """Do nothing: memory is shared."""
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor, in place."""
+        return self._tensors[name]
+
+
+class ShmOutlet(OneHostParts):
     """The `Outlet` into shared memory. It can be pickled, and is used by one process. two: the version before is always
     kept."""
 
@@ -279,6 +311,18 @@ def remove(prefix: str) -> None:
         path.unlink(missing_ok=True)
 
 
+@cache
+def remove_at_exit(pid: int, own: str) -> None:
+    """Delete what this process has fetched at its exit; if it is killed, the next process that fetches here deletes
+    it."""
+    atexit.register(_remove_own, pid, own)
+
+
+def _remove_own(pid: int, own: str) -> None:
+    if pid == os.getpid():  # not in a forked child
+        remove(own)
+
+
 def remove_stale_segments() -> None:
     """Delete the files that killed processes of this user left."""
     for path in SHM.glob(f"{PREFIX}-*"):
@@ -286,16 +330,3 @@ def remove_stale_segments() -> None:
         with contextlib.suppress(OSError):  # deleted meanwhile, or owned by another user
             if path.stat().st_uid == os.geteuid() and not Path("/proc", pid).exists():
                 _end(path)  # a running server
-
-
-def build(options: Shm | Ipc, context: SyncContext) -> LocalCheckpointEngine:
-    """Build the shared-memory engine. Also for sync.engine=ipc: its buckets are on a GPU, and files of shared memory
-    describe them."""
-    remove_stale_segments()
-    name = f"{PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-    if options.bucket_mb is None:
-        return engine_of(ShmOutlet(name), context, end, name)
-    from verl.weight_sync.buckets import BucketOutlet
-
-    outlet = BucketOutlet(name, options.bucket_mb << 20, on_gpu=isinstance(options, Ipc))
-    return engine_of(outlet, context, end, name)

@@ -7,20 +7,13 @@ the version before too. After the last tensor the sender confirms the version th
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
-import functools
-import hashlib
-import hmac
 import math
 import os
 import secrets
-import select
-import selectors
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,16 +26,33 @@ import torch
 from torch import Tensor
 
 from verl.weight_sync.base import Entry, SyncContext, SyncError, TensorStream, dtype_name
+from verl.weight_sync.connections import (
+    LOOK_S,
+    PIECE_BYTES,
+    QUIET_S,
+    connected,
+    filled,
+    listening,
+    received,
+    tag_of,
+    unreachable,
+)
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Tcp
-from verl.weight_sync.shm import PREFIX, SHM, ShmOutlet, ShmStream, end, remove, remove_stale_segments
+from verl.weight_sync.relay import RelayOutlet
+from verl.weight_sync.shm import (
+    PREFIX,
+    SHM,
+    OneHostParts,
+    ShmOutlet,
+    ShmStream,
+    end,
+    remove_at_exit,
+    remove_stale_segments,
+)
 
 NOTHING = -1  # a version
-QUIET_S = 60.0  # to connect, and for a peer to send a piece
-ASK_S = 10.0  # for a peer to send its key
-MOST_SILENT = 256  # peers that have not sent their key yet
-PIECE_BYTES = 16 << 20
-FETCH_S, LOOK_S = 600.0, 0.01  # to wait for another process that fetches; between two looks
+FETCH_S = 600.0  # to wait for another process that fetches
 ASK = struct.Struct("<32sq")  # the key, and the version that the replica has
 ANSWER = struct.Struct("<qq")  # the version, and the bytes of the index
 VERSION = struct.Struct("<q")
@@ -64,7 +74,7 @@ class SentTensor(msgspec.Struct, array_like=True):
     count: int
 
 
-class TcpOutlet:
+class TcpOutlet(OneHostParts):
     """The `Outlet` over connections. It can be pickled until it has staged something, and is used by one process. host:
     the address by which replicas reach this machine; None: that of its default route."""
 
@@ -237,104 +247,13 @@ def request_version(address: str, has: int) -> tuple[socket.socket, int, bytes]:
             return peer, version, received(peer, size)
     except OSError as e:
         peer.close()
-        raise _unreachable(place, e) from e
+        raise unreachable(place, e) from e
     peer.close()
     raise SyncError(f"the trainer at {place} has no whole version yet: it stages the next one")
 
 
-def connected(place: str) -> socket.socket:
-    """Connect to a sender at host:port."""
-    host, _, port = place.rpartition(":")
-    try:
-        peer = socket.create_connection((host, int(port)), timeout=QUIET_S)
-        _send_at_once(peer)
-        return peer
-    except OSError as e:
-        raise _unreachable(place, e) from e
-
-
-def _send_at_once(peer: socket.socket) -> None:
-    """Turn off Nagle's algorithm: a head that is followed by an answer of the other side would wait 40 ms."""
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _unreachable(place: str, e: OSError) -> SyncError:
-    return SyncError(
-        f"the trainer's weights cannot be fetched from {place}: {e}; is that address reachable from "
-        f"{socket.gethostname()}? (sync.engine_options.host)"
-    )
-
-
-def listening(host: str | None, key: str, ask: struct.Struct, answer: Callable[..., None]) -> str:
-    """Return the address (host:port) at which every peer that sends `ask` with the key is answered from now on, in a
-    thread of its own: answer(peer, the other fields). host: None: that of this machine's default route."""
-    host = host or _way_out()
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    _send_at_once(listener)  # which accepted connections inherit
-    threading.Thread(target=_accept, args=(listener, key.encode(), ask, answer), name="weights", daemon=True).start()
-    return f"{host}:{listener.getsockname()[1]}"
-
-
-def _accept(listener: socket.socket, key: bytes, ask: struct.Struct, answer: Callable[..., None]) -> None:
-    """Read the requests of peers, all in this thread. A peer that does not send one within ASK_S, or is the oldest of
-    more than MOST_SILENT, or has another key, is closed: a stranger costs no thread."""
-    waiting: dict[socket.socket, tuple[float, bytearray]] = {}
-    listener.setblocking(False)
-    with selectors.DefaultSelector() as looked_at:
-        looked_at.register(listener, selectors.EVENT_READ)
-
-        def leave(peer: socket.socket) -> None:
-            looked_at.unregister(peer)
-            del waiting[peer]
-
-        while True:
-            found = [ready.fileobj for ready, _ in looked_at.select(ASK_S / 10)]
-            for peer in [one for one in found if isinstance(one, socket.socket) and one is not listener]:
-                heard = waiting[peer][1]
-                try:
-                    heard += (piece := peer.recv(ask.size - len(heard)))
-                except BlockingIOError:
-                    continue
-                except OSError:
-                    piece = b""
-                if piece and len(heard) < ask.size:
-                    continue
-                leave(peer)
-                if not piece or not hmac.compare_digest(bytes(heard[: len(key)]), key):
-                    peer.close()
-                    continue
-                peer.setblocking(True)
-                given = (peer, *ask.unpack(heard)[1:])
-                threading.Thread(target=answer, args=given, name="weights", daemon=True).start()
-            if listener in found:
-                try:
-                    peer, _ = listener.accept()
-                except OSError:  # no file descriptor is free, or the peer closed: it is tried again
-                    time.sleep(LOOK_S)
-                    continue
-                peer.setblocking(False)
-                waiting[peer] = time.monotonic() + ASK_S, bytearray()
-                looked_at.register(peer, selectors.EVENT_READ)
-            late = [peer for peer, (until_s, _) in waiting.items() if until_s < time.monotonic()]
-            for peer in late or [*waiting][: max(0, len(waiting) - MOST_SILENT)]:
-                leave(peer)
-                peer.close()
-
-
 def open_weights(address: str) -> HostStream:
     return HostStream(address)
-
-
-@functools.cache
-def remove_at_exit(pid: int, own: str) -> None:
-    """Delete what this process has fetched at its exit; if it is killed, the next process that fetches here deletes
-    it."""
-    atexit.register(_remove_own, pid, own)
-
-
-def _remove_own(pid: int, own: str) -> None:
-    if pid == os.getpid():  # not in a forked child
-        remove(own)
 
 
 @contextlib.contextmanager
@@ -351,11 +270,6 @@ def _one_at_a_time() -> Iterator[None]:
                     raise SyncError(f"another process of this host was fetching weights for {FETCH_S:g} s") from None
                 time.sleep(LOOK_S)
         yield
-
-
-def tag_of(key: str) -> str:
-    """Return the part of file names that identifies the sender with this key."""
-    return hashlib.sha256(key.encode()).hexdigest()[:16]  # file names are visible to every user
 
 
 def _send(peer: socket.socket, now: ShmStream, changes: Changes) -> None:
@@ -423,44 +337,8 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
-def received(peer: socket.socket, size: int) -> bytes:
-    into = bytearray(size)
-    filled(peer, memoryview(into))
-    return bytes(into)
-
-
-def has_input(peer: socket.socket) -> bool:
-    """Return True if the peer has sent something or closed. It works for any file number: `select` only for those below
-    1024."""
-    if peer.fileno() < 0:
-        return True
-    poller = select.poll()
-    poller.register(peer, select.POLLIN)
-    return bool(poller.poll(0))
-
-
-def filled(peer: socket.socket, into: memoryview) -> None:
-    while into:
-        count = peer.recv_into(into)
-        if not count:
-            raise ConnectionError("the other end closed the connection")
-        into = into[count:]
-
-
-def _way_out() -> str:
-    """Return the address of this machine that others see; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # no machine has it (RFC 5737)
-        except OSError:  # no route to other machines
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
-
-
 def build(options: Tcp, context: SyncContext) -> LocalCheckpointEngine:
     if options.bucket_mb is not None:
-        from verl.weight_sync.relay import RelayOutlet
-
         buckets = RelayOutlet(options.bucket_mb << 20, host=options.host)
         return engine_of(buckets, context, end, f"{PREFIX}-*-{buckets.tag}")  # the files of this host
     outlet = TcpOutlet(host=options.host, delta=options.delta)

@@ -1,0 +1,204 @@
+"""A version of the weights as a model folder: what is in it, and how its tensors are written and read.
+
+Its tensors have the names of a saved folder: experts that are one tensor in memory are stored one by one there, as runs
+of its rows; our own replicas read them as that one tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from verl.checkpoint.safetensors_file import DTYPES, host_bytes
+from verl.weight_sync.base import Entry, Parts, SyncError, TensorStream
+from verl.weight_sync.shm import PIDS
+
+PREFIX = "verl-versions"
+WEIGHTS = "model.safetensors"
+KEPT = 2  # versions: a late reader may still read the one before
+VERSION, WHOLE = "verl_version", "verl_whole"  # metadata keys; the second lists tensors that are stored in parts
+NOT_LINKED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """The layout of the one file of weights of a version."""
+
+    head: bytes
+    """The length of the header, and the header."""
+    starts: Mapping[str, int]
+    """The first byte of each delivered tensor, from the beginning of the file."""
+    num_bytes: int
+    """The size of the file."""
+
+
+def file_layout(version: int, shapes: Mapping[str, Entry], in_parts: Parts) -> FileLayout:
+    """Lay out these tensors. The widest dtypes are first: so each tensor starts at a multiple of its item size."""
+    about = {"format": "pt", VERSION: str(version)}
+    header: dict[str, object] = {"__metadata__": about}
+    whole: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    starts, end = dict[str, int](), 0
+    for name, entry in sorted(shapes.items(), key=lambda item: -vars(torch)[item[1].dtype].itemsize):
+        dtype = vars(torch)[entry.dtype]
+        starts[name], end = end, end + prod(entry.shape) * dtype.itemsize
+        for part, shape, row in in_parts.get(name, [(name, entry.shape, 0)]):
+            at = starts[name] + row * prod(entry.shape[-1:]) * dtype.itemsize
+            offsets = [at, at + prod(shape) * dtype.itemsize]
+            header[part] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
+        if name in in_parts:
+            whole[name] = (entry.dtype, entry.shape, starts[name])
+    if whole:
+        about[WHOLE] = json.dumps([whole, [part for parts in in_parts.values() for part, _, _ in parts]])
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    head = len(text).to_bytes(8, "little") + text
+    return FileLayout(head, {name: len(head) + start for name, start in starts.items()}, len(head) + end)
+
+
+def begin_folder(folder: Path, layout: FileLayout, model: Path | None) -> None:
+    """Make the file of weights, without tensors, in a new folder, and links to the other files of the model folder.
+    OSError where the file does not fit."""
+    if layout.num_bytes > (free := shutil.disk_usage(folder).free):
+        size = f"{layout.num_bytes / 1e6:.0f} MB of weights"
+        raise OSError(f"{size} do not fit into {folder.parent} ({free / 1e6:.0f} MB free)")
+    with (folder / WEIGHTS).open("wb") as file:
+        file.write(layout.head)
+        file.truncate(layout.num_bytes)
+    for path in model.iterdir() if model else ():
+        if path.is_file() and not path.name.endswith(NOT_LINKED):
+            (folder / path.name).symlink_to(path.resolve())
+
+
+def fill_folder(
+    folder: Path, layout: FileLayout, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Write all tensors, in the order of the shapes."""
+    with (folder / WEIGHTS).open("r+b") as file:
+        for expected, (name, tensor) in zip(shapes, tensors, strict=True):
+            assert name == expected, f"{name} comes where {expected} was told of"
+            if tensor.numel():
+                file.seek(layout.starts[name])
+                file.write(host_bytes(tensor))
+
+
+def slice_runs(shape: Sequence[int], index: Sequence[slice]) -> tuple[int, list[int]]:
+    """Return the contiguous runs of a slice of a row-major tensor: (elements of each run, the first element of each
+    run in the whole tensor, in the order of the slice's own elements)."""
+    spans = [piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True)]
+    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    inner = len(shape)
+    while inner and spans[inner - 1] == (0, shape[inner - 1]):
+        inner -= 1
+    outer = spans[: max(0, inner - 1)]
+    first = spans[inner - 1][0] * strides[inner - 1] if inner else 0
+    length = (spans[inner - 1][1] - spans[inner - 1][0]) * strides[inner - 1] if inner else prod(shape)
+    places = product(*(range(*span) for span in outer))
+    return length, [first + sum(at * stride for at, stride in zip(place, strides, strict=False)) for place in places]
+
+
+class FolderParts:
+    """The file of weights of a folder, which several processes write and then read. What a process writes is in the
+    file after `flush`. Only byte ranges of the process's own are written, and nothing is mapped: file systems of
+    several hosts allow no more."""
+
+    def __init__(self, folder: Path, layout: FileLayout, shapes: Mapping[str, Entry]) -> None:
+        self._path, self._layout, self._shapes = folder / WEIGHTS, layout, shapes
+        self._file: int | None = None
+
+    def write(self, name: str, index: Sequence[slice], tensor: Tensor) -> None:
+        """Write a slice of a tensor."""
+        if self._file is None:
+            self._file = os.open(self._path, os.O_WRONLY)
+        content, item_bytes = host_bytes(tensor), tensor.element_size()
+        length, starts = slice_runs(self._shapes[name].shape, index)
+        for number, start in enumerate(starts):
+            run = content[number * length * item_bytes : (number + 1) * length * item_bytes]
+            at = self._layout.starts[name] + start * item_bytes
+            while run:
+                done = os.pwrite(self._file, run, at)
+                run, at = run[done:], at + done
+
+    def flush(self) -> None:
+        """Store what this process has written: other hosts that open the file later read it."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor, after all processes have flushed."""
+        entry = self._shapes[name]
+        with self._path.open("rb") as file:
+            return _tensor_at(file, self._layout.starts[name], entry.shape, entry.dtype)
+
+
+class FolderStream(TensorStream):
+    """The `TensorStream` of one model folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / WEIGHTS
+        if not self._path.is_file():
+            raise SyncError(
+                f"{folder} is not here: with sync.engine=disk the trainer and its replicas see one folder; on several "
+                "machines set sync.engine_options.folder to a shared one"
+            )
+
+    @property
+    def version(self) -> int:
+        with safe_open(self._path, framework="pt") as file:
+            return int(file.metadata()[VERSION])
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        with safe_open(self._path, framework="pt") as file, self._path.open("rb") as raw:
+            whole, parts = json.loads(file.metadata().get(WHOLE, "[{}, []]"))
+            for name in sorted({*file.keys()} - {*parts}):
+                yield name, file.get_tensor(name)
+            first = 8 + int.from_bytes(raw.read(8), "little")
+            for name, (dtype, shape, start) in whole.items():
+                yield name, _tensor_at(raw, first + start, shape, dtype)
+
+
+def _tensor_at(file: BufferedReader, start: int, shape: Sequence[int], dtype: str) -> Tensor:
+    found = torch.empty(tuple(shape), dtype=vars(torch)[dtype])
+    if found.numel():
+        file.seek(start)
+        file.readinto(found.view(-1).view(torch.uint8).numpy().data)
+    return found
+
+
+def remove_stale_folders(parent: Path) -> None:
+    """Delete the folders that killed processes of this machine left; other machines may share the parent, with similar
+    names."""
+    for path in parent.glob(f"{PREFIX}-{_machine()}-*"):
+        machine, pid, _ = path.name.removeprefix(f"{PREFIX}-").rsplit("-", 2)
+        if machine == _machine() and not Path("/proc", pid).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _machine() -> str:
+    """Return the identity of a process-id namespace: containers may share one host name."""
+    return f"{socket.gethostname()}.{PIDS}"
+
+
+def version_folder(parent: Path) -> Path:
+    """Make a folder of this process; if it is killed, the next process on this machine deletes it. Among temporary
+    files it is closed to other users; in a folder that the user named it has the default permissions."""
+    remove_stale_folders(parent)
+    root = parent / f"{PREFIX}-{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    root.mkdir(parents=True, mode=0o700 if parent == Path(tempfile.gettempdir()).absolute() else 0o777)
+    return root
