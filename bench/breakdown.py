@@ -40,6 +40,7 @@ from verl.rollout.base import GenerateRequest, RolloutContext
 from verl.rollout.native import runner, weights
 from verl.rollout.native.engine import build
 from verl.rollout.native.options import Options
+from verl.serve import FolderWeights
 from verl.types import Sample, Sampling, Segment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,11 +108,7 @@ def rollout(model: Any, prompts: list[list[int]], lengths: list[int], gflops: fl
         context = RolloutContext(hf_config=model.config, max_context_tokens=512, dtype=torch.float32)
         engine = build(Options(), context, lanes=1, compiled=compiled)
 
-        class Weights:
-            version = 0
-            tensors = staticmethod(lambda: model.state_dict().items())
-
-        await engine.load_weights(Weights())
+        await engine.load_weights(FolderWeights(model))
         wall = 0.0
         for number in range(2):  # the first is not counted
             seconds.of.clear()

@@ -35,6 +35,7 @@ from verl.model_engine.torch_engine import TorchEngine
 from verl.rollout.base import GenerateRequest, RolloutContext
 from verl.rollout.native.engine import build
 from verl.rollout.native.options import Options
+from verl.serve import FolderWeights
 from verl.types import Sample, Sampling
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,10 +142,6 @@ class Bench:
     def _generate(self, rows: int, prompt_tokens: int, tokens: int) -> float:
         """Median seconds from the first call to the last completion; the prompts differ each time."""
 
-        class Weights:
-            version = 0
-            tensors = staticmethod(lambda: self.model.state_dict().items())
-
         async def run() -> float:
             context = RolloutContext(
                 hf_config=self.config,
@@ -154,7 +151,7 @@ class Bench:
                 max_concurrent_sequences=rows,
             )
             engine = build(Options(prefix_cache_tokens=0), context)
-            await engine.load_weights(Weights())
+            await engine.load_weights(FolderWeights(self.model))
             rng, walls = np.random.default_rng(0), []
             for repeat in range(REPEATS + 1):
                 prompts = [rng.integers(0, self.shape.vocab, prompt_tokens) for _ in range(rows)]

@@ -28,16 +28,11 @@ async def run(spec: dict[str, Any]) -> dict[str, Any]:
     from verl.rollout.base import RolloutContext
     from verl.rollout.native.engine import build
     from verl.rollout.native.options import Options
+    from verl.serve import FolderWeights
     from verl.types import Sampling
 
     torch.set_num_threads(spec["threads"])
     model = load_causal_lm(Path(spec["model"]))
-
-    class Weights:
-        version = 0
-
-        def tensors(self) -> Any:
-            return model.state_dict().items()
 
     context = RolloutContext(
         hf_config=AutoConfig.from_pretrained(spec["model"]),
@@ -45,7 +40,7 @@ async def run(spec: dict[str, Any]) -> dict[str, Any]:
         dtype=DTYPES[spec["dtype"]],
     )
     engine = build(Options(), context)
-    await engine.load_weights(Weights())
+    await engine.load_weights(FolderWeights(model))
     rounds = []
     for number, (prompts, lengths) in enumerate(spec["rollouts"]):
         began, own = time.perf_counter(), psutil.Process().cpu_times()

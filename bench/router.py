@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -93,6 +93,8 @@ class Weights:
     """A `WeightReader` without tensors."""
 
     version: int
+    passes: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def tensors(self) -> tuple[()]:
         return ()

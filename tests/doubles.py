@@ -99,9 +99,8 @@ class Double:
     async def take(self, folder: str, version: int) -> None:
         """The weights of a model folder."""
         state = self.state | load_file(Path(folder) / "model.safetensors")
-        await self.engine.load_weights(
-            SimpleNamespace(version=version, tensors=lambda: state.items()), on_inflight="keep"
-        )
+        source = SimpleNamespace(version=version, passes=False, seconds={}, tensors=state.items)
+        await self.engine.load_weights(source, on_inflight="keep")
         self.state = state
 
 

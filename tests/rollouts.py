@@ -47,7 +47,7 @@ def native_core(
 
 
 def source_of(module: Any, version: int = 0) -> Any:
-    return SimpleNamespace(version=version, tensors=lambda: module.state_dict().items())
+    return SimpleNamespace(version=version, passes=False, seconds={}, tensors=lambda: module.state_dict().items())
 
 
 def finish(core: EngineCore, requests: Iterable[ActiveRequest] = ()) -> dict[str, Completion]:

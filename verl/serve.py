@@ -6,7 +6,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,8 @@ class FolderWeights:
 
     module: Any
     version: int = 0
+    passes: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def tensors(self) -> Iterable[tuple[str, object]]:
         return self.module.state_dict().items()

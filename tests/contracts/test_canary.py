@@ -89,7 +89,7 @@ def probe_sets() -> dict[str, list[np.ndarray]]:
 
 class Delivered:
     def __init__(self, weights: Weights) -> None:
-        self.version, self._weights = 1, weights
+        self.version, self.passes, self.seconds, self._weights = 1, False, dict[str, float](), weights
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._weights.items()

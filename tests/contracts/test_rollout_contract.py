@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,8 @@ class Source:
 
     module: Any
     version: int = 0
+    passes: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, object]]:
         yield from self.module.state_dict().items()

@@ -257,7 +257,8 @@ class Reads:
     def __init__(
         self, source: Any, change: Callable[[Iterator[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]
     ):
-        self.version, self._source, self._change = source.version, source, change
+        self.version, self.passes, self.seconds = source.version, source.passes, source.seconds
+        self._source, self._change = source, change
 
     def tensors(self):
         return self._change(self._source.tensors())

@@ -75,7 +75,7 @@ def source(version: int) -> Any:
     generator = torch.Generator().manual_seed(version)
     names = Storage(shape_of(CONFIG, 512), torch.float32, torch.float32, torch.device("cpu")).destinations
     tensors = {name: torch.randn(t.shape, generator=generator) * 0.2 for name, t in names.items() if "head" not in name}
-    return SimpleNamespace(version=version, tensors=tensors.items)
+    return SimpleNamespace(version=version, passes=False, seconds={}, tensors=tensors.items)
 
 
 def core(rows: int = 16, **options: Any) -> EngineCore:

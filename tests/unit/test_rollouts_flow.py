@@ -474,7 +474,8 @@ def test_versions_are_per_span_and_never_older_than_allowed(tmp_path, staleness,
                 stage.groups.on_trained(step, refs)
                 stage.queue.drop(refs)
                 if stage.scheduler.publish_due(step):
-                    await engine.load_weights(SimpleNamespace(version=now + 1, tensors=lambda: ()), on_inflight="keep")
+                    source = SimpleNamespace(version=now + 1, passes=False, seconds={}, tensors=lambda: ())
+                    await engine.load_weights(source, on_inflight="keep")
                     stage.groups.on_published(now + 1)
         assert max(lags) <= np.ceil(staleness) and max(lags) >= 1
         assert mixed > 5

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +24,13 @@ from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
 SAMPLING = Sampling(max_tokens=4, seed=7)
 
 
-class Weights(int):
-    """Of this version; there are no tensors."""
+@dataclass
+class Weights:
+    """A version without tensors."""
 
-    @property
-    def version(self) -> int:
-        return int(self)
+    version: int
+    passes: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def tensors(self) -> tuple[()]:
         return ()
@@ -90,8 +92,8 @@ class Engine(BaseEngine):
                 one.set_exception(why)
 
     async def load_weights(self, source: Any, *, on_inflight: str = "wait") -> int:
-        self.version = source
-        return source
+        self.version = source.version
+        return self.version
 
 
 class World:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -323,27 +323,17 @@ class WeightReader(Protocol):
     """One publish as a replica reads it: the version and a stream of HF-named tensors."""
 
     version: int
-
-    def tensors(self) -> Iterable[tuple[str, object]]: ...
-
-
-@runtime_checkable
-class Timed(Protocol):
-    """A `WeightReader` that records how long the parts of an update take."""
-
     seconds: dict[str, float]
-    """transfer: until the tensors have arrived; load: into the engine; pause: while no request is decoded."""
-
-
-@runtime_checkable
-class Passing(Protocol):
-    """A `WeightReader` with tensors that may never be in memory all at once."""
+    """How long the parts of an update take, recorded by their readers. transfer: until the tensors have arrived; load:
+    into the engine; pause: while no request is decoded."""
 
     @property
     def passes(self) -> bool:
-        """The tensors are written over the live ones while nothing is sampled. Only the end of the stream shows whether
-        all of them were of one version."""
+        """The tensors may never be in memory all at once: they are written over the live ones while nothing is sampled.
+        Only the end of the stream shows whether all of them were of one version."""
         ...
+
+    def tensors(self) -> Iterable[tuple[str, object]]: ...
 
 
 @dataclass(frozen=True, slots=True)

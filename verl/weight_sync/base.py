@@ -313,7 +313,7 @@ async def check_canary(
 
 class CheckedReader:
     """The stream that a replica reads: every tensor is compared with the manifest when it is handed over. `seconds` is
-    as in `Timed`."""
+    as in `WeightReader`."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source

@@ -27,12 +27,10 @@ from verl.rollout.base import (
     Capabilities,
     Completion,
     GenerateRequest,
-    Passing,
     PauseMode,
     ReplicaLost,
     RolloutContext,
     Scores,
-    Timed,
     WeightReader,
     capabilities_of,
     check_inputs,
@@ -140,8 +138,7 @@ class EmbeddedEngine(BaseEngine):
     async def prepare_weights(self, source: WeightReader) -> Callable[[PauseMode], Awaitable[int]]:
         """Read weights while requests run, and return a function that makes them live."""
         self._check_alive()
-        passes = isinstance(source, Passing) and source.passes
-        if passes or self._paused or self._asleep or not self._runner.ready:  # nothing is sampled meanwhile
+        if source.passes or self._paused or self._asleep or not self._runner.ready:  # nothing is sampled meanwhile
             return partial(self._made_live, source, partial(self._core.load, source), 0.0)
         began = time.perf_counter()
         switch = await self._in_load_thread(partial(self._core.prepare, source))
@@ -158,9 +155,8 @@ class EmbeddedEngine(BaseEngine):
                 if self._loaded and not self._runner.ready:
                     await self._tear(e)
                 raise
-            if isinstance(source, Timed):
-                paused = time.perf_counter() - began
-                source.seconds |= {"load": read_s + paused - source.seconds.get("transfer", 0.0), "pause": paused}
+            paused_s = time.perf_counter() - began
+            source.seconds |= {"load": read_s + paused_s - source.seconds.get("transfer", 0.0), "pause": paused_s}
             return live
 
         return await self._control(run)

@@ -77,6 +77,7 @@ class PassingSegments:
 
     def __init__(self, version: int, loaded: list[str], wait_s: float) -> None:
         self.version, self._loaded, self._wait_s = version, loaded, wait_s
+        self.seconds: dict[str, float] = {}
         self._parts: queue.SimpleQueue[tuple[UpdateInfo, Callable[[], object]] | SyncError | None] = queue.SimpleQueue()
 
     def tensors(self) -> Iterator[tuple[str, object]]:
@@ -124,6 +125,9 @@ class Update:
     """Makes weights live that were read before."""
     passing: tuple[PassingSegments, asyncio.Future[int]] | None = None
     """The segments that the engine reads as they arrive, and its load."""
+    passes: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    """As in `WeightReader`."""
 
     def tensors(self) -> Iterator[tuple[str, object]]:
         for part in self.parts:
