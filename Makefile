@@ -8,7 +8,7 @@ TASK ?= arithmetic
 # On two, processors waited a quarter of the time for one test each.
 TEST_WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
-.PHONY: setup browser bubblewrap test test-distributed test-ranks test-clusters test-runs queue-package nixl-package mooncake-package test-all test-pythons test-mutants vllm-env test-vllm quickstart bench lint clean
+.PHONY: setup browser bubblewrap test test-distributed test-ranks test-clusters test-runs queue-package nixl-package triton-package mooncake-package test-all test-pythons test-mutants vllm-env test-vllm quickstart bench lint clean
 
 setup: $(VENV)/.stamp
 
@@ -31,7 +31,7 @@ bubblewrap:
 	{ apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap; } >/dev/null 2>&1 || \
 	echo "no bubblewrap, and it could not be installed: its tier of the code sandbox is not tested"
 
-test: setup browser bubblewrap lint
+test: setup browser bubblewrap triton-package lint
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal
 
 # Many ranks, Ray, kills: ten minutes on two cores. What starts processes waits for them half of its time, so three parts
@@ -76,6 +76,12 @@ queue-package: setup
 nixl-package: setup
 	@$(BIN)/python -c "import nixl" 2>/dev/null || \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+
+# Triton interprets our CUDA kernels on a CPU, and compiles them for GPUs that are not here. A CUDA build of torch brings it.
+triton-package: setup
+	@$(BIN)/python -c "import triton" 2>/dev/null || \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0 || \
+	echo "no Triton here: the CUDA kernels are not tested"
 
 # Mooncake, a store of the TransferQueue package: its wheel without CUDA, and what Debian has of InfiniBand.
 mooncake-package: setup

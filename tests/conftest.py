@@ -8,6 +8,8 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if os.environ.get("VERL_TEST_DEVICE", "cpu") == "cpu":  # read when Triton is imported, also by torch
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 # A runner that was started in the background ignores these; children would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -56,6 +56,7 @@ AGENT = "tests/unit/test_tool_agent.py"
 FLOW = "tests/unit/test_rollouts.py tests/unit/test_rollouts_flow.py"
 RUN = "tests/e2e/test_controllers.py tests/e2e/test_train.py tests/e2e/test_resume.py"
 PACK = "tests/unit/test_batch.py tests/numerics/test_split.py"
+CUDA, CUDA_ENGINE = "tests/numerics/test_cuda_kernels.py", "tests/numerics/test_cuda_decode.py"
 DISPATCH = "tests/unit/test_dispatch.py tests/unit/test_workers.py tests/contracts/test_worker_group_contract.py"
 
 MASKS = "tests/numerics/test_term_masks.py"
@@ -1075,6 +1076,40 @@ MUTANTS = (
         'metrics["accuracy"] = (scores[w] < scores[l]).double()',
         "tests/numerics/test_preference_terms.py",
     ),
+    # a page is one token longer than it is
+    Mutant("accel/cuda/attention.py", "token % PAGE + j) * K + k)", "token % (PAGE + 1) + j) * K + k)", CUDA),
+    Mutant("accel/cuda/attention.py", "(token + j < length)", "(token + j <= length)", CUDA),
+    Mutant("accel/cuda/attention.py", "(token + j >= length - window)", "(token + j > length - window)", CUDA),
+    Mutant("accel/cuda/attention.py", 'precision="ieee") * scale', 'precision="ieee")', CUDA),
+    # a split is merged twice, or left out; a row without keys divides by zero
+    Mutant("accel/cuda/attention.py", "inside = (b[:, None] < parts) &", "inside = (b[:, None] <= parts) &", CUDA),
+    Mutant(
+        "accel/cuda/attention.py",
+        "for begin in range(0, parts, AT_ONCE)",
+        "for begin in range(0, parts - 1, AT_ONCE)",
+        CUDA,
+    ),
+    Mutant("accel/cuda/attention.py", "tl.where(total > 0, mixed / total, 0.0)", "mixed / total", CUDA),
+    Mutant("accel/cuda/attention.py", "total * kept + tl.exp(sink - highest)", "total + tl.exp(sink - highest)", CUDA),
+    Mutant("accel/cuda/attention.py", "62.0 / 2835", "63.0 / 28", CUDA),
+    Mutant("accel/cuda/rotary.py", "even * cos - odd * sin", "even * cos + odd * sin", CUDA),
+    Mutant("accel/cuda/rotary.py", "position // PAGE)", "(position + 1) // PAGE)", CUDA),
+    Mutant("accel/cuda/rotary.py", "if position >= 0:", "if position >= -1:", CUDA),
+    Mutant("accel/cuda/layers.py", "tl.store(residual + n * C + c, x, mask=c < C)", "pass", CUDA),
+    Mutant("accel/cuda/layers.py", "active.to(up.dtype)", "gate.to(up.dtype)", CUDA),
+    Mutant("accel/cuda/sampling.py", "i == index[:, None] - 1", "i == index[:, None]", CUDA),
+    Mutant(
+        "accel/cuda/sampling.py", "(cumulative > target[:, None]) & (mass > 0)", "(cumulative > target[:, None])", CUDA
+    ),
+    Mutant("accel/cuda/sampling.py", "tl.where(temperature == 0, greedy, drawn)", "drawn", CUDA),
+    Mutant("rollout/native/fused.py", '"window": layer.window', '"window": 0', CUDA_ENGINE),
+    Mutant(
+        "rollout/native/fused.py",
+        "delta, after = layer.out(mixed.flatten(1)), layer.out_norm",
+        "delta, after = layer.out(mixed.flatten(1)), None",
+        CUDA_ENGINE,
+    ),
+    Mutant("rollout/native/paged.py", "[[0], [-1], [np", "[[0], [0], [np", CUDA_ENGINE),
 )
 
 

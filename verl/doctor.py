@@ -21,6 +21,7 @@ EXTRAS = {
     "s3fs": "pip install '.[s3]' in verl's folder",
     "wandb": "pip install '.[wandb]' in verl's folder",
     "flash-attn": "optional on CUDA: pip install flash-attn",
+    "triton": "part of a CUDA build of torch; kernels of the native engine's decode step",
 }
 
 

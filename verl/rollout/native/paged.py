@@ -12,19 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import scaled_dot_product_attention
 
+from verl.accel.cuda.decode import DecodeOps
 from verl.nn.flash import flash_attn
 from verl.rollout.embedded.core import Sampled
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, sample_captured, to_host
 from verl.rollout.native.architecture import Shape
+from verl.rollout.native.fused import decode_hidden
 from verl.rollout.native.kv import round_up
 from verl.rollout.native.model import Model
 from verl.rollout.native.weights import Layer
 
 WITH_CACHE = "flash_attn_with_kvcache"
 PAGE = 256  # tokens: flash attention asks for multiples of it
+PADDING = np.array([[0], [-1], [np.float64(1).view(np.int64)], [0]])  # of the inputs: no position, temperature 1
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 Pages = tuple[Tensor, Tensor]  # block table int32 [n, W], tokens seen int32 [n]
@@ -42,21 +44,8 @@ def flash_attn_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scal
     return out[:, 0]
 
 
-def torch_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale: float, window: int) -> Tensor:
-    """torch.nn.attention.varlen, which takes a block table where FlashAttention-3 is its implementation."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    one_each = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-    (table, seen), span = pages, (window - 1 if window else -1, 0)
-    read: dict[str, Any] = {"scale": scale, "window_size": span, "seqused_k": seen, "block_table": table}
-    read["enable_gqa"] = q.shape[1] != keys.shape[2]
-    out = varlen_attn(q, keys, values, one_each, None, 1, table.shape[1] * PAGE, **read)
-    assert isinstance(out, Tensor)
-    return out
-
-
 def gathered_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale: float, window: int) -> Tensor:
-    """Attend by plain operations, which copy the pages: the reference for the kernels, and the way without them."""
+    """Attend by plain operations, which copy the pages: the way without kernels."""
     table, seen = pages
     k, v = (pool[table.long()].flatten(1, 2).transpose(1, 2) for pool in (keys, values))  # [n, K, W PAGE, D]
     place = torch.arange(k.shape[2], device=q.device)
@@ -68,12 +57,9 @@ def gathered_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale:
 
 
 def paged_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel:
-    if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
-        if flash_attn(WITH_CACHE) is not None:
-            return flash_attn_paged
-        if current_flash_attention_impl() == "FA3":
-            return torch_paged
-    return gathered_paged
+    """Return the attention of a step that is not fused."""
+    half = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+    return flash_attn_paged if half and flash_attn(WITH_CACHE) is not None else gathered_paged
 
 
 def whole_pages(tokens: int) -> int:
@@ -168,22 +154,29 @@ class PageCache:
 
 
 class PagedDecode:
-    """`step` for up to `max_rows` rows at once: by a graph per bucket on CUDA, directly elsewhere."""
+    """`step` for up to `max_rows` rows at once: by a graph per bucket on CUDA, directly elsewhere. `ops` are the
+    kernels of a fused step; without them it is computed by torch, over as many pages as the longest row has."""
 
     def __init__(
-        self, model: Model, cache: PageCache, dtype: torch.dtype, max_rows: int, max_context_tokens: int
+        self,
+        model: Model,
+        cache: PageCache,
+        dtype: torch.dtype,
+        max_rows: int,
+        max_context_tokens: int,
+        ops: DecodeOps | None,
     ) -> None:
-        self._model, self.cache, device = model, cache, model.device
+        self._model, self.cache, self._ops, device = model, cache, ops, model.device
         cuda = device.type == "cuda"
         self._kernel = paged_kernel(device, dtype)
         # experts read on the host how many rows each of them got
         self._captures = cuda and not any(model.shape.experts)
         self._max_context_tokens = max_context_tokens
         self._sizes = [b for b in BUCKETS if b < max_rows] + [max_rows]
-        # one transfer per step: tokens, positions, temperatures, uniforms; float64 holds all of them exactly
-        self._host = torch.zeros(4, max_rows, dtype=torch.float64, pin_memory=cuda)
-        self._inputs = torch.zeros(4, max_rows, dtype=torch.float64, device=device)
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by (rows, pages of the longest)
+        # one transfer per step: tokens and positions, and the bits of temperatures and uniforms, which are float64
+        self._host = torch.zeros(4, max_rows, dtype=torch.int64, pin_memory=cuda)
+        self._inputs = torch.zeros(4, max_rows, dtype=torch.int64, device=device)
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by (rows, pages that are read)
         self._memory: Any = None  # shared by the graphs
         # one stream for all captures: a library's workspace belongs to a stream
         self._stream = torch.cuda.Stream(device) if cuda else None
@@ -201,11 +194,13 @@ class PagedDecode:
         self._model.rotary.reserve(self._max_context_tokens)
         size = next(b for b in self._sizes if b >= n)
         columns = self._host.numpy()
-        columns[:] = 0.0
-        columns[:, :n] = tokens, positions, sampling.temperature, sampling.uniform
-        columns[1:3, n:size] = [[-1.0], [1.0]]  # padding rows
+        columns[:2, :n] = tokens, positions
+        columns[2:, :n].view(np.float64)[:] = sampling.temperature, sampling.uniform
+        columns[:, n:size] = PADDING
         self._inputs.copy_(self._host, non_blocking=True)
-        width = min(self.cache.table.shape[1], 1 << (int(positions.max()) // PAGE).bit_length())
+        width = self.cache.table.shape[1]
+        if self._ops is None:
+            width = min(width, 1 << (int(positions.max()) // PAGE).bit_length())
         if sampling.truncated.any():
             return to_host(*sample(self._model.live.logits(self._hidden(self._inputs[:, :n], width)), sampling))
         both = (self._replay if self._captures else self._sample)(self._inputs[:, :size], width)
@@ -232,15 +227,20 @@ class PagedDecode:
         return both
 
     def _sample(self, inputs: Tensor, width: int) -> Tensor:
-        """inputs [4, n] -> float64 [2, n], ids and log-probs. Nothing here may synchronise with the host."""
+        """inputs int64 [4, n] -> float64 [2, n], ids and log-probs. Nothing here may synchronise with the host."""
         logits = self._model.live.logits(self._hidden(inputs, width))
-        ids, logprobs = sample_captured(logits.float(), inputs[2].float(), inputs[3])
+        temperature, uniform = inputs[2:].view(torch.float64)
+        if self._ops is not None:
+            return self._ops.sample(logits, temperature, uniform)
+        ids, logprobs = sample_captured(logits.float(), temperature.float(), uniform)
         return torch.stack((ids.double(), logprobs.double()))
 
     def _hidden(self, inputs: Tensor, width: int) -> Tensor:
         model, pool, n = self._model, self.cache.pool, inputs.shape[1]
         assert pool is not None
-        tokens, positions = inputs[:2].long()
+        tokens, positions = inputs[:2]
+        if self._ops is not None:
+            return decode_hidden(self._ops, model, pool, self.cache.table[:n], tokens, positions)
         pages = torch.where(positions[:, None] >= 0, self.cache.table[:n, :width], 0)  # [n, W]
         positions = positions.clamp(min=0)
         place = pages.gather(1, (positions // PAGE)[:, None])[:, 0].long() * PAGE + positions % PAGE

@@ -13,6 +13,7 @@ from torch import Tensor
 from verl.accel.cpu.kernels import Kernels, load_kernels
 from verl.accel.cpu.lanes import Lanes, wide_pays
 from verl.accel.cpu.linear import Layout, best_layout
+from verl.accel.cuda.decode import DecodeOps, decode_ops, missing
 from verl.errors import Refused
 from verl.nn.precision import native_bf16
 from verl.rollout.base import RolloutContext, Scores, WeightReader, WireFormat
@@ -36,7 +37,8 @@ MIN_LANE_ROWS = 8
 
 
 class NativeRunner:
-    """The runner of the native engine. `layout`, `emulate_bf16` and `paged` depend on the machine unless given."""
+    """The runner of the native engine. `layout`, `emulate_bf16`, `paged` and `fused` depend on the machine
+    unless given."""
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class NativeRunner:
         layout: Layout | None = None,
         emulate_bf16: bool | None = None,
         paged: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         device = self._device = torch.device(context.device)
         self.max_rows, self.max_context_tokens = context.max_concurrent_sequences, context.max_context_tokens
@@ -58,25 +61,36 @@ class NativeRunner:
         found = load_kernels(self.compute_dtype) if compiled and device.type == "cpu" else None
         self._kernels = found if isinstance(found, Kernels) else None
         self.without_kernels = found if isinstance(found, str) else None
+        self.without_fused: str | None = None
         self._layout = layout or best_layout(self.compute_dtype, device, self._kernels)
         self._fixed_rows = self._deterministic and self._layout != "panels"  # panels do not depend on the other rows
         self.model = Model(context.hf_config, self.max_context_tokens, device, self._kernels)
         self.vocab_size = self.model.shape.vocab
         self._lanes = Lanes((lanes or torch.get_num_threads()) if device.type == "cpu" else 1)
         self._prompts = Prefiller(self.model, self._lanes, self.compute_dtype, options, self._deterministic)
-        self._make_cache(options.max_kv_tokens, device.type == "cuda" if paged is None else paged)
+        on_cuda = device.type == "cuda"
+        in_pages = (on_cuda if paged is None else paged) and not self._fixed_rows
+        ops = self._decode_ops() if in_pages and (on_cuda if fused is None else fused) else None
+        # capped scores: not every paged kernel supports them
+        self._make_cache(
+            options.max_kv_tokens, in_pages and (ops is not None or not self.model.shape.attention_cap), ops
+        )
         self._needs = np.zeros(self.max_rows, np.int64)  # tokens of KV that each resident row can have at its end
         self._longest = self._ahead = 0  # length of the longest resident row now, and the longest possible at the end
         self._decoded = 0
         self._torn: Weights | None = None  # weights that are partly overwritten by a failed load
 
-    def _make_cache(self, max_kv_tokens: int | None, paged: bool) -> None:
+    def _decode_ops(self) -> DecodeOps | None:
+        """Return the kernels of a fused decode step; None and a reason in `without_fused` if they do not run here."""
+        s = self.model.shape
+        self.without_fused = missing(self._device, s.head_dim, s.hidden, whole_pages(1))
+        return decode_ops(self._device) if self.without_fused is None else None
+
+    def _make_cache(self, max_kv_tokens: int | None, in_pages: bool, ops: DecodeOps | None) -> None:
         rows, longest = self.max_rows, self.max_context_tokens
         kind = (self.model.shape, self.compute_dtype, self._device)
         slots = round_up(rows, FIXED_ROWS) if self._fixed_rows else rows
         self._cache = SlotCache(*kind, slots, longest, exact_reads=self._kernels is not None)
-        # slots if bits depend on the number of rows, and for capped scores, which not every paged kernel supports
-        in_pages = paged and not self._fixed_rows and not self.model.shape.attention_cap
         whole = whole_pages(longest) if in_pages else longest
         self._max_kv_tokens = rows * whole if max_kv_tokens is None else max_kv_tokens
         if self._max_kv_tokens < whole:
@@ -85,7 +99,7 @@ class NativeRunner:
         self._paged: PagedDecode | None = None
         if in_pages:
             pages = PageCache(*kind, rows, longest, self._max_kv_tokens)
-            self._paged = PagedDecode(self.model, pages, self.compute_dtype, rows, longest)
+            self._paged = PagedDecode(self.model, pages, self.compute_dtype, rows, longest, ops)
 
     @property
     def weight_format(self) -> WireFormat:

@@ -1,0 +1,60 @@
+"""Triton's interpreter: bf16 products as a GPU computes them, and what kernels read, write and launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def fix_bf16_products(patch: pytest.MonkeyPatch) -> None:
+    """The interpreter of Triton 3.9 keeps bf16 as its bits in uint16, and multiplies these integers in tl.dot."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    def as_float32(of: Any) -> Any:
+        if of.dtype.scalar != tl.bfloat16:
+            return of
+        return interpreter.TensorHandle((of.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return plain(self, as_float32(a), as_float32(b), *rest)
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+class Launches(TorchDispatchMode):
+    """Records what would be launched on a GPU within the block: operations of torch, and kernels by their names."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        from triton.runtime.interpreter import GridExecutor
+
+        super().__init__()
+        self.names: list[str] = []
+        self._within = 0
+        plain = GridExecutor.__call__
+
+        def launch(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            self.names.append(executor.fn.__name__)
+            self._within += 1  # the interpreter copies arguments
+            try:
+                return plain(executor, *args, **kwargs)
+            finally:
+                self._within -= 1
+
+        patch.setattr(GridExecutor, "__call__", launch)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function._schema.name.removeprefix("aten::")
+        memory = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        made = [r for r in (result if isinstance(result, list | tuple) else [result]) if isinstance(r, torch.Tensor)]
+        view = not function._schema.is_mutable and all(r.untyped_storage().data_ptr() in memory for r in made)
+        if not (self._within or view or "empty" in name):
+            self.names.append(name)
+        return result

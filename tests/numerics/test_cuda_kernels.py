@@ -1,0 +1,214 @@
+"""The Triton kernels of accel/cuda in Triton's interpreter, each against plain torch in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from interpreted import fix_bf16_products
+from torch import Tensor
+
+from verl.rollout.embedded.sampler import SamplingMetadata, sample, stream_of, uniforms
+
+pytest.importorskip("triton", reason="no Triton here (make triton-package)")
+from verl.accel.cuda import attention, layers, rotary, sampling
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+DTYPES = list(TOLERANCE)
+
+
+@pytest.fixture(autouse=True)
+def bf16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    fix_bf16_products(monkeypatch)
+
+
+def close(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """Compare with a float64 reference, relative to its size."""
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def pages_of(positions: Tensor, page: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A pool [2, pages, page, K, D] with NaN in every place that no row has written, and a table of shuffled pages."""
+    width = int(positions.max()) // page + 1
+    table = (torch.randperm(len(positions) * width).view(len(positions), width) + 1).int()
+    pool = torch.full((2, table.numel() + 1, page, kv_heads, dim), torch.nan, dtype=dtype)
+    for row, end in enumerate((positions + 1).clamp(min=0).tolist()):
+        for token in range(end):
+            pool[:, table[row, token // page], token % page] = torch.randn(2, kv_heads, dim).to(dtype)
+    return pool, table
+
+
+def exact_attention(
+    q: Tensor, pool: Tensor, table: Tensor, positions: Tensor, scale: float, window: int, cap: float, sinks: Any
+) -> Tensor:
+    """float64 [n, H, D], one row at a time."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for row, length in enumerate((positions + 1).tolist()):
+        if length <= 0:
+            continue
+        lo = max(0, length - window) if window else 0
+        each = q.shape[1] // pool.shape[3]
+        k, v = pool[:, table[row].long()].flatten(1, 2)[:, lo:length].double().repeat_interleave(each, 2)
+        score = torch.einsum("hd,lhd->hl", q[row].double(), k) * scale
+        score = cap * torch.tanh(score / cap) if cap else score
+        score = score if sinks is None else torch.cat([score, sinks.double()[:, None]], 1)
+        out[row] = torch.einsum("hl,lhd->hd", score.softmax(1)[:, : length - lo], v)
+    return out
+
+
+def attention_case(
+    heads: int, kv_heads: int, dim: int, positions: list[int], *, page: int = 16, splits: int = 1, window: int = 0,
+    cap: float = 0.0, with_sinks: bool = False, dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
+    """One call of `attend_pages` against float64; empty rows give 0."""
+    at = torch.tensor(positions)
+    torch.manual_seed(heads + dim + splits + window)
+    q, (pool, table) = torch.randn(len(at), heads, dim).to(dtype), pages_of(at, page, kv_heads, dim, dtype)
+    sinks = torch.randn(heads) if with_sinks else None
+    read = {"scale": 0.5, "window": window, "cap": cap, "splits": splits, "sinks": sinks}
+    ours = attention.attend_pages(q, *pool, table, at, **read)
+    close(ours, exact_attention(q, pool, table, at, 0.5, window, cap, sinks), dtype)
+
+
+@pytest.mark.parametrize("each", range(1, 17))
+def test_every_ratio_of_query_to_key_heads(each: int) -> None:
+    attention_case(2 * each, 2, 8, [-1, 21], splits=1 + each % 2, dtype=DTYPES[each % 3])
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window,cap", [(0, 0.0), (1, 0.0), (7, 2.0), (64, 0.0), (65, 1.0), (300, 0.0)])
+def test_edges_of_pages_parts_and_windows(splits: int, window: int, cap: float) -> None:
+    """Rows that end at, before and after a page (64) and a part (256), and one with four parts."""
+    rows = [-1, 0, 63, 64, 255, 256, 257, 511, 512, 1000]
+    attention_case(4, 2, 16, rows, page=64, splits=splits, window=window, cap=cap)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits,dim", [(1, 24), (2, 96)])
+def test_sinks_and_sizes_that_are_no_power_of_two(splits: int, dim: int, dtype: torch.dtype) -> None:
+    attention_case(6, 2, dim, [-1, 0, 40, 300], page=32, splits=splits, with_sinks=True, dtype=dtype, window=290)
+
+
+def test_more_parts_than_a_row_needs_are_not_read() -> None:
+    """16 parts are allowed; the row of 600 tokens has 3, that of one token 1."""
+    attention_case(2, 1, 16, [0, 600], page=128, splits=16)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_a_row_does_not_depend_on_the_others(splits: int) -> None:
+    at = torch.tensor([10, 700, -1, 300])
+    q, (pool, table) = torch.randn(4, 4, 16), pages_of(at, 64, 2, 16, torch.float32)
+    read = {"scale": 0.25, "window": 0, "cap": 0.0, "splits": splits}
+    together = attention.attend_pages(q, *pool, table, at, **read)
+    for row in range(4):
+        one = slice(row, row + 1)
+        assert torch.equal(attention.attend_pages(q[one], *pool, table[one], at[one], **read), together[one])
+
+
+def test_parts_fill_the_card_and_stay_above_their_least_length() -> None:
+    assert attention.splits_of(1, 8, 131072, 132) == 64  # at most
+    assert attention.splits_of(1, 8, 4096, 132) == 16  # of 256 keys
+    assert attention.splits_of(16, 8, 4096, 132) == 4  # 16 x 8 x 4 programs on 132 processors
+    assert attention.splits_of(64, 8, 131072, 132) == 1
+    assert attention.splits_of(1, 1, 100, 132) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads,kv_heads,dim,normed", [(4, 2, 8, True), (3, 1, 12, False), (10, 3, 16, True)])
+def test_rotation_and_storage(heads: int, kv_heads: int, dim: int, normed: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(dim)
+    at, page = torch.tensor([-1, 0, 15, 16, 17, 47]), 16
+    qkv = torch.randn(len(at), (heads + 2 * kv_heads) * dim).to(dtype)
+    norm = torch.randn(heads + kv_heads, dim) if normed else None
+    turns = torch.view_as_real(torch.polar(torch.ones(50, dim // 2), torch.rand(50, dim // 2) * 6))
+    table = (torch.randperm(18).view(6, 3) + 1).int()
+    pool = torch.full((2, 19, page, kv_heads, dim), 7.0).to(dtype)
+    before = pool.clone()
+    q = rotary.rotate_and_store(qkv, norm, turns, at, table, *pool, 1e-5)
+    every = qkv.view(len(at), -1, dim)
+    x = every[:, : heads + kv_heads].double()
+    if norm is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
+    turned = (
+        torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.view_as_complex(turns.double())[at.clamp(min=0), None]
+    )
+    exact = torch.view_as_real(turned).flatten(-2)
+    close(q[1:], exact[1:, :heads], dtype)
+    for row in range(1, len(at)):
+        place = table[row, int(at[row]) // page], int(at[row]) % page
+        close(pool[0][place], exact[row, heads:], dtype)
+        assert torch.equal(pool[1][place], every[row, heads + kv_heads :])
+        pool[:, place[0], place[1]] = 7.0
+    assert torch.equal(pool, before), "nothing else was written, also not by the empty row"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 33, 256])
+def test_residual_and_norm(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(width)
+    x, delta, inner, weight = torch.randn(3, width), torch.randn(3, width), torch.randn(width), torch.randn(width)
+
+    def exact_norm(y: Tensor, by: Tensor) -> Tensor:
+        return y / (y.square().mean(-1, keepdim=True) + 1e-4).sqrt() * by.double()
+
+    x, delta = x.to(dtype), delta.to(dtype)
+    close(layers.add_norm(x.clone(), None, None, weight, 1e-4), exact_norm(x.double(), weight), dtype)
+    for by in (None, inner):
+        residual = x.clone()
+        ours = layers.add_norm(residual, delta, by, weight, 1e-4)
+        close(residual, x.double() + (delta.double() if by is None else exact_norm(delta.double(), by)), dtype)
+        close(ours, exact_norm(residual.double(), weight), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_activation_and_gate(activation: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    both = (torch.randn(2, 2 * 1030) * 3).to(dtype)
+    both[0, :4] = torch.tensor([-90.0, 90.0, 0.0, -1e-3])
+    gate, up = both.double().chunk(2, dim=1)
+    active = (
+        torch.nn.functional.silu(gate) if activation == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
+    )
+    close(layers.gated(both, activation), active * up, dtype)
+
+
+def drawn(logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """(ids and log-probs of the host's sampler, [2, n] of the kernels)."""
+    n = len(logits)
+    rows = SamplingMetadata(
+        temperature, np.zeros(n, np.int64), np.ones(n, np.float32), np.zeros(n, np.float32), uniform
+    )
+    ours = sampling.draw_tokens(logits, torch.from_numpy(temperature).double(), torch.from_numpy(uniform))
+    return sample(logits, rows), ours
+
+
+def test_ten_thousand_draws_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also over several blocks of the vocabulary, and greedy ones."""
+    monkeypatch.setattr(sampling, "VOCAB_BLOCK", 256)
+    monkeypatch.setattr(sampling, "ROWS_AT_ONCE", 512)
+    rng, count, seed = np.random.default_rng(0), 0, 0
+    for vocab, n in ((40, 1000), (256, 3000), (700, 6000)):
+        logits = torch.from_numpy((rng.normal(size=(n, vocab)) * 2).astype(np.float32))
+        temperature = rng.choice(np.array([0.0, 0.6, 1.0, 1.0], np.float32), n)
+        streams = np.array([stream_of(seed + i) for i in range(n)])
+        (ids, logprobs), ours = drawn(logits, temperature, uniforms(streams, np.arange(n)))
+        assert torch.equal(ours[0].long(), ids)
+        torch.testing.assert_close(ours[1].float(), logprobs, atol=2e-6, rtol=2e-6)
+        count, seed = count + n, seed + n
+    assert count == 10_000
+
+
+def test_ends_of_the_distribution() -> None:
+    """A uniform of 0 and just below 1, ids without probability at both ends, ties, and NaN."""
+    low, top = -torch.inf, np.nextafter(1.0, 0.0)
+    rows = [[low, 0, 1, low], [low, 0, 1, low], [2, 2, 2, 2], [5, 5, 1, 5], [low, low, 0, low], [0, torch.nan, 0, 0]]
+    temperature = np.array([1, 1, 1, 0, 0.5, 1], np.float32)
+    (ids, logprobs), ours = drawn(torch.tensor(rows), temperature, np.array([0, top, 0.5, 0.9, top, 0.3]))
+    assert ours[0, :5].tolist() == ids[:5].tolist() == [1, 2, 2, 0, 2]
+    torch.testing.assert_close(ours[1, :5].float(), logprobs[:5], atol=1e-6, rtol=0)
+    assert torch.isnan(ours[1, 5]) and 0 <= ours[0, 5] < 4

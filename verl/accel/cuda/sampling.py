@@ -1,0 +1,104 @@
+"""Draws from logits in one pass: those of verl.rollout.embedded.sampler, a pure function of uniform and logits.
+
+The first kernel reduces blocks of the vocabulary, the second chooses a block by the inverse CDF of their masses and
+reads only that block again. The blocks depend on the vocabulary alone, so no other row changes a draw. Needs Triton.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+VOCAB_BLOCK = 4096
+ROWS_AT_ONCE = 1  # rows of one program: one fills a card soonest, many suit the interpreter
+
+
+@triton.jit
+def _scaled(logits, temperature, at, inside):
+    """Logits float32 over the temperature, or as they are where it is 0; -inf outside."""
+    x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+    return tl.div_rn(x, tl.where(temperature == 0, 1.0, temperature))
+
+
+@triton.jit
+def _reduce_block(
+    logits, temperatures, most, best, mass, V, N, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    """Write the largest logit of a block of ROWS rows, its id, and the sum of the exponentials relative to it."""
+    n, b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    c = b * BLOCK + tl.arange(0, BLOCK)[None, :]
+    temperature = tl.load(temperatures + n, mask=n < N, other=1.0).to(tl.float32)[:, None]
+    x = _scaled(logits, temperature, n[:, None] * V + c, (c < V) & (n[:, None] < N))
+    highest = tl.max(x, 1)
+    finite = tl.where(highest == float("-inf"), 0.0, highest)
+    at, inside = n * BLOCKS + b, n < N
+    tl.store(most + at, highest, mask=inside)
+    tl.store(best + at, b * BLOCK + tl.argmax(x, 1), mask=inside)
+    tl.store(mass + at, tl.sum(tl.exp(x - finite[:, None]), 1), mask=inside)
+
+
+@triton.jit
+def _first_above(mass, target, M: tl.constexpr):
+    """Return the first index whose cumulative mass [rows, M] float64 is above the target [rows], and the target less
+    the mass before it. The index has positive mass; a target at or beyond the total is brought below it."""
+    i = tl.arange(0, M)[None, :]
+    cumulative = tl.cumsum(mass, 1)
+    total = tl.max(tl.where(mass > 0, cumulative, 0.0), 1)
+    below_total = (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)  # the next float64
+    target = tl.where(target < total, target, below_total)
+    index = tl.min(tl.where((cumulative > target[:, None]) & (mass > 0), i, M - 1), 1)
+    return index, target - tl.max(tl.where(i == index[:, None] - 1, cumulative, 0.0), 1)
+
+
+@triton.jit
+def _draw(
+    logits,
+    temperatures,
+    uniforms,
+    most,
+    best,
+    mass,
+    out,
+    V,
+    N,
+    BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Draw the ids of ROWS rows and their log-probs."""
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row, b, inside = n[:, None], tl.arange(0, PADDED)[None, :], n < N
+    temperature = tl.load(temperatures + n, mask=inside, other=1.0).to(tl.float32)
+    here = (b < BLOCKS) & inside[:, None]
+    tops = tl.load(most + row * BLOCKS + b, mask=here, other=float("-inf"))
+    highest = tl.max(tops, 1)
+    masses = tl.load(mass + row * BLOCKS + b, mask=here, other=0.0).to(tl.float64) * tl.exp(tops - highest[:, None])
+    total = tl.sum(masses, 1)
+    block, rest = _first_above(masses, tl.load(uniforms + n, mask=inside, other=0.0) * total, PADDED)
+    block = tl.minimum(block, BLOCKS - 1)
+    c = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = _scaled(logits, temperature[:, None], row * V + c, (c < V) & inside[:, None])
+    index, _ = _first_above(tl.exp(x - highest[:, None]).to(tl.float64), rest, BLOCK)
+    drawn = tl.minimum(block * BLOCK + index, V - 1)
+    first_best = tl.min(tl.where(tops == highest[:, None], b, BLOCKS - 1), 1)
+    greedy = tl.load(best + n * BLOCKS + first_best, mask=inside, other=0)
+    chosen = tl.where(temperature == 0, greedy, drawn)
+    logit = _scaled(logits, temperature, n * V + chosen, inside)
+    tl.store(out + n, chosen.to(tl.float64), mask=inside)
+    tl.store(out + N + n, (logit - highest).to(tl.float64) - tl.log(total), mask=inside)
+
+
+def draw_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+    """logits [n, V], temperature [n] (0 is greedy), uniform [n] float64 in [0, 1) -> float64 [2, n]: ids, exact in it,
+    and their log-probs in the distribution that they were drawn from (greedy: of temperature 1)."""
+    n, vocab = logits.shape
+    block = min(VOCAB_BLOCK, triton.next_power_of_2(vocab))
+    blocks, programs = triton.cdiv(vocab, block), triton.cdiv(n, ROWS_AT_ONCE)
+    most, mass = logits.new_empty(2, n, blocks, dtype=torch.float32)
+    best, out = most.new_empty(n, blocks, dtype=torch.int32), most.new_empty(2, n, dtype=torch.float64)
+    sizes = {"BLOCKS": blocks, "BLOCK": block, "ROWS": ROWS_AT_ONCE, "num_warps": 8}
+    _reduce_block[programs, blocks](logits, temperature, most, best, mass, vocab, n, **sizes)
+    padded = triton.next_power_of_2(blocks)
+    _draw[programs,](logits, temperature, uniform, most, best, mass, out, vocab, n, PADDED=padded, **sizes)
+    return out
