@@ -1,16 +1,18 @@
-"""One command line in verl's keys, for tests: what it says, or a ValueError with all that is wrong."""
+"""One command line with keys of verl's, for tests: its translation, or a ValueError with all that is wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl.config.compat.translate import Translation, VerlDefaults, translated
+from verl.config.compat.translate import Translation, translated
+from verl.config.overrides import VerlDefaults, read_line
 
 
 def translate(
     args: Sequence[str], *, prompts_per_step: int | None = None, verl_defaults: VerlDefaults | None = None
 ) -> Translation:
-    said, problems = translated(args, prompts_per_step=prompts_per_step, verl_defaults=verl_defaults)
-    if problems:
-        raise ValueError("\n".join(problems))
-    return said
+    line = read_line(args)
+    made, problems = translated(line.rest, line.native, prompts_per_step=prompts_per_step, verl_defaults=verl_defaults)
+    if line.faults or problems:
+        raise ValueError("\n".join([*line.faults, *problems]))
+    return made

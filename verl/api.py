@@ -21,7 +21,7 @@ from torch import nn
 from verl.algorithms.presets import PRESETS
 from verl.algorithms.resolve import resolve
 from verl.config.backends import traits_of
-from verl.config.compat.layout import local_gpus
+from verl.config.devices import local_gpus
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.config.served import reachable

@@ -14,8 +14,8 @@ from verl.errors import Refused, crash_record_of
 from verl.names import did_you_mean
 
 if TYPE_CHECKING:
-    from verl.config.compat.translate import VerlDefaults
     from verl.config.load import Resolved
+    from verl.config.overrides import VerlDefaults
     from verl.driver.launch import Finished
     from verl.track.console import LiveProgress
 
@@ -185,12 +185,13 @@ def _load(
     args: Sequence[str], verl_defaults: VerlDefaults | None = None, say: Callable[[str], None] = print
 ) -> Resolved:
     """Load the configuration, and print the translation of verl's keys."""
-    from verl.config.compat.translate import render_notes
     from verl.config.load import FITTED, load_config
     from verl.config.tree import values_of
 
     resolved = load_config(args, verl_defaults=verl_defaults)
     if resolved.notes:
+        from verl.config.compat.translate import render_notes
+
         say(render_notes(resolved.notes))
     if cut := [key for key, origin in resolved.origins.items() if origin.startswith(FITTED)]:
         values = values_of(resolved.config)

@@ -56,6 +56,38 @@ def test_no_torch_no_transformers() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_line_of_our_keys_does_not_pass_the_translator_of_verls(tmp_path: Path) -> None:
+    """One process reads all lines; only the last has a key of verl's."""
+    (tmp_path / "r.yaml").write_text("step: {prompts_per_step: 8}\n")
+    native = ["recipe=gsm8k_grpo", f"recipe={tmp_path}/r.yaml", "++run.seed=3 algorithm.clip_low=0.1", "run={seed: 3}"]
+    lines = [[MODEL, *line.split(" ", line.count(" ") * ("{" not in line))] for line in native]
+    lines.append([MODEL, "run.seed=3", "actor_rollout_ref.rollout.n=4"])
+    code = f"""
+import sys
+from verl.config.load import load_config
+from verl.driver import launch
+for line in {lines!r}:
+    load_config(line)
+    print(any(name.startswith("verl.config.compat") for name in sys.modules))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False"] * len(native) + ["True"]
+
+
+def test_our_keys_keep_their_order_beside_a_file_and_keys_of_verl(tmp_path: Path) -> None:
+    """Of a key that is given several times the last counts, wherever it is written; a file comes first."""
+    (tmp_path / "f.yaml").write_text("run: {seed: 9}\ndata: {train_batch_size: 6, max_rows: 3}\n")
+    of_file = [f"--config-path={tmp_path}", "--config-name", "f"]
+    config = load_config([MODEL, "run.seed=1", "run={seed: 2}", *of_file]).config
+    assert (config.run.seed, config.data.max_rows, config.step.prompts_per_step) == (2, 3, 6)
+    assert load_config([MODEL, "run={seed: 2}", "run.seed=1"]).config.run.seed == 1
+    both = load_config([MODEL, "data={max_rows: 3, train_batch_size: 6}"])
+    assert (both.config.data.max_rows, both.config.step.prompts_per_step) == (3, 6)
+    assert [(note.key, note.targets[0]) for note in both.notes] == [("data.train_batch_size", "step.prompts_per_step")]
+    assert "run.seeed" in fault("run={seeed: 1}") and "did you mean run.seed" in fault("run={seeed: 1}")
+    assert fault("run.seed=[1").startswith("'run.seed=[1' cannot be read")
+
+
 def test_the_tree_stays_small() -> None:
     """The central keys stand in schema.py; those that an algorithm's specs and roles, the health table and the engines
     bring stand with their owners; where many processes live (cluster.*, parallel.*), the server (serve.*) and agents

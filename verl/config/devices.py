@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from verl.config.backends import options_of, traits_of
@@ -16,6 +17,14 @@ def default_device(config: Config) -> str:
     if config.model.device != "auto":
         return config.model.device
     return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
+
+
+def local_gpus() -> int:
+    """Return the number of NVIDIA GPUs of this machine that this process may use, from the kernel's files."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len([*Path("/dev").glob("nvidia[0-9]*")])
 
 
 def on_cuda(config: Config) -> bool:

@@ -29,10 +29,8 @@ from verl.algorithms.specs import BY_HORIZON
 from verl.bounds import bounded_yaml
 from verl.config.agent import idle_agent_keys, idle_line
 from verl.config.backends import complete_options
-from verl.config.compat.table import find_row, unknown_key
-from verl.config.compat.translate import Note, VerlDefaults, translated
 from verl.config.model_files import cached_model_folder, context_tokens
-from verl.config.overrides import parse_argument
+from verl.config.overrides import Note, VerlDefaults, parse_argument, read_line
 from verl.config.schema import Config
 from verl.config.tree import Setting, convert, leaf_of, leaves, sections, text_of, tree_of, values_of
 from verl.config.validate import validate
@@ -89,21 +87,52 @@ def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None 
     recipe, args = _split_recipe(overrides)
     settings = list(_recipe_settings(recipe, ())) if recipe else []
     prompts = [s.value for s in settings if s.key == "step.prompts_per_step" and isinstance(s.value, int)]
-    prefix, faults = translated(args, prompts_per_step=prompts[-1] if prompts else None, verl_defaults=verl_defaults)
-    values, origins, wrong = _merge([*prefix.defaults, *_of_its_algorithm(settings, prefix.settings), *prefix.settings])
-    faults += wrong
+    line = _read_line(args, prompts[-1] if prompts else None, verl_defaults)
+    values, origins, wrong = _merge([*line.defaults, *_of_its_algorithm(settings, line.settings), *line.settings])
+    faults = [*line.faults, *wrong]
     masked: dict[str, Any] = {}
     try:
         masked = _resolve(values, origins)
     except ValueError as exc:
         faults += str(exc).splitlines()
-    notes = list(prefix.notes)
+    notes = list(line.notes)
     faults += [] if faults else _idle_agent(values, origins, notes)
     if faults:
         command: Literal["train", "sft"] = "sft" if verl_defaults == "sft" else "train"
-        more = _also_wrong(values, command, "algorithm.name" not in prefix.unknown) if verl_defaults else []
+        more = _also_wrong(values, command, "algorithm.name" not in line.unknown) if verl_defaults else []
         raise Refused("\n".join(dict.fromkeys([*faults, *more])))
     return Resolved(tree_of(values), origins, tuple(notes), masked, verl_names=verl_defaults is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _CommandLine:
+    """The settings of a command line. Without keys of the public verl these are its own keys alone."""
+
+    settings: Sequence[Setting]
+    faults: Sequence[str]
+    defaults: Sequence[Setting] = ()
+    """The defaults of the public verl, for its entry points."""
+    notes: Sequence[Note] = ()
+    unknown: frozenset[str] = frozenset()
+    """Our keys without a value, since the keys of verl's that set them were refused."""
+
+
+def _read_line(args: Sequence[str], prompts_per_step: int | None, verl_defaults: VerlDefaults | None) -> _CommandLine:
+    """Read our keys, and translate the others if there are any."""
+    line = read_line(args)
+    if not line.rest and verl_defaults is None:
+        return _CommandLine(line.native, line.faults)
+    from verl.config.compat.translate import translated
+
+    made, faults = translated(line.rest, line.native, prompts_per_step=prompts_per_step, verl_defaults=verl_defaults)
+    return _CommandLine(made.settings, [*line.faults, *faults], made.defaults, made.notes, made.unknown)
+
+
+def _unknown(key: str, origin: str) -> Refused:
+    """Return the error for a key that does not exist, with near keys of ours and of the public verl."""
+    from verl.config.compat.table import unknown_key
+
+    return Refused(unknown_key(key, origin))
 
 
 def _also_wrong(values: dict[str, Any], command: Literal["train", "sft"], named: bool) -> list[str]:
@@ -128,7 +157,7 @@ def _idle_agent(values: dict[str, Any], origins: dict[str, str], notes: list[Not
             faults.append(idle_line(key, values[key], origins[key]))
         elif origins[key].startswith("verl key"):
             values[key], origins[key] = leaves()[key].default, "default"
-            idle = [i for i, note in enumerate(notes) if (row := find_row(note.key)) and row.targets == (key,)]
+            idle = [i for i, note in enumerate(notes) if note.targets == (key,)]
             for i in idle:
                 notes[i] = replace(notes[i], action="ignored", text="no tools are given: every row is one answer")
     return faults
@@ -220,7 +249,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str, origin: str) -> Iterator[tupl
         elif isinstance(value, Mapping):
             yield from _flatten(value, f"{key}.", origin)
         elif value is not None or key not in sections():
-            raise Refused(unknown_key(key, origin))
+            raise _unknown(key, origin)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -235,7 +264,7 @@ def _merge(settings: Sequence[Setting]) -> tuple[dict[str, Any], dict[str, str],
     for setting in settings:
         found = leaf_of(setting.key)
         if found is None:
-            raise Refused(unknown_key(setting.key, setting.origin))
+            raise _unknown(setting.key, setting.origin)
         (leaf, below), value, origin = found, setting.value, setting.origin
         for name in reversed(below):
             value = {name: value}

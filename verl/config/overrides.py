@@ -1,12 +1,15 @@
-"""One `key=value` of a command line in Hydra's grammar, and values that this grammar cannot read."""
+"""A command line as settings of our keys: each `key=value` in Hydra's grammar, and values that it cannot read.
+
+Arguments with keys of the public verl are left for `compat/`, which is imported only for them."""
 
 from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -14,7 +17,7 @@ from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
 
 from verl.bounds import bounded_yaml
-from verl.config.tree import leaf_of
+from verl.config.tree import Setting, leaf_of, sections
 from verl.errors import Refused
 
 _NO_SPACE = re.compile(r"[{,]\s*[\w.-]+:[^\s]")  # {a:1} is Hydra's mapping; YAML reads one name
@@ -28,6 +31,79 @@ class Argument:
     value: Any
     text: str
     error: str = ""
+
+
+VerlDefaults = Literal["rl", "sft"]
+"""The entry point of the public verl that was called: its defaults apply to keys that are not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """The treatment of one of verl's keys on this command line."""
+
+    key: str
+    value: str
+    action: Literal["mapped", "ignored", "refused"]
+    text: str
+    targets: tuple[str, ...] = ()
+    """The keys of ours that it sets."""
+
+    def __str__(self) -> str:
+        became = f"-> {self.text}" if self.action == "mapped" else f"{self.action}: {self.text}"
+        return f"{self.key}={self.value} {became}"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A command line."""
+
+    native: list[Setting] = field(default_factory=list)
+    """Our keys, in order."""
+    rest: list[str | Argument] = field(default_factory=list)
+    """The arguments with other keys, and Hydra's options."""
+    faults: list[str] = field(default_factory=list)
+    """A line for each value that cannot be read."""
+
+
+def read_line(args: Sequence[str]) -> Line:
+    """Read the arguments with keys of ours. A mapping for a whole section (`run={seed: 1}`) is read as its keys."""
+    line = Line()
+    for word in args:
+        key = word.partition("=")[0].lstrip("+")
+        if leaf_of(key) is None and key not in sections():
+            line.rest.append(word)
+            continue
+        try:
+            found = list(_keys_of_section(parse_argument(word)))
+        except ValueError as exc:
+            line.faults.append(str(exc))
+            continue
+        for one in found:
+            if leaf_of(one.key) is None:
+                line.rest.append(one)
+            elif one.error:
+                line.faults.append(one.error)
+            else:
+                line.native.append(native_setting(one))
+    return line
+
+
+def native_setting(argument: Argument) -> Setting:
+    return Setting(argument.key, argument.value, "command line", argument.text.strip("'\""))
+
+
+def _keys_of_section(argument: Argument) -> Iterator[Argument]:
+    if leaf_of(argument.key) is not None or not isinstance(argument.value, Mapping):
+        yield argument
+        return
+    for name, value in argument.value.items():
+        if name != "_target_":
+            yield argument_of(f"{argument.key}.{name}", value)
+
+
+def argument_of(key: str, value: Any) -> Argument:
+    """Return a key of a file or of a mapping as an argument."""
+    return Argument(key, value, "null" if value is None else str(value))
 
 
 def parse_argument(argument: str) -> Argument:

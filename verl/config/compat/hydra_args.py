@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
 from verl.bounds import bounded_yaml
 from verl.config.compat.table import find_row
-from verl.config.overrides import Argument, parse_argument
+from verl.config.overrides import Argument, argument_of, parse_argument
 from verl.config.tree import leaf_of
 from verl.errors import Refused
 
@@ -22,26 +21,32 @@ _OF_VERL = re.compile(r"(?:[a-z]+_)*?(?:ppo|sft)_(?:(megatron|veomni|torchtitan|
 """verl's own files, and the model engine that they stand for."""
 
 
-def parse_arguments(args: Sequence[str], problems: list[str], main: str | None = None) -> list[Argument]:
+def parse_arguments(args: Sequence[str | Argument], problems: list[str], main: str | None = None) -> list[Argument]:
     """Return the keys in order of precedence: those of a file, then those of the command line. Each unreadable
     argument adds a line to `problems`. `main`: the file that a --config-path without a name means."""
     options, rest = _options(args)
     found: list[Argument] = []
     for word in (None, *rest):
         try:
-            found += _of_options(options, main) if word is None else [parse_argument(word)]
+            found += _of_options(options, main) if word is None else [_parsed(word)]
         except ValueError as exc:
             problems.append(str(exc))
     return [single for argument in found for single in _singles(argument)]
 
 
-def _options(args: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def _parsed(word: str | Argument) -> Argument:
+    return parse_argument(word) if isinstance(word, str) else word
+
+
+def _options(args: Sequence[str | Argument]) -> tuple[dict[str, str], list[str | Argument]]:
     """Separate Hydra's options (`--config-name=x`, `--config-name x`) from the other arguments."""
-    options, rest, words = {}, [], iter(args)
+    options: dict[str, str] = {}
+    rest: list[str | Argument] = []
+    words = iter(args)
     for word in words:
-        name, equals, text = word.partition("=")
+        name, equals, text = word.partition("=") if isinstance(word, str) else ("", "", "")
         if name in _OPTIONS:
-            options[_OPTIONS[name]] = text if equals else next(words, "")
+            options[_OPTIONS[name]] = text if equals else str(next(words, ""))
         else:
             rest.append(word)
     return options, rest
@@ -83,7 +88,7 @@ def _of_file(folder: Path, name: str, chain: tuple[str, ...]) -> Iterator[Argume
                 groups = {str(k).removeprefix("override ").lstrip("/"): v for k, v in base.items()}
                 yield from (parse_argument(f"{group}={choice}") for group, choice in groups.items())
         tree.pop("hydra", None)
-        yield from (_argument(str(key), value) for key, value in tree.items())
+        yield from (argument_of(str(key), value) for key, value in tree.items())
     elif packaged is None:
         said = "no such file; give the folder of yours as an absolute --config-path"
         raise Refused(f"--config-name={name}: {path.absolute()}: {said}")
@@ -97,14 +102,10 @@ def _singles(argument: Argument) -> Iterable[Argument]:
     own = leaf_of(key) is not None or ((row := find_row(key)) is not None and row.key == key and not _below(key))
     if not isinstance(value, Mapping) or own:
         return [argument]
-    parts = (_argument(f"{key}.{name}", below) for name, below in value.items() if name != "_target_")
+    parts = (argument_of(f"{key}.{name}", below) for name, below in value.items() if name != "_target_")
     return [single for part in parts for single in _singles(part)]
 
 
 def _below(key: str) -> bool:
     """Return whether the table has keys below this one."""
     return find_row(f"{key}.x") is not None
-
-
-def _argument(key: str, value: Any) -> Argument:
-    return Argument(key, value, "null" if value is None else str(value))

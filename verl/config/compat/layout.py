@@ -4,14 +4,13 @@ eight devices runs in one process on a machine without them, and prints that."""
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from types import MappingProxyType
 
 from verl.config.backends import address_of
 from verl.config.compat.given import ACTOR, Given, Result
+from verl.config.devices import local_gpus
 from verl.errors import Refused
 
 ONE_PROCESS = (
@@ -119,13 +118,6 @@ def _there(given: Given) -> bool:
         return False
     named = address_of(given.native.get("cluster.address"))
     return named is not None or (nodes == 1 and ranks <= local_gpus())
-
-
-def local_gpus() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len([*Path("/dev").glob("nvidia[0-9]*")])
 
 
 def _size(given: Given, key: str) -> int:

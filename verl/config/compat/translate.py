@@ -1,4 +1,4 @@
-"""Translate a command line in verl's keys, ours, or both, to settings of our tree.
+"""Translate the arguments of a command line that are not keys of ours to settings of our tree.
 
 A key of ours always wins over one of verl's that sets the same value, so that `bash run_verl.sh rollout.engine=native`
 does what it says.
@@ -12,31 +12,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from verl.config.compat.given import Given
 from verl.config.compat.hydra_args import parse_arguments
 from verl.config.compat.objective import critic_without_estimator
 from verl.config.compat.rules import JOINT
 from verl.config.compat.table import Action, KeyRow, find_row, key_rows, same_value, unknown_key
-from verl.config.overrides import Argument
+from verl.config.overrides import Argument, Note, VerlDefaults, native_setting
 from verl.config.tree import Setting, leaf_of, text_of
-
-VerlDefaults = Literal["rl", "sft"]
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """The treatment of one of verl's keys on this command line."""
-
-    key: str
-    value: str
-    action: Action
-    text: str
-
-    def __str__(self) -> str:
-        became = f"-> {self.text}" if self.action == "mapped" else f"{self.action}: {self.text}"
-        return f"{self.key}={self.value} {became}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,35 +35,39 @@ class Translation:
 
 
 def translated(
-    args: Sequence[str], *, prompts_per_step: int | None = None, verl_defaults: VerlDefaults | None = None
+    rest: Sequence[str | Argument],
+    native: Sequence[Setting] = (),
+    *,
+    prompts_per_step: int | None = None,
+    verl_defaults: VerlDefaults | None = None,
 ) -> tuple[Translation, list[str]]:
     """Return the settings, and a line for each key that is unknown, unreadable, refused or contradicted.
 
-    `prompts_per_step`: of the recipe, for a mini batch size given without a batch size. `verl_defaults`: mapped keys
-    that are not given take verl's own default (the entry `python -m verl.trainer.main_ppo` does this).
+    `rest`: the arguments with keys of verl's, and Hydra's options; `native`: our keys on the same command line, after
+    which the settings of a file that `rest` names are overridden. `prompts_per_step`: of the recipe, for a mini batch
+    size given without a batch size. `verl_defaults`: mapped keys that are not given take verl's own default (the entry
+    `python -m verl.trainer.main_ppo` does this).
     """
-    native: list[Setting] = []
+    of_file: list[Setting] = []
     foreign: dict[str, Argument] = {}
     problems: list[str] = []
     main = {"rl": "ppo_trainer", "sft": "sft_trainer_engine", None: None}[verl_defaults]
-    for parsed in parse_arguments(args, problems, main):
-        row = find_row(parsed.key)
-        if leaf_of(parsed.key):
-            native.append(Setting(parsed.key, parsed.value, "command line", parsed.text.strip("'\"")))
+    for parsed in parse_arguments(rest, problems, main):
+        row, ours = find_row(parsed.key), leaf_of(parsed.key) is not None
+        if parsed.error and (ours or (row is not None and row.action != "ignored")):
+            problems.append(parsed.error)
+        elif ours:
+            of_file.append(native_setting(parsed))
         elif row is None:
             problems.append(unknown_key(parsed.key, value=parsed.text))
-        elif parsed.error and row.action != "ignored":
-            problems.append(parsed.error)
         else:
             foreign[parsed.key] = parsed
-        if parsed.error and leaf_of(parsed.key):
-            problems.append(parsed.error)
-            native.pop()
-    work = _Work(foreign, {s.key: s.value for s in native}, prompts_per_step, verl_defaults)
+    every = [*of_file, *native]
+    work = _Work(foreign, {s.key: s.value for s in every}, prompts_per_step, verl_defaults)
     work.run()
     defaults = [s for key, s in work.by_default.items() if key not in work.found]
-    said = Translation([*work.found.values(), *native], defaults, work.notes, frozenset(work.unknown))
-    return said, list(dict.fromkeys((*problems, *work.problems)))
+    made = Translation([*work.found.values(), *every], defaults, work.notes, frozenset(work.unknown))
+    return made, list(dict.fromkeys((*problems, *work.problems)))
 
 
 @functools.cache
@@ -157,7 +145,7 @@ class _Work:
         return all(target in self.native for target in row.targets)
 
     def _note(self, row: KeyRow, action: Action, text: str) -> None:
-        self.notes.append(Note(row.key, self.foreign[row.key].text, action, text))
+        self.notes.append(Note(row.key, self.foreign[row.key].text, action, text, row.targets))
 
     def _mapped(self, row: KeyRow, targets: Iterable[str], remark: str = "") -> None:
         values = {t: self.found[t].value if t in self.found else self.native.get(t) for t in targets}
