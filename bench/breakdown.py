@@ -30,6 +30,7 @@ from bench.ragged import rollouts_of
 from bench.report import assemble
 from bench.results import Table
 from bench.workloads import WORKLOADS, make_inputs
+from verl.accel.cpu import rows
 from verl.accel.cpu.kernels import Kernels
 from verl.batch import pack
 from verl.model_engine.hf_model import load_causal_lm
@@ -37,7 +38,7 @@ from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.objective import Term, TermValue
 from verl.rollout.base import GenerateRequest, RolloutContext
-from verl.rollout.native import runner, weights
+from verl.rollout.native import weights
 from verl.rollout.native.engine import build
 from verl.rollout.native.options import Options
 from verl.serve import FolderWeights
@@ -95,7 +96,7 @@ def rollout(model: Any, prompts: list[list[int]], lengths: list[int], gflops: fl
     """64 sequences, lengths forced; one lane, so that seconds are core-seconds. Compiled, its parts are seen in a
     second run with a call for every one of them, where it has one for all layers."""
     seconds = Seconds()
-    load, stack = runner.load_kernels, weights._stack
+    load, join = rows.load_kernels, weights.join_layers
 
     def instrumented(dtype: torch.dtype) -> Kernels | str:
         kernels = load(dtype)
@@ -128,12 +129,12 @@ def rollout(model: Any, prompts: list[list[int]], lengths: list[int], gflops: fl
         return wall
 
     whole = asyncio.run(run()) if compiled else 0.0
-    runner.load_kernels = instrumented  # type: ignore[assignment]
-    weights._stack = lambda layers, shape: None  # type: ignore[assignment]
+    rows.load_kernels = instrumented  # type: ignore[assignment]
+    weights.join_layers = lambda layers, shape, layout: None  # type: ignore[assignment]
     try:
         wall = asyncio.run(run())
     finally:
-        runner.load_kernels, weights._stack = load, stack
+        rows.load_kernels, weights.join_layers = load, join
     tokens = sum(lengths) + sum(map(len, prompts))
     limit = FORWARD_FLOPS_PER_PARAMETER * _multiplied(model) * tokens / gflops / 1e9
     parts = [

@@ -167,13 +167,12 @@ def best(measured: Sequence[Machine]) -> Machine:
 
 def _gflop_per_s(x: Any, weight: Any) -> float:
     """x W^T by the plain call, packed, and in panels, where the machine has them: the best."""
-    from verl.accel.cpu.kernels import Kernels, load_kernels
-    from verl.accel.cpu.linear import best_layout, make_linear
+    from verl.accel.operations import Use
+    from verl.accel.table import kernels_of
 
-    found = load_kernels(x.dtype)
-    kernels = found if isinstance(found, Kernels) else None
-    layouts = {"plain", best_layout(x.dtype, x.device, None), best_layout(x.dtype, x.device, kernels)}
-    seconds = min(_best_s(partial(make_linear(weight, None, layout, kernels), x)) for layout in layouts)
+    use = Use(x.device, x.dtype)
+    layouts = [found() for found in (kernel.load(use) for kernel in kernels_of("linear", use)) if callable(found)]
+    seconds = min(_best_s(partial(layout.make(weight, None), x)) for layout in layouts)
     return 2e-9 * x.numel() * len(weight) / seconds
 
 

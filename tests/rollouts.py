@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from verl.accel.cpu.kernels import Kernels, load_kernels
+from verl.accel.cpu.linear import Packed, PanelProducts
+from verl.accel.linear import Plain, Products, SingleProducts
 from verl.rollout.base import Completion, GenerateRequest, RolloutContext
 from verl.rollout.embedded.core import EngineCore
 from verl.rollout.embedded.requests import ActiveRequest
@@ -20,6 +23,15 @@ from verl.rollout.native.runner import NativeRunner
 def context_of(config: Any, rows: int = 16, **given: Any) -> RolloutContext:
     known = {"max_context_tokens": 256, "dtype": torch.float32, "max_concurrent_sequences": rows}
     return RolloutContext(hf_config=config, **{**known, **given})
+
+
+def products_of(layout: str) -> Products:
+    """A layout of weights, whatever this machine would choose."""
+    if layout == "panels":
+        kernels = load_kernels(torch.float32)
+        assert isinstance(kernels, Kernels), kernels
+        return PanelProducts(kernels)
+    return SingleProducts(Packed if layout == "packed" else Plain, keeps=layout == "plain")
 
 
 def native_core(
@@ -34,6 +46,7 @@ def native_core(
     prefix_cache_tokens: int = 4096,
     max_kv_tokens: int | None = None,
     lanes: int = 1,
+    layout: str | None = None,
     **rest: Any,
 ) -> EngineCore:
     """The synchronous native engine with `weights` as version 0; `rest` goes to the runner."""
@@ -41,7 +54,8 @@ def native_core(
         max_prefill_tokens=max_prefill_tokens, prefix_cache_tokens=prefix_cache_tokens, max_kv_tokens=max_kv_tokens
     )
     context = context_of(config, rows, max_context_tokens=max_context_tokens, dtype=dtype, deterministic=deterministic)
-    core = EngineCore(NativeRunner(options, context, lanes=lanes, **rest), (), None)
+    products = None if layout is None else products_of(layout)
+    core = EngineCore(NativeRunner(options, context, lanes=lanes, products=products, **rest), (), None)
     core.load(weights)
     return core
 

@@ -34,6 +34,8 @@ def doctor(run_dir: Path | None) -> int:
     for name, fix in EXTRAS.items():
         print(f"extra: {name} {_version(name) or f'not installed ({fix})'}")
     print(_devices())
+    if _version("torch") is not None:
+        print("\n".join(_kernels()))
     print(describe())
     free = shutil.disk_usage(run_dir or Path.cwd()).free
     print(f"disk: {free / 2**30:.1f} GiB free")
@@ -60,6 +62,20 @@ def _devices() -> str:
         return f"devices: CPU only ({torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()})"
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return f"devices: {', '.join(names)}"
+
+
+def _kernels() -> list[str]:
+    """Return the kernel of each operation on the devices of this machine, and why it is not a better one."""
+    import torch
+
+    from verl.accel.table import lines_of
+
+    lines = []
+    for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        for dtype in (torch.float32, torch.bfloat16):
+            lines.append(f"kernels on {kind} in {str(dtype).removeprefix('torch.')}:")
+            lines += [f"  {line}" for line in lines_of(torch.device(kind), dtype)]
+    return lines
 
 
 def _holder(lock: Path) -> tuple[str, bool]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from each import check_each
-from rollouts import context_of, finish, native_core, source_of
+from rollouts import context_of, finish, native_core, products_of, source_of
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -21,8 +21,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from verl.accel.cpu.kernels import Kernels, load_kernels
-from verl.accel.cpu.linear import make_linear
 from verl.rollout.base import GenerateRequest
 from verl.rollout.embedded.core import EngineCore
 from verl.rollout.embedded.hf_runner import HfRunner
@@ -107,8 +105,6 @@ CONFIGS: dict[str, Any] = {
     ),
 }
 LAYOUTS = ("plain", "packed", "panels")
-KERNELS = load_kernels(torch.float32)
-assert isinstance(KERNELS, Kernels), KERNELS
 PROMPTS = [np.random.default_rng(i).integers(0, 67, n) for i, n in enumerate((3, 90, 17, 40, 1))]
 
 
@@ -189,7 +185,7 @@ def test_every_layout_of_a_linear_equals_plain(bias: bool) -> None:
         exact = x.double() @ weight.double().t() + (b.double() if b is not None else 0)
         with torch.inference_mode():
             for layout in LAYOUTS:
-                linear = make_linear(weight, b, layout, KERNELS)
+                linear = products_of(layout).make(weight, b)
                 torch.testing.assert_close(linear(x).double(), exact, atol=2e-4 * max(1, width / 500), rtol=1e-5)
                 total = linear.add_to(residual.clone(), x).double()
                 torch.testing.assert_close(total, exact + residual, atol=2e-4 * max(1, width / 500), rtol=1e-5)
@@ -209,7 +205,7 @@ def test_panels_give_a_row_the_same_bits_whatever_the_other_rows_and_threads() -
     torch.manual_seed(0)
     for width, out in ((192, 1024), (513, 67), (2048, 40)):
         weight, x = torch.randn(out, width), torch.randn(300, width)
-        linear = make_linear(weight, None, "panels", KERNELS)
+        linear = products_of("panels").make(weight, None)
         whole, threads = linear(x), torch.get_num_threads()
         for lo, hi in ((0, 1), (3, 8), (17, 30), (100, 300)):
             assert torch.equal(linear(x[lo:hi]), whole[lo:hi])
@@ -226,8 +222,8 @@ def test_all_layers_in_one_call_give_the_bits_of_a_call_each(monkeypatch: pytest
     def check(name: str) -> None:
         module = reference(CONFIGS[name])
         whole, single = engine(module.config, module, compiled=True), engine(module.config, module, compiled=True)
-        assert (whole.runner.model.weights.stack is None) == ("moe" in name)
-        single.runner.model.weights = replace(single.runner.model.weights, stack=None)
+        assert (whole.runner.model.weights.joined is None) == ("moe" in name)
+        single.runner.model.weights = replace(single.runner.model.weights, joined=None)
         expected = sampled(single)
         for key, completion in sampled(whole).items():
             assert np.array_equal(completion.ids, expected[key].ids), key

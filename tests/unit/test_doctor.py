@@ -61,3 +61,12 @@ def test_the_tiers_of_the_code_sandbox_in_their_order(monkeypatch):
 def test_a_run_that_died_before_its_first_step(tmp_path, capsys):
     (tmp_path / ".lock").write_text("99999999")
     assert "dead (process 99999999 is gone) before its first step" in told(tmp_path, capsys)
+
+
+def test_the_kernel_of_each_operation_and_the_reason_for_it(capsys, monkeypatch):
+    assert main(["doctor"]) == 0
+    page = capsys.readouterr().out
+    assert "kernels on cpu in float32:\n  rms_norm: kernels.c\n" in page and "  trained_rotation: torch\n" in page
+    monkeypatch.setattr("verl.accel.cpu.rows.load_kernels", lambda dtype: "no C compiler on this machine")
+    assert main(["doctor"]) == 0
+    assert "  rms_norm: torch (not kernels.c: no C compiler on this machine)\n" in capsys.readouterr().out

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ import torch
 from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollouts import context_of, native_core
+from rollouts import context_of, native_core, products_of
 from rollouts import finish as run_out
 from transformers import (
     AutoModelForCausalLM,
@@ -46,6 +47,7 @@ from verl.rollout.native import kv as kv_module
 from verl.rollout.native import weights as weights_module
 from verl.rollout.native.architecture import UnsupportedModel, shape_of
 from verl.rollout.native.kv import Prefix, PrefixStore
+from verl.rollout.native.ops import choose_ops
 from verl.rollout.native.options import Options, memory
 from verl.rollout.native.runner import NativeRunner, read_blocks
 from verl.rollout.native.weights import Storage
@@ -568,11 +570,9 @@ def test_a_little_kv_outlives_sleep_and_changes_no_result(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("layout", ["panels", "plain"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_is_laid_out_anew_is_not_kept_as_it_came(layout: Any, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_laid_out_anew_is_not_kept_as_it_came(layout: str, tied: bool) -> None:
     """An update has one copy of the new weights, and a matrix: not the two layouts whole."""
-    kernels = NativeRunner(Options(), context_of(CONFIG))._kernels
-    if layout == "panels" and kernels is None:
-        pytest.skip("no C compiler here")
+    ops = choose_ops(torch.device("cpu"), torch.float32, products=products_of(layout))
     config = Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=tied)
     storage = Storage(shape_of(config, 512), torch.float32, torch.float32, torch.device("cpu"))
     for tensor in storage.tensors.values():
@@ -580,14 +580,16 @@ def test_what_is_laid_out_anew_is_not_kept_as_it_came(layout: Any, tied: bool, m
     came = {key: (weakref.ref(tensor), tensor.nbytes) for key, tensor in storage.tensors.items()}
     alive: list[int] = []
     del tensor
-    make = weights_module.make_linear
 
-    def watched(*args: Any) -> Any:
-        alive.append(sum(size for one, size in came.values() if one() is not None))
-        return make(*args)
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ops.products, name)
 
-    monkeypatch.setattr(weights_module, "make_linear", watched)
-    made = weights_module.weights_of(storage, layout, kernels)
+        def make(self, *args: Any) -> Any:
+            alive.append(sum(size for one, size in came.values() if one() is not None))
+            return ops.products.make(*args)
+
+    made = weights_module.weights_of(storage, replace(ops, products=Watched()))
     whole = sum(size for _, size in came.values())
     assert alive[0] == whole and made.params == whole // 4
     left = {key for key, (one, _) in came.items() if one() is not None}
@@ -603,28 +605,26 @@ def test_what_is_laid_out_anew_is_not_kept_as_it_came(layout: Any, tied: bool, m
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_comes_is_laid_out_at_once_with_the_bits_of_two_steps(tied: bool, dtype: torch.dtype) -> None:
     """Fused rows that end within a panel, halves of heads that come to be neighbours, biases, padding, rounding."""
-    kernels = NativeRunner(Options(), context_of(CONFIG))._kernels
-    if kernels is None:
-        pytest.skip("no C compiler here")
+    ops = choose_ops(torch.device("cpu"), torch.float32, products=products_of("panels"))
     sizes = SIZES | {"intermediate_size": 37, "num_attention_heads": 3, "num_key_value_heads": 1}
     for config in (
         Qwen3Config(**sizes, head_dim=24, tie_word_embeddings=tied, attention_bias=True),
         Qwen3Config(**SIZES, head_dim=64, tie_word_embeddings=tied),
     ):
         shape, device = shape_of(config, 512), torch.device("cpu")
-        ways = [Storage(shape, dtype, torch.float32, device, of) for of in (None, kernels)]
+        ways = [Storage(shape, dtype, torch.float32, device, of) for of in (None, ops.products)]
         tensors = {n: torch.randn(to.shape) for n, to in ways[0].destinations.items() if not (tied and "head" in n)}
         for storage in ways:
             receive(tensors.items(), storage.destinations)
         assert not [key for key in ways[1].tensors if key.endswith(".weight") and "norm" not in key]
-        twice, at_once = (weights_module.weights_of(storage, "panels", kernels) for storage in ways)
+        twice, at_once = (weights_module.weights_of(storage, ops) for storage in ways)
         assert (twice.params, twice.nbytes) == (at_once.params, at_once.nbytes)
         pairs: list[Any] = [(twice.head, at_once.head)]
         for one, other in zip(twice.layers, at_once.layers, strict=True):
             pairs += [(one.qkv, other.qkv), (one.out, other.out)]
             pairs += [(one.mlp.up, other.mlp.up), (one.mlp.down, other.mlp.down)]  # type: ignore[union-attr]
         for of, got in pairs:
-            assert torch.equal(of.panels, got.panels) and of.width == got.width
+            assert torch.equal(of.memory, got.memory) and of.width == got.width
             assert (of.bias is None) == (got.bias is None) and (of.bias is None or torch.equal(of.bias, got.bias))
 
 
@@ -642,12 +642,10 @@ def test_a_tensor_that_is_laid_out_as_it_comes_is_taken_once() -> None:
 def test_experts_are_written_over_where_they_lie(compiled: bool) -> None:
     config = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
     first, second = (AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2))
-    layout: Any = "panels" if compiled else "plain"
-    if compiled and NativeRunner(Options(), context_of(CONFIG))._kernels is None:
-        pytest.skip("no C compiler here")
+    products = products_of("panels" if compiled else "plain")
 
     def scored(*modules: Any) -> tuple[np.ndarray, int]:
-        runner = NativeRunner(Options(), context_of(config), compiled=compiled, layout=layout)
+        runner = NativeRunner(Options(), context_of(config), compiled=compiled, products=products)
         for version, module in enumerate(modules):
             runner.load(SimpleNamespace(version=version, tensors=lambda m=module: m.state_dict().items()))  # type: ignore[arg-type]
             if not version:
@@ -661,10 +659,7 @@ def test_experts_are_written_over_where_they_lie(compiled: bool) -> None:
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this system has no large pages")
 def test_panels_lie_in_large_pages() -> None:
-    kernels = NativeRunner(Options(), context_of(CONFIG))._kernels
-    if kernels is None:
-        pytest.skip("no C compiler here")
-    panels = kernels.new_panels(4096, 1024)  # 16 MB
+    panels = products_of("panels").empty(4096, 1024).memory  # 16 MB
     middle, inside = panels.data_ptr() + panels.nbytes // 2, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

@@ -1,4 +1,4 @@
-"""Norms, gates and rotary attention of Llama-like models in few passes over memory, for the CPU.
+"""Norms, gates and rotary attention of Llama-like models in few passes over memory, by the table of operations.
 
 Transformers spells them in a dozen elementwise operations, which on a CPU cost as much as the matmuls of a small model.
 Same mathematics, never less precision; the engine's start-up check compares the whole model with its own forward pass.
@@ -6,32 +6,57 @@ Same mathematics, never less precision; the engine's start-up check compares the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from verl.accel.cpu import training
+from verl.accel.operations import Call, Use
+from verl.accel.table import choose
 from verl.nn.attention import attend, window_of
 
 # The model types with modules that are known to be these.
 _KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedOps:
+    """The differentiable operations of the table, by the dtype of their first argument."""
+
+    rms_norm: Mapping[torch.dtype, Call]
+    swiglu: Mapping[torch.dtype, Call]
+    rotation: Mapping[torch.dtype, Call]
+
+
+def trained_ops(device: torch.device) -> TrainedOps:
+    """Choose the kernels for a device, in every dtype that a model may compute in."""
+
+    def of(operation: str) -> Mapping[torch.dtype, Call]:
+        found = {dtype: choose(operation, Use(device, dtype)) for dtype in _DTYPES}
+        return {dtype: choice.call for dtype, choice in found.items() if choice is not None}
+
+    return TrainedOps(of("trained_rms_norm"), of("trained_swiglu"), of("trained_rotation"))
 
 
 def fuse(model: nn.Module, *, packed: bool) -> bool:
-    """Speed up the norms of `model`, and its attention if it runs on packed batches. False: the type is unknown."""
+    """Speed up the norms and gates of `model`, and its attention if it runs on packed batches. False: the type is
+    unknown."""
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     if config.model_type not in _KNOWN:
         return False
+    ops = trained_ops(next(model.parameters()).device)
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
-            module.forward = MethodType(_norm_forward, module)
-        elif training.has_kernels() and config.hidden_act == "silu" and hasattr(module, "gate_proj"):
-            module.forward = MethodType(_mlp_forward, module)
+            module.forward = MethodType(partial(_norm_forward, ops), module)
+        elif config.hidden_act == "silu" and hasattr(module, "gate_proj"):
+            module.forward = MethodType(partial(_mlp_forward, ops), module)
         elif packed and hasattr(module, "q_proj") and hasattr(module, "head_dim"):
-            module.forward = MethodType(_attention_forward, module)
+            module.forward = MethodType(partial(_attention_forward, ops), module)
     return True
 
 
@@ -40,16 +65,19 @@ def unfuse(model: nn.Module) -> None:
         module.__dict__.pop("forward", None)
 
 
-def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    return training.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+def _norm_forward(ops: TrainedOps, self: Any, hidden_states: Tensor) -> Tensor:
+    out: Tensor = ops.rms_norm[hidden_states.dtype](hidden_states, self.weight, self.variance_epsilon)
+    return out
 
 
-def _mlp_forward(self: Any, x: Tensor) -> Tensor:
-    out: Tensor = self.down_proj(training.swiglu(self.gate_proj(x), self.up_proj(x)))
+def _mlp_forward(ops: TrainedOps, self: Any, x: Tensor) -> Tensor:
+    gate, up = self.gate_proj(x), self.up_proj(x)
+    out: Tensor = self.down_proj(ops.swiglu[gate.dtype](gate, up))
     return out
 
 
 def _attention_forward(
+    ops: TrainedOps,
     self: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
@@ -63,30 +91,6 @@ def _attention_forward(
     if hasattr(self, "q_norm"):
         q, k = self.q_norm(q), self.k_norm(k)
     cos, sin = (x[0, :, None] for x in position_embeddings)  # [T, 1, D]
-    q, k = _Rotary.apply(q, cos, sin), _Rotary.apply(k, cos, sin)
+    q, k = (ops.rotation[x.dtype](x, cos, sin) for x in (q, k))
     out = attend(kwargs["verl_plan"], q, k, v, self.scaling, window)  # [T, H, D]
     return self.o_proj(out.reshape(1, len(out), -1)), None
-
-
-class _Rotary(torch.autograd.Function):
-    """x [T, h, D] turned by cos and sin [T, 1, D]: x cos + rotate_half(x) sin."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.dtype = x.dtype
-        half = x.shape[-1] // 2
-        out = x * cos
-        out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        half = d_out.shape[-1] // 2
-        d_x = d_out * cos
-        d_x[..., :half].addcmul_(d_out[..., half:], sin[..., half:])
-        d_x[..., half:].addcmul_(d_out[..., :half], sin[..., :half], value=-1)
-        return d_x.to(ctx.dtype), None, None

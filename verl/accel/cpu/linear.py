@@ -1,41 +1,20 @@
-"""Linear layers as the rollout stores them: `plain`, oneDNN's `packed`, or `panels` for the compiled kernels.
+"""Layouts of weights for a CPU: panels for the compiled kernels, and oneDNN's.
 
-In float32 on a CPU the panels are the fastest at every number of rows. oneDNN's layout is for bf16 on the hardware, and
-for float32 without a C compiler on AVX-512. The machine decides, never a timing, so that a run repeats bitwise.
+In float32 the panels are the fastest at every number of rows. oneDNN's layout is for bf16 on the hardware, and for
+float32 without a C compiler on AVX-512. The machine decides, never a timing, so that a run repeats bitwise.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from verl.accel.cpu.kernels import Kernels
-from verl.nn.precision import native_bf16
-
-Layout = Literal["plain", "packed", "panels"]
-
-
-def best_layout(dtype: torch.dtype, device: torch.device, kernels: Kernels | None) -> Layout:
-    if device.type != "cpu":
-        return "plain"
-    if kernels is not None and dtype == torch.float32:
-        return "panels"
-    avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    fast = native_bf16(device) if dtype == torch.bfloat16 else dtype == torch.float32 and avx512
-    return "packed" if fast and hasattr(torch.ops.mkldnn, "_reorder_linear_weight") else "plain"
-
-
-class Plain:
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.bias, self.transposed, self.nbytes = bias, weight.t(), 0  # a view
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.mm(x, self.transposed) if self.bias is None else torch.addmm(self.bias, x, self.transposed)
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        return (residual if self.bias is None else residual.add_(self.bias)).addmm_(x, self.transposed)
+from verl.accel.cpu.kernels import ACTIVATIONS, Kernels, LayerPointers, Stack
+from verl.accel.linear import DecoderSizes, LayerParts, Layers, Linear
 
 
 class Packed:
@@ -53,27 +32,54 @@ class Packed:
 
 
 class Panels:
-    """Bitwise the same for a row whatever the other rows are."""
+    """A product over panels, bitwise the same for a row for any other rows."""
 
-    def __init__(self, width: int, panels: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
-        self.width, self.panels, self.bias, self.kernels, self.nbytes = width, panels, bias, kernels, panels.nbytes
+    def __init__(self, width: int, depth: int, kernels: Kernels) -> None:
+        self.width, self.kernels = width, kernels
+        self.memory = kernels.new_panels(width, depth)
+        self.nbytes, self.params = self.memory.nbytes, width * depth
+        self.bias: Tensor | None = None
+
+    def fill(self, weight: Tensor, first: int = 0, pairs: int = 0) -> None:
+        self.kernels.pack(weight, self.memory, first, pairs)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.kernels.linear(x, self.panels, self.bias, x.new_empty(len(x), self.width), add=False)
+        return self.kernels.linear(x, self.memory, self.bias, x.new_empty(len(x), self.width), add=False)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        return self.kernels.linear(x, self.panels, self.bias, residual, add=True)
+        return self.kernels.linear(x, self.memory, self.bias, residual, add=True)
 
 
-Linear = Plain | Packed | Panels
-"""y = x W^T + b for x [T, K], W [N, K]; `nbytes`: beyond the tensors it was made from. `add_to(residual, x)`: added to
-residual [T, N], which must have no other reader, in place where the kernel allows."""
+@dataclass(frozen=True, slots=True)
+class PanelProducts:
+    """Products over panels, and all layers of a decoder in one call."""
+
+    kernels: Kernels
+    exact_rows: bool = True
+    keeps: bool = False
+    fills: bool = True
+
+    def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        made = self.empty(*weight.shape)
+        made.fill(weight)
+        made.bias = bias
+        return made
+
+    def empty(self, rows: int, depth: int) -> Panels:
+        return Panels(rows, depth, self.kernels)
+
+    def joined(self, layers: Sequence[LayerParts], sizes: DecoderSizes) -> Layers:
+        array = (LayerPointers * len(layers))(*map(_pointers, layers))
+        s = sizes
+        widths = (s.hidden, s.ffn, s.heads, s.kv_heads, s.head_dim, ACTIVATIONS[s.activation])
+        return partial(self.kernels.layers, Stack(array, len(layers), *widths, s.eps, s.scale, s.cap))
 
 
-def make_linear(weight: Tensor, bias: Tensor | None, layout: Layout, kernels: Kernels | None) -> Linear:
-    if layout == "panels":
-        assert kernels is not None, "panels are what the compiled kernels read"
-        panels = kernels.new_panels(*weight.shape)
-        kernels.pack(weight, panels)
-        return Panels(len(weight), panels, bias, kernels)
-    return Packed(weight, bias) if layout == "packed" else Plain(weight, bias)
+def _pointers(layer: LayerParts) -> LayerPointers:
+    read = dict(layer.tensors)
+    for name, product in layer.products.items():
+        assert isinstance(product, Panels), "of the same layout"
+        read |= {name: product.memory, f"{name}_bias": product.bias}
+    assert all(t is None or (t.is_contiguous() and t.dtype == torch.float32) for t in read.values())
+    addresses = {name: None if t is None else t.data_ptr() for name, t in read.items()}
+    return LayerPointers(**addresses, window=layer.window, rope=layer.rope)

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.accel import plain
+from verl.accel.plain import inverse_cdf
 from verl.rollout.base import Scores
 
 MASK = 2**64 - 1
 GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64
-BLOCK = 256  # tokens per block of the two-level inverse CDF: cumsum is scalar on CPU, a block sum is vectorised
 
 
 def _mixed(z: np.ndarray) -> np.ndarray:
@@ -70,7 +71,7 @@ def sample(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
     if greedy.all():
         ids = logits.argmax(dim=-1)
     else:
-        ids = _inverse_cdf(probs, torch.from_numpy(sampling.uniform).to(logits.device))
+        ids = inverse_cdf(probs, torch.from_numpy(sampling.uniform).to(logits.device))
         if greedy.any():
             ids = torch.where(torch.from_numpy(greedy).to(logits.device), logits.argmax(dim=-1), ids)
     return ids, probs.gather(1, ids[:, None]).squeeze(1).log_()
@@ -79,10 +80,8 @@ def sample(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
 def sample_captured(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Do the same as `sample` without truncation, with tensors only, so that a CUDA graph can contain it: logits [n, V]
     float32, temperature [n] (0 is greedy), uniform [n] float64."""
-    greedy = temperature == 0
-    probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
-    ids = torch.where(greedy, logits.argmax(dim=-1), _inverse_cdf(probs, uniform))
-    return ids, probs.gather(1, ids[:, None]).squeeze(1).log_()
+    ids, logprobs = plain.sample(logits, temperature, uniform)
+    return ids.long(), logprobs.float()
 
 
 def score_logits(logits: Tensor, given: Tensor, temperature: float, top: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,33 +98,14 @@ def scores_of(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Scores:
 
 def to_host(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Both in one transfer, the only synchronisation of a step; float64 holds every id and every float32 exactly."""
-    both = torch.stack((ids.double(), logprobs.double())).cpu().numpy()
-    return both[0].astype(np.int64), both[1].astype(np.float32)
+    return split_draws(torch.stack((ids.double(), logprobs.double())))
 
 
-def _inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """probs [n, V] float32, uniform [n] float64 -> the first id with a cumulative probability above the uniform. It has
-    positive probability, and since targets stay strictly below the total, it is never one past the end."""
-    n, vocab = probs.shape
-    if vocab <= 2 * BLOCK:
-        return _first_above(probs.cumsum(-1, dtype=torch.float64), uniform, scale=True)[0]
-    if vocab % BLOCK:
-        probs = torch.nn.functional.pad(probs, (0, BLOCK - vocab % BLOCK))
-    blocks = probs.view(n, -1, BLOCK)  # [n, B, BLOCK]
-    mass = blocks.sum(-1).cumsum(-1, dtype=torch.float64)  # [n, B]
-    block, target = _first_above(mass, uniform, scale=True)
-    below = mass.gather(1, (block - 1).clamp_(min=0)[:, None]).squeeze(1)
-    residual = target - torch.where(block > 0, below, 0.0)
-    inside = blocks[torch.arange(n, device=probs.device), block].cumsum(-1, dtype=torch.float64)  # [n, BLOCK]
-    return (block * BLOCK + _first_above(inside, residual, scale=False)[0]).clamp_(max=vocab - 1)
-
-
-def _first_above(cdf: Tensor, target: Tensor, *, scale: bool) -> tuple[Tensor, Tensor]:
-    """cdf [n, m] float64, target [n] (a share of the total when `scale`) -> index [n], the target that was used [n]."""
-    total = cdf[:, -1]
-    target = torch.minimum(target * total if scale else target, torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(cdf, target[:, None], right=True).squeeze(1)
-    return index.clamp_(max=cdf.shape[1] - 1), target  # NaN is above everything; the core refuses it by its log-prob
+def split_draws(both: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and log-probs float64 [2, n], as the operation `sample` returns them -> int64 [n], float32 [n] on the
+    host."""
+    ids, logprobs = both.cpu().numpy()
+    return ids.astype(np.int64), logprobs.astype(np.float32)
 
 
 def _truncate(logits: Tensor, rows: np.ndarray, sampling: SamplingMetadata) -> Tensor:

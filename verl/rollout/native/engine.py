@@ -25,6 +25,6 @@ def build(
         runner = NativeRunner(options, context, lanes=lanes, compiled=compiled)
     except UnsupportedModel as e:
         return hf.build(hf.Options(), context, notes=(f"rollout: the hf engine is used, since {e}",))
-    slower = {"compiled kernels": runner.without_kernels, "the decode kernels": runner.without_fused}
+    slower = {"compiled kernels": runner.ops.missing, "the decode kernels": runner.without_fused}
     notes = tuple(f"rollout: slower without {kind} ({reason})" for kind, reason in slower.items() if reason)
     return EmbeddedEngine(runner, context, prefix_cache=options.prefix_cache_tokens > 0, notes=notes)

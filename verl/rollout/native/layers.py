@@ -1,37 +1,34 @@
-"""Parts of a decoder layer besides attention: norms and feed-forward blocks, by compiled kernels or torch."""
+"""Parts of a decoder layer besides attention: norms and feed-forward blocks."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, rms_norm, silu
 
-from verl.accel.cpu.kernels import Kernels
-from verl.accel.cpu.linear import Linear
+from verl.accel.linear import Linear
+from verl.accel.operations import Call
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 """Names of activations in configs -> the function that is computed."""
 
 
 class Norm:
-    """Rows [T, width] over their root mean square, times a weight that may be kept in more precision."""
+    """Rows [T, width] over their root mean square, times a weight that may be kept in more precision, by the operation
+    `rms_norm`."""
 
-    def __init__(self, weight: Tensor, eps: float, kernels: Kernels | None) -> None:
-        self.weight, self.eps, self.kernels = weight, eps, kernels
+    def __init__(self, weight: Tensor, eps: float, rms_norm: Call) -> None:
+        self.weight, self.eps, self.rms_norm = weight, eps, rms_norm
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.kernels is not None:
-            return self.kernels.rms_norm(x, self.weight, self.eps)
-        if self.weight.dtype == x.dtype:
-            return rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return rms_norm(x.float(), x.shape[-1:], None, self.eps).mul_(self.weight).to(x.dtype)
+        out: Tensor = self.rms_norm(x, self.weight, self.eps)
+        return out
 
 
 class FeedForward:
-    """down(act(gate(x)) * up(x)); `up` computes gate and up as one product."""
+    """down(act(gate(x)) * up(x)), by the operation `gated`; `up` computes gate and up as one product."""
 
-    def __init__(self, up: Linear, down: Linear, activation: str, kernels: Kernels | None) -> None:
-        self.up, self.down, self.activation, self.kernels = up, down, activation, kernels
+    def __init__(self, up: Linear, down: Linear, activation: str, gated: Call) -> None:
+        self.up, self.down, self.activation, self.gated = up, down, activation, gated
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self._inner(x))
@@ -40,11 +37,8 @@ class FeedForward:
         return self.down.add_to(residual, self._inner(x))
 
     def _inner(self, x: Tensor) -> Tensor:
-        both = self.up(x)  # [T, 2 ffn]
-        if self.kernels is not None:
-            return self.kernels.gated(both, self.activation)
-        gate, up = both.chunk(2, dim=-1)
-        return (silu(gate) if self.activation == "silu" else gelu(gate, approximate="tanh")).mul_(up)
+        out: Tensor = self.gated(self.up(x), self.activation)  # [T, 2 ffn] -> [T, ffn]
+        return out
 
 
 class Experts:

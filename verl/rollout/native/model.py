@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from verl.accel.cpu.kernels import Kernels
+from verl.accel.linear import Layers
+from verl.accel.operations import Call
 from verl.rollout.native.architecture import Shape, rotary_frequencies, shape_of
 from verl.rollout.native.kv import SlotCache
 from verl.rollout.native.layers import add_normed
+from verl.rollout.native.ops import NativeOps
 from verl.rollout.native.weights import Layer, Weights
 
 QUERY_BLOCK = 1024  # query rows per masked attention call: bounds the mask of a long chunk
@@ -59,10 +61,10 @@ class Chunk:
 
 
 class Model:
-    """The passes of a decoder with replaceable weights, by the compiled kernels where there are any."""
+    """The passes of a decoder with replaceable weights, by the given operations."""
 
-    def __init__(self, config: Any, max_context_tokens: int, device: torch.device, kernels: Kernels | None) -> None:
-        self.shape, self.device, self.kernels = shape_of(config, max_context_tokens), device, kernels
+    def __init__(self, config: Any, max_context_tokens: int, device: torch.device, ops: NativeOps) -> None:
+        self.shape, self.device, self.ops = shape_of(config, max_context_tokens), device, ops
         self.rotary = RotaryTable(rotary_frequencies(config, self.shape.head_dim), device)
         self.weights: Weights | None = None
 
@@ -120,18 +122,21 @@ class Model:
 
         return self.forward(tokens, attention)
 
-    def decode_compiled(self, kernels: Kernels, cache: SlotCache, tokens: Tensor, positions: Tensor, lo: int) -> Tensor:
-        """Do the same as `decode`, with each row reading only its own KV. All layers are one call if the kernel
-        supports them."""
+    def decode_exact(
+        self, slot_attention: Call, cache: SlotCache, tokens: Tensor, positions: Tensor, lo: int
+    ) -> Tensor:
+        """Do the same as `decode` by the operation `slot_attention`, with which each row reads only its own KV. All
+        layers are one call if a kernel supports that."""
         weights, s, turns = self.live, self.shape, self.rotary.table
-        if weights.stack is not None:
-            x = kernels.layers(weights.stack, weights.embedded(tokens), positions, None, turns, cache.kv, lo)
-            return weights.norm(x)
-        attend = partial(kernels.attend, heads=s.heads, eps=s.eps, scale=s.query_scale, cap=s.attention_cap)
+        if weights.joined is not None:
+            return weights.norm(weights.joined(weights.embedded(tokens), positions, None, turns, cache.kv, lo))
+        attend = partial(slot_attention, heads=s.heads, eps=s.eps, scale=s.query_scale, cap=s.attention_cap)
 
         def attention(i: int, layer: Layer, qkv: Tensor) -> Tensor:
             keys, values = cache.kv[i, 0, lo:], cache.kv[i, 1, lo:]
-            return attend(qkv, layer.qk_norm, turns[layer.rope], positions, keys, values, window=layer.window)
+            given = qkv, layer.qk_norm, turns[layer.rope], positions, keys, values
+            mixed: Tensor = attend(*given, window=layer.window)
+            return mixed
 
         return self.forward(tokens, attention)
 
@@ -154,11 +159,10 @@ class Model:
         return kv, self.forward(torch.cat([c.ids for c in chunks]), attention)
 
     @torch.inference_mode()
-    def prefill_compiled(self, kernels: Kernels, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+    def prefill_joined(self, joined: Layers, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
         """Do the same as `prefill` for short prompts, in one call for all layers. Every token is a row that reads the
         KV of the tokens before it, so neither other prompts nor the cut into passes change its bits."""
         weights, s = self.live, self.shape
-        assert weights.stack is not None
         spans = [chunk.span for chunk in chunks]
         longest = max(end for _, end in spans)
         self.rotary.reserve(longest)
@@ -168,7 +172,7 @@ class Model:
         positions = torch.cat([torch.arange(*span) for span in spans])
         slots = torch.arange(len(chunks)).repeat_interleave(torch.tensor([end - start for start, end in spans]))
         x = weights.embedded(torch.cat([c.ids for c in chunks]))
-        hidden = weights.norm(kernels.layers(weights.stack, x, positions, slots, self.rotary.table, kv))
+        hidden = weights.norm(joined(x, positions, slots, self.rotary.table, kv, 0))
         new = [kv[:, :, slot, :, start:end] for slot, (start, end) in enumerate(spans)]
         return torch.cat(new, dim=3), hidden
 

@@ -135,18 +135,18 @@ class Prefiller:
         """Compute short prompts in groups of similar length, so that little of their KV is padding, and long prompts
         (width 0) separately."""
         model = self._model
-        kernels = model.kernels if model.live.stack is not None else None
+        joined = model.live.joined
 
         def width(item: tuple[Job, int]) -> int:
             end = item[0].done + item[1]
-            return 0 if kernels is None or end > SHORT_PROMPT else max(MIN_WIDTH, 1 << (end - 1).bit_length())
+            return 0 if joined is None or end > SHORT_PROMPT else max(MIN_WIDTH, 1 << (end - 1).bit_length())
 
         for short, same in groupby(sorted(part, key=width), key=width):
             items = list(same)
             ids = [torch.from_numpy(job.ids[job.done : job.done + n]).to(model.device) for job, n in items]
             chunks = [Chunk(new, job.kv[:, :, :, : job.done]) for new, (job, _) in zip(ids, items)]
-            compiled = kernels if short else None
-            kv, hidden = model.prefill(chunks) if compiled is None else model.prefill_compiled(compiled, chunks)
+            one_call = joined if short else None
+            kv, hidden = model.prefill(chunks) if one_call is None else model.prefill_joined(one_call, chunks)
             start = 0
             for job, tokens in items:
                 job.kv[:, :, :, job.done : job.done + tokens] = kv[:, :, :, start : start + tokens]

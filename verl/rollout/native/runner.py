@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.accel.cpu.kernels import Kernels, load_kernels
 from verl.accel.cpu.lanes import Lanes, wide_pays
-from verl.accel.cpu.linear import Layout, best_layout
 from verl.accel.cuda.decode import DecodeOps, decode_ops, missing
+from verl.accel.linear import Products
 from verl.errors import Refused
 from verl.nn.precision import native_bf16
 from verl.rollout.base import RolloutContext, Scores, WeightReader, WireFormat
 from verl.rollout.embedded.core import Admitted, Sampled
 from verl.rollout.embedded.receive import receive
 from verl.rollout.embedded.requests import ActiveRequest
-from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, scores_of, to_host
+from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, scores_of, split_draws, to_host
 from verl.rollout.native.kv import Prefix, SlotCache, round_up
 from verl.rollout.native.model import Model
+from verl.rollout.native.ops import choose_ops
 from verl.rollout.native.options import Options
 from verl.rollout.native.paged import PageCache, PagedDecode, whole_pages
 from verl.rollout.native.prefill import Prefiller
@@ -37,7 +37,7 @@ MIN_LANE_ROWS = 8
 
 
 class NativeRunner:
-    """The runner of the native engine. `layout`, `emulate_bf16`, `paged` and `fused` depend on the machine
+    """The runner of the native engine. `products`, `emulate_bf16`, `paged` and `fused` depend on the machine
     unless given."""
 
     def __init__(
@@ -47,7 +47,7 @@ class NativeRunner:
         *,
         lanes: int | None = None,
         compiled: bool = True,
-        layout: Layout | None = None,
+        products: Products | None = None,
         emulate_bf16: bool | None = None,
         paged: bool | None = None,
         fused: bool | None = None,
@@ -58,13 +58,10 @@ class NativeRunner:
         # a CPU that emulates bf16 keeps the rounded weights in fp32: the same numbers, ten times sooner
         emulates = context.dtype == torch.bfloat16 and not native_bf16(device) if emulate_bf16 is None else emulate_bf16
         self.compute_dtype = torch.float32 if emulates else context.dtype
-        found = load_kernels(self.compute_dtype) if compiled and device.type == "cpu" else None
-        self._kernels = found if isinstance(found, Kernels) else None
-        self.without_kernels = found if isinstance(found, str) else None
+        self.ops = choose_ops(device, self.compute_dtype, compiled=compiled, products=products)
         self.without_fused: str | None = None
-        self._layout = layout or best_layout(self.compute_dtype, device, self._kernels)
-        self._fixed_rows = self._deterministic and self._layout != "panels"  # panels do not depend on the other rows
-        self.model = Model(context.hf_config, self.max_context_tokens, device, self._kernels)
+        self._fixed_rows = self._deterministic and not self.ops.products.exact_rows
+        self.model = Model(context.hf_config, self.max_context_tokens, device, self.ops)
         self.vocab_size = self.model.shape.vocab
         self._lanes = Lanes((lanes or torch.get_num_threads()) if device.type == "cpu" else 1)
         self._prompts = Prefiller(self.model, self._lanes, self.compute_dtype, options, self._deterministic)
@@ -90,7 +87,7 @@ class NativeRunner:
         rows, longest = self.max_rows, self.max_context_tokens
         kind = (self.model.shape, self.compute_dtype, self._device)
         slots = round_up(rows, FIXED_ROWS) if self._fixed_rows else rows
-        self._cache = SlotCache(*kind, slots, longest, exact_reads=self._kernels is not None)
+        self._cache = SlotCache(*kind, slots, longest, exact_reads=self.ops.slot_attention is not None)
         whole = whole_pages(longest) if in_pages else longest
         self._max_kv_tokens = rows * whole if max_kv_tokens is None else max_kv_tokens
         if self._max_kv_tokens < whole:
@@ -128,10 +125,10 @@ class NativeRunner:
         self._prompts.clear()
 
     def prepare(self, source: WeightReader) -> Callable[[], None]:
-        kernels = self._kernels if self._layout == "panels" else None
-        storage = Storage(self.model.shape, self._dtype, self.compute_dtype, self._device, kernels)
+        layout = self.ops.products if self.ops.products.fills else None
+        storage = Storage(self.model.shape, self._dtype, self.compute_dtype, self._device, layout)
         receive(source.tensors(), storage.destinations)
-        return partial(self._switch, weights_of(storage, self._layout, self._kernels))
+        return partial(self._switch, weights_of(storage, self.ops))
 
     def _switch(self, fresh: Weights) -> None:
         before, self._torn = self.model.weights or self._torn, None
@@ -254,8 +251,8 @@ class NativeRunner:
         if self._fixed_rows:  # idle rows write into free slots
             tokens, positions = (np.pad(column, (0, FIXED_ROWS - n)) for column in (tokens, positions))
         ids, at = self._on_device(tokens), self._on_device(positions)
-        if self._kernels is not None:
-            hidden = self.model.decode_compiled(self._kernels, self._cache, ids, at, lo)
+        if self.ops.slot_attention is not None:
+            hidden = self.model.decode_exact(self.ops.slot_attention, self._cache, ids, at, lo)
         else:
             blocks = [(0, FIXED_ROWS, self.max_context_tokens)] if self._fixed_rows else read_blocks(positions)
             hidden = self.model.decode(self._cache, ids, at, lo, blocks)
@@ -269,9 +266,10 @@ class NativeRunner:
     def _sample(self, logits: Tensor, sampling: SamplingMetadata) -> Sampled:
         """Sample each row by the same code whatever the settings of other rows: its bits depend on it alone."""
         cut = np.flatnonzero(sampling.truncated)
-        if self._kernels is None or len(cut) == len(logits):
+        if len(cut) == len(logits):
             return to_host(*sample(logits, sampling))
-        ids, logprobs = self._kernels.sample(logits, sampling.temperature, sampling.uniform)
+        given = self._on_device(sampling.temperature), self._on_device(sampling.uniform)
+        ids, logprobs = split_draws(self.ops.sample(logits, *given))
         if len(cut):
             ids[cut], logprobs[cut] = to_host(*sample(logits[torch.from_numpy(cut)], sampling.of(cut)))
         return ids, logprobs

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from verl.accel.cpu.kernels import ACTIVATIONS, Kernels, LayerPointers, Stack
-from verl.accel.cpu.linear import Layout, Linear, Panels, make_linear
+from verl.accel.linear import DecoderSizes, FilledLinear, LayerParts, Layers, Linear, Products
 from verl.rollout.embedded.receive import Destination
 from verl.rollout.native.architecture import Shape
 from verl.rollout.native.layers import Experts, FeedForward, Norm
+from verl.rollout.native.ops import NativeOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ class Weights:
     tensors: tuple[Tensor, ...]  # all that the above are views of, in the plain layout
     params: int  # weights that a token is multiplied with: of the experts, only the chosen ones
     nbytes: int
-    stack: Stack | None  # pointers to all layers, for the kernel that does them in one call
+    joined: Layers | None  # all layers in one call, where there is a kernel for it
     destinations: Mapping[str, Destination]  # for loading another version into this memory; empty: not possible
+    tied_head: FilledLinear | None  # the head, where it is a second layout of the embedding in `destinations`
 
     def embedded(self, ids: Tensor) -> Tensor:
         """ids [T] -> [T, hidden]."""
@@ -56,9 +57,8 @@ class Weights:
 
     def pack_tied_head(self) -> None:
         """Pack the head again after its tied embedding was overwritten."""
-        to = self.destinations
-        if isinstance(self.head, Panels) and to["lm_head.weight"] is to["model.embed_tokens.weight"]:
-            self.head.kernels.pack(self.embed, self.head.panels)
+        if self.tied_head is not None:
+            self.tied_head.fill(self.embed)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden] -> [T, V]."""
@@ -68,16 +68,16 @@ class Weights:
 
 @dataclass(slots=True)
 class Storage:
-    """The fused tensors of one version that is received, and the HF names that fill them. With kernels, products are
-    written in the kernels' layout at once, which saves a copy and, what takes longer, an allocation."""
+    """The fused tensors of one version that is received, and the HF names that fill them. A layout that can be filled
+    is written at once, which saves a copy and, what takes longer, an allocation."""
 
     shape: Shape
     dtype: torch.dtype  # weights are rounded to it
     compute_dtype: torch.dtype  # weights are kept and multiplied in it
     device: torch.device
-    kernels: Kernels | None = None
+    layout: Products | None = None  # a layout that can be filled; None: tensors are received as they are
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    products: dict[str, Panels] = field(default_factory=dict)
+    products: dict[str, FilledLinear] = field(default_factory=dict)
     destinations: dict[str, Destination] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,8 +95,12 @@ class Storage:
         """Return the number of weights that a token is multiplied with."""
         s = self.shape
         found = sum(tensor.numel() for tensor in self.tensors.values())
-        found += sum(one.width * one.panels.shape[1] for one in self.products.values())
+        found += sum(one.params for one in self.products.values())
         return found - sum((n - s.chosen_experts) * 3 * s.expert_ffn * s.hidden for n in s.experts if n)
+
+    def norm(self, key: str, ops: NativeOps) -> Norm:
+        """Return the norm with a received weight."""
+        return Norm(self.tensors[f"{key}.weight"], self.shape.eps, ops.rms_norm)
 
     def _layer(self, layer: int, key: str, at: str) -> None:
         s, dim = self.shape, self.shape.head_dim
@@ -133,15 +137,15 @@ class Storage:
     def _fuse(self, key: str, parts: list[tuple[str, int]], width: int, bias: bool, rotated: int = 0) -> None:
         """Rows of several projections as one matrix; the first `rotated` of them hold RoPE pairs, interleaved."""
         rows, half = sum(n for _, n in parts), self.shape.head_dim // 2
-        if self.kernels is not None:
-            panels, start = self.kernels.new_panels(rows, width), 0
-            self.products[key] = Panels(rows, panels, None, self.kernels)
+        if self.layout is not None:
+            product, start = self.layout.empty(rows, width), 0
+            self.products[key] = product
             for i, (name, n) in enumerate(parts):
-                pack = partial(self.kernels.pack, panels=panels, first=start, pairs=half if i < rotated else 0)
+                pack = partial(product.fill, first=start, pairs=half if i < rotated else 0)
                 shape = (n, width)
-                self.destinations[f"{name}.weight"] = Destination(shape, panels, shape, self.dtype, pack=pack)
+                self.destinations[f"{name}.weight"] = Destination(shape, product.memory, shape, self.dtype, pack=pack)
                 start += n
-        kinds = [("weight", (width,))] if self.kernels is None else []
+        kinds = [("weight", (width,))] if self.layout is None else []
         for kind, tail in [*kinds, ("bias", ())] if bias else kinds:
             whole, start = self._new(f"{key}.{kind}", (rows, *tail)), 0
             for i, (name, n) in enumerate(parts):
@@ -154,13 +158,13 @@ class Storage:
 
     def _each(self, key: str, shape: tuple[int, ...], name: str) -> None:
         """Allocate one product per expert."""
-        if self.kernels is None:
+        if self.layout is None:
             return self._own(key, shape, name)
         experts, rows, width = shape
-        panels = [self.kernels.new_panels(rows, width) for _ in range(experts)]
-        self.products |= {f"{key}.{i}": Panels(rows, one, None, self.kernels) for i, one in enumerate(panels)}
-        pack = partial(_pack_each, kernels=self.kernels, panels=panels)
-        self.destinations[name] = Destination(shape, panels[0], shape, self.dtype, pack=pack)
+        made = [self.layout.empty(rows, width) for _ in range(experts)]
+        self.products |= {f"{key}.{i}": one for i, one in enumerate(made)}
+        pack = partial(_fill_each, products=made)
+        self.destinations[name] = Destination(shape, made[0].memory, shape, self.dtype, pack=pack)
 
     def _own(self, key: str, shape: tuple[int, ...], name: str) -> None:
         self.destinations[name] = Destination(shape, self._new(key, shape), shape, self.dtype)
@@ -178,24 +182,33 @@ def _as_halves(pairs: Tensor) -> Tensor:
     return pairs.transpose(1, 2)
 
 
-def _pack_each(weight: Tensor, kernels: Kernels, panels: list[Tensor]) -> None:
+def _fill_each(weight: Tensor, products: list[FilledLinear]) -> None:
     """weight [experts, N, K]."""
-    for one, into in zip(weight, panels, strict=True):
-        kernels.pack(one, into)
+    for one, into in zip(weight, products, strict=True):
+        into.fill(one)
 
 
-def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weights:
+def _tied_head(storage: Storage) -> FilledLinear | None:
+    """Return the head of tied embeddings in the layout that is filled, or None where it reads the embeddings."""
+    if not storage.shape.tied or storage.layout is None:
+        return None
+    head = storage.layout.empty(storage.shape.vocab, storage.shape.hidden)
+    head.fill(storage.tensors["embed"])
+    return head
+
+
+def weights_of(storage: Storage, ops: NativeOps) -> Weights:
     """Make the weights for the forward pass from a filled storage. Tensors that change their layout are removed from
     the storage one by one."""
-    t, s = storage.tensors, storage.shape
-    take = t.__getitem__ if layout == "plain" else t.pop
+    t, s, layout = storage.tensors, storage.shape, ops.products
+    take = t.__getitem__ if layout.keeps else t.pop
     params = storage.params()  # before tensors are removed
-    if layout != "plain" and storage.kernels is None:
+    if not layout.keeps and storage.layout is None:
         storage.destinations.clear()  # they are views of removed tensors
     linears: list[Linear] = []
 
     def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-        linears.append(make_linear(weight, bias, layout, kernels))
+        linears.append(layout.make(weight, bias))
         return linears[-1]
 
     def named(key: str) -> Linear:
@@ -206,69 +219,61 @@ def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Wei
         linears.append(made)
         return made
 
-    def norm(key: str) -> Norm:
-        return Norm(t[f"{key}.weight"], s.eps, kernels)
-
     def mlp(i: int) -> FeedForward | Experts:
         if not s.experts[i]:
-            return FeedForward(named(f"{i}.up"), named(f"{i}.down"), s.activation, kernels)
-        if storage.kernels is not None:
+            return FeedForward(named(f"{i}.up"), named(f"{i}.down"), s.activation, ops.gated)
+        if storage.layout is not None:
             products = [(named(f"{i}.up.{e}"), named(f"{i}.down.{e}")) for e in range(s.experts[i])]
         else:
             products = [(linear(up), linear(down)) for up, down in zip(take(f"{i}.up"), take(f"{i}.down"))]
-        each = tuple(FeedForward(up, down, s.activation, kernels) for up, down in products)
+        each = tuple(FeedForward(up, down, s.activation, ops.gated) for up, down in products)
         return Experts(named(f"{i}.router"), each, s.chosen_experts, s.normalised_experts)
 
     layers = tuple(
         Layer(
-            norm=norm(f"{i}.norm"),
+            norm=storage.norm(f"{i}.norm", ops),
             qkv=named(f"{i}.qkv"),
             qk_norm=t.get(f"{i}.qk_norm"),
             out=named(f"{i}.out"),
-            out_norm=norm(f"{i}.out_norm") if s.arch.gemma else None,
-            mlp_norm=norm(f"{i}.mlp_norm"),
+            out_norm=storage.norm(f"{i}.out_norm", ops) if s.arch.gemma else None,
+            mlp_norm=storage.norm(f"{i}.mlp_norm", ops),
             mlp=mlp(i),
-            mlp_out_norm=norm(f"{i}.mlp_out_norm") if s.arch.gemma else None,
+            mlp_out_norm=storage.norm(f"{i}.mlp_out_norm", ops) if s.arch.gemma else None,
             window=s.windows[i],
             rope=s.ropes[i],
         )
         for i in range(s.layers)
     )
-    head = linear(t["embed"]) if s.tied else named("head")
-    kept = sum(tensor.nbytes for key, tensor in t.items() if layout == "plain" or key == "embed")
+    tied_head = _tied_head(storage)
+    head = tied_head or (linear(t["embed"]) if s.tied else named("head"))
+    kept = sum(tensor.nbytes for key, tensor in t.items() if layout.keeps or key == "embed")
+    kept += 0 if tied_head is None else tied_head.nbytes
     return Weights(
-        stack=_stack(layers, s),
+        joined=join_layers(layers, s, layout),
+        tied_head=tied_head,
         destinations=storage.destinations,
         embed=t["embed"],
         embed_scale=float(torch.tensor(s.embed_scale).to(storage.compute_dtype)),
         layers=layers,
-        norm=norm("norm"),
+        norm=storage.norm("norm", ops),
         head=head,
         logit_cap=s.logit_cap,
-        tensors=tuple(t.values()) if layout == "plain" else (),
+        tensors=tuple(t.values()) if layout.keeps else (),
         params=params,
         nbytes=kept + sum(one.nbytes for one in linears),
     )
 
 
-def _stack(layers: tuple[Layer, ...], s: Shape) -> Stack | None:
-    """Return pointers to all layers, or None if the kernel does not support one: experts, or another layout."""
-    pointers = []
+def join_layers(layers: tuple[Layer, ...], s: Shape, layout: Products) -> Layers | None:
+    """Return the function of all layers in one call, or None where there is none for this layout, or for experts."""
+    parts = []
     for layer in layers:
         if not isinstance(layer.mlp, FeedForward):
             return None
         products = {"qkv": layer.qkv, "out": layer.out, "up": layer.mlp.up, "down": layer.mlp.down}
-        read: dict[str, Tensor | None] = {"qk_norm": layer.qk_norm}
-        for name, product in products.items():
-            if not isinstance(product, Panels):
-                return None
-            read |= {name: product.panels, f"{name}_bias": product.bias}
-        for name in ("norm", "out_norm", "mlp_norm", "mlp_out_norm"):
-            norm: Norm | None = getattr(layer, name)
-            read[name] = None if norm is None else norm.weight
-        assert all(t is None or (t.is_contiguous() and t.dtype == torch.float32) for t in read.values())
-        addresses = {name: None if t is None else t.data_ptr() for name, t in read.items()}
-        pointers.append(LayerPointers(**addresses, window=layer.window, rope=layer.rope))
-    array = (LayerPointers * len(pointers))(*pointers)
-    sizes = (s.hidden, s.ffn, s.heads, s.kv_heads, s.head_dim, ACTIVATIONS[s.activation])
-    return Stack(array, len(pointers), *sizes, s.eps, s.query_scale, s.attention_cap)
+        norms = {"norm": layer.norm, "out_norm": layer.out_norm}
+        norms |= {"mlp_norm": layer.mlp_norm, "mlp_out_norm": layer.mlp_out_norm}
+        read = {name: None if norm is None else norm.weight for name, norm in norms.items()}
+        parts.append(LayerParts(products, {"qk_norm": layer.qk_norm, **read}, layer.window, layer.rope))
+    sizes = (s.hidden, s.ffn, s.heads, s.kv_heads, s.head_dim, s.activation)
+    return layout.joined(parts, DecoderSizes(*sizes, s.eps, s.query_scale, s.attention_cap))

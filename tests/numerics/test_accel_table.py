@@ -1,0 +1,257 @@
+"""Every row of the table of operations against float64, on random inputs: a new kernel is tested by its row alone.
+
+A case gives the inputs of an operation; its reference is torch's row in float64, or a function here where there is
+none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from each import check_each
+from torch import Tensor
+
+from verl.accel import costs, plain
+from verl.accel.operations import COMPILED, Kernel, Use
+from verl.accel.table import KERNELS, OPERATIONS, choose, kernels_of, lines_of
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs by random numbers and a size, and what the operation is of them in float64."""
+
+    inputs: Callable[[torch.Generator, int, torch.dtype], Inputs]
+    reference: Callable[..., Any] | None = None
+    sizes: tuple[int, ...] = (0, 1, 2, 3)
+    """Numbers of cases: sizes are drawn from them."""
+    changed: tuple[int, ...] = ()
+    """The arguments that are changed too."""
+    gradient: bool = False
+
+
+def number(rng: torch.Generator, low: int, high: int) -> int:
+    return int(torch.randint(low, high, (), generator=rng))
+
+
+def norm_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    shape = number(rng, 1, 400), (8, 12, 67, 192)[size % 4]
+    weight = torch.randn(shape[1], generator=rng, dtype=torch.float64)
+    return ((3 * torch.randn(shape, generator=rng)).to(dtype), weight.to(_at_least_float32(dtype)), 1e-5), {}
+
+
+def gate_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    both = 10 * torch.randn(number(rng, 1, 400), 2 * (1, 12, 67, 192)[size % 4], generator=rng)
+    return (both.to(dtype), ("silu", "gelu_tanh")[size % 2]), {}
+
+
+def swiglu_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    shape = (1, number(rng, 1, 900), (5, 48, 67, 192)[size % 4])
+    return tuple(torch.randn(shape, generator=rng).to(dtype) for _ in range(2)), {}
+
+
+def rotation_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    tokens, dim = number(rng, 1, 90), (2, 8, 24, 128)[size % 4]
+    angles = torch.rand(tokens, 1, dim // 2, generator=rng, dtype=torch.float64).repeat(1, 1, 2)
+    x = torch.randn(tokens, number(rng, 1, 5), dim, generator=rng)
+    return (x.to(dtype), angles.cos().to(dtype), angles.sin().to(dtype)), {}
+
+
+def sample_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    vocab = (2, 300, 513, 5000)[size % 4]
+    logits = (4 * torch.randn(64, vocab, generator=rng)).to(dtype)
+    choices = torch.tensor([0.0, 0.6, 1.0, 1.7])
+    temperature = choices[torch.randint(0, 4, (64,), generator=rng)]
+    return (logits, temperature, torch.rand(64, generator=rng, dtype=torch.float64)), {}
+
+
+def attention_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    heads, kv_heads = ((4, 4), (4, 2), (6, 1), (8, 2))[size % 4]
+    dim, positions = (12, 32, 64, 136)[size % 4], torch.tensor([0, 7, 63, 64, 150])
+    qkv = torch.randn(5, (heads + 2 * kv_heads) * dim, generator=rng)
+    keys, values = torch.randn(2, 5, kv_heads, 160, dim, generator=rng).to(dtype).unbind()
+    norm = torch.randn(heads + kv_heads, dim, generator=rng) if size % 2 else None
+    turns = torch.polar(torch.ones(160, dim // 2), torch.randn(160, dim // 2, generator=rng))
+    rest = {
+        "heads": heads,
+        "eps": 1e-6,
+        "scale": dim**-0.5,
+        "window": (0, 20)[size // 2 % 2],
+        "cap": (0.0, 30.0)[size % 2],
+    }
+    return (qkv.to(dtype), norm, turns, positions, keys, values), rest
+
+
+def attention(
+    qkv: Tensor, norm: Tensor | None, turns: Tensor, positions: Tensor, keys: Tensor, values: Tensor,
+    *, heads: int, eps: float, scale: float, window: int, cap: float,
+) -> Tensor:  # fmt: skip
+    """One row after the other; writes into keys and values."""
+    n, kv_heads, _, dim = keys.shape
+    out = []
+    for r, at in enumerate(positions.tolist()):
+        row = qkv[r].view(-1, dim)
+        qk, v = row[: heads + kv_heads], row[heads + kv_heads :]
+        if norm is not None:
+            qk = torch.nn.functional.rms_norm(qk, (dim,), None, eps) * norm
+        qk = torch.view_as_real(torch.view_as_complex(qk.reshape(-1, dim // 2, 2).contiguous()) * turns[at]).flatten(1)
+        keys[r, :, at], values[r, :, at] = qk[heads:], v
+        lo = max(0, at + 1 - window) if window else 0
+        k, v = (t[r, :, lo : at + 1].repeat_interleave(heads // kv_heads, dim=0) for t in (keys, values))
+        scores = torch.einsum("hd,htd->ht", qk[:heads], k) * scale
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        out.append(torch.einsum("ht,htd->hd", torch.softmax(scores, dim=-1), v).flatten())
+    return torch.stack(out)
+
+
+def linear_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    rows, width, out = ((1, 48, 96), (7, 192, 384), (256, 64, 67), (33, 513, 31))[size % 4]
+    weight, x = torch.randn(out, width, generator=rng).to(dtype), torch.randn(rows, width, generator=rng).to(dtype)
+    return (x, weight, torch.randn(out, generator=rng).to(dtype) if size % 2 else None), {}
+
+
+CASES: Mapping[str, Case] = {
+    "rms_norm": Case(norm_inputs),
+    "gated": Case(gate_inputs),
+    "sample": Case(sample_inputs),
+    "slot_attention": Case(attention_inputs, attention, changed=(4, 5)),
+    "linear": Case(linear_inputs, lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)),
+    "trained_rms_norm": Case(norm_inputs, gradient=True),
+    "trained_swiglu": Case(swiglu_inputs, gradient=True),
+    "trained_rotation": Case(rotation_inputs, gradient=True),
+}
+ON = {kind: torch.device(kind) for kind in ("cpu", "cuda") if kind == "cpu" or torch.cuda.is_available()}
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def moved(value: Any, to: Any) -> Any:
+    """A tensor in float64, or on a device."""
+    if not isinstance(value, Tensor):
+        return value
+    if to == torch.float64 and value.is_complex():
+        return value.to(torch.complex128)
+    return value.to(to) if isinstance(to, torch.device) or value.is_floating_point() else value
+
+
+def as_function(operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`linear` gives a layout; its function is the product."""
+    if operation != "linear":
+        return call
+    return lambda x, weight, bias: call().make(weight, bias)(x)
+
+
+def compare(ours: Tensor, theirs: Tensor, error: float) -> None:
+    torch.testing.assert_close(ours.double().cpu(), theirs.double(), atol=error, rtol=error)
+
+
+def check_row(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) -> None:
+    case, rng = CASES[kernel.operation], torch.Generator().manual_seed(size)
+    found = kernel.load(Use(device, dtype))
+    assert not isinstance(found, str), f"{kernel.operation} by {kernel.name}: {found}"
+    reference = case.reference or choose(kernel.operation, Use(torch.device("cpu"), torch.float64)).call  # type: ignore[union-attr]
+    call = as_function(kernel.operation, found)
+    args, rest = case.inputs(rng, size, dtype)
+    exact = [moved(x, torch.float64) for x in args]
+    mine = [moved(x, device).clone() if isinstance(x, Tensor) else x for x in args]
+    if case.gradient:
+        return check_gradient(kernel, partial(call, **rest), partial(reference, **rest), mine, exact, dtype)
+    with torch.inference_mode():
+        ours, theirs = call(*mine, **rest), reference(*exact, **rest)
+    if kernel.operation == "sample":
+        return check_draw(ours, theirs, exact, kernel.tolerance[dtype])
+    compare(ours, theirs, kernel.tolerance[dtype])
+    for i in case.changed:
+        compare(mine[i], exact[i], kernel.tolerance[dtype])
+
+
+def check_gradient(
+    kernel: Kernel, call: Any, reference: Any, mine: list[Any], exact: list[Any], dtype: torch.dtype
+) -> None:
+    """Values, and gradients of the arguments that have one, for an upstream gradient of numbers."""
+    results = []
+    for function, args in ((call, mine), (reference, exact)):
+        leaves = [x for x in args[: 1 if kernel.operation == "trained_rotation" else 2] if isinstance(x, Tensor)]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        out = function(*args)
+        upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
+        results.append([out, *torch.autograd.grad(out, leaves, upstream.to(out))])
+    for number_of, (ours, theirs) in enumerate(zip(*results, strict=True)):
+        summed = number_of == 2 and kernel.operation == "trained_rms_norm"  # over rows
+        compare(ours, theirs, kernel.tolerance[dtype] * (40 if summed else 4))
+
+
+def check_draw(ours: Tensor, theirs: Tensor, exact: list[Tensor], error: float) -> None:
+    """A uniform may fall within the rounding of a boundary of two ids."""
+    same = (ours[0].cpu() == theirs[0]).double().mean()
+    assert same > 0.95
+    scaled = exact[0] / torch.where(exact[1] == 0, 1.0, exact[1])[:, None]
+    compare(ours[1], torch.log_softmax(scaled, -1).gather(1, ours[0].cpu().long()[:, None])[:, 0], error)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.operation}-{k.name}")
+def test_every_row_is_its_operation(kernel: Kernel) -> None:
+    devices = [ON[kind] for kind in kernel.devices or ("cpu",) if kind in ON]
+    every = [(device, dtype) for device in devices for dtype in kernel.tolerance]
+    if not every:
+        pytest.skip(f"{kernel.name} runs on {', '.join(kernel.devices)}, which is not here")
+    here = [(d, t) for d, t in every if not isinstance(kernel.load(Use(d, t)), str)]
+    if not here:
+        pytest.skip(str(kernel.load(Use(*every[0]))))
+    check_each([(d, t, n) for d, t in here for n in range(8)], lambda of: check_row(kernel, *of))
+
+
+def test_the_compiled_rows_run_where_there_is_a_compiler() -> None:
+    rows = [k for k in KERNELS if k.name == COMPILED]
+    assert len(rows) >= 7
+    for kernel in rows:
+        assert callable(kernel.load(Use(torch.device("cpu"), torch.float32)))
+
+
+def test_every_operation_has_a_case_and_a_cost() -> None:
+    assert CASES.keys() == OPERATIONS.keys() == {k.operation for k in KERNELS}
+    for name, case in CASES.items():
+        args, rest = case.inputs(torch.Generator().manual_seed(0), 1, torch.float32)
+        cost = OPERATIONS[name].cost(*args, **rest)
+        read = sum(x.nbytes for x in args if isinstance(x, Tensor))
+        assert 0 < cost.bytes < 3 * read and cost.flops > 0, name
+        half = OPERATIONS[name].cost(*(moved(x, torch.bfloat16) if i < 2 else x for i, x in enumerate(args)), **rest)
+        assert half.bytes < cost.bytes and half.flops == cost.flops, name
+
+
+def test_costs_are_of_what_is_read_and_written() -> None:
+    x, weight = torch.empty(3, 8, device="meta"), torch.empty(5, 8, device="meta")
+    assert (cost := costs.linear(x, weight)).bytes == 4 * (3 * 8 + 5 * 8 + 3 * 5) and cost.flops == 2 * 3 * 8 * 5
+    assert costs.rms_norm(x, weight[0], 1e-6).bytes == 4 * (2 * 3 * 8 + 8)
+    qkv, keys = torch.empty(2, 4 * 6), torch.empty(2, 1, 100, 6)
+    given = qkv, None, torch.empty(100, 3), torch.tensor([9, 19]), keys, keys
+    cost = costs.slot_attention(*given, heads=2, eps=1e-6, scale=1.0)
+    narrow = costs.slot_attention(*given, heads=2, eps=1e-6, scale=1.0, window=5)
+    assert cost.bytes - narrow.bytes == 2 * (30 - 10) * 6 * 4
+
+
+def test_the_first_row_that_loads_is_chosen_and_the_reasons_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    use = Use(torch.device("cpu"), torch.float32)
+    assert choose("rms_norm", use).kernel.name == COMPILED  # type: ignore[union-attr]
+    assert choose("rms_norm", use, without=(COMPILED,)).call is plain.rms_norm  # type: ignore[union-attr]
+    assert choose("rms_norm", use, only="torch").call is plain.rms_norm  # type: ignore[union-attr]
+    assert choose("rms_norm", Use(torch.device("meta"), torch.bfloat16)).kernel.name == "torch"  # type: ignore[union-attr]
+    assert choose("slot_attention", Use(torch.device("cpu"), torch.float64)) is None
+    monkeypatch.setattr("verl.accel.cpu.rows.load_kernels", lambda dtype: "no C compiler here")
+    fallen = choose("rms_norm", use)
+    assert fallen is not None and fallen.kernel.name == "torch"
+    assert dict(fallen.passed_over) == {COMPILED: "no C compiler here"}
+    lines = lines_of(torch.device("cpu"), torch.float32)
+    assert f"rms_norm: torch (not {COMPILED}: no C compiler here)" in lines
+    none = next(line for line in lines if line.startswith("slot_attention: none"))
+    assert "no C compiler here" in none
+    with pytest.raises(KeyError, match="no operation rms"):
+        kernels_of("rms", use)

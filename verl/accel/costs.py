@@ -1,0 +1,57 @@
+"""The least work of each operation, from the shapes of its arguments. Kept weights count as arguments."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from verl.accel.operations import Cost
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Cost:
+    return Cost(2 * x.nbytes + weight.nbytes, 5 * x.numel())
+
+
+def gated(gate_up: Tensor, activation: str) -> Cost:
+    return Cost(gate_up.nbytes * 3 // 2, 8 * gate_up.numel() // 2)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Cost:
+    return Cost(2 * gate.nbytes + up.nbytes, 8 * gate.numel())
+
+
+def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Cost:
+    return Cost(2 * x.nbytes + cos.nbytes + sin.nbytes, 3 * x.numel())
+
+
+def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Cost:
+    return Cost(logits.nbytes + temperature.nbytes + uniform.nbytes + 16 * len(logits), 5 * logits.numel())
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
+    """Return the work of x [n, K] W^T + b -> [n, N] for a weight [N, K]."""
+    out = len(x) * len(weight)
+    read = x.nbytes + weight.nbytes + (0 if bias is None else bias.nbytes)
+    return Cost(read + out * x.element_size(), 2 * out * x.shape[1])
+
+
+def slot_attention(
+    qkv: Tensor,
+    qk_norm: Tensor | None,
+    turns: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    heads: int,
+    eps: float,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
+) -> Cost:
+    """Return the work for the keys and values that each row sees: all up to its position, or the last `window`."""
+    (n, kv_heads), dim = keys.shape[:2], keys.shape[3]
+    seen = positions + 1
+    tokens = int((seen.clamp(max=window) if window else seen).sum())
+    read = 2 * tokens * kv_heads * dim * keys.element_size()
+    ends = qkv.nbytes + n * (heads + 2 * kv_heads) * dim * qkv.element_size() + n * dim * 4
+    return Cost(read + ends, 4 * tokens * heads * dim + 6 * qkv.numel())

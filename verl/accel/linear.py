@@ -1,0 +1,129 @@
+"""The matrix products of a rollout: layouts of their weights, behind one protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Layers = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, int], Tensor]
+"""All layers of a decoder in one call: x [n, hidden], changed in place and returned, positions [n], slots [n] or None,
+turns complex64 [kinds, positions, D/2], kv float32 [layers, 2, slots, K, capacity, D], lo. Row i takes slot lo + i, or
+lo + slots[i]."""
+
+
+class Linear(Protocol):
+    """y = x W^T + b for x [n, K], W [N, K]."""
+
+    bias: Tensor | None
+    nbytes: int
+    """Bytes beyond the tensors from which it was made."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return y [n, N]."""
+        ...
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return residual + y, in place where the kernel allows; `residual` [n, N] has no other reader."""
+        ...
+
+
+class FilledLinear(Linear, Protocol):
+    """A product without weights yet, which are written in the kernel's layout as they arrive."""
+
+    params: int
+    """The number of weights."""
+    memory: Tensor
+    """Where they are written."""
+
+    def fill(self, weight: Tensor, first: int = 0, pairs: int = 0) -> None:
+        """Write a weight [n, K] float32 as the rows first .. first + n. pairs: reorder the D/2 pairs of each head so
+        that the two halves are neighbours, as RoPE pairs them; 0: keep the order of rows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """A layer of a decoder, for `Products.joined`."""
+
+    products: Mapping[str, Linear]
+    """The products `qkv`, `out`, `up` and `down`."""
+    tensors: Mapping[str, Tensor | None]
+    """float32: the norms `norm`, `mlp_norm` and `out_norm`, `mlp_out_norm` or None [hidden], `qk_norm` or None."""
+    window: int
+    """Tokens of the sliding window; 0: none."""
+    rope: int
+    """The kind of RoPE: an index of `turns`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSizes:
+    """Facts that all layers of a decoder share."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    activation: str
+    """silu or gelu_tanh."""
+    eps: float
+    scale: float
+    """Factor of the scores."""
+    cap: float
+    """Scores are cap tanh(score / cap); 0: no cap."""
+
+
+class Products(Protocol):
+    """A layout of weights."""
+
+    exact_rows: bool
+    """The bits of a row of a result do not depend on the other rows."""
+    keeps: bool
+    """The product reads the tensors from which it was made; otherwise they can be freed."""
+    fills: bool
+    """There is `empty`."""
+
+    def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Return the product with a weight [N, K]."""
+        ...
+
+    def empty(self, rows: int, depth: int) -> FilledLinear:
+        """Return a product of N = rows and K = depth that is filled later."""
+        ...
+
+    def joined(self, layers: Sequence[LayerParts], sizes: DecoderSizes) -> Layers | None:
+        """Return the function that computes all layers in one call, or None where there is no such kernel."""
+        ...
+
+
+class Plain:
+    """The product of torch, over a view of the weight."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.bias, self.transposed, self.nbytes = bias, weight.t(), 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self.transposed) if self.bias is None else torch.addmm(self.bias, x, self.transposed)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return (residual if self.bias is None else residual.add_(self.bias)).addmm_(x, self.transposed)
+
+
+@dataclass(frozen=True, slots=True)
+class SingleProducts:
+    """Products that are made one by one from whole tensors."""
+
+    make: Callable[[Tensor, Tensor | None], Linear]
+    keeps: bool
+    exact_rows: bool = False
+    fills: bool = False
+
+    def empty(self, rows: int, depth: int) -> FilledLinear:
+        raise TypeError("this layout is made from whole tensors")
+
+    def joined(self, layers: Sequence[LayerParts], sizes: DecoderSizes) -> Layers | None:
+        return None

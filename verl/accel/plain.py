@@ -1,0 +1,81 @@
+"""The operations by torch alone, on every device: the rows that are chosen where there is no better kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from verl.accel import trained
+from verl.accel.linear import Plain, SingleProducts
+from verl.accel.operations import Call, Kernel, Use
+
+BLOCK = 256  # tokens per block of the two-level inverse CDF: cumsum is scalar on CPU, a block sum is vectorised
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if weight.dtype == x.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps).mul_(weight).to(x.dtype)
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+
+
+def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+    """Draw without a decision on the host, so that a CUDA graph can contain it."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    greedy = temperature == 0
+    probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
+    ids = torch.where(greedy, logits.argmax(dim=-1), inverse_cdf(probs, uniform))
+    return torch.stack((ids.double(), probs.gather(1, ids[:, None]).squeeze(1).log_().double()))
+
+
+def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
+    """probs [n, V], uniform [n] float64 -> the first id with a cumulative probability above the uniform. It has
+    positive probability, and since targets stay strictly below the total, it is never one past the end."""
+    n, vocab = probs.shape
+    if vocab <= 2 * BLOCK:
+        return _first_above(probs.cumsum(-1, dtype=torch.float64), uniform, scale=True)[0]
+    if vocab % BLOCK:
+        probs = F.pad(probs, (0, BLOCK - vocab % BLOCK))
+    blocks = probs.view(n, -1, BLOCK)  # [n, B, BLOCK]
+    mass = blocks.sum(-1).cumsum(-1, dtype=torch.float64)  # [n, B]
+    block, target = _first_above(mass, uniform, scale=True)
+    below = mass.gather(1, (block - 1).clamp_(min=0)[:, None]).squeeze(1)
+    residual = target - torch.where(block > 0, below, 0.0)
+    inside = blocks[torch.arange(n, device=probs.device), block].cumsum(-1, dtype=torch.float64)  # [n, BLOCK]
+    return (block * BLOCK + _first_above(inside, residual, scale=False)[0]).clamp_(max=vocab - 1)
+
+
+def _first_above(cdf: Tensor, target: Tensor, *, scale: bool) -> tuple[Tensor, Tensor]:
+    """cdf [n, m] float64, target [n] (a share of the total when `scale`) -> index [n], the target that was used [n]."""
+    total = cdf[:, -1]
+    target = torch.minimum(target * total if scale else target, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(cdf, target[:, None], right=True).squeeze(1)
+    return index.clamp_(max=cdf.shape[1] - 1), target  # NaN is above everything; the core refuses it by its log-prob
+
+
+def _row(operation: str, call: Call, float32: float, bfloat16: float, traffic: float) -> Kernel:
+    def load(use: Use) -> Call:
+        return call
+
+    tolerance = {torch.float64: 1e-12, torch.float32: float32, torch.bfloat16: bfloat16, torch.float16: bfloat16}
+    return Kernel(operation, "torch", load, tolerance, traffic=traffic)
+
+
+def _products() -> SingleProducts:
+    return SingleProducts(Plain, keeps=True)
+
+
+KERNELS = (
+    _row("rms_norm", rms_norm, 2e-6, 2e-2, traffic=3),
+    _row("gated", gated, 2e-5, 2e-2, traffic=2),
+    _row("sample", sample, 3e-5, 3e-5, traffic=6),
+    _row("linear", _products, 2e-4, 4e-2, traffic=1),
+    _row("trained_rms_norm", trained.rms_norm, 2e-6, 2e-2, traffic=3),
+    _row("trained_swiglu", trained.swiglu, 2e-6, 2e-2, traffic=2),
+    _row("trained_rotation", trained.rotate, 2e-6, 2e-2, traffic=3),
+)

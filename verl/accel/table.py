@@ -1,0 +1,97 @@
+"""The table of operations: which kernels compute an operation, on which device and in which dtype.
+
+Callers choose a kernel by the name of the operation and never by the type of a device. A new kernel is a function and a
+row; `tests/numerics/test_accel_table.py` compares every row with float64 on random inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from verl.accel import costs, plain
+from verl.accel.cpu import rows as cpu
+from verl.accel.operations import Choice, Kernel, Operation, Use
+
+OPERATIONS: Mapping[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        Operation(
+            "rms_norm",
+            "(x [n, C], weight [C] of x's dtype or float32, eps) -> x / rms(x) * weight [n, C]",
+            costs.rms_norm,
+        ),
+        Operation(
+            "gated", "(gate_up [n, 2 F], activation silu or gelu_tanh) -> activation(gate) * up [n, F]", costs.gated
+        ),
+        Operation(
+            "sample",
+            "(logits [n, V], temperature [n] float32, 0 is greedy, uniform [n] float64) -> float64 [2, n]: the ids by "
+            "inverse CDF, and their log-probs in the distribution that was drawn from (greedy: of temperature 1)",
+            costs.sample,
+        ),
+        Operation(
+            "slot_attention",
+            "(qkv [n, (H + 2K) D], qk_norm float32 [H + K, D] or None, turns complex64 [positions, D/2], "
+            "positions [n], keys and values [n, K, capacity, D], heads, eps, scale, window, cap) -> [n, H D]: one new "
+            "token per row over its own keys and values, which receive those of the token",
+            costs.slot_attention,
+        ),
+        Operation(
+            "linear", "() -> Products: the layout of the weights of matrix products, and the product", costs.linear
+        ),
+        Operation(
+            "trained_rms_norm",
+            "(x [..., C], weight [C], eps) -> weight * x / rms(x), differentiable in both",
+            costs.rms_norm,
+        ),
+        Operation("trained_swiglu", "(gate [...], up [...]) -> silu(gate) * up, differentiable in both", costs.swiglu),
+        Operation(
+            "trained_rotation",
+            "(x [T, h, D], cos [T, 1, D], sin [T, 1, D]) -> x cos + rotate_half(x) sin, differentiable in x",
+            costs.rotation,
+        ),
+    )
+}
+"""The operations by name."""
+
+KERNELS: tuple[Kernel, ...] = (*cpu.KERNELS, *plain.KERNELS)
+"""All rows. Of those that can compute an operation the first is chosen."""
+
+
+def kernels_of(operation: str, use: Use) -> list[Kernel]:
+    """Return the rows of an operation for a type of device and a dtype, the best first."""
+    if operation not in OPERATIONS:
+        raise KeyError(f"no operation {operation}: {', '.join(OPERATIONS)}")
+    return [kernel for kernel in KERNELS if kernel.operation == operation and kernel.serves(use)]
+
+
+def choose(operation: str, use: Use, *, only: str | None = None, without: tuple[str, ...] = ()) -> Choice | None:
+    """Return the first kernel that this machine and model have, or None if there is none.
+
+    only: rows of this name. without: no rows of these names."""
+    passed: dict[str, str] = {}
+    for kernel in kernels_of(operation, use):
+        if kernel.name in without or (only is not None and kernel.name != only):
+            continue
+        found = kernel.load(use)
+        if not isinstance(found, str):
+            return Choice(kernel, found, passed)
+        passed[kernel.name] = found
+    return None
+
+
+def lines_of(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Return a line for each operation: its kernel on a device in a dtype, and why no better one."""
+    lines = []
+    for name in OPERATIONS:
+        use = Use(device, dtype)
+        choice = choose(name, use)
+        if choice is None:
+            reasons = [f"{k.name}: {k.load(use)}" for k in kernels_of(name, use)]
+            lines.append(f"{name}: none, its caller computes it by other operations ({'; '.join(reasons) or 'no row'})")
+            continue
+        why = "; ".join(f"not {other}: {reason}" for other, reason in choice.passed_over.items())
+        lines.append(f"{name}: {choice.kernel.name}{f' ({why})' if why else ''}")
+    return lines

@@ -1,0 +1,90 @@
+"""Differentiable norms, gates and rotations by torch's operations, in few passes over memory and with few saved
+tensors. Same mathematics as transformers' own, never less precise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / rms(x) over the last dimension, in at least float32."""
+    out: Tensor = _RMSNorm.apply(x, weight, eps)
+    return out
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up. Only these two are saved."""
+    out: Tensor = _SwiGLU.apply(gate, up)
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, h, D] turned by cos and sin [T, 1, D]: x cos + rotate_half(x) sin."""
+    out: Tensor = _Rotation.apply(x, cos, sin)
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = _exact(x.reshape(-1, x.shape[-1]))
+        inverse = ((rows * rows).mean(-1, keepdim=True) + eps).rsqrt_()  # [n, 1]
+        ctx.save_for_backward(x, weight, inverse)
+        out = (rows * inverse).mul_(weight)
+        return out.view(x.shape).to(torch.promote_types(x.dtype, weight.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        n = x.shape[-1]
+        normed = _exact(x.reshape(-1, n)) * inverse
+        d_rows = d_out.reshape(-1, n).to(normed.dtype)
+        product = d_rows * normed
+        exact_weight = weight.to(normed.dtype)
+        along = torch.mv(product, exact_weight).div_(n)[:, None]  # the part of each row's gradient that scales the row
+        d_x = (d_rows * exact_weight).addcmul_(normed, along, value=-1).mul_(inverse)
+        return d_x.view(x.shape).to(x.dtype), product.sum(0).to(weight.dtype), None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(d_out * up, gate), d_out * torch.nn.functional.silu(gate)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        half = x.shape[-1] // 2
+        out = x * cos
+        out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        half = d_out.shape[-1] // 2
+        d_x = d_out * cos
+        d_x[..., :half].addcmul_(d_out[..., half:], sin[..., half:])
+        d_x[..., half:].addcmul_(d_out[..., :half], sin[..., :half], value=-1)
+        return d_x.to(ctx.dtype), None, None
+
+
+def _exact(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

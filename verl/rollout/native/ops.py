@@ -1,0 +1,44 @@
+"""The operations of the native engine, chosen from the table for a device and a dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from verl.accel.linear import Products
+from verl.accel.operations import COMPILED, Call, Use
+from verl.accel.table import choose
+
+
+@dataclass(frozen=True, slots=True)
+class NativeOps:
+    """Functions of the operations with these names in `accel/table.py`."""
+
+    rms_norm: Call
+    gated: Call
+    sample: Call
+    slot_attention: Call | None
+    """None: attention is computed for blocks of rows, by torch."""
+    products: Products
+    """The layout of the weights of matrix products."""
+    missing: str | None
+    """The reason why better kernels for this device are not used; None if they are."""
+
+
+def choose_ops(
+    device: torch.device, dtype: torch.dtype, *, compiled: bool = True, products: Products | None = None
+) -> NativeOps:
+    """Choose the kernels for activations of `dtype`. compiled: with those of kernels.c. products: None: the best."""
+    use, without = Use(device, dtype), () if compiled else (COMPILED,)
+    norm, gated, sample, linear = (choose(n, use, without=without) for n in ("rms_norm", "gated", "sample", "linear"))
+    attention = choose("slot_attention", use, without=without)
+    assert norm and gated and sample and linear, "torch computes these in every dtype"
+    return NativeOps(
+        rms_norm=norm.call,
+        gated=gated.call,
+        sample=sample.call,
+        slot_attention=None if attention is None else attention.call,
+        products=products or linear.call(),
+        missing="; ".join(norm.passed_over.values()) or None,
+    )
