@@ -229,20 +229,20 @@ def test_every_operation_has_a_case_and_a_cost() -> None:
 
 def test_costs_are_of_what_is_read_and_written() -> None:
     x, weight = torch.empty(3, 8, device="meta"), torch.empty(5, 8, device="meta")
-    assert (cost := costs.linear(x, weight)).bytes == 4 * (3 * 8 + 5 * 8 + 3 * 5) and cost.flops == 2 * 3 * 8 * 5
-    assert costs.rms_norm(x, weight[0], 1e-6).bytes == 4 * (2 * 3 * 8 + 8)
+    assert (cost := costs.linear_cost(x, weight)).bytes == 4 * (3 * 8 + 5 * 8 + 3 * 5) and cost.flops == 2 * 3 * 8 * 5
+    assert costs.rms_norm_cost(x, weight[0], 1e-6).bytes == 4 * (2 * 3 * 8 + 8)
     qkv, keys = torch.empty(2, 4 * 6), torch.empty(2, 1, 100, 6)
     given = qkv, None, torch.empty(100, 3), torch.tensor([9, 19]), keys, keys
-    cost = costs.slot_attention(*given, heads=2, eps=1e-6, scale=1.0)
-    narrow = costs.slot_attention(*given, heads=2, eps=1e-6, scale=1.0, window=5)
+    cost = costs.slot_attention_cost(*given, heads=2, eps=1e-6, scale=1.0)
+    narrow = costs.slot_attention_cost(*given, heads=2, eps=1e-6, scale=1.0, window=5)
     assert cost.bytes - narrow.bytes == 2 * (30 - 10) * 6 * 4
 
 
 def test_the_first_row_that_loads_is_chosen_and_the_reasons_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     use = Use(torch.device("cpu"), torch.float32)
     assert choose("rms_norm", use).kernel.name == COMPILED  # type: ignore[union-attr]
-    assert choose("rms_norm", use, without=(COMPILED,)).call is plain.rms_norm  # type: ignore[union-attr]
-    assert choose("rms_norm", use, only="torch").call is plain.rms_norm  # type: ignore[union-attr]
+    assert choose("rms_norm", use, without=(COMPILED,)).call is plain.plain_rms_norm  # type: ignore[union-attr]
+    assert choose("rms_norm", use, only="torch").call is plain.plain_rms_norm  # type: ignore[union-attr]
     assert choose("rms_norm", Use(torch.device("meta"), torch.bfloat16)).kernel.name == "torch"  # type: ignore[union-attr]
     assert choose("slot_attention", Use(torch.device("cpu"), torch.float64)) is None
     monkeypatch.setattr("verl.accel.cpu.rows.load_kernels", lambda dtype: "no C compiler here")

@@ -387,12 +387,12 @@ def test_fused_norm_and_rotary_are_the_models_own():
         torch.randn(7, 3, 8, dtype=torch.float64, requires_grad=True),
         torch.randn(8, dtype=torch.float64, requires_grad=True),
     )
-    assert torch.autograd.gradcheck(lambda a, b: trained.rms_norm(a, b, 1e-5), (x, w))
-    torch.testing.assert_close(trained.rms_norm(x, w, 1e-5), torch.nn.functional.rms_norm(x, (8,), w, 1e-5))
+    assert torch.autograd.gradcheck(lambda a, b: trained.trained_rms_norm(a, b, 1e-5), (x, w))
+    torch.testing.assert_close(trained.trained_rms_norm(x, w, 1e-5), torch.nn.functional.rms_norm(x, (8,), w, 1e-5))
     cos, sin = torch.randn(2, 7, 1, 8, dtype=torch.float64)
     half = torch.cat([-x[..., 4:], x[..., :4]], -1)
-    torch.testing.assert_close(trained.rotate(x, cos, sin), x * cos + half * sin)
-    assert torch.autograd.gradcheck(lambda a: trained.rotate(a, cos, sin), (x,))
+    torch.testing.assert_close(trained.trained_rotation(x, cos, sin), x * cos + half * sin)
+    assert torch.autograd.gradcheck(lambda a: trained.trained_rotation(a, cos, sin), (x,))
 
 
 def test_fused_norm_keeps_the_dtype_rules_of_the_module():
@@ -401,7 +401,7 @@ def test_fused_norm_keeps_the_dtype_rules_of_the_module():
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(5, 8).to(dtype).requires_grad_()
         own = w * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
-        got = trained.rms_norm(x, w, 1e-6)
+        got = trained.trained_rms_norm(x, w, 1e-6)
         assert got.dtype == own.dtype == torch.float32
         torch.testing.assert_close(got, own, rtol=0.01, atol=0.01)
         got.sum().backward()

@@ -7,34 +7,34 @@ from torch import Tensor
 from verl.accel.operations import Cost
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Cost:
+def rms_norm_cost(x: Tensor, weight: Tensor, eps: float) -> Cost:
     return Cost(2 * x.nbytes + weight.nbytes, 5 * x.numel())
 
 
-def gated(gate_up: Tensor, activation: str) -> Cost:
+def gated_cost(gate_up: Tensor, activation: str) -> Cost:
     return Cost(gate_up.nbytes * 3 // 2, 8 * gate_up.numel() // 2)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Cost:
+def swiglu_cost(gate: Tensor, up: Tensor) -> Cost:
     return Cost(2 * gate.nbytes + up.nbytes, 8 * gate.numel())
 
 
-def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Cost:
+def rotation_cost(x: Tensor, cos: Tensor, sin: Tensor) -> Cost:
     return Cost(2 * x.nbytes + cos.nbytes + sin.nbytes, 3 * x.numel())
 
 
-def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Cost:
+def sample_cost(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Cost:
     return Cost(logits.nbytes + temperature.nbytes + uniform.nbytes + 16 * len(logits), 5 * logits.numel())
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
+def linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
     """Return the work of x [n, K] W^T + b -> [n, N] for a weight [N, K]."""
     out = len(x) * len(weight)
     read = x.nbytes + weight.nbytes + (0 if bias is None else bias.nbytes)
     return Cost(read + out * x.element_size(), 2 * out * x.shape[1])
 
 
-def slot_attention(
+def slot_attention_cost(
     qkv: Tensor,
     qk_norm: Tensor | None,
     turns: Tensor,

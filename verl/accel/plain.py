@@ -13,18 +13,18 @@ from verl.accel.operations import Call, Kernel, Use
 BLOCK = 256  # tokens per block of the two-level inverse CDF: cumsum is scalar on CPU, a block sum is vectorised
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if weight.dtype == x.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.float(), x.shape[-1:], None, eps).mul_(weight).to(x.dtype)
 
 
-def gated(gate_up: Tensor, activation: str) -> Tensor:
+def plain_gated(gate_up: Tensor, activation: str) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
 
-def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+def plain_sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     """Draw without a decision on the host, so that a CUDA graph can contain it."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     greedy = temperature == 0
@@ -71,11 +71,11 @@ def _products() -> SingleProducts:
 
 
 KERNELS = (
-    _row("rms_norm", rms_norm, 2e-6, 2e-2, traffic=3),
-    _row("gated", gated, 2e-5, 2e-2, traffic=2),
-    _row("sample", sample, 3e-5, 3e-5, traffic=6),
+    _row("rms_norm", plain_rms_norm, 2e-6, 2e-2, traffic=3),
+    _row("gated", plain_gated, 2e-5, 2e-2, traffic=2),
+    _row("sample", plain_sample, 3e-5, 3e-5, traffic=6),
     _row("linear", _products, 2e-4, 4e-2, traffic=1),
-    _row("trained_rms_norm", trained.rms_norm, 2e-6, 2e-2, traffic=3),
-    _row("trained_swiglu", trained.swiglu, 2e-6, 2e-2, traffic=2),
-    _row("trained_rotation", trained.rotate, 2e-6, 2e-2, traffic=3),
+    _row("trained_rms_norm", trained.trained_rms_norm, 2e-6, 2e-2, traffic=3),
+    _row("trained_swiglu", trained.trained_swiglu, 2e-6, 2e-2, traffic=2),
+    _row("trained_rotation", trained.trained_rotation, 2e-6, 2e-2, traffic=3),
 )

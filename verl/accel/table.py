@@ -20,37 +20,41 @@ OPERATIONS: Mapping[str, Operation] = {
         Operation(
             "rms_norm",
             "(x [n, C], weight [C] of x's dtype or float32, eps) -> x / rms(x) * weight [n, C]",
-            costs.rms_norm,
+            costs.rms_norm_cost,
         ),
         Operation(
-            "gated", "(gate_up [n, 2 F], activation silu or gelu_tanh) -> activation(gate) * up [n, F]", costs.gated
+            "gated",
+            "(gate_up [n, 2 F], activation silu or gelu_tanh) -> activation(gate) * up [n, F]",
+            costs.gated_cost,
         ),
         Operation(
             "sample",
             "(logits [n, V], temperature [n] float32, 0 is greedy, uniform [n] float64) -> float64 [2, n]: the ids by "
             "inverse CDF, and their log-probs in the distribution that was drawn from (greedy: of temperature 1)",
-            costs.sample,
+            costs.sample_cost,
         ),
         Operation(
             "slot_attention",
             "(qkv [n, (H + 2K) D], qk_norm float32 [H + K, D] or None, turns complex64 [positions, D/2], "
             "positions [n], keys and values [n, K, capacity, D], heads, eps, scale, window, cap) -> [n, H D]: one new "
             "token per row over its own keys and values, which receive those of the token",
-            costs.slot_attention,
+            costs.slot_attention_cost,
         ),
         Operation(
-            "linear", "() -> Products: the layout of the weights of matrix products, and the product", costs.linear
+            "linear", "() -> Products: the layout of the weights of matrix products, and the product", costs.linear_cost
         ),
         Operation(
             "trained_rms_norm",
             "(x [..., C], weight [C], eps) -> weight * x / rms(x), differentiable in both",
-            costs.rms_norm,
+            costs.rms_norm_cost,
         ),
-        Operation("trained_swiglu", "(gate [...], up [...]) -> silu(gate) * up, differentiable in both", costs.swiglu),
+        Operation(
+            "trained_swiglu", "(gate [...], up [...]) -> silu(gate) * up, differentiable in both", costs.swiglu_cost
+        ),
         Operation(
             "trained_rotation",
             "(x [T, h, D], cos [T, 1, D], sin [T, 1, D]) -> x cos + rotate_half(x) sin, differentiable in x",
-            costs.rotation,
+            costs.rotation_cost,
         ),
     )
 }

@@ -10,19 +10,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def trained_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * x / rms(x) over the last dimension, in at least float32."""
     out: Tensor = _RMSNorm.apply(x, weight, eps)
     return out
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def trained_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up. Only these two are saved."""
     out: Tensor = _SwiGLU.apply(gate, up)
     return out
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def trained_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, h, D] turned by cos and sin [T, 1, D]: x cos + rotate_half(x) sin."""
     out: Tensor = _Rotation.apply(x, cos, sin)
     return out

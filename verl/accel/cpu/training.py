@@ -11,13 +11,13 @@ from torch.autograd.function import once_differentiable
 from verl.accel.cpu.kernels import Kernels
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, kernels: Kernels) -> Tensor:
+def compiled_rms_norm(x: Tensor, weight: Tensor, eps: float, *, kernels: Kernels) -> Tensor:
     """weight * x / rms(x) over the last dimension."""
     out: Tensor = _CompiledNorm.apply(x, weight, eps, kernels)
     return out
 
 
-def swiglu(gate: Tensor, up: Tensor, *, kernels: Kernels) -> Tensor:
+def compiled_swiglu(gate: Tensor, up: Tensor, *, kernels: Kernels) -> Tensor:
     """silu(gate) * up."""
     out: Tensor = _CompiledGate.apply(gate.contiguous(), up.contiguous(), kernels)
     return out

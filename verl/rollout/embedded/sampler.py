@@ -80,7 +80,7 @@ def sample(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
 def sample_captured(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Do the same as `sample` without truncation, with tensors only, so that a CUDA graph can contain it: logits [n, V]
     float32, temperature [n] (0 is greedy), uniform [n] float64."""
-    ids, logprobs = plain.sample(logits, temperature, uniform)
+    ids, logprobs = plain.plain_sample(logits, temperature, uniform)
     return ids.long(), logprobs.float()
 
 
