@@ -47,7 +47,7 @@ def sglang_server(folder: Path) -> Iterator[tuple[SglangDouble, str]]:
         engine = native.build(Options(), context, lanes=1)
         state = {name: torch.randn_like(tensor) for name, tensor in module.state_dict().items()}
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-        await engine.load_weights(SimpleNamespace(version=0, tensors=state.items))
+        await engine.load_weights(SimpleNamespace(version=0, passes=False, seconds={}, tensors=state.items))
         found.double = SglangDouble(engine, vocab=config.vocab_size, room=config.max_position_embeddings + 1)
         runner = web.AppRunner(found.double.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
