@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from serving import Scripted, engine_of, model, serving, texts_of, tokenizer, until
 
-from verl.rollout.server import app, door, requests, work
+from verl.rollout.server import app, door, handling, requests, work
 from verl.rollout.server import service as service_module
 from verl.rollout.server.options import ServeConfig, check_serve
 from verl.rollout.server.requests import CompletionBody, call_of, typed
@@ -80,7 +80,7 @@ def test_health_answers_while_a_request_is_read_tokenised_or_answered(monkeypatc
         assert answered.wait(20), "/health was not answered meanwhile"
         return plain(*given, **more)
 
-    monkeypatch.setattr(app if of is requests else of, name, held)
+    monkeypatch.setattr(handling if of is requests else of, name, held)
 
     async def ask() -> None:
         async with serving(Scripted(tokenizer(), "four"), control=True) as (client, _):

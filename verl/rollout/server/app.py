@@ -9,15 +9,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
 from aiohttp import web
 
 from verl import __version__
-from verl.rollout.server.door import DOOR, IDLE_S, LINGER_S, SENT_S, Door, body_of, check_caller, check_encoding
+from verl.rollout.server.door import DOOR, IDLE_S, LINGER_S, SENT_S, Door, check_caller, check_encoding
+from verl.rollout.server.handling import SERVICE, Handler, as_bytes, as_json, computed
 from verl.rollout.server.requests import (
     ApiError,
     ChatBody,
@@ -26,7 +27,6 @@ from verl.rollout.server.requests import (
     TokenBody,
     TokenSampling,
     call_of,
-    decoded,
     refuse_top_logprobs,
     shown,
     typed,
@@ -35,9 +35,6 @@ from verl.rollout.server.responses import ChatForm, CompletionForm, Form, TokenF
 from verl.rollout.server.service import Service
 from verl.rollout.server.texts import tools_of
 
-T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-SERVICE = web.AppKey("service", Service)
 DEFAULT_MAX_TOKENS = 16  # a completion's default, as in OpenAI and vLLM; chat answers may fill the context
 RETRY_AFTER_S = "1"
 MOST_TOKENS = 2**16  # tokens that are turned into text in one request, or the length of a context
@@ -134,23 +131,6 @@ def _no_route(request: web.Request, status: int) -> str:
 def refusal(error: ApiError) -> web.Response:
     headers = {"Retry-After": RETRY_AFTER_S} if error.status in (429, 503) else None
     return as_json(error.body(), status=error.status, headers=headers)
-
-
-def as_json(content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return as_bytes(msgspec.json.encode(content), status=status, headers=headers)
-
-
-def as_bytes(body: bytes, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
-
-
-async def computed(request: web.Request, compute: Callable[[dict[str, Any]], T], *, absent: bytes = b"") -> T:
-    """Return compute(the body's JSON object), run in a thread. An empty body is read as `absent`."""
-    raw = await body_of(request) or absent
-    try:
-        return await request.app[SERVICE].threads.run(len(raw), lambda: compute(decoded(raw)))
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply", code="invalid_value") from None
 
 
 # -- generation --------------------------------------------------------------------------------------------------------

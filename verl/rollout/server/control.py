@@ -23,7 +23,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from verl.rollout.base import PauseMode
-from verl.rollout.server.app import SERVICE, Handler, as_json, computed
+from verl.rollout.server.handling import SERVICE, Handler, as_json, computed
 from verl.rollout.server.requests import ApiError, shown, typed
 from verl.rollout.server.service import Service
 from verl.weight_sync.base import SyncError, TensorStream, WeightSource, checksum, open_stream
