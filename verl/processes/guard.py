@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import sys
@@ -24,6 +23,7 @@ from typing import NamedTuple
 
 from verl.leftovers import own_folder
 from verl.processes import tree
+from verl.processes.watch import Input, Look, end_family, watch
 
 LOOK_S = 0.1  # between two looks at the parent
 MAPS_S = 5.0  # between two looks at the shared memory of the command
@@ -71,7 +71,6 @@ class _Guard:
         self._ordered = self._parent_ended = False
         self._before = set(os.listdir(SHM)) if SHM.is_dir() else set[str]()
         self._mapped: set[str] = set()
-        self._looked_s = 0.0
 
     def run(self) -> int:
         """Start the command, wait for a reason to end it, and return its exit code once all processes have ended."""
@@ -125,21 +124,24 @@ class _Guard:
         os.close(failed)
 
     def _wait(self, wake: int) -> None:
+        """Wait until the command ends or has to be ended."""
         control = self._order.control
-        poller = select.poll()
-        for fd in (wake, control):
-            if fd >= 0:
-                poller.register(fd, select.POLLIN)
-        while self._code is None:
-            ready = {fd for fd, _ in poller.poll(LOOK_S * 1000)}
-            if wake in ready and signal.SIGTERM in os.read(wake, 4096) and control < 0:
-                return
-            if (control in ready and not self._read_control()) or os.getppid() != self._order.parent:
-                self._parent_ended = not self._ordered
-                return
-            self._code = tree.reap()[0].get(self._pid)
-            if time.monotonic() - self._looked_s > MAPS_S:
-                self._look_at_shared_memory()
+        inputs = {control: self._control_state} if control >= 0 else {}
+        looks = [Look(LOOK_S, self._parent_is_gone), Look(MAPS_S, self._look_at_shared_memory)]
+        if self._code is None:
+            self._code = watch(self._pid, wake, inputs, looks, ends_on_sigterm=control < 0)
+
+    def _control_state(self) -> Input:
+        if self._read_control():
+            return "open"
+        self._parent_ended = not self._ordered
+        return "end"
+
+    def _parent_is_gone(self) -> bool:
+        if os.getppid() == self._order.parent:
+            return False
+        self._parent_ended = not self._ordered
+        return True
 
     def _read_control(self) -> bool:
         """Read pids of other processes. Return False after the order to end, and at the end of the socket."""
@@ -163,18 +165,21 @@ class _Guard:
             while self._code is None and time.monotonic() < until_s:
                 time.sleep(0.02)
                 self._code = tree.reap()[0].get(self._pid)
-        if self._pid:
-            tree.kill(os.killpg, self._pid)
-        found = tree.end_all(KILL_S, lambda: {pid for pid, began in self._others.items() if tree.started(pid) == began})
-        self._code = found.get(self._pid, self._code)
+        code = end_family(self._pid, KILL_S, self._others_that_run)
+        self._code = self._code if code is None else code
         for name in self._mapped - self._before:
             (SHM / name).unlink(missing_ok=True)
 
-    def _look_at_shared_memory(self) -> None:
-        self._looked_s = time.monotonic()
+    def _others_that_run(self) -> set[int]:
+        """Return the further processes to kill that still run."""
+        return {pid for pid, began in self._others.items() if tree.started(pid) == began}
+
+    def _look_at_shared_memory(self) -> bool:
+        """Note the files that the command has mapped. Return False: they are no reason to end it."""
         for pid in tree.descendants(os.getpid()) if self._order.shared_memory else ():
             with contextlib.suppress(OSError):  # it ended
                 for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                     _, slash, name = line.partition(f" {SHM}/")
                     if slash and not name.startswith(self._order.shared_memory) and not name.endswith(" (deleted)"):
                         self._mapped.add(name)
+        return False

@@ -18,15 +18,14 @@ import contextlib
 import json
 import mmap
 import os
-import select
 import signal
 import socket
 import struct
 import sys
-import time
 from typing import Any
 
 from verl.processes import memory, tree
+from verl.processes.watch import Input, Look, end_family, watch
 
 WATCH_S = 0.2  # between two sums of memory
 KILL_S = 5.0  # for killed processes to end
@@ -89,24 +88,26 @@ class _Guardian:
 
     def run(self) -> dict[str, object]:
         """Watch until the worker ends or has to be ended. End everything and return how the worker ended."""
-        poller = select.poll()
-        for fd in (0, self._wake_fd, self._output_fd):
-            poller.register(fd, select.POLLIN)
-        look_at = 0.0
-        while self._code is None and self._memory_mb is None:
-            ready = {fd for fd, _ in poller.poll(WATCH_S * 1000)}
-            if self._output_fd in ready and not self._drain():
-                poller.unregister(self._output_fd)
-            if 0 in ready or (self._wake_fd in ready and signal.SIGTERM in os.read(self._wake_fd, 4096)):
-                break
-            self._code = tree.reap()[0].get(self._pid)
-            if time.monotonic() >= look_at:
-                self._memory_mb = self._over_limit()
-                look_at = time.monotonic() + WATCH_S
-        self._end_all()
+        inputs = {self._output_fd: self._output_state, 0: self._control_state}
+        looks = [Look(WATCH_S, self._memory_is_over)]
+        self._code = watch(self._pid, self._wake_fd, inputs, looks, ends_on_sigterm=True)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        code = end_family(self._pid, KILL_S)
+        self._code = self._code if code is None else code
         while self._drain(at_end=True):
             pass
         return {"code": self._code, "memory_mb": self._memory_mb, "tail": self._tail.decode(errors="replace")}
+
+    def _output_state(self) -> Input:
+        return "open" if self._drain() else "closed"
+
+    def _control_state(self) -> Input:
+        """Return the order to end the worker: the pool sends nothing, it closes the socket."""
+        return "end"
+
+    def _memory_is_over(self) -> bool:
+        self._memory_mb = self._over_limit()
+        return self._memory_mb is not None
 
     def _drain(self, at_end: bool = False) -> bool:
         """Read some output and keep its end. Return False at end of file; with `at_end` also when none is left."""
@@ -122,9 +123,3 @@ class _Guardian:
         (base_mb,) = struct.unpack("d", self._baseline[:8])
         limit_mb = base_mb + self._limit_mb
         return memory.over_limit_mb(limit_mb, tree.descendants(os.getpid())) if base_mb else None
-
-    def _end_all(self) -> None:
-        """Kill and reap the worker's group and all other processes below the guardian."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        tree.kill(os.killpg, self._pid)
-        self._code = tree.end_all(KILL_S).get(self._pid, self._code)
