@@ -103,7 +103,7 @@ class FakeEngine(BaseEngine):
         """What takes time in a request."""
         await asyncio.sleep(1e6 if self._hang(seed) else self._delay_s(seed))
 
-    async def score(self, ids, *, temperature=1.0, parameters=None, media=()):
+    async def score(self, ids, *, temperature=1.0, parameters="policy", media=()):
         return np.zeros(len(ids) - 1, np.float32)
 
     async def load_weights(self, source, *, on_inflight="wait"):

@@ -943,10 +943,10 @@ def test_user_faults(kind: str) -> None:
             (engine.generate(GenerateRequest("m", prompt, greedy(2), media=("ab12",))), "takes no media; remove them"),
             (
                 engine.generate(GenerateRequest("l", prompt, greedy(2), parameters="math")),
-                "adapter='math'.*loads no adapters",
+                "adapter='math'.*loads no adapters|no LoRA set 'math' is live",
             ),
             (engine.score(prompt, media=("ab12",)), "takes no media"),
-            (engine.score(prompt, parameters="math"), "loads no adapters"),
+            (engine.score(prompt, parameters="math"), "loads no adapters|no LoRA set 'math' is live"),
         ):
             with pytest.raises(ValueError, match=message):
                 await call
@@ -969,7 +969,7 @@ def test_nothing_before_the_first_weights_nor_after_close(kind: str) -> None:
         await load(engine, Source(reference()))
         able = await engine.capabilities()
         assert (able.logprobs, able.max_context_tokens, able.sleep_levels) == ("processed", 512, (1, 2))
-        assert able.in_flight_update and not able.lora_rank and not able.media
+        assert able.in_flight_update and not able.media and bool(able.lora_rank) == (kind == "hf")
         assert able.prefix_cache == (kind != "hf")
         task = asyncio.create_task(engine.generate(GenerateRequest("r", prompts((5,))[0], greedy(400))))
         await until_sampled(engine, 3)

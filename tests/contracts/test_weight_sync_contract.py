@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import copy
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -23,12 +24,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapters import write_adapter
 from each import FULL_GRID, each
 from families import QWEN3_MOE
 from gpu_memory import fake_gpu
 from transformers import AutoModelForCausalLM
 
 from verl.algorithms.losses import nll
+from verl.errors import Refused
+from verl.model_engine.lora_source import LoraSource
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models import tiny
@@ -185,6 +189,14 @@ class World:
         self.compute.weigh(steps, TERMS, ()).result(60)
         return self.actor.update(steps, TERMS, ())
 
+    @property
+    def source(self) -> Any:
+        """What is published."""
+        return self.engine
+
+    async def ready(self, *replicas: Any) -> None:
+        """Give replicas what a publish needs: nothing."""
+
     async def update(self) -> None:
         await asyncio.wait_for(asyncio.wrap_future(self.submit_update()), 60)
 
@@ -205,8 +217,68 @@ class World:
         return list(self.group.submit(probe, Broadcast()).result(60)[0])
 
 
+class LoraWorld(World):
+    """The same for a LoRA set on top of the policy's weights, which replicas get by `ready`."""
+
+    def __init__(
+        self,
+        engine: TorchEngine,
+        backend: str = "local",
+        *,
+        sender: type[WeightSender] = WeightSender,
+        probes=PROBES,
+        tolerance=TOLERANCE,
+    ):
+        super().__init__(engine, probes=probes, tolerance=tolerance)
+        self.full, self.policy = self.sync, self.actor
+        checkpoint_engine, make_outlet = BACKENDS[backend]
+        self.outlet = make_outlet()
+        folder = Path(tempfile.mkdtemp(prefix="verl-test-"))
+        atexit.register(shutil.rmtree, folder, True)
+        engine.model.save_pretrained(folder / "base")
+        adapter = write_adapter(folder / "a", folder / "base", size=0.5)
+        self.policy.open_set("a", adapter, folder / "base", self.outlet).result(60)
+        self.opened = self.group._workers[0].lora_sets._open
+        if sender is not WeightSender:
+            self.opened["a"] = self.source, sender(self.outlet, parameters=self.source.parameters, base=engine)
+        self.actor = self.policy.of_set("a")
+        self.sync = checkpoint_engine(probes=probes, tolerance=tolerance)
+
+    @property
+    def source(self) -> LoraSource:
+        return self.opened["a"][0]
+
+    def rollout(self, kind: str = "hf", **more: Any) -> Any:
+        return super().rollout("hf", **more)
+
+    async def ready(self, *replicas: Any) -> None:
+        given = {"exclusive": True, "on_inflight": ["wait"] * len(replicas), "timeout_s": 60}
+        await self.full.publish(self.policy, replicas, version=7, **given)
+
+    def submit_update(self) -> Any:
+        """Other factors, enqueued now."""
+
+        def move(role: Role) -> None:
+            for tensor in role.lora_sets._open["a"][0].masters.values():
+                tensor.mul_(-1.5)
+                break
+
+        return self.group.submit(move, Broadcast())
+
+
+WORLD_OF: dict[str, type[World]] = {"full": World, "lora": LoraWorld}
+
+
+@pytest.fixture(params=WORLD_OF)
+def of(request, backend) -> str:
+    """Both kinds of set. A LoRA set is not streamed (`test_a_stream_is_refused_for_a_lora_set`)."""
+    if request.param == "lora" and backend in PASSING:
+        pytest.skip("a LoRA set is published whole")
+    return request.param
+
+
 def probe(role: Role) -> list[np.ndarray]:
-    found = probed(role.engine, PROBES, "float32")
+    found = probed(role.lora_sets._open["a"][0] if "a" in role.lora_sets._open else role.engine, PROBES, "float32")
     assert found is not None
     return np.split(found.logprobs, np.cumsum([len(ids) - 1 for ids in PROBES])[:-1])
 
@@ -215,8 +287,8 @@ def run(test: Callable[[], Any]) -> Any:
     return asyncio.run(asyncio.wait_for(test(), 120))
 
 
-async def scores(replica) -> list[np.ndarray]:
-    return [await replica.score(ids) for ids in PROBES]
+async def scores(replica, parameters="policy") -> list[np.ndarray]:
+    return [await replica.score(ids, parameters=parameters) for ids in PROBES]
 
 
 def distance(a, b) -> float:
@@ -259,6 +331,7 @@ class Reads:
     ):
         self.version, self.passes, self.seconds = source.version, source.passes, source.seconds
         self._source, self._change = source, change
+        self.parameters, self.identity = source.parameters, source.identity
 
     def tensors(self):
         return self._change(self._source.tensors())
@@ -542,16 +615,16 @@ def test_what_only_the_trainers_machine_sees_is_released_there(kind):
 # -- what must not pass ------------------------------------------------------------------------------------------------
 
 
-def tampered(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> type[WeightSender]:
-    """A sender whose manifest and tensors are changed on the way."""
+def tampered(change: Callable[[dict[str, Any], dict[str, Any], str], Any], name: str) -> type[WeightSender]:
+    """A sender whose manifest and tensors are changed on the way, by `change(manifest, tensors, name)`."""
 
     class Tampered(WeightSender):
         def send(self, engine, version, probes, *, copy, first=True) -> Sent:
             sent = super().send(engine, version, probes, copy=copy, first=first)
             manifest, tensors = dict(sent.source.manifest), dict(open_stream(sent.source).tensors())
             if not isinstance(self._outlet, LocalOutlet):  # they lie where they are staged again
-                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-            change(manifest, tensors)
+                tensors = {n: tensor.clone() for n, tensor in tensors.items()}
+            change(manifest, tensors, name)
             at = self._outlet.stage(version, {n: entry_of(t) for n, t in tensors.items()}, tensors.items())
             return replace(sent, source=replace(sent.source, manifest=manifest, address=at))
 
@@ -559,7 +632,7 @@ def tampered(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> type[W
             """Of what is streamed it is known before."""
             told, tensors = dict(super().manifest(engine)), dict(engine.weights())
             self.unchanged = dict(told)
-            change(told, tensors)
+            change(told, tensors, name)
             far = isinstance(self._outlet, relay.RelayOutlet)
             self._outlet.__init__(*(() if far else (self._outlet.name,)), BUCKET_BYTES)
             self._outlet.announce({n: entry_of(t) for n, t in tensors.items()})
@@ -570,11 +643,11 @@ def tampered(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> type[W
 
             def changed(version, passing, readers):
                 tensors, sums = {}, {}
-                for name, tensor, told in passing:
-                    tensors[name], sums[name] = tensor.clone(), told
+                for n, tensor, told in passing:
+                    tensors[n], sums[n] = tensor.clone(), told
                 told = dict(self.unchanged)
-                change(told, tensors)
-                sums |= {name: entry.checksum for name, entry in told.items() if entry.checksum is not None}
+                change(told, tensors, name)
+                sums |= {n: entry.checksum for n, entry in told.items() if entry.checksum is not None}
                 return through(version, (base.Passed(n, t, sums.get(n)) for n, t in tensors.items()), readers)
 
             self._outlet.stream = changed
@@ -584,42 +657,41 @@ def tampered(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> type[W
 
 
 NORM = "model.layers.1.input_layernorm.weight"
+FACTOR = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
 
 
-def drop(mapping: dict[str, Any]) -> None:
-    del mapping[NORM]
+def rename(mapping: dict[str, Any], name: str) -> None:
+    mapping[name + "_v2"] = mapping.pop(name)
 
 
-def rename(mapping: dict[str, Any]) -> None:
-    mapping[NORM + "_v2"] = mapping.pop(NORM)
-
-
-CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
-    "not sent, though in the manifest": lambda manifest, tensors: drop(tensors),
-    "neither sent nor in the manifest": lambda manifest, tensors: (drop(tensors), drop(manifest))[0],
-    "sent, but not in the manifest": lambda manifest, tensors: drop(manifest),
-    "renamed on both sides": lambda manifest, tensors: (rename(tensors), rename(manifest))[0],
-    "renamed in the manifest": lambda manifest, tensors: rename(manifest),
-    "one too many": lambda manifest, tensors: tensors.update({"extra.weight": tensors[NORM]}),
-    "of another shape": lambda manifest, tensors: tensors.update({NORM: tensors[NORM][:-1]}),
-    "of another dtype": lambda manifest, tensors: tensors.update({NORM: tensors[NORM].bfloat16()}),
-    "changed after its manifest": lambda manifest, tensors: tensors.update({NORM: tensors[NORM] + 1e-3}),
+CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any], str], Any]] = {
+    "not sent, though in the manifest": lambda manifest, tensors, name: tensors.pop(name),
+    "neither sent nor in the manifest": lambda manifest, tensors, name: (tensors.pop(name), manifest.pop(name))[0],
+    "sent, but not in the manifest": lambda manifest, tensors, name: manifest.pop(name),
+    "renamed on both sides": lambda manifest, tensors, name: (rename(tensors, name), rename(manifest, name))[0],
+    "renamed in the manifest": lambda manifest, tensors, name: rename(manifest, name),
+    "one too many": lambda manifest, tensors, name: tensors.update({"extra.weight": tensors[name]}),
+    "of another shape": lambda manifest, tensors, name: tensors.update({name: tensors[name][:-1]}),
+    "of another dtype": lambda manifest, tensors, name: tensors.update({name: tensors[name].bfloat16()}),
+    "changed after its manifest": lambda manifest, tensors, name: tensors.update({name: tensors[name] + 1e-3}),
 }
 
 
 @each("kind, change", product(ROLLOUTS, CHANGES))
-def test_a_tensor_that_does_not_match_its_manifest_raises(backend, kind, change):
+def test_a_tensor_that_does_not_match_its_manifest_raises(backend, of, kind, change):
     async def test():
-        world = World(trainer(), backend, sender=tampered(CHANGES[change]))
+        name = FACTOR if of == "lora" else NORM
+        world = WORLD_OF[of](trainer(), backend, sender=tampered(CHANGES[change], name))
         replica = world.rollout(kind)
-        with pytest.raises(SyncError, match=r"version 3.*input_layernorm|version 3.*extra\.weight"):
+        await world.ready(replica)
+        with pytest.raises(SyncError, match=rf"version 3.*({re.escape(name)}|extra\.weight)"):
             await world.publish([replica], 3)
         await replica.close()
 
     run(test)
 
 
-def test_a_replica_that_skips_a_tensor_raises(backend):
+def test_a_replica_that_skips_a_tensor_raises(backend, of):
     """As an engine that ignores names which it does not know."""
 
     class Skips(Replica):
@@ -629,21 +701,22 @@ def test_a_replica_that_skips_a_tensor_raises(backend):
             return source.version
 
     async def test():
-        world = World(trainer(), backend, probes=())
-        with pytest.raises(SyncError, match=r"tensors were never read, e\.g\. \['model"):
+        world = WORLD_OF[of](trainer(), backend, probes=())
+        with pytest.raises(SyncError, match=r"tensors were never read, e\.g\. \['(base_model\.)?model"):
             await world.publish([Skips(None)], 1)
 
     run(test)
 
 
-def test_a_replica_that_says_another_version_raises(backend):
+def test_a_replica_that_says_another_version_raises(backend, of):
     class Stale(Replica):
         async def load_weights(self, source, *, on_inflight="wait"):
             return await self.inner.load_weights(source, on_inflight=on_inflight) - 1
 
     async def test():
-        world = World(trainer(), backend)
+        world = WORLD_OF[of](trainer(), backend)
         replica = world.rollout()
+        await world.ready(replica)
         with pytest.raises(SyncError, match="says version 3 is live after version 4"):
             await world.publish([Stale(replica)], 4)
         await replica.close()
@@ -670,14 +743,15 @@ class Perturbs(Replica):
 
 
 @each("kind", ROLLOUTS)
-def test_the_canary_trips_when_the_rollout_serves_other_weights(backend, kind):
+def test_the_canary_trips_when_the_rollout_serves_other_weights(backend, of, kind):
     async def test():
-        world = World(trainer(), backend)
+        world, off = WORLD_OF[of](trainer(), backend), FACTOR if of == "lora" else NORM
         replica = world.rollout(kind)
+        await world.ready(replica)
         with pytest.raises(SyncError, match=r"version 1: rollout and trainer log-probs of the canary differ by 0\.\d+"):
-            await world.publish([Perturbs(replica, NORM, 0.5)], 1)
-        blind = World(trainer(), backend, probes=())
-        assert (await blind.publish([Perturbs(replica, NORM, 0.5)], 1)).failed_replicas == {}, (
+            await world.publish([Perturbs(replica, off, 0.5)], 1)
+        blind = WORLD_OF[of](trainer(), backend, probes=())
+        assert (await blind.publish([Perturbs(replica, off, 0.5)], 1)).failed_replicas == {}, (
             "it is the canary that sees it"
         )
         assert (await world.publish([replica], 1)).canary_mean_abs < TOLERANCE, "the engine itself is fine"
@@ -686,14 +760,15 @@ def test_the_canary_trips_when_the_rollout_serves_other_weights(backend, kind):
     run(test)
 
 
-def test_a_rollout_that_scores_nan_trips_the_canary(backend):
+def test_a_rollout_that_scores_nan_trips_the_canary(backend, of):
     class Broken(Replica):
-        async def score(self, ids, *, temperature=1.0):
+        async def score(self, ids, *, temperature=1.0, parameters="policy"):
             return np.full(len(ids) - 1, np.nan, np.float32)
 
     async def test():
-        world = World(trainer(), backend)
+        world = WORLD_OF[of](trainer(), backend)
         replica = world.rollout()
+        await world.ready(replica)
         with pytest.raises(SyncError, match="differ by nan"):
             await world.publish([Broken(replica)], 1)
         await replica.close()
@@ -704,10 +779,11 @@ def test_a_rollout_that_scores_nan_trips_the_canary(backend):
 # -- what did not change -----------------------------------------------------------------------------------------------
 
 
-def test_frozen_weights_pushed_twice_are_unchanged_and_no_alarm(backend):
+def test_frozen_weights_pushed_twice_are_unchanged_and_no_alarm(backend, of):
     async def test():
-        world = World(trainer(), backend)
+        world = WORLD_OF[of](trainer(), backend)
         replica = world.rollout()
+        await world.ready(replica)
         reports = [await world.publish([replica], v) for v in range(3)]
         assert [r.changed for r in reports] == [True, False, False] and all(r.alarms == () for r in reports)
         await replica.close()
@@ -822,18 +898,19 @@ class Hangs(Replica):
 
 
 @pytest.mark.parametrize(("bad", "says"), [(Fails, "the server is gone"), (Hangs, "version 1 was not loaded in time")])
-def test_a_failed_replica_does_not_hold_the_others_and_is_reported(backend, bad, says):
+def test_a_failed_replica_does_not_hold_the_others_and_is_reported(backend, of, bad, says):
     async def test():
-        world = World(trainer(), backend)
+        world = WORLD_OF[of](trainer(), backend)
         good = [world.rollout(), world.rollout("hf")]
+        await world.ready(*good)
         await world.publish(good, 0)
         await world.update()
         soon_s = 4.0 if backend in PASSING else 1.0  # half of it the others wait for the one that hangs
         report = await world.publish([good[0], bad(None), good[1]], 1, timeout_s=60 if bad is Fails else soon_s)
         assert list(report.failed_replicas) == [1] and says in report.failed_replicas[1]
-        assert [r.version for r in good] == [1, 1]
+        assert [r.version for r in good] == ([1, 1] if of == "full" else [7, 7]), "that of the full set"
         for replica in good:
-            assert distance(await scores(replica), world.logprobs()) < TOLERANCE
+            assert distance(await scores(replica, world.actor.parameters), world.logprobs()) < TOLERANCE
             await replica.close()
 
     run(test)
@@ -891,9 +968,9 @@ def test_who_reads_a_trainer_that_has_diverged_hears_of_it():
     run(test)
 
 
-def test_no_replica_left_raises_with_every_cause(backend):
+def test_no_replica_left_raises_with_every_cause(backend, of):
     async def test():
-        world = World(trainer(), backend)
+        world = WORLD_OF[of](trainer(), backend)
         with pytest.raises(
             SyncError, match=r"version 2 is live nowhere: replica 0: ConnectionError.*replica 1: SyncError"
         ) as caught:
@@ -903,11 +980,11 @@ def test_no_replica_left_raises_with_every_cause(backend):
     run(test)
 
 
-def test_a_trainer_that_is_busy_for_too_long_is_named(backend):
+def test_a_trainer_that_is_busy_for_too_long_is_named(backend, of):
     gate = threading.Event()
 
     async def test():
-        world = World(trainer(), backend)
+        world = WORLD_OF[of](trainer(), backend)
         held = world.group.submit(lambda role: gate.wait(60), Broadcast())
         with pytest.raises(SyncError, match="version 8: the trainer's weights were not ready in time"):
             await world.publish([Fails(None)], 8, timeout_s=0.1)
@@ -932,16 +1009,17 @@ class Late(Replica):
         return await self.inner.load_weights(source, on_inflight=on_inflight)
 
 
-def test_unexclusive_an_optimizer_step_after_the_call_does_not_leak_into_the_version(backend):
+def test_unexclusive_an_optimizer_step_after_the_call_does_not_leak_into_the_version(backend, of):
     async def test():
-        world = World(trainer(), backend)
+        world = WORLD_OF[of](trainer(), backend)
         streamed = isinstance(world.outlet, base.StreamingOutlet)  # then the step waits until all was read
         replica = world.rollout() if streamed else Late(world.rollout())
+        await world.ready(replica.inner if isinstance(replica, Late) else replica)
         before = world.logprobs()
         publishing = world.publish([replica], 0, exclusive=False)
         replica.after = world.submit_update()  # right after the call, long before the delivery
         await publishing
-        assert distance(await scores(replica), before) < TOLERANCE
+        assert distance(await scores(replica, world.actor.parameters), before) < TOLERANCE
         assert distance(before, world.logprobs()) > 0.1
         await replica.close()
 
@@ -951,11 +1029,11 @@ def test_unexclusive_an_optimizer_step_after_the_call_does_not_leak_into_the_ver
 def test_exclusive_nothing_is_copied_and_a_step_that_overtakes_is_caught():
     seen: list[dict[str, int]] = []
 
-    def keep(manifest, tensors):
+    def keep(manifest, tensors, name):
         seen.append({name: tensor.data_ptr() for name, tensor in tensors.items()})
 
     async def test():
-        world = World(trainer(), "local", sender=tampered(keep))
+        world = World(trainer(), "local", sender=tampered(keep, NORM))
         replica = Late(world.rollout())
         live = {n: t.data_ptr() for n, t in world.engine.weights()}
         replica.after = world.group.submit(probe, Broadcast())
@@ -971,6 +1049,136 @@ def test_exclusive_nothing_is_copied_and_a_step_that_overtakes_is_caught():
         await replica.close()
 
     run(test)
+
+
+# -- LoRA sets ---------------------------------------------------------------------------------------------------------
+
+
+def merged_logprobs(world: LoraWorld) -> np.ndarray:
+    """Those of the engine while its weights have the factors in them."""
+    one, weights = world.source.parameters, dict(world.engine.model.named_parameters())
+    kept = {module: weights[f"{module}.weight"].detach().clone() for module in one.targets}
+    with torch.no_grad():
+        for module in one.targets:
+            a, b = (world.source.masters[name] for name in one.factors(module))
+            weights[f"{module}.weight"].add_(b @ a, alpha=one.scale)
+        found = probed(world.engine, PROBES, "float32").logprobs
+        for module, before in kept.items():
+            weights[f"{module}.weight"].copy_(before)
+    return found
+
+
+def test_a_published_set_computes_as_its_merged_model_and_its_requests_name_it(backend):
+    if backend in PASSING:
+        pytest.skip("a LoRA set is published whole")
+
+    async def test():
+        world = LoraWorld(trainer(), backend)
+        replica = Notes(world.rollout())
+        await world.ready(replica)
+        base = await scores(replica)
+        for version in (3, 4):
+            report = await world.publish([replica], version)
+            sent = dict(world.source.weights())
+            assert replica.came.keys() == sent.keys() and len(sent) == 12
+            assert all(torch.equal(replica.came[name], tensor) for name, tensor in sent.items())
+            assert report.num_bytes == sum(t.nbytes for t in sent.values()) and report.verified_tensors == 12
+            expected = merged_logprobs(world)
+            found = np.concatenate(await scores(replica, "a"))
+            assert np.abs(found - expected).max() < 1e-5 and report.canary_mean_abs < 1e-5
+            assert np.abs(found - np.concatenate(base)).max() > 0.1, "the adapter is large"
+            assert distance(await scores(replica), base) == 0.0, "the policy is as it was"
+            both = [
+                GenerateRequest(f"{p}{version}", PROBES[0], Sampling(max_tokens=6, seed=1), parameters=p)
+                for p in ("a", "policy")
+            ]
+            one, other = await asyncio.gather(*(replica.generate(request) for request in both))
+            assert (one.parameters, one.spans) == ("a", ((version, 0, 6),))
+            assert (other.parameters, other.spans) == ("policy", ((7, 0, 6),)) and replica.version == 7
+            whole = np.concatenate([PROBES[0], one.ids])
+            np.testing.assert_allclose((await replica.score(whole, parameters="a"))[-6:], one.logprobs, atol=1e-5)
+            await world.update()
+        await replica.close()
+
+    run(test)
+
+
+def test_a_set_over_other_weights_is_refused_and_ends_with_its_base():
+    async def test():
+        world = LoraWorld(trainer())
+        replica = world.rollout()
+        with pytest.raises(SyncError, match="the engine has no weights"):
+            await world.publish([replica], 1)
+        await world.ready(replica)
+        await world.publish([replica], 1)
+        with torch.no_grad():
+            next(world.engine.model.parameters()).add_(1e-3)
+        with pytest.raises(
+            SyncError, match=r"LoRA set 'a' belongs to the weights [0-9a-f]+, and the engine has [0-9a-f]+"
+        ):
+            await world.publish([replica], 2)
+        with pytest.raises(ValueError, match="no LoRA set 'a' is live on these weights"):
+            await replica.score(PROBES[0], parameters="a")
+        await world.ready(replica)
+        await world.publish([replica], 3)
+        request = GenerateRequest("r", PROBES[0], Sampling(max_tokens=40, seed=1, ignore_eos=True), parameters="a")
+        running = asyncio.ensure_future(replica.generate(request))
+        while not replica.stats()["sampled_tokens"]:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0)
+        given = {"exclusive": True, "on_inflight": ["keep"], "timeout_s": 60}
+        await world.full.publish(world.policy, [replica], version=8, **given)
+        done = await running
+        assert len(done.ids) == 40 and done.spans == ((3, 0, 40),), "it ended before its base changed"
+        with pytest.raises(ValueError, match=r"no LoRA set 'a' is live on these weights \(there are: none\)"):
+            await replica.generate(replace(request, id="s"))
+        await replica.close()
+
+    run(test)
+
+
+def test_running_requests_of_a_set_go_on_under_its_next_version():
+    async def test():
+        world = LoraWorld(trainer())
+        replica = world.rollout(max_context_tokens=256)
+        await world.ready(replica)
+        await world.publish([replica], 1)
+        request = GenerateRequest("r", PROBES[0], Sampling(max_tokens=200, seed=1, ignore_eos=True), parameters="a")
+        running = asyncio.ensure_future(replica.generate(request))
+        while not replica.stats()["sampled_tokens"]:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0)
+        await replica.pause("keep")
+        await world.publish([replica], 2, exclusive=False, on_inflight="keep")
+        await replica.resume()
+        done = await running
+        assert [v for v, _, _ in done.spans] == [1, 2] and done.spans[-1][2] == 200
+        await replica.drop_set("a")
+        await replica.drop_set("a")
+        with pytest.raises(ValueError, match="no LoRA set 'a' is live"):
+            await replica.generate(replace(request, id="s"))
+        await replica.close()
+
+    run(test)
+
+
+def test_an_engine_without_lora_sets_refuses_one_and_serves_on():
+    async def test():
+        world = LoraWorld(trainer())
+        replica = World.rollout(world, "native")
+        await world.ready(replica)
+        with pytest.raises(SyncError, match="LoRA set 'a': this rollout engine loads no adapters"):
+            await world.publish([replica], 1)
+        assert (
+            distance(await scores(replica), np.split(probed(world.engine, PROBES, "float32").logprobs, [6])) < TOLERANCE
+        )
+        await replica.close()
+
+    run(test)
+
+
+def test_a_stream_is_refused_for_a_lora_set():
+    for backend in PASSING[:2]:
+        with pytest.raises(Refused, match="'a': a LoRA set is published whole, not in buckets"):
+            LoraWorld(trainer(), backend)
 
 
 # -- caches ------------------------------------------------------------------------------------------------------------

@@ -231,7 +231,7 @@ def test_the_engine_is_told_adapter_media_and_prefix_key() -> None:
             return await super().generate(request)
 
     engine = Listening([5])
-    server = ServerManager(engine, SAMPLING, seed_parts=("s",), prefix_key="g", adapter="math", media=("ab12",))
+    server = ServerManager(engine, SAMPLING, seed_parts=("s",), prefix_key="g", parameters="math", media=("ab12",))
     asyncio.run(server.generate("r", prompt_ids=PROMPT, sampling_params={}))
     assert engine.inputs == ("g", "math", ("ab12",))
 

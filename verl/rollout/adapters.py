@@ -23,6 +23,7 @@ from verl.config.adapter import CONFIG, WEIGHTS, copy_adapter, rank_of, read_ada
 from verl.config.model_files import read_weight_headers
 from verl.errors import Refused
 from verl.leftovers import OwnFolder
+from verl.parameter_set import POLICY_SET
 from verl.rollout.base import Capabilities, RolloutContext
 from verl.rollout.calls import RunningCalls
 from verl.rollout.connection import ServerConnection
@@ -45,9 +46,9 @@ class ServerAdapters:
         self._strays: list[str] = []  # names at the server that failed to load, in an unknown state
         self._copies: OwnFolder | None = None
 
-    def served_name(self, what: str, adapter: str | None) -> str:
+    def served_name(self, what: str, adapter: str) -> str:
         """Return the server's name of an adapter, or of the model. `what` names the caller in errors."""
-        if adapter is None:
+        if adapter == POLICY_SET.id:
             return self._connection.model
         if adapter in self._changing:
             raise ValueError(f"{what}: {adapter!r} is being loaded or dropped; wait for that")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from verl.errors import Refused
+from verl.parameter_set import POLICY_SET
 from verl.types import Sampling, StopReason, as_ids
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Completion:
     """[t] float32, of the distribution that was sampled from (temperature and truncation applied). Greedy tokens have
     their log-prob at temperature 1."""
     spans: tuple[tuple[int, int, int], ...]
-    """(version, start, end), ...: which weights sampled which tokens. The spans cover `ids`."""
+    """(version, start, end), ...: which version of the set sampled which tokens. The spans cover `ids`."""
     stop_reason: StopReason
     """`abort` keeps the tokens that were sampled before it."""
     stop: str | None = None
@@ -49,6 +50,8 @@ class Completion:
     """Prompt tokens with KV from earlier requests."""
     side: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Further values per token, [t, ...], by name."""
+    parameters: str = POLICY_SET.id
+    """The id of the parameter set that sampled."""
 
 
 FLOATS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23), "float64": (11, 52)}
@@ -177,7 +180,7 @@ class Capabilities(Traits):
     max_context_tokens: int
     """The longest sequence, prompt and answer together."""
     lora_rank: int = 0
-    """The highest rank of LoRA adapters that it loads. 0: it loads none."""
+    """The highest rank of LoRA sets that it takes. 0: it takes none."""
     sleep_levels: tuple[int, ...] = ()
     """1 frees the KV, 2 the weights too."""
     weights: WireFormat = AS_HELD
@@ -259,9 +262,9 @@ def check_positive(**sizes: int) -> None:
 NO_ADAPTERS = "this rollout engine loads no adapters"
 
 
-def check_inputs(able: Capabilities, what: str, parameters: str | None, media: Sequence[str]) -> None:
-    """Raise ValueError for an adapter or media that the engine does not take."""
-    if parameters is not None and not able.lora_rank:
+def check_inputs(able: Capabilities, what: str, parameters: str, media: Sequence[str]) -> None:
+    """Raise ValueError for a LoRA set or media that the engine does not take."""
+    if parameters != POLICY_SET.id and not able.lora_rank:
         raise ValueError(f"{what}: adapter={parameters!r}, but {NO_ADAPTERS}; leave it out")
     if media and not able.media:
         raise ValueError(f"{what}: media={list(media)}, but this rollout engine takes no media; remove them")
@@ -360,8 +363,8 @@ class GenerateRequest:
     _: KW_ONLY
     prefix_key: str | None = None
     """Requests with the same key have a common prompt. A router sends them to one replica."""
-    parameters: str | None = None
-    """The parameter set that samples: None is the policy, a name is a loaded LoRA adapter on top of it."""
+    parameters: str = POLICY_SET.id
+    """The id of the parameter set that samples: the policy's, or that of a published LoRA set on top of it."""
     media: tuple[str, ...] = ()
     """Content hashes of images, in the order of the prompt."""
     begun: PartialAnswer | None = None
@@ -382,15 +385,20 @@ class Generates(Protocol):
 
 class RolloutEngine(Generates, Protocol):
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str | None = None, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Sequence[str] = ()
     ) -> np.ndarray:
-        """Return log-probs [t-1] float32 of ids[1:] given their prefix, under the live weights."""
+        """Return log-probs [t-1] float32 of ids[1:] given their prefix, under the live weights of the set."""
         ...
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         """Make the weights of `source` live and return their version. Running requests continue under them (keep),
         finish first (wait), or return with their partial tokens (abort). Every prefix that was computed under older
-        weights is dropped."""
+        weights is dropped. A LoRA set (`set_of`) becomes live on top of the full set; ValueError if that is another one
+        than its base. New weights of the full set end all LoRA sets, after their requests have finished."""
+        ...
+
+    async def drop_set(self, name: str) -> None:
+        """Drop a LoRA set after its requests have finished. Nothing is done for one that the engine does not have."""
         ...
 
     async def prepare_weights(self, source: WeightReader) -> Callable[[PauseMode], Awaitable[int]]:
@@ -444,6 +452,9 @@ class BaseEngine:
         return lambda mode: self.load_weights(source, on_inflight=mode)
 
     def mark_verified(self) -> None:
+        return
+
+    async def drop_set(self, name: str) -> None:
         return
 
     async def score_top(self, ids: np.ndarray, top: int) -> Scores:

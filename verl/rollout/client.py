@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
+from verl.parameter_set import POLICY_SET
 from verl.rollout.adapters import ServerAdapters, check_adaptable
 from verl.rollout.answers import ServerAnswers
 from verl.rollout.api import Api, Deadlines, Expected
@@ -67,7 +68,7 @@ class ServedEngine(BaseEngine):
         return await self.answers.generate(request, self._model(request.id, request.parameters, request.media))
 
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str | None = None, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Sequence[str] = ()
     ) -> np.ndarray:
         return await self.answers.score(ids, temperature, self._model("score", parameters, media))
 
@@ -140,7 +141,7 @@ class ServedEngine(BaseEngine):
         self.connection.check_alive()
         await self.start.up()
 
-    def _model(self, what: str, parameters: str | None, media: Sequence[str]) -> str:
+    def _model(self, what: str, parameters: str, media: Sequence[str]) -> str:
         """Return the name at the server of the model or adapter that a request is for."""
         self.connection.check_alive()
         check_inputs(self.connection.able, what, parameters, media)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.parameter_set import POLICY_SET
 from verl.rollout.base import Completion, GenerateRequest, PauseMode, ReplicaLost, RolloutEngine, WeightReader
 from verl.rollout.supervisor import EngineRun, EngineSupervisor, Start
 from verl.rollout.wrapper import FOLLOWED, EngineWrapper
@@ -86,7 +87,7 @@ class Replica(EngineWrapper):
         return found
 
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str | None = None, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Sequence[str] = ()
     ) -> np.ndarray:
         await self._with_adapter(parameters)
         return await super().score(ids, temperature=temperature, parameters=parameters, media=media)
@@ -154,10 +155,10 @@ class Replica(EngineWrapper):
         await of.engine.drop_adapter(name)
         of.adapters.pop(name, None)
 
-    async def _with_adapter(self, adapter: str | None) -> EngineRun:
+    async def _with_adapter(self, adapter: str) -> EngineRun:
         """Return the engine, after loading the adapter if the router has one of that name."""
-        of, folder = self.supervisor.live(), None if adapter is None else self._adapters.get(adapter)
-        if adapter is not None and folder is not None and of.adapters.get(adapter) != folder:
+        of, folder = self.supervisor.live(), None if adapter == POLICY_SET.id else self._adapters.get(adapter)
+        if folder is not None and of.adapters.get(adapter) != folder:
             async with self._loading:
                 if of.adapters.get(adapter) != folder:
                     await self.load_adapter(adapter, folder)

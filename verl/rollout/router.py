@@ -18,6 +18,7 @@ import numpy as np
 from verl.config.adapter import copy_adapter
 from verl.errors import Refused
 from verl.leftovers import OwnFolder
+from verl.parameter_set import POLICY_SET
 from verl.rollout.base import (
     Capabilities,
     Completion,
@@ -176,7 +177,7 @@ class Router(EngineWrapper):
                 self._on_failure(self._failure)
 
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str | None = None, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Sequence[str] = ()
     ) -> np.ndarray:
         with self._in_use("score", parameters):
             return await super().score(ids, temperature=temperature, parameters=parameters, media=media)
@@ -232,8 +233,8 @@ class Router(EngineWrapper):
         return [error for error in results if isinstance(error, BaseException) and not isinstance(error, ReplicaLost)]
 
     @contextlib.contextmanager
-    def _in_use(self, what: str, adapter: str | None) -> Iterator[None]:
-        if adapter is None:
+    def _in_use(self, what: str, adapter: str) -> Iterator[None]:
+        if adapter == POLICY_SET.id:
             yield
             return
         if adapter in self._changing:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.parameter_set import POLICY_SET
 from verl.rollout.base import BaseEngine, Capabilities, PauseMode, Scores
 
 FOLLOWED = frozenset(("pause", "resume", "abort", "sleep", "wake"))
@@ -20,7 +21,7 @@ class EngineWrapper(BaseEngine):
         raise NotImplementedError
 
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str | None = None, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Sequence[str] = ()
     ) -> np.ndarray:
         named = {"temperature": temperature, "parameters": parameters, "media": tuple(media)}
         return np.asarray(await self.forward("score", ids, **named))

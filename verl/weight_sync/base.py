@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor, uint8
 from torch.nn import Module
 
+from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import PauseMode, RolloutEngine
 from verl.weight_sync.canary import Probed, difference, fault
 
@@ -61,6 +62,10 @@ class WeightSource:
     passes: bool = False
     """The version is never stored whole. A reader delays the sender, and knows only at the end that the version was
     complete."""
+    parameters: ParameterSet = POLICY_SET
+    """The set that this is a version of; a LoRA set names the full set under it (`ParameterSet.base`)."""
+    identity: str = ""
+    """The identity of the weights of a full set. "": unknown, as for a set that is read while it is sent."""
 
     @property
     def delivered(self) -> dict[str, Entry]:
@@ -298,13 +303,19 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 async def check_canary(
-    at: str, replica: RolloutEngine, probes: Sequence[np.ndarray], probed: Probed | None, tolerance: float | None
+    at: str,
+    replica: RolloutEngine,
+    probes: Sequence[np.ndarray],
+    probed: Probed | None,
+    tolerance: float | None,
+    parameters: str = POLICY_SET.id,
 ) -> float:
-    """Score the probes on a replica and compare them with the trainer's. Returns the mean |dlogp| over likely tokens (0
-    without probes); SyncError if the replica does not compute with the trainer's weights."""
+    """Score the probes on a replica with a parameter set and compare them with the trainer's. Returns the mean |dlogp|
+    over likely tokens (0 without probes); SyncError if the replica does not compute with the trainer's weights."""
     if probed is None:
         return 0.0
-    got = np.concatenate(await asyncio.gather(*(replica.score(ids) for ids in probes)))  # one pass, where it batches
+    scores = (replica.score(ids, parameters=parameters) for ids in probes)
+    got = np.concatenate(await asyncio.gather(*scores))  # one pass, where it batches
     if why := fault(probed, got, tolerance):
         fix = "serve this model by another one (rollout.engine=native or hf), or have the server load the same model"
         raise SyncError(f"{at}: {why}; the rollout engine does not run the trainer's weights: {fix}")
@@ -324,6 +335,14 @@ class CheckedReader:
     @property
     def passes(self) -> bool:
         return self.source.passes
+
+    @property
+    def parameters(self) -> ParameterSet:
+        return self.source.parameters
+
+    @property
+    def identity(self) -> str:
+        return self.source.identity
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         at, expected, spent_s, began = f"version {self.version}", self.source.delivered, 0.0, time.perf_counter()

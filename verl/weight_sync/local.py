@@ -4,6 +4,7 @@ copied when no optimizer step can run during the delivery; otherwise each tensor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from torch import Tensor
 
+from verl.parameter_set import ParameterSet
 from verl.rollout.base import PauseMode, RolloutEngine
 from verl.weight_sync.base import (
     CheckedReader,
@@ -33,6 +35,7 @@ T = TypeVar("T")
 Delivered = tuple[float, dict[str, float]]  # the canary's mean |dlogp|, and where the time went
 
 READ_SHARE = 0.5  # of the timeout, for readers that delay the others; the rest is for the others
+DROP_S = 60.0  # for a replica to drop a set, after the requests of it
 RELEASE_S = 60.0  # for the trainer's workers to release a version
 
 
@@ -218,14 +221,25 @@ class LocalCheckpointEngine:
                 raise SyncError(f"{at}: {len(missing)} tensors were never read, e.g. {missing[:3]}")
             late = f"{at} was loaded, but its canary was not scored"
             sent = await _before_deadline(deadline_s, asyncio.shield(sending), late)
-            canary = check_canary(at, replica, self._probes, sent.probed, self._tolerance)
+            name = source.parameters.id
+            canary = check_canary(at, replica, self._probes, sent.probed, self._tolerance, name)
             found = await _before_deadline(deadline_s, canary, late)
         except Exception as e:
-            if replica.replaceable:
-                replica.lose(e)
+            await _given_up(replica, source.parameters, e)
             raise
         replica.mark_verified()
         return found, reader.seconds
+
+
+async def _given_up(replica: RolloutEngine, parameters: ParameterSet, why: Exception) -> None:
+    """Drop a LoRA set that was not delivered; requests of other sets go on. A replica that cannot drop it is given up,
+    and so is one that failed an update of its full set."""
+    if not parameters.whole:
+        with contextlib.suppress(Exception):  # an engine that has failed in some other way
+            async with asyncio.timeout(DROP_S):
+                return await replica.drop_set(parameters.id)
+    if replica.replaceable:
+        replica.lose(why)
 
 
 def _release_trainer(trainer: PublishingWorkers, turn: int, number: int, ended: asyncio.Task[Delivered]) -> None:

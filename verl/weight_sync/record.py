@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -82,6 +83,15 @@ def some_values(tensor: Tensor) -> Tensor:
     """Return a copy of up to `SAMPLED_VALUES` values, float64, on the tensor's device."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLED_VALUES)][:SAMPLED_VALUES].to(torch.float64, copy=True)
+
+
+def weights_identity(values: Mapping[str, Tensor]) -> str:
+    """Return the identity of weights, a hash of some values of each of their tensors (`some_values`) with its name. One
+    optimizer step changes it."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(values):
+        digest.update(name.encode() + b"\0" + values[name].numpy().tobytes())
+    return digest.hexdigest()
 
 
 def on_host(found: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from verl.batch import pack
 from verl.errors import Refused
 from verl.model_engine.base import Publishes, WeightPart
+from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import AS_HELD, WireFormat
 from verl.types import Sample, Segment
 from verl.weight_sync.base import (
@@ -27,7 +28,7 @@ from verl.weight_sync.base import (
     open_stream,
 )
 from verl.weight_sync.canary import Probed, no_model
-from verl.weight_sync.record import VersionRecord, entry_of_part, on_host, some_values
+from verl.weight_sync.record import VersionRecord, entry_of_part, on_host, some_values, weights_identity
 from verl.weight_sync.together import PartsOutlet, possible, stage_parts
 from verl.weight_sync.wire_format import converted
 
@@ -37,12 +38,22 @@ MOVED = 0.25  # nats of a likely token, since it was measured
 
 
 class WeightSender:
-    """The sender of the role that publishes."""
+    """The sender of one parameter set, on a role that publishes it."""
 
-    def __init__(self, outlet: Outlet, *, verify_first: int = 3, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        outlet: Outlet,
+        *,
+        verify_first: int = 3,
+        dtype: str = "float32",
+        parameters: ParameterSet = POLICY_SET,
+        base: Publishes | None = None,
+    ) -> None:
         """verify_first: so many versions have a checksum for every tensor, later ones for a sample · dtype: the
-        precision that the rollout computes in."""
+        precision that the rollout computes in · base: the source of the full set under a LoRA set."""
+        assert parameters.whole == (base is None), "a LoRA set is published on top of a full set"
         self._outlet, self._dtype, self._format = outlet, dtype, AS_HELD
+        self._parameters, self._base = parameters, base
         self._verify_first = verify_first
         self._sent = 0
         self._last: dict[str, tuple[int | None, Tensor]] = {}  # last known checksum, some values
@@ -53,6 +64,14 @@ class WeightSender:
         self._together: bool | None = None  # all ranks stage their parts; decided by the first version
         self._announced: WireFormat | None = None  # the format that a stream is laid out for
         self._source: WeightSource | None = None  # the latest
+
+    def for_set(self, outlet: Outlet, parameters: ParameterSet, base: Publishes) -> WeightSender:
+        """Return the sender of a LoRA set on top of the set of this one. outlet: another one than this sender's."""
+        if isinstance(outlet, StreamingOutlet):
+            fix = "leave bucket_mb out of the options of its sync.engine"
+            raise Refused(f"{parameters.id!r}: a LoRA set is published whole, not in buckets; {fix}")
+        first, dtype = self._verify_first, self._dtype
+        return WeightSender(outlet, verify_first=first, dtype=dtype, parameters=parameters, base=base)
 
     def set_format(self, form: WireFormat) -> None:
         """Send all later versions in this format. Refused for a stream that is laid out for another one."""
@@ -161,9 +180,14 @@ class WeightSender:
             manifest[name] = replace(manifest[owner], checksum=None, tied_to=owner)
         probe = self._probed(engine, version, probes)
         self._refuse_diverged(version, record, probe)
-        changed, alarms = self._compare(version, record, engine.masters)
+        masters = sampled_values(engine.masters)
+        changed, alarms = self._compare(version, record, masters)
         self._sent += 1
-        self._source = source = WeightSource(version, self._outlet.transport, address, manifest)
+        parameters, identity = self._parameters, "" if self._base is not None else weights_identity(masters)
+        if self._base is not None:
+            parameters = replace(parameters, base=weights_identity(sampled_values(self._base.masters)))
+        at = WeightSource(version, self._outlet.transport, address, manifest)
+        self._source = source = replace(at, parameters=parameters, identity=identity)
         return Sent(source, probe, record.num_bytes, changed, alarms, seconds)
 
     def _tensors(
@@ -230,11 +254,9 @@ class WeightSender:
             fix = "training diverged: go on from an earlier checkpoint with a lower optim.lr" if self._sent else known
             raise FloatingPointError(f"version {version}: the trainer's weights are no working model: {why}; {fix}")
 
-    def _compare(
-        self, version: int, record: VersionRecord, masters: Mapping[str, Tensor]
-    ) -> tuple[bool, tuple[str, ...]]:
-        """Return (some byte changed, alarms). Alarm: the masters moved by more than rounding since a byte last
-        changed."""
+    def _compare(self, version: int, record: VersionRecord, moving: dict[str, Tensor]) -> tuple[bool, tuple[str, ...]]:
+        """Return (some byte changed, alarms). moving: some values of the masters. Alarm: they moved by more than
+        rounding since a byte last changed."""
         last, self._last = self._last, {}
         changed = last.keys() != record.values.keys()
         for name, values in record.values.items():
@@ -245,7 +267,6 @@ class WeightSender:
                 changed |= not torch.equal(values, seen)
                 known = before if known is None else known
             self._last[name] = (known, values)
-        moving = on_host({name: some_values(tensor) for name, tensor in masters.items()})
         if changed:
             self._moved_from = (version, moving)
             return True, ()
@@ -257,6 +278,11 @@ class WeightSender:
         return False, (
             f"weights unchanged since version {since}, though {len(moved)} trained tensors moved, e.g. {moved[0]}",
         )
+
+
+def sampled_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return some values of each tensor, on the host."""
+    return on_host({name: some_values(tensor) for name, tensor in tensors.items()})
 
 
 def _moved(before: Tensor, now: Tensor, rounding: float) -> bool:

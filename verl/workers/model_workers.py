@@ -16,9 +16,10 @@ from verl.driver.dispatch import Share, in_order, shares
 from verl.model_engine.base import EngineCapabilities
 from verl.model_engine.layout import Layout
 from verl.objective import Term
+from verl.parameter_set import POLICY_SET
 from verl.rollout.base import AS_HELD
 from verl.types import Metrics, Ref, Refs, merge_metrics
-from verl.weight_sync.base import Entry, Readers, Sent
+from verl.weight_sync.base import Entry, Outlet, Readers, Sent
 from verl.workers.compute import Compute, Computed, OptimizerStep
 from verl.workers.group import Broadcast, WorkerGroup
 from verl.workers.host import RankMemory
@@ -38,6 +39,7 @@ class ModelWorkers:
     view: how the model reads the rows of `infer`
     wire_format: the format of the weights that are sent from now on
     place: the name of the place of the workers (`Cluster.place`)
+    parameters: the id of the parameter set that `send_weights` publishes
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class ModelWorkers:
         layout: Layout | None = None,
         view: View = AS_SAMPLED,
         place: str = "here",
+        parameters: str = POLICY_SET.id,
     ) -> None:
-        self._group, self._view, self._place = group, view, place
+        self._group, self._view, self._place, self.parameters = group, view, place, parameters
         self._layout = layout or Layout(world_size=group.world_size)
         self._asked = None if capabilities else group.submit(Role.capabilities, Broadcast())
         self._can = capabilities
@@ -137,9 +140,21 @@ class ModelWorkers:
         args = [([rows[i] for i in share.rows or (0,)],) for share in parts]
         return _then(self._submit(Role.score_rows, args), lambda found: in_order(list(zip(parts, found))))
 
+    def open_set(self, name: str, folder: Path, base: Path, outlet: Outlet) -> Future[None]:
+        """Read a LoRA adapter as a parameter set on top of the model's weights, to be published with `of_set`."""
+        return _then(self._group.submit(Role.open_set, Broadcast((name, folder, base, outlet))), lambda _: None)
+
+    def close_set(self, name: str) -> Future[None]:
+        return _then(self._group.submit(Role.close_set, Broadcast((name,))), lambda _: None)
+
+    def of_set(self, name: str) -> ModelWorkers:
+        """Return the same workers as the source of another of their parameter sets. It is sent as they have it."""
+        return ModelWorkers(self._group, self._can, self._layout, self._view, self._place, name)
+
     def send_weights(self, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Future[Sent]:
-        """Stage the present weights for the replicas, in `wire_format`."""
-        found = self._group.submit(Role.send_weights, Broadcast((version, probes, copy, self.wire_format)))
+        """Stage the present weights of the set for the replicas, in `wire_format`."""
+        args = (version, probes, copy, self.wire_format, self.parameters)
+        found = self._group.submit(Role.send_weights, Broadcast(args))
         return _then(found, lambda sent: next(s for s in sent if s is not None))
 
     def weights_manifest(self) -> Future[tuple[dict[str, Entry], str]]:
@@ -162,7 +177,7 @@ class ModelWorkers:
 
     def release_weights(self, version: int) -> Future[None]:
         """Report that all replicas have this version. The workers are informed at once, also during a call."""
-        return _then(self._group.beside(Role.release_weights, (version,)), lambda _: None)
+        return _then(self._group.beside(Role.release_weights, (version, self.parameters)), lambda _: None)
 
     def save(self, path: Path) -> Future[None]:
         return _then(self._group.submit(Role.save, Broadcast((path,))), lambda _: None)

@@ -21,6 +21,7 @@ from verl.config.backends import import_object
 from verl.model_engine.base import EngineCapabilities, EngineContext, ModelEngine, OneRank, Ranks
 from verl.model_engine.objective import before_moving, evaluate_terms, first_pass
 from verl.objective import Term
+from verl.parameter_set import POLICY_SET
 from verl.rollout.base import AS_HELD, WireFormat
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import facts_column, queued_samples
@@ -29,6 +30,7 @@ from verl.weight_sync.base import Entry, Outlet, Readers, Sent
 from verl.weight_sync.sender import WeightSender
 from verl.workers.host import RankMemory, rank_memory
 from verl.workers.inproc import SharedEngine, VirtualRank
+from verl.workers.lora_sets import LoraSets
 
 if TYPE_CHECKING:  # it imports torch.distributed, which a process without an engine does not need
     from verl.model_engine.snapshot import Snapshot
@@ -131,6 +133,7 @@ class Role:
     sender: WeightSender | None = None
     hf_export: HfExport | None = None
     turn_end: TurnEnd = NO_TURN_END  # The end of a turn in a reward model's template; the score is read behind it.
+    lora_sets: LoraSets = field(default_factory=LoraSets, init=False)
     _snapshot: Snapshot | None = field(default=None, init=False)
     _writing: Future[None] | None = field(default=None, init=False)
 
@@ -297,16 +300,30 @@ class Role:
 
     # -- weights and state ---------------------------------------------------------------------------------------------
 
-    def send_weights(
-        self, version: int, probes: Sequence[np.ndarray], copy: bool, form: WireFormat = AS_HELD
-    ) -> Sent | None:
-        """Send the present weights to the rollout engines in the format that they read. The first rank returns the
-        receipt."""
+    def open_set(self, name: str, folder: Path, base: Path, outlet: Outlet) -> None:
+        """Open an adapter as a LoRA set on top of the present weights, to be published through its own outlet."""
         assert self.sender is not None, f"{self.name} publishes nothing"
-        self.sender.set_format(form)
+        self.lora_sets.open(name, folder, base, outlet, self.engine, self.sender, self.ranks)
+
+    def close_set(self, name: str) -> None:
+        self.lora_sets.close(name)
+
+    def send_weights(
+        self,
+        version: int,
+        probes: Sequence[np.ndarray],
+        copy: bool,
+        form: WireFormat = AS_HELD,
+        parameters: str = POLICY_SET.id,
+    ) -> Sent | None:
+        """Send the present weights of a set to the rollout engines in the format that they read. The first rank returns
+        the receipt."""
+        source, sender = self.lora_sets.publishing(parameters, self.engine, self.sender)
+        sender.set_format(form)
         with self.engine.awake("weights"):
-            self.engine.published(version)
-            return self.sender.send(self.engine, version, probes, copy=copy, first=self._first)
+            if parameters == POLICY_SET.id:
+                self.engine.published(version)
+            return sender.send(source, version, probes, copy=copy, first=self._first)
 
     def weights_manifest(self, form: WireFormat = AS_HELD) -> tuple[dict[str, Entry], str] | None:
         """Return the manifest of all versions that `stream_weights` sends, and the address where they are read."""
@@ -336,10 +353,9 @@ class Role:
     def published(self, version: int) -> None:
         self.engine.published(version)
 
-    def release_weights(self, version: int) -> None:
-        """Release a version that all living replicas have."""
-        if self.sender is not None:
-            self.sender.release(version)
+    def release_weights(self, version: int, parameters: str = POLICY_SET.id) -> None:
+        """Release a version of a set that all living replicas have."""
+        self.lora_sets.publishing(parameters, self.engine, self.sender)[1].release(version)
 
     def save(self, path: Path) -> None:
         self.engine.save(path)

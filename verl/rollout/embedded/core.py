@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from torch import Tensor
 
 from verl.errors import Refused
+from verl.parameter_set import POLICY_SET, OfSet, ParameterSet, check_base, set_of
 from verl.rollout.base import Completion, DecodeFn, Scores, WeightReader, WireFormat
 from verl.rollout.embedded.requests import REASONS, ActiveRequest, News, RunningRequests
 from verl.rollout.embedded.sampler import SamplingMetadata
@@ -39,6 +41,20 @@ class ReadsFormat(Protocol):
     def weight_format(self) -> WireFormat:
         """The format in which `load` and `prepare` read weights."""
         ...
+
+
+@runtime_checkable
+class TakesSets(Protocol):
+    """A `Runner` that computes with LoRA sets on top of its weights."""
+
+    lora_rank: int
+    """The highest rank of a set."""
+
+    def add_set(self, parameters: ParameterSet, tensors: Mapping[str, Tensor]) -> None:
+        """Compute with these factors for requests of the set from now on, in place of an earlier version of it."""
+        ...
+
+    def drop_set(self, name: str) -> None: ...
 
 
 class Runner(Protocol):
@@ -81,8 +97,8 @@ class Runner(Protocol):
         """Make rows `sources` rows `holes`. Then the rows from `kept` on are free."""
         ...
 
-    def score(self, ids: np.ndarray, temperature: float, top: int = 0) -> Scores:
-        """Return the scores of a sequence, with the `top` most likely ids."""
+    def score(self, ids: np.ndarray, temperature: float, top: int = 0, parameters: str = POLICY_SET.id) -> Scores:
+        """Return the scores of a sequence under a parameter set, with the `top` most likely ids."""
         ...
 
     def drop_kv(self) -> int:
@@ -104,6 +120,8 @@ class EngineCore:
     def __init__(self, runner: Runner, eos_token_ids: Sequence[int], decode: DecodeFn | None) -> None:
         self.runner = runner
         self.version = -1
+        self.identity = ""  # of the full set; "": unknown
+        self.sets: dict[str, int] = {}  # the versions of the LoRA sets on top of it, by id
         self.waiting: deque[ActiveRequest] = deque()
         self.running = RunningRequests(runner.max_rows, eos_token_ids, decode)
         self._submitted = self._steps = self._sampled = 0
@@ -163,27 +181,60 @@ class EngineCore:
     def prepare(self, source: WeightReader) -> Callable[[], int]:
         """Read new weights, in any thread, while steps are run, and return a function that makes them live. Tokens
         sampled after that have the new version. Live rows keep their KV (stale by design)."""
-        version = source.version
         switch = self.runner.prepare(source)
 
         def live() -> int:
             switch()
-            return self._now(version)
+            return self._now(source)
 
         return live
 
     def load(self, source: WeightReader) -> int:
         """Read new weights over the live ones while no step is run. If it fails the engine has no weights: nothing is
         sampled before a complete load."""
-        version = source.version
         self.runner.load(source)
-        return self._now(version)
+        return self._now(source)
 
-    def _now(self, version: int) -> int:
-        self.version = version
+    def _now(self, source: WeightReader) -> int:
+        assert not self.in_sets(), "requests of LoRA sets finish before their base changes"
+        for name in list(self.sets):
+            self.drop_set(name)
+        self.identity = source.identity if isinstance(source, OfSet) else ""
+        self.version = source.version
+        self._start_spans(POLICY_SET.id, source.version)
+        return source.version
+
+    def load_set(self, source: WeightReader) -> int:
+        """Read a version of a LoRA set and make it live. Later tokens of its requests have the new version."""
+        parameters, runner = set_of(source), self.runner
+        check_base(parameters, self.identity, runner.lora_rank if isinstance(runner, TakesSets) else 0)
+        assert isinstance(runner, TakesSets)
+        tensors = {name: t.detach().clone() for name, t in source.tensors() if isinstance(t, Tensor)}
+        runner.add_set(parameters, tensors)
+        self.sets[parameters.id] = source.version
+        self._start_spans(parameters.id, source.version)
+        return source.version
+
+    def drop_set(self, name: str) -> None:
+        if self.sets.pop(name, None) is not None:
+            assert isinstance(self.runner, TakesSets)
+            self.runner.drop_set(name)
+
+    def check_set(self, what: str, name: str) -> None:
+        """Raise ValueError for a parameter set that no tokens can be sampled with."""
+        if name != POLICY_SET.id and name not in self.sets:
+            there = ", ".join(sorted(self.sets)) or "none"
+            raise ValueError(f"{what}: no LoRA set {name!r} is live on these weights (there are: {there}); publish it")
+
+    def in_sets(self, name: str | None = None) -> bool:
+        """Return True if requests of this LoRA set (None: of any) are waiting or resident."""
+        found = {request.asked.parameters for request in self.requests()} - {POLICY_SET.id}
+        return bool(found) if name is None else name in found
+
+    def _start_spans(self, name: str, version: int) -> None:
         for row, request in enumerate(self.running.requests):
-            request.start_span(version, int(self.running.count[row]))
-        return version
+            if request.asked.parameters == name:
+                request.start_span(version, int(self.running.count[row]))
 
     def sleep(self, level: int) -> int:
         """Free KV (level 1) and weights (level 2). Live requests wait again, with their tokens."""
@@ -203,7 +254,7 @@ class EngineCore:
             request = self.waiting.popleft()
             if not len(request.ids):  # a preempted request keeps what its first admission found
                 request.cached_tokens = cached
-            request.start_span(self.version, len(request.ids))
+            request.start_span(self.sets.get(request.asked.parameters, self.version), len(request.ids))
             self.running.add(request, self.runner.max_context_tokens)
         return self._append(first, *admission.sample(self.running.sampling(first, self.running.n)))
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from verl.parameter_set import POLICY_SET, set_of
 from verl.rollout.base import (
     AS_HELD,
     IN_PROCESS,
@@ -34,12 +35,11 @@ from verl.rollout.base import (
     WeightReader,
     capabilities_of,
     check_inputs,
-    check_request,
-    checked_ids,
 )
-from verl.rollout.embedded.core import EngineCore, Finished, ReadsFormat, Runner
+from verl.rollout.embedded.checks import InputChecks
+from verl.rollout.embedded.core import EngineCore, Finished, ReadsFormat, Runner, TakesSets
+from verl.rollout.embedded.load_thread import LoadThread
 from verl.rollout.embedded.requests import ActiveRequest, News
-from verl.types import as_ids
 
 T = TypeVar("T")
 DELIVER_S = 0.005  # between two deliveries of finished requests, which are scored while the rest is decoded
@@ -57,22 +57,21 @@ class Control:
 class EmbeddedEngine(BaseEngine):
     def __init__(self, runner: Runner, context: RolloutContext, *, prefix_cache: bool, notes: tuple[str, ...]) -> None:
         self._core = EngineCore(runner, context.eos_token_ids, context.decode)
-        self._runner, self._decodes = runner, context.decode is not None
-        traits = replace(IN_PROCESS, prefix_cache=prefix_cache, stop_strings=self._decodes)
+        self._runner, self._checks = runner, InputChecks(runner, decodes=context.decode is not None)
+        traits = replace(IN_PROCESS, prefix_cache=prefix_cache, stop_strings=context.decode is not None)
         self._capabilities = capabilities_of(
             traits,
             max_context_tokens=context.max_context_tokens,
             sleep_levels=(1, 2),
             weights=runner.weight_format if isinstance(runner, ReadsFormat) else AS_HELD,
+            lora_rank=runner.lora_rank if isinstance(runner, TakesSets) else 0,
             notes=notes,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout", initializer=runner.enter_thread)
-        self._second = ThreadPoolExecutor(1, thread_name_prefix="rollout-load", initializer=runner.enter_thread)
-        self._load_waits = set[asyncio.Future[Any]]()  # of callers that wait for the second thread
+        self._loading = LoadThread(runner.enter_thread)
         self._driver: asyncio.Task[None] | None = None
         self._inbox: deque[ActiveRequest | Control] = deque()  # in the order of the calls
         self._held: list[ActiveRequest] = []  # submitted while paused
-        self._in_vocabulary = b""  # the last ids that were checked
         self._aborts: list[tuple[list[ActiveRequest], asyncio.Future[int] | None]] = []
         self._pending: dict[str, tuple[ActiveRequest, asyncio.Future[Completion]]] = {}
         self._serving: Control | None = None
@@ -88,7 +87,9 @@ class EmbeddedEngine(BaseEngine):
         """Sample an answer. `prefix_key` is not used: equal prompts are found by their ids."""
         self._check_alive()
         check_inputs(self._capabilities, request.id, request.parameters, request.media)
-        active = ActiveRequest(self._checked(request))
+        self._core.check_set(request.id, request.parameters)
+        self._check_weights("generate")
+        active = ActiveRequest(self._checks.request(request, self._pending))
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending[request.id] = (active, future)
         self._inbox.append(active)
@@ -102,28 +103,23 @@ class EmbeddedEngine(BaseEngine):
                 self._wake_driver()
 
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str | None = None, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Sequence[str] = ()
     ) -> np.ndarray:
         check_inputs(self._capabilities, "score", parameters, media)
-        return (await self._scored(ids, temperature, 0)).logprobs
+        return (await self._scored(ids, temperature, 0, parameters)).logprobs
 
     async def score_top(self, ids: np.ndarray, top: int) -> Scores:
-        return await self._scored(ids, 1.0, top)
+        return await self._scored(ids, 1.0, top, POLICY_SET.id)
 
-    async def _scored(self, ids: np.ndarray, temperature: float, top: int) -> Scores:
-        ids = self._checked_ids("score", ids)
-        if len(ids) > self._runner.max_context_tokens:
-            raise ValueError(f"score: {len(ids)} tokens exceed max_context_tokens={self._runner.max_context_tokens}")
-        if temperature < 0:
-            raise ValueError(f"temperature={temperature}: must be >= 0 (0 is greedy, scored at temperature 1)")
-        if not 0 <= top <= self._runner.vocab_size:
-            raise ValueError(f"{top} likeliest tokens: the vocabulary has {self._runner.vocab_size}")
+    async def _scored(self, ids: np.ndarray, temperature: float, top: int, parameters: str) -> Scores:
+        ids = self._checks.scored(ids, temperature, top)
         if len(ids) < 2:
             return Scores(np.zeros(0, np.float32), np.zeros((0, top), np.int64), np.zeros((0, top), np.float32))
 
         async def run(control: Control) -> Scores:
             self._check_weights("score")
-            return await self._in_thread(partial(self._runner.score, ids, temperature or 1.0, top))
+            self._core.check_set("score", parameters)
+            return await self._in_thread(partial(self._runner.score, ids, temperature or 1.0, top, parameters))
 
         return await self._control(run)
 
@@ -131,6 +127,8 @@ class EmbeddedEngine(BaseEngine):
         """Load weights. With `keep`, requests stop only for the switch: new weights are read into further memory while
         requests use the old ones. If no request can run, they are read over the old ones; a failure then leaves
         none."""
+        if not set_of(source).whole:
+            return await self._load_set(source, on_inflight)
         if on_inflight == "keep":
             return await (await self.prepare_weights(source))("keep")
         return await self._made_live(source, partial(self._core.load, source), 0.0, on_inflight)
@@ -141,12 +139,13 @@ class EmbeddedEngine(BaseEngine):
         if source.passes or self._paused or self._asleep or not self._runner.ready:  # nothing is sampled meanwhile
             return partial(self._made_live, source, partial(self._core.load, source), 0.0)
         began = time.perf_counter()
-        switch = await self._in_load_thread(partial(self._core.prepare, source))
+        switch = await self._loading.run(partial(self._core.prepare, source))
         return partial(self._made_live, source, switch, time.perf_counter() - began)
 
     async def _made_live(self, source: WeightReader, load: Callable[[], int], read_s: float, mode: PauseMode) -> int:
         async def run(control: Control) -> int:
             await self._settle_inflight(mode, control, "load_weights(on_inflight='wait')")
+            await self._finish_sets(control)
             began = time.perf_counter()
             try:
                 live = await self._in_thread(load)
@@ -160,6 +159,36 @@ class EmbeddedEngine(BaseEngine):
             return live
 
         return await self._control(run)
+
+    async def _load_set(self, source: WeightReader, mode: PauseMode) -> int:
+        """Make a version of a LoRA set live. The mode is that of the running requests of this set."""
+        name = set_of(source).id
+
+        async def run(control: Control) -> int:
+            self._check_weights("load_weights")
+            await self._settle_inflight(mode, control, f"load_weights of {name!r}", name)
+            began = time.perf_counter()
+            live = await self._in_thread(partial(self._core.load_set, source))
+            source.seconds["load"] = time.perf_counter() - began - source.seconds.get("transfer", 0.0)
+            return live
+
+        return await self._control(run)
+
+    async def drop_set(self, name: str) -> None:
+        async def run(control: Control) -> None:
+            await self._settle_inflight("wait", control, f"drop_set({name!r})", name)
+            await self._in_thread(partial(self._core.drop_set, name))
+
+        await self._control(run)
+
+    async def _finish_sets(self, control: Control) -> None:
+        """Let the requests of LoRA sets finish before the weights under them change. If nothing can run, they end with
+        the tokens that they have."""
+        while self._core.in_sets():
+            if not self._can_step:
+                await self._abort([one for one in self._core.requests() if one.asked.parameters != POLICY_SET.id])
+            else:
+                await self._run_and_serve(control)
 
     async def _tear(self, why: Exception) -> None:
         """End all requests after a failed load over the live weights."""
@@ -189,7 +218,7 @@ class EmbeddedEngine(BaseEngine):
             self._paused = False
             held, self._held = self._held, []
             for request in held:
-                self._core.add(request)
+                self._add(request)
 
         await self._control(run)
 
@@ -239,7 +268,7 @@ class EmbeddedEngine(BaseEngine):
         self._abandon(RuntimeError("the rollout engine was closed"))
         self._thread.submit(self._runner.close)
         self._thread.shutdown(wait=False)
-        self._second.shutdown(wait=False)
+        self._loading.close()
 
     @property
     def version(self) -> int:
@@ -248,20 +277,6 @@ class EmbeddedEngine(BaseEngine):
     def stats(self) -> dict[str, int]:
         """Return counters since construction, and the number of resident requests."""
         return self._core.stats()
-
-    def _checked(self, request: GenerateRequest) -> GenerateRequest:
-        self._check_weights("generate")
-        request = replace(request, prompt_ids=self._checked_ids(request.id, request.prompt_ids))
-        room = self._runner.max_context_tokens
-        check_request(request, self._pending, max_context_tokens=room, decodes=self._decodes)
-        return request
-
-    def _checked_ids(self, what: str, ids: np.ndarray) -> np.ndarray:
-        ids = as_ids(ids)
-        if (content := ids.tobytes()) != self._in_vocabulary or ids.ndim != 1:  # siblings follow one another
-            ids = checked_ids(what, ids, self._runner.vocab_size)
-            self._in_vocabulary = content
-        return ids
 
     def _check_weights(self, what: str) -> None:
         if self._torn is not None:
@@ -293,18 +308,6 @@ class EmbeddedEngine(BaseEngine):
         self._inbox.append(control)
         self._wake_driver()
         return await control.done
-
-    async def _in_load_thread(self, run: Callable[[], T]) -> T:
-        """Run in the second thread. If the engine fails or is closed meanwhile, the caller gets the error at once."""
-        loop = asyncio.get_running_loop()
-        job, stopped = loop.run_in_executor(self._second, run), loop.create_future()
-        self._load_waits.add(stopped)
-        try:
-            await asyncio.wait({job, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            return await (stopped if stopped.done() else job)
-        finally:
-            self._load_waits.discard(stopped)
-            job.cancel()  # no effect if it has ended
 
     async def _in_thread(self, run: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
@@ -349,7 +352,17 @@ class EmbeddedEngine(BaseEngine):
             elif self._paused:
                 self._held.append(item)
             else:
-                self._core.add(item)
+                self._add(item)
+
+    def _add(self, request: ActiveRequest) -> None:
+        """Add a request to the core, or fail its call if its LoRA set ended while it waited."""
+        try:
+            self._core.check_set(request.asked.id, request.asked.parameters)
+        except ValueError as e:
+            if (future := self._pop_pending(request)) is not None and not future.done():
+                future.set_exception(e)
+        else:
+            self._core.add(request)
 
     async def _serve(self, control: Control) -> None:
         self._serving = control
@@ -391,20 +404,25 @@ class EmbeddedEngine(BaseEngine):
         gave_up = serving is not None and serving.done.done()
         return bool(self._inbox or self._aborts or self._closed or self._orphans or gave_up)
 
-    async def _settle_inflight(self, mode: PauseMode, control: Control, what: str) -> None:
+    async def _settle_inflight(self, mode: PauseMode, control: Control, what: str, name: str | None = None) -> None:
+        """Let running requests end as the mode requires. name: those of this LoRA set only."""
         if mode not in ("keep", "wait", "abort"):
             raise ValueError(f"{mode!r}: what happens to running requests is one of 'keep', 'wait', 'abort'")
         if mode == "abort":
-            await self._abort([*self._core.requests(), *self._held])
-        while mode == "wait" and self._core.busy:
-            if control.done.done():
-                raise asyncio.CancelledError  # the caller was cancelled
+            every = [*self._core.requests(), *self._held]
+            await self._abort([one for one in every if name in (None, one.asked.parameters)])
+        while mode == "wait" and (self._core.busy if name is None else self._core.in_sets(name)):
             if not self._can_step:
                 still = f"{len(self._pending)} requests stand still (paused or asleep) and cannot finish"
                 raise ValueError(f"{what}: {still}; resume or wake first, or use 'keep' or 'abort'")
-            await self._run_steps()
-            await asyncio.sleep(0)
-            await self._serve_aborts()
+            await self._run_and_serve(control)
+
+    async def _run_and_serve(self, control: Control) -> None:
+        if control.done.done():
+            raise asyncio.CancelledError  # the caller was cancelled
+        await self._run_steps()
+        await asyncio.sleep(0)
+        await self._serve_aborts()
 
     async def _serve_aborts(self) -> None:
         while self._aborts:
@@ -462,7 +480,7 @@ class EmbeddedEngine(BaseEngine):
         controls = [item for item in (self._serving, *self._inbox) if isinstance(item, Control)]
         waiting: list[asyncio.Future[Any]] = [future for _, future in self._pending.values()]
         waiting += [control.done for control in controls]
-        waiting += [*(future for _, future in self._aborts if future is not None), *self._load_waits]
+        waiting += [*(future for _, future in self._aborts if future is not None), *self._loading.waits]
         self._pending, self._held, self._inbox, self._aborts = {}, [], deque(), []
         self._serving, self._orphans = None, True
         for future in waiting:

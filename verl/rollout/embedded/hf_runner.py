@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from verl.nn.lora import LowRank, low_ranks, with_low_ranks
 from verl.nn.rope import fix_rope
+from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import RolloutContext, Scores, WeightReader, WireFormat, check_positive
 from verl.rollout.embedded.core import Admitted, Sampled, check_context
 from verl.rollout.embedded.receive import Destination, receive
@@ -36,6 +39,9 @@ class HfRunner:
         self._arguments: frozenset[str] = frozenset()  # parameters of the module's forward
         self._cache: Any = None  # transformers.Cache of the resident rows
         self._mask = torch.zeros(0, 0, dtype=torch.int64)  # [rows, cached tokens], 0 is left padding
+        self.lora_rank = int(text.hidden_size)
+        self._sets: dict[str, tuple[ParameterSet, dict[str, LowRank]]] = {}
+        self._resident = POLICY_SET.id  # the parameter set of the resident rows
         self._counts = {"prefill_tokens": 0, "decode_tokens": 0, "reused_tokens": 0}
 
     @property
@@ -83,14 +89,34 @@ class HfRunner:
 
         return switch
 
+    def add_set(self, parameters: ParameterSet, tensors: Mapping[str, Tensor]) -> None:
+        assert self._module is not None
+        here = {name: tensor.to(self._device, self._dtype) for name, tensor in tensors.items()}
+        self._sets[parameters.id] = parameters, low_ranks(parameters, here, self._module)
+
+    def drop_set(self, name: str) -> None:
+        del self._sets[name]
+
+    def _with_set(self, name: str) -> AbstractContextManager[None]:
+        """Return a context in which the module computes with this parameter set."""
+        if name == POLICY_SET.id:
+            return nullcontext()
+        assert self._module is not None
+        parameters, factors = self._sets[name]
+        return with_low_ranks(self._module, factors, parameters.scale)
+
     @torch.inference_mode()
     def admit(self, waiting: Sequence[ActiveRequest], resident: int) -> Admitted | None:
-        """Admit a new batch after the last one has ended, padded to its longest prompt, of `max_prefill_tokens`."""
+        """Admit a new batch of one parameter set after the last one has ended, padded to its longest prompt, of
+        `max_prefill_tokens`."""
         prompts: list[np.ndarray] = []
         longest = 0
         if resident:
             return None
+        self._resident = waiting[0].asked.parameters
         for request in islice(waiting, self.max_rows):
+            if request.asked.parameters != self._resident:
+                break
             longest = max(longest, len(request.context()))
             if prompts and longest * (len(prompts) + 1) > self._max_prefill_tokens:
                 break
@@ -119,7 +145,8 @@ class HfRunner:
         options = {"position_ids": positions, "logits_to_keep": 1}
         known = {name: value for name, value in options.items() if name in self._arguments}
         cache = {"past_key_values": self._cache, "use_cache": True}
-        out = self._module(input_ids=ids, attention_mask=self._mask, **cache, **known)
+        with self._with_set(self._resident):
+            out = self._module(input_ids=ids, attention_mask=self._mask, **cache, **known)
         self._cache = out.past_key_values
         return out.logits[:, -1]
 
@@ -132,10 +159,11 @@ class HfRunner:
         self._mask = self._mask[index]
 
     @torch.inference_mode()
-    def score(self, ids: np.ndarray, temperature: float, top: int = 0) -> Scores:
+    def score(self, ids: np.ndarray, temperature: float, top: int = 0, parameters: str = POLICY_SET.id) -> Scores:
         assert self._module is not None
         given = torch.from_numpy(ids).to(self._device)
-        logits = self._module(input_ids=given[None, :-1], use_cache=False).logits[0]
+        with self._with_set(parameters):
+            logits = self._module(input_ids=given[None, :-1], use_cache=False).logits[0]
         return scores_of([score_logits(logits, given[1:], temperature, top)])
 
     def drop_kv(self) -> int:

@@ -6,10 +6,11 @@ Python objects are used only for rows that finish or that have stop strings.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from verl.parameter_set import POLICY_SET
 from verl.rollout.base import Completion, DecodeFn, GenerateRequest
 from verl.rollout.embedded.sampler import SamplingMetadata, stream_of, uniforms
 from verl.types import StopReason
@@ -17,7 +18,7 @@ from verl.types import StopReason
 RUNNING, EOS, STOP, LENGTH, CONTEXT_FULL = range(5)  # codes of a row; the names are those of types.StopReason
 REASONS: tuple[StopReason | None, ...] = (None, "eos", "stop", "length", "context_full")
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int64), np.zeros(0, np.float32)  # shared, since nothing can be written into them
-PromptKey = tuple[str | None, tuple[str, ...], bytes]  # parameter set, media hashes, bytes of the ids
+PromptKey = tuple[str, tuple[str, ...], bytes]  # parameter set, media hashes, bytes of the ids
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +54,9 @@ class ActiveRequest:
     def completion(self, reason: StopReason, stop: str | None = None) -> Completion:
         ends = [start for _, start in self.span_starts[1:]] + [len(self.ids)]
         spans = tuple((v, start, end) for (v, start), end in zip(self.span_starts, ends) if end > start)
-        return Completion(self.asked.id, self.ids, self.logprobs, spans, reason, stop, self.cached_tokens)
+        found = Completion(self.asked.id, self.ids, self.logprobs, spans, reason, stop, self.cached_tokens)
+        name = self.asked.parameters
+        return found if name == POLICY_SET.id else replace(found, parameters=name)
 
 
 News = tuple[ActiveRequest, np.ndarray, np.ndarray]  # ids [t], log-probs [t]

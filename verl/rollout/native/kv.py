@@ -122,8 +122,8 @@ class Prefix:
     def nbytes(self) -> int:
         return self.kv.nbytes + self.hidden.nbytes
 
-    def heads(self) -> Iterator[tuple[str | None, tuple[str, ...], int, int]]:
-        """(adapter, media, length, hash) of every head from which it can be continued, its whole length included."""
+    def heads(self) -> Iterator[tuple[str, tuple[str, ...], int, int]]:
+        """(set, media, length, hash) of every head from which it can be continued, its whole length included."""
         if len(self.ids) >= MIN_REUSE:
             hashes = _prefix_hashes(self.ids)
             for n in (*range(REUSE_STEP, len(self.ids), REUSE_STEP), len(self.ids)):
@@ -131,8 +131,8 @@ class Prefix:
 
 
 class PrefixStore:
-    """Prompts by adapter, media and ids, of one weight version, the least recently used out first. Lookups hash every
-    prefix of a prompt at once, and compare the ids before they trust a hash."""
+    """Prompts by parameter set, media and ids, of one weight version, the least recently used out first. Lookups hash
+    every prefix of a prompt at once, and compare the ids before they trust a hash."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -140,7 +140,7 @@ class PrefixStore:
 
     def clear(self) -> None:
         self._entries: OrderedDict[PromptKey, Prefix] = OrderedDict()
-        self._heads: dict[tuple[str | None, tuple[str, ...], int, int], Prefix] = {}
+        self._heads: dict[tuple[str, tuple[str, ...], int, int], Prefix] = {}
         self._lengths: Counter[int] = Counter()  # lengths of the heads
         self.tokens = self.nbytes = 0
 

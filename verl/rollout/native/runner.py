@@ -15,6 +15,7 @@ from verl.accel.cuda.decode import DecodeOps, decode_ops, missing
 from verl.accel.linear import Products
 from verl.errors import Refused
 from verl.nn.precision import native_bf16
+from verl.parameter_set import POLICY_SET
 from verl.rollout.base import RolloutContext, Scores, WeightReader, WireFormat
 from verl.rollout.embedded.core import Admitted, Sampled
 from verl.rollout.embedded.receive import receive
@@ -288,7 +289,8 @@ class NativeRunner:
             self._cache.reserve(rows, self._longest, live, self._ahead)
 
     @torch.inference_mode()
-    def score(self, ids: np.ndarray, temperature: float, top: int = 0) -> Scores:
+    def score(self, ids: np.ndarray, temperature: float, top: int = 0, parameters: str = POLICY_SET.id) -> Scores:
+        assert parameters == POLICY_SET.id, "LoRA sets are refused before"
         given, parts, at = self._on_device(ids), [], 0
         for hidden in self._prompts.hidden_states(given[:-1]):
             for block in hidden.split(SCORE_BLOCK):

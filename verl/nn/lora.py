@@ -1,0 +1,80 @@
+"""LoRA in the linear layers of a model: scale * B A x is added to the output of a layer, in the layer's precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from verl.errors import Refused
+from verl.parameter_set import ParameterSet
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The factors of one linear layer."""
+
+    a: Tensor
+    """[rank, in]."""
+    b: Tensor
+    """[out, rank]."""
+
+
+def low_ranks(parameters: ParameterSet, tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, LowRank]:
+    """Return the factors of a LoRA set by module. Raise ValueError if tensors are missing or left over, or do not fit
+    the modules of the model."""
+    found, used = dict[str, LowRank](), set[str]()
+    for module in parameters.targets:
+        names = parameters.factors(module)
+        if missing := [name for name in names if name not in tensors]:
+            raise Refused(f"LoRA set {parameters.id!r}: it has no {missing[0]}; publish all of its factors")
+        a, b = (tensors[name] for name in names)
+        used.update(names)
+        into, out = layer_size(model, module, parameters.id)
+        if (tuple(a.shape), tuple(b.shape)) != ((parameters.rank, into), (out, parameters.rank)):
+            raise Refused(
+                f"LoRA set {parameters.id!r}: {module} has factors A {list(a.shape)} and B {list(b.shape)} of rank "
+                f"{parameters.rank}, and the layer has {into} inputs and {out} outputs; it belongs to another model"
+            )
+        found[module] = LowRank(a, b)
+    if strange := sorted(tensors.keys() - used):
+        raise Refused(f"LoRA set {parameters.id!r}: {strange[0]} is the factor of none of its target modules")
+    return found
+
+
+def layer_size(model: nn.Module, module: str, name: str) -> tuple[int, int]:
+    """Return (inputs, outputs) of a linear layer. Raise ValueError for a module of another kind."""
+    try:
+        layer = model.get_submodule(module)
+    except AttributeError:
+        layer = None
+    if isinstance(layer, nn.Linear) and layer is not getattr(model, "lm_head", None):
+        return layer.in_features, layer.out_features
+    if type(layer).__name__ == "Conv1D" and isinstance(weight := getattr(layer, "weight", None), Tensor):
+        return weight.shape[0], weight.shape[1]
+    kind = "no module" if layer is None else f"a {type(layer).__name__}"
+    fix = "leave it out of target_modules" if layer is not None else "it belongs to another model"
+    raise Refused(f"LoRA set {name!r}: its target {module} is {kind} of {type(model).__name__}: {fix}")
+
+
+@contextmanager
+def with_low_ranks(model: nn.Module, factors: Mapping[str, LowRank], scale: float) -> Iterator[None]:
+    """Inside the context the layers of the model add their factors' product."""
+    handles = []
+    try:
+        for module, one in factors.items():
+            add = partial(_add, one=one, scale=scale)
+            handles.append(model.get_submodule(module).register_forward_hook(add))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, one: LowRank, scale: float) -> Tensor:
+    x = inputs[0]
+    return output + linear(linear(x, one.a.to(x)), one.b.to(x)) * scale

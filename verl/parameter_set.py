@@ -1,0 +1,92 @@
+"""Sets of parameters of a model. A weight source publishes one set, and a request names the set that samples. No torch
+is imported here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+from verl.errors import Refused
+
+SetKind = Literal["full", "lora"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSet:
+    """A set of parameters that is published with versions of its own."""
+
+    id: str
+    """The name by which requests and publishes refer to it."""
+    kind: SetKind = "full"
+    """full: all tensors of the model. lora: the factors A and B of some linear layers, which compute
+    W x + scale * B A x on top of a full set."""
+    base: str | None = None
+    """The identity of the full set (`WeightSource.identity`) that it belongs to; None for a full set."""
+    rank: int = 0
+    """The number of rows of each factor A, and of columns of each factor B."""
+    scale: float = 1.0
+    """The factor of B A x: alpha / rank in PEFT's terms."""
+    targets: tuple[str, ...] = ()
+    """The modules that have factors, by their names in the model."""
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            raise Refused("a set of parameters has the name '': give it another one")
+        if self.kind == "full":
+            assert self.base is None and not self.rank and not self.targets, f"{self.id}: a full set is its own base"
+            return
+        if self.id == POLICY_SET.id:
+            raise Refused(f"{self.id!r} is the name of the policy's own weights: give the LoRA set another one")
+        if self.rank < 1 or not self.targets or not math.isfinite(self.scale):
+            sizes = f"rank {self.rank}, scale {self.scale} and {len(self.targets)} target modules"
+            raise Refused(f"{self.id}: a LoRA set with {sizes}; it needs a rank of at least 1 and a target")
+
+    @property
+    def whole(self) -> bool:
+        """It has all tensors of the model."""
+        return self.kind == "full"
+
+    def factors(self, module: str) -> tuple[str, str]:
+        """Return the names of the factors A [rank, in] and B [out, rank] of a module, as PEFT names them."""
+        return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
+
+
+POLICY_SET = ParameterSet(id="policy")
+"""All weights of the policy."""
+
+
+@runtime_checkable
+class OfSet(Protocol):
+    """A reader of weights that names their set. Any other one has all weights of the policy."""
+
+    @property
+    def parameters(self) -> ParameterSet: ...
+
+    @property
+    def identity(self) -> str:
+        """The identity of the weights of a full set; "" where it is not known."""
+        ...
+
+
+def set_of(source: object) -> ParameterSet:
+    """Return the parameter set that a reader has a version of."""
+    return source.parameters if isinstance(source, OfSet) else POLICY_SET
+
+
+def check_base(parameters: ParameterSet, held: str, lora_rank: int) -> None:
+    """Raise ValueError for a LoRA set that an engine cannot take. held: the identity of the engine's full set, ""
+    where that is not known · lora_rank: the highest rank that it takes."""
+    name = f"LoRA set {parameters.id!r}"
+    if not lora_rank:
+        fix = "use rollout.engine=hf, or vllm with rollout.engine_options.max_lora_rank"
+        raise ValueError(f"{name}: this rollout engine loads no adapters; {fix}")
+    if parameters.rank > lora_rank:
+        fix = f"set rollout.engine_options.max_lora_rank to at least {parameters.rank}"
+        raise ValueError(f"{name}: rank {parameters.rank} is above the engine's {lora_rank}; {fix}")
+    if not held:
+        raise ValueError(f"{name}: the weights under it have no identity here; publish them whole (no bucket_mb)")
+    if parameters.base != held:
+        raise ValueError(
+            f"{name} belongs to the weights {parameters.base}, and the engine has {held}; publish it again"
+        )

@@ -1,0 +1,47 @@
+"""The LoRA sets that a role publishes on top of its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from verl.errors import Refused
+from verl.model_engine.base import ModelEngine, Publishes, Ranks
+from verl.model_engine.lora_source import LoraSource, read_lora
+from verl.parameter_set import POLICY_SET
+from verl.weight_sync.base import Outlet
+from verl.weight_sync.sender import WeightSender
+
+
+class LoraSets:
+    """The sources and senders of the open LoRA sets, by id."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, tuple[LoraSource, WeightSender]] = {}
+
+    def open(
+        self,
+        name: str,
+        folder: Path,
+        base: Path,
+        outlet: Outlet,
+        engine: ModelEngine,
+        sender: WeightSender,
+        ranks: Ranks,
+    ) -> None:
+        """Read an adapter in PEFT's layout as a set of the engine's model. base: the folder of a model whose tensors
+        have the same shapes · sender: that of the full set. An open set of the same name is replaced."""
+        if ranks.world_size > 1:
+            raise Refused(f"LoRA set {name!r}: it is published by a model on one rank; this one has {ranks.world_size}")
+        parameters, factors = read_lora(name, folder, base)
+        source = LoraSource(engine, parameters, factors)  # type: ignore[arg-type]
+        self._open[name] = source, sender.for_set(outlet, parameters, engine)
+
+    def close(self, name: str) -> None:
+        del self._open[name]
+
+    def publishing(self, name: str, engine: ModelEngine, sender: WeightSender | None) -> tuple[Publishes, WeightSender]:
+        """Return source and sender of a parameter set. engine and sender: those of the full set."""
+        if name != POLICY_SET.id:
+            return self._open[name]
+        assert sender is not None, "this role publishes nothing"
+        return engine, sender
