@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb in VERBS and ("-h" in rest or "--help" in rest):
         return guarded(lambda: _help(verb))
     if verb in VERBS:
-        return guarded(lambda: VERBS[verb](rest), rest)
+        return guarded(partial(VERBS[verb], rest), rest)
     return _fail(f"there is no verb {verb!r}{did_you_mean(verb, VERBS, form='; did you mean {!r}?')} (verl --help)")
 
 

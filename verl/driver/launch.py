@@ -27,7 +27,7 @@ from verl.driver.run import Run
 from verl.driver.run_dir import is_mine
 from verl.driver.setup import free_bytes_of
 from verl.driver.stopping import Stopped, unless_stopped
-from verl.driver.supervised import fit
+from verl.driver.supervised import SupervisedRun, fit
 from verl.errors import CRASH_RECORD, Refused, crash_record_of
 from verl.planner.disk import checkpoint_bytes, checkpoints_kept, small_disk, small_memory
 from verl.planner.plan import make_plan
@@ -147,30 +147,41 @@ async def _train(
         run = await assemble(resolved, progress=progress, on_step=on_step)
     died.clear()
     with _crash_recorded(resolved):
-        await _trained(run, title or run.config.run.name, plan)
+        try:
+            write_atomic(run.dir / "plan.json", plan.encode())
+            _begun(run, title)
+            with _rare_collections():
+                async with _deaths_first(run.learner.cluster), run.until_stopped(train(run)) as training:
+                    await training
+            run.reporter.events.append(FINISHED, run.total_steps, {})
+        finally:
+            await asyncio.shield(run.close())
         return _finished(run, started)
 
 
-async def _trained(run: Run, title: str, plan: str) -> None:
-    thresholds, thawed, progress = gc.get_threshold(), not gc.get_freeze_count(), run.reporter.progress
+def _begun(run: Run | SupervisedRun, title: str) -> None:
+    """Print that the run resumes, if it does, and show its progress from here on."""
+    progress = run.reporter.progress
+    if run.first_index:
+        progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")
+    progress.start(run.total_steps, title or run.config.run.name)
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let Python search for cycles of objects rarely, and not among the objects that exist now."""
+    thresholds, thawed = gc.get_threshold(), not gc.get_freeze_count()
+    gc.collect()
+    if thawed:  # else every full collection walks all long-lived objects, which takes 0.1 s
+        gc.freeze()
+    if thresholds[0]:  # 0: the user has switched it off
+        gc.set_threshold(max(GC_THRESHOLD, thresholds[0]), *thresholds[1:])
     try:
-        write_atomic(run.dir / "plan.json", plan.encode())
-        if run.first_index:
-            progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")
-        progress.start(run.total_steps, title)
-        gc.collect()
-        if thawed:  # else every full collection walks all long-lived objects, which takes 0.1 s
-            gc.freeze()
-        if thresholds[0]:  # 0: the user has switched it off
-            gc.set_threshold(max(GC_THRESHOLD, thresholds[0]), *thresholds[1:])
-        async with _deaths_first(run.learner.cluster):
-            await run.until_stopped(train(run))
-        run.reporter.events.append(FINISHED, run.total_steps, {})
+        yield
     finally:
         if thawed:  # objects that the caller has frozen stay frozen
             gc.unfreeze()
         gc.set_threshold(*thresholds)
-        await asyncio.shield(run.close())
 
 
 def _finished(run: Run, started: float) -> Finished:
@@ -235,9 +246,7 @@ async def _fit(
     died.clear()
     with _crash_recorded(resolved):
         try:
-            if run.first_index:
-                progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")
-            progress.start(run.total_steps, title or run.config.run.name)
+            _begun(run, title)
             async with _deaths_first(run.learner.cluster):
                 values = await fit(run)
             run.reporter.events.append(FINISHED, run.total_steps, {})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,11 +151,15 @@ class Run:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    async def until_stopped(self, training: Coroutine[Any, Any, None]) -> None:
-        """Await the loop. Raises Stopped, after the state is saved, if a signal ended it."""
+    @asynccontextmanager
+    async def until_stopped(self, training: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
+        """Start the loop as a task, for the block to await. Raises Stopped, after the state is saved, if a signal ended
+        it."""
         self.stop.listen()
         try:
-            if await self.stop.unless_given_up(training, ", the state at its beginning is saved", self._why_not):
+            with self.stop.abandonable(training, ", the state at its beginning is saved", self._why_not) as task:
+                yield task
+            if not task.cancelled():
                 return
             self.stop.abandoned = self._step is not None and self._step.updating
         except asyncio.CancelledError:

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from verl.track.console import LiveProgress
@@ -69,23 +69,30 @@ class StopRequest:
     async def unless_given_up(
         self, work: Coroutine[Any, Any, None], then: str, why_not: Callable[[], str] = lambda: ""
     ) -> bool:
-        """Await work that is cancelled when the grace ends, if it may be abandoned then. Return False if it was
-        cancelled. then: the consequence, as the end of a sentence · why_not: returns why it may not be abandoned now;
-        "" if it may."""
+        """Await work as `abandonable` does. Return False if it was cancelled."""
+        with self.abandonable(work, then, why_not) as task:
+            await task
+        return not task.cancelled()
+
+    @contextlib.contextmanager
+    def abandonable(
+        self, work: Coroutine[Any, Any, None], then: str, why_not: Callable[[], str]
+    ) -> Iterator[asyncio.Task[None]]:
+        """Start work as a task, for the block to await, that is cancelled when the grace ends if it may be abandoned
+        then; the block ends without an error in that case. then: the consequence, as the end of a sentence · why_not:
+        returns why it may not be abandoned now; "" if it may."""
         task = asyncio.ensure_future(work)
         self._works.append((task, then, why_not))
         if self._given_up:
             self._give_up()
         try:
-            await task
+            yield task
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if not self._given_up or (current is not None and current.cancelling()):
                 raise
-            return False
         finally:
             self._works.pop()
-        return True
 
     def stopped(self, number: int, total: int, saved: int) -> Stopped:
         """Return the error for a stop before step `number`, when the state after step `saved` is the newest on disk."""
