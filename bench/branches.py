@@ -13,6 +13,7 @@ from bench.breakdown import NLL
 from bench.results import Spread, Table
 from verl.batch import Batch, pack
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.types import Sample, Segment
 
@@ -93,7 +94,9 @@ def table(runs: int) -> Table:
     from verl.recipes.tool_arithmetic import CHARACTERS
 
     model = tiny.qwen3(tiny.character_tokenizer(CHARACTERS))
-    engine = TorchEngine(model, optim=OptimSpec(lr=1e-6), dtype="float32", max_tokens_per_microbatch=16384)
+    engine = TorchEngine(
+        model, EngineSettings(optim=OptimSpec(lr=1e-6), dtype="float32", max_tokens_per_microbatch=16384)
+    )
     found = dict(batches())
     took: dict[str, list[float]] = {name: [] for name in found}
     for number in range(runs + 1):  # the first is not counted

@@ -35,6 +35,7 @@ from verl.accel.cpu.kernels import Kernels
 from verl.batch import pack
 from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.objective import Term, TermValue
 from verl.rollout.base import GenerateRequest, RolloutContext
@@ -148,7 +149,9 @@ def rollout(model: Any, prompts: list[list[int]], lengths: list[int], gflops: fl
 
 def update(model: Any, prompts: list[list[int]], lengths: list[int], gflops: float, share: bool) -> list[Row]:
     """8 groups of 8: forward, backward, optimizer on one thread."""
-    engine = TorchEngine(model, optim=OptimSpec(lr=1e-6), dtype="float32", max_tokens_per_microbatch=65536)
+    engine = TorchEngine(
+        model, EngineSettings(optim=OptimSpec(lr=1e-6), dtype="float32", max_tokens_per_microbatch=65536)
+    )
     rng = np.random.default_rng(0)
     batch = pack(
         [

@@ -29,6 +29,7 @@ from verl.algorithms.resolve import resolve
 from verl.batch import Batch, pack
 from verl.model_engine.lm_head import Teacher
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.linear_teacher import HeadWeights
 from verl.types import Sample, Segment
@@ -67,7 +68,8 @@ def arm_of(name: str, vocab: int) -> Callable[[], None]:
     weight = student.lm_head.weight.detach().flip(0).clone()
     teacher = Teacher(HeadWeights(weight), 0.5, None) if name == "gkd" else None
     engine = TorchEngine(
-        student, optim=OptimSpec(lr=1e-5), dtype="float32", max_tokens_per_microbatch=4096, teacher=teacher
+        student,
+        EngineSettings(optim=OptimSpec(lr=1e-5), dtype="float32", max_tokens_per_microbatch=4096, teacher=teacher),
     )
     batch, terms = pack(rows(vocab)), resolve(name, {"kl_loss_coef": 0.0} if name == "grpo" else {}).terms
     batch = said(batch, name, vocab)

@@ -31,6 +31,7 @@ from bench.results import NOT_RUN, Table
 from bench.workloads import WORKLOADS, make_inputs
 from verl.batch import pack
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.rollout.base import GenerateRequest, RolloutContext
 from verl.rollout.native.engine import build
@@ -114,7 +115,8 @@ class Bench:
         """Forward, backward and optimizer over 32 sequences of 1,024 tokens, checkpointing off."""
         length = 1024 // self.scale
         engine = TorchEngine(
-            self.model, optim=OptimSpec(lr=1e-6), dtype="bfloat16", device=str(self.device), emulate_bf16=False
+            self.model,
+            EngineSettings(optim=OptimSpec(lr=1e-6), dtype="bfloat16", device=str(self.device), emulate_bf16=False),
         )
         rng = np.random.default_rng(0)
 

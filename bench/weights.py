@@ -48,6 +48,7 @@ from verl.algorithms.losses import nll
 from verl.batch import pack
 from verl.model_engine.base import whole_part
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.objective import Term
 from verl.rollout.base import GenerateRequest, RolloutContext, RolloutEngine, WireFormat
@@ -307,7 +308,9 @@ def passed(
 
 def trained(num_bytes: float) -> tuple[TorchEngine, Callable[[], None]]:
     """(an engine with float32 weights of that size, one AdamW step at lr 1e-6 with the gradient of random rows)."""
-    engine = TorchEngine(Qwen3ForCausalLM(config(layers_of(num_bytes))), optim=OptimSpec(lr=LR), dtype="float32")
+    engine = TorchEngine(
+        Qwen3ForCausalLM(config(layers_of(num_bytes))), EngineSettings(optim=OptimSpec(lr=LR), dtype="float32")
+    )
     drawn = itertools.count()
 
     def step() -> None:

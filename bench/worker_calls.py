@@ -25,6 +25,7 @@ from verl.driver.dispatch import shares
 from verl.model_engine.base import EngineCapabilities
 from verl.model_engine.layout import Layout
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.sharded import ShardedEngine
 from verl.model_engine.torch_engine import TorchEngine
 from verl.objective import Term, TermValue
@@ -198,9 +199,9 @@ def _steps(rank: int, world_size: int, folder: str) -> list[float]:
     optim, layout = OptimSpec(lr=1e-4), Layout(world_size=world_size)
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
-        engine: TorchEngine = ShardedEngine(model, layout=layout, optim=optim, dtype="float32")
+        engine: TorchEngine = ShardedEngine(model, EngineSettings(optim=optim, dtype="float32"), layout=layout)
     else:
-        engine = TorchEngine(model, optim=optim, dtype="float32")
+        engine = TorchEngine(model, EngineSettings(optim=optim, dtype="float32"))
     batch, passes = _batch(rank, world_size)
     out = []
     for _ in range(STEPS):
@@ -218,7 +219,9 @@ def saves(rounds: int) -> Table:
     """How long the calls of a worker are held up by a checkpoint: for a copy of its state, the rest is another thread's
     work; and what the whole of it takes."""
     torch.manual_seed(0)
-    engine = TorchEngine(Qwen3ForCausalLM(Qwen3Config(**SHAPE)), optim=OptimSpec(lr=1e-4), dtype="float32")
+    engine = TorchEngine(
+        Qwen3ForCausalLM(Qwen3Config(**SHAPE)), EngineSettings(optim=OptimSpec(lr=1e-4), dtype="float32")
+    )
     batch, passes = _batch(0, 1)
     engine.forward_backward(batch, TERMS, passes)
     engine.optim_step()

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from verl.algorithms.losses import nll
 from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.objective import Term
 from verl.recipes import arithmetic as task
@@ -33,7 +34,7 @@ from verl.workers.role import Role
 
 async def main(model_path: str, rounds: int = 4, problems_per_round: int = 64, n: int = 8) -> list[float]:
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    policy = TorchEngine(load_causal_lm(Path(model_path)), optim=OptimSpec(lr=1e-4), dtype="float32")
+    policy = TorchEngine(load_causal_lm(Path(model_path)), EngineSettings(optim=OptimSpec(lr=1e-4), dtype="float32"))
     context = RolloutContext(
         hf_config=policy.model.config,
         max_context_tokens=64,

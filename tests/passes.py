@@ -42,7 +42,7 @@ def turn(
 
     class Watched(TorchEngine):
         def optim_step(self):
-            found.append({n: p.grad.clone() for n, p in self._trained().named_parameters() if p.grad is not None})
+            found.append({n: p.grad.clone() for n, p in self.local.trained().named_parameters() if p.grad is not None})
             return super().optim_step()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -35,6 +35,7 @@ from verl.errors import Refused
 from verl.given_models import AutoModelForCausalLMWithValueHead, wrapped
 from verl.leftovers import OwnFolder
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.names import did_you_mean, spelled
 from verl.rollout.base import Completion, GenerateRequest
@@ -92,17 +93,19 @@ class VerlTrainer:
         context, self._checkpoint_engine = context_of(inner), checkpoint_engine(inner)
         self._engine = TorchEngine(
             model.pretrained_model,
-            optim=OptimSpec(lr=config.learning_rate),
-            dtype=config.dtype,
-            device=context.device,
-            gradient_checkpointing=config.gradient_checkpointing,
+            EngineSettings(
+                optim=OptimSpec(lr=config.learning_rate),
+                dtype=config.dtype,
+                device=context.device,
+                gradient_checkpointing=config.gradient_checkpointing,
+            ),
         )
         policy = replace(
             role_spec(context, "actor"), hf_export=hf_export(inner), outlet=self._checkpoint_engine.outlet()
         )
         models = {"actor": workers_around(context, self._engine, policy)}
         if ref_model is not None and "ref" in self.algorithm.roles():
-            frozen = TorchEngine(ref_model.pretrained_model, dtype=config.dtype, device=context.device)
+            frozen = TorchEngine(ref_model.pretrained_model, EngineSettings(dtype=config.dtype, device=context.device))
             models["ref"] = workers_around(context, frozen, role_spec(context, "ref"))
         if self.algorithm.critic:
             critic = _critic(model, config, context.device)
@@ -294,11 +297,13 @@ def _critic(model: AutoModelForCausalLMWithValueHead, config: VerlConfig, device
     """Return the value model: a copy of the policy's body under a value head, with its own optimizer."""
     return TorchEngine(
         copy.deepcopy(model.pretrained_model),
-        head="value",
-        optim=OptimSpec(lr=10 * config.learning_rate),
-        dtype=config.dtype,
-        device=device,
-        gradient_checkpointing=config.gradient_checkpointing,
+        EngineSettings(
+            head="value",
+            optim=OptimSpec(lr=10 * config.learning_rate),
+            dtype=config.dtype,
+            device=device,
+            gradient_checkpointing=config.gradient_checkpointing,
+        ),
     )
 
 

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.rollout import hf
 from verl.rollout.base import RolloutContext
@@ -67,7 +68,7 @@ def engine_of(config: Any, dtype: str = "float32", seed: int = 0) -> TorchEngine
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    return TorchEngine(model, optim=OptimSpec(lr=1e-3, weight_decay=0.0), dtype=dtype)
+    return TorchEngine(model, EngineSettings(optim=OptimSpec(lr=1e-3, weight_decay=0.0), dtype=dtype))
 
 
 def conversation(rng: np.random.Generator, turns: int) -> np.ndarray:
@@ -273,7 +274,7 @@ def test_a_model_that_draws_random_numbers_is_refused_at_start():
         with torch.random.fork_rng():
             model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes()))
         model.model.layers[0].mlp = Noisy(model.model.layers[0].mlp)
-        engine = TorchEngine(model, optim=OptimSpec(lr=1e-3), dtype="float32", attention_mode=mode)
+        engine = TorchEngine(model, EngineSettings(optim=OptimSpec(lr=1e-3), dtype="float32", attention_mode=mode))
         with pytest.raises(ValueError, match="Qwen3ForCausalLM: two passes .* draws random numbers"):
             engine.check_packing(share_prefix=False)
 

@@ -34,6 +34,7 @@ from verl.algorithms.losses import nll
 from verl.errors import Refused
 from verl.model_engine.lora_source import LoraSource
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models import tiny
 from verl.objective import Term
@@ -118,7 +119,7 @@ TERMS = (Term(name="nll", fn=nll, aggregate="token-mean"),)
 def trainer(cls: type[TorchEngine] = TorchEngine, *, tied: bool = True, lr: float = 0.05) -> TorchEngine:
     tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
     model = tiny.qwen3(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, seed=1, tied=tied)
-    return cls(model, optim=OptimSpec(lr=lr, weight_decay=0.0), dtype="float32")
+    return cls(model, EngineSettings(optim=OptimSpec(lr=lr, weight_decay=0.0), dtype="float32"))
 
 
 WORLDS: list[World] = []  # of a test, whose threads end with it
@@ -389,7 +390,9 @@ def test_what_arrives_is_what_was_sent_bit_for_bit(backend, model):
     async def test():
         made = AutoModelForCausalLM.from_config(copy.deepcopy(QWEN3_MOE)) if model == "experts" else None
         spec = OptimSpec(lr=0.05, weight_decay=0.0)
-        engine = TorchEngine(made, optim=spec, dtype="float32") if made else trainer(tied=model == "tied")
+        engine = (
+            TorchEngine(made, EngineSettings(optim=spec, dtype="float32")) if made else trainer(tied=model == "tied")
+        )
         world = World(engine, backend)
         replica, beside = Notes(world.rollout()), world.rollout()
         local = LocalCheckpointEngine(probes=PROBES, tolerance=TOLERANCE)

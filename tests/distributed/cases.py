@@ -28,6 +28,7 @@ from verl.driver.dispatch import shares
 from verl.model_engine.layout import Layout
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.pipeline import PipelinedEngine
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.sharded import ShardedEngine
 from verl.model_engine.torch_engine import TorchEngine
 from verl.types import Refs, merge_metrics, ref_of
@@ -83,9 +84,9 @@ def engine(name: str, role: str, layout: Layout | None, **given: Any) -> TorchEn
     )
     own = copy.deepcopy(model(name))
     if layout is None:
-        return TorchEngine(own, **settings | given)
+        return TorchEngine(own, EngineSettings(**settings | given))
     kind = PipelinedEngine if layout.pipeline > 1 else ShardedEngine
-    return kind(own, layout=layout, **settings | given)
+    return kind(own, EngineSettings(**settings | given), layout=layout)
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,12 @@ def share(case: Case, rank: int) -> tuple[np.ndarray, Batch, int]:
 
 def gradients(e: TorchEngine) -> dict[str, Tensor]:
     """Whole, of all stages of a pipeline."""
-    every = {n: p.grad for n, p in e._trained().named_parameters() if p.grad is not None}
-    found = {n: e._whole(g).clone() for n, g in every.items()}
+    every = {n: p.grad for n, p in e.local.trained().named_parameters() if p.grad is not None}
+    found = {n: e.local.whole(g).clone() for n, g in every.items()}
     if not isinstance(e, PipelinedEngine):
         return found
-    stages: list[Any] = [None] * e.layout.pipeline
-    dist.all_gather_object(stages, found, group=e._column)
+    stages: list[Any] = [None] * e.local.layout.pipeline
+    dist.all_gather_object(stages, found, group=e.local.column)
     first, last = stages[0], stages[-1]
     assert all(torch.equal(first[n], last[n]) for n in first.keys() & last.keys()), "what both hold moves as one"
     return {n: g for stage in stages for n, g in stage.items()}

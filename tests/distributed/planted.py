@@ -77,7 +77,7 @@ def model(options: Any, context: Any) -> Any:
         strike("save")
 
     engine.weights, Snapshot.save = in_the_middle, written
-    (layer,) = (m for name, m in engine._trained().named_modules() if name.endswith("layers.0"))
+    (layer,) = (m for name, m in engine.local.trained().named_modules() if name.endswith("layers.0"))
     layer.register_full_backward_pre_hook(lambda *_: strike("update"))
     return engine
 

@@ -179,7 +179,7 @@ def test_copies_of_the_model_meet_once_a_step():
         _, batch, _ = share(case, rank)
         found = []
         for budget in (10_000, 30):
-            e.max_tokens_per_microbatch, seen = budget, []
+            e.passes.max_tokens, seen = budget, []
             reduce = sharded.FSDPModule.set_requires_all_reduce
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(

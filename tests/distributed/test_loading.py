@@ -135,7 +135,7 @@ def test_while_it_loads_a_rank_holds_its_part_and_one_tensor(layout, tmp_path):
 
     def peaks(rank: int) -> tuple[int, int, int]:
         own, e = peak_bytes(lambda: built(tmp_path, at), tmp_path)
-        held = sum(4 * part_of_rank(p).numel() for p in e._trained().parameters())
+        held = sum(4 * part_of_rank(p).numel() for p in e.local.trained().parameters())
         del e
         return held, own, peak_bytes(lambda: torch.zeros(every // 4), tmp_path)[0]
 

@@ -76,9 +76,9 @@ def test_a_rank_holds_what_the_plan_says(role, tmp_path, monkeypatch):
             e = engine(kind, case.role, layout, score=None)
             if role in FROZEN:
                 e.infer(batch, OUTPUTS[case.role])
-                return {"weights": num_bytes(e._trained().parameters())}
+                return {"weights": num_bytes(e.local.trained().parameters())}
             e.forward_backward(batch, case.batch()[2], count)
-            trained = [p for p in e._trained().parameters() if p.grad is not None]
+            trained = [p for p in e.local.trained().parameters() if p.grad is not None]
             gradients = num_bytes(p.grad for p in trained)
             e.optim_step()
             states = num_bytes(t for state in e.optimizer.state.values() for t in state.values())
@@ -142,7 +142,7 @@ def test_what_a_rank_holds_at_most_in_a_phase_is_what_the_plan_says(role, dtype,
             for phase, fn in phases.items():
                 before = tensor_bytes() - own
                 found[phase] = before + peak_bytes(fn, tmp_path)[0]
-            return len(e._passes(batch, count)), found
+            return len(e.passes.cuts(batch, count)), found
 
         measured = run(layout.world_size, held)
         for stage in range(layout.pipeline):

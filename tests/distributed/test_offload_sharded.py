@@ -42,7 +42,7 @@ def same_files(one: Path, two: Path) -> None:
 
 def state_bytes(e: Any) -> int:
     """Of weights and optimizer states, as far as they are on the device."""
-    tensors = [*e._held("weights"), *e._held("optimizer")]
+    tensors = [*e.local.tensors(), *e.updates.tensors()]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -105,7 +105,7 @@ def test_what_is_away_takes_no_memory(monkeypatch):
             weights = tensor_bytes() - before
         with e.awake("weights"), e.awake("optimizer"):
             both = tensor_bytes() - before
-        parts = sum(part_of_rank(p).nbytes for p in e._trained().parameters())
+        parts = sum(part_of_rank(p).nbytes for p in e.local.trained().parameters())
         return away, weights, both, parts
 
     for away, weights, both, parts in run(2, measured):
@@ -120,7 +120,7 @@ def test_a_part_may_go_alone_and_a_role_may_be_frozen():
         found, expected = (on_rank(case, rank, offload=parts)["columns"] for parts in (("weights",), ()))
         e = engine(case.model, "actor", case.layout, offload=("optimizer",))
         steps(Case(case.layout), rank, e, 1)
-        assert state_bytes(e) == sum(t.untyped_storage().nbytes() for t in {*e._held("weights")}) > 0
+        assert state_bytes(e) == sum(t.untyped_storage().nbytes() for t in {*e.local.tensors()}) > 0
         return all(torch.equal(found[n], t) for n, t in expected.items())
 
     assert all(run(2, frozen))

@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausa
 from verl.model_engine import pipeline
 from verl.model_engine.layout import Layout
 from verl.model_engine.pipeline import PipelinedEngine
+from verl.model_engine.settings import EngineSettings
 
 DEEP = SIZES | {"num_hidden_layers": 5}
 FULL = bool(os.environ.get("FULL_GRID"))
@@ -77,7 +78,7 @@ def test_what_two_stages_hold_adds_up_over_calls_as_all_else():
 
 
 def test_a_gradient_of_one_end_alone_is_seen(monkeypatch):
-    monkeypatch.setattr(pipeline.PipelinedEngine, "_sum_of_both", lambda engine, before: None)
+    monkeypatch.setattr(pipeline.StagePasses, "_sum_of_both", lambda passes, before: None)
     case = Case(TWO)
     with pytest.raises(RuntimeError, match="what both hold moves as one"):
         run(2, lambda rank: on_rank(case, rank))
@@ -92,7 +93,7 @@ def test_a_stage_holds_its_layers_and_no_others():
         before = tensor_bytes()
         model = Qwen3ForCausalLM(Qwen3Config(**DEEP | big))
         whole = sum(p.nbytes for p in model.parameters())
-        e = PipelinedEngine(model, layout=TWO, dtype="float32")
+        e = PipelinedEngine(model, EngineSettings(dtype="float32"), layout=TWO)
         del model
         e.check_packing(share_prefix=True)
         return tensor_bytes() - before, whole
@@ -116,7 +117,7 @@ def test_stages_that_cannot_be_are_refused():
         out = []
         for make, settings in cases.values():
             with pytest.raises(ValueError) as e:
-                PipelinedEngine(make(), layout=TWO, dtype="float32", **settings)
+                PipelinedEngine(make(), EngineSettings(dtype="float32", **settings), layout=TWO)
             out.append(str(e.value))
         return out
 

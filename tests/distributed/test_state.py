@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalL
 from verl.checkpoint.shards import tensor_names
 from verl.model_engine.layout import Layout
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.sharded import ShardedEngine
 from verl.model_engine.snapshot import COUNTERS, Snapshot
 from verl.nn import precision
@@ -282,13 +283,13 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_by_all(layout, tmp
         for attempt in range(2):
             e.forward_backward(batch, case.batch()[2], count)
             if rank == 1:
-                e._params()[-1].grad.fill_(float("nan"))
+                e.local.trained_parts()[-1].grad.fill_(float("nan"))
             if attempt:
                 with pytest.raises(FloatingPointError):
                     e.optim_step()
             else:
                 assert e.optim_step()["skipped_updates"].value == 1
-        assert not any(p.grad is not None for p in e._trained().parameters())
+        assert not any(p.grad is not None for p in e.local.trained().parameters())
         return (
             e.optimizer_step,
             all(torch.equal(moved[n], w) for n, w in e.weights()),
@@ -324,7 +325,7 @@ def test_models_that_cannot_be_cut_are_refused_by_name():
         def on(rank: int) -> str:
             layout = Layout(world_size=size, tensor=size)
             with pytest.raises(ValueError) as e:
-                ShardedEngine(make(), layout=layout, dtype="float32")
+                ShardedEngine(make(), EngineSettings(dtype="float32"), layout=layout)
             return str(e.value)
 
         return run(size, on)[0]
@@ -350,7 +351,7 @@ def test_a_rank_holds_its_part_and_no_more():
         before = tensor_bytes()
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES | big))
         whole = sum(p.nbytes for p in model.parameters())
-        e = ShardedEngine(model, layout=layout, dtype="float32")
+        e = ShardedEngine(model, EngineSettings(dtype="float32"), layout=layout)
         del model
         e.check_packing(share_prefix=True)
         return tensor_bytes() - before, whole
@@ -382,7 +383,7 @@ def test_layouts_that_it_cannot_do_are_refused():
         for layout, settings, sizes in cases.values():
             with pytest.raises(ValueError) as e:
                 model = Qwen3ForCausalLM(Qwen3Config(**sizes))
-                ShardedEngine(model, layout=Layout(world_size=2, **layout), dtype="float32", **settings)
+                ShardedEngine(model, EngineSettings(dtype="float32", **settings), layout=Layout(world_size=2, **layout))
             out.append(str(e.value))
         return out
 

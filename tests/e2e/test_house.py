@@ -23,7 +23,7 @@ from small_runs import metrics_of, small_args, small_run
 from verl import cli
 from verl.driver import launch
 from verl.driver.run import Run
-from verl.model_engine import torch_engine
+from verl.model_engine import passes
 from verl.rollout.embedded.front import EmbeddedEngine
 from verl.transfer_queue.memory import MemoryQueue
 from verl.workers import inproc
@@ -163,7 +163,7 @@ def test_from_the_command_to_the_loss_are_at_most_twelve_frames(tmp_path, tiny_m
     counts, too."""
     driver: list[list[str]] = []
     worker: list[list[str]] = []
-    update, evaluate = ModelWorkers.update, torch_engine.evaluate_terms
+    update, evaluate = ModelWorkers.update, passes.evaluate_terms
 
     def watched_update(self: ModelWorkers, *args: Any, **kwargs: Any) -> Any:
         loop = frames_of_verl()
@@ -176,7 +176,7 @@ def test_from_the_command_to_the_loss_are_at_most_twelve_frames(tmp_path, tiny_m
         return evaluate(*args)
 
     monkeypatch.setattr(ModelWorkers, "update", watched_update)
-    monkeypatch.setattr(torch_engine, "evaluate_terms", watched_evaluate)
+    monkeypatch.setattr(passes, "evaluate_terms", watched_evaluate)
     assert cli.main(["train", *small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=1")]) == 0
     path = driver[0] + worker[0]
     assert len(path) <= 12, path

@@ -35,6 +35,7 @@ from verl.accel import trained
 from verl.algorithms.losses import nll
 from verl.batch import pack, unshare
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn import attention, fused
 from verl.nn.packing import probe_batch
@@ -131,7 +132,9 @@ TERMS = (Term(name="loss", fn=nll),)
 
 def run(model, batch, **options):
     """(log-probs, gradients) of a weighted sum of all log-probs."""
-    engine = TorchEngine(copy.deepcopy(model), optim=OptimSpec(lr=1.0), **{"dtype": "float64", **options})
+    engine = TorchEngine(
+        copy.deepcopy(model), EngineSettings(optim=OptimSpec(lr=1.0), **{"dtype": "float64", **options})
+    )
     weight = torch.linspace(-1, 1, batch.num_loss_tokens, dtype=torch.float64)
     out = engine.forward_backward(batch.with_columns({"w/loss": weight}), TERMS)
     return out.columns["logprobs"], {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
@@ -164,10 +167,10 @@ def test_packed_and_shared_equal_each_sequence_alone(name, small_keys, free_padd
 @each("name", MODELS)
 def test_the_start_up_check_passes_whatever_the_precision(name):
     model = make(name)
-    engine = TorchEngine(model, optim=OptimSpec(lr=1.0), dtype="bfloat16", emulate_bf16=False)
+    engine = TorchEngine(model, EngineSettings(optim=OptimSpec(lr=1.0), dtype="bfloat16", emulate_bf16=False))
     assert engine.check_packing(share_prefix=True) < 1e-4 and engine.check_packing(share_prefix=False) < 1e-4
     assert model.training and model.config._attn_implementation == attention.PACKED
-    critic = TorchEngine(make(name), head="value", dtype="float32")
+    critic = TorchEngine(make(name), EngineSettings(head="value", dtype="float32"))
     assert critic.check_packing(share_prefix=True) < 1e-4, "a critic's body is packed too"
 
 
@@ -192,7 +195,7 @@ real_plan = attention.plan_attention
 
 @each("name, leak", product(["qwen3", "gpt2"], [wrong_offsets, one_tree, joined]))
 def test_a_planted_leak_is_caught_at_start(name, leak, monkeypatch):
-    engine = TorchEngine(make(name), dtype="float32")
+    engine = TorchEngine(make(name), EngineSettings(dtype="float32"))
     monkeypatch.setattr(attention, "plan_attention", leak)
     with pytest.raises(ValueError, match=r"packed log-probs differ .* Set model\.engine_options\.attention=padded"):
         engine.check_packing(share_prefix=True)
@@ -211,16 +214,16 @@ def recurrent_gemma():
 
 
 def test_a_padded_pass_is_proven_at_start_too():
-    engine = TorchEngine(make("gpt2"), dtype="float32", attention_mode="padded")
+    engine = TorchEngine(make("gpt2"), EngineSettings(dtype="float32", attention_mode="padded"))
     assert engine.check_packing(share_prefix=False) < 1e-4
-    engine = TorchEngine(recurrent_gemma(), dtype="float32", attention_mode="padded")
+    engine = TorchEngine(recurrent_gemma(), EngineSettings(dtype="float32", attention_mode="padded"))
     with pytest.raises(ValueError, match=r"RecurrentGemmaForCausalLM: padded log-probs differ .* no way to train"):
         engine.check_packing(share_prefix=False)
 
 
 @each("name", ["qwen3", "mistral", "gemma3", "gpt2"])
 def test_the_loss_of_one_sequence_has_no_gradient_in_another(name):
-    engine = TorchEngine(make(name), optim=OptimSpec(lr=1.0), dtype="float32")
+    engine = TorchEngine(make(name), EngineSettings(optim=OptimSpec(lr=1.0), dtype="float32"))
     seen = []
     engine.model.get_input_embeddings().register_forward_hook(lambda m, i, out: seen.append(out) or out.retain_grad())
     batch = probe_batch(VOCAB, share_prefix=True)
@@ -238,13 +241,12 @@ def test_the_loss_of_one_sequence_has_no_gradient_in_another(name):
 
 def test_models_that_scale_or_sink_are_refused_in_words():
     with pytest.raises(ValueError, match=r"CohereForCausalLM changes its logits after the head \(logit_scale=0\.0625"):
-        TorchEngine(CohereForCausalLM(CohereConfig(**SIZES)), dtype="float32")
+        TorchEngine(CohereForCausalLM(CohereConfig(**SIZES)), EngineSettings(dtype="float32"))
 
     def gpt_oss(**options):
         return TorchEngine(
             GptOssForCausalLM(GptOssConfig(**SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1)),
-            dtype="float32",
-            **options,
+            EngineSettings(dtype="float32", **options),
         )
 
     with pytest.raises(ValueError, match=r"has sinks; use model\.engine_options\.attention=padded"):

@@ -21,6 +21,7 @@ from verl.algorithms.weights import term_weights
 from verl.batch import pack, unshare
 from verl.driver.step import Step, _selected
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.linear_teacher import top_k
 from verl.transfer_queue.rows import columns_of as row_columns
@@ -103,11 +104,13 @@ def gradients(model, batch, terms, *, budget: int = 10_000) -> tuple[dict[str, f
     critic = "values" in terms[0].outputs
     engine = TorchEngine(
         copy.deepcopy(model),
-        head="value" if critic else "lm",
-        optim=OptimSpec(lr=1.0),
-        dtype="float32",
-        max_tokens_per_microbatch=budget,
-        teacher=None if critic else HEAD,
+        EngineSettings(
+            head="value" if critic else "lm",
+            optim=OptimSpec(lr=1.0),
+            dtype="float32",
+            max_tokens_per_microbatch=budget,
+            teacher=None if critic else HEAD,
+        ),
     )
     if engine.value_head is not None:
         torch.nn.init.normal_(engine.value_head.weight, generator=torch.Generator().manual_seed(0))

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from verl.algorithms.losses import nll, ppo_clip
 from verl.batch import Batch, pack
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.fused import fuse
 from verl.objective import Term, TermValue
@@ -45,7 +46,7 @@ def model():
 
 def engine(model, **options) -> TorchEngine:
     options = {"dtype": "float64", "optim": OptimSpec(lr=1e-2, weight_decay=0.1), **options}
-    return TorchEngine(copy.deepcopy(model), **options)
+    return TorchEngine(copy.deepcopy(model), EngineSettings(**options))
 
 
 def samples(n=6, seed=0, temperatures=(1.0,)) -> list[Sample]:
@@ -79,7 +80,7 @@ def batch_of(rows: list[Sample], name="loss") -> Batch:
 
 def gradients(e: TorchEngine, batch: Batch, terms=NLL) -> dict[str, torch.Tensor]:
     e.forward_backward(batch, terms)
-    found = {n: p.grad.clone() for n, p in e._trained().named_parameters() if p.grad is not None}
+    found = {n: p.grad.clone() for n, p in e.local.trained().named_parameters() if p.grad is not None}
     e.optimizer.zero_grad()
     return found
 

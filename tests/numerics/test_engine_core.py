@@ -10,6 +10,7 @@ from verl.algorithms.losses import nll, ppo_clip
 from verl.algorithms.weights import term_weights
 from verl.batch import pack
 from verl.model_engine.optim import OptimSpec, learning_rate
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.linear_logprob import linear_logprob
 from verl.nn.packing import probe_batch
@@ -69,7 +70,7 @@ def model():
 
 def engine(model, **options):
     options = {"dtype": "float32", "optim": OptimSpec(lr=1e-3, weight_decay=0.1), **options}
-    return TorchEngine(copy.deepcopy(model), **options)
+    return TorchEngine(copy.deepcopy(model), EngineSettings(**options))
 
 
 def test_three_steps_equal_plain_torch_on_padded_rows(model):

@@ -12,6 +12,7 @@ from causal_models import WINDOW, build, families
 from each import FULL_GRID, each
 
 from verl.batch import pack
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn import attention
 from verl.nn.packing import refused
@@ -40,7 +41,7 @@ def worst_difference(model) -> float:
         whole = [torch.from_numpy(np.concatenate([x.ids for x in s.segments])) for s in rows()]
         each_alone = [model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1) for ids in whole]
         expected = torch.cat([z[1:-1].gather(-1, ids[2:, None])[:, 0] for z, ids in zip(each_alone, whole)])
-    engine = TorchEngine(model, dtype="float32")
+    engine = TorchEngine(model, EngineSettings(dtype="float32"))
     engine.check_packing(share_prefix=True)
     return float((engine.infer(pack(rows()), ("logprobs",))["logprobs"] - expected).abs().max())
 
@@ -62,15 +63,15 @@ def test_a_window_that_is_not_applied_is_refused_at_start_though_no_row_of_the_p
     monkeypatch.setattr(attention, "window_of", lambda mask, given=None: None)
     monkeypatch.setattr("verl.nn.fused.window_of", lambda mask, given=None: None)
     with pytest.raises(ValueError, match=r"packed log-probs differ .*attention=padded"):
-        TorchEngine(model, dtype="float32").check_packing(share_prefix=False)
+        TorchEngine(model, EngineSettings(dtype="float32")).check_packing(share_prefix=False)
     assert model.config.sliding_window == 300
 
 
 @each("name", UNPACKED)
 def test_a_model_that_cannot_be_packed_is_refused_with_the_way_out(name):
     with pytest.raises(ValueError, match=r"model\.engine_options\.attention=padded"):
-        TorchEngine(build(name), dtype="float32").check_packing(share_prefix=False)
-    padded = TorchEngine(build(name), dtype="float32", attention_mode="padded")
+        TorchEngine(build(name), EngineSettings(dtype="float32")).check_packing(share_prefix=False)
+    padded = TorchEngine(build(name), EngineSettings(dtype="float32", attention_mode="padded"))
     assert padded.check_packing(share_prefix=False) < 1e-4
 
 

@@ -18,6 +18,7 @@ from verl.chat import Rendered
 from verl.data.preference import Pair, PairTable
 from verl.driver.stages import PreferenceStage, Reference, RewardStage
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.transfer_queue.memory import MemoryQueue
 from verl.workers.compute import Compute, OptimizerStep
@@ -71,10 +72,12 @@ def stage_of(name):
 def gradient(model, stage, indices, *, budget=10_000, share=True):
     engine = TorchEngine(
         copy.deepcopy(model),
-        head="score" if isinstance(stage, RewardStage) else "lm",
-        optim=OptimSpec(lr=1e-3),
-        dtype="float64",
-        max_tokens_per_microbatch=budget,
+        EngineSettings(
+            head="score" if isinstance(stage, RewardStage) else "lm",
+            optim=OptimSpec(lr=1e-3),
+            dtype="float64",
+            max_tokens_per_microbatch=budget,
+        ),
     )
     if engine.value_head is not None:
         torch.nn.init.normal_(engine.value_head.weight, generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 
 from verl.batch import pack
 from verl.config.model_files import rope_note
-from verl.model_engine import torch_engine
+from verl.model_engine import local_model
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.rope import fix_rope
 from verl.rollout.base import RolloutContext
@@ -104,7 +105,9 @@ def test_a_row_has_the_factors_of_the_longest_row_of_the_run(name, mode):
     model = make(name)
     for longest in (LONGEST, FIRST):
         expected = alone(copy.deepcopy(model), SHORT, longest)
-        engine = TorchEngine(copy.deepcopy(model), dtype="float32", attention_mode=mode, longest=longest)
+        engine = TorchEngine(
+            copy.deepcopy(model), EngineSettings(dtype="float32", attention_mode=mode, longest=longest)
+        )
         together = (SHORT, OTHER, LONGEST) if longest == LONGEST else (SHORT, OTHER)
         for lengths in ((SHORT,), together, (SHORT,)):
             torch.testing.assert_close(logprobs(engine, *lengths), expected, rtol=0, atol=1e-4)
@@ -115,15 +118,15 @@ def test_a_row_has_the_factors_of_the_longest_row_of_the_run(name, mode):
 
 
 def test_a_row_that_would_change_the_factors_is_refused():
-    engine = TorchEngine(make("phi3"), dtype="float32", longest=FIRST)
+    engine = TorchEngine(make("phi3"), EngineSettings(dtype="float32", longest=FIRST))
     with pytest.raises(ValueError, match=f"a row has {LONGEST} tokens; the model's RoPE is fixed for {FIRST}"):
         logprobs(engine, SHORT, LONGEST)
 
 
 @each("name", ["phi3", "phimoe"])
 def test_what_is_not_fixed_is_refused_at_start(name, monkeypatch):
-    monkeypatch.setattr(torch_engine, "fix_rope", lambda model, longest: None)
-    engine = TorchEngine(make(name), dtype="float32", longest=LONGEST)
+    monkeypatch.setattr(local_model, "fix_rope", lambda model, longest: None)
+    engine = TorchEngine(make(name), EngineSettings(dtype="float32", longest=LONGEST))
     with pytest.raises(ValueError, match=f"a row of {LONGEST} tokens changes the log-probs of the short rows"):
         engine.check_packing(share_prefix=True)
 
@@ -136,7 +139,7 @@ def test_rollout_has_the_same_factors():
         runner = HfRunner(context, copy.deepcopy(model), max_prefill_tokens=64)
         runner._loaded = True
         found = runner.score(np.arange(SHORT) * 7 % 37 + 3, 1.0).logprobs[1:]
-        trained = logprobs(TorchEngine(copy.deepcopy(model), dtype="float32", longest=longest), SHORT)
+        trained = logprobs(TorchEngine(copy.deepcopy(model), EngineSettings(dtype="float32", longest=longest)), SHORT)
         np.testing.assert_allclose(found, trained.numpy(), atol=1e-4)
         command = serve_command("python", VllmOptions(), context, "model", 1)
         served = int(command[command.index("--max-model-len") + 1])

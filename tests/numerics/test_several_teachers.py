@@ -589,9 +589,10 @@ def test_a_lagged_policy_teaches_what_it_said_so_many_publishes_ago(ranks, broke
         learner.models["actor"].release_weights(version).result(60)
 
     class First(TorchEngine):
-        def _grad_norm(self, params):
-            norm = super()._grad_norm(params)
-            return norm * float("nan") if broken and self.optimizer_step + self._skipped == 0 else norm
+        def optim_step(self):
+            if broken and self.updates.steps + self.updates.skipped == 0:
+                next(iter(self.model.parameters())).grad.fill_(float("nan"))
+            return super().optim_step()
 
     def started() -> Learner:
         learner, sender = offline_learner(config, 5, tmp_path / "crash"), WeightSender(LocalOutlet(), dtype="float32")

@@ -38,6 +38,7 @@ from verl.batch import (
 from verl.model_engine.lm_head import Teacher
 from verl.model_engine.objective import evaluate_terms, surrogate
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.linear_teacher import HeadWeights, top_k
 from verl.objective import Term, TermValue
@@ -370,12 +371,14 @@ def engine_run(model, batch, terms, *, budget=10_000, mode="auto"):
     critic = "values" in terms[0].outputs
     engine = TorchEngine(
         copy.deepcopy(model),
-        head="value" if critic else "lm",
-        optim=OptimSpec(lr=1.0),
-        dtype="float64",
-        max_tokens_per_microbatch=budget,
-        attention_mode=mode,
-        teacher=None if critic else TEACHER,
+        EngineSettings(
+            head="value" if critic else "lm",
+            optim=OptimSpec(lr=1.0),
+            dtype="float64",
+            max_tokens_per_microbatch=budget,
+            attention_mode=mode,
+            teacher=None if critic else TEACHER,
+        ),
     )
     if engine.value_head is not None:  # zero passes no gradient on
         torch.nn.init.normal_(engine.value_head.weight, generator=torch.Generator().manual_seed(0))

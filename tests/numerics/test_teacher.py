@@ -29,6 +29,7 @@ from verl.model_engine.base import TeacherHead
 from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.lm_head import read_teacher
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn import linear_logprob as chunking
 from verl.nn.linear_logprob import NONE, linear_logprob
@@ -403,7 +404,7 @@ def test_opd_is_the_policy_gradient_of_the_reverse_kl():
 
 
 def engine(folder, **more) -> TorchEngine:
-    return TorchEngine(load_causal_lm(folder), dtype="float64", max_tokens_per_microbatch=64, **more)
+    return TorchEngine(load_causal_lm(folder), EngineSettings(dtype="float64", max_tokens_per_microbatch=64, **more))
 
 
 @each("temperature, beta", product([None, 1.7], BETAS))

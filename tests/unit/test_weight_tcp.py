@@ -18,6 +18,7 @@ from started import Program
 from verl.algorithms.losses import nll
 from verl.batch import pack
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models import tiny
 from verl.objective import Term
@@ -333,7 +334,7 @@ def test_while_a_version_is_staged_the_answer_is_not_yet(elsewhere, outlet_of):
 def test_changes_of_an_optimizer_step_are_at_least_five_times_shorter_than_bfloat16_weights(monkeypatch, outlet_of):
     """AdamW at lr 1e-6 from weights of the usual size. In float32 nearly every element changes."""
     model = tiny.qwen3(tiny.character_tokenizer("abc"), hidden=128, layers=2, heads=4, kv_heads=2, ffn=256, seed=1)
-    engine, came = TorchEngine(model, optim=OptimSpec(lr=1e-6), dtype="float32"), [0]
+    engine, came = TorchEngine(model, EngineSettings(optim=OptimSpec(lr=1e-6), dtype="float32")), [0]
     real = tcp.filled
 
     def counted(peer: Any, into: memoryview) -> None:

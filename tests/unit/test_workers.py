@@ -16,6 +16,7 @@ from verl.batch import Columns
 from verl.driver.step import optimizer_steps
 from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.objective import Term
 from verl.rollout.base import Capabilities
@@ -209,7 +210,7 @@ def test_compute_names_a_non_finite_input(filled):
 
 def test_infer_writes_the_rows_in_order_and_the_mismatch_is_of_the_valid_ones(tiny_model, filled):
     queue, refs = filled
-    engine = TorchEngine(load_causal_lm(tiny_model), optim=OptimSpec(lr=1e-3), dtype="float32")
+    engine = TorchEngine(load_causal_lm(tiny_model), EngineSettings(optim=OptimSpec(lr=1e-3), dtype="float32"))
     Role("actor", queue, engine).infer(RankStep(refs), {"logprobs": "old_logprobs", "entropy": "old_entropy"})
     backwards = type(refs)(reversed(refs))
     Role("reference", queue, engine, share_prefix=False).infer(RankStep(backwards), {"logprobs": "ref_logprobs"})

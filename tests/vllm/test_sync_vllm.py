@@ -15,6 +15,7 @@ import torch
 from real_server import Running, module_at
 
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.rollout import vllm
 from verl.rollout.base import GenerateRequest, RolloutContext, ServerPlace
@@ -32,7 +33,7 @@ def sync(contract: ModuleType, running: Running) -> ModuleType:
     def trainer(cls: type[TorchEngine] = TorchEngine, *, tied: bool = True, lr: float = 0.05) -> TorchEngine:
         assert tied, "the shared server's is"
         module = copy.deepcopy(contract.reference()).requires_grad_(True)
-        return cls(module, optim=OptimSpec(lr=lr, weight_decay=0.0), dtype="float32")
+        return cls(module, EngineSettings(optim=OptimSpec(lr=lr, weight_decay=0.0), dtype="float32"))
 
     def rollout(context: RolloutContext) -> ServedEngine:
         place = ServerPlace(model=str(running.model), log=running.process.log, url=running.url)

@@ -13,8 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +21,6 @@ from torch import Tensor, nn
 from verl.model_engine.base import Part
 
 ALIGN_BYTES = 64
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def needs(*parts: Part) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a method of an engine: it runs inside `awake(*parts)`."""
-
-    def around(method: Callable[P, T]) -> Callable[P, T]:
-        @wraps(method)
-        def inside(*args: P.args, **given: P.kwargs) -> T:
-            engine: Any = args[0]
-            with engine.awake(*parts):
-                return method(*args, **given)
-
-        return inside
-
-    return around
 
 
 class Offload:

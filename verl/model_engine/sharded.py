@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,21 @@ from verl.errors import Refused
 from verl.model_engine.base import WeightPart
 from verl.model_engine.hf_parts import part_and_place
 from verl.model_engine.layout import Layout
+from verl.model_engine.local_model import LocalModel
 from verl.model_engine.options import cannot
+from verl.model_engine.passes import Passes, Reader, Which
+from verl.model_engine.settings import DEFAULTS, EngineSettings
 from verl.model_engine.snapshot import Snapshot
-from verl.model_engine.torch_engine import Reader, TorchEngine, Which
+from verl.model_engine.state import EngineState
+from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.attention import plan_attention
 from verl.nn.expert_parallel import ExpertParallel
 from verl.nn.precision import rounded_in_place
 from verl.nn.rope import fix_rope
 from verl.nn.sequence_parallel import HeadExchange, check_heads
 from verl.nn.tensor_parallel import TensorParallel
+
+Fill = Callable[[Mapping[str, Tensor]], None]
 
 
 class _Root(nn.Module):
@@ -51,62 +58,51 @@ class _Root(nn.Module):
         return fn(*args)
 
 
-class ShardedEngine(TorchEngine):
-    """A `TorchEngine` on many ranks. layout: how the ranks of the default process group are arranged; that group
+class ShardedModel(LocalModel):
+    """A model of which this rank has parts. layout: how the ranks of the default process group are arranged; that group
     exists, with a deadline of its own · fill: reads this rank's parts of a model that was built without storage."""
 
     _of_a_pipeline = False
 
-    def __init__(
-        self, model: Any, *, layout: Layout, fill: Callable[[Mapping[str, Tensor]], None] | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, model: Any, settings: EngineSettings, layout: Layout, fill: Fill | None = None) -> None:
         assert layout.world_size == dist.get_world_size(), (layout, dist.get_world_size())
         assert (layout.pipeline > 1) == self._of_a_pipeline, layout
         for line in cannot(layout):
             raise Refused(line)
-        self.layout = layout
+        self.layout, self._fill_parts = layout, fill
         self.place = layout.place(dist.get_rank())
-        self._suffix = f"_rank{dist.get_rank()}"
-        self._fill_parts = fill
-        self._host: tuple[list[DeviceMesh], dist.ProcessGroup] | None = None  # where snapshots live
-        super().__init__(model, **settings)
-        if self.optimizer is not None and layout.expert > 1:  # one step of torch's is of tensors on one mesh
-            self.optimizer.param_groups = [
-                {**group, "params": params}
-                for group in self.optimizer.param_groups
-                for apart in (False, True)
-                if (params := [p for p in group["params"] if ("expert" in p.device_mesh.mesh_dim_names) == apart])
-            ]
+        self.suffix = f"_rank{dist.get_rank()}"
+        super().__init__(model, settings)
 
     def _place(self) -> None:
         layout = self.layout
-        self._mesh = _mesh(self.device.type, _sizes(layout))
-        over = self._mesh["replicate", "shard"] if layout.replicate > 1 else self._mesh["shard"]
+        self.mesh = _mesh(self.device.type, mesh_sizes(layout))
+        over = self.mesh["replicate", "shard"] if layout.replicate > 1 else self.mesh["shard"]
         experts, over_experts = self._spread_experts()
-        for p in {*self.model.parameters()} - {*self._trained().parameters()}:
+        for p in {*self.model.parameters()} - {*self.trained().parameters()}:
             p.requires_grad_(False)  # of a head that is not trained
         if layout.sequence > 1:
-            if not self._packed:
+            if not self.settings.packed:
                 raise Refused(f"parallel.sequence={layout.sequence} wants model.engine_options.attention=auto")
             check_heads(self.model.config.get_text_config(), layout.sequence, layout.tensor)
         sizes = {"data": layout.data, "sequence": layout.sequence, "tensor": layout.tensor}
-        self._sequence = _mesh(self.device.type, _stages(layout) | sizes).get_group("sequence")
-        self._root: Any = _Root(self.model, self.value_head)
+        self.sequence = _mesh(self.device.type, _stages(layout) | sizes).get_group("sequence")
+        self.root: Any = _Root(self.model, self.value_head)
         lm_head = self.model.get_output_embeddings()
         tied = lm_head.weight is self.model.get_input_embeddings().weight
         alone = [lm_head] if self.value_head is not None and not tied else []
-        tensor = TensorParallel(self.model, self._mesh["tensor"]) if layout.tensor > 1 else None
-        for module in (*experts, *self._layers(self.model), *alone, self._root):
+        tensor = TensorParallel(self.model, self.mesh["tensor"]) if layout.tensor > 1 else None
+        for module in (*experts, *layers_of(self.model), *alone, self.root):
             if tensor is not None:
                 tensor.split(module)
             fully_shard(module, mesh=over_experts if module in experts else over)
         if tensor is not None:
-            self._vocabulary = tensor.finish()
-        for module in self._root.modules():
+            self.vocabulary = tensor.finish()
+        for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        register_fsdp_forward_method(self._root, "run")
+        register_fsdp_forward_method(self.root, "run")
         if self._fill_parts is not None:
             self._make_room()
             saved, buffers = self.model.state_dict(), dict(self.model.named_buffers())
@@ -115,11 +111,11 @@ class ShardedEngine(TorchEngine):
 
     def _make_room(self) -> None:
         """Storage for what this rank holds of a model that came without; what was one tensor stays one."""
-        before = {id(p): p for p in self._root.parameters() if p.is_meta}
+        before = {id(p): p for p in self.root.parameters() if p.is_meta}
         made = {i: nn.Parameter(torch.empty_like(p, device=self.device), p.requires_grad) for i, p in before.items()}
-        for module in self._root.modules():
+        for module in self.root.modules():
             module._parameters.update({name: made.get(id(p), p) for name, p in module._parameters.items()})
-        self._root._apply(lambda t: t)  # FSDP looks at what it gathers from only then
+        self.root._apply(lambda t: t)  # FSDP looks at what it gathers from only then
 
     def _spread_experts(self) -> tuple[list[nn.Module], DeviceMesh | None]:
         """Return the modules with parameters that are spread over fewer ranks, since other ranks have other experts,
@@ -127,128 +123,32 @@ class ShardedEngine(TorchEngine):
         layout = self.layout
         if layout.expert == 1:
             return [], None
-        mesh = _mesh(self.device.type, _expert_sizes(layout))
+        mesh = _mesh(self.device.type, expert_mesh_sizes(layout))
         spread = ExpertParallel(self.model, mesh["expert"])
         return spread.modules, mesh["replicate", "part"] if layout.replicate > 1 else mesh["part"]
 
-    def _layers(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules that are gathered and dropped as one."""
-        kinds: Any = model._no_split_modules or ()
-        return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in kinds]
+    # -- what is trained -----------------------------------------------------------------------------------------------
 
-    # -- passes --------------------------------------------------------------------------------------------------------
+    def one_mesh_each(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        if self.layout.expert == 1:
+            return list(groups)
+        return [
+            {**group, "params": params}
+            for group in groups
+            for apart in (False, True)
+            if (params := [p for p in group["params"] if ("expert" in p.device_mesh.mesh_dim_names) == apart])
+        ]
 
-    def _outputs(self, batch: Batch, wanted: Sequence[str]) -> dict[str, Tensor]:
-        return self._run(super()._outputs, batch, wanted)
-
-    def _run(self, fn: Callable[..., dict[str, Tensor]], batch: Batch, *args: Any) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._root.run(fn, batch, *args)
-        return found
-
-    def _value_outputs(self, name: str, rows: Tensor, which: Which) -> dict[str, Tensor]:
-        return {n: x.clone() for n, x in super()._value_outputs(name, rows, which).items()}  # FSDP wants no view
-
-    def _local(self, weight: Tensor) -> Tensor:
-        return weight.to_local() if isinstance(weight, DTensor) else weight
-
-    def _hidden_packed(self, batch: Batch) -> Tensor:
-        """With ranks that share the tokens: the states of this rank's run."""
-        if self.layout.sequence == 1:
-            return super()._hidden_packed(batch)
-        over, plan = self._exchange(batch), plan_attention(batch, self.device)
-        plan.exchange = over
-        return self._states(over.mine(batch.ids), over.mine(batch.positions), plan)
-
-    def _read(self, batch: Batch, hidden: Tensor, index: Tensor, fn: Reader) -> dict[str, Tensor]:
-        """Every rank reads the states that it has, and all get what was found."""
-        if self.layout.sequence == 1:
-            return super()._read(batch, hidden, index, fn)
-        over = self._exchange(batch)
-        which = over.rows_of_mine(index)
-        found = fn(hidden.index_select(0, (index[which] % over.run).to(self.device)), which)
-        return {name: over.together(values, which, len(index)) for name, values in found.items()}
-
-    def _exchange(self, batch: Batch) -> HeadExchange:
-        return HeadExchange(self._sequence, batch.num_tokens)
-
-    def _cut(self, batch: Batch, count: int = 0) -> Iterator[np.ndarray]:
-        parts = self._passes(batch, count)
-        for i, rows in enumerate(parts):
-            self._meet_copies(i == len(parts) - 1)
-            yield rows
-
-    def _passes(self, batch: Batch, count: int = 0) -> list[np.ndarray]:
-        """On every rank as many as on the one that needs most: each pass is a collective."""
-        parts = list(super()._cut(batch, count))
-        most = torch.tensor(len(parts), device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return exactly(parts, int(most))
-
-    def _meet_copies(self, meet: bool) -> None:
-        """Set if the next backward pass sums the gradients over the copies of the model: only the last one does."""
-        if self.layout.replicate > 1:
-            self._root.set_requires_all_reduce(meet)
-
-    @contextmanager
-    def _compute_weights(self) -> Iterator[None]:
-        """Round the shards in place during the context: FSDP gathers from them and does not read `p.data` again."""
-        shards = [part_of_rank(p) for p in self.model.parameters()]
-        with rounded_in_place(shards, self.dtype) if self._rounded else nullcontext():
-            try:
-                yield
-            finally:
-                self._root.reshard()  # else the next pass would see these weights again, whatever became of them
-
-    def _policy_outputs(self, batch: Batch) -> dict[str, Tensor]:
-        lm_head = self.model.get_output_embeddings()
-        if isinstance(lm_head, FSDPModule):
-            lm_head.unshard()
-        try:
-            return self._run(super()._policy_outputs, batch)
-        finally:
-            for module in (self._root, lm_head):
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-
-    def _models_own(self, probes: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Through a second model without storage, as transformers makes it: a layer's weights are gathered when it is
-        reached and dropped behind it, so that no rank ever holds the whole model."""
-        with torch.device("meta"):
-            own: Any = type(self.model)(copy.deepcopy(self.model.config)).eval().requires_grad_(False)
-        own.set_attn_implementation(self._models_attention)
-        fix_rope(own, self._longest)
-        sharded = dict(self.model.named_parameters(remove_duplicate=False))
-        layers = {id(module) for module in self._layers(own)}
-        inside = set()
-        for prefix, module in list(own.named_modules()):
-            if id(module) in layers:
-                names = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
-                inside |= {*names}
-                module.register_forward_pre_hook(lambda *_, names=names: self._fill(own, sharded, names, dtype))
-                module.register_forward_hook(lambda *_, names=names: _drop(own, names))
-        every = [name for name, _ in own.named_parameters(remove_duplicate=False)]
-        self._fill(own, sharded, [name for name in every if name not in inside], dtype)
-        for name, buffer in self.model.named_buffers():
-            _owner(own, name)._buffers[name.rpartition(".")[2]] = buffer
-        return [self._alone(own, ids) for ids in probes]
-
-    def _fill(self, own: nn.Module, sharded: dict[str, nn.Parameter], names: Sequence[str], dtype: torch.dtype) -> None:
-        for name in names:
-            whole = nn.Parameter(self._delivered(name, sharded.get(name)).to(dtype), requires_grad=False)
-            _owner(own, name)._parameters[name.rpartition(".")[2]] = whole
-
-    # -- optimizer and state -------------------------------------------------------------------------------------------
-
-    def _params(self) -> list[nn.Parameter]:
+    def trained_parts(self) -> list[nn.Parameter]:
         found = []
-        for p in super()._params():
+        for p in super().trained_parts():
             if p.grad is not None:
                 part = nn.Parameter(part_of_rank(p))
                 part.grad = part_of_rank(p.grad)
                 found.append(part)
         return found
 
-    def _grad_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
+    def grad_norm(self) -> Tensor:
         """Return the norm of the whole gradient, the same on every rank: all ranks refuse it or none."""
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)
         for p in self._counted():
@@ -256,18 +156,23 @@ class ShardedEngine(TorchEngine):
                 split = _split(p, "tensor")
                 norm = torch.linalg.vector_norm(part_of_rank(p.grad), dtype=torch.float64)
                 squares[int(split)] += norm.square()
-        dist.all_reduce(squares, group=self._mesh.get_group("shard"))
+        dist.all_reduce(squares, group=self.mesh.get_group("shard"))
         if self.layout.tensor > 1:
-            dist.all_reduce(squares[1], group=self._mesh.get_group("tensor"))
+            dist.all_reduce(squares[1], group=self.mesh.get_group("tensor"))
         if self.layout.pipeline > 1:
-            dist.all_reduce(squares, group=self._mesh.get_group("pipeline"))
-        return squares.sum().sqrt().to(self.master)
+            dist.all_reduce(squares, group=self.mesh.get_group("pipeline"))
+        return squares.sum().sqrt().to(self.settings.precision.master)
 
     def _counted(self) -> list[nn.Parameter]:
         """Return the parameters that this rank counts in the norm."""
-        return super()._params()
+        return super().trained_parts()
 
-    def _whole(self, p: Tensor) -> Tensor:
+    def local(self, t: Tensor) -> Tensor:
+        return t.to_local() if isinstance(t, DTensor) else t
+
+    # -- what is published ---------------------------------------------------------------------------------------------
+
+    def whole(self, p: Tensor) -> Tensor:
         p = p.detach()
         if not isinstance(p, DTensor):
             return p
@@ -276,7 +181,7 @@ class ShardedEngine(TorchEngine):
         return p.full_tensor()
 
     def weight_parts(self) -> Iterator[WeightPart]:
-        return (self._part(name, tensor) for name, tensor in self._named_weights() if tensor is not None)
+        return (self._part(name, tensor) for name, tensor in self.named_weights() if tensor is not None)
 
     def _part(self, name: str, tensor: Tensor) -> WeightPart:
         """Return this rank's part. Of ranks with the same values the first one delivers them."""
@@ -289,19 +194,129 @@ class ShardedEngine(TorchEngine):
         delivers = not any(copies) and mine.numel() > 0
         return WeightPart(name, tuple(tensor.shape), tensor.dtype, mine if delivers else None, index)
 
-    @property
-    def masters(self) -> dict[str, Tensor]:
-        """This rank's parts."""
-        return {name: part_of_rank(p) for name, p in super().masters.items()}
 
-    def _now(self) -> Snapshot:
-        now = super()._now()
+class ShardedPasses(Passes):
+    """The passes of a rank. Each is a collective: all ranks make equally many, in the same order."""
+
+    local: ShardedModel
+
+    def __init__(self, local: ShardedModel) -> None:
+        super().__init__(local)
+        self._layout = local.layout
+
+    def cuts(self, batch: Batch, count: int = 0) -> list[np.ndarray]:
+        """Return the rows of each pass: on every rank as many passes as on the one that needs most."""
+        parts = list(super()._cut(batch, count))
+        most = torch.tensor(len(parts), device=self.local.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return exactly(parts, int(most))
+
+    def policy_outputs(self, batch: Batch) -> dict[str, Tensor]:
+        lm_head = self.local.model.get_output_embeddings()
+        if isinstance(lm_head, FSDPModule):
+            lm_head.unshard()
+        try:
+            return self._run(super().policy_outputs, batch)
+        finally:
+            for module in (self.local.root, lm_head):
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def models_own(self, probes: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Through a second model without storage, as transformers makes it: a layer's weights are gathered when it is
+        reached and dropped behind it, so that no rank ever holds the whole model."""
+        model = self.local.model
+        with torch.device("meta"):
+            own: Any = type(model)(copy.deepcopy(model.config)).eval().requires_grad_(False)
+        own.set_attn_implementation(self._models_attention)
+        fix_rope(own, self.local.settings.longest)
+        sharded = dict(model.named_parameters(remove_duplicate=False))
+        layers = {id(module) for module in layers_of(own)}
+        inside = set()
+        for prefix, module in list(own.named_modules()):
+            if id(module) in layers:
+                names = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
+                inside |= {*names}
+                module.register_forward_pre_hook(lambda *_, names=names: self._fill(own, sharded, names, dtype))
+                module.register_forward_hook(lambda *_, names=names: _drop(own, names))
+        every = [name for name, _ in own.named_parameters(remove_duplicate=False)]
+        self._fill(own, sharded, [name for name in every if name not in inside], dtype)
+        for name, buffer in model.named_buffers():
+            _owner(own, name)._buffers[name.rpartition(".")[2]] = buffer
+        return [self._alone(own, ids) for ids in probes]
+
+    def _fill(self, own: nn.Module, sharded: dict[str, nn.Parameter], names: Sequence[str], dtype: torch.dtype) -> None:
+        for name in names:
+            whole = nn.Parameter(self.local.delivered(name, sharded.get(name)).to(dtype), requires_grad=False)
+            _owner(own, name)._parameters[name.rpartition(".")[2]] = whole
+
+    def _outputs(self, batch: Batch, wanted: Sequence[str]) -> dict[str, Tensor]:
+        return self._run(super()._outputs, batch, wanted)
+
+    def _run(self, fn: Callable[..., dict[str, Tensor]], batch: Batch, *args: Any) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.local.root.run(fn, batch, *args)
+        return found
+
+    def _value_outputs(self, name: str, rows: Tensor, which: Which) -> dict[str, Tensor]:
+        return {n: x.clone() for n, x in super()._value_outputs(name, rows, which).items()}  # FSDP wants no view
+
+    def _hidden_packed(self, batch: Batch) -> Tensor:
+        """With ranks that share the tokens: the states of this rank's run."""
+        if self._layout.sequence == 1:
+            return super()._hidden_packed(batch)
+        over, plan = self._exchange(batch), plan_attention(batch, self.local.device)
+        plan.exchange = over
+        return self._states(over.mine(batch.ids), over.mine(batch.positions), plan)
+
+    def _read(self, batch: Batch, hidden: Tensor, index: Tensor, fn: Reader) -> dict[str, Tensor]:
+        """Every rank reads the states that it has, and all get what was found."""
+        if self._layout.sequence == 1:
+            return super()._read(batch, hidden, index, fn)
+        over = self._exchange(batch)
+        which = over.rows_of_mine(index)
+        found = fn(hidden.index_select(0, (index[which] % over.run).to(self.local.device)), which)
+        return {name: over.together(values, which, len(index)) for name, values in found.items()}
+
+    def _exchange(self, batch: Batch) -> HeadExchange:
+        return HeadExchange(self.local.sequence, batch.num_tokens)
+
+    def _cut(self, batch: Batch, count: int = 0) -> Iterator[np.ndarray]:
+        parts = self.cuts(batch, count)
+        for i, rows in enumerate(parts):
+            self._meet_copies(i == len(parts) - 1)
+            yield rows
+
+    def _meet_copies(self, meet: bool) -> None:
+        """Set if the next backward pass sums the gradients over the copies of the model: only the last one does."""
+        if self._layout.replicate > 1:
+            self.local.root.set_requires_all_reduce(meet)
+
+    @contextmanager
+    def _compute_weights(self) -> Iterator[None]:
+        """Round the shards in place during the context: FSDP gathers from them and does not read `p.data` again."""
+        shards, precision = [part_of_rank(p) for p in self.local.model.parameters()], self._precision
+        with rounded_in_place(shards, precision.dtype) if precision.rounds else nullcontext():
+            try:
+                yield
+            finally:
+                self.local.root.reshard()  # else the next pass would see these weights again, whatever became of them
+
+
+class ShardedState(EngineState):
+    """The state of all ranks together: the first one writes the counters."""
+
+    _local: ShardedModel
+    _host: tuple[list[DeviceMesh], dist.ProcessGroup] | None = None
+    """Where snapshots in host memory meet: the meshes without and with experts, and the group of all ranks."""
+
+    def now(self) -> Snapshot:
+        now = super().now()
         return now if dist.get_rank() == 0 else replace(now, counters=None)
 
     def snapshot(self) -> Snapshot:
         """Its ranks meet in groups of their own, or what they exchange would mix with what training exchanges."""
-        group = self._meet_on_host()[1]
-        return replace(super().snapshot(), group=group)
+        meshes, group = self._meet_on_host()
+        return replace(super().snapshot(), group=group, whole=partial(self._local.delivered, on_host=meshes[0]))
 
     def save(self, path: Path) -> None:
         if self._offload.moves("weights") or self._offload.moves("optimizer"):
@@ -310,7 +325,7 @@ class ShardedEngine(TorchEngine):
 
     def _meet_on_host(self) -> tuple[list[DeviceMesh], dist.ProcessGroup]:
         if self._host is None:
-            every = (_sizes(self.layout), _expert_sizes(self.layout))
+            every = (mesh_sizes(self._local.layout), expert_mesh_sizes(self._local.layout))
             meshes = [_mesh("cpu", sizes, dict.fromkeys(sizes, "gloo")) for sizes in every]
             self._host = meshes, dist.new_group(backend="gloo", timeout=patience())
         return self._host
@@ -324,6 +339,21 @@ class ShardedEngine(TorchEngine):
         assert self._host is not None and t.device_mesh.mesh_dim_names is not None
         mesh = self._host[0]["expert" in t.device_mesh.mesh_dim_names][t.device_mesh.mesh_dim_names]
         return DTensor(part, replace(t._spec, mesh=mesh), requires_grad=False)
+
+
+class ShardedEngine(TorchEngine):
+    """A `TorchEngine` on many ranks; the arguments are those of `ShardedModel`."""
+
+    def __init__(
+        self, model: Any, settings: EngineSettings = DEFAULTS, *, layout: Layout, fill: Fill | None = None
+    ) -> None:
+        self._compose(ShardedModel(model, settings, layout, fill), ShardedPasses, ShardedState)
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """Return the modules of a model that are gathered and dropped as one."""
+    kinds: Any = model._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in kinds]
 
 
 def _mesh(device_type: str, sizes: Mapping[str, int], backends: Any = None) -> DeviceMesh:
@@ -340,11 +370,13 @@ def _stages(layout: Layout) -> dict[str, int]:
     return {"pipeline": layout.pipeline} if layout.pipeline > 1 else {}
 
 
-def _sizes(layout: Layout) -> dict[str, int]:
+def mesh_sizes(layout: Layout) -> dict[str, int]:
+    """Return the dimensions over which parameters are spread, the last varying fastest."""
     return _stages(layout) | {"replicate": layout.replicate, "shard": layout.shard, "tensor": layout.tensor}
 
 
-def _expert_sizes(layout: Layout) -> dict[str, int]:
+def expert_mesh_sizes(layout: Layout) -> dict[str, int]:
+    """Return the same for the parameters of experts."""
     part = layout.shard // layout.expert
     sizes = {"replicate": layout.replicate, "part": part, "expert": layout.expert, "tensor": layout.tensor}
     return _stages(layout) | sizes

@@ -1,0 +1,124 @@
+"""The model of an engine with its value head, as far as this process has them: names, parts and whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.checkpoint.score import classifier_tensors
+from verl.model_engine.base import WeightPart, whole_part
+from verl.model_engine.hf_model import refuse_altered_logits, switch_dropout_off
+from verl.model_engine.offload import own_storage
+from verl.model_engine.optim import grad_norm
+from verl.model_engine.settings import EngineSettings
+from verl.nn.heads import ValueHead
+from verl.nn.linear_logprob import Vocabulary
+from verl.nn.rope import fix_rope
+
+
+class LocalModel:
+    """A model that this process has whole, in float32 (float64), on the device where it computes.
+
+    model: an instantiated causal LM · settings: its head, whether it is trained, and its device"""
+
+    vocabulary: Vocabulary | None = None
+    """The slice of the vocabulary that this rank's head has."""
+    suffix = ""
+    """Ends the names of files that this process writes beside those of others."""
+
+    def __init__(self, model: Any, settings: EngineSettings) -> None:
+        s, self.settings, self.device = settings, settings, torch.device(settings.device)
+        master = s.precision.master
+        self.model: Any = model.to(master)
+        self.row_limit = fix_rope(self.model, s.longest)
+        refuse_altered_logits(self.model)
+        self.hidden_size: int = self.model.config.get_text_config().hidden_size
+        self.value_head = None if s.head == "lm" else ValueHead(self.hidden_size, bias=s.head == "value").to(master)
+        if s.score is not None and self.value_head is not None:
+            self.value_head.weight.data.copy_(s.score)
+        if s.gradient_checkpointing:
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
+        for p in self.trained().parameters():
+            p.requires_grad_(s.optim is not None)
+        self._place()
+        self.model.train(s.optim is not None)
+        switch_dropout_off(self.model)
+
+    def _place(self) -> None:
+        """Bring the model, which was loaded on the host, to where it computes."""
+        self.model.to(self.device)
+        if "weights" in self.settings.offload:
+            own_storage(self.model.parameters())
+        if self.value_head is not None:
+            self.value_head.to(self.device)
+
+    # -- what is trained -----------------------------------------------------------------------------------------------
+
+    def trained(self) -> nn.Module:
+        """Return the module of all trained parameters."""
+        if self.value_head is None:
+            found: nn.Module = self.model
+            return found
+        return nn.ModuleDict({"model": self.model.base_model, "value_head": self.value_head})
+
+    def trained_names(self) -> Set[str]:
+        """Return the names of all trained parameters, on whichever rank they are."""
+        return {name for name, _ in self.trained().named_parameters()}
+
+    def trained_parts(self) -> list[nn.Parameter]:
+        """Return the trained tensors, or what this process holds of them, with their gradients."""
+        return [p for p in self.trained().parameters() if p.requires_grad]
+
+    def grad_norm(self) -> Tensor:
+        """Return the norm of the whole gradient [], the same on every rank."""
+        return grad_norm(self.trained_parts())
+
+    def one_mesh_each(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the groups of an optimizer such that the tensors of each are spread over the same ranks."""
+        return list(groups)
+
+    def tensors(self) -> list[Tensor]:
+        """Return this process's storage of all parameters."""
+        modules = nn.ModuleList(module for module in (self.model, self.value_head) if module is not None)
+        return [self.local(p.detach()) for p in modules.parameters()]
+
+    def local(self, t: Tensor) -> Tensor:
+        """Return this rank's part of a tensor, in its own storage."""
+        return t
+
+    # -- what is published ---------------------------------------------------------------------------------------------
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield the weights by their Hugging Face names; of a tied tensor the first. None: another stage has it."""
+        every = self._model_weights()
+        if self.settings.head == "score":
+            assert self.value_head is not None
+            return classifier_tensors(self.model.base_model_prefix, every, self.value_head.weight)
+        return every
+
+    def _model_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.named_parameters()
+        yield from ((name, b) for name, b in self.model.named_buffers() if name in self.model.state_dict())
+
+    def weight_parts(self) -> Iterator[WeightPart]:
+        """Yield the parts of `Publishes.weight_parts`."""
+        return (whole_part(name, tensor) for name, tensor in self.named_weights() if tensor is not None)
+
+    def whole(self, p: Tensor) -> Tensor:
+        """Return all of a parameter, of which a process may hold a part."""
+        return p.detach()
+
+    def delivered(self, name: str, p: Tensor | None, on_host: Any = None) -> Tensor:
+        """Return the whole tensor of this name on all ranks. on_host: the mesh of a snapshot in host memory."""
+        assert p is not None, name
+        return self.whole(p)
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """For each tied tensor, the name under which it is delivered."""
+        first: dict[int, str] = {}
+        every = self.model.named_parameters(remove_duplicate=False)
+        return {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}

@@ -1,0 +1,210 @@
+"""Passes of a model over micro-batches: outputs, and the gradients of a loss.
+
+A micro-batch is one packed forward pass (nn/attention.py); the padded path, one row per sequence, is the oracle. A CPU
+that only emulates bf16 computes with weights rounded to bf16 in float32 arithmetic: more exact, and faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from verl.batch import Batch, exactly, make_microbatches, padded_rows, part_of
+from verl.model_engine.base import StepOutput
+from verl.model_engine.lm_head import LM_OUTPUTS, allocate_outputs, lm_outputs, store_outputs
+from verl.model_engine.local_model import LocalModel
+from verl.model_engine.objective import evaluate_terms
+from verl.nn import attention
+from verl.nn.fused import fuse, unfuse
+from verl.nn.linear_teacher import HeadWeights
+from verl.nn.precision import computing_in, rounded
+from verl.objective import Term
+from verl.types import Metrics, merge_metrics
+
+VALUE_OUTPUTS = ("values", "scores")
+TOKEN_OUTPUTS = (*LM_OUTPUTS, "values")
+Which = Tensor | slice
+Reader = Callable[[Tensor, Which], dict[str, Tensor]]
+Ready = tuple[np.ndarray, Batch, Mapping[str, Tensor], Callable[[Tensor], None]]
+"""The rows of a pass, their batch, its outputs, and what takes the loss of them."""
+
+
+class Passes:
+    """The passes of one model. Weights and gradients are those of `local`; a gradient adds up over the calls."""
+
+    def __init__(self, local: LocalModel) -> None:
+        self.local, self._precision, settings = local, local.settings.precision, local.settings
+        self.compute = self._precision.compute
+        self.max_tokens, self.packed, self._top_k = settings.max_tokens_per_microbatch, settings.packed, settings.top_k
+        self.possible = LM_OUTPUTS if settings.head == "lm" else VALUE_OUTPUTS
+        self._logit_cap = float(vars(local.model.config.get_text_config()).get("final_logit_softcapping") or 0.0)
+        self._models_attention = local.model.config._attn_implementation or "eager"
+        self._own_forward()
+        self._teacher = settings.teacher and settings.teacher.moved_to(
+            local.device, self.compute, rounds=self._precision.rounds
+        )
+        self.last: tuple[Batch, tuple[str, ...]] | None = None  # the batch of the gradient, the names of its terms
+
+    def _own_forward(self) -> None:
+        """Packed attention, and on a CPU the fused norms, in place of the model's own."""
+        if self.packed:
+            attention.register_attention()
+            self.local.model.set_attn_implementation(attention.PACKED)
+        if self.local.device.type == "cpu":
+            fuse(self.local.model, packed=self.packed)
+
+    def forward_backward(
+        self, batch: Batch, terms: Sequence[Term], num_microbatches: int, extra_outputs: Sequence[str]
+    ) -> StepOutput:
+        """Add the gradient of a batch, as `Trains.forward_backward` does."""
+        self.last = (batch, tuple(t.name for t in terms))
+        wanted = tuple(dict.fromkeys([*(name for t in terms for name in t.outputs), *extra_outputs]))
+        assert set(wanted) <= set(TOKEN_OUTPUTS), f"{wanted}: a loss is of outputs per token, {TOKEN_OUTPUTS}"
+        parts: list[Metrics] = []
+        kept = self._room(batch, wanted)
+        with self._compute_weights():
+            for rows, part, outputs, take in self._ready(batch, num_microbatches, wanted):
+                loss, metrics = evaluate_terms(terms, part, outputs)
+                if len(rows):
+                    parts.append(metrics)
+                    store_outputs(kept, outputs, batch, rows)
+                take(loss)
+        return StepOutput(merge_metrics(parts), kept)
+
+    @torch.no_grad()
+    def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
+        """Return outputs of a batch, as `Computes.infer` does."""
+        out = self._room(batch, columns)
+        with self._compute_weights():
+            for rows in self._cut(batch):
+                found = self._outputs(part_of(batch, rows), columns)
+                if len(rows):
+                    store_outputs(out, found, batch, rows)
+        return out
+
+    def policy_outputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return log-probs under the language-model head, whatever the head that is trained."""
+        return self._lm_outputs(batch, ("logprobs",))
+
+    def models_own(self, probes: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """[t] -> log-probs [t-1] of each by the model as transformers made it, with its parameters in `dtype`."""
+        model = self.local.model
+        trained, kept = model.training, [(p, p.data) for p in model.parameters()]
+        model.eval()
+        model.set_attn_implementation(self._models_attention)
+        unfuse(model)
+        try:
+            for p, master in kept:
+                p.data = master.to(dtype)
+            return [self._alone(model, ids) for ids in probes]
+        finally:
+            for p, master in kept:
+                p.data = master
+            model.train(trained)
+            self._own_forward()
+
+    def _alone(self, model: Any, ids: Tensor) -> Tensor:
+        """[t] -> log-probs [t-1] by the model's own forward pass."""
+        device = self.local.device
+        z = model(input_ids=ids[None].to(device), use_cache=False).logits[0].to(self._precision.master)
+        return torch.log_softmax(z, -1)[:-1].gather(-1, ids[1:, None].to(device))[:, 0].cpu()
+
+    # -- micro-batches -------------------------------------------------------------------------------------------------
+
+    def _ready(self, batch: Batch, count: int, wanted: Sequence[str]) -> Iterator[Ready]:
+        """Yield the passes that compute their loss here; the caller runs the backward pass of each before it takes the
+        next."""
+        for rows in self._cut(batch, count):
+            part = part_of(batch, rows)
+            yield rows, part, self._outputs(part, wanted), torch.autograd.backward
+
+    def _cut(self, batch: Batch, count: int = 0) -> Iterable[np.ndarray]:
+        """The rows of each pass: so many passes, or as the token budget makes them; one may have no row."""
+        return exactly(make_microbatches(batch, self.max_tokens), count)
+
+    def _compute_weights(self) -> AbstractContextManager[None]:
+        if not self._precision.rounds:
+            return nullcontext()
+        return rounded(self.local.model.parameters(), self._precision.dtype)
+
+    def _room(self, batch: Batch, names: Sequence[str]) -> dict[str, Tensor]:
+        return allocate_outputs(batch, names, self.local.hidden_size, self._top_k, self._precision.master)
+
+    # -- outputs of one micro-batch ------------------------------------------------------------------------------------
+
+    def _outputs(self, batch: Batch, wanted: Sequence[str]) -> dict[str, Tensor]:
+        """Return the wanted outputs of one micro-batch, on the engine's device, with gradient where enabled."""
+        head = self.local.settings.head
+        assert set(wanted) <= set(self.possible), f"a model with {head=} gives {self.possible}, not {tuple(wanted)}"
+        if self.local.value_head is None:
+            return self._lm_outputs(batch, wanted)
+        hidden = self._hidden(batch)
+        last = torch.from_numpy(batch.seg_start[batch.leaf + 1] - 1)
+        out: dict[str, Tensor] = {}
+        for name, index in (("values", batch.target_from), ("scores", last)):
+            if name in wanted:
+                out |= self._read(batch, hidden, index, partial(self._value_outputs, name))
+        return out
+
+    def _value_outputs(self, name: str, rows: Tensor, which: Which) -> dict[str, Tensor]:
+        assert self.local.value_head is not None
+        return {name: self.local.value_head(rows)}
+
+    def _lm_outputs(self, batch: Batch, wanted: Sequence[str]) -> dict[str, Tensor]:
+        local = self.local
+
+        def read(rows: Tensor, which: Which) -> dict[str, Tensor]:
+            lm_head = local.model.get_output_embeddings()
+            bias = lm_head.bias if isinstance(lm_head, nn.Linear) else None
+            head = HeadWeights(
+                local.local(lm_head.weight), None if bias is None else local.local(bias), self._logit_cap
+            )
+            given: Any = {"vocabulary": local.vocabulary, "teacher": self._teacher, "k": self._top_k}
+            return lm_outputs(rows.to(self.compute), head, batch, which, wanted, **given)
+
+        return self._read(batch, self._hidden(batch), batch.target_from, read)
+
+    def _read(self, batch: Batch, hidden: Tensor, index: Tensor, fn: Reader) -> dict[str, Tensor]:
+        """fn(the hidden states [n, H] at `index`, which of `index` they are) -> outputs [n] by name."""
+        return fn(hidden.index_select(0, index.to(self.local.device)), slice(None))
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        """[T, H] hidden states after the final norm."""
+        limit = self.local.row_limit
+        if limit is not None and (tokens := int(batch.positions.max()) + 1) > limit:
+            raise ValueError(f"a row has {tokens} tokens; the model's RoPE is fixed for {limit} in this run")
+        return self._hidden_packed(batch) if self.packed else self._hidden_padded(batch)
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        return computing_in(self.compute, self._precision.master, self.local.device)
+
+    def _hidden_packed(self, batch: Batch) -> Tensor:
+        return self._states(batch.ids, batch.positions, attention.plan_attention(batch, self.local.device))
+
+    def _states(self, ids: Tensor, positions: Tensor, plan: attention.AttentionPlan) -> Tensor:
+        with self._autocast():
+            out = self.local.model.base_model(
+                **self._entry(ids),
+                position_ids=positions[..., None, :].to(self.local.device),
+                use_cache=False,
+                verl_plan=plan,
+            )
+        found: Tensor = out.last_hidden_state[0]
+        return found
+
+    def _entry(self, ids: Tensor) -> dict[str, Tensor]:
+        return {"input_ids": ids[None].to(self.local.device)}
+
+    def _hidden_padded(self, batch: Batch) -> Tensor:
+        """The same [T, H] through one padded row per sequence; a shared token keeps the value of its last row."""
+        ids, place, origin = padded_rows(batch)
+        device = self.local.device
+        with self._autocast():  # without a mask: padding is last, where causal attention ignores it
+            out = self.local.model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
+        found: Tensor = out[place.to(device)].index_select(0, origin.to(device))
+        return found

@@ -1,0 +1,79 @@
+"""The settings of an engine around a model that is in memory, and the precisions that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from verl.errors import Refused
+from verl.model_engine.base import Part
+from verl.model_engine.lm_head import Teacher
+from verl.model_engine.optim import OptimSpec
+from verl.nn.heads import Head
+from verl.nn.precision import native_bf16
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How an engine computes and trains its model. Fields without a line are as in `EngineContext`."""
+
+    head: Head = "lm"
+    optim: OptimSpec | None = None
+    """None for a frozen model."""
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    max_tokens_per_microbatch: int = 16384
+    attention_mode: str = "auto"
+    """auto or padded."""
+    gradient_checkpointing: bool = False
+    share_prefix: bool = True
+    """A prompt can be computed once per group and micro-batch."""
+    dump_dir: Path | None = None
+    emulate_bf16: bool | None = None
+    """Compute bfloat16 as rounded weights in float32 arithmetic; None: as the hardware needs."""
+    score: Tensor | None = None
+    """The weight [1, H] that a value or score head starts with."""
+    teacher: Teacher | None = None
+    """The head of the teacher of a student."""
+    top_k: int = 0
+    longest: int | None = None
+    offload: Sequence[Part] = ()
+    """The parts of the state that are on the device only while they are used."""
+
+    @property
+    def packed(self) -> bool:
+        """False: one padded row per sequence, the oracle."""
+        return self.attention_mode != "padded"
+
+    @property
+    def precision(self) -> Precision:
+        if self.dtype not in DTYPES:
+            raise Refused(f"model.dtype={self.dtype!r}: one of {', '.join(DTYPES)}")
+        dtype = DTYPES[self.dtype]
+        master = torch.float64 if dtype == torch.float64 else torch.float32
+        emulate = not native_bf16(torch.device(self.device)) if self.emulate_bf16 is None else self.emulate_bf16
+        rounds = dtype == torch.bfloat16 and emulate
+        return Precision(dtype, master, master if rounds else dtype, rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The number formats of an engine."""
+
+    dtype: torch.dtype
+    """The format that the weights are read in."""
+    master: torch.dtype
+    """The format that the weights are trained in."""
+    compute: torch.dtype
+    """The format of the arithmetic."""
+    rounds: bool
+    """Weights are rounded to `dtype` and computed with in `master`."""
+
+
+DEFAULTS = EngineSettings()
