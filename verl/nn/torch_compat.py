@@ -1,0 +1,48 @@
+"""The differences between the releases of torch that verl runs with, 2.11 to 2.15. Other modules have no branch for a
+release."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import varlen
+
+
+@cache
+def argument_names(function: Callable[..., object]) -> frozenset[str]:
+    """Return the names of the arguments of a function of torch."""
+    return frozenset(inspect.signature(function).parameters)
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: tuple[Tensor, Tensor, int, int],
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """Return torch's variable-length attention [T, H, D] of q [T, H, D] over k and v [U, K, D], where H is a multiple
+    of K. bounds: the offsets of the rows in q and in k (int32 [rows + 1]), and the longest of each. window_size: keys
+    before and after the query's position; -1 is no limit.
+
+    From 2.12 on, heads that share keys must be announced (`enable_gqa`); 2.11 groups them without, and has no such
+    argument."""
+    attend: Callable[..., Any] = varlen.varlen_attn
+    if "enable_gqa" in argument_names(attend):
+        attend = partial(attend, enable_gqa=q.shape[1] != k.shape[1])
+    out = attend(q, k, v, *bounds, scale=scale, window_size=window_size)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def all_gather_single(out: Tensor, part: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Gather the parts of all ranks [n, ...] into `out` [ranks * n, ...]. The function has this name from 2.12 on."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, part, group=group)
