@@ -3,11 +3,13 @@
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from handmade_model import write_model, write_rows
 
+from verl.config import backends
 from verl.config.load import load_config
 from verl.config.tree import leaves
 from verl.driver.identity import CONTENT, MAY_CHANGE, compare, identity_of, may_change
@@ -28,6 +30,7 @@ def made(tmp_path):
 
 def test_every_key_is_in_exactly_one_class():
     listed = [f"{section}.{name}" for section, names in MAY_CHANGE.items() for name in names]
+    listed += [key for key in leaves() if key.endswith(".engine_options")]
     assert len(listed) == len(set(listed)), "a key is named twice"
     assert set(listed) <= set(leaves()) and set(CONTENT) <= set(leaves()), "a key that does not exist"
     assert not set(listed) & set(CONTENT)
@@ -67,6 +70,18 @@ def test_what_differs_is_said_by_key(made):
             wrong.append((more, found, allowed))
     assert not wrong, wrong
     assert compare(start, made(command="eval"))[0][0].startswith("verb: ")
+
+
+def test_an_engine_names_the_options_that_a_run_may_change(made, monkeypatch):
+    row = replace(backends.ROLLOUT["native"], may_change=("max_prefill_tokens",))
+    prefill, cache = "rollout.engine_options.max_prefill_tokens", "rollout.engine_options.prefix_cache_tokens"
+    was, now = made(), made(f"{prefill}=16", f"{cache}=0")
+    assert compare(was, now)[0] == [] and list(compare(was, now)[1]) == ["rollout.engine_options"], "all, by default"
+    monkeypatch.setitem(backends.ROLLOUT, "native", row)
+    assert compare(was, now) == ([f"{cache}: 65536 -> 0"], {})
+    others, changed = compare(was, made(f"{prefill}=16"))
+    assert others == [] and list(changed) == ["rollout.engine_options"]
+    assert compare(was, made("rollout.engine=hf"))[0] == [], "another engine has other options"
 
 
 def test_pools_may_change_but_for_what_is_computed_there(made):

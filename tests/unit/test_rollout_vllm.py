@@ -172,8 +172,8 @@ def test_the_plugin_reads_experts_one_by_one_from_the_tensor_that_they_are_in_me
     monkeypatch.setattr(shm, "SHM", tmp_path)
     path = shm.ShmOutlet("verl-weights-1-plugin").stage(3, shapes, held.items())
     sums = {name: checksum(tensor) for name, tensor in held.items()}
-    update = plugin["Update"](path, 3, None, sums, json.loads(json.dumps(saved_parts(model, shapes))))
-    segment = plugin["Segment"](path)
+    update = plugin["SegmentUpdate"](path, 3, None, sums, json.loads(json.dumps(saved_parts(model, shapes))))
+    segment = plugin["SharedSegment"](path)
     found, saved = dict(segment.tensors(update)), load_file(tmp_path / "model" / "model.safetensors")
     assert found.keys() == saved.keys() and any(".experts.3.up_proj" in name for name in found)
     assert all(torch.equal(found[name], saved[name]) and found[name].is_contiguous() for name in saved)
@@ -186,7 +186,7 @@ def test_the_plugin_reads_experts_one_by_one_from_the_tensor_that_they_are_in_me
     monkeypatch.setattr(torch.cuda, "synchronize", settled.append)
     plugin["rebuild_cuda_tensor"] = lambda *given: asked.append(given) or memory
     update.passes = True
-    found = dict(plugin["Segment"](path).tensors(update))
+    found = dict(plugin["SharedSegment"](path).tensors(update))
     memory.zero_()  # written again
     assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
     shared = (b"allocation", 4096, 512, False, b"counter", 3, b"event", True)
@@ -194,7 +194,7 @@ def test_the_plugin_reads_experts_one_by_one_from_the_tensor_that_they_are_in_me
     seen.remove("GPU-a")
     plugin["_opened"].cache_clear()
     with pytest.raises(RuntimeError, match="lie on GPU GPU-a, and this process sees GPU-b: set sync.engine=shm"):
-        next(plugin["Segment"](path).tensors(update))
+        next(plugin["SharedSegment"](path).tensors(update))
 
 
 def device_memory(path: str) -> tuple[torch.Tensor, bytes]:

@@ -2,7 +2,8 @@
 
 A backend is one file and one row here. It brings `Options`, a dataclass of its own keys with their bounds (in a module
 without torch), `build(options, context)`, which makes the engine, and `memory(options, ...)`, what its options cost,
-for the plan. `SECTION.engine` chooses the row, `SECTION.engine_options` is checked against the Options of that row.
+for the plan. It may bring `faults(config, pools, roles)`, what cannot run with it, and names the options that a resumed
+run may change. `SECTION.engine` chooses the row, `SECTION.engine_options` is checked against the Options of that row.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from verl.names import did_you_mean
 
 if TYPE_CHECKING:
     from verl.rollout.base import Traits
+    from verl.workers.pools import Pool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,13 @@ class Backend:
     """`module:name`: the abilities of a rollout engine."""
     package: str = ""
     """The pip requirement of a module that is not part of verl."""
+    requires: tuple[str, str] | None = None
+    """(a Python module, the message if it is missing)."""
+    faults: str = ""
+    """`module:function`: (config, pools by name, pool of each role) -> a line for each fault of a configuration with
+    this engine. A run in one process has neither pools nor roles. Empty: none of its own."""
+    may_change: tuple[str, ...] | None = None
+    """The options that a resumed run may change. None: all of them."""
 
 
 def _server(module: str, traits: str, **more: Any) -> Backend:
@@ -61,6 +70,13 @@ def _server(module: str, traits: str, **more: Any) -> Backend:
     return Backend(build=f"{at}:build", options=f"{at}:Options", traits=f"verl.rollout.traits:{traits}", **more)
 
 
+RAY = ("ray", "Ray is not installed: pip install '.[ray]' in verl's folder")
+NIXL = ("nixl", "NIXL is missing: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1")
+PACKAGE = (
+    "transfer_queue",
+    "TransferQueue is missing: pip install --no-deps TransferQueue==0.1.11 tensordict==0.15.3 pyvers pyzmq "
+    "prometheus_client cloudpickle",
+)
 Table = Mapping[str, Backend]
 MODEL: Table = {
     "torch": Backend(
@@ -68,18 +84,23 @@ MODEL: Table = {
         options="verl.model_engine.options:Options",
         across_processes="sharded",
     ),
-    "sharded": Backend(build="verl.model_engine.rank_engine:build", options="verl.model_engine.options:Options"),
+    "sharded": Backend(
+        build="verl.model_engine.rank_engine:build",
+        options="verl.model_engine.options:Options",
+        faults="verl.model_engine.faults:sharded_faults",
+    ),
 }
 ROLLOUT: Table = {
     "native": Backend(
         build="verl.rollout.native.engine:build",
         options="verl.rollout.native.options:Options",
         memory="verl.rollout.native.options:memory",
+        faults="verl.rollout.native.options:native_faults",
     ),
     "hf": Backend(build="verl.rollout.hf:build"),
     "vllm": _server("vllm", "VLLM", memory="verl.rollout.vllm:memory"),
     "server": _server("server_url", "VERL_SERVE"),
-    "sglang": _server("sglang", "SGLANG"),
+    "sglang": _server("sglang", "SGLANG", faults="verl.rollout.sglang:router_faults"),
     "trtllm": _server("trtllm", "TRTLLM"),
     "openai": _server("openai", "OPENAI"),
 }
@@ -88,23 +109,44 @@ QUEUE: Table = {
     "shared": Backend(
         build="verl.transfer_queue.shared:build", options="verl.transfer_queue.options:Shared", one_machine=True
     ),
-    "ray": Backend(build="verl.transfer_queue.ray:build", options="verl.transfer_queue.options:Remote"),
-    "package": Backend(build="verl.transfer_queue.package:build", options="verl.transfer_queue.options:Package"),
+    "ray": Backend(build="verl.transfer_queue.ray:build", options="verl.transfer_queue.options:Remote", requires=RAY),
+    "package": Backend(
+        build="verl.transfer_queue.package:build", options="verl.transfer_queue.options:Package", requires=PACKAGE
+    ),
 }
 SYNC: Table = {
     "local": Backend(build="verl.weight_sync.local:build", across_processes="shm", across_machines="tcp"),
     "shm": Backend(build="verl.weight_sync.one_host:build", options="verl.weight_sync.options:Shm", one_machine=True),
-    "ipc": Backend(build="verl.weight_sync.one_host:build", options="verl.weight_sync.options:Ipc", one_machine=True),
-    "tcp": Backend(build="verl.weight_sync.tcp:build", options="verl.weight_sync.options:Tcp", each_host=True),
-    "nixl": Backend(build="verl.weight_sync.nixl:build", options="verl.weight_sync.options:Nixl", each_host=True),
-    "collective": Backend(
-        build="verl.weight_sync.collective:build", options="verl.weight_sync.options:Collective", each_host=True
+    "ipc": Backend(
+        build="verl.weight_sync.one_host:build",
+        options="verl.weight_sync.options:Ipc",
+        one_machine=True,
+        faults="verl.weight_sync.faults:ipc_faults",
     ),
-    "disk": Backend(build="verl.weight_sync.disk:build", options="verl.weight_sync.options:Disk"),
+    "tcp": Backend(
+        build="verl.weight_sync.tcp:build",
+        options="verl.weight_sync.options:Tcp",
+        each_host=True,
+        faults="verl.weight_sync.faults:tcp_faults",
+    ),
+    "nixl": Backend(
+        build="verl.weight_sync.nixl:build", options="verl.weight_sync.options:Nixl", each_host=True, requires=NIXL
+    ),
+    "collective": Backend(
+        build="verl.weight_sync.collective:build",
+        options="verl.weight_sync.options:Collective",
+        each_host=True,
+        faults="verl.weight_sync.faults:collective_faults",
+    ),
+    "disk": Backend(
+        build="verl.weight_sync.disk:build",
+        options="verl.weight_sync.options:Disk",
+        faults="verl.weight_sync.faults:disk_faults",
+    ),
 }
 CLUSTER: Table = {
     "inproc": Backend(build="verl.workers.inproc:build_cluster"),
-    "ray": Backend(build="verl.workers.ray.cluster:build"),
+    "ray": Backend(build="verl.workers.ray.cluster:build", requires=RAY),
     "torchrun": Backend(build="verl.workers.spmd:build"),
 }
 MEMORY: Mapping[str, str] = MappingProxyType(
@@ -179,6 +221,12 @@ def _row(section: str, engine: str, cluster: str, ranks: int, address: str | Non
     separate = cluster != "inproc" and (ranks > 1 if section == "model" else cluster == "ray")
     row = TABLES[section].get(engine, Backend(build=""))
     return (separate and ((address and row.across_machines) or row.across_processes)) or engine
+
+
+def faults_of(config: Config, section: str, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
+    """Yield what cannot run with the chosen engine, a line per fault that the engine itself reports."""
+    if (found := backend_of(config, section).faults) != "":
+        yield from import_object(found)(config, pools, roles)
 
 
 def options_of(config: Config, section: str) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from verl.config.backends import ROLLOUT, SYNC, traits_of
+from verl.config.backends import ROLLOUT, SYNC, faults_of, traits_of
 from verl.config.model_files import describe_model
 from verl.config.schema import Config
 
@@ -33,8 +33,9 @@ def reachable(engine: str, python: object, url: object) -> bool:
     return bool(python or url or (found is not None and found.origin))  # a folder of that name has no origin
 
 
-def server_faults(config: Config, command: str) -> Iterator[str]:
-    """Yield a line per fault."""
+def rollout_faults(config: Config, command: str) -> Iterator[str]:
+    """Yield a line per fault of the rollout engine, whether it is a server or not."""
+    yield from faults_of(config, "rollout", {}, {})
     r, urls = config.rollout, urls_of(config)
     traits, engine = traits_of(r.engine), f"rollout.engine={r.engine}"
     if not traits.server:
@@ -67,28 +68,11 @@ def server_faults(config: Config, command: str) -> Iterator[str]:
         why = f"it reads weights from {FROM[traits.weights_from]}"
         fix = f"set sync.engine={traits.weights_from}, or leave it out"
         yield f"sync.engine={config.sync.engine} with {engine}: {why}; {fix}"
-    if (router := config.rollout.engine_options.get("router")) is not None:
-        yield from _router(config, router)
     yield from _own_weights(config, traits, engine, command)
     yield from _draws(config, traits, engine, command)
     if config.run.deterministic:
         why = "what a server gives a sequence may depend on what else is in its batch"
         yield f"run.deterministic=true with {engine}: {why}; set rollout.engine=native, or leave it out"
-
-
-def _router(config: Config, url: str) -> Iterator[str]:
-    """Yield the fault of a router in front of servers that run already."""
-    at, parts = f"rollout.engine_options.router={url}", urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        yield f"{at}: expected http://HOST:PORT"
-    if config.rollout.url is None:
-        yield f"{at}: it stands before servers that run already; name them in rollout.url, or leave it out"
-    if config.cluster.backend != "inproc":
-        why = "who connects to one server has to know what those of the others have verified"
-        yield f"{at} with cluster.backend={config.cluster.backend}: {why}; set cluster.backend=inproc"
-    if config.pipeline.staleness > 0 and not config.pipeline.partial_rollout:
-        why = "an update waits for a replica's own requests, and the router sends it those of others"
-        yield f"{at} with pipeline.staleness={config.pipeline.staleness:g}: {why}; set pipeline.partial_rollout=true"
 
 
 def _own_weights(config: Config, traits: Traits, engine: str, command: str) -> Iterator[str]:

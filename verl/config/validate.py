@@ -15,11 +15,11 @@ from verl.algorithms.sections import POLICY, is_url, split_key
 from verl.algorithms.specs import function
 from verl.config.adapter import base_of, read_adapter
 from verl.config.agent import agent_faults
-from verl.config.backends import complete_options, longest_sequence, rollout_caches
-from verl.config.cluster import cluster_faults
+from verl.config.backends import complete_options, longest_sequence
+from verl.config.cluster import TRAINS, cluster_faults
 from verl.config.model_files import check_tokenizer, context_tokens, describe_model, find_model_folder
 from verl.config.schema import Config
-from verl.config.served import server_faults
+from verl.config.served import rollout_faults
 from verl.config.tree import convert, leaves, text_of, values_of
 from verl.data.files import expand_files
 from verl.data.formats import FEEDBACK
@@ -29,7 +29,6 @@ from verl.names import did_you_mean
 
 Command = Literal["train", "sft", "rm", "dpo", "eval", "generate"]
 RL: Collection[str] = ("train",)
-TRAINS: Collection[str] = ("train", "sft", "rm", "dpo")
 SAMPLES: Collection[str] = ("train", "eval", "generate")
 
 
@@ -42,7 +41,7 @@ def validate(config: Config, command: Command = "train") -> None:
         found += [line for rule in rules for line in rule(config)] if command in RL else []
         found += [*_optimizer(config), *_reward(config), *_evaluation(config, command), *_names(config)]
         found += [*_files(config, command), *cluster_faults(config, command)]
-        found += server_faults(config, command) if command in SAMPLES else []
+        found += rollout_faults(config, command) if command in SAMPLES else []
         found += agent_faults(config) if command in ("train", "eval") else []
     if found:
         raise Refused("\n".join(found))
@@ -85,10 +84,6 @@ def _sizes(config: Config, command: Command) -> Iterator[str]:
     if config.cluster.backend == "torchrun" and command in SAMPLES:
         why = "nothing that samples runs without a controller"
         yield f"cluster.backend=torchrun: {why}; use ray (processes) or inproc for `verl {command}`"
-    longest, held = longest_sequence(config), rollout_caches(config, bytes_per_token=1)["KV cache"]
-    if command in SAMPLES and held < longest:
-        key = "rollout.engine_options.max_kv_tokens"
-        yield f"{key}={held} holds no sequence of {longest} tokens (prompt + response): raise it, or set null"
 
 
 def _divisors(number: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.config.backends import ROLLOUT, import_object, options_of, traits_of
 from verl.config.schema import Config
-from verl.config.served import server_faults, urls_of
+from verl.config.served import rollout_faults, urls_of
 from verl.driver.driver_host import server_place
 from verl.driver.fleet import Fleet
 from verl.driver.models import ModelContext
@@ -38,7 +38,7 @@ def fleet_of(
         """Return the function that connects to the server at `url`, or starts the server `number`. The same checks as
         at the start of a run apply, and a ValueError has the reason of a refusal."""
         asked = replace(config, rollout=replace(config.rollout, url=url, replicas=1)) if url else config
-        for fault in server_faults(asked, "train"):
+        for fault in rollout_faults(asked, "train"):
             raise Refused(fault)
         if not traits_of(config.rollout.engine).server:
             raise Refused(f"rollout.engine={config.rollout.engine}: its replicas are in this process; none joins")

@@ -20,6 +20,7 @@ from verl.algorithms.presets import preference, settled
 from verl.algorithms.sections import POLICY, is_url
 from verl.algorithms.specs import short
 from verl.config.adapter import base_of
+from verl.config.backends import TABLES
 from verl.config.load import Resolved
 from verl.config.model_files import find_model_folder
 from verl.config.schema import Config
@@ -34,17 +35,17 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("save_every_steps", "keep_last_checkpoints", "keep_every_steps", "keep_best", "grace_s"),
             *("eval_every_steps", "eval_before", "eval_after", "wait_timeout_s"),
         ),
-        "model": ("device", "gradient_checkpointing", "engine", "engine_options"),
+        "model": ("device", "gradient_checkpointing", "engine"),
         "data": ("num_workers", "cache_dir"),
         "step": ("max_tokens_per_microbatch",),
         "optim": ("lr", "schedule", "decay_ratio", "warmup_steps", "warmup_ratio", "min_lr_ratio"),
         "critic": ("lr", "warmup_steps", "warmup_ratio"),
-        "rollout": ("engine", "engine_options", "replicas", "max_concurrent_sequences"),
+        "rollout": ("engine", "replicas", "max_concurrent_sequences"),
         "agent": ("tool_timeout_s",),
         "pipeline": ("placement", "max_attempts", "max_invalid_share"),
         "reward": ("timeout_s", "memory_limit_mb", "num_workers"),
-        "queue": ("engine", "engine_options"),
-        "sync": ("engine", "engine_options", "canary", "canary_tolerance"),
+        "queue": ("engine",),
+        "sync": ("engine", "canary", "canary_tolerance"),
         "cluster": (
             *(
                 "backend",
@@ -68,7 +69,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "track": ("sinks", "project", "samples_per_step", "report_every_steps"),
     }
 )
-"""Section -> the keys of it with which a run may go on when they are other than before."""
+"""Section -> the keys that a resumed run may change. The options of engines are in the rows of config/backends.py."""
 
 _WEIGHTS = (".safetensors", ".py")
 _WEIGHT_FILES = ("config.json", "generation_config.json", "adapter_config.json")
@@ -211,8 +212,10 @@ def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str
             if was.contents.get(key) != now.contents.get(key):
                 same = " (the same name, another content)" if old == new else ""
                 others.append(f"{key}: {old} -> {new}{same}")
-        elif old != new and may_change(key):
+        elif old != new and may_change(key) and not (fixed := _fixed_options(key, was, now)):
             changed[key] = [old, new]
+        elif old != new and may_change(key):
+            others += [f"{key}.{name}: {given[0]} -> {given[1]}" for name, given in fixed.items()]
         elif old != new:
             others.append(f"{key}: {old} -> {new}")
     return others, changed
@@ -231,8 +234,24 @@ def _read(text: str) -> object:
 
 
 def may_change(key: str) -> bool:
+    """Return true if a resumed run may change the key; of `engine_options` perhaps not every option."""
     section, _, name = key.partition(".")
-    return name in MAY_CHANGE.get(section, ())
+    return name in MAY_CHANGE.get(section, ()) or (name == "engine_options" and section in TABLES)
+
+
+def _fixed_options(key: str, was: Identity, now: Identity) -> dict[str, list[str]]:
+    """Return {name: [old, new]} of the changed options that the engine does not let a run change. With another engine
+    all options are others."""
+    section, _, name = key.partition(".")
+    engine = was.values.get(f"{section}.engine")
+    row = TABLES[section].get(str(_read(engine or ""))) if name == "engine_options" else None
+    if row is None or row.may_change is None or engine != now.values.get(f"{section}.engine"):
+        return {}
+    old, new = (_read(one.values.get(key, "{}")) for one in (was, now))
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return {}
+    changed = {k: [json.dumps(old.get(k)), json.dumps(new.get(k))] for k in {**old, **new} if old.get(k) != new.get(k)}
+    return {k: given for k, given in changed.items() if k not in row.may_change}
 
 
 def _digest(files: Iterable[Path]) -> str:

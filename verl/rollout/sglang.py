@@ -8,16 +8,20 @@ checked before, and the canary checks the loaded weights. No torch is imported a
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from verl.bounds import Positive, PositiveInt, PositiveShare
 from verl.rollout.traits import SGLANG
 
 if TYPE_CHECKING:
+    from verl.config.schema import Config
     from verl.rollout.base import RolloutContext
     from verl.rollout.client import ServedEngine
+    from verl.workers.pools import Pool
 
 AT_LEAST, BELOW = (0, 5, 23), (0, 6)
 INSTALL = "pip install sglang==0.5.23 in an environment of its own"
@@ -47,6 +51,23 @@ class Options:
     """For one answer, the time in the queue included."""
     args: dict[str, Any] | None = None
     """More of `sglang.launch_server`: {attention-backend: triton}; {enable-torch-compile: true} is the flag alone."""
+
+
+def router_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
+    """Yield the faults of a router in front of servers that run already."""
+    if (url := config.rollout.engine_options.get("router")) is None:
+        return
+    at, parts = f"rollout.engine_options.router={url}", urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        yield f"{at}: expected http://HOST:PORT"
+    if config.rollout.url is None:
+        yield f"{at}: it stands before servers that run already; name them in rollout.url, or leave it out"
+    if config.cluster.backend != "inproc":
+        why = "who connects to one server has to know what those of the others have verified"
+        yield f"{at} with cluster.backend={config.cluster.backend}: {why}; set cluster.backend=inproc"
+    if config.pipeline.staleness > 0 and not config.pipeline.partial_rollout:
+        why = "an update waits for a replica's own requests, and the router sends it those of others"
+        yield f"{at} with pipeline.staleness={config.pipeline.staleness:g}: {why}; set pipeline.partial_rollout=true"
 
 
 def build(options: Options, context: RolloutContext) -> ServedEngine:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
 from verl.errors import Refused
 from verl.rollout.base import check_positive
+
+if TYPE_CHECKING:
+    from verl.config.schema import Config
+    from verl.workers.pools import Pool
 
 KEPT_KV_BYTES = 64 << 20
 """KV up to this size is not freed by sleep on a CPU: allocating its pages again would slow down a short step."""
@@ -27,6 +32,16 @@ class Options:
         check_positive(max_prefill_tokens=self.max_prefill_tokens)
         if self.prefix_cache_tokens < 0:
             raise Refused(f"prefix_cache_tokens={self.prefix_cache_tokens}: must be 0 (keep none) or more")
+
+
+def native_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
+    """Yield the fault of KV slots that hold no whole sequence."""
+    from verl.config.backends import longest_sequence
+
+    held, longest = config.rollout.engine_options.get("max_kv_tokens"), longest_sequence(config)
+    if held is not None and held < longest:
+        key = "rollout.engine_options.max_kv_tokens"
+        yield f"{key}={held} holds no sequence of {longest} tokens (prompt + response): raise it, or set null"
 
 
 def memory(

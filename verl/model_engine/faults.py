@@ -1,0 +1,79 @@
+"""Faults of configurations with the sharded engine: layouts, and models that its ranks cannot share.
+
+No torch is imported here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from verl.config.adapter import teacher_models
+from verl.config.backends import layout_of, options_of
+from verl.config.cluster import placed_roles
+from verl.config.model_files import describe_model, read_model_config, text_config
+from verl.config.schema import Config
+from verl.model_engine.layout import Layout
+from verl.model_engine.options import EXPERT_PLANS, PIPELINE_PLANS, TENSOR_PLANS, cannot
+from verl.workers.pools import Pool
+
+
+def sharded_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line per fault."""
+    if config.cluster.backend == "inproc":
+        yield "model.engine=sharded with cluster.backend=inproc: this process has no others; set model.engine=torch"
+        return
+    layout = layout_of(config)
+    if layout.world_size == 1:
+        yield "model.engine=sharded wants several ranks: set cluster.ranks_per_node, or model.engine=torch"
+    if impossible := [*cannot(layout)]:
+        yield from impossible
+        return
+    for name, size in (("sequence", layout.sequence), ("pipeline", layout.pipeline)):
+        if size > 1 and options_of(config, "model").attention == "padded":
+            yield f"parallel.{name}={size} shares packed rows: set model.engine_options.attention=auto"
+    if layout.sequence * layout.tensor * layout.expert * layout.pipeline > 1:
+        critic = config.critic.path if "critic" in placed_roles(config) else None
+        folders = {"model.path": config.model.path, "critic.path": critic, "reward.model": config.reward.model}
+        folders |= {f"teacher ({role})": path for role, path in teacher_models(config).items()}
+        for key, path in folders.items():
+            if path is not None:
+                yield from _shared(f"{key}={path}", path, layout)
+
+
+def _shared(what: str, path: str, layout: Layout) -> list[str]:
+    """Return why the ranks cannot share this model, from its config.json."""
+    try:
+        facts = describe_model(path)
+    except ValueError:
+        return []  # another check reports it
+    config = read_model_config(Path(facts.folder))
+    text, planned = text_config(config), "auto_map" in config
+    sizes = {"tensor": layout.tensor, "sequence": layout.sequence}
+    asked = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
+    kind, both = str(text.get("model_type")), layout.tensor * layout.sequence
+    alone = "(parameters are sharded over the data ranks then)"
+    if layout.tensor > 1 and not (planned or kind in TENSOR_PLANS):
+        return [f"{asked}: {what} is a {kind}, which cannot be cut over ranks here; use parallel.tensor=1 {alone}"]
+    if layout.pipeline > 1 and not (planned or kind in PIPELINE_PLANS):
+        fix = f"use parallel.pipeline=1 {alone}"
+        return [f"parallel.pipeline={layout.pipeline}: {what} is a {kind}, which cannot be cut into stages here; {fix}"]
+    if layout.pipeline > facts.layers:
+        few = f"{what} has {facts.layers} layers, and each stage wants one; use at most {facts.layers}"
+        return [f"parallel.pipeline={layout.pipeline}: {few}"]
+    if layout.expert > 1 and not (planned or kind in EXPERT_PLANS):
+        fix = f"use parallel.expert=1 (those of {', '.join(EXPERT_PLANS)} can be)"
+        return [f"parallel.expert={layout.expert}: {what} is a {kind}, whose experts cannot be given to ranks; {fix}"]
+    if (experts := text.get("num_experts") or text.get("num_local_experts") or 0) % layout.expert:
+        fix = f"which its ranks cannot share equally; use {math.gcd(experts, layout.expert)}"
+        return [f"parallel.expert={layout.expert}: {what} has {experts} experts, {fix}"]
+    for name, number in (("attention heads", facts.heads), ("key-value heads", facts.kv_heads)):
+        if number % both:
+            fix = f"use {math.gcd(number, both)} in all"
+            return [f"{asked}: {what} has {number} {name}, which {both} ranks cannot share equally; {fix}"]
+    cut = {"a vocabulary": facts.vocab, "an MLP": text.get("intermediate_size") or 0}
+    cut["a shared expert"] = text.get("shared_expert_intermediate_size") or 0
+    odd = [f"{name} of {number}" for name, number in cut.items() if number % layout.tensor]
+    fix = "which its ranks cannot share equally; use a divisor of it"
+    return [f"parallel.tensor={layout.tensor}: {what} has {size}, {fix}" for size in odd]
