@@ -63,6 +63,7 @@ MASKS = "tests/numerics/test_term_masks.py"
 TERMS = "tests/numerics/test_preference_terms.py"
 IDENTITY = "tests/unit/test_identity.py tests/e2e/test_run_identity.py"
 CANARY = "tests/contracts/test_canary.py"
+MEDIA = "tests/unit/test_media.py"
 WIRE, SLICES = "tests/unit/test_wire_format.py", "tests/distributed/test_parts_sync.py"
 TEACHER = "tests/numerics/test_teacher.py"
 AHEAD = "tests/unit/test_ahead.py"
@@ -574,6 +575,9 @@ MUTANTS = (
         "order = np.argsort(self.logprobs, kind",
         CANARY,
     ),
+    Mutant("transfer_queue/media.py", "path.stat().st_nlink == 1", "path.stat().st_nlink <= 2", MEDIA),
+    Mutant("driver/queue_rows.py", "self._with_media & {*refs.ids}", "self._with_media - {*refs.ids}", MEDIA),
+    Mutant("driver/replay.py", "into.drop([REPLAY])", "pass", MEDIA),
     Mutant("weight_sync/wire_format.py", "wanted = form.dtype_of(name)", "wanted = form.dtype", WIRE),
     Mutant("weight_sync/wire_format.py", "not held.is_floating_point or not", "not", WIRE),
     Mutant("weight_sync/version_folder.py", "spans[inner - 1] == (0, shape[inner - 1])", "True", SLICES),

@@ -68,6 +68,8 @@ from verl.rollout.router import Router
 from verl.track.console import LiveProgress
 from verl.track.events import EventLog
 from verl.track.sinks import open_sinks
+from verl.transfer_queue.base import MediaStore
+from verl.transfer_queue.media import FolderMedia
 from verl.types import Sampling, Task
 from verl.weight_sync.base import CheckpointEngine, SyncContext
 from verl.weight_sync.canary import probes_of
@@ -139,7 +141,7 @@ async def _run_of(
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
     learner = learner_of(context, algorithm, models, waits)
     rollout, replicas = await _started(config, tokenizer, context, waits, progress, refused)
-    args = (context.queue, claimed.path, tokenizer, config.track.samples_per_step)
+    args = (context.queue, claimed.path, tokenizer, config.track.samples_per_step, media_of_run(claimed.path))
     recording = context.cluster.start("recorder", build_recorder, args), learner.rows
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recording=recording, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, loops, rollout, reward, waits, algorithm)
@@ -330,6 +332,11 @@ def learner_of(
         waits=waits or Waits(),
         controllers=Controllers(algorithm.kl_reward.coef if algorithm and algorithm.kl_reward else 0.0),
     )
+
+
+def media_of_run(run_dir: Path) -> MediaStore:
+    """Return the store of the media of a run's recorded rows."""
+    return FolderMedia(run_dir / "media")
 
 
 def offline_learner(config: Config, total_steps: int, crash_dir: Path) -> Learner:

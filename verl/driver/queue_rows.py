@@ -12,24 +12,45 @@ from verl.types import Refs, Sample
 from verl.workers.waits import Waits
 
 
+def owner_of_row(sample_id: str) -> str:
+    """Return the name of a row as an owner of media."""
+    return f"row {sample_id}"
+
+
 @dataclass(eq=False)
 class QueueRows:
-    """Puts and drops the rows of one queue. `owner` names the rows that are dropped and may be put again under the same
-    ids: a group."""
+    """Puts and drops the rows of one queue, with the media that they refer to. `owner` names the rows that are dropped
+    and may be put again under the same ids: a group."""
 
     queue: TransferQueue
     waits: Waits
+    _with_media: set[str] = field(default_factory=set, init=False)
     _dropping: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
 
     async def put(self, samples: Sequence[Sample], owner: str = "") -> Refs:
         """Store samples, after earlier rows of the owner are dropped, and return their refs."""
         if dropping := self._dropping.get(owner):
             await asyncio.shield(dropping)
-        return await self.queue.put(samples)
+        media = {s.sample_id: names for s in samples if (names := [m for part in s.segments for m in part.media])}
+        if media and self.queue.media is None:
+            raise ValueError(f"{next(iter(media))} has media, and this queue stores none; use queue.engine=shared")
+        refs = await self.queue.put(samples)
+        if media and self.queue.media is not None:
+            self._with_media |= media.keys()
+            try:
+                for sample_id, names in media.items():
+                    self.queue.media.hold(names, owner_of_row(sample_id))
+            except BaseException:
+                self.drop(refs)
+                raise
+        return refs
 
     def drop(self, refs: Refs) -> None:
-        """Drop rows that no call of a worker uses any more."""
+        """Drop rows that no call of a worker uses any more, and media to which no other row refers."""
         self.queue.drop(refs)
+        if (dropped := self._with_media & {*refs.ids}) and self.queue.media is not None:
+            self._with_media -= dropped
+            self.queue.media.drop(map(owner_of_row, dropped))
 
     def drop_after(
         self,
@@ -46,7 +67,7 @@ class QueueRows:
             for answer in map(asyncio.wrap_future, calls):
                 what = "a model to let go of rows that are dropped"
                 await self.waits.wait(answer, who=owner, what=what, timeout_s=timeout_s)
-            self.queue.drop(refs)
+            self.drop(refs)
             del self._dropping[owner]
 
         def ended(task: asyncio.Task[None]) -> None:

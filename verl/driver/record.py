@@ -17,7 +17,7 @@ from verl.driver.state import packed_segments
 from verl.model_engine.base import Ranks
 from verl.rollout.base import DecodeFn
 from verl.track.samples import FOLDER, Kind, SampleRow, samples_path, write_samples
-from verl.transfer_queue.base import TransferQueue
+from verl.transfer_queue.base import MediaStore, TransferQueue, copy_media
 from verl.transfer_queue.rows import queued_samples
 from verl.types import LEARNED, Refs, Sample, Segment, Trajectory, facts_of, response_ids_of, samples_of, versions_of
 
@@ -25,11 +25,18 @@ MOST_WAITING = 8_000_000  # response tokens; a row holds about 40 bytes of each
 
 
 def build_recorder(
-    queue: TransferQueue, run_dir: Path, tokenizer: Any, groups_per_step: int = 0, *, ranks: Sequence[Ranks]
+    queue: TransferQueue,
+    run_dir: Path,
+    tokenizer: Any,
+    groups_per_step: int = 0,
+    media: MediaStore | None = None,
+    *,
+    ranks: Sequence[Ranks],
 ) -> list[SampleRecorder]:
-    """Build the worker that writes samples. The tokenizer makes the texts; prompts keep their special tokens."""
+    """Build the worker that writes samples. The tokenizer makes the texts; prompts keep their special tokens. media:
+    the run's store of recorded media."""
     decode, decode_prompt = decoder(tokenizer), decoder(tokenizer, special_tokens=True)
-    return [SampleRecorder(queue, run_dir, decode, decode_prompt, groups_per_step) for _ in ranks]
+    return [SampleRecorder(queue, run_dir, decode, decode_prompt, groups_per_step, media) for _ in ranks]
 
 
 @dataclass(eq=False)
@@ -48,12 +55,27 @@ class SampleRecorder:
     """Text of a prompt with its special tokens; None: `decode`."""
     groups_per_step: int = 0
     """Groups of a step that are written; 0: all."""
+    media: MediaStore | None = None
+    """The store for the media of recorded rows; None: they are not kept beyond their rows in the queue."""
     _waiting: list[tuple[int, list[SampleRow], Kind]] = field(default_factory=list)
 
     def record(self, step: int, refs: Refs, truths: Mapping[str, Any]) -> list[str]:
         groups = list(refs.groups().values())[: self.groups_per_step or None]
-        rows = self._rows(step, Refs(ref for group in groups for ref in group), truths)
-        return self._write(step, rows, "train")
+        refs = Refs(ref for group in groups for ref in group)
+        samples = queued_samples(self.queue, refs)
+        lines = self._keep_media(step, samples)
+        return lines + self._write(step, self._rows(step, refs, samples, truths), "train")
+
+    def _keep_media(self, step: int, samples: Sequence[Sample]) -> list[str]:
+        """Copy the media of these rows into the run's store, which replay reads. Returns a line if it is full."""
+        references = {m for sample in samples for segment in sample.segments for m in segment.media}
+        if not references or self.media is None or self.queue.media is None:
+            return []
+        try:
+            copy_media(self.queue.media, self.media, references, f"step {step}")
+        except OSError as e:
+            return [f"warning: the media of step {step} are not recorded ({e.strerror or e}): it cannot be replayed"]
+        return []
 
     def record_eval(self, step: int, found: Sequence[Trajectory], truths: Mapping[str, Any]) -> list[str]:
         prompts: dict[bytes, str] = {}
@@ -90,7 +112,7 @@ class SampleRecorder:
                 lines.append(f"{self.run_dir / FOLDER} is written again")
         return lines
 
-    def _rows(self, step: int, refs: Refs, truths: Mapping[str, Any]) -> list[SampleRow]:
+    def _rows(self, step: int, refs: Refs, samples: Sequence[Sample], truths: Mapping[str, Any]) -> list[SampleRow]:
         found: dict[str, dict[str, np.ndarray]] = {i: {} for i in refs.ids}  # a baseline has fewer columns
         for column in (c for c in recorded() if not c.sampled):
             left = refs
@@ -101,7 +123,6 @@ class SampleRecorder:
                         found[sample_id][column.recorded] = part.numpy()
                     left = Refs(ref for ref in left if column.recorded not in found[ref.sample_id])
         prompts: dict[bytes, str] = {}
-        samples = queued_samples(self.queue, refs)
         return [self._row(step, sample, found[sample.sample_id], prompts, truths) for sample in samples]
 
     def _row(

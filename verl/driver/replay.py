@@ -18,8 +18,9 @@ from verl.columns import COLUMNS
 from verl.config.load import load_config, read_config
 from verl.config.schema import Config
 from verl.data.formats import FEEDBACK
-from verl.driver.assemble import offline_learner, trained_roles
+from verl.driver.assemble import media_of_run, offline_learner, trained_roles
 from verl.driver.checkpointer import load_role
+from verl.driver.queue_rows import QueueRows
 from verl.driver.run_dir import config_path
 from verl.driver.setup import set_up_process, with_native_dtype
 from verl.driver.state import read_state, unpacked_segments
@@ -28,10 +29,12 @@ from verl.errors import Refused
 from verl.track.events import read_events
 from verl.track.metrics import read_metrics, reduce
 from verl.track.samples import SampleRow, read_samples, sample_steps
-from verl.transfer_queue.base import TransferQueue
+from verl.transfer_queue.base import MediaStore, TransferQueue, copy_media
 from verl.types import Refs, Sample, Segment, facts_of
 
 COMPARED = tuple(c.recorded for c in COLUMNS if c.replayed)
+REPLAY = "replay"
+"""The owner of the media of a replayed step, until its rows are in the queue."""
 COMPARED_METRICS = ("actor/pg_loss", "actor/grad_norm", "actor/entropy")
 
 
@@ -99,7 +102,9 @@ async def _replay(run_dir: Path, number: int) -> list[str]:
         for n in range(base + 1, number + 1):
             rows, step = read_samples(run_dir, n), Step(n - 1)
             reads = config.teacher.hint_key == FEEDBACK
-            refs = await learner.rows.put([recorded_sample(row, reads) for row in rows])
+            refs = await put_recorded(
+                learner.rows, [recorded_sample(row, reads) for row in rows], media_of_run(run_dir)
+            )
             await experience_and_update(learner, step, refs)
             if n == number:
                 break
@@ -109,6 +114,18 @@ async def _replay(run_dir: Path, number: int) -> list[str]:
         return _differences(rows, refs, learner.queue) + _metric_differences(run_dir, number, reduce(step.metrics))
     finally:
         learner.close()
+
+
+async def put_recorded(rows: QueueRows, samples: Sequence[Sample], media: MediaStore) -> Refs:
+    """Put recorded samples into the queue, with their media from the run's store."""
+    references, into = {m for sample in samples for part in sample.segments for m in part.media}, rows.queue.media
+    if not references or into is None:
+        return await rows.put(samples)
+    copy_media(media, into, references, REPLAY)
+    try:
+        return await rows.put(samples)
+    finally:
+        into.drop([REPLAY])
 
 
 def recorded_sample(row: SampleRow, reads_feedback: bool) -> Sample:

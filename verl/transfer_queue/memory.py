@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.batch import Ragged
+from verl.transfer_queue.media import MemoryMedia
 from verl.transfer_queue.rows import columns_of
 from verl.types import Refs, Sample, ref_of
 
@@ -26,6 +27,7 @@ class MemoryQueue:
     """A `TransferQueue` in a dictionary. The threads of in-process worker groups may use it."""
 
     def __init__(self) -> None:
+        self.media = MemoryMedia()
         self._rows: dict[str, _Columns] = {}
         self._lock = threading.Lock()
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from verl.batch import Ragged
 from verl.errors import Refused
+from verl.transfer_queue.base import MediaStore
 from verl.transfer_queue.index import (
     Commit,
     Drop,
@@ -72,6 +73,8 @@ def start(max_bytes: int | None, cpus: int = 0) -> tuple[str, Any]:
 
 class RayQueue:
     """A `TransferQueue` over Ray. A read result is a view of the store's memory and must not be written."""
+
+    media: MediaStore | None = None
 
     def __init__(self, name: str, timeout_s: float, keeper: Any = None) -> None:
         self._name, self._timeout_s, self._actor = name, timeout_s, keeper

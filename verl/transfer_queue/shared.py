@@ -43,6 +43,7 @@ from verl.transfer_queue.index import (
     pick,
     waited,
 )
+from verl.transfer_queue.media import FolderMedia
 from verl.transfer_queue.options import Shared
 from verl.transfer_queue.packing import Parcel, parcel_of_columns, parcel_of_samples, unpack
 from verl.transfer_queue.segments import (
@@ -111,6 +112,7 @@ class SharedQueue:
 
     def __init__(self, folder: Path, timeout_s: float, keeper: Keeper | None = None) -> None:
         self._folder, self._timeout_s = folder, timeout_s
+        self.media = FolderMedia(folder / "media")
         self._process = _Process(folder, timeout_s, keeper)
 
     def __reduce__(self) -> tuple[Any, ...]:

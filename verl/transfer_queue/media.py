@@ -1,0 +1,161 @@
+"""Stores of media: the encoded bytes of images and other inputs, by their hash. A segment has the hashes, and its row
+in the queue keeps their content."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+LOCK_S, LOOK_S = 60.0, 0.002  # to wait for the other processes of a folder; between two looks
+
+
+def media_hash(content: bytes) -> str:
+    """Return the reference of this content: 32 hexadecimal digits."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+class MemoryMedia:
+    """A `MediaStore` of one process. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._content: dict[str, bytes] = {}
+        self._owners: dict[str, set[str]] = {}  # by reference
+        self._owned: dict[str, set[str]] = {}  # by owner
+        self._lock = threading.Lock()
+
+    def put(self, content: bytes, owner: str) -> str:
+        reference = media_hash(content)
+        with self._lock:
+            self._content.setdefault(reference, content)
+            self._add(reference, owner)
+        return reference
+
+    def get(self, reference: str) -> bytes:
+        with self._lock:
+            if reference not in self._content:
+                raise _missing([reference])
+            return self._content[reference]
+
+    def hold(self, references: Iterable[str], owner: str) -> None:
+        names = set(references)
+        with self._lock:
+            if missing := sorted(names - self._content.keys()):
+                raise _missing(missing)
+            for reference in names:
+                self._add(reference, owner)
+
+    def drop(self, owners: Iterable[str]) -> None:
+        with self._lock:
+            for owner in owners:
+                for reference in self._owned.pop(owner, ()):
+                    self._owners[reference].discard(owner)
+                    if not self._owners[reference]:
+                        del self._owners[reference], self._content[reference]
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def _add(self, reference: str, owner: str) -> None:
+        self._owners.setdefault(reference, set()).add(owner)
+        self._owned.setdefault(owner, set()).add(reference)
+
+
+class FolderMedia:
+    """A `MediaStore` in a folder that several processes use, on one host or on a shared file system. It can be pickled,
+    and is made with its first content.
+
+    content/HASH is the content; owners/OWNER/HASH is a hard link to it. Content with no further link is deleted. A file
+    is complete before it gets its name, so `get` needs no lock; a lock file orders all that adds or removes links."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def put(self, content: bytes, owner: str) -> str:
+        reference = media_hash(content)
+        path, coming = self._path(reference), self.root / f".coming-{uuid.uuid4().hex}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if not path.exists():
+                coming.write_bytes(content)
+            with self._locked():
+                if not path.exists():  # now, or another process has dropped it
+                    if not coming.exists():
+                        coming.write_bytes(content)
+                    coming.rename(path)
+                self._link(reference, owner)
+        finally:
+            coming.unlink(missing_ok=True)
+        return reference
+
+    def get(self, reference: str) -> bytes:
+        try:
+            content = self._path(reference).read_bytes()
+        except FileNotFoundError:
+            raise _missing([reference]) from None
+        if media_hash(content) != reference:
+            raise ValueError(f"{self._path(reference)} is damaged: its content has another hash")
+        return content
+
+    def hold(self, references: Iterable[str], owner: str) -> None:
+        names = sorted(set(references))
+        if names and not self.root.is_dir():
+            raise _missing(names)
+        with self._locked() if names else contextlib.nullcontext(None):
+            if missing := [reference for reference in names if not self._path(reference).exists()]:
+                raise _missing(missing)
+            for reference in names:
+                self._link(reference, owner)
+
+    def drop(self, owners: Iterable[str]) -> None:
+        folders = [folder for owner in owners if (folder := self._owner(owner)).is_dir()]
+        with self._locked() if folders else contextlib.nullcontext(None):
+            for folder in folders:
+                names = os.listdir(folder) if folder.is_dir() else []  # another process may have dropped it
+                shutil.rmtree(folder, ignore_errors=True)
+                for path in map(self._path, names):
+                    if path.exists() and path.stat().st_nlink == 1:
+                        path.unlink()
+
+    def __len__(self) -> int:
+        return len(os.listdir(self.root / "content")) if self.root.is_dir() else 0
+
+    def _path(self, reference: str) -> Path:
+        if len(reference) != 32 or not set(reference) <= set("0123456789abcdef"):
+            raise ValueError(f"{reference!r} is no reference of media: 32 hexadecimal digits")
+        return self.root / "content" / reference
+
+    def _owner(self, owner: str) -> Path:
+        return self.root / "owners" / hashlib.blake2b(owner.encode(), digest_size=16).hexdigest()
+
+    def _link(self, reference: str, owner: str) -> None:
+        folder = self._owner(owner)
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.link(self._path(reference), folder / reference)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep the other processes and threads out. TimeoutError if they take too long."""
+        until_s = time.monotonic() + LOCK_S
+        with (self.root / "lock").open("a") as lock:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until_s:
+                        raise TimeoutError(f"{self.root}: another process kept its lock for {LOCK_S:g} s") from None
+                    time.sleep(LOOK_S)
+            yield
+
+
+def _missing(references: Sequence[str]) -> ValueError:
+    return ValueError(f"{len(references)} media have no content in this store (never put, or dropped): {references[0]}")
