@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from each import each
+from facts import use_facts
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -32,6 +33,7 @@ from transformers import (
 )
 
 from verl.accel import trained
+from verl.accel.devices import device_facts
 from verl.algorithms.losses import nll
 from verl.batch import pack, unshare
 from verl.model_engine.optim import OptimSpec
@@ -148,8 +150,7 @@ def run(model, batch, **options):
 @each("name", MODELS)
 def test_packed_and_shared_equal_each_sequence_alone(name, small_keys, free_padding, monkeypatch):
     """The oracle is one padded row per sequence through the model's own attention."""
-    monkeypatch.setattr(attention, "_SMALL_KEYS", small_keys)
-    monkeypatch.setattr(attention, "_FREE_PADDING", free_padding)
+    use_facts(monkeypatch, attention, kept_score_keys=small_keys, free_padding=free_padding)
     model, batch = make(name), pack(rows())
     expected, expected_grads = run(model, batch, attention_mode="padded")
     for what, got in (
@@ -260,7 +261,7 @@ def test_models_that_scale_or_sink_are_refused_in_words():
 
 @pytest.mark.parametrize("free_padding", [0, 500, 1 << 30])
 def test_every_token_is_a_query_once_and_sees_its_ancestors(free_padding, monkeypatch):
-    monkeypatch.setattr(attention, "_FREE_PADDING", free_padding)
+    use_facts(monkeypatch, attention, free_padding=free_padding)
     batch = pack(rows())
     plan = attention.plan_attention(batch, torch.device("cpu"))
     assert (len(plan.blocks) == 1) == (free_padding == 1 << 30)
@@ -374,7 +375,7 @@ def test_padding_is_bounded():
         area, lengths = b.q_index.numel() * b.k_index.shape[1], b.real.sum(1)
         assert (
             area - int((lengths * (b.offset + lengths)).sum())
-            <= max(attention._FREE_PADDING, 0.2 * area) + 8 * b.q_index.numel()
+            <= max(device_facts("cpu").free_padding, 0.2 * area) + 8 * b.q_index.numel()
         )
     assert len(plan.blocks) < len(batch.parent) / 2, "like segments are computed together"
 

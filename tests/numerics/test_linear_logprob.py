@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from facts import use_chunks, use_facts
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from verl.accel.devices import DEVICES
 from verl.nn import linear_logprob as module
 from verl.nn.linear_logprob import linear_logprob
 
@@ -32,8 +34,7 @@ def grads(outputs, upstream, leaves):
 @pytest.mark.parametrize("rows", [1, 7, 64, 150, 1000])
 @pytest.mark.parametrize("with_bias, cap", [(True, 0.0), (False, 0.0), (True, 2.0)])
 def test_values_and_gradients_equal_dense_at_any_chunk(inputs, rows, with_bias, cap, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_ROWS", rows)
-    monkeypatch.setattr(module, "CHUNK_BYTES", 0)
+    use_chunks(monkeypatch, least_rows=rows, at_once=0)
     hidden, weight, bias, targets, temperature = inputs
     bias, leaves = (bias, (hidden, weight, bias)) if with_bias else (None, (hidden, weight))
     lp, entropy, pi2, _ = linear_logprob(
@@ -133,8 +134,7 @@ def memory_of(n: int, vocab: int, width: int = 8) -> tuple[int, int]:
 
 
 def test_memory_does_not_depend_on_the_vocabulary(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", 64 << 10)
-    monkeypatch.setattr(module, "CHUNK_ROWS", 1)
+    use_chunks(monkeypatch, least_rows=1, at_once=64 << 10)
     n = 700
     found = {vocab: memory_of(n, vocab) for vocab in (50, 500, 5000)}
     assert len({saved for saved, _ in found.values()}) == 1, f"saved bytes by vocabulary: {found}"
@@ -151,3 +151,22 @@ def test_no_row_and_one_row():
     assert lp.shape == (0,) and not weight.grad.any()
     one, *_ = linear_logprob(torch.ones(1, 3), weight, torch.tensor([2]), torch.ones(1))
     torch.testing.assert_close(one, weight.sum(1).log_softmax(0)[2:3])
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_the_sizes_of_a_device_change_no_result(kind, monkeypatch):
+    """A chunk of the CPU and one of a GPU give the same numbers, to the order of a sum in float32."""
+    torch.manual_seed(0)
+    n, vocab = 900, 16 << 10
+    hidden, weight = torch.randn(n, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
+    targets, temperature = torch.randint(0, vocab, (n,)), torch.full((n,), 0.7)
+    found = []
+    for facts in (DEVICES["cpu"], DEVICES[kind]):
+        sizes = {"logit_chunk_rows": facts.logit_chunk_rows, "logit_chunk_bytes": facts.logit_chunk_bytes}
+        use_facts(monkeypatch, module, **sizes)
+        cut = module.chunks(n, weight)
+        assert len(cut) == {"cpu": 4, "cuda": 1}[kind if facts is DEVICES[kind] else "cpu"]
+        lp, entropy, *_ = linear_logprob(hidden, weight, targets, temperature, entropy=True)
+        found.append((lp, entropy, *grads((lp, entropy), torch.ones(2, n), (hidden, weight))))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from each import each
+from facts import use_chunks
 from fakes import put
 from passes import forward_backward
 from small_columns import F64, columns, f64
@@ -31,7 +32,6 @@ from verl.model_engine.lm_head import read_teacher
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
-from verl.nn import linear_logprob as chunking
 from verl.nn.linear_logprob import NONE, linear_logprob
 from verl.nn.linear_teacher import HeadWeights, logprobs_at, top_k
 from verl.nn.linear_teacher import divergence as with_figures
@@ -82,8 +82,7 @@ def dense(hidden, head: HeadWeights, temperature) -> torch.Tensor:
 @pytest.fixture
 def sides(monkeypatch):
     """(hidden, head, temperature) of a student and of a wider teacher; chunks of 4 rows."""
-    monkeypatch.setattr(chunking, "CHUNK_ROWS", 4)
-    monkeypatch.setattr(chunking, "CHUNK_BYTES", 0)
+    use_chunks(monkeypatch, least_rows=4, at_once=0)
     torch.manual_seed(0)
     out = []
     for width, cap in ((5, 2.0), (7, 0.0)):
@@ -241,8 +240,7 @@ def test_a_broken_row_without_gradient_reaches_nothing(sides):
 
 
 def test_memory_does_not_depend_on_the_vocabulary(monkeypatch):
-    monkeypatch.setattr(chunking, "CHUNK_BYTES", 64 << 10)
-    monkeypatch.setattr(chunking, "CHUNK_ROWS", 1)
+    use_chunks(monkeypatch, least_rows=1, at_once=64 << 10)
     n, width, largest = 600, 8, {}
     for vocab in (50, 5000):
         hidden, weight = torch.randn(n, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)

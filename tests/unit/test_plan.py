@@ -16,6 +16,7 @@ import pytest
 from each import each
 from handmade_model import write_model, write_qwen_half_billion, write_rows
 
+from verl.accel.devices import device_facts
 from verl.config.backends import rollout_caches
 from verl.config.load import load_config
 from verl.config.schema import Config
@@ -349,12 +350,17 @@ def test_reference_is_counted_when_a_kl_term_needs_it(folder: Path) -> None:
     assert not [args for args, expected in REFERENCE if needs_reference(config_of(folder, *args)) != expected]
 
 
-def test_the_chunk_of_logits_is_the_one_that_the_engine_makes(folder: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_chunk_of_logits_is_the_one_that_the_engine_makes(folder: Path, device: str) -> None:
+    import torch
+
     from verl.nn.linear_logprob import chunks
 
-    rows = chunks(4096, 151_936)[0].stop
-    memory = make_plan(config_of(folder, "step.max_tokens_per_microbatch=4096")).memory
-    assert memory.items["log-prob chunk"] == LOGPROB_COPIES * rows * 151_936 * 4
+    rows = device_facts(device).chunk_rows(151_936)
+    if device == "cpu":
+        assert rows == chunks(4096, torch.empty(151_936, 1))[0].stop
+    plan = make_plan(config_of(folder, "step.max_tokens_per_microbatch=4096", f"model.device={device}"))
+    assert plan.memory.items["log-prob chunk"] == LOGPROB_COPIES * rows * 151_936 * 4
 
 
 # -- warnings ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 from verl.config.backends import options_of, traits_of
 from verl.config.schema import Config
 from verl.model_engine.options import Options
-from verl.workers.pools import MAIN, main_pool
+from verl.workers.pools import MAIN, main_pool, pool_of
 
 
 def default_device(config: Config) -> str:
@@ -45,6 +45,14 @@ def dtype_of(config: Config, role: str) -> str:
     """Return the dtype that a model computes in: that of the pool where it is placed, else model.dtype."""
     pool = config.cluster.pools.get(config.cluster.roles.get(role, MAIN), {})
     return str(pool.get("dtype") or compute_dtype(config))
+
+
+def device_of(config: Config, role: str) -> str:
+    """Return the type of the device that a model computes on: that of the pool where it is placed."""
+    device, name = default_device(config), config.cluster.roles.get(role, MAIN)
+    given = config.cluster.pools.get(name)
+    pool = main_pool(config.cluster, device) if given is None else pool_of(given, device)
+    return pool.computes_on
 
 
 def rollout_dtype(config: Config) -> str:

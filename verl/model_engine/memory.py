@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from verl.accel.devices import device_facts
 from verl.config.model_files import ModelFacts
 from verl.model_engine.layout import Layout, layers_of_stages
-from verl.nn.chunks import chunk_rows
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4})
 LOGPROB_COPIES = 4
@@ -24,6 +24,8 @@ class RankWork:
     passes: int = 1
     """Micro-batches of a step; a pipeline holds as many at once as there are stages from this one on."""
     stage: int = 0
+    device: str = "cpu"
+    """The type of its device."""
     dtype: str = "float32"
     """The dtype that it computes in; masters are float32."""
     checkpointing: bool = False
@@ -60,7 +62,8 @@ def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
     }
     if work.head and work.stage == layout.pipeline - 1:
         vocab = -(-model.vocab // layout.tensor)
-        items["log-prob chunk"] = LOGPROB_COPIES * min(work.tokens, chunk_rows(vocab)) * vocab * 4
+        rows = min(work.tokens, device_facts(work.device).chunk_rows(vocab))
+        items["log-prob chunk"] = LOGPROB_COPIES * rows * vocab * 4
         items["head's gradient"] = 4 * vocab * model.hidden * work.trains
         items["head's compute copy"] = share.half * vocab * model.hidden
     if work.publishes:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from verl.accel.devices import device_facts
 from verl.batch import Batch, ranges
 from verl.errors import Refused
 from verl.nn.flash import flash_attn
@@ -27,10 +28,6 @@ from verl.nn.torch_compat import varlen_attention
 
 PACKED = "verl_packed"
 WAY_OUT = "use model.engine_options.attention=padded"
-# Blocks up to this many keys keep their probabilities for the backward pass (bmm is faster than SDPA there on CPU).
-_SMALL_KEYS = 256
-# Score elements of padding that cost less than the dozen kernel launches of another block.
-_FREE_PADDING = 1 << 15
 
 
 @dataclass(slots=True)
@@ -118,7 +115,8 @@ def plan_attention(batch: Batch, device: torch.device, *, max_waste: float = 0.2
     lengths = np.diff(batch.seg_start)
     depths = _depths(batch.parent, lengths)
     blocks = []
-    for members in _group_segments(lengths, depths + lengths, max_waste):
+    free = device_facts(device.type).free_padding
+    for members in _group_segments(lengths, depths + lengths, max_waste, free):
         q_index, k_index = _block_index(batch, members, lengths, depths)
         real = np.arange(q_index.shape[1]) < lengths[members, None]
         q, k, offset, real_q = (torch.from_numpy(a).to(device) for a in (q_index, k_index, depths[members], real))
@@ -155,8 +153,9 @@ def _depths(parent: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return depths
 
 
-def _group_segments(lengths: np.ndarray, keys: np.ndarray, max_waste: float) -> list[np.ndarray]:
-    """Segments of each block: runs of like numbers of queries, then of keys, cut where padding outgrows its bound."""
+def _group_segments(lengths: np.ndarray, keys: np.ndarray, max_waste: float, free: int) -> list[np.ndarray]:
+    """Segments of each block: runs of like numbers of queries, then of keys, cut where padding outgrows its bound.
+    free: padding that costs nothing."""
     likeness = np.round(np.log(lengths) / np.log(1.5))
     order = np.lexsort((-lengths, -keys, -likeness))
     blocks, first = [], 0
@@ -164,7 +163,7 @@ def _group_segments(lengths: np.ndarray, keys: np.ndarray, max_waste: float) -> 
     for i, s in enumerate(order):
         q, k = int(lengths[s]), int(keys[s])
         total = (i + 1 - first) * max(width, q) * max(depth, k)
-        if total - area - q * k > max(_FREE_PADDING, max_waste * total):
+        if total - area - q * k > max(free, max_waste * total):
             blocks.append(order[first:i])
             first, width, depth, area = i, q, k, q * k
         else:
@@ -284,7 +283,7 @@ def _attend_block(
         scores = torch.tanh(scores * (scale / cap)).mul(cap).view(b, heads, width, depth)
         shares = torch.softmax(scores + block.mask(window, scores.dtype), -1).to(v.dtype)
         return (shares.view(b, kv_heads, -1, depth) @ v).reshape(-1, v.shape[-1])
-    if depth <= _SMALL_KEYS and q.device.type == "cpu":
+    if depth <= device_facts(q.device.type).kept_score_keys:
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
         bias = block.mask(window, exact).expand(b, heads, width, depth).clone(memory_format=torch.contiguous_format)
         q, k, v = (x.flatten(0, 1) for x in (grouped, k, v))

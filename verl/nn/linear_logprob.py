@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.nn.chunks import CHUNK_BYTES, CHUNK_ROWS, chunk_rows
+from verl.accel.devices import device_facts
 
 NONE = -1e30
 """The log of no probability at all, finite: p log p of it is 0 and not NaN."""
@@ -56,7 +56,7 @@ class _LinearLogprob(torch.autograd.Function):
         sum_pi2 = torch.empty_like(logprobs) if want_sum_pi_squared else None
         apart = None if ids is None else logprobs.new_empty(n, ids.shape[1] + 1)
         cast = weight.to(hidden.dtype)  # once, not once a chunk
-        for at in chunks(n, weight.shape[0]):
+        for at in chunks(n, weight):
             z = chunk_logits(hidden[at], cast, bias, temperature[at], cap)
             if apart is None or ids is None:
                 lse[at] = torch.logsumexp(z, -1)
@@ -96,7 +96,7 @@ class _LinearLogprob(torch.autograd.Function):
         rows = needed.nonzero()[:, 0]
         cast = weight.to(hidden.dtype)
         sums = HeadGradients(hidden, weight, bias, lse.dtype)
-        for chunk in chunks(len(rows), weight.shape[0]):
+        for chunk in chunks(len(rows), weight):
             at = rows[chunk]
             h, d = hidden[at], d_logprob[at, None]
             z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
@@ -171,8 +171,9 @@ def _over_slices(
     return z, lse, entropy, sum_pi2
 
 
-def chunks(n: int, vocab_size: int) -> list[slice]:
-    rows = chunk_rows(vocab_size, bytes_at_once=CHUNK_BYTES, least=CHUNK_ROWS)
+def chunks(n: int, weight: Tensor) -> list[slice]:
+    """Return n rows in chunks, of which the logits by a head [V, H] are in memory at once."""
+    rows = device_facts(weight.device.type).chunk_rows(len(weight))
     return [slice(start, min(n, start + rows)) for start in range(0, n, rows)]
 
 

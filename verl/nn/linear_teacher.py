@@ -49,7 +49,7 @@ class _Read(torch.autograd.Function):
         cast, parts = weight.to(hidden.dtype), []
         lse = torch.empty(len(hidden), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
         lse = lse.to(hidden.device)
-        for at in chunks(len(hidden), len(weight)) or [slice(0, 0)]:
+        for at in chunks(len(hidden), weight) or [slice(0, 0)]:
             z = chunk_logits(hidden[at], cast, bias, temperature[at], cap)
             lse[at] = torch.logsumexp(z, -1)
             parts.append(reading.values(centred(z, lse[at]), at))
@@ -66,7 +66,7 @@ class _Read(torch.autograd.Function):
         rows = (d_values != 0).nonzero()[:, 0]  # a NaN in the others reaches nothing
         cast = weight.to(hidden.dtype)
         sums = HeadGradients(hidden, weight, bias, lse.dtype)
-        for chunk in chunks(len(rows), len(weight)):
+        for chunk in chunks(len(rows), weight):
             at = rows[chunk]
             h, t = hidden[at], temperature[at, None]
             z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
@@ -156,7 +156,7 @@ def top_k(
     """[n, H] -> the k likeliest ids [n, k] int64, their log-probs [n, k + 1] with that of all others last, and those of
     `targets` [n], if given."""
     ids, logprobs, own = [], [], []
-    for at in chunks(len(hidden), len(head.weight)) or [slice(0, 0)]:
+    for at in chunks(len(hidden), head.weight) or [slice(0, 0)]:
         logp = head.logprobs(hidden[at], temperature[at])
         found = logp.topk(k, -1)
         ids.append(found.indices)

@@ -12,7 +12,15 @@ from verl.algorithms.presets import settled
 from verl.config.adapter import teacher_models
 from verl.config.backends import memory_of, options_of, rollout_caches
 from verl.config.cluster import NO_MODEL
-from verl.config.devices import compute_dtype, drops_rollout_weights, dtype_of, offloaded, on_cuda, rollout_dtype
+from verl.config.devices import (
+    compute_dtype,
+    device_of,
+    drops_rollout_weights,
+    dtype_of,
+    offloaded,
+    on_cuda,
+    rollout_dtype,
+)
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout
@@ -83,6 +91,7 @@ def role_items(
         tokens=tokens,
         passes=passes,
         stage=stage,
+        device=device_of(config, role),
         dtype=dtype_of(config, role),
         checkpointing=config.model.gradient_checkpointing,
         head=role in ("actor", "ref", *teachers),

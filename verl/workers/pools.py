@@ -151,10 +151,17 @@ def main_pool(section: ClusterConfig, device: str) -> Pool:
     )
 
 
+def pool_of(given: object, device: str) -> Pool:
+    """Return a pool of `cluster.pools`. Its ranks have a GPU each if `device` is cuda, the section gives no number, and
+    it names no other device."""
+    own = isinstance(given, Mapping) and not (given.get("resource") or given.get("device"))
+    default = {"gpus_per_rank": 1.0 if device == "cuda" else 0.0}
+    return msgspec.convert({**default, **given} if own and isinstance(given, Mapping) else given, Pool)
+
+
 def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tuple[dict[str, Pool], dict[str, str]]:
     """Return ({name: pool}, {role: name}) for these roles and `rollout`. Raise ValueError with one line for each
     contradiction in the section."""
-    default = 1.0 if device == "cuda" else 0.0
     pools = {MAIN: main_pool(section, device)}
     faults = []
     keys = [field.name for field in fields(Pool)]
@@ -163,9 +170,7 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
         unknown = [key for key in given if key not in keys] if isinstance(given, Mapping) else []
         faults += [f"{at}.{key}: unknown; {did_you_mean(key, keys)}There are: {', '.join(keys)}" for key in unknown]
         try:
-            # it has no GPU by default
-            own = isinstance(given, Mapping) and not (given.get("resource") or given.get("device"))
-            pools[name] = msgspec.convert({"gpus_per_rank": default, **given} if own else given, Pool)
+            pools[name] = pool_of(given, device)
         except msgspec.ValidationError as e:
             faults.append(f"{at}={given}: {e}")
             pools[name] = Pool()

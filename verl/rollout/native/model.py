@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
+from verl.accel.devices import device_facts
 from verl.accel.linear import Layers
 from verl.accel.operations import Call
 from verl.rollout.native.architecture import Shape, rotary_frequencies, shape_of
@@ -22,7 +23,6 @@ from verl.rollout.native.layers import add_normed
 from verl.rollout.native.ops import NativeOps
 from verl.rollout.native.weights import Layer, Weights
 
-QUERY_BLOCK = 1024  # query rows per masked attention call: bounds the mask of a long chunk
 MAX_PADDING = 2.0  # padded over real tokens within one batched attention call of a prefill
 Attention = Callable[[int, Layer, Tensor], Tensor]
 """(index of the layer, the layer, qkv [T, (H + 2K) D]) -> mixed values [T, H D]."""
@@ -255,9 +255,9 @@ def attend_causal(q: Tensor, keys: Tensor, values: Tensor, window: int, scale: f
     t, total = q.shape[2], keys.shape[2]
     if t == total and not cap and not 0 < window < t:
         return scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True, scale=scale)
-    out = torch.empty_like(q)
-    for lo in range(0, t, QUERY_BLOCK):
-        hi = min(t, lo + QUERY_BLOCK)
+    out, at_once = torch.empty_like(q), device_facts(q.device.type).masked_queries
+    for lo in range(0, t, at_once):
+        hi = min(t, lo + at_once)
         end, start = total - t + hi, max(0, total - t + lo + 1 - window) if window else 0  # keys that the block sees
         offset = total - t + lo - start  # position of the block's first query
         mask = torch.ones(hi - lo, end - start, dtype=torch.bool, device=q.device).tril_(offset)

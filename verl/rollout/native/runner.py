@@ -12,6 +12,7 @@ from torch import Tensor
 
 from verl.accel.cpu.lanes import Lanes, wide_pays
 from verl.accel.cuda.decode import DecodeOps, decode_ops, missing
+from verl.accel.devices import device_facts
 from verl.accel.linear import Products
 from verl.errors import Refused
 from verl.nn.precision import native_bf16
@@ -30,8 +31,6 @@ from verl.rollout.native.prefill import Prefiller
 from verl.rollout.native.weights import Storage, Weights, weights_of
 
 FIXED_ROWS = 32  # rows of one decode call when deterministic and a product's bits depend on its number of rows
-MAX_LOGITS = 2**25  # logits in memory at once in a lane when sampling; smaller blocks read the head more often
-SCORE_BLOCK = 1024  # tokens with logits in memory at once when scoring
 READ_STEP = 8  # tokens; the width that attention reads is a multiple: one vector register of float32
 BLOCK_ROWS, BLOCKS_PAY = 16, 0.6  # attention is done in blocks of rows if they read less than this share of the KV
 MIN_LANE_ROWS = 8
@@ -54,6 +53,7 @@ class NativeRunner:
         fused: bool | None = None,
     ) -> None:
         device = self._device = torch.device(context.device)
+        self._facts = device_facts(device.type)
         self.max_rows, self.max_context_tokens = context.max_concurrent_sequences, context.max_context_tokens
         self._dtype, self._deterministic = context.dtype, context.deterministic
         # a CPU that emulates bf16 keeps the rounded weights in fp32: the same numbers, ten times sooner
@@ -257,7 +257,8 @@ class NativeRunner:
         else:
             blocks = [(0, FIXED_ROWS, self.max_context_tokens)] if self._fixed_rows else read_blocks(positions)
             hidden = self.model.decode(self._cache, ids, at, lo, blocks)
-        block = max(MIN_LANE_ROWS, MAX_LOGITS // self.vocab_size)  # never all logits of a large vocabulary at once
+        # never all logits of a large vocabulary at once
+        block = max(MIN_LANE_ROWS, self._facts.sampled_logits // self.vocab_size)
         drawn = []
         for lo in range(0, n, block):
             logits = self.model.live.logits(hidden[lo : lo + block])[: n - lo]
@@ -293,7 +294,7 @@ class NativeRunner:
         assert parameters == POLICY_SET.id, "LoRA sets are refused before"
         given, parts, at = self._on_device(ids), [], 0
         for hidden in self._prompts.hidden_states(given[:-1]):
-            for block in hidden.split(SCORE_BLOCK):
+            for block in hidden.split(self._facts.scored_tokens):
                 at += len(block)
                 logits = self.model.live.logits(block)  # [t, V]
                 parts.append(score_logits(logits, given[at - len(block) + 1 : at + 1], temperature, top))
