@@ -52,13 +52,10 @@ pool wide 1 node x 8 ranks, each 2 CPU, 1 npu: ref
 a rank of main (estimate)              rollout   infer actor  infer critic  update actor update critic       publish
 actor weights                          471 MiB       471 MiB       471 MiB       471 MiB       471 MiB       471 MiB
 actor gathered embeddings                    -       260 MiB             -       260 MiB             -             -
-actor gathered layers                        -      56.9 MiB             -             -             -             -
-actor kept buffer                            -       260 MiB             -             -             -             -
-actor layer's compute copy                   -      14.2 MiB             -             -             -             -
 actor inference activations                  -       746 MiB             -             -             -             -
-actor log-prob chunk                         -             -             -      74.2 MiB             -             -
+actor log-prob chunk                         -      1024 MiB             -      1024 MiB             -             -
 actor head's gradient                        -             -             -       260 MiB             -             -
-actor head's compute copy                    -             -             -       130 MiB             -             -
+actor head's compute copy                    -       130 MiB             -       130 MiB             -             -
 actor largest whole weight                   -             -             -             -             -      1.01 GiB
 actor optimizer states                 942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
 actor gradients                              -             -             -       471 MiB             -             -

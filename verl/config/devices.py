@@ -47,7 +47,7 @@ def dtype_of(config: Config, role: str) -> str:
     return str(pool.get("dtype") or compute_dtype(config))
 
 
-def device_of(config: Config, role: str) -> str:
+def device_type_of(config: Config, role: str) -> str:
     """Return the type of the device that a model computes on: that of the pool where it is placed."""
     device, name = default_device(config), config.cluster.roles.get(role, MAIN)
     given = config.cluster.pools.get(name)

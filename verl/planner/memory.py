@@ -14,7 +14,7 @@ from verl.config.backends import memory_of, options_of, rollout_caches
 from verl.config.cluster import NO_MODEL
 from verl.config.devices import (
     compute_dtype,
-    device_of,
+    device_type_of,
     drops_rollout_weights,
     dtype_of,
     offloaded,
@@ -91,7 +91,7 @@ def role_items(
         tokens=tokens,
         passes=passes,
         stage=stage,
-        device=device_of(config, role),
+        device=device_type_of(config, role),
         dtype=dtype_of(config, role),
         checkpointing=config.model.gradient_checkpointing,
         head=role in ("actor", "ref", *teachers),
