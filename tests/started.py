@@ -100,6 +100,12 @@ def program(args: Sequence[str]) -> int:
     return 0
 
 
+def beside_modules(args: Sequence[str]) -> int:
+    """`verl` with the working folder in PYTHONPATH, for `entry`; processes that it starts find it in `env`."""
+    sys.path.insert(0, os.getcwd())
+    return main(list(args))
+
+
 def script(args: Sequence[str]) -> int:
     """`python FILE ...`, for `entry`."""
     sys.argv, sys.path[:0] = list(args), [str(Path(args[0]).resolve().parent)]

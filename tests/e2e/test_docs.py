@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from each import each
-from started import Started, program
+from started import Started, beside_modules, program
 from tokens import bpe_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +77,7 @@ def smaller(line: str) -> str:
 
 PLAIN = re.compile(r"verl (train|sft|rm|dpo|plan|show|completion) [^$|&;<>*?~`\\]*")
 PROGRAM = re.compile(r"python (\w+\.py)")
+BESIDE = "PYTHONPATH=$PWD:$PYTHONPATH "
 
 
 def typed(command: list[str], here: Path, environment: dict[str, str]) -> tuple[int, str]:
@@ -96,6 +97,9 @@ def run_line(line: str, page: Path, here: Path, environment: dict[str, str]) -> 
         return
     if page.name != "README.md" and PLAIN.fullmatch(line):
         code, said = forked(shlex.split(smaller(line))[1:], here)
+    elif line.startswith(BESIDE) and PLAIN.fullmatch(command := line.removeprefix(BESIDE)):
+        modules = {"PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}
+        code, said = forked(shlex.split(smaller(command))[1:], here, env=modules, entry=beside_modules)
     elif found := PROGRAM.fullmatch(line):
         code, said = forked([(here / found[1]).read_text()], here, entry=program)
     else:

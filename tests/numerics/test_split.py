@@ -224,7 +224,7 @@ def test_any_number_of_parts_in_any_order(aggregation):
         outputs = fake_outputs(batch, seed)
         whole = accumulated(batch, terms, everything(batch), outputs)
         assert any(g.abs().sum() > 0 for g in whole[1].values()), f"{name}: a test of zeros proves nothing"
-        for k in (2, 5, batch.num_sequences):
+        for k in (2, 5, batch.num_sequences) if FULL_GRID else ((2, batch.num_sequences), (5,))[len(name) % 2]:
             found = differences(accumulated(batch, terms, shuffled_parts(batch, seed + k, k), outputs), whole)
             wrong += [f"{name}, seed {seed}, {k} parts: {x}" for x in found]
     assert not wrong, wrong
@@ -275,19 +275,19 @@ def test_order_of_rows_and_names_of_groups_change_no_advantage_and_no_weight():
 # -- what stands outside the mask --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -1e30])
-def test_garbage_outside_the_mask_changes_nothing(garbage):
+def test_garbage_outside_the_mask_changes_nothing():
     wrong = []
     for name in EVERY:
         clean, terms = prepared(samples(3), name)
-        dirty, _ = prepared(samples(3), name, garbage=garbage)
         outputs = fake_outputs(clean, 1)
         outside = torch.stack([clean.columns[f"w/{t.name}"] == 0 for t in terms]).all(0)
         assert outside.any()
-        spoiled = {n: where(~outside, v, garbage) for n, v in outputs.items()}
         whole = accumulated(clean, terms, everything(clean), outputs)
-        got = accumulated(dirty, terms, everything(clean), spoiled)
-        wrong += [f"{name}: {x}" for x in differences(got, whole)]
+        for garbage in (torch.nan, torch.inf, -1e30):
+            dirty, _ = prepared(samples(3), name, garbage=garbage)
+            spoiled = {n: where(~outside, v, garbage) for n, v in outputs.items()}
+            got = accumulated(dirty, terms, everything(clean), spoiled)
+            wrong += [f"{name}, {garbage}: {x}" for x in differences(got, whole)]
     assert not wrong, wrong
 
 

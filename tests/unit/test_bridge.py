@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from each import each
+from each import FULL_GRID, each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_chat import TEMPLATES, audit_of, tokenizer_of
@@ -33,7 +33,7 @@ TEXT = st.text(
 CALL = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400 if FULL_GRID else 150, deadline=None)
 @given(
     name=st.sampled_from(BRIDGED),
     turns=st.lists(st.tuples(TEXT, TEXT, st.booleans()), min_size=1, max_size=3),

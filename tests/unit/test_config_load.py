@@ -566,7 +566,7 @@ BOMBS = {
     "aliases": "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
     + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)),
     "itself": "a: &a [*a]\n",
-    "depth": "a: " + "[" * 20_000 + "]" * 20_000,
+    "depth": "a: " + "[" * 700 + "]" * 700,
 }
 
 

@@ -77,6 +77,16 @@ def verl_default_values(kind: VerlDefaults) -> Mapping[str, Any]:
     return MappingProxyType({k: _plain(text) for k, text in texts.items() if text})
 
 
+@functools.cache
+def _rows_of_rules() -> Mapping[str, Mapping[str, KeyRow]]:
+    """Return the rows of the table by the joint rule that reads them."""
+    rows: dict[str, dict[str, KeyRow]] = {rule: {} for rule in JOINT}
+    for key, row in key_rows().items():
+        if row.joint:
+            rows[row.joint][key] = row
+    return MappingProxyType(rows)
+
+
 def _plain(text: str) -> Any:
     """Parse a default of the table: JSON, or a bare word. (Hydra's grammar takes a millisecond for each.)"""
     try:
@@ -172,7 +182,7 @@ class _Work:
 
     def _joint(self, rule: str) -> None:
         known = {k: r for k in self.values if (r := find_row(k)) is not None}  # those below a `.*`, too
-        rows = {k: r for k, r in {**key_rows(), **known}.items() if r.joint == rule}
+        rows = {**_rows_of_rules()[rule], **{k: r for k, r in known.items() if r.joint == rule}}
         free = {k for k, r in rows.items() if not self._native(r)}
         given = [k for k in self.values if k in free]
         if not given and not (self.use_defaults and any(k in self.defaults for k in free)):
