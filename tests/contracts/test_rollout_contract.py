@@ -26,6 +26,7 @@ from verl.rollout.router import MAX_LEAD, Router
 from verl.types import Sampling
 
 VOCAB = 61
+ADAPTING = ("hf",)  # the kinds that take LoRA sets
 DRAWS = 3000  # of one distribution
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB,
@@ -969,7 +970,7 @@ def test_nothing_before_the_first_weights_nor_after_close(kind: str) -> None:
         await load(engine, Source(reference()))
         able = await engine.capabilities()
         assert (able.logprobs, able.max_context_tokens, able.sleep_levels) == ("processed", 512, (1, 2))
-        assert able.in_flight_update and not able.media and bool(able.lora_rank) == (kind == "hf")
+        assert able.in_flight_update and not able.media and bool(able.lora_rank) == (kind in ADAPTING)
         assert able.prefix_cache == (kind != "hf")
         task = asyncio.create_task(engine.generate(GenerateRequest("r", prompts((5,))[0], greedy(400))))
         await until_sampled(engine, 3)

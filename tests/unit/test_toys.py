@@ -132,6 +132,7 @@ def test_a_rollout_engine_passes_the_contract(toy, monkeypatch):
 
     monkeypatch.setattr(test_rollout_contract, "build", build)
     monkeypatch.setattr(test_rollout_contract, "DRAWS", 1000)
+    monkeypatch.setattr(test_rollout_contract, "ADAPTING", ())
     for name in NEEDS_KV:
         monkeypatch.delattr(test_rollout_contract, name)
     assert not failures_of(test_rollout_contract, {"kind": lambda: "hf"})
