@@ -407,8 +407,13 @@ MUTANTS = (
     Mutant("model_engine/pipeline.py", "self._meet_copies(i == len(parts) - 1)", "self._meet_copies(i == 0)", STAGES),
     Mutant("model_engine/sharded.py", 'squares, group=self.mesh.get_group("pipeline")', "squares[:0]", STAGES),
     Mutant("model_engine/layout.py", "counts[s] + ends[s]", "counts[s]", "tests/unit/test_stages.py"),
+    Mutant(
+        "nn/sequence_parallel.py", "attention(q[: end - first], every_k", "attention(q[: end - first], -every_k", RANKS
+    ),
+    Mutant("nn/sequence_parallel.py", "d_x, d_out.contiguous(), group", "d_x, 2 * d_out, group", RANKS),
+    Mutant("nn/attention.py", "first[self.parent + 1] - 1", "first[self.parent]", RANKS),
     Mutant("nn/sequence_parallel.py", "return d_out[which], None", "return d_out[which] * 2, None", RANKS),
-    Mutant("nn/sequence_parallel.py", "[: self.num_tokens]", "[-self.num_tokens :]", RANKS),
+    Mutant("nn/sequence_parallel.py", ".flatten(0, 1)[: self.num_tokens]", ".flatten(0, 1)[-self.num_tokens :]", RANKS),
     # -- the step
     Mutant("driver/step.py", "num_sequences=len(rows),", "num_sequences=0,", KL),
     Mutant("driver/step.py", "if kl.target is not None:", "if False:", KL),

@@ -9,12 +9,14 @@ import itertools
 import os
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from cases import EXPERTS, HEADS, MODELS, SIZES, Case, differences, engine, on_rank, one_process, share, together
 from forked import run
 from test_split import VOCAB
+from torch import Tensor
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -30,9 +32,11 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
+from verl.batch import pack
 from verl.model_engine import sharded
 from verl.model_engine.layout import Layout
-from verl.nn import linear_logprob, sequence_parallel, tensor_parallel
+from verl.nn import attention, linear_logprob, sequence_parallel, tensor_parallel
+from verl.types import Sample, Segment
 
 LAYOUTS = {
     "DP": Layout(world_size=2, replicate=2),
@@ -49,6 +53,12 @@ LAYOUTS = {
     "FSDP x SP": Layout(world_size=4, sequence=2),
     "HSDP x SP": Layout(world_size=4, sequence=2, replicate=2),
     "SP x TP": Layout(world_size=4, sequence=2, tensor=2),
+    "CP": Layout(world_size=2, context=2),
+    "CP, four": Layout(world_size=4, context=4),
+    "HSDP x CP": Layout(world_size=4, context=2, replicate=2),
+    "CP x TP": Layout(world_size=4, context=2, tensor=2),
+    "CP x EP": Layout(world_size=4, context=2, expert=4),
+    "CP x PP": Layout(world_size=4, context=2, pipeline=2),
     "EP": Layout(world_size=2, expert=2),
     "FSDP x EP": Layout(world_size=4, expert=2),
     "HSDP x EP": Layout(world_size=4, replicate=2, expert=2),
@@ -65,7 +75,7 @@ FULL = bool(os.environ.get("FULL_GRID"))
 if FULL:
     LAYOUTS["HSDP x SP x TP"] = Layout(world_size=8, sequence=2, tensor=2, replicate=2)
     LAYOUTS["TP x EP x PP"] = Layout(world_size=8, tensor=2, expert=2, pipeline=2)
-OF_ONE_KIND = ("DP", "FSDP", "HSDP", "TP", "SP", "EP", "PP")
+OF_ONE_KIND = ("DP", "FSDP", "HSDP", "TP", "SP", "CP", "EP", "PP")
 OTHERS = ((True, False), tuple(HEADS), (False, True))  # packing, role, a rank without rows
 
 
@@ -112,7 +122,7 @@ def test_every_layout_gives_what_one_process_gives(layout, shared, role, idle):
 FAMILIES = {
     "qwen2": (("TP", "SP"), lambda: Qwen2ForCausalLM(Qwen2Config(**PLAIN, tie_word_embeddings=True))),
     "gemma3": (
-        ("TP", "SP"),
+        ("TP", "SP", "CP"),
         lambda: Gemma3ForCausalLM(
             Gemma3TextConfig(
                 **SIZES,
@@ -137,7 +147,7 @@ def test_families_of_models_packed_and_padded(family, monkeypatch):
     layouts, make = FAMILIES[family]
     monkeypatch.setitem(MODELS, family, make)
     for name in layouts:
-        modes = ("auto", "padded") if name != "SP" else ("auto",)
+        modes = ("auto",) if name in ("SP", "CP") else ("auto", "padded")
         for mode in modes if FULL or len(layouts) == 1 else modes[-1:] if name == layouts[0] else modes[:1]:
             case = Case(LAYOUTS[name], model=family)
 
@@ -147,6 +157,60 @@ def test_families_of_models_packed_and_padded(family, monkeypatch):
 
             wrong = differences(together(case, run(2, proven)), one_process(case, attention_mode=mode))
             assert not wrong, (name, mode, wrong)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_ranks_with_the_keys_of_all_tokens_need_no_heads_to_share(checkpointed, monkeypatch):
+    """One key-value head and four ranks."""
+    one = SIZES | {"num_attention_heads": 3, "num_key_value_heads": 1}
+    monkeypatch.setitem(MODELS, "one key head", lambda: Qwen2ForCausalLM(Qwen2Config(**one)))
+    case, given = Case(LAYOUTS["CP, four"], model="one key head"), {"gradient_checkpointing": checkpointed}
+    wrong = differences(together(case, run(4, lambda rank: on_rank(case, rank, **given))), one_process(case, **given))
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("rows", [1, 2, 11])
+def test_attention_of_a_run_over_the_keys_of_all(rows, window):
+    """Rows with a shared prompt, cut anywhere; the runs of one row of five tokens leave the fourth rank without any."""
+    batch = pack([short_row(i) for i in range(rows)])
+    q, k, v = (torch.randn(batch.num_tokens, heads, 8, dtype=torch.float64) for heads in (3, 1, 1))
+    upstream = torch.randn_like(q)
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, plan: attention.AttentionPlan) -> list[Tensor]:
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attention.attend(plan, *inputs, 0.3, window)
+        return [out.detach(), *torch.autograd.grad(out, inputs, upstream)]
+
+    def on_run(rank: int) -> list[Tensor]:
+        over = sequence_parallel.KeyGather(dist.group.WORLD, batch.num_tokens)
+        plan = attention.plan_attention(batch, torch.device("cpu"), queries=over.queries)
+        plan.exchange = over
+        return attended(*(over.mine(x.movedim(0, -1)).movedim(-1, 0) for x in (q, k, v, upstream)), plan)
+
+    whole = attended(q, k, v, upstream, attention.plan_attention(batch, torch.device("cpu")))
+    for expected, parts in zip(whole, zip(*run(4, on_run), strict=True), strict=True):
+        torch.testing.assert_close(torch.cat(parts)[: batch.num_tokens], expected)
+
+
+def short_row(i: int) -> Sample:
+    prompt, answer = np.array([3, 4], np.int64), np.array([5, 6, *([7] * (1 + i % 4))], np.int64)
+    sampled = Segment(ids=answer, source="sampled", logprobs=np.zeros(len(answer), np.float32), version=0)
+    segments = (Segment(ids=prompt, source="prompt"), sampled)
+    group = str(i // 3)
+    return Sample(sample_id=str(i), trajectory_id=str(i), group_id=group, purpose="train", segments=segments)
+
+
+def test_gradients_of_keys_that_stay_on_their_rank_are_seen(monkeypatch):
+    """The gradient of a key is the sum over the queries of all ranks."""
+
+    def of_own_queries(ctx, d_out):
+        rank, run_of = ctx.group.rank(), len(d_out) // ctx.group.size()
+        return d_out[rank * run_of :][:run_of], None
+
+    monkeypatch.setattr(sequence_parallel._GatherRuns, "backward", staticmethod(of_own_queries))
+    case = Case(LAYOUTS["CP"])
+    assert differences(together(case, run(2, lambda rank: on_rank(case, rank))), one_process(case), rtol=1e-2)
 
 
 def test_experts_that_no_token_came_to_keep_step(monkeypatch):

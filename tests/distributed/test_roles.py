@@ -27,7 +27,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verl.config.tree import changed
 from verl.driver import assemble, models
 from verl.driver.step import Step, experience_and_update
-from verl.model_engine import sharded, torch_engine
+from verl.model_engine import torch_engine
 from verl.model_engine.base import OneRank
 from verl.model_engine.layout import Layout
 from verl.models import tiny
@@ -154,17 +154,18 @@ def turn(rank: int, layout: Layout, name: str, options: dict[str, Any], model: P
     config = changed(config, {"model.engine": "sharded"})
     config.algorithm.options.update(options)
     found: list[torch.Tensor] = []
+    optim_step = torch_engine.TorchEngine.optim_step
 
     def watched(e: Any) -> Any:
         found.append(torch.cat([g.flatten() for g in gradients(e).values()]))
-        return torch_engine.TorchEngine.optim_step(e)
+        return optim_step(e)
 
     def workers_of(context, spec):
         group = RealCluster(layout, rank).start(spec.name, build_roles, (spec,))
         return ModelWorkers(group, layout=layout)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded.ShardedEngine, "optim_step", watched)
+        patch.setattr(torch_engine.TorchEngine, "optim_step", watched)
         patch.setattr(models, "workers_of", workers_of)
         patch.setattr(assemble, "workers_of", workers_of)
         patch.setattr("verl.transfer_queue.memory.MemoryQueue", LoggedQueue)

@@ -375,6 +375,11 @@ def test_layouts_that_it_cannot_do_are_refused():
             {"attention_mode": "padded"},
             SIZES,
         ),
+        "parallel.context=2 wants model.engine_options.attention=auto": (
+            {"context": 2},
+            {"attention_mode": "padded"},
+            SIZES,
+        ),
         "parallel.sequence=2 with parallel.tensor=1: the model has 3 attention heads": ({"sequence": 2}, {}, few_heads),
     }
 

@@ -136,6 +136,11 @@ def test_what_divides_what(folder: Path) -> None:
         assert data[name] == copies[name] == sequence[name] and data[name] == 2 * tensor[name]
     for name in ("actor activations", "actor inference activations"):
         assert data[name] == copies[name] == 2 * sequence[name] and sequence[name] < tensor[name] < data[name]
+    context = items("parallel.context=2")
+    assert {n: size for n, size in context.items() if "activations" not in n} == {
+        n: size for n, size in sequence.items() if "activations" not in n
+    }
+    assert sequence["actor activations"] < context["actor activations"] < data["actor activations"]
     assert 2 * tensor["actor head's gradient"] == data["actor head's gradient"]
     one = cluster_of(folder).pools["main"].memory.items
     assert "actor gathered layers" not in one and one["actor weights"] == 4 * data["actor weights"]

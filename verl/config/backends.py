@@ -193,6 +193,7 @@ def layout_of(config: Config) -> Layout:
         world_size=c.nodes * c.ranks_per_node if c.backend != "inproc" else config.cluster.virtual_ranks,
         replicate=p.replicate,
         sequence=p.sequence,
+        context=p.context,
         tensor=p.tensor,
         pipeline=p.pipeline,
         expert=p.expert,

@@ -60,7 +60,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
             ),
             *("pools", "roles", "start_timeout_s", "max_restarts"),
         ),
-        "parallel": ("replicate", "sequence", "tensor", "pipeline", "expert"),
+        "parallel": ("replicate", "sequence", "context", "tensor", "pipeline", "expert"),
         "serve": (
             *("host", "port", "name", "api_key", "control", "max_context_tokens", "max_sequences", "max_body_mb"),
             *("request_timeout_s", "grace_s"),

@@ -30,10 +30,10 @@ def sharded_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str
     if impossible := [*cannot(layout)]:
         yield from impossible
         return
-    for name, size in (("sequence", layout.sequence), ("pipeline", layout.pipeline)):
+    for name, size in ((layout.tokens_key, layout.tokens), ("pipeline", layout.pipeline)):
         if size > 1 and options_of(config, "model").attention == "padded":
             yield f"parallel.{name}={size} shares packed rows: set model.engine_options.attention=auto"
-    if layout.sequence * layout.tensor * layout.expert * layout.pipeline > 1:
+    if layout.tokens * layout.tensor * layout.expert * layout.pipeline > 1:
         critic = config.critic.path if "critic" in placed_roles(config) else None
         folders = {"model.path": config.model.path, "critic.path": critic, "reward.model": config.reward.model}
         folders |= {f"teacher ({role})": path for role, path in teacher_models(config).items()}

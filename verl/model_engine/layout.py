@@ -30,13 +30,15 @@ def use(number: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """world_size ranks = pipeline x data x sequence x tensor; tensor varies fastest (neighbours communicate most)."""
+    """world_size ranks = pipeline x data x tokens x tensor; tensor varies fastest (neighbours communicate most)."""
 
     world_size: int = 1
     replicate: int = 1
     """Copies of the sharded model (HSDP); parameters are sharded over the data and sequence ranks of one copy."""
     sequence: int = 1
-    """Ranks that share the tokens of a row (Ulysses)."""
+    """Ranks that share the tokens of a row, and its heads while they attend (Ulysses)."""
+    context: int = 1
+    """Ranks that share the tokens of a row, each with the keys and values of all (context parallelism)."""
     tensor: int = 1
     """Ranks that share every matrix."""
     pipeline: int = 1
@@ -45,13 +47,19 @@ class Layout:
     """The number of data and sequence ranks that share the experts."""
 
     def __post_init__(self) -> None:
-        within = self.sequence * self.tensor * self.pipeline
+        if self.sequence > 1 < self.context:
+            raise Refused(
+                f"parallel.context={self.context} and parallel.sequence={self.sequence} are two ways to share the "
+                f"tokens of a row: use parallel.context={self.context * self.sequence} alone"
+            )
+        within = self.tokens * self.tensor * self.pipeline
         if self.world_size % within:
             raise Refused(
-                f"{self.world_size} ranks cannot be divided into parallel.tensor={self.tensor} x parallel.sequence="
-                f"{self.sequence} x parallel.pipeline={self.pipeline} = {within}: use a multiple of {within}"
+                f"{self.world_size} ranks cannot be divided into parallel.tensor={self.tensor} x "
+                f"parallel.{self.tokens_key}={self.tokens} x parallel.pipeline={self.pipeline} = {within}: use a "
+                f"multiple of {within}"
             )
-        over = self.data * self.sequence
+        over = self.data * self.tokens
         for name, size in (("replicate", self.replicate), ("expert", self.expert)):
             if over % size:
                 raise Refused(
@@ -59,19 +67,29 @@ class Layout:
                 )
 
     @property
+    def tokens(self) -> int:
+        """The number of ranks that share the tokens of a row, in either way."""
+        return self.sequence * self.context
+
+    @property
+    def tokens_key(self) -> str:
+        """The name of the setting by which they share them."""
+        return "context" if self.context > 1 else "sequence"
+
+    @property
     def data(self) -> int:
         """Ranks with rows of their own."""
-        return self.world_size // (self.sequence * self.tensor * self.pipeline)
+        return self.world_size // (self.tokens * self.tensor * self.pipeline)
 
     @property
     def shard(self) -> int:
         """Ranks over which one copy's parameters are spread (besides tensor and pipeline)."""
-        return self.data * self.sequence // self.replicate
+        return self.data * self.tokens // self.replicate
 
     def place(self, rank: int) -> RankPlace:
         """Return the coordinates of a rank."""
         rest, tensor = divmod(rank, self.tensor)
-        rest, sequence = divmod(rest, self.sequence)
+        rest, sequence = divmod(rest, self.tokens)
         pipeline, data = divmod(rest, self.data)
         return RankPlace(data, sequence, tensor, pipeline)
 

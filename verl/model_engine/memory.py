@@ -51,6 +51,9 @@ def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
     share = _Share(model, layout, work)
     residual = 4 * model.hidden  # float32: embeddings are not autocast
     kept = layer_bytes_per_token(model, work.dtype, layout.tensor)  # per token
+    if layout.context > 1:  # keys and values of the tokens of all ranks
+        keys = 2 * model.kv_heads * model.head_dim // layout.tensor
+        kept += layout.context * keys * DTYPE_BYTES[work.dtype]
     items = {
         "weights": 4 * share.weights,
         "gathered embeddings": share.outside,

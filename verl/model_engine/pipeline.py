@@ -182,7 +182,7 @@ class StagePasses(ShardedPasses):
         the next one; on the last stage the result of `read`."""
         came, local, master = None, self.local, self._precision.master
         if local.stage:
-            tokens = batch.num_tokens if self._layout.sequence == 1 else self._exchange(batch).run
+            tokens = batch.num_tokens if self._layout.tokens == 1 else self._exchange(batch).run
             came = self._ahead.receive((tokens, local.hidden_size), master, local.device)
             came.requires_grad_(torch.is_grad_enabled())
         self._came = came

@@ -40,7 +40,7 @@ from verl.nn.attention import plan_attention
 from verl.nn.expert_parallel import ExpertParallel
 from verl.nn.precision import rounded_in_place
 from verl.nn.rope import fix_rope
-from verl.nn.sequence_parallel import HeadExchange, check_heads
+from verl.nn.sequence_parallel import HeadExchange, KeyGather, check_heads
 from verl.nn.tensor_parallel import TensorParallel
 
 Fill = Callable[[Mapping[str, Tensor]], None]
@@ -81,12 +81,13 @@ class ShardedModel(LocalModel):
         experts, over_experts = self._spread_experts()
         for p in {*self.model.parameters()} - {*self.trained().parameters()}:
             p.requires_grad_(False)  # of a head that is not trained
+        if layout.tokens > 1 and not self.settings.packed:
+            key = f"parallel.{layout.tokens_key}={layout.tokens}"
+            raise Refused(f"{key} wants model.engine_options.attention=auto")
         if layout.sequence > 1:
-            if not self.settings.packed:
-                raise Refused(f"parallel.sequence={layout.sequence} wants model.engine_options.attention=auto")
             check_heads(self.model.config.get_text_config(), layout.sequence, layout.tensor)
-        sizes = {"data": layout.data, "sequence": layout.sequence, "tensor": layout.tensor}
-        self.sequence = _mesh(self.device.type, _stages(layout) | sizes).get_group("sequence")
+        sizes = {"data": layout.data, "tokens": layout.tokens, "tensor": layout.tensor}
+        self.sharers = _mesh(self.device.type, _stages(layout) | sizes).get_group("tokens")
         self.root: Any = _Root(self.model, self.value_head)
         lm_head = self.model.get_output_embeddings()
         tied = lm_head.weight is self.model.get_input_embeddings().weight
@@ -262,23 +263,25 @@ class ShardedPasses(Passes):
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
         """With ranks that share the tokens: the states of this rank's run."""
-        if self._layout.sequence == 1:
+        if self._layout.tokens == 1:
             return super()._hidden_packed(batch)
-        over, plan = self._exchange(batch), plan_attention(batch, self.local.device)
+        over = self._exchange(batch)
+        plan = plan_attention(batch, self.local.device, queries=over.queries)
         plan.exchange = over
         return self._states(over.mine(batch.ids), over.mine(batch.positions), plan)
 
     def _read(self, batch: Batch, hidden: Tensor, index: Tensor, fn: Reader) -> dict[str, Tensor]:
         """Every rank reads the states that it has, and all get what was found."""
-        if self._layout.sequence == 1:
+        if self._layout.tokens == 1:
             return super()._read(batch, hidden, index, fn)
         over = self._exchange(batch)
         which = over.rows_of_mine(index)
         found = fn(hidden.index_select(0, (index[which] % over.run).to(self.local.device)), which)
         return {name: over.together(values, which, len(index)) for name, values in found.items()}
 
-    def _exchange(self, batch: Batch) -> HeadExchange:
-        return HeadExchange(self.local.sequence, batch.num_tokens)
+    def _exchange(self, batch: Batch) -> HeadExchange | KeyGather:
+        kind = KeyGather if self._layout.context > 1 else HeadExchange
+        return kind(self.local.sharers, batch.num_tokens)
 
     def _cut(self, batch: Batch, count: int = 0) -> Iterator[np.ndarray]:
         parts = self.cuts(batch, count)

@@ -80,13 +80,11 @@ VarlenKernel = Callable[[Tensor, Tensor, Tensor, Varlen, float, int | None], Ten
 
 
 class Exchange(Protocol):
-    """Ranks that share the tokens of a pack share the heads instead while they attend."""
+    """The exchange around attention of ranks that share the tokens of a pack."""
 
-    def to_heads(self, x: Tensor) -> Tensor:
-        """[a rank's tokens, H, D] -> [T, H / ranks, D]."""
+    def attend(self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v [a rank's tokens, heads, D] -> [a rank's tokens, H, D]. attention: that of this rank's plan."""
         ...
-
-    def to_tokens(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -110,37 +108,76 @@ class AttentionPlan:
         return self.by_heads[heads, kv_heads]
 
 
-def plan_attention(batch: Batch, device: torch.device, *, max_waste: float = 0.2) -> AttentionPlan:
-    """Group the segments of `batch` into blocks with padding of at most about `max_waste` of their area."""
-    lengths = np.diff(batch.seg_start)
-    depths = _depths(batch.parent, lengths)
-    blocks = []
+def plan_attention(
+    batch: Batch, device: torch.device, *, max_waste: float = 0.2, queries: tuple[int, int] | None = None
+) -> AttentionPlan:
+    """Group the segments of `batch` into blocks with padding of at most about `max_waste` of their area.
+
+    queries: a run of the tokens, whose queries attend to the keys of all; None: all tokens."""
+    forest = _Forest(batch.seg_start, batch.parent).cut(queries)
+    lengths, depths, blocks = forest.lengths, forest.depths, []
+    mine = np.arange(len(lengths)) if queries is None else forest.inside(queries)
     free = device_facts(device.type).free_padding
-    for members in _group_segments(lengths, depths + lengths, max_waste, free):
-        q_index, k_index = _block_index(batch, members, lengths, depths)
+    for group in _group_segments(lengths[mine], (depths + lengths)[mine], max_waste, free) if len(mine) else ():
+        members = mine[group]
+        q_index, k_index = _block_index(forest, members)
         real = np.arange(q_index.shape[1]) < lengths[members, None]
+        if queries is not None:
+            q_index = np.where(real, q_index - queries[0], 0)
         q, k, offset, real_q = (torch.from_numpy(a).to(device) for a in (q_index, k_index, depths[members], real))
         blocks.append(Block(q, k, offset, real_q, rooted=not depths[members].any()))
-    return AttentionPlan(blocks, make_varlen(batch, device) if device.type == "cuda" else None)
+    return AttentionPlan(blocks, _varlen(forest, mine, device) if device.type == "cuda" and len(mine) else None)
 
 
-def make_varlen(batch: Batch, device: torch.device) -> Varlen:
-    """The index tensors of one variable-length kernel call over `batch`."""
-    lengths = np.diff(batch.seg_start)
-    depths = _depths(batch.parent, lengths)
-    keys = depths + lengths
+def make_varlen(batch: Batch, device: torch.device, *, queries: tuple[int, int] | None = None) -> Varlen:
+    """The index tensors of one variable-length kernel call over `batch`; queries: as in `plan_attention`."""
+    forest = _Forest(batch.seg_start, batch.parent).cut(queries)
+    return _varlen(forest, np.arange(len(forest.parent)) if queries is None else forest.inside(queries), device)
+
+
+def _varlen(forest: _Forest, members: np.ndarray, device: torch.device) -> Varlen:
+    """The index tensors of the neighbouring segments `members`, which see all their ancestors."""
+    lengths, depths = forest.lengths, forest.depths
+    keys = (depths + lengths)[members]
     cu_k = np.concatenate([[0], np.cumsum(keys)])
     index = None
-    if depths.any():
+    if depths[members].any() or len(members) < len(lengths):
         index = np.zeros(int(cu_k[-1]), np.int64)
-        row = at = np.arange(len(lengths))
+        row, at = np.arange(len(members)), members
         while len(at):
-            index[ranges(cu_k[row] + depths[at], lengths[at])] = ranges(batch.seg_start[at], lengths[at])
-            at = batch.parent[at]
+            index[ranges(cu_k[row] + depths[at], lengths[at])] = ranges(forest.seg_start[at], lengths[at])
+            at = forest.parent[at]
             row, at = row[at >= 0], at[at >= 0]
-    cu_q, cu_keys = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (batch.seg_start, cu_k))
+    cu = (np.concatenate([[0], np.cumsum(lengths[members])]), cu_k)
+    cu_q, cu_keys = (torch.from_numpy(x.astype(np.int32)).to(device) for x in cu)
     k_index = None if index is None else torch.from_numpy(index).to(device)
-    return Varlen((cu_q, cu_keys, int(lengths.max()), int(keys.max())), k_index)
+    return Varlen((cu_q, cu_keys, int(lengths[members].max()), int(keys.max())), k_index)
+
+
+class _Forest:
+    """Segments of a pack: where each begins, and its parent, which is before it."""
+
+    def __init__(self, seg_start: np.ndarray, parent: np.ndarray) -> None:
+        self.seg_start, self.parent = seg_start, parent
+        self.lengths = np.diff(seg_start)
+        self.depths = _depths(parent, self.lengths)
+
+    def cut(self, at: tuple[int, int] | None) -> _Forest:
+        """Return the same forest with the segments cut at these tokens. The rear part of a segment is the child of its
+        front part, so that every token sees what it saw."""
+        added = {*(at or ())} - {*self.seg_start.tolist()}
+        if not added:
+            return self
+        starts = np.unique(np.concatenate([self.seg_start, sorted(added)]))
+        first = np.searchsorted(starts, self.seg_start)  # [S + 1] the first part of each segment
+        parent = np.arange(len(starts) - 1) - 1  # the part before
+        parent[first[:-1]] = np.where(self.parent >= 0, first[self.parent + 1] - 1, -1)
+        return _Forest(starts, parent)
+
+    def inside(self, queries: tuple[int, int]) -> np.ndarray:
+        """Return the segments between these tokens, at which the forest is cut."""
+        first, end = np.searchsorted(self.seg_start, queries)
+        return np.arange(first, end)
 
 
 def _depths(parent: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -171,18 +208,19 @@ def _group_segments(lengths: np.ndarray, keys: np.ndarray, max_waste: float, fre
     return [*blocks, order[first:]]
 
 
-def _block_index(
-    batch: Batch, members: np.ndarray, lengths: np.ndarray, depths: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _block_index(forest: _Forest, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """q_index [b, Q] and k_index [b, K]: each member's own tokens, and those of its ancestors before them."""
+    lengths, depths = forest.lengths, forest.depths
     own, depth = lengths[members], int((depths + lengths)[members].max())
     q_index = np.zeros((len(members), int(own.max())), np.int64)
     k_index = np.zeros((len(members), depth if depth <= 8 else -(-depth // 8) * 8), np.int64)  # GEMMs like it
     row, at = np.arange(len(members)), members
-    q_index[np.repeat(row, own), ranges(0 * row, own)] = ranges(batch.seg_start[members], own)
+    q_index[np.repeat(row, own), ranges(0 * row, own)] = ranges(forest.seg_start[members], own)
     while len(at):
-        k_index[np.repeat(row, lengths[at]), ranges(depths[at], lengths[at])] = ranges(batch.seg_start[at], lengths[at])
-        at = batch.parent[at]
+        k_index[np.repeat(row, lengths[at]), ranges(depths[at], lengths[at])] = ranges(
+            forest.seg_start[at], lengths[at]
+        )
+        at = forest.parent[at]
         row, at = row[at >= 0], at[at >= 0]
     return q_index, k_index
 
@@ -217,8 +255,7 @@ def attend(
     """q [T, H, D], k and v [T, KV, D] -> [T, H, D]. cap > 0: scores are cap tanh(score / cap)."""
     if plan.exchange is None:
         return _attend(plan, q, k, v, scale, window, cap)
-    q, k, v = (plan.exchange.to_heads(x) for x in (q, k, v))
-    return plan.exchange.to_tokens(_attend(plan, q, k, v, scale, window, cap))
+    return plan.exchange.attend(lambda q, k, v: _attend(plan, q, k, v, scale, window, cap), q, k, v)
 
 
 def _attend(

@@ -109,7 +109,12 @@ def memory_on_this_machine(placement: ClusterPlan) -> MemoryEstimate | None:
 
 def layout_text(layout: Layout) -> str:
     """Return the layout in words: 4 ranks = 2 data x 2 tensor: a rank holds 1/4 of a model."""
-    parts = {"pipeline": layout.pipeline, "data": layout.data, "sequence": layout.sequence, "tensor": layout.tensor}
+    parts = {
+        "pipeline": layout.pipeline,
+        "data": layout.data,
+        layout.tokens_key: layout.tokens,
+        "tensor": layout.tensor,
+    }
     product = " x ".join(f"{size} {name}" for name, size in parts.items() if size > 1) or "1 data"
     copies = f", in {layout.replicate} copies of the model" if layout.replicate > 1 else ""
     ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"

@@ -253,7 +253,7 @@ def _rank_items(
 ) -> dict[str, int]:
     """Return the items of a rank, those of a role with the role's name before them."""
     budget = min(config.step.max_tokens_per_microbatch, update_tokens)
-    tokens, passes = -(-budget // layout.sequence), -(-update_tokens // max(1, budget))
+    tokens, passes = -(-budget // layout.tokens), -(-update_tokens // max(1, budget))
     items = {
         f"{role} {name}": size
         for role in roles

@@ -37,6 +37,7 @@ class ParallelConfig:
 
     replicate: PositiveInt = 1  # Copies of the sharded model (HSDP).
     sequence: PositiveInt = 1  # Ranks that share the tokens of a row (Ulysses).
+    context: PositiveInt = 1  # Ranks that share the tokens of a row, with the keys and values of all.
     tensor: PositiveInt = 1  # Ranks that share every matrix.
     pipeline: PositiveInt = 1  # Stages: ranks that share the layers.
     expert: PositiveInt = 1  # Ranks that share the experts of a mixture.
