@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import MISSING, field
+from typing import Annotated, Any
 
 import yaml
 from msgspec import Meta
@@ -19,6 +21,12 @@ NonNegative = Annotated[float, Meta(ge=0, le=_FINITE)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 PositiveShare = Annotated[float, Meta(gt=0, le=1)]
 Betas = Annotated[list[Annotated[float, Meta(ge=0, lt=1)]], Meta(min_length=2, max_length=2)]
+
+
+def adjustable(default: Any = MISSING, *, factory: Callable[[], Any] | Any = MISSING) -> Any:
+    """Declare a key, or a section of keys, with other values of which a run may be continued. All other keys define the
+    run."""
+    return field(default=default, default_factory=factory, metadata={"adjustable": True})
 
 
 def one_of(choices: str) -> Meta:

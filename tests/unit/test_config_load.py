@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
+import json
+import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -20,6 +25,7 @@ from verl.agent_loop.load_tools import load_tools
 from verl.algorithms.presets import knobs
 from verl.cli import USAGE
 from verl.config.backends import TABLES, Backend, import_object, option_keys, options_of
+from verl.config.frozen import frozen
 from verl.config.load import Resolved, dump_config, load_config, read_config, recipe_names
 from verl.config.schema import FIRST_RUN
 from verl.config.tree import changed, convert, leaf_of, leaves, sections, tree_of, values_of
@@ -46,6 +52,50 @@ def test_a_configuration_does_not_change() -> None:
     other = changed(config, {"run.seed": 7, "step.prompts_per_step": 4})
     assert (other.run.seed, other.step.prompts_per_step, config.run.seed) == (7, 4, 0) and config != other
     assert tree_of(values_of(other)) == other
+
+
+def test_the_lists_and_mappings_of_a_configuration_do_not_change_either(tmp_path: Path) -> None:
+    """Given values, defaults, and those within each other; also after pickling, which Ray does. JSON and equality are
+    those of built-in ones."""
+    line = [MODEL, "data.train_files=[a,b]", "reward.kwargs={x: {y: [1]}}", "cluster.pools={p: {nodes: 2}}"]
+    config = load_config(line).config
+    for made in (config, pickle.loads(pickle.dumps(config)), copy.deepcopy(config), changed(config, {"run.seed": 1})):
+        data, kwargs = made.data.train_files, made.reward.kwargs
+        assert data == ["a", "b"] and kwargs == {"x": {"y": [1]}} and json.dumps(kwargs) == '{"x": {"y": [1]}}'
+        mapped, listed = [*every(made, dict)], [*every(made, list)]
+        assert len(mapped) > 8 and len(listed) > 6
+        for value in mapped:
+            for write in ("__setitem__('a', 1)", "update(a=1)", "setdefault('a')", "pop('x')", "clear()", "popitem()"):
+                with pytest.raises(TypeError, match="does not change"):
+                    eval(f"value.{write}")
+            with pytest.raises(TypeError, match="does not change"):
+                value |= {"a": 1}
+        for value in listed:
+            for write in (
+                "append(1)",
+                "extend([1])",
+                "sort()",
+                "pop()",
+                "clear()",
+                "insert(0, 1)",
+                "__setitem__(0, 1)",
+            ):
+                with pytest.raises(TypeError, match="does not change"):
+                    eval(f"value.{write}")
+            with pytest.raises(TypeError, match="does not change"):
+                value += [1]
+    (tmp_path / "config.yaml").write_text("run: {seed: 3}\nmodel: {path: /m}\n")
+    with pytest.raises(TypeError, match="does not change"):
+        read_config(tmp_path / "config.yaml").track.sinks.append("wandb")
+
+
+def every(value: object, kind: type) -> Iterator[Any]:
+    """Yield the values of that kind in a configuration, those inside others included."""
+    if isinstance(value, kind):
+        yield value
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for one in vars(value).values() if dataclasses.is_dataclass(value) else inside:
+        yield from every(one, kind)
 
 
 def test_no_torch_no_transformers() -> None:
@@ -208,7 +258,7 @@ def test_values_enter_as_their_type() -> None:
     wrong = []
     for argument, key, value in VALUES:
         found = values_of(load_config([MODEL, argument]).config)[key]
-        wrong += [] if found == value and type(found) is type(value) else [(argument, found)]
+        wrong += [] if found == value and type(found) is type(frozen(value)) else [(argument, found)]
     assert not wrong
 
 

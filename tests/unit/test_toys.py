@@ -10,6 +10,7 @@ import importlib
 import inspect
 import itertools
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -110,6 +111,55 @@ def failures_of(module: Any, given: dict[str, Callable[[], Any]]) -> list[str]:
                     failed.append(f"{name}({arguments}): {type(e).__name__}: {str(e)[:300]}")
     assert count > 5, "the contract was found"
     return failed
+
+
+# -- a key of the configuration ----------------------------------------------------------------------------------------
+
+TWO_KEYS = """class RunConfig:
+    pace: PositiveInt = adjustable(3)  # Toy steps per minute.
+    mood: Annotated[str, one_of("calm|wild")] = "calm"  # Of a toy.
+"""
+WITH_TWO_KEYS = """
+import importlib.util, pathlib, sys
+folder, added = sys.argv[1:]
+spec = importlib.util.find_spec("verl.config.schema")
+text = pathlib.Path(spec.origin).read_text()
+assert text.count("class RunConfig:\\n") == 1
+path = pathlib.Path(folder, "schema.py")
+path.write_text(text.replace("class RunConfig:\\n", added))
+spec = importlib.util.spec_from_file_location("verl.config.schema", path)
+schema = sys.modules["verl.config.schema"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(schema)
+from verl.cli import main
+from verl.config.load import dump_config, load_config, read_config
+from verl.driver.identity import may_change
+given = load_config(["model.path=/m", "run.pace=5"])
+assert (given.config.run.pace, given.config.run.mood) == (5, "calm")
+(path.parent / "config.yaml").write_text(dump_config(given))
+assert read_config(path.parent / "config.yaml").run.pace == 5
+assert may_change("run.pace") and not may_change("run.mood")
+for argument in ("run.pace=0", "run.mood=cal", "run.pce=3"):
+    try:
+        load_config(["model.path=/m", argument])
+    except ValueError as error:
+        print(error)
+main(["show", "config", "run.pace", "run.mood"])
+main(["completion", "fish"])
+"""
+
+
+def test_a_central_key_is_its_field_and_its_reader(tmp_path):
+    """Two fields are added to the text of schema.py. Reading with bounds and words, help, completion, the file of the
+    run and the question whether a resumed run may change them follow from the fields alone."""
+    command = [sys.executable, "-c", WITH_TWO_KEYS, str(tmp_path), TWO_KEYS]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert lines[0] == "run.pace=0 (command line): must be >= 1"
+    assert "cal is unknown; did you mean calm? There are: calm, wild" in lines[1] and "mean run.pace" in lines[2]
+    assert "run.pace=3" in lines[3] and "(int) Toy steps per minute." in lines[3]
+    assert "run.mood=calm" in lines[4] and "(calm | wild) Of a toy." in lines[4]
+    assert "run.pace=" in found.stdout.partition("(calm | wild)")[2], "completed"
 
 
 # -- a rollout engine --------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl.bounds import Positive, PositiveInt
+from verl.bounds import Positive, PositiveInt, adjustable
 
 
 @dataclass(frozen=True)
@@ -21,4 +21,4 @@ class AgentConfig:
     max_tool_calls: PositiveInt | None = None  # Of one trajectory.
     max_parallel_calls: PositiveInt = 4  # Of one turn, run together; further ones are answered with an error.
     max_tool_result_tokens: PositiveInt = 512  # Of one call; a longer result loses its middle, with a note.
-    tool_timeout_s: Positive = 30.0  # Of one call, unless the tool has its own.
+    tool_timeout_s: Positive = adjustable(30.0)  # Of one call, unless the tool has its own.

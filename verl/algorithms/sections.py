@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 from verl.algorithms.presets import PREFERENCES
-from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, Share, one_of
+from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, Share, adjustable, one_of
 
 TEACHER = "teacher"
 POLICY = "policy"
@@ -36,11 +36,11 @@ def split_key(path: str) -> tuple[str, str]:
 class CriticConfig:
     path: str | None = None
     """A Hugging Face folder for the value model. Null: model.path. A value head that it lacks starts at 0."""
-    lr: Positive = 1e-5
+    lr: Positive = adjustable(1e-5)
     weight_decay: NonNegative = 0.01
     clip_grad_norm: Positive = 1.0
-    warmup_steps: NonNegativeInt = 0  # Optimizer steps of the learning rate's warm-up.
-    warmup_ratio: Share = 0.0  # Share of all its optimizer steps that warms up, where `warmup_steps` is 0.
+    warmup_steps: NonNegativeInt = adjustable(0)  # Optimizer steps of the learning rate's warm-up.
+    warmup_ratio: Share = adjustable(0.0)  # Share of all its optimizer steps that warms up, where `warmup_steps` is 0.
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,17 @@ from msgspec import Meta
 
 from verl.agent_loop.sections import AgentConfig
 from verl.algorithms.sections import CriticConfig, PreferenceConfig, TeacherConfig
-from verl.bounds import Betas, NonNegative, NonNegativeInt, Positive, PositiveInt, PositiveShare, Share, one_of
+from verl.bounds import (
+    Betas,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    PositiveShare,
+    Share,
+    adjustable,
+    one_of,
+)
 from verl.rollout.server.options import ServeConfig
 from verl.track.health import HealthLimits
 from verl.workers.sections import ClusterConfig, ParallelConfig
@@ -29,23 +39,28 @@ FIRST_RUN = (
 
 @dataclass(frozen=True)
 class RunConfig:
-    name: str = "run"  # The run directory is `<root_dir>/<name>`.
-    root_dir: str = "runs"
+    name: str = adjustable("run")  # The run directory is `<root_dir>/<name>`.
+    root_dir: str = adjustable("runs")
     seed: int = 0
-    total_steps: PositiveInt | None = None  # Of the loop. Null: derived from `total_epochs` and the length of the data.
-    total_epochs: PositiveInt = 1
-    resume: str = "auto"  # auto: from the latest valid checkpoint in its folder · never: refuse a used one · PATH
-    deterministic: bool = False  # Fixed decode shapes: a cut run is bitwise equal where batch composition is not.
-    save_every_steps: NonNegativeInt | None = None  # Null: by time. 0: only at the end, and when it is stopped.
-    keep_last_checkpoints: PositiveInt = 2
-    keep_every_steps: NonNegativeInt = 0  # Checkpoints of these steps are never pruned. 0: none.
-    keep_best: str | None = None  # A metric (`eval/acc/greedy`): the checkpoint with its best value is never pruned.
-    eval_every_steps: NonNegativeInt = 0
-    eval_before: bool = True
-    eval_after: bool = True
-    threads: PositiveInt | None = None  # CPU threads for torch. Null: all cores.
-    grace_s: NonNegative = 25.0  # From SIGTERM or Ctrl-C to a saved state; a longer step is given up.
-    wait_timeout_s: Positive = 600.0  # Deadline of a wait in the loop (call, publish, batch).
+    total_steps: PositiveInt | None = adjustable(None)
+    """Steps of the loop. Null: derived from `total_epochs` and the length of the data."""
+    total_epochs: PositiveInt = adjustable(1)
+    resume: str = adjustable("auto")
+    """auto: from the latest valid checkpoint in its folder · never: refuse a used one · PATH"""
+    deterministic: bool = adjustable(False)
+    """Fixed decode shapes: a cut run is bitwise equal where batch composition is not."""
+    save_every_steps: NonNegativeInt | None = adjustable(None)
+    """Null: by time. 0: only at the end, and when it is stopped."""
+    keep_last_checkpoints: PositiveInt = adjustable(2)
+    keep_every_steps: NonNegativeInt = adjustable(0)  # Checkpoints of these steps are never pruned. 0: none.
+    keep_best: str | None = adjustable(None)
+    """A metric (`eval/acc/greedy`): the checkpoint with its best value is never pruned."""
+    eval_every_steps: NonNegativeInt = adjustable(0)
+    eval_before: bool = adjustable(True)
+    eval_after: bool = adjustable(True)
+    threads: PositiveInt | None = adjustable(None)  # CPU threads for torch. Null: all cores.
+    grace_s: NonNegative = adjustable(25.0)  # From SIGTERM or Ctrl-C to a saved state; a longer step is given up.
+    wait_timeout_s: Positive = adjustable(600.0)  # Deadline of a wait in the loop (call, publish, batch).
 
 
 @dataclass(frozen=True)
@@ -58,10 +73,10 @@ class ModelConfig:
     dtype: Annotated[str, one_of("auto|bfloat16|float32")] = "auto"
     """Compute precision over float32 masters. auto: bfloat16 where the device computes it natively, else float32 (a CPU
     without AVX512-BF16 or AMX emulates bfloat16, many times slower)."""
-    device: Annotated[str, one_of("auto|cpu|cuda")] = "auto"
-    gradient_checkpointing: bool = False
-    engine: str = "torch"
-    engine_options: dict[str, Any] = field(default_factory=dict)  # Of model_engine/options.py: attention, ...
+    device: Annotated[str, one_of("auto|cpu|cuda")] = adjustable("auto")
+    gradient_checkpointing: bool = adjustable(False)
+    engine: str = adjustable("torch")
+    engine_options: dict[str, Any] = adjustable(factory=dict)  # Of model_engine/options.py: attention, ...
 
 
 @dataclass(frozen=True)
@@ -79,8 +94,8 @@ class DataConfig:
     seed: int | None = None  # Of the shuffle. Null: run.seed.
     max_rows: PositiveInt | None = None
     max_eval_rows: PositiveInt | None = None
-    num_workers: NonNegativeInt = 2  # Processes that render, tokenise and filter.
-    cache_dir: str | None = None  # Tokenised rows by content hash. Null: ~/.cache/verl.
+    num_workers: NonNegativeInt = adjustable(2)  # Processes that render, tokenise and filter.
+    cache_dir: str | None = adjustable(None)  # Tokenised rows by content hash. Null: ~/.cache/verl.
     system_prompt: str | None = None  # Prepended when a row has no system message.
     max_tokens_per_row: Annotated[int, Meta(ge=2)] = 1024  # SFT: longer rows are refused or cut, by `truncation`.
 
@@ -106,30 +121,32 @@ class StepConfig:
     samples_per_prompt: PositiveInt = 8
     updates_per_step: PositiveInt = 1  # Optimizer steps per step; each takes an equal share of the groups.
     epochs_per_step: PositiveInt = 1  # Passes over the step's samples (verl: ppo_epochs).
-    max_tokens_per_microbatch: PositiveInt = 16384  # Of one forward and backward pass; a sequence is never split.
+    max_tokens_per_microbatch: PositiveInt = adjustable(16384)
+    """The tokens of one forward and backward pass; a sequence is never split."""
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    lr: Positive = 1e-6
+    lr: Positive = adjustable(1e-6)
     weight_decay: NonNegative = 0.01
     betas: Betas = field(default_factory=lambda: [0.9, 0.999])
     eps: Positive = 1e-8
     clip_grad_norm: Positive = 1.0
-    schedule: Annotated[str, one_of("constant|linear|cosine|wsd")] = "constant"
+    schedule: Annotated[str, one_of("constant|linear|cosine|wsd")] = adjustable("constant")
     """After the warm-up. wsd: stable, then linear over the last `decay_ratio` of the run."""
-    decay_ratio: PositiveShare = 0.2
-    warmup_steps: NonNegativeInt = 0  # Optimizer steps. The first update uses lr / (warmup_steps + 1), never 0.
-    warmup_ratio: Share = 0.0  # Share of all optimizer steps that warms up, where `warmup_steps` is 0.
-    min_lr_ratio: Share = 0.0
+    decay_ratio: PositiveShare = adjustable(0.2)
+    warmup_steps: NonNegativeInt = adjustable(0)
+    """Optimizer steps. The first update uses lr / (warmup_steps + 1), never 0."""
+    warmup_ratio: Share = adjustable(0.0)  # Share of all optimizer steps that warms up, where `warmup_steps` is 0.
+    min_lr_ratio: Share = adjustable(0.0)
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    engine: str = "native"  # native | hf | vllm | server: a name of backends.ROLLOUT.
+    engine: str = adjustable("native")  # native | hf | vllm | server: a name of backends.ROLLOUT.
     python: str | None = None  # Of the environment that a server (vllm) is started in: its bin/python. Null: this one.
     url: str | None = None  # A server that runs already (http://127.0.0.1:8000), on this machine; several with commas.
-    replicas: PositiveInt = 1  # Engines side by side; the requests of a group go to one of them.
+    replicas: PositiveInt = adjustable(1)  # Engines side by side; the requests of a group go to one of them.
     dtype: Annotated[str, one_of("auto|float32|bfloat16")] = "auto"
     """auto: as the trainer computes · float32 · bfloat16."""
     temperature: NonNegative = 1.0
@@ -140,21 +157,22 @@ class RolloutConfig:
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
     max_response_tokens: PositiveInt = 1024
-    max_concurrent_sequences: PositiveInt = 256
-    engine_options: dict[str, Any] = field(default_factory=dict)  # Of rollout/native/options.py: max_kv_tokens, ...
+    max_concurrent_sequences: PositiveInt = adjustable(256)
+    engine_options: dict[str, Any] = adjustable(factory=dict)  # Of rollout/native/options.py: max_kv_tokens, ...
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
     staleness: NonNegative = 0.0  # 0: synchronous. A group is trained at most ceil(staleness) versions after admission.
     sync_every: PositiveInt = 1  # Publish the weights every so many steps.
-    placement: Annotated[str, one_of("auto|colocated|split")] = "auto"
+    placement: Annotated[str, one_of("auto|colocated|split")] = adjustable("auto")
     """colocated: rollout and training share devices, and rollout sleeps while models train · split: they do not · auto:
     colocated where nothing is in flight during an update (staleness 0)."""
     partial_rollout: bool = False  # In-flight generations continue under new weights (versions are per span).
     oversample: NonNegative = 0.0  # Extra groups admitted, as a share of a step; kept if their deadline allows.
-    max_attempts: PositiveInt = 2  # Tries of one trajectory if its rollout fails or its reward is Invalid.
-    max_invalid_share: Share = 0.2  # Stop when more than this share of a step's trajectories had no valid reward.
+    max_attempts: PositiveInt = adjustable(2)  # Tries of one trajectory if its rollout fails or its reward is Invalid.
+    max_invalid_share: Share = adjustable(0.2)
+    """Stop when more than this share of a step's trajectories had no valid reward."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +181,9 @@ class RewardConfig:
     """A Python file or `module` with the reward function. Null: by data_source, as verl.reward.compute_score."""
     name: str = "compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
-    timeout_s: Positive = 30.0
-    memory_limit_mb: PositiveInt = 2048
-    num_workers: PositiveInt = 2
+    timeout_s: Positive = adjustable(30.0)
+    memory_limit_mb: PositiveInt = adjustable(2048)
+    num_workers: PositiveInt = adjustable(2)
     model: str | None = None
     """A folder that `verl rm` made (or any one-label sequence classifier over the policy's tokens). With `path` too,
     the function's score and `model_coef` x the model's are summed; without, the model alone is the reward."""
@@ -188,16 +206,16 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class QueueConfig:
-    engine: str = "memory"  # a name of backends.QUEUE.
-    engine_options: dict[str, Any] = field(default_factory=dict)  # Of transfer_queue/options.py: max_bytes, ...
+    engine: str = adjustable("memory")  # a name of backends.QUEUE.
+    engine_options: dict[str, Any] = adjustable(factory=dict)  # Of transfer_queue/options.py: max_bytes, ...
 
 
 @dataclass(frozen=True)
 class SyncConfig:
-    engine: str = "local"  # a name of backends.SYNC.
-    engine_options: dict[str, Any] = field(default_factory=dict)  # Of weight_sync/options.py: host, delta.
-    canary: bool = True  # Log-probs of fixed probe sequences, trainer against rollout, at every publish.
-    canary_tolerance: Positive | None = None  # Mean |dlogp| of likely tokens. Null: what rounding explains.
+    engine: str = adjustable("local")  # a name of backends.SYNC.
+    engine_options: dict[str, Any] = adjustable(factory=dict)  # Of weight_sync/options.py: host, delta.
+    canary: bool = adjustable(True)  # Log-probs of fixed probe sequences, trainer against rollout, at every publish.
+    canary_tolerance: Positive | None = adjustable(None)  # Mean |dlogp| of likely tokens. Null: what rounding explains.
 
 
 @dataclass(frozen=True)
@@ -231,10 +249,10 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
-    health: HealthLimits = field(default_factory=HealthLimits)
-    track: TrackConfig = field(default_factory=TrackConfig)
+    health: HealthLimits = adjustable(factory=HealthLimits)
+    track: TrackConfig = adjustable(factory=TrackConfig)
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    serve: ServeConfig = field(default_factory=ServeConfig)
+    cluster: ClusterConfig = adjustable(factory=ClusterConfig)
+    parallel: ParallelConfig = adjustable(factory=ParallelConfig)
+    serve: ServeConfig = adjustable(factory=ServeConfig)

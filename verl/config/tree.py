@@ -10,7 +10,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ import msgspec
 import yaml
 
 from verl.algorithms.presets import setting_types
+from verl.config.frozen import frozen
 from verl.config.schema import Config
 from verl.errors import Refused
 from verl.names import did_you_mean
@@ -32,6 +33,8 @@ class Leaf:
     key: str
     hint: Any
     default: Any
+    adjustable: bool = False
+    """A run may be continued with another value of it."""
 
     @property
     def is_mapping(self) -> bool:
@@ -62,9 +65,13 @@ class Setting:
 def leaves() -> Mapping[str, Leaf]:
     """Return every key of the tree, in the order of schema.py."""
     found: dict[str, Leaf] = {}
+    adjustable = {field.name: bool(field.metadata.get("adjustable")) for field in fields(Config)}
     for section, cls in sections().items():
         hints, defaults = typing.get_type_hints(cls, include_extras=True), vars(cls())
-        found |= {f"{section}.{name}": Leaf(f"{section}.{name}", hint, defaults[name]) for name, hint in hints.items()}
+        marked = {field.name for field in fields(cls) if adjustable[section] or field.metadata.get("adjustable")}
+        for name, hint in hints.items():
+            key = f"{section}.{name}"
+            found[key] = Leaf(key, hint, defaults[name], name in marked)
         if section == "algorithm":
             found |= {key: Leaf(key, hint, None) for key, hint in _algorithm_settings().items()}
     return MappingProxyType(found)
@@ -199,9 +206,11 @@ def text_of(value: Any) -> str:
 
 
 def tree_of(values: Mapping[str, Any]) -> Config:
-    """Build the tree from one value per leaf, each of its leaf's type. Leaves that are not named keep their default."""
+    """Build the tree from one value per leaf, each of its leaf's type. Leaves that are not named have their default.
+    Its lists and mappings cannot be changed either."""
     settings = {key.partition(".")[2]: values[key] for key in _algorithm_settings() if key in values}
-    given = {key: copy.deepcopy(values[key]) for key in values.keys() - _algorithm_settings()}
+    every = {key: leaf.default for key, leaf in leaves().items()} | dict(values)  # all are frozen by `changed`
+    given = {key: value for key, value in every.items() if key not in _algorithm_settings()}
     own = {name: value for name, value in settings.items() if value is not None}
     return changed(Config(), given | {"algorithm.options": {**given.get("algorithm.options", {}), **own}})
 
@@ -212,7 +221,7 @@ def changed(config: Config, values: Mapping[str, Any]) -> Config:
     sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
+        sections.setdefault(section, {})[name] = frozen(value)
     return replace(config, **{section: replace(vars(config)[section], **own) for section, own in sections.items()})
 
 

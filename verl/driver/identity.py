@@ -1,7 +1,7 @@
 """The identity of a run, recorded with every checkpoint: a run continues only as itself.
 
-A key defines the run unless it is named in MAY_CHANGE, which lists the keys of speed, length, place and frequency, not
-those of the objective and its data. A key that names files (CONTENT) is compared by their content, wherever they
+A key defines the run unless its field is declared as `adjustable`: the keys of speed, length, place and frequency are,
+not those of the objective and its data. A key that names files (CONTENT) is compared by their content, wherever they
 are."""
 
 from __future__ import annotations
@@ -27,49 +27,6 @@ from verl.config.schema import Config
 from verl.config.tree import leaves, values_of
 from verl.data.files import expand_files, fingerprint
 from verl.data.formats import SINGLE_TURN, played_by
-
-MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "run": (
-            *("name", "root_dir", "resume", "total_steps", "total_epochs", "threads", "deterministic"),
-            *("save_every_steps", "keep_last_checkpoints", "keep_every_steps", "keep_best", "grace_s"),
-            *("eval_every_steps", "eval_before", "eval_after", "wait_timeout_s"),
-        ),
-        "model": ("device", "gradient_checkpointing", "engine"),
-        "data": ("num_workers", "cache_dir"),
-        "step": ("max_tokens_per_microbatch",),
-        "optim": ("lr", "schedule", "decay_ratio", "warmup_steps", "warmup_ratio", "min_lr_ratio"),
-        "critic": ("lr", "warmup_steps", "warmup_ratio"),
-        "rollout": ("engine", "replicas", "max_concurrent_sequences"),
-        "agent": ("tool_timeout_s",),
-        "pipeline": ("placement", "max_attempts", "max_invalid_share"),
-        "reward": ("timeout_s", "memory_limit_mb", "num_workers"),
-        "queue": ("engine",),
-        "sync": ("engine", "canary", "canary_tolerance"),
-        "cluster": (
-            *(
-                "backend",
-                "virtual_ranks",
-                "address",
-                "nodes",
-                "ranks_per_node",
-                "cpus_per_rank",
-                "gpus_per_rank",
-                "resource",
-                "env",
-            ),
-            *("pools", "roles", "start_timeout_s", "max_restarts"),
-        ),
-        "parallel": ("replicate", "sequence", "context", "tensor", "pipeline", "expert"),
-        "serve": (
-            *("host", "port", "name", "api_key", "control", "max_context_tokens", "max_sequences", "max_body_mb"),
-            *("request_timeout_s", "grace_s"),
-        ),
-        "health": ("mismatch_stop", "mismatch_warn", "entropy_floor", "zero_variance_warn", "truncated_warn"),
-        "track": ("sinks", "project", "samples_per_step", "report_every_steps"),
-    }
-)
-"""Section -> the keys that a resumed run may change. The options of engines are in the rows of config/backends.py."""
 
 _WEIGHTS = (".safetensors", ".py")
 _WEIGHT_FILES = ("config.json", "generation_config.json", "adapter_config.json")
@@ -234,9 +191,8 @@ def _read(text: str) -> object:
 
 
 def may_change(key: str) -> bool:
-    """Return true if a resumed run may change the key; of `engine_options` perhaps not every option."""
-    section, _, name = key.partition(".")
-    return name in MAY_CHANGE.get(section, ()) or (name == "engine_options" and section in TABLES)
+    """Return whether a resumed run may change the key; of `engine_options` perhaps not every option."""
+    return key in leaves() and leaves()[key].adjustable
 
 
 def _fixed_options(key: str, was: Identity, now: Identity) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt
 from verl.errors import Refused
 
 
-@dataclass
+@dataclass(frozen=True)
 class ServeConfig:
     host: str = "127.0.0.1"  # Elsewhere than on loopback wants an `api_key`.
     port: NonNegativeInt = 8000  # 0: a free one.
