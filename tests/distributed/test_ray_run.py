@@ -185,6 +185,17 @@ def test_weights_that_pass_through_buckets_are_the_same(
     assert engine == "shm" or len(asked.read_text()) == 7, "each version came over the network"
 
 
+def test_weights_that_ranks_write_into_a_folder_are_the_same(tmp_path, straight, tiny_model, arithmetic_data):
+    """Each rank writes its slices, and no rank gathers a tensor: the run is the one bit for bit."""
+    options = ("sync.engine=disk", f"sync.engine_options.folder={tmp_path}")
+    small_run(tmp_path, tiny_model, arithmetic_data[:1], *SHAPE, *options)
+    for name, value in exported(straight, 6).items():
+        assert torch.equal(exported(tmp_path, 6)[name], value), name
+    gathered = [row["sync/gather_s"] for row in metrics_of(tmp_path / "r").values() if "sync/gather_s" in row]
+    assert gathered and not any(gathered), gathered
+    assert not list(tmp_path.glob("verl-versions-*")), "the run has removed them"
+
+
 LOST = {
     "ray::ReplicaActor": "its requests go on elsewhere, and it is started again",
     "ray::RankActor": "starting again from the last checkpoint (1 of 3 times)",
