@@ -20,7 +20,7 @@ from torch import nn
 
 from verl.algorithms.presets import PRESETS
 from verl.algorithms.resolve import resolve
-from verl.config.backends import traits_of
+from verl.config.backends import ROLLOUT, traits_of
 from verl.config.devices import local_gpus
 from verl.config.load import load_config
 from verl.config.schema import Config
@@ -284,7 +284,8 @@ def _backend(name: str, fallback: str | None) -> str:
         return name
     package = traits_of(name).package
     if not package:
-        raise Refused(f"rollout_backend={name!r}: native, hf, vllm, sglang or trtllm")
+        startable = [each for each in ROLLOUT if (traits := traits_of(each)).package or not traits.server]
+        raise Refused(f"rollout_backend={name!r}: there are {', '.join(startable)}")
     why = "is not installed" if importlib.util.find_spec(package) is None else "has no adapter in this version"
     if fallback is None and (gpus := local_gpus()):
         fix = 'install it, or allow the embedded engine with rollout_fallback="native"'

@@ -75,11 +75,17 @@ def rollout_faults(config: Config, command: str) -> Iterator[str]:
         yield f"run.deterministic=true with {engine}: {why}; set rollout.engine=native, or leave it out"
 
 
+def _trained() -> str:
+    """Return the names of the engines that take a trainer's weights."""
+    *names, last = (name for name in ROLLOUT if not traits_of(name).own_weights)
+    return f"{', '.join(names)} or {last}"
+
+
 def _own_weights(config: Config, traits: Traits, engine: str, command: str) -> Iterator[str]:
     """Yield the faults of servers that take no weights while they run, or that score no prompts."""
     r, canary = config.rollout, config.sync.canary
     if traits.own_weights and command == "train":
-        fix = "use it with verl eval or verl generate, and train with vllm, sglang, server or native"
+        fix = f"use it with verl eval or verl generate, and train with {_trained()}"
         yield f"{engine}: its weights are its own, and cannot be trained; {fix}"
     elif traits.own_weights and (
         config.sync.engine == "ipc" or config.sync.engine_options.get("bucket_mb") is not None

@@ -39,7 +39,7 @@ class ServerUpdates:
         sent = await self._as_read(sent)
         transferred = time.perf_counter() - began
         if not traits.updates_weights and connection.launch is None and connection.version >= 0:
-            fix = "use it for verl eval and verl generate, or train with rollout.engine=vllm, sglang or server"
+            fix = f"use it for verl eval and verl generate, or train with {OTHER_ENGINES}"
             raise Refused(f"{connection.http.url} has weights of its own, and takes no others while it runs: {fix}")
         await self._start.up()
         async with self._gate.alone(partial(self._announce_early, sent, mode)) as announced:

@@ -37,9 +37,12 @@ def _rollout_engine(given: Given) -> Result:
     engine = given.native.get("rollout.engine", name if here else "native")
     known = {own: f"{ROLLOUT}{of}" for of, own in traits_of(engine).public_keys.items()}
     options = {own: given.value(of) for own, of in known.items()}
-    every = dict.fromkeys(f"{ROLLOUT}{of}" for server in ROLLOUT_ENGINES for of in traits_of(server).public_keys)
-    if others := [of for of in every if of not in known.values()]:
-        given.ignore(f"rollout.engine={engine} has no such choice; rollout.engine=vllm has", *others)
+    have: dict[str, list[str]] = {}
+    for server in ROLLOUT_ENGINES:
+        for of in traits_of(server).public_keys:
+            have.setdefault(f"{ROLLOUT}{of}", []).append(server)
+    for of in (of for of in have if of not in known.values()):
+        given.ignore(f"rollout.engine={engine} has no such choice; rollout.engine={' or '.join(have[of])} has", of)
     for kwarg in (key for key in given.values if key.startswith(KWARGS) and given.reads(key, "rollout_engine")):
         whose, _, option = kwarg.removeprefix(KWARGS).partition(".")
         if whose != engine or given.value(kwarg) is None:
