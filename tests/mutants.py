@@ -56,6 +56,8 @@ AGENT = "tests/unit/test_tool_agent.py"
 FLOW = "tests/unit/test_rollouts.py tests/unit/test_rollouts_flow.py"
 RUN = "tests/e2e/test_controllers.py tests/e2e/test_train.py tests/e2e/test_resume.py"
 PACK = "tests/unit/test_batch.py tests/numerics/test_split.py"
+LOSSES, CLIENT = "tests/unit/test_router_losses.py", "tests/unit/test_rollout_client.py"
+PLACES = "tests/unit/test_config_cluster.py"
 CUDA, CUDA_ENGINE = "tests/numerics/test_cuda_kernels.py", "tests/numerics/test_cuda_decode.py"
 DISPATCH = "tests/unit/test_dispatch.py tests/unit/test_workers.py tests/contracts/test_worker_group_contract.py"
 
@@ -563,7 +565,8 @@ MUTANTS = (
         f"{MASKS} {ENGINE} {SPLIT}",
     ),
     # -- verdicts: the run itself, the weights that arrived, the answer that is right
-    Mutant("driver/identity.py", "elif old != new and may_change(key):", "elif old != new:", IDENTITY),
+    Mutant("driver/identity.py", "elif old != new and not may_change(key):", "elif old != new:", IDENTITY),
+    Mutant("driver/identity.py", "if k not in row.may_change}", "if False}", IDENTITY),
     Mutant("driver/identity.py", "if was.contents.get(key) != now.contents.get(key):", "if old != new:", IDENTITY),
     Mutant("driver/identity.py", "if key in resolved.masked:", "if False:", IDENTITY),
     Mutant("weight_sync/canary.py", "if not found <= allowed:", "if not found <= 1e9:", CANARY),
@@ -1117,6 +1120,24 @@ MUTANTS = (
         CUDA_ENGINE,
     ),
     Mutant("rollout/native/paged.py", "[[0], [-1], [np", "[[0], [0], [np", CUDA_ENGINE),
+    # -- servers and replicas: what is verified, resumed, given up
+    Mutant("rollout/supervisor.py", "        of.judged.set()\n", "", LOSSES),
+    Mutant(
+        "rollout/supervisor.py", "self._at_url and self.current.in_publish and not self.current.loaded", "False", LOSSES
+    ),
+    Mutant("rollout/replica.py", "of.in_publish, of.loaded = True, False", "of.in_publish = True", LOSSES),
+    Mutant("rollout/replica.py", "of.verified = min(of.verified, source.version - 1)", "pass", LOSSES),
+    Mutant("rollout/answers.py", "drawn.sure = len(drawn.ids)", "pass", "tests/unit/test_so_far.py"),
+    Mutant("rollout/answers.py", "begun.keep(0, -1)", "pass", "tests/unit/test_so_far.py"),
+    Mutant("rollout/calls.py", "await ended(waiting, AGAIN_S)", "return", CLIENT),
+    Mutant("rollout/gate.py", "if self.paused and not self.asleep:", "if False:", CLIENT),
+    Mutant("rollout/updates.py", "self._connection.fence(why)", "pass", CLIENT),
+    Mutant(
+        "rollout/starting.py", "if not self.found_paused:\n            await", "if True:\n            await", CLIENT
+    ),
+    Mutant("rollout/connection.py", "self.foreign = True", "pass", "tests/unit/test_so_far.py"),
+    Mutant("weight_sync/faults.py", 'backend != "ray" and not on_cuda', 'backend == "" and not on_cuda', PLACES),
+    Mutant("model_engine/faults.py", "if layout.pipeline > facts.layers:", "if False:", PLACES),
 )
 
 

@@ -169,12 +169,12 @@ def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str
             if was.contents.get(key) != now.contents.get(key):
                 same = " (the same name, another content)" if old == new else ""
                 others.append(f"{key}: {old} -> {new}{same}")
-        elif old != new and may_change(key) and not (fixed := _fixed_options(key, was, now)):
-            changed[key] = [old, new]
-        elif old != new and may_change(key):
+        elif old != new and not may_change(key):
+            others.append(f"{key}: {old} -> {new}")
+        elif old != new and (fixed := _fixed_options(key, was, now)):
             others += [f"{key}.{name}: {given[0]} -> {given[1]}" for name, given in fixed.items()]
         elif old != new:
-            others.append(f"{key}: {old} -> {new}")
+            changed[key] = [old, new]
     return others, changed
 
 
