@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -197,10 +194,6 @@ def server_process(folder: Path, log: Path, *args: str, port: int = 0) -> Iterat
         process.wait(30)
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-
-
 def _url(process: Started, log: Path, limit_s: float = 120.0) -> str:
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
@@ -212,11 +205,10 @@ def _url(process: Started, log: Path, limit_s: float = 120.0) -> str:
     raise AssertionError(f"the server did not start in {limit_s} s: {log.read_text()[-2000:]}")
 
 
-def run_serve(*args: str) -> tuple[int, str]:
-    """A start that is refused -> exit code, last line."""
-    command = [sys.executable, "-m", "verl.cli", "serve", *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=_environment())
-    return done.returncode, (done.stderr.strip().splitlines() or [""])[-1]
+def run_serve(errors: Path, *args: str) -> tuple[int, str]:
+    """A start that is refused -> exit code, last line of what it wrote to `errors`."""
+    process = Started(["serve", *args], errors.with_suffix(".log"), errors=errors)
+    return process.wait(120), (errors.read_text().strip().splitlines() or [""])[-1]
 
 
 def events(text: str) -> list[str]:

@@ -2,13 +2,12 @@
 
 import ast
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from small_runs import small_args
+from started import Started, program
 
 from verl.cli import guarded, main
 from verl.errors import CRASH_RECORD, Refused
@@ -35,9 +34,10 @@ def args(tmp_path, tiny_model, arithmetic_data):
 
 
 def test_a_value_error_of_numpy_in_a_step_is_no_typo_of_the_user(args, tmp_path):
-    done = subprocess.run([sys.executable, "-c", PLANTED, *args()], capture_output=True, text=True, timeout=300)
-    *before, record, last = done.stderr.strip("\n").splitlines()
-    assert (done.returncode, last) == (1, f"error: ValueError: {SHAPES}"), done.stderr
+    errors = tmp_path / "errors"
+    code = Started([PLANTED, *args()], tmp_path / "log", errors=errors, entry=program).wait(300)
+    *before, record, last = errors.read_text().strip("\n").splitlines()
+    assert (code, last) == (1, f"error: ValueError: {SHAPES}"), errors.read_text()
     (path,) = (tmp_path / "r" / "crash").glob("*.json")
     assert record == f"{CRASH_RECORD}{path}"
     assert any("Traceback" in line for line in before) and any("in broken" in line for line in before)

@@ -157,17 +157,20 @@ def test_many_clients_at_once(client):
 
 
 def test_starts_that_are_refused(folder, tmp_path):
+    errors = tmp_path / "errors"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        code, said = run_serve(f"model.path={folder}", f"serve.port={port}")
+        code, said = run_serve(errors, f"model.path={folder}", f"serve.port={port}")
         assert code == 2 and f"serve.port={port}: Address already in use; choose another" in said, said
-    code, said = run_serve(f"model.path={folder}", "serve.host=0.0.0.0")
+    code, said = run_serve(errors, f"model.path={folder}", "serve.host=0.0.0.0")
     assert code == 2 and "serve.host=0.0.0.0 can be reached from other machines" in said, said
-    code, said = run_serve(f"model.path={folder}", "serve.prot=1")
+    code, said = run_serve(errors, f"model.path={folder}", "serve.prot=1")
     assert code == 2 and "serve.port" in said, said
-    code, said = run_serve(f"model.path={tmp_path / 'none'}")
+    code, said = run_serve(errors, f"model.path={tmp_path / 'none'}")
     assert code == 2 and "none" in said, said
-    code, said = run_serve(f"model.path={folder}", "serve.port=0", "serve.max_context_tokens=100000")
+    code, said = run_serve(
+        tmp_path / "errors", f"model.path={folder}", "serve.port=0", "serve.max_context_tokens=100000"
+    )
     assert code == 2 and "made for 512 (max_position_embeddings)" in said, said
