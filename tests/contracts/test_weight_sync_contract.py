@@ -260,7 +260,7 @@ class LoraWorld(World):
         """Other factors, enqueued now."""
 
         def move(role: Role) -> None:
-            for tensor in role.lora_sets._open["a"][0].masters.values():
+            for tensor in role.publishing.lora_sets._open["a"][0].masters.values():
                 tensor.mul_(-1.5)
                 break
 
@@ -279,7 +279,11 @@ def of(request, backend) -> str:
 
 
 def probe(role: Role) -> list[np.ndarray]:
-    found = probed(role.lora_sets._open["a"][0] if "a" in role.lora_sets._open else role.engine, PROBES, "float32")
+    found = probed(
+        role.publishing.lora_sets._open["a"][0] if "a" in role.publishing.lora_sets._open else role.engine,
+        PROBES,
+        "float32",
+    )
     assert found is not None
     return np.split(found.logprobs, np.cumsum([len(ids) - 1 for ids in PROBES])[:-1])
 
@@ -422,7 +426,7 @@ def test_weights_travel_in_the_format_that_the_replica_reads(backend, kind, dtyp
     async def test():
         world, to = World(trainer(), backend, tolerance=None), getattr(torch, dtype)
         for role in world.group._workers:
-            role.sender = WeightSender(world.outlet, dtype=dtype)
+            role.publishing.sender = WeightSender(world.outlet, dtype=dtype)
         replica, beside = Notes(world.rollout(kind, dtype=to)), world.rollout(kind, dtype=to)
         world.actor.wire_format = (await replica.capabilities()).weights
         assert world.actor.wire_format == WireFormat(dtype)

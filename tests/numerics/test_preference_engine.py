@@ -22,7 +22,7 @@ from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.transfer_queue.memory import MemoryQueue
 from verl.workers.compute import Compute, OptimizerStep
-from verl.workers.role import RankStep, Role
+from verl.workers.rank_batch import RankStep, batch_of_step
 
 VOCAB = 40
 
@@ -82,13 +82,12 @@ def gradient(model, stage, indices, *, budget=10_000, share=True):
     if engine.value_head is not None:
         torch.nn.init.normal_(engine.value_head.weight, generator=torch.Generator().manual_seed(0))
     queue = MemoryQueue()
-    role = Role("trainer", queue, engine, share_prefix=share)
     samples, columns = stage.rows(indices, [f"s{i}" for i in indices])
     refs = put(queue, samples)
     offsets = np.cumsum([0, *(r.loss_tokens for r in refs)])
     queue.write(refs, {n: Ragged(value, offsets) for n, value in columns.items()})
     Compute(queue).weigh([OptimizerStep(refs)], stage.terms, tuple(columns))
-    batch = role._batch(RankStep(refs), stage.terms, tuple(columns))
+    batch = batch_of_step(queue, RankStep(refs), stage.terms, tuple(columns), share_prefix=share)
     out = forward_backward(engine, batch, stage.terms)
     return {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}, out
 

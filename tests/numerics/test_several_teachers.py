@@ -34,7 +34,8 @@ from verl.weight_sync.sender import WeightSender
 from verl.workers.ahead import EarlyOutputs
 from verl.workers.compute import step_columns
 from verl.workers.group import WorkerDied
-from verl.workers.role import Role, informed
+from verl.workers.rank_batch import informed
+from verl.workers.role import Role
 from verl.workers.teachers import Teachers
 from verl.workers.waits import DeadlineExpired
 
@@ -597,7 +598,7 @@ def test_a_lagged_policy_teaches_what_it_said_so_many_publishes_ago(ranks, broke
     def started() -> Learner:
         learner, sender = offline_learner(config, 5, tmp_path / "crash"), WeightSender(LocalOutlet(), dtype="float32")
         for role in learner.models["actor"]._group._workers:
-            role.sender = sender
+            role.publishing.sender = sender
         return learner
 
     with pytest.MonkeyPatch.context() as patch:

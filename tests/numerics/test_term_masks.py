@@ -21,7 +21,7 @@ from verl.objective import Term
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Sample, Segment
 from verl.workers.compute import Compute, OptimizerStep
-from verl.workers.role import RankStep, Role
+from verl.workers.rank_batch import RankStep, batch_of_step
 
 F64 = torch.float64
 OLD = [-1.0, -2.0, -0.5, -1.5]  # one answer of three tokens, one of one
@@ -38,7 +38,7 @@ def gradient(terms: tuple[Term, ...], new, *, advantages=(1.0, 1.0, 1.0, -1.0), 
         queue.write(refs, {name: Ragged(value, offsets)})
     inputs = tuple(dict.fromkeys([*(n for t in terms for n in t.inputs), "old_logprobs"]))
     Compute(queue).weigh([OptimizerStep(refs)], terms, inputs)
-    batch = Role("actor", queue, None)._batch(RankStep(refs), terms, inputs)  # type: ignore[arg-type]
+    batch = batch_of_step(queue, RankStep(refs), terms, inputs, share_prefix=True)
     leaf = torch.tensor(new, dtype=F64, requires_grad=True)
     loss, _ = evaluate_terms(terms, batch, {"logprobs": leaf})
     return torch.autograd.grad(loss, leaf)[0].tolist()

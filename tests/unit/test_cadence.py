@@ -140,7 +140,7 @@ def test_a_snapshot_that_a_full_disk_refuses_is_not_kept(later, tmp_path):
         if later:
             await made._copy(2)
         await made._commit(made._write_copies(state, None), state, 0.0, last=False)
-        return role._snapshot is not None
+        return role.saving.kept is not None
 
     assert asyncio.run(save()) is later
     (line,) = told
@@ -160,7 +160,7 @@ def test_a_write_follows_the_one_that_has_not_ended_yet(tmp_path):
         role.write(tmp_path / name, None)
         assert not role.written()
     free.set()
-    assert role._writing is not None and role._writing.result(60) is None
+    assert role.saving.writing is not None and role.saving.writing.result(60) is None
     assert order == ["first", "second"]
 
 

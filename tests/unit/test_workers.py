@@ -24,7 +24,8 @@ from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Metric, Sample, Segment
 from verl.workers.compute import Compute, OptimizerStep
 from verl.workers.placement import Placement
-from verl.workers.role import RankStep, Role
+from verl.workers.rank_batch import RankStep
+from verl.workers.role import Role
 from verl.workers.waits import DeadlineExpired
 
 # -- placement ---------------------------------------------------------------------------------------------------------

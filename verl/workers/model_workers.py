@@ -23,7 +23,8 @@ from verl.weight_sync.base import Entry, Outlet, Readers, Sent
 from verl.workers.compute import Compute, Computed, OptimizerStep
 from verl.workers.group import Broadcast, WorkerGroup
 from verl.workers.host import RankMemory
-from verl.workers.role import AS_SAMPLED, RankStep, Role, UpdatePlan, View
+from verl.workers.rank_batch import RankStep
+from verl.workers.role import AS_SAMPLED, Role, UpdatePlan, View
 from verl.workers.waits import result_of
 
 A = TypeVar("A")

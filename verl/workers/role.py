@@ -1,12 +1,10 @@
 """The worker of a model, one per rank, with its engine and the queue. It turns refs into batches and model outputs into
-columns."""
+columns; what it publishes (role_publishing.py) and saves (role_saving.py) are parts of their own."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.batch import OBSERVED, Batch, Ragged, around, concat, make_microbatches, observed, pack, without_weight
+from verl.batch import OBSERVED, Batch, Ragged, concat, make_microbatches, pack
 from verl.chat import NO_TURN_END, TurnEnd
 from verl.checkpoint.hf import HfExport
 from verl.config.backends import import_object
@@ -25,27 +23,17 @@ from verl.parameter_set import POLICY_SET
 from verl.rollout.base import AS_HELD, WireFormat
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import facts_column, queued_samples
-from verl.types import LEARNED, Metric, Metrics, Refs, Sample, Segment, merge_metrics
+from verl.types import Metric, Metrics, Refs, Sample, Segment, merge_metrics
 from verl.weight_sync.base import Entry, Outlet, Readers, Sent
 from verl.weight_sync.sender import WeightSender
 from verl.workers.host import RankMemory, rank_memory
 from verl.workers.inproc import SharedEngine, VirtualRank
-from verl.workers.lora_sets import LoraSets
+from verl.workers.rank_batch import RankStep, batch_of_step, informed
+from verl.workers.role_publishing import RolePublishing, is_first
+from verl.workers.role_saving import RoleSaving
 
 if TYPE_CHECKING:  # it imports torch.distributed, which a process without an engine does not need
-    from verl.model_engine.snapshot import Snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class RankStep:
-    """One rank's part of one optimizer step."""
-
-    refs: Refs  # The rank's rows.
-    num_microbatches: int = 0
-    weights: str = ""  # The suffix of the columns `w/TERM` of this step.
-    record: bool = False  # The outputs of this pass are written as columns.
-    first: bool = False  # No update happened before this step (`OptimizerStep.first`).
-    idle: bool = False  # The rank has no rows: its one row is a placeholder with weight 0.
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,22 +108,30 @@ def roles_of(engine: ModelEngine, spec: RoleSpec, *, ranks: Sequence[Ranks]) -> 
     return [role(rank) for rank in ranks]
 
 
-@dataclass(eq=False)
 class Role:
     """One rank of a policy, reference, teacher, critic or reward model. `ModelWorkers` is its typed interface for the
-    driver."""
+    driver. Its rows become batches and its outputs columns here; what it publishes and saves are parts of their own.
 
-    name: str
-    queue: TransferQueue
-    engine: ModelEngine
-    share_prefix: bool = True
-    ranks: Ranks = field(default_factory=OneRank)
-    sender: WeightSender | None = None
-    hf_export: HfExport | None = None
-    turn_end: TurnEnd = NO_TURN_END  # The end of a turn in a reward model's template; the score is read behind it.
-    lora_sets: LoraSets = field(default_factory=LoraSets, init=False)
-    _snapshot: Snapshot | None = field(default=None, init=False)
-    _writing: Future[None] | None = field(default=None, init=False)
+    sender: None for a role that publishes nothing · hf_export: None for one that is not exported · turn_end: the end of
+    a turn in a reward model's template, behind which the score is read
+    """
+
+    def __init__(
+        self,
+        name: str,
+        queue: TransferQueue,
+        engine: ModelEngine,
+        *,
+        share_prefix: bool = True,
+        ranks: Ranks | None = None,
+        sender: WeightSender | None = None,
+        hf_export: HfExport | None = None,
+        turn_end: TurnEnd = NO_TURN_END,
+    ) -> None:
+        self.name, self.queue, self.engine, self.ranks = name, queue, engine, ranks or OneRank()
+        self.share_prefix, self._turn_end = share_prefix, turn_end
+        self.publishing = RolePublishing(name, engine, sender, self.ranks)
+        self.saving = RoleSaving(name, engine, hf_export, self.ranks)
 
     # -- rows in, columns out ------------------------------------------------------------------------------------------
 
@@ -223,7 +219,8 @@ class Role:
                 terms: Sequence[Term] = plan.terms
                 if step.first:
                     terms = [before_moving(term) for term in terms]
-                batch, terms, metrics = self._two_passes(self._batch(step, terms, plan.inputs), terms)
+                batch = batch_of_step(self.queue, step, terms, plan.inputs, share_prefix=self.share_prefix)
+                batch, terms, metrics = self._two_passes(batch, terms)
                 result = self.engine.forward_backward(batch, terms, step.num_microbatches, plan.recorded)
                 parts += [_prefixed(metrics, plan.prefix), _prefixed(result.metrics, plan.prefix)]
                 optim = self.engine.optim_step()
@@ -245,7 +242,7 @@ class Role:
     def measure(self, step: RankStep, terms: tuple[Term, ...], inputs: tuple[str, ...]) -> Metrics:
         """Return loss and metrics of the terms on these rows of all ranks, without an optimizer step. The first rank
         reports."""
-        batch = self._batch(step, terms, inputs)
+        batch = batch_of_step(self.queue, step, terms, inputs, share_prefix=self.share_prefix)
         wanted = tuple(dict.fromkeys(n for t in terms for n in t.outputs))
         found = {f"out/{n}": v.double() for n, v in self.engine.infer(batch, wanted).items()}
         parts = self.ranks.all_gather(None if step.idle else batch.with_columns(found))
@@ -302,11 +299,10 @@ class Role:
 
     def open_set(self, name: str, folder: Path, base: Path, outlet: Outlet) -> None:
         """Open an adapter as a LoRA set on top of the present weights, to be published through its own outlet."""
-        assert self.sender is not None, f"{self.name} publishes nothing"
-        self.lora_sets.open(name, folder, base, outlet, self.engine, self.sender, self.ranks)
+        self.publishing.open_set(name, folder, base, outlet)
 
     def close_set(self, name: str) -> None:
-        self.lora_sets.close(name)
+        self.publishing.lora_sets.close(name)
 
     def send_weights(
         self,
@@ -318,44 +314,27 @@ class Role:
     ) -> Sent | None:
         """Send the present weights of a set to the rollout engines in the format that they read. The first rank returns
         the receipt."""
-        source, sender = self.lora_sets.publishing(parameters, self.engine, self.sender)
-        sender.set_format(form)
-        with self.engine.awake("weights"):
-            if parameters == POLICY_SET.id:
-                self.engine.published(version)
-            return sender.send(source, version, probes, copy=copy, first=self._first)
+        return self.publishing.send(version, probes, copy, form, parameters)
 
     def weights_manifest(self, form: WireFormat = AS_HELD) -> tuple[dict[str, Entry], str] | None:
         """Return the manifest of all versions that `stream_weights` sends, and the address where they are read."""
-        assert self.sender is not None, f"{self.name} publishes nothing"
-        self.sender.set_format(form)
-        with self.engine.awake("weights"):
-            found = self.sender.manifest(self.engine)
-            return (found, self.sender.announce(self.engine)) if self._first else None
+        return self.publishing.manifest(form)
 
     def stream_weights(
         self, version: int, probes: Sequence[np.ndarray], readers: Readers, form: WireFormat = AS_HELD
     ) -> Sent | None:
         """Send the weights as `send_weights` does, to readers that read during the call."""
-        assert self.sender is not None, f"{self.name} publishes nothing"
-        self.sender.set_format(form)
-        with self.engine.awake("weights"):
-            self.engine.published(version)
-            if self._first:
-                return self.sender.stream(self.engine, version, probes, readers)
-            self.sender.attend(self.engine, version, probes)
-            return None
+        return self.publishing.stream(version, probes, readers, form)
 
     def lose_reader(self, turn: int, reader: int) -> None:
-        if self.sender is not None:
-            self.sender.lose(turn, reader)
+        self.publishing.lose_reader(turn, reader)
 
     def published(self, version: int) -> None:
         self.engine.published(version)
 
     def release_weights(self, version: int, parameters: str = POLICY_SET.id) -> None:
         """Release a version of a set that all living replicas have."""
-        self.lora_sets.publishing(parameters, self.engine, self.sender)[1].release(version)
+        self.publishing.release(version, parameters)
 
     def save(self, path: Path) -> None:
         self.engine.save(path)
@@ -366,96 +345,41 @@ class Role:
 
     def snapshot(self) -> None:
         """Copy the present state to host memory, for `write`."""
-        self._snapshot = self.engine.snapshot()
+        self.saving.snapshot()
 
     def forget(self) -> None:
         """Delete a snapshot that was not written."""
-        self._snapshot = None
+        self.saving.kept = None
 
     def write(self, path: Path, hf_path: Path | None) -> None:
         """Start to write the snapshot in a thread: the state to `path`, the weights to `hf_path`."""
-        assert self._snapshot is not None, "nothing was kept to be written"
-        snapshot, self._snapshot = self._snapshot, None
-        before, self._writing = self._writing, Future()
-        args = (before, self._writing, snapshot, path, hf_path)
-        threading.Thread(target=self._write, args=args, daemon=True).start()
+        self.saving.write(path, hf_path)
 
     def written(self) -> bool:
         """Return True once the snapshot is on disk. Raise the error of a failed write."""
-        assert self._writing is not None
-        if self._writing.done():
-            self._writing.result()
-        return self._writing.done()
-
-    def _write(
-        self, before: Future[None] | None, done: Future[None], snapshot: Snapshot, path: Path, hf_path: Path | None
-    ) -> None:
-        try:
-            # a save that failed on another rank may end here a moment later, at its own deadline
-            if before is not None:
-                wait([before])
-            snapshot.save(path)
-            if hf_path is not None:
-                self._export(hf_path, snapshot.weights())
-            done.set_result(None)
-        except BaseException as e:
-            done.set_exception(e)
+        return self.saving.written()
 
     def load(self, path: Path) -> None:
         self.engine.load(path)
 
     def export(self, path: Path) -> None:
         """Write a complete Hugging Face folder of the present weights."""
-        self._export(path, self.engine.weights())
+        self.saving.export(path, self.engine.weights())
         self.ranks.all_gather(None)
-
-    def _export(self, path: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
-        assert self.hf_export is not None, f"{self.name} is not exported"
-        try:
-            if self._first:
-                self.hf_export.write(path, weights)
-        finally:
-            for _ in weights:  # all ranks gather the weights, even if the first one cannot write
-                pass
 
     # -- private -------------------------------------------------------------------------------------------------------
 
     @property
     def _first(self) -> bool:
-        return self.ranks.rank == 0 and self.ranks.primary
+        return is_first(self.ranks)
 
     def _scores(self, samples: Sequence[Sample]) -> list[float]:
         """Return the reward model's score of each row, read where its template ends a turn."""
-        batch = pack([self.turn_end.closed(s) for s in samples], share_prefix=self.share_prefix)
+        batch = pack([self._turn_end.closed(s) for s in samples], share_prefix=self.share_prefix)
         return self.engine.infer(batch, ("scores",))["scores"].double().tolist()
 
     def _pack(self, refs: Refs) -> Batch:
         return pack(queued_samples(self.queue, refs), share_prefix=self.share_prefix)
-
-    def _batch(self, step: RankStep, terms: Sequence[Term], inputs: Sequence[str]) -> Batch:
-        samples, of = queued_samples(self.queue, step.refs), {t.name: t.unit for t in terms}
-        watching = [name for name, unit in of.items() if unit == "observation"]
-        if watching:
-            samples = [observed(s) for s in samples]
-        batch = pack(samples, share_prefix=self.share_prefix)
-        weights = {t.name: f"w/{t.name}{step.weights}" for t in terms}
-        stored = [name for name in inputs if name not in batch.columns]
-        masks = [f"m/{t.name}" for t in terms if t.unit == "token"]
-        found = self.queue.read(step.refs, [*stored, *weights.values(), *masks, "loss_mask"])
-        token = {name: found[name].values for name in stored} | {"mask": found["loss_mask"].values}
-        token |= {f"w/{n}": found[column].values for n, column in weights.items() if of[n] == "token"}
-        token |= {name: found[name].values for name in masks}
-        if watching:
-            seen = batch.columns["versions"] == OBSERVED
-            token = {name: around(column, ~seen) for name, column in token.items()}
-            token |= {f"w/{name}": around(found[weights[name]].values, seen) for name in watching}
-        rows = {f"w/{t.name}": found[weights[t.name]].values for t in terms if t.unit == "sequence"}
-        # a two-pass batch concatenates the rows of all ranks, which have different teachers
-        if not any(t.two_pass for t in terms):
-            for name in sorted({s.teacher for s in samples} - {""}):
-                rows[f"teacher/{name}"] = torch.tensor([s.teacher == name for s in samples])
-        batch = batch.with_columns(token).with_row_columns(rows)
-        return without_weight(batch) if step.idle else batch
 
     def _two_passes(self, batch: Batch, terms: Sequence[Term]) -> tuple[Batch, Sequence[Term], Metrics]:
         whole = [t for t in terms if t.two_pass]
@@ -470,23 +394,6 @@ class Role:
             return batch, terms, {}
         outputs = self.engine.infer(batch, tuple(dict.fromkeys(n for t in whole for n in t.outputs)))
         return first_pass(batch, terms, outputs, self.ranks)
-
-
-def informed(sample: Sample) -> Sample:
-    """Return the row with its context in place of its prompt. All later tokens stay the same."""
-    if sample.context is None:
-        return sample
-    left, rest = int(sample.context[0]), list(sample.segments)
-    while left:  # a prompt that begins a longer history ends inside of a segment
-        first = rest.pop(0)
-        assert first.source not in LEARNED, "a context stands for a prompt"
-        if len(first.ids) > left:
-            rest.insert(0, Segment(ids=first.ids[left:], source="env"))
-        left -= min(left, len(first.ids))
-    found = replace(sample, segments=(Segment(ids=sample.context[1:], source="prompt"), *rest))
-    before, after = (np.concatenate([s.ids for s in x.segments if s.source in LEARNED]) for x in (sample, found))
-    assert np.array_equal(before, after) and found.loss_tokens == sample.loss_tokens
-    return found
 
 
 def _prefixed(metrics: Metrics, prefix: str) -> Metrics:

@@ -1,0 +1,76 @@
+"""A role as the source of weights: its parameter sets are sent to the replicas, whole or as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from verl.model_engine.base import ModelEngine, Ranks
+from verl.parameter_set import POLICY_SET
+from verl.rollout.base import WireFormat
+from verl.weight_sync.base import Entry, Outlet, Readers, Sent
+from verl.weight_sync.sender import WeightSender
+from verl.workers.lora_sets import LoraSets
+
+
+def is_first(ranks: Ranks) -> bool:
+    """Return True on the one rank that returns and writes what all ranks have in common."""
+    return ranks.rank == 0 and ranks.primary
+
+
+class RolePublishing:
+    """The sender of a role's weights and the LoRA sets on top of them. role: its name in messages · sender: None for a
+    role that publishes nothing"""
+
+    def __init__(self, role: str, engine: ModelEngine, sender: WeightSender | None, ranks: Ranks) -> None:
+        self._role, self._engine, self._ranks = role, engine, ranks
+        self.sender, self.lora_sets = sender, LoraSets()
+
+    def open_set(self, name: str, folder: Path, base: Path, outlet: Outlet) -> None:
+        """Open an adapter as a LoRA set on top of the present weights, to be published through its own outlet."""
+        self.lora_sets.open(name, folder, base, outlet, self._engine, self._own_sender(), self._ranks)
+
+    def send(
+        self, version: int, probes: Sequence[np.ndarray], copy: bool, form: WireFormat, parameters: str
+    ) -> Sent | None:
+        """Send the present weights of a set in the format that the replicas read. The first rank returns the
+        receipt."""
+        source, sender = self.lora_sets.publishing(parameters, self._engine, self.sender)
+        sender.set_format(form)
+        with self._engine.awake("weights"):
+            if parameters == POLICY_SET.id:
+                self._engine.published(version)
+            return sender.send(source, version, probes, copy=copy, first=is_first(self._ranks))
+
+    def manifest(self, form: WireFormat) -> tuple[dict[str, Entry], str] | None:
+        """Return the manifest of all versions of a stream, and the address where they are read."""
+        sender = self._own_sender()
+        sender.set_format(form)
+        with self._engine.awake("weights"):
+            found = sender.manifest(self._engine)
+            return (found, sender.announce(self._engine)) if is_first(self._ranks) else None
+
+    def stream(self, version: int, probes: Sequence[np.ndarray], readers: Readers, form: WireFormat) -> Sent | None:
+        """Send the weights to readers that read during the call. The first rank returns the receipt."""
+        sender = self._own_sender()
+        sender.set_format(form)
+        with self._engine.awake("weights"):
+            self._engine.published(version)
+            if is_first(self._ranks):
+                return sender.stream(self._engine, version, probes, readers)
+            sender.attend(self._engine, version, probes)
+            return None
+
+    def lose_reader(self, turn: int, reader: int) -> None:
+        if self.sender is not None:
+            self.sender.lose(turn, reader)
+
+    def release(self, version: int, parameters: str) -> None:
+        """Release a version of a set that all living replicas have."""
+        self.lora_sets.publishing(parameters, self._engine, self.sender)[1].release(version)
+
+    def _own_sender(self) -> WeightSender:
+        assert self.sender is not None, f"{self._role} publishes nothing"
+        return self.sender
