@@ -66,7 +66,7 @@ def compile_launch(kernel: Any, given: dict[str, Any], target: GPUTarget) -> dic
 
 def launch_all(dtype: torch.dtype, dim: int) -> None:
     """Call every operation once with the sizes of a Qwen3 layer, and the others' features."""
-    from verl.accel.cuda import attention, layers, rotary, sampling
+    from verl.accel.cuda import attention, experts, layers, rotary, sampling
 
     rows, heads, kv_heads, page, ffn, vocab = 4, 16, 8, 256, 3072, 151936
 
@@ -88,6 +88,8 @@ def launch_all(dtype: torch.dtype, dim: int) -> None:
     layers.add_norm(x, x, weight.float(), weight.float(), 1e-6)
     for activation in ("silu", "gelu_tanh"):
         layers.gated(empty(rows, 2 * ffn), activation)
+    order, starts = empty(8 * rows, kind=torch.int64), empty(129, kind=torch.int64)
+    experts.expert_products(x, empty(128, 1536, 1024), order, starts, 8)
     numbers = empty(rows, kind=torch.float64)
     sampling.draw_tokens(empty(rows, vocab), numbers, numbers)
 

@@ -1109,8 +1109,9 @@ MUTANTS = (
     Mutant("accel/cuda/layers.py", "active.to(up.dtype)", "gate.to(up.dtype)", CUDA),
     Mutant("accel/cuda/sampling.py", "i == index[:, None] - 1", "i == index[:, None]", CUDA),
     Mutant(
-        "accel/cuda/sampling.py", "(cumulative > target[:, None]) & (mass > 0)", "(cumulative > target[:, None])", CUDA
+        "accel/cuda/experts.py", "blocks = (end - begin + BLOCK - 1) // BLOCK", "blocks = (end - begin) // BLOCK", CUDA
     ),
+    Mutant("accel/cuda/experts.py", "pair // EACH", "pair", CUDA),
     Mutant("accel/cuda/sampling.py", "tl.where(temperature == 0, greedy, drawn)", "drawn", CUDA),
     Mutant("rollout/native/fused.py", '"window": layer.window', '"window": 0', CUDA_ENGINE),
     Mutant(
@@ -1119,7 +1120,6 @@ MUTANTS = (
         "delta, after = layer.out(mixed.flatten(1)), None",
         CUDA_ENGINE,
     ),
-    Mutant("rollout/native/paged.py", "[[0], [-1], [np", "[[0], [0], [np", CUDA_ENGINE),
     # -- servers and replicas: what is verified, resumed, given up
     Mutant("rollout/supervisor.py", "        of.judged.set()\n", "", LOSSES),
     Mutant(

@@ -13,7 +13,7 @@ from torch import Tensor
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, stream_of, uniforms
 
 pytest.importorskip("triton", reason="no Triton here (make triton-package)")
-from verl.accel.cuda import attention, layers, rotary, sampling
+from verl.accel.cuda import attention, experts, layers, rotary, sampling
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -212,3 +212,20 @@ def test_ends_of_the_distribution() -> None:
     assert ours[0, :5].tolist() == ids[:5].tolist() == [1, 2, 2, 0, 2]
     torch.testing.assert_close(ours[1, :5].float(), logprobs[:5], atol=1e-6, rtol=0)
     assert torch.isnan(ours[1, 5]) and 0 <= ours[0, 5] < 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("each", [1, 2])
+def test_products_of_experts(each: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expert without a pair, with one, with exactly a block, and with two blocks and a rest."""
+    monkeypatch.setattr(experts, "BLOCK_PAIRS", 4)
+    monkeypatch.setattr(experts, "BLOCK_OUT", 16)
+    monkeypatch.setattr(experts, "BLOCK_IN", 32)
+    torch.manual_seed(each)
+    of_pair = torch.tensor([1, 3, 3, 4, 3, 3, 3, 3, 3, 4, 3, 4, 3, 4])[torch.randperm(14)]
+    x, weights = torch.randn(14 // each, 40).to(dtype), torch.randn(6, 24, 40).to(dtype)
+    order = of_pair.argsort(stable=True)
+    starts = torch.searchsorted(of_pair[order], torch.arange(7))
+    ours = experts.expert_products(x, weights, order, starts, each)
+    rows = x.double().repeat_interleave(each, 0)
+    close(ours / 8, torch.einsum("pc,pnc->pn", rows, weights[of_pair].double()) / 8, dtype)

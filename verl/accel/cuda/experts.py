@@ -1,0 +1,77 @@
+"""One product per expert, for pairs of a row and an expert: the number of pairs of each stays on the device.
+
+Needs Triton.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_PAIRS, BLOCK_OUT, BLOCK_IN = 16, 64, 128
+
+
+@triton.jit
+def _expert_products(
+    x,
+    weights,
+    order,
+    starts,
+    out,
+    N,
+    C,
+    EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """BLOCK pairs of one expert times COLUMNS of its outputs; programs beyond the last block of pairs do nothing."""
+    b, e = tl.program_id(0), tl.arange(0, PADDED)
+    begin = tl.load(starts + e, mask=e < EXPERTS, other=0)
+    end = tl.load(starts + e + 1, mask=e < EXPERTS, other=0)
+    blocks = (end - begin + BLOCK - 1) // BLOCK
+    after = tl.cumsum(blocks, 0)
+    expert = tl.sum((after <= b).to(tl.int32), 0)
+    if expert < EXPERTS:
+        mine = e == expert
+        block = b - tl.sum(tl.where(mine, after - blocks, 0), 0)
+        i = tl.sum(tl.where(mine, begin, 0), 0) + block * BLOCK + tl.arange(0, BLOCK)
+        inside = i < tl.sum(tl.where(mine, end, 0), 0)
+        pair = tl.load(order + i, mask=inside, other=0).to(tl.int64)
+        n, c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+        rows = x + (pair // EACH)[:, None] * C + c[None, :]
+        columns = weights + (expert.to(tl.int64) * N + n)[:, None] * C + c[None, :]
+        product = tl.zeros([BLOCK, COLUMNS], tl.float32)
+        for depth in range(0, C, DEPTH):
+            left = tl.load(rows + depth, mask=inside[:, None] & (depth + c[None, :] < C), other=0.0)
+            right = tl.load(columns + depth, mask=(n[:, None] < N) & (depth + c[None, :] < C), other=0.0)
+            product += tl.dot(left, tl.trans(right), input_precision="ieee")
+        to = out + pair[:, None] * N + n[None, :]
+        tl.store(to, product.to(out.dtype.element_ty), mask=inside[:, None] & (n[None, :] < N))
+
+
+def expert_products(x: Tensor, weights: Tensor, order: Tensor, starts: Tensor, each: int) -> Tensor:
+    """x [P / each, C], weights [E, N, C] -> [P, N]: pair p is row p // each times the weights of its expert. `order`
+    [P] are the pairs by expert, and those of expert e are order[starts[e] : starts[e + 1]], starts [E + 1]."""
+    (experts, width, depth), pairs = weights.shape, len(order)
+    out = x.new_empty(pairs, width)
+    most = min(pairs, pairs // BLOCK_PAIRS + experts)  # blocks, if every expert has one that is not full
+    _expert_products[most, triton.cdiv(width, BLOCK_OUT)](
+        x,
+        weights,
+        order,
+        starts,
+        out,
+        width,
+        depth,
+        EXPERTS=experts,
+        PADDED=triton.next_power_of_2(experts),
+        EACH=each,
+        BLOCK=BLOCK_PAIRS,
+        COLUMNS=BLOCK_OUT,
+        DEPTH=BLOCK_IN,
+        num_warps=4,
+        num_stages=3,
+    )
+    return out
