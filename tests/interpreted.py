@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from verl.accel.cuda.rows import KERNELS
+from verl.accel.operations import Use
+from verl.rollout.native.ops import DecodeOps
 
 
 def fix_bf16_products(patch: pytest.MonkeyPatch) -> None:
@@ -58,3 +63,44 @@ class Launches(TorchDispatchMode):
         if not (self._within or view or "empty" in name):
             self.names.append(name)
         return result
+
+
+class Traffic:
+    """Counts the bytes of the distinct addresses that each launch reads and writes, which pass the caches once."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+        self.bytes = 0
+        self._seen: dict[tuple[str, int], list[np.ndarray]] = {}
+        launch = GridExecutor.__call__
+        load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+        def note(kind: str, pointers: Any, mask: Any) -> None:
+            size = pointers.get_element_ty().primitive_bitwidth // 8
+            self._seen.setdefault((kind, size), []).append(pointers.data[mask.data])
+
+        def counted_load(builder: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+            note("read", pointers, mask)
+            return load(builder, pointers, mask, *rest, **named)
+
+        def counted_store(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+            note("written", pointers, mask)
+            return store(builder, pointers, value, mask, *rest, **named)
+
+        def counted_launch(executor: Any, *args: Any, **named: Any) -> Any:
+            self._seen.clear()
+            result = launch(executor, *args, **named)
+            for (_, size), addresses in self._seen.items():
+                self.bytes += size * len(np.unique(np.concatenate([a.ravel() for a in addresses])))
+            return result
+
+        patch.setattr(GridExecutor, "__call__", counted_launch)
+        patch.setattr(InterpreterBuilder, "create_masked_load", counted_load)
+        patch.setattr(InterpreterBuilder, "create_masked_store", counted_store)
+
+
+def interpreted_ops() -> DecodeOps:
+    """The rows of Triton for a decode step, which the interpreter runs on a CPU."""
+    calls = {row.operation: row.load(Use(torch.device("cpu"), torch.float32)) for row in KERNELS}
+    return DecodeOps(**{field.name: calls[field.name] for field in fields(DecodeOps)})  # type: ignore[arg-type]

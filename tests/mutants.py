@@ -1113,6 +1113,8 @@ MUTANTS = (
     ),
     Mutant("accel/cuda/experts.py", "pair // EACH", "pair", CUDA),
     Mutant("accel/cuda/sampling.py", "tl.where(temperature == 0, greedy, drawn)", "drawn", CUDA),
+    Mutant("rollout/native/fused.py", "share[:, None].to(x.dtype)", "share[:, None].to(x.dtype) * 2", CUDA_ENGINE),
+    Mutant("rollout/native/fused.py", "pairs.argsort(stable=True)", "pairs.argsort(descending=True)", CUDA_ENGINE),
     Mutant("rollout/native/fused.py", '"window": layer.window', '"window": 0', CUDA_ENGINE),
     Mutant(
         "rollout/native/fused.py",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import decode_references as references
 import pytest
 import torch
 from each import check_each
@@ -121,6 +122,10 @@ CASES: Mapping[str, Case] = {
     "sample": Case(sample_inputs),
     "slot_attention": Case(attention_inputs, attention, changed=(4, 5)),
     "linear": Case(linear_inputs, lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)),
+    "page_attention": Case(references.page_attention_inputs, references.page_attention),
+    "rotate_and_store": Case(references.rotate_and_store_inputs, references.rotate_and_store, changed=(5, 6)),
+    "add_norm": Case(references.add_norm_inputs, references.add_norm, changed=(0,)),
+    "expert_products": Case(references.expert_products_inputs, references.expert_products),
     "trained_rms_norm": Case(norm_inputs, gradient=True),
     "trained_swiglu": Case(swiglu_inputs, gradient=True),
     "trained_rotation": Case(rotation_inputs, gradient=True),

@@ -7,16 +7,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interpreted import Launches, fix_bf16_products
+from interpreted import Launches, fix_bf16_products, interpreted_ops
 from rollouts import finish
 from test_rollout_numerics import CONFIGS, engine, logprobs_of, reference
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen3Config
 
 pytest.importorskip("triton", reason="no Triton here (make triton-package)")
 from verl.accel.cuda import decode
+from verl.accel.cuda.rows import KERNELS
+from verl.accel.linear import Plain, SingleProducts
+from verl.accel.operations import Use
+from verl.accel.table import OPERATIONS
 from verl.rollout.base import GenerateRequest
 from verl.rollout.embedded.core import EngineCore
 from verl.rollout.embedded.requests import ActiveRequest
 from verl.rollout.native import paged
+from verl.rollout.native.engine import slower_notes
+from verl.rollout.native.fused import decode_hidden
+from verl.rollout.native.model import Model
+from verl.rollout.native.ops import DecodeOps, choose_decode_ops, choose_ops
+from verl.rollout.native.weights import Storage, weights_of
 from verl.types import Sampling
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
@@ -32,7 +43,8 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fused(config: Any, module: Any, **options: Any) -> EngineCore:
-    core = engine(config, module, rows=5, compiled=False, layout="plain", paged=True, fused=True, **options)
+    kernels = {"paged": True, "decode_ops": interpreted_ops()}
+    core = engine(config, module, rows=5, compiled=False, layout="plain", **kernels, **options)
     assert core.runner._paged is not None and core.runner._paged._ops is not None
     return core
 
@@ -77,7 +89,7 @@ def test_bfloat16_is_as_far_from_float32_as_the_plain_path(name: str) -> None:
     """Norms are rounded at the same places, so bf16 through the kernels is not a coarser bf16."""
     module, rounded = (reference(CONFIGS[name], torch.bfloat16) for _ in range(2))
     plain = engine(CONFIGS[name], rounded, rows=5, dtype=torch.bfloat16, emulate_bf16=False, compiled=False,
-                   layout="plain", paged=name != "gemma2", fused=False)  # fmt: skip
+                   layout="plain", paged=name != "gemma2")  # fmt: skip
     core = fused(CONFIGS[name], rounded, dtype=torch.bfloat16, emulate_bf16=False)
     errors = []
     for one in (core, plain):
@@ -117,23 +129,90 @@ def test_a_layer_is_ten_launches_at_most(name: str, max_context_tokens: int, mon
     assert sum(n in once for n in names) <= 7
 
 
-def test_what_the_kernels_lack_is_said_and_computed_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+class Declared(TorchDispatchMode):
+    """Adds up what products of torch and operations of the table have to move, and computes nothing: on `meta`."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        super().__init__()
+        self.bytes, self._positions = 0.0, positions
+        self._rows = {row.operation: row for row in KERNELS}
+
+    def ops(self) -> DecodeOps:
+        """The operations of a decode step, with results of the right size."""
+        results = {
+            "page_attention": lambda q, *rest: q,
+            "rotate_and_store": lambda qkv, norm, turns, at, table, keys, *rest: qkv.new_empty(
+                len(qkv), qkv.shape[1] // keys.shape[3] - 2 * keys.shape[2], keys.shape[3]
+            ),
+            "add_norm": lambda residual, *rest: residual,
+            "gated": lambda both, activation: both[:, ::2],
+            "sample": lambda logits, *rest: logits.new_empty(2, len(logits)),
+            "expert_products": None,
+        }
+
+        def counted(name: str, result: Any) -> Any:
+            def call(*args: Any, **named: Any) -> Any:
+                args = tuple(self._positions if i == 4 and name == "page_attention" else a for i, a in enumerate(args))
+                self.bytes += self._rows[name].traffic * OPERATIONS[name].cost(*args, **named).bytes
+                return result(*args)
+
+            return call
+
+        return DecodeOps(**{name: counted(name, result) for name, result in results.items()})
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function._schema.name.removeprefix("aten::") in ("mm", "addmm", "index_select"):
+            read = args[1:] if "mm" in str(function) else (result,)  # an embedding reads its rows
+            self.bytes += result.nbytes + sum(a.nbytes for a in read if isinstance(a, torch.Tensor))
+            self.bytes += args[0].nbytes if function._schema.name == "aten::mm" else 0
+        return result
+
+
+@pytest.mark.parametrize("rows,tokens", [(1, 512), (16, 1024), (64, 1024), (256, 512)])
+def test_a_step_moves_little_beside_weights_and_kv(rows: int, tokens: int) -> None:
+    """A decode step of Qwen3-0.6B in bf16, by what its operations declare."""
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+    config = Qwen3Config(**sizes, head_dim=128, intermediate_size=3072, vocab_size=151936, tie_word_embeddings=True)
+    meta, dtype = torch.device("meta"), torch.bfloat16
+    ops = choose_ops(torch.device("cpu"), dtype, compiled=False, products=SingleProducts(Plain, keeps=True))
+    model = Model(config, 4096, meta, ops)
+    model.weights = weights_of(Storage(model.shape, dtype, dtype, meta), ops)
+    model.rotary.reserve(4096)
+    pool = torch.empty(28, 2, 1 + rows * tokens // 256, 256, 8, 128, dtype=dtype, device=meta)
+    at = torch.zeros(rows, dtype=torch.int64, device=meta)
+    declared = Declared(torch.full((rows,), tokens - 1))
+    with declared:
+        table = torch.zeros(rows, tokens // 256, dtype=torch.int32, device=meta)
+        hidden = decode_hidden(declared.ops(), model, pool, table, at, at)
+        declared.ops().sample(model.live.logits(hidden), at.float(), at.double())
+    weights = sum(tensor.nbytes for tensor in model.live.tensors)
+    kv = 2 * 28 * 8 * 128 * 2 * rows * tokens
+    assert weights > 1.19e9 and declared.bytes > weights + kv
+    assert declared.bytes < 1.15 * (weights + kv), declared.bytes / (weights + kv)
+
+
+def test_what_the_kernels_lack_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, cpu, sizes = torch.device("cuda"), torch.device("cpu"), {"head_dim": 128, "hidden": 4096, "page": 256}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert decode.missing(cpu, 128, 4096, 256) is None
-    assert "compute capability 7.5, below 8.0" in str(decode.missing(cuda, 128, 4096, 256))
+    assert decode.missing(cpu, sizes) is None
+    assert "compute capability 7.5, below 8.0" in str(choose_decode_ops(Use(cuda, torch.bfloat16, sizes)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert decode.missing(cuda, 128, 4096, 256) is None
+    assert isinstance(choose_decode_ops(Use(cuda, torch.bfloat16, sizes)), DecodeOps)
+    for changed, reason in (
+        ({"head_dim": 512}, "head_dim=512: the kernels compute even sizes up to 256"),
+        ({"hidden": 20000}, "hidden_size=20000"),
+        ({"page": 24}, "pages of 24 tokens"),
+    ):
+        assert reason in str(choose_decode_ops(Use(cuda, torch.bfloat16, {**sizes, **changed})))
+    assert "no kernel of page_attention" in str(choose_decode_ops(Use(cuda, torch.float64, sizes)))
+    assert "no kernel of page_attention" in str(choose_decode_ops(Use(cpu, torch.float32, sizes)))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(decode.shutil, "which", lambda name: None)
-    assert "no C compiler" in str(decode.missing(cuda, 128, 4096, 256))
-    assert "head_dim=512" in str(decode.missing(cpu, 512, 4096, 256))
-    assert "hidden_size=20000" in str(decode.missing(cpu, 128, 20000, 256))
-    assert "pages of 24 tokens" in str(decode.missing(cpu, 128, 4096, 24))
+    assert "no C compiler" in str(choose_decode_ops(Use(cuda, torch.bfloat16, sizes)))
     monkeypatch.setattr(decode.importlib.util, "find_spec", lambda name: None)
-    assert "Triton is not installed" in str(decode.missing(cpu, 128, 4096, 256))
-    module = reference(CONFIGS["qwen3"])
-    core = engine(CONFIGS["qwen3"], module, rows=5, compiled=False, layout="plain", paged=True, fused=True)
-    assert core.runner._paged._ops is None and "Triton is not installed" in core.runner.without_fused
-    for prompt, completion in answers(core, Sampling(max_tokens=5, temperature=1.0)).values():
-        np.testing.assert_allclose(completion.logprobs, logprobs_of(module, prompt, completion.ids, 1.0), atol=1e-5)
+    reason = choose_decode_ops(Use(cuda, torch.bfloat16, sizes))
+    assert isinstance(reason, str) and "Triton is not installed" in reason
+    assert slower_notes({"compiled kernels": None, "the decode kernels": reason}) == (
+        f"rollout: slower without the decode kernels ({reason})",
+    )

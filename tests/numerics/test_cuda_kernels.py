@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import decode_references as references
 import numpy as np
 import pytest
 import torch
-from interpreted import fix_bf16_products
+from decode_references import pages_of
+from interpreted import Traffic, fix_bf16_products
+from test_accel_table import CASES, check_row
 from torch import Tensor
 
+from verl.accel.cuda.rows import KERNELS
+from verl.accel.operations import Kernel, Use
+from verl.accel.table import OPERATIONS
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, stream_of, uniforms
 
 pytest.importorskip("triton", reason="no Triton here (make triton-package)")
@@ -31,35 +37,6 @@ def close(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def pages_of(positions: Tensor, page: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A pool [2, pages, page, K, D] with NaN in every place that no row has written, and a table of shuffled pages."""
-    width = int(positions.max()) // page + 1
-    table = (torch.randperm(len(positions) * width).view(len(positions), width) + 1).int()
-    pool = torch.full((2, table.numel() + 1, page, kv_heads, dim), torch.nan, dtype=dtype)
-    for row, end in enumerate((positions + 1).clamp(min=0).tolist()):
-        for token in range(end):
-            pool[:, table[row, token // page], token % page] = torch.randn(2, kv_heads, dim).to(dtype)
-    return pool, table
-
-
-def exact_attention(
-    q: Tensor, pool: Tensor, table: Tensor, positions: Tensor, scale: float, window: int, cap: float, sinks: Any
-) -> Tensor:
-    """float64 [n, H, D], one row at a time."""
-    out = torch.zeros(q.shape, dtype=torch.float64)
-    for row, length in enumerate((positions + 1).tolist()):
-        if length <= 0:
-            continue
-        lo = max(0, length - window) if window else 0
-        each = q.shape[1] // pool.shape[3]
-        k, v = pool[:, table[row].long()].flatten(1, 2)[:, lo:length].double().repeat_interleave(each, 2)
-        score = torch.einsum("hd,lhd->hl", q[row].double(), k) * scale
-        score = cap * torch.tanh(score / cap) if cap else score
-        score = score if sinks is None else torch.cat([score, sinks.double()[:, None]], 1)
-        out[row] = torch.einsum("hl,lhd->hd", score.softmax(1)[:, : length - lo], v)
-    return out
-
-
 def attention_case(
     heads: int, kv_heads: int, dim: int, positions: list[int], *, page: int = 16, splits: int = 1, window: int = 0,
     cap: float = 0.0, with_sinks: bool = False, dtype: torch.dtype = torch.float32,
@@ -69,9 +46,9 @@ def attention_case(
     torch.manual_seed(heads + dim + splits + window)
     q, (pool, table) = torch.randn(len(at), heads, dim).to(dtype), pages_of(at, page, kv_heads, dim, dtype)
     sinks = torch.randn(heads) if with_sinks else None
-    read = {"scale": 0.5, "window": window, "cap": cap, "splits": splits, "sinks": sinks}
-    ours = attention.attend_pages(q, *pool, table, at, **read)
-    close(ours, exact_attention(q, pool, table, at, 0.5, window, cap, sinks), dtype)
+    read = {"scale": 0.5, "window": window, "cap": cap, "sinks": sinks}
+    ours = attention.attend_pages(q, *pool, table, at, **read, splits=splits)
+    close(ours, references.page_attention(q.double(), *pool.double(), table, at, **read), dtype)
 
 
 @pytest.mark.parametrize("each", range(1, 17))
@@ -129,20 +106,11 @@ def test_rotation_and_storage(heads: int, kv_heads: int, dim: int, normed: bool,
     pool = torch.full((2, 19, page, kv_heads, dim), 7.0).to(dtype)
     before = pool.clone()
     q = rotary.rotate_and_store(qkv, norm, turns, at, table, *pool, 1e-5)
-    every = qkv.view(len(at), -1, dim)
-    x = every[:, : heads + kv_heads].double()
-    if norm is not None:
-        x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
-    turned = (
-        torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.view_as_complex(turns.double())[at.clamp(min=0), None]
-    )
-    exact = torch.view_as_real(turned).flatten(-2)
-    close(q[1:], exact[1:, :heads], dtype)
+    exact = before.double()
+    close(q[1:], references.rotate_and_store(qkv.double(), norm, turns, at, table, *exact, 1e-5)[1:], dtype)
+    close(pool, exact, dtype)
     for row in range(1, len(at)):
-        place = table[row, int(at[row]) // page], int(at[row]) % page
-        close(pool[0][place], exact[row, heads:], dtype)
-        assert torch.equal(pool[1][place], every[row, heads + kv_heads :])
-        pool[:, place[0], place[1]] = 7.0
+        pool[:, table[row, int(at[row]) // page], int(at[row]) % page] = 7.0
     assert torch.equal(pool, before), "nothing else was written, also not by the empty row"
 
 
@@ -152,16 +120,13 @@ def test_residual_and_norm(width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(width)
     x, delta, inner, weight = torch.randn(3, width), torch.randn(3, width), torch.randn(width), torch.randn(width)
 
-    def exact_norm(y: Tensor, by: Tensor) -> Tensor:
-        return y / (y.square().mean(-1, keepdim=True) + 1e-4).sqrt() * by.double()
-
     x, delta = x.to(dtype), delta.to(dtype)
-    close(layers.add_norm(x.clone(), None, None, weight, 1e-4), exact_norm(x.double(), weight), dtype)
-    for by in (None, inner):
-        residual = x.clone()
-        ours = layers.add_norm(residual, delta, by, weight, 1e-4)
-        close(residual, x.double() + (delta.double() if by is None else exact_norm(delta.double(), by)), dtype)
-        close(ours, exact_norm(residual.double(), weight), dtype)
+    for added, by in ((None, None), (delta, None), (delta, inner)):
+        residual, exact = x.clone(), x.double()
+        ours = layers.add_norm(residual, added, by, weight, 1e-4)
+        references.add_norm(exact, None if added is None else added.double(), by, weight, 1e-4)
+        close(residual, exact, dtype)
+        close(ours, references.add_norm(residual.double(), None, None, weight, 1e-4), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -227,5 +192,41 @@ def test_products_of_experts(each: int, dtype: torch.dtype, monkeypatch: pytest.
     order = of_pair.argsort(stable=True)
     starts = torch.searchsorted(of_pair[order], torch.arange(7))
     ours = experts.expert_products(x, weights, order, starts, each)
-    rows = x.double().repeat_interleave(each, 0)
-    close(ours / 8, torch.einsum("pc,pnc->pn", rows, weights[of_pair].double()) / 8, dtype)
+    close(ours / 8, references.expert_products(x.double(), weights.double(), order, starts, each) / 8, dtype)
+
+
+ROWS = [pytest.param(row, id=row.operation) for row in KERNELS]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_of_the_table_is_its_operation(row: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cases of the table, which a machine with a GPU runs on it."""
+    monkeypatch.setattr(sampling, "ROWS_AT_ONCE", 64)
+    for size, dtype in ((0, torch.float32), (1, torch.bfloat16), (2, torch.float32), (3, torch.float16)):
+        check_row(row, torch.device("cpu"), dtype, size)
+
+
+def large_inputs(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs of an operation with rows as large as those of a model, but few of them."""
+    if name == "page_attention":
+        positions = torch.tensor([299, 700])
+        (keys, values), table = pages_of(positions, 64, 2, 64, torch.float16)
+        return (torch.randn(2, 8, 64).half(), keys, values, table, positions), {"scale": 0.1}
+    if name == "gated":
+        return (torch.randn(3, 4000).half(), "silu"), {}
+    if name == "sample":
+        return (torch.randn(2, 20_000).half(), torch.ones(2), torch.rand(2, dtype=torch.float64)), {}
+    if name == "add_norm":
+        return (*torch.randn(2, 5, 2000).half(), None, torch.randn(2000).half(), 1e-5), {}
+    return CASES[name].inputs(torch.Generator().manual_seed(1), 3 if name == "rotate_and_store" else 1, torch.float16)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_bytes_that_move_are_those_that_are_declared(row: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    args, rest = large_inputs(row.operation)
+    cost = OPERATIONS[row.operation].cost(*args, **rest)
+    call = row.load(Use(torch.device("cpu"), torch.float16))
+    assert not isinstance(call, str)
+    traffic = Traffic(monkeypatch)
+    call(*args, **rest)
+    assert 0.95 * cost.bytes <= traffic.bytes <= row.traffic * cost.bytes, (traffic.bytes, cost.bytes)

@@ -55,3 +55,53 @@ def slot_attention_cost(
     read = 2 * tokens * kv_heads * dim * keys.element_size()
     ends = qkv.nbytes + n * (heads + 2 * kv_heads) * dim * qkv.element_size() + n * dim * 4
     return Cost(read + ends, 4 * tokens * heads * dim + 6 * qkv.numel())
+
+
+def page_attention_cost(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Cost:
+    """Return the work for the keys and values that each row sees: all up to its position, or the last `window`."""
+    seen = positions + 1
+    tokens = int((seen.clamp(max=window) if window else seen).sum())
+    read = 2 * tokens * keys.shape[2] * keys.shape[3] * keys.element_size()
+    return Cost(read + 2 * q.nbytes, 4 * tokens * q.shape[1] * q.shape[2])
+
+
+def rotate_and_store_cost(
+    qkv: Tensor,
+    norm: Tensor | None,
+    turns: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    eps: float,
+) -> Cost:
+    """Return the work of reading each row once and writing its queries, keys and values."""
+    turned = len(qkv) * turns.shape[1] * 2 * turns.element_size()
+    return Cost(2 * qkv.nbytes + turned + (0 if norm is None else norm.nbytes), 6 * qkv.numel())
+
+
+def add_norm_cost(
+    residual: Tensor, delta: Tensor | None, delta_weight: Tensor | None, weight: Tensor, eps: float
+) -> Cost:
+    """Return the work of reading the residual and what is added to it, and writing it and the result."""
+    weights = weight.nbytes + (0 if delta_weight is None else delta_weight.nbytes)
+    return Cost((2 if delta is None else 4) * residual.nbytes + weights, 10 * residual.numel())
+
+
+def expert_products_cost(x: Tensor, weights: Tensor, order: Tensor, starts: Tensor, each: int) -> Cost:
+    """Return the work of reading the weights of the experts that have a pair, and each row once."""
+    experts, width, depth = weights.shape
+    used = int((starts[1:] > starts[:-1]).sum())
+    out = len(order) * width
+    return Cost(x.nbytes + used * width * depth * weights.element_size() + out * x.element_size(), 2 * out * depth)

@@ -12,6 +12,7 @@ import torch
 
 from verl.accel import costs, plain
 from verl.accel.cpu import rows as cpu
+from verl.accel.cuda import rows as cuda
 from verl.accel.operations import Choice, Kernel, Operation, Use
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -41,6 +42,30 @@ OPERATIONS: Mapping[str, Operation] = {
             costs.slot_attention_cost,
         ),
         Operation(
+            "page_attention",
+            "(q [n, H, D], keys and values [pages, PAGE, K, D], table int32 [n, W], positions [n], scale, window, cap, "
+            "sinks) -> [n, H, D]: each row over the keys of its pages up to its position, -1 for an empty row",
+            costs.page_attention_cost,
+        ),
+        Operation(
+            "rotate_and_store",
+            "(qkv [n, (H + 2K) D], norm [H + K, D] or None, turns float32 [positions, D/2, 2], positions [n], table "
+            "int32 [n, W], keys and values [pages, PAGE, K, D], eps) -> q [n, H, D]; writes keys and values into pages",
+            costs.rotate_and_store_cost,
+        ),
+        Operation(
+            "add_norm",
+            "(residual [n, C], delta [n, C] or None, delta_weight [C] or None, weight [C], eps) -> [n, C]: residual += "
+            "delta, normed if it has a weight; the residual over its root mean square, times its weight",
+            costs.add_norm_cost,
+        ),
+        Operation(
+            "expert_products",
+            "(x [P / each, C], weights [E, N, C], order [P], starts [E + 1], each) -> [P, N]: row p // each times the "
+            "weights of the expert e of pair p; the pairs of e are order[starts[e] : starts[e + 1]]",
+            costs.expert_products_cost,
+        ),
+        Operation(
             "linear", "() -> Products: the layout of the weights of matrix products, and the product", costs.linear_cost
         ),
         Operation(
@@ -60,7 +85,7 @@ OPERATIONS: Mapping[str, Operation] = {
 }
 """The operations by name."""
 
-KERNELS: tuple[Kernel, ...] = (*cpu.KERNELS, *plain.KERNELS)
+KERNELS: tuple[Kernel, ...] = (*cpu.KERNELS, *cuda.KERNELS, *plain.KERNELS)
 """All rows. Of those that can compute an operation the first is chosen."""
 
 

@@ -13,6 +13,7 @@ KEYS_PER_SPLIT = 256  # at least: below it, merging costs more than the parts ga
 MAX_SPLITS = 64
 BLOCK_KEYS, BLOCK_BYTES = 64, 32768  # at most: keys that are read at once, from one page, and their bytes
 MERGED_AT_ONCE = 8  # partial results that are read at once
+INTERPRETED_PROCESSORS = 16
 ALL_KEYS = 1 << 30  # the window of a layer without one
 
 
@@ -167,6 +168,13 @@ def splits_of(rows: int, kv_heads: int, max_tokens: int, processors: int) -> int
     return triton.next_power_of_2(max(1, min(wanted, max_tokens // KEYS_PER_SPLIT, MAX_SPLITS)))
 
 
+def processors_of(device: torch.device) -> int:
+    """Return the multiprocessors of a card, or a number in their place for the interpreter."""
+    if device.type == "cpu":
+        return INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def attend_pages(
     q: Tensor,
     keys: Tensor,
@@ -175,17 +183,19 @@ def attend_pages(
     positions: Tensor,
     *,
     scale: float,
-    window: int,
-    cap: float,
-    splits: int,
+    window: int = 0,
+    cap: float = 0.0,
     sinks: Tensor | None = None,
+    splits: int | None = None,
 ) -> Tensor:
     """Attend with q [n, H, D] to keys and values [pages, PAGE, K, D] of the pages table [n, W] int32, up to and with
     `positions` [n] (below 0: an empty row, the result is 0) -> [n, H, D]. A row sees its last `window` tokens (0: all);
     scores pass through cap tanh(score / cap) (0: no cap); `sinks` [H] are logits without a value. A row is split into
-    at most `splits` parts, a power of two."""
+    at most `splits` parts, a power of two (None: as `splits_of` chooses)."""
     n, heads, dim = q.shape
     page, kv_heads = keys.shape[1:3]
+    if splits is None:
+        splits = splits_of(n, kv_heads, table.shape[1] * page, processors_of(q.device))
     out = torch.empty_like(q)
     partial = q.new_empty(n, heads, splits if splits > 1 else 0, dim, dtype=torch.float32)
     stats = q.new_empty(n, heads, splits if splits > 1 else 0, 2, dtype=torch.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from verl.errors import Refused
@@ -26,5 +28,10 @@ def build(
     except UnsupportedModel as e:
         return hf.build(hf.Options(), context, notes=(f"rollout: the hf engine is used, since {e}",))
     slower = {"compiled kernels": runner.ops.missing, "the decode kernels": runner.without_fused}
-    notes = tuple(f"rollout: slower without {kind} ({reason})" for kind, reason in slower.items() if reason)
-    return EmbeddedEngine(runner, context, prefix_cache=options.prefix_cache_tokens > 0, notes=notes)
+    cached = options.prefix_cache_tokens > 0
+    return EmbeddedEngine(runner, context, prefix_cache=cached, notes=slower_notes(slower))
+
+
+def slower_notes(reasons: Mapping[str, str | None]) -> tuple[str, ...]:
+    """Return a line for each kind of kernel that is not used, with the reason; None: it is used or not needed."""
+    return tuple(f"rollout: slower without {kind} ({reason})" for kind, reason in reasons.items() if reason)

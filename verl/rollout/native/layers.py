@@ -44,16 +44,29 @@ class FeedForward:
 class Experts:
     """Each row is computed by the `chosen` experts that the router prefers, weighted by its probabilities."""
 
-    def __init__(self, router: Linear, experts: tuple[FeedForward, ...], chosen: int, normalised: bool) -> None:
+    def __init__(
+        self,
+        router: Linear,
+        experts: tuple[FeedForward, ...],
+        chosen: int,
+        normalised: bool,
+        stacked: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """`stacked`: the products up [E, 2 ffn, hidden] and down [E, hidden, ffn] of all experts, where they are one
+        tensor each."""
         self.router, self.experts, self.chosen, self.normalised = router, experts, chosen, normalised
+        self.stacked = stacked
+
+    def routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] -> the share of each chosen expert, float32 [T, k], and which they are [T, k]."""
+        share, expert = torch.softmax(self.router(x).float(), dim=-1).topk(self.chosen, dim=-1)
+        return share / share.sum(-1, keepdim=True) if self.normalised else share, expert
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.add_to(torch.zeros_like(x), x)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        share, expert = torch.softmax(self.router(x).float(), dim=-1).topk(self.chosen, dim=-1)  # [T, k]
-        if self.normalised:
-            share = share / share.sum(-1, keepdim=True)
+        share, expert = self.routed(x)
         order = expert.flatten().argsort(stable=True)  # pairs (row, choice) by expert: one product per expert
         row, share = order // self.chosen, share.flatten()[order, None].to(x.dtype)
         start = 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from verl.accel.linear import Products
 from verl.accel.operations import COMPILED, Call, Use
-from verl.accel.table import choose
+from verl.accel.table import choose, kernels_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,30 @@ class NativeOps:
     """The layout of the weights of matrix products."""
     missing: str | None
     """The reason why better kernels for this device are not used; None if they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOps:
+    """Functions of the operations of a fused decode step over pages."""
+
+    page_attention: Call
+    rotate_and_store: Call
+    add_norm: Call
+    gated: Call
+    sample: Call
+    expert_products: Call
+
+
+def choose_decode_ops(use: Use) -> DecodeOps | str:
+    """Return the kernels of a fused decode step, or the reason why there is none for one of its operations."""
+    found = {}
+    for name in (field.name for field in fields(DecodeOps)):
+        choice = choose(name, use)
+        if choice is None:
+            reasons = {str(kernel.load(use)) for kernel in kernels_of(name, use)}
+            return "; ".join(reasons) or f"{use.device.type} has no kernel of {name} in {use.dtype}"
+        found[name] = choice.call
+    return DecodeOps(**found)
 
 
 def choose_ops(

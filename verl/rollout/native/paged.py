@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from verl.accel.cuda.decode import DecodeOps
 from verl.nn.flash import flash_attn
 from verl.rollout.embedded.core import Sampled
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, sample_captured, to_host
@@ -22,6 +21,7 @@ from verl.rollout.native.architecture import Shape
 from verl.rollout.native.fused import decode_hidden
 from verl.rollout.native.kv import round_up
 from verl.rollout.native.model import Model
+from verl.rollout.native.ops import DecodeOps
 from verl.rollout.native.weights import Layer
 
 WITH_CACHE = "flash_attn_with_kvcache"
@@ -154,8 +154,8 @@ class PageCache:
 
 
 class PagedDecode:
-    """`step` for up to `max_rows` rows at once: by a graph per bucket on CUDA, directly elsewhere. `ops` are the
-    kernels of a fused step; without them it is computed by torch, over as many pages as the longest row has."""
+    """`step` for up to `max_rows` rows at once: by a graph per bucket on CUDA, directly elsewhere. `ops` are those
+    of a fused step; without them it is computed by torch, over as many pages as the longest row has."""
 
     def __init__(
         self,
@@ -169,8 +169,8 @@ class PagedDecode:
         self._model, self.cache, self._ops, device = model, cache, ops, model.device
         cuda = device.type == "cuda"
         self._kernel = paged_kernel(device, dtype)
-        # experts read on the host how many rows each of them got
-        self._captures = cuda and not any(model.shape.experts)
+        # without the operations of a fused step, experts read on the host how many rows each of them got
+        self._captures = cuda and (ops is not None or not any(model.shape.experts))
         self._max_context_tokens = max_context_tokens
         self._sizes = [b for b in BUCKETS if b < max_rows] + [max_rows]
         # one transfer per step: tokens and positions, and the bits of temperatures and uniforms, which are float64

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from verl.accel.cpu.lanes import Lanes, wide_pays
-from verl.accel.cuda.decode import DecodeOps, decode_ops, missing
 from verl.accel.devices import device_facts
 from verl.accel.linear import Products
+from verl.accel.operations import Use
 from verl.errors import Refused
 from verl.nn.precision import native_bf16
 from verl.parameter_set import POLICY_SET
@@ -24,7 +24,7 @@ from verl.rollout.embedded.requests import ActiveRequest
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, scores_of, split_draws, to_host
 from verl.rollout.native.kv import Prefix, SlotCache, round_up
 from verl.rollout.native.model import Model
-from verl.rollout.native.ops import choose_ops
+from verl.rollout.native.ops import DecodeOps, choose_decode_ops, choose_ops
 from verl.rollout.native.options import Options
 from verl.rollout.native.paged import PageCache, PagedDecode, whole_pages
 from verl.rollout.native.prefill import Prefiller
@@ -37,8 +37,8 @@ MIN_LANE_ROWS = 8
 
 
 class NativeRunner:
-    """The runner of the native engine. `products`, `emulate_bf16`, `paged` and `fused` depend on the machine
-    unless given."""
+    """The runner of the native engine. `products`, `emulate_bf16`, `paged` and `decode_ops` depend on the
+    machine unless given."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class NativeRunner:
         products: Products | None = None,
         emulate_bf16: bool | None = None,
         paged: bool | None = None,
-        fused: bool | None = None,
+        decode_ops: DecodeOps | None = None,
     ) -> None:
         device = self._device = torch.device(context.device)
         self._facts = device_facts(device.type)
@@ -60,7 +60,6 @@ class NativeRunner:
         emulates = context.dtype == torch.bfloat16 and not native_bf16(device) if emulate_bf16 is None else emulate_bf16
         self.compute_dtype = torch.float32 if emulates else context.dtype
         self.ops = choose_ops(device, self.compute_dtype, compiled=compiled, products=products)
-        self.without_fused: str | None = None
         self._fixed_rows = self._deterministic and not self.ops.products.exact_rows
         self.model = Model(context.hf_config, self.max_context_tokens, device, self.ops)
         self.vocab_size = self.model.shape.vocab
@@ -68,7 +67,8 @@ class NativeRunner:
         self._prompts = Prefiller(self.model, self._lanes, self.compute_dtype, options, self._deterministic)
         on_cuda = device.type == "cuda"
         in_pages = (on_cuda if paged is None else paged) and not self._fixed_rows
-        ops = self._decode_ops() if in_pages and (on_cuda if fused is None else fused) else None
+        chosen = self._choose_decode_ops() if in_pages and on_cuda and decode_ops is None else decode_ops
+        self.without_fused, ops = (chosen, None) if isinstance(chosen, str) else (None, chosen)
         # capped scores: not every paged kernel supports them
         self._make_cache(
             options.max_kv_tokens, in_pages and (ops is not None or not self.model.shape.attention_cap), ops
@@ -78,11 +78,10 @@ class NativeRunner:
         self._decoded = 0
         self._torn: Weights | None = None  # weights that are partly overwritten by a failed load
 
-    def _decode_ops(self) -> DecodeOps | None:
-        """Return the kernels of a fused decode step; None and a reason in `without_fused` if they do not run here."""
+    def _choose_decode_ops(self) -> DecodeOps | str:
         s = self.model.shape
-        self.without_fused = missing(self._device, s.head_dim, s.hidden, whole_pages(1))
-        return decode_ops(self._device) if self.without_fused is None else None
+        sizes = {"head_dim": s.head_dim, "hidden": s.hidden, "page": whole_pages(1)}
+        return choose_decode_ops(Use(self._device, self.compute_dtype, sizes))
 
     def _make_cache(self, max_kv_tokens: int | None, in_pages: bool, ops: DecodeOps | None) -> None:
         rows, longest = self.max_rows, self.max_context_tokens

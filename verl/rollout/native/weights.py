@@ -205,7 +205,7 @@ def weights_of(storage: Storage, ops: NativeOps) -> Weights:
     params = storage.params()  # before tensors are removed
     if not layout.keeps and storage.layout is None:
         storage.destinations.clear()  # they are views of removed tensors
-    linears: list[Linear] = []
+    linears, chosen = list[Linear](), (s.chosen_experts, s.normalised_experts)
 
     def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
         linears.append(layout.make(weight, bias))
@@ -222,12 +222,12 @@ def weights_of(storage: Storage, ops: NativeOps) -> Weights:
     def mlp(i: int) -> FeedForward | Experts:
         if not s.experts[i]:
             return FeedForward(named(f"{i}.up"), named(f"{i}.down"), s.activation, ops.gated)
-        if storage.layout is not None:
+        stacked = (take(f"{i}.up"), take(f"{i}.down")) if storage.layout is None else None
+        products = [(linear(up), linear(down)) for up, down in zip(*(stacked or ()))]
+        if stacked is None:
             products = [(named(f"{i}.up.{e}"), named(f"{i}.down.{e}")) for e in range(s.experts[i])]
-        else:
-            products = [(linear(up), linear(down)) for up, down in zip(take(f"{i}.up"), take(f"{i}.down"))]
         each = tuple(FeedForward(up, down, s.activation, ops.gated) for up, down in products)
-        return Experts(named(f"{i}.router"), each, s.chosen_experts, s.normalised_experts)
+        return Experts(named(f"{i}.router"), each, *chosen, stacked if layout.keeps else None)
 
     layers = tuple(
         Layer(

@@ -1,0 +1,36 @@
+"""The rows of the table of operations for CUDA: kernels of Triton, which is imported when one is chosen."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from verl.accel.cuda.decode import missing
+from verl.accel.operations import Call, Kernel, Use
+
+TRITON = "Triton"
+"""The name of these kernels in the table."""
+
+
+def _row(operation: str, module: str, function: str, float32: float, half: float, traffic: float = 1.0) -> Kernel:
+    def load(use: Use) -> Call | str:
+        reason = missing(use.device, use.sizes)
+        if reason is not None:
+            return reason
+        call: Call = getattr(importlib.import_module(f"verl.accel.cuda.{module}"), function)
+        return call
+
+    tolerance = {torch.float32: float32, torch.bfloat16: half, torch.float16: half}
+    return Kernel(operation, TRITON, load, tolerance, ("cuda",), traffic)
+
+
+KERNELS = (
+    # partial results: G / 128 of the keys and values of a row that is split, for G query heads per key head
+    _row("page_attention", "attention", "attend_pages", 2e-6, 2e-2, traffic=1.07),
+    _row("rotate_and_store", "rotary", "rotate_and_store", 2e-6, 2e-2, traffic=1.1),
+    _row("add_norm", "layers", "add_norm", 2e-6, 2e-2, traffic=1.1),
+    _row("gated", "layers", "gated", 2e-5, 2e-2),
+    _row("sample", "sampling", "draw_tokens", 3e-5, 3e-5, traffic=2.1),
+    _row("expert_products", "experts", "expert_products", 2e-5, 4e-2, traffic=1.1),
+)
