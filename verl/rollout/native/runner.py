@@ -68,7 +68,8 @@ class NativeRunner:
         on_cuda = device.type == "cuda"
         in_pages = (on_cuda if paged is None else paged) and not self._fixed_rows
         chosen = self._choose_decode_ops() if in_pages and on_cuda and decode_ops is None else decode_ops
-        self.without_fused, ops = (chosen, None) if isinstance(chosen, str) else (None, chosen)
+        self.without_fused = chosen if isinstance(chosen, str) else None
+        ops = None if isinstance(chosen, str) else chosen
         # capped scores: not every paged kernel supports them
         self._make_cache(
             options.max_kv_tokens, in_pages and (ops is not None or not self.model.shape.attention_cap), ops
