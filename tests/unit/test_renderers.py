@@ -129,7 +129,7 @@ def test_which_of_its_renderers_have_a_bridge_of_ours():
     assert {*NAMES, "default", "gpt-oss"} == renderers.base.RENDERER_REGISTRY.keys()
 
 
-@settings(max_examples=10_000 if FULL_GRID else 400, deadline=None)
+@settings(max_examples=10_000 if FULL_GRID else 150, deadline=None)
 @given(
     name=st.sampled_from(NAMES),
     turns=st.lists(st.tuples(TEXT, TEXT, st.booleans()), min_size=1, max_size=3),

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import FULL_GRID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -177,19 +178,22 @@ def test_what_math_verify_reads_over_is_told_apart_and_other_spellings_are_one()
 
 
 def test_labelled_pairs_and_math_verify_alone() -> None:
-    """327 pairs, labelled by hand: ours errs on 2, math-verify alone on 64, those 2 among them."""
-    from math_verify import parse, verify
-
+    """327 pairs, labelled by hand: ours errs on 2, math-verify alone on 64, those 2 among them (in the full grid)."""
     lines = (DATA / "math_pairs.tsv").read_text(encoding="utf-8").splitlines()[1:]
     pairs = [line.split("\t") for line in lines]
     ours = [line for line in pairs if math_equal(line[0], line[1]) != (line[2] == "right")]
-    alone = [line for line in pairs if verify(parse(f"${line[1]}$"), parse(f"${line[0]}$")) != (line[2] == "right")]
     assert len(pairs) >= 300 and {line[2] for line in pairs} == {"right", "wrong"}
     assert len(ours) <= 0.01 * len(pairs), ours
-    assert len(alone) > 0.15 * len(pairs)  # else the layer is not worth its lines
-    assert [line for line in ours if line not in alone] == []
+    measured = [ours]
+    if FULL_GRID:
+        from math_verify import parse, verify
+
+        alone = [line for line in pairs if verify(parse(f"${line[1]}$"), parse(f"${line[0]}$")) != (line[2] == "right")]
+        assert len(alone) > 0.15 * len(pairs)  # else the layer is not worth its lines
+        assert [line for line in ours if line not in alone] == []
+        measured.append(alone)
     page = (DATA.parents[1] / "docs/data_and_rewards.md").read_text()
-    for faults in (ours, alone):
+    for faults in measured:
         right, wrong = (
             sum(x[2] == word for x in pairs) - sum(x[2] == word for x in faults) for word in ("right", "wrong")
         )

@@ -197,6 +197,10 @@ def text_of(value: Any) -> str:
         return "{" + ", ".join(f"{text_of(k)}: {text_of(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(text_of, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if type(value) is int:
+        return str(value)
     marks = ("...", "---")  # between documents, where they are alone on a line
     plain = not isinstance(value, str) or (
         _PLAIN.fullmatch(value) and value not in marks and yaml.safe_load(value) == value
