@@ -239,7 +239,7 @@ class LoraWorld(World):
         engine.model.save_pretrained(folder / "base")
         adapter = write_adapter(folder / "a", folder / "base", size=0.5)
         self.policy.open_set("a", adapter, folder / "base", self.outlet).result(60)
-        self.opened = self.group._workers[0].lora_sets._open
+        self.opened = self.group._workers[0].publishing.lora_sets._open
         if sender is not WeightSender:
             self.opened["a"] = self.source, sender(self.outlet, parameters=self.source.parameters, base=engine)
         self.actor = self.policy.of_set("a")
