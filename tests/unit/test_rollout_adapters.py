@@ -21,6 +21,7 @@ from served import Served, crashing, silent
 from test_rollout_client import PROMPT, context_of, greedy, reader
 
 from verl.config.adapter import CONFIG, rank_of, read_adapter
+from verl.parameter_set import POLICY_SET
 from verl.rollout import adapters
 from verl.rollout.adapters import write_nothing
 from verl.rollout.api import Deadlines
@@ -109,7 +110,7 @@ def test_requests_name_their_adapter_and_without_one_that_of_zeros(base: Path, t
         await engine.load_adapter("a", str(folder))
         for file in folder.iterdir():  # it reads the folder again when it likes: a copy
             file.unlink()
-        for adapter in (None, "a"):
+        for adapter in (POLICY_SET.id, "a"):
             await engine.generate(GenerateRequest(f"r{adapter}", PROMPT, greedy(2), parameters=adapter))
             await engine.score(PROMPT, parameters=adapter)
         assert double.drawn_by() == [NOTHING, NOTHING, "a", "a"]
