@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -29,7 +30,8 @@ USAGE = """usage: verl VERB [key=value ...]
   eval      model.path=DIR data.eval_files=[F] accuracy of a model, nothing trained
   generate  model.path=DIR prompt=TEXT [n=1]   answers to one prompt
   serve     model.path=DIR [serve.port=8000]   the model behind OpenAI's and vLLM's HTTP
-  plan      (as train)                         every derived size and the memory, without loading anything
+  plan      (as train) [rollout_s=S update_s=S] every derived size and the memory, without loading anything; with the
+                                               two times of a step also how they overlap
   replicas  RUN list | add [URL] | remove N    servers that join and leave a run while it goes on
   show      RUN [RUN ...] | --live RUN         the steps of runs; a page that follows a run
   show      algorithms | algorithm=NAME | keys | recipes | config [SECTION|KEY ...] [key=value ...]
@@ -279,13 +281,30 @@ def serve_verb(args: list[str]) -> int:
 
 def plan_verb(args: list[str]) -> int:
     from verl.config.validate import validate
+    from verl.planner.clock import pace_of
     from verl.planner.plan import make_plan
-    from verl.planner.text import render_plan
+    from verl.planner.text import pace_lines, render_plan
 
-    resolved = _load(args)
+    given = {key: value for key, _, value in (a.partition("=") for a in args) if key in ("rollout_s", "update_s")}
+    resolved = _load([a for a in args if a.partition("=")[0] not in given])
     validate(resolved.config)
+    times_s = [_seconds(key, given[key]) for key in ("rollout_s", "update_s") if key in given]
+    if len(times_s) == 1:
+        raise Refused("give both times of a step: rollout_s=SECONDS update_s=SECONDS")
     print(render_plan(make_plan(resolved.config)))
+    if times_s:
+        print(pace_lines(resolved.config, pace_of(resolved.config, *times_s)))
     return 0
+
+
+def _seconds(key: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise Refused(f"{key}={text}: the seconds of one step, above 0")
+    return seconds
 
 
 def show_verb(args: list[str]) -> int:

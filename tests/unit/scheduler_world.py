@@ -1,20 +1,21 @@
-"""The scheduler under a virtual clock, with an independent ledger. Used by test_scheduler_simulation.py.
+"""Random runs of the scheduler under the planner's clock, with an independent ledger. Used by
+test_scheduler_simulation.py.
 
-`World` plays the driver: it draws tasks, ends groups at random times, trains, publishes, saves, crashes and resumes. It
-keeps its own books (versions, slots, fate of every id) and never asks the scheduler what is true.
+`World` draws tasks, ends groups at random times, trains, publishes, saves, crashes and resumes. It keeps its own books
+(versions, slots, fate of every id) and never asks the scheduler what is true.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
 import math
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from verl.driver.scheduler import Exhausted, Scheduler, StepBatch
+from verl.driver.scheduler import Scheduler, StepBatch
+from verl.planner.clock import VirtualRun
 
 
 class Violation(Exception):
@@ -107,7 +108,7 @@ class Books:
         )
 
 
-class World:
+class World(VirtualRun):
     def __init__(self, spec: Spec, kind: type[Scheduler] = Scheduler, timing: int = 0) -> None:
         self.spec, self.kind = spec, kind
         self.slots, self.extra = spec.slots, spec.extra
@@ -119,7 +120,7 @@ class World:
 
     def start(self, state: str | None) -> None:
         s = self.spec
-        self.scheduler = self.kind(
+        scheduler = self.kind(
             prompts_per_step=s.prompts,
             sync_every=s.sync_every,
             staleness=s.staleness,
@@ -128,17 +129,13 @@ class World:
             max_draws_per_group=s.max_draws,
             on_exhausted=s.on_exhausted,
         )
-        self.now, self.heap, self.n = 0.0, [], 0
-        self.running: set[str] = set()
-        self.complete: set[str] = set()
-        self.batch: StepBatch | None = None
-        self.publishing = False
+        super().__init__(scheduler)
         if state is None:
             return
         parsed = json.loads(state)
         lost = {g for g, _, complete in parsed["groups"] if complete and self.rng.random() < 0.3}
         parsed["groups"] = [[g, version, complete and g not in lost] for g, version, complete in parsed["groups"]]
-        resumed = self.scheduler.load_state(parsed, self.now)
+        resumed = self.scheduler.load_state(parsed, self.now_s)
         self.expect(not resumed.dropped, "a resume under the same settings drops nothing")
         in_flight = set(self.books.drawn) - set(self.books.fate)
         self.expect({*resumed.running, *resumed.complete} == in_flight, "the groups in flight come back")
@@ -150,13 +147,9 @@ class World:
 
     def expect(self, truth: bool, what: str) -> None:
         if not truth:
-            raise Violation(f"{what}\n{self.spec}\n{self.scheduler.why_waiting(self.now)}")
+            raise Violation(f"{what}\n{self.spec}\n{self.scheduler.why_waiting(self.now_s)}")
 
-    def push(self, after_s: float, kind: str, payload: str = "") -> None:
-        self.n += 1
-        heapq.heappush(self.heap, (self.now + after_s, self.n, kind, payload))
-
-    # ---- the driver's moves
+    # ---- what the clock asks for
 
     def draw(self) -> str | None:
         b = self.books
@@ -169,56 +162,44 @@ class World:
         b.draws[task] += 1
         return f"{task}.{b.draws[task]}"
 
-    def play(self, group_id: str) -> None:
-        self.running.add(group_id)
+    def rollout_s(self, group_id: str) -> float:
         r = self.rng
-        duration_s = {
+        return {
             "pareto": lambda: min(r.paretovariate(0.8), 1e4),
             "uniform": r.random,
             "equal": lambda: 1.0,
             "bimodal": lambda: 100.0 if r.random() < 0.1 else r.random(),
         }[self.spec.tail]()
-        self.push(duration_s, "ended", group_id)
 
-    def admit(self) -> None:
+    def update_s(self) -> float:
+        return self.spec.train_s
+
+    def publish_s(self) -> float:
+        return self.spec.publish_s
+
+    def may_take(self) -> bool:
+        self.expect(len(self.books.batches) < self.spec.steps, "a step more than the run has")
+        return self.spec.overlap or not self.publishing
+
+    # ---- the ledger
+
+    def admitted(self, group_id: str, version: int) -> None:
         b, s = self.books, self.spec
-        while self.scheduler.free_slots():
-            group_id = self.draw()
-            if group_id is None:
-                self.scheduler.no_more_tasks()
-                return
-            admission = self.scheduler.admit(group_id, self.now)
-            self.expect(admission.version == b.published, "admitted at the version that is live")
-            b.drawn.append(group_id)
-            b.admitted_at[group_id] = b.published
-            self.play(group_id)
-            in_training = len(self.batch.group_ids) if self.batch else 0
-            held = len(self.running) + len(self.complete) + in_training + b.unpublished
-            self.expect(held <= self.slots + self.extra, f"{held} slots held of {self.slots} + {self.extra}")
-            live = len(self.running) + len(self.complete)
-            steps_left = s.steps - len(b.batches) - (self.batch is not None)
-            self.expect(live <= s.prompts * steps_left + self.extra, "admitted more than the run can still train")
+        self.expect(version == b.published, "admitted at the version that is live")
+        b.drawn.append(group_id)
+        b.admitted_at[group_id] = b.published
+        in_training = len(self.batch.group_ids) if self.batch else 0
+        held = len(self.running) + len(self.complete) + in_training + b.unpublished
+        self.expect(held <= self.slots + self.extra, f"{held} slots held of {self.slots} + {self.extra}")
+        live = len(self.running) + len(self.complete)
+        steps_left = s.steps - len(b.batches) - (self.batch is not None)
+        self.expect(live <= s.prompts * steps_left + self.extra, "admitted more than the run can still train")
 
-    def take(self) -> str | None:
-        """None: go on; else how the run ended."""
-        if self.batch or len(self.books.batches) == self.spec.steps or (self.publishing and not self.spec.overlap):
-            return None
-        got = self.scheduler.take()
-        if isinstance(got, Exhausted):
-            self.expect(not self.running, "gave up although groups still run")
-            self.expect(self.spec.on_exhausted == "stop" or not self.complete, "smaller: trains what there is")
-            return got.cause
-        if isinstance(got, StepBatch):
-            self.check(got)
-            self.batch = got
-            self.complete -= set(got.group_ids)
-            for group_id in got.dropped:
-                self.books.fate[group_id] = "dropped"
-                self.books.returned.append(group_id)
-                self.running.discard(group_id)
-                self.complete.discard(group_id)
-            self.push(self.spec.train_s, "trained")
-        return None
+    def taken(self, batch: StepBatch) -> None:
+        self.check(batch)
+        for group_id in batch.dropped:
+            self.books.fate[group_id] = "dropped"
+            self.books.returned.append(group_id)
 
     def check(self, batch: StepBatch) -> None:
         b, s = self.books, self.spec
@@ -238,46 +219,28 @@ class World:
         order = {g: i for i, g in enumerate(b.drawn)}
         self.expect(sorted(batch.group_ids, key=order.__getitem__) == list(batch.group_ids), "admission order")
 
-    def publish(self) -> None:
-        self.publishing = True
-        self.push(self.spec.publish_s, "published")
-
-    def on(self, kind: str, payload: str) -> None:
+    def trained(self, batch: StepBatch) -> None:
         b = self.books
-        if kind == "ended":
-            self.end(payload)
-        elif kind == "trained":
-            assert self.batch is not None
-            step, ids = self.batch.step, self.batch.group_ids
-            self.scheduler.trained(step)
-            b.batches.append(ids)
-            b.versions.append(step // self.spec.sync_every)
-            b.fate.update(dict.fromkeys(ids, "trained"))
-            b.unpublished += len(ids)
-            self.batch = None
-            if self.scheduler.publish_due(step) and not self.publishing:
-                self.publish()
-        else:
-            self.publishing = False
-            b.published += 1
-            self.scheduler.published(b.published)
-            b.unpublished = sum(len(ids) for ids, v in zip(b.batches, b.versions) if v >= b.published)
-            if len(b.batches) == self.spec.steps and b.published == math.ceil(self.spec.steps / self.spec.sync_every):
-                b.unpublished = 0
-            if self.scheduler.publish_pending:
-                self.publish()
+        b.batches.append(batch.group_ids)
+        b.versions.append(batch.step // self.spec.sync_every)
+        b.fate.update(dict.fromkeys(batch.group_ids, "trained"))
+        b.unpublished += len(batch.group_ids)
 
-    def end(self, group_id: str) -> None:
-        if group_id not in self.running:
-            return  # dropped while it ran
-        self.running.discard(group_id)
+    def published(self) -> int:
+        b = self.books
+        b.published += 1
+        b.unpublished = sum(len(ids) for ids, v in zip(b.batches, b.versions) if v >= b.published)
+        if len(b.batches) == self.spec.steps and b.published == math.ceil(self.spec.steps / self.spec.sync_every):
+            b.unpublished = 0
+        return b.published
+
+    def ended(self, group_id: str) -> None:
         fate = outcome(self.spec, group_id)
         if fate == "ok" and self.rng.random() < self.spec.cancel:
             fate = "cancelled"
             self.books.returned.append(group_id)
         if fate == "ok":
-            self.complete.add(group_id)
-            self.scheduler.complete(group_id)
+            super().ended(group_id)
         else:
             self.books.fate[group_id] = fate
             self.scheduler.release(group_id, fate)
@@ -287,16 +250,16 @@ class World:
     def run(self) -> str:
         while True:
             self.admit()
-            ended = self.take()
+            exhausted = self.take()
             if self.batch:
                 self.admit()  # a batch frees the look-ahead at once
-            if ended is None and self.finished:
-                ended = "done"
-            if ended:
+            if exhausted is not None:
+                self.expect(not self.running, "gave up although groups still run")
+                self.expect(self.spec.on_exhausted == "stop" or not self.complete, "smaller: trains what there is")
+            if ended := "done" if self.finished else exhausted and exhausted.cause:
                 self.audit(ended)
                 return ended
-            if not self.heap:
-                raise Violation(f"deadlock: {self.scheduler.why_waiting(self.now)}\n{self.spec}")
+            self.expect(not self.stuck, "deadlock")
             if self.spec.save and self.batch is None and self.rng.random() < self.spec.save:
                 self.saved = (json.dumps(self.scheduler.state()), self.books.copy())
             if self.spec.crash and self.crashes_left and self.rng.random() < self.spec.crash:
@@ -305,8 +268,7 @@ class World:
                 self.books = books.copy()
                 self.start(state)
                 continue
-            self.now, _, kind, payload = heapq.heappop(self.heap)
-            self.on(kind, payload)
+            self.advance()
 
     @property
     def finished(self) -> bool:

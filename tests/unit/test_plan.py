@@ -17,12 +17,14 @@ from each import each
 from handmade_model import write_model, write_qwen_half_billion, write_rows
 
 from verl.accel.devices import device_facts
+from verl.cli import main
 from verl.config.backends import rollout_caches
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.config.tree import changed
 from verl.driver.models import critic_optim, policy_optim
 from verl.model_engine.memory import LOGPROB_COPIES
+from verl.planner.clock import pace_of
 from verl.planner.memory import needs_reference
 from verl.planner.plan import make_plan
 from verl.planner.sizes import count_rows, step_sizes, total_steps, warmup_steps
@@ -474,3 +476,37 @@ def test_checkpoints_of_a_run_and_the_disk_that_holds_them(folder: Path, tmp_pat
     earlier.mkdir(parents=True)
     (earlier / "x").write_bytes(b"0" * one)
     assert not any("the disk has" in w for w in make_plan(config_of(folder, *place, model="tiny")).warnings)
+
+
+# -- the pace of a run -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "rollout_s", "update_s", "step_s"),
+    [
+        ((), 120, 60, 180),  # one after the other
+        (("pipeline.staleness=1",), 120, 60, 120),  # the longer one of the two
+        (("pipeline.staleness=1",), 60, 120, 120),
+        (("pipeline.staleness=3",), 60, 120, 120),  # more staleness gains nothing
+        (("pipeline.staleness=0.5",), 120, 60, 120),  # half a step is sampled during the update, which is all of it
+        (("pipeline.staleness=0.5",), 100, 100, 150),  # half of it
+        (("pipeline.sync_every=2",), 120, 60, 180),  # shared devices
+        (("pipeline.sync_every=2", "pipeline.placement=split"), 120, 60, 150),  # the 2nd of each pair overlaps
+    ],
+)
+def test_the_pace_follows_from_what_overlaps(folder, line, rollout_s, update_s, step_s) -> None:
+    config = config_of(folder, "step.prompts_per_step=8", *line)
+    pace = pace_of(config, rollout_s, update_s)
+    assert pace.step_s == pytest.approx(step_s, rel=0.001), pace
+    assert pace.rollout_idle_share == pytest.approx(1 - rollout_s / step_s, abs=0.02)
+
+
+def test_the_plan_has_the_pace_where_the_times_are_given(folder, capsys) -> None:
+    line = [f"model.path={folder}/qwen", f"data.train_files={folder}/train.jsonl", "pipeline.staleness=1"]
+    assert main(["plan", *line, "rollout_s=120", "update_s=60"]) == 0
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert "30.0 steps per hour, 1.50 times as many as one after the other (20.0); rollout is idle 0%" in shown
+    assert main(["plan", *line]) == 0 and "steps per hour" not in capsys.readouterr().out
+    for wrong in (["rollout_s=120"], ["rollout_s=x", "update_s=60"], ["rollout_s=0", "update_s=60"]):
+        assert main(["plan", *line, *wrong]) == 2
+        assert wrong[0].partition("=")[0] in capsys.readouterr().err

@@ -5,6 +5,8 @@ from __future__ import annotations
 from verl.bounds import counted, size_text
 from verl.config.backends import SYNC
 from verl.config.model_files import ModelFacts
+from verl.config.schema import Config
+from verl.planner.clock import Pace
 from verl.planner.cluster import ClusterPlan
 from verl.planner.memory import MemoryEstimate
 from verl.planner.plan import Plan
@@ -39,6 +41,17 @@ def render_plan(plan: Plan) -> str:
         text += ["", *_memory_lines(pool.memory, f"a rank of {name} (estimate)")]
     text += ["", *(f"warning: {w}" for w in plan.warnings)] if plan.warnings else []
     return "\n".join(text) + "\n"
+
+
+def pace_lines(config: Config, pace: Pace) -> str:
+    """Return the predicted pace of a run as a line, with the share of the time in which the rollout waits."""
+    alone_s, p = pace.rollout_s + pace.update_s, config.pipeline
+    gained = "nothing overlaps" if pace.step_s > 0.995 * alone_s else f"{alone_s / pace.step_s:.2f} times as many as"
+    gained += "" if gained[0] == "n" else f" one after the other ({3600 / alone_s:,.1f})"
+    return (
+        f"pace      rollout {pace.rollout_s:g} s, update {pace.update_s:g} s, pipeline.staleness={p.staleness:g}: "
+        f"{3600 / pace.step_s:,.1f} steps per hour, {gained}; rollout is idle {pace.rollout_idle_share:.0%} of the time"
+    )
 
 
 def _model_line(m: ModelFacts) -> str:
