@@ -31,6 +31,8 @@ from gpu_memory import fake_gpu
 from transformers import AutoModelForCausalLM
 
 from verl.algorithms.losses import nll
+from verl.driver.lora_publisher import LoraPublisher
+from verl.driver.publisher import Publisher
 from verl.errors import Refused
 from verl.model_engine.lora_source import LoraSource
 from verl.model_engine.optim import OptimSpec
@@ -43,6 +45,8 @@ from verl.rollout import hf
 from verl.rollout.base import GenerateRequest, ReplicaLost, RolloutContext, WireFormat
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
+from verl.rollout.router import Router
+from verl.rollout.wrapper import AfterPublish
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Sampling, Segment
 from verl.weight_sync import base, buckets, collective, disk, nixl, objects, relay, shm, tcp
@@ -55,6 +59,7 @@ from verl.workers.group import Broadcast
 from verl.workers.inproc import InprocGroup
 from verl.workers.model_workers import ComputeWorker, ModelWorkers, OptimizerStep
 from verl.workers.role import Role
+from verl.workers.waits import Waits
 
 
 def shm_outlet() -> shm.ShmOutlet:
@@ -171,7 +176,7 @@ class World:
         given = {"max_context_tokens": 64, "dtype": torch.float32, **more}
         return ROLLOUTS[kind](RolloutContext(hf_config=config, **given))
 
-    def submit_update(self) -> Any:
+    def submit_update(self, actor: Any = None) -> Any:
         """One optimizer step, enqueued now."""
         self.count += 1
         name = f"s{self.count}"
@@ -188,7 +193,7 @@ class World:
             put.send(None)
         steps = [OptimizerStep(Refs(done.value.value))]
         self.compute.weigh(steps, TERMS, ()).result(60)
-        return self.actor.update(steps, TERMS, ())
+        return (actor or self.actor).update(steps, TERMS, ())
 
     @property
     def source(self) -> Any:
@@ -234,7 +239,7 @@ class LoraWorld(World):
         self.full, self.policy = self.sync, self.actor
         checkpoint_engine, make_outlet = BACKENDS[backend]
         self.outlet = make_outlet()
-        folder = Path(tempfile.mkdtemp(prefix="verl-test-"))
+        self.folder = folder = Path(tempfile.mkdtemp(prefix="verl-test-"))
         atexit.register(shutil.rmtree, folder, True)
         engine.model.save_pretrained(folder / "base")
         adapter = write_adapter(folder / "a", folder / "base", size=0.5)
@@ -1186,6 +1191,59 @@ def test_a_stream_is_refused_for_a_lora_set():
     for backend in PASSING[:2]:
         with pytest.raises(Refused, match="'a': a LoRA set is published whole, not in buckets"):
             LoraWorld(trainer(), backend)
+
+
+def test_a_published_adapter_follows_every_version_of_the_policy_on_all_replicas():
+    """Also where the trainer has gone on before the delivery ends."""
+
+    async def test():
+        world, notes = LoraWorld(trainer()), []
+        router = Router([lambda died: world.rollout() for _ in range(2)], note=notes.append)
+        one = partial(LocalCheckpointEngine, probes=PROBES, tolerance=TOLERANCE)
+        given = {"base": world.folder / "base", "timeout_s": 30.0, "note": notes.append, "after": AfterPublish}
+        given |= {"published": router.set_published, "drop": router.drop_set}
+        lora = LoraPublisher(trainer=world.policy, new_engine=one, **given)
+        given = {"waits": Waits(), "timeout_s": 30.0, "note": notes.append, "exclusive": False, "partial_rollout": True}
+        publisher = Publisher(
+            engine=world.full,
+            trainer=world.policy,
+            replicas=router.replicas,
+            published=router.published,
+            lora=lora,
+            **given,
+        )
+        await publisher.start(0)
+        report = await publisher.publish_adapter("b", world.folder / "a")
+        assert (report.version, report.num_tensors, report.failed_replicas) == (0, 12, {})
+        asked = [GenerateRequest(f"r{i}", PROBES[0], Sampling(max_tokens=5, seed=i), parameters="b") for i in range(4)]
+        assert {(await router.generate(request)).spans for request in asked} == {((0, 0, 5),)}
+        for version in (1, 2):
+            before = [world.group.submit(adapted_probe, Broadcast())]
+            committed, failed = [], []
+            await publisher.settle()
+            publisher.publish(committed.append, failed.append)
+            await asyncio.wait_for(asyncio.wrap_future(World.submit_update(world, world.policy)), 60)
+            await publisher.settle()
+            assert not failed and committed[0].version == version and not notes
+            expected = before[0].result(60)[0]
+            for replica in router.replicas:
+                assert distance(await scores(replica, "b"), expected) < TOLERANCE and replica.sets == {"b": version}
+        with pytest.raises(SyncError, match="belongs to the weights"):
+            await publisher.publish_adapter("c", world.folder / "a")  # the trainer has gone on
+        assert world.opened.keys() == {"a", "b"} and all(replica.ready for replica in router.replicas)
+        await publisher.drop_set("b")
+        assert world.opened.keys() == {"a"} and all(replica.sets == {} for replica in router.replicas)
+        with pytest.raises(ValueError, match="no replica has a LoRA set 'b'"):
+            await router.generate(replace(asked[0], id="s"))
+        await router.close()
+
+    run(test)
+
+
+def adapted_probe(role: Role) -> list[np.ndarray]:
+    found = probed(role.publishing.lora_sets._open["b"][0], PROBES, "float32")
+    assert found is not None
+    return np.split(found.logprobs, [6])
 
 
 # -- caches ------------------------------------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from verl.driver import publisher
+from verl.driver.lora_publisher import LoraPublisher
 from verl.driver.publisher import Publisher
 from verl.rollout.base import AS_HELD
 from verl.weight_sync.base import SyncReport
@@ -52,7 +54,13 @@ def publisher_of(
 ) -> Publisher:
     given: dict[str, Any] = {"waits": Waits(), "timeout_s": 60.0, "note": print, "trainer": None}
     given |= {"exclusive": exclusive, "partial_rollout": partial_rollout, "published": published}
-    return Publisher(engine=engine, replicas=replicas, **given)
+    return Publisher(engine=engine, replicas=replicas, lora=no_sets(), **given)
+
+
+def no_sets() -> LoraPublisher:
+    """Publishes no LoRA set."""
+    given: dict[str, Any] = {"trainer": None, "new_engine": None, "after": None, "published": None, "drop": None}
+    return LoraPublisher(base=Path(), timeout_s=60.0, note=print, **given)
 
 
 def test_the_parts_of_a_publish_are_metrics_of_the_step() -> None:

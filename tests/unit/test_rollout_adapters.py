@@ -1,11 +1,12 @@
-"""LoRA adapters in a server that runs: what it is asked, what is refused, who has them after a restart. The draws are
-a real vLLM's affair (tests/vllm/test_adapters.py)."""
+"""LoRA sets in a server that runs: what it is asked, what is refused, which replicas have them. The draws are a real
+vLLM's affair (tests/vllm/test_adapters.py)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,10 @@ from safetensors.numpy import load_file, save_file
 from served import Served, crashing, silent
 from test_rollout_client import PROMPT, context_of, greedy, reader
 
-from verl.config.adapter import CONFIG, rank_of, read_adapter
-from verl.parameter_set import POLICY_SET
+from verl.config.adapter import CONFIG, WEIGHTS, read_adapter
+from verl.model_engine.lora_source import read_lora
 from verl.rollout import adapters
-from verl.rollout.adapters import write_nothing
+from verl.rollout.adapters import write_nothing, write_set
 from verl.rollout.api import Deadlines
 from verl.rollout.base import Capabilities, GenerateRequest, ServerPlace
 from verl.rollout.client import ServedEngine
@@ -31,8 +32,17 @@ from verl.rollout.http import ServerLate
 from verl.rollout.router import Router
 from verl.rollout.vllm import Options, expected
 from verl.rollout.vllm_api import VllmApi
+from verl.weight_sync.base import CheckedReader, SyncError, WeightSource, checksum
+from verl.weight_sync.local import LocalOutlet
+from verl.weight_sync.record import entry_of
 
 NOTHING = "nothing"
+
+
+def rank_of(folder: Path) -> int:
+    return int(json.loads((folder / CONFIG).read_text())["r"])
+
+
 LOAD, UNLOAD, GENERATE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/generate"
 
 
@@ -87,13 +97,40 @@ def engine_of(url: str, base: Path, rank: int = 6) -> ServedEngine:
     return ServedEngine(context_of(place=place), replace(expected(), versions=None), VllmApi(), url, able, limits)
 
 
+def weights(version: int = 0, identity: str = "W") -> CheckedReader:
+    """Those of the policy."""
+    return CheckedReader(replace(reader(version).source, identity=identity))
+
+
+OUTLETS: list[LocalOutlet] = []  # an address is that of a living outlet
+
+
+@pytest.fixture(autouse=True)
+def outlets() -> Iterator[None]:
+    yield
+    OUTLETS.clear()
+
+
+def version_of(folder: Path, base: Path, version: int, *, name: str = "a", of: str = "W") -> CheckedReader:
+    """A version of a LoRA set on top of the weights `of`, as it is published."""
+    parameters, factors = read_lora(name, folder, base)
+    OUTLETS.append(outlet := LocalOutlet())
+    manifest = {n: replace(entry_of(t), checksum=checksum(t)) for n, t in factors.items()}
+    source = WeightSource(version, outlet.transport, outlet.stage(version, {}, factors.items()), manifest)
+    return CheckedReader(replace(source, parameters=replace(parameters, base=of)))
+
+
+def asks(name: str, parameters: str = "a", tokens: int = 2) -> GenerateRequest:
+    return GenerateRequest(name, PROMPT, greedy(tokens), parameters=parameters)
+
+
 def with_server(body: Any, base: Path, rank: int = 6) -> None:
     async def run() -> None:
         double = Adapted()
         async with TestServer(double.app()) as server:
             engine = engine_of(str(server.make_url("")), base, rank)
             try:
-                await engine.load_weights(reader())
+                await engine.load_weights(weights())
                 await asyncio.wait_for(body(engine, double), 30)
             finally:
                 await engine.close()
@@ -102,49 +139,85 @@ def with_server(body: Any, base: Path, rank: int = 6) -> None:
     asyncio.run(run())
 
 
-def test_requests_name_their_adapter_and_without_one_that_of_zeros(base: Path, tmp_path: Path) -> None:
+def test_requests_name_their_set_and_those_of_the_policy_get_the_adapter_of_zeros(base: Path, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", base, "q_proj")
 
     async def body(engine: ServedEngine, double: Adapted) -> None:
         assert double.names == [NOTHING]
-        await engine.load_adapter("a", str(folder))
-        for file in folder.iterdir():  # it reads the folder again when it likes: a copy
-            file.unlink()
-        for adapter in (POLICY_SET.id, "a"):
-            await engine.generate(GenerateRequest(f"r{adapter}", PROMPT, greedy(2), parameters=adapter))
-            await engine.score(PROMPT, parameters=adapter)
-        assert double.drawn_by() == [NOTHING, NOTHING, "a", "a"]
+        assert await engine.load_weights(version_of(folder, base, 3)) == 3
+        for name in ("policy", "a"):
+            found = await engine.generate(asks(f"r{name}", name))
+            assert (found.parameters, found.spans) == (name, ((0 if name == "policy" else 3, 0, 2),))
+            await engine.score(PROMPT, parameters=name)
+        assert double.drawn_by() == [NOTHING, NOTHING, "a", "a"] and engine.version == 0
         kept = double.folder("a")
-        assert rank_of(kept) == 4
+        parts, written = read_adapter(kept, base), load_file(kept / WEIGHTS)
+        given, sent = read_adapter(folder, base), load_file(folder / WEIGHTS)
+        assert parts.keys() == given.keys() and len(parts) == 2
+        for weight, part in parts.items():
+            assert part.scale == given[weight].scale == 2.0
+            assert np.array_equal(written[part.a], sent[given[weight].a])
+            assert np.array_equal(written[part.b], sent[given[weight].b])
         write_adapter(folder, base, "q_proj", r=2)
-        await engine.load_adapter("a", str(folder))
+        await engine.load_weights(version_of(folder, base, 4))
         assert rank_of(double.folder("a")) == 2 and not (kept / CONFIG).exists()
-        await engine.drop_adapter("a")
+        assert (await engine.generate(asks("s"))).spans == ((4, 0, 2),)
+        await engine.drop_set("a")
+        await engine.drop_set("a")
         assert double.names == [NOTHING]
-        with pytest.raises(ValueError, match=r"r: no adapter 'a' was loaded \(there are: none\); load_adapter first"):
-            await engine.generate(GenerateRequest("r", PROMPT, greedy(2), parameters="a"))
-        with pytest.raises(ValueError, match="drop_adapter: no adapter 'a' was loaded"):
-            await engine.drop_adapter("a")
+        with pytest.raises(ValueError, match=r"r: no LoRA set 'a' is live on these weights \(there are: none\)"):
+            await engine.generate(asks("r"))
 
     with_server(body, base)
 
 
-def test_what_is_no_adapter_for_it_is_refused_before_it_is_asked(base: Path, tmp_path: Path) -> None:
+def test_factors_of_several_ranks_and_scales_are_written_as_one_set_of_the_same_product(
+    base: Path, tmp_path: Path
+) -> None:
+    patterns = {"rank_pattern": {"layers.0.self_attn.q_proj": 4}, "alpha_pattern": {"layers.1.self_attn.q_proj": 20}}
+    folder = write_adapter(tmp_path / "a", base, "q_proj", **patterns, r=4)
+    first = load_file(folder / WEIGHTS)
+    short = {
+        k: v[:2] if "layers.0" in k and "lora_A" in k else v[:, :2] if "layers.0" in k else v for k, v in first.items()
+    }
+    save_file({k: np.ascontiguousarray(v) for k, v in short.items()}, folder / WEIGHTS)
+    config = json.loads((folder / CONFIG).read_text())
+    config["rank_pattern"] = {"layers.0.self_attn.q_proj": 2}
+    (folder / CONFIG).write_text(json.dumps(config))
+    given = read_adapter(folder, base)
+    parameters, factors = read_lora("a", folder, base)
+    (into := tmp_path / "b").mkdir()
+    write_set(into, parameters, factors.items(), str(base))
+    parts, written = read_adapter(into, base), load_file(into / WEIGHTS)
+    assert {part.scale for part in given.values()} == {4.0, 5.0} and {part.scale for part in parts.values()} == {5.0}
+    for weight, part in given.items():
+        wanted = part.scale * short[part.b] @ short[part.a]
+        found = parts[weight].scale * written[parts[weight].b] @ written[parts[weight].a]
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_a_set_that_does_not_fit_is_refused_before_the_server_sees_it(base: Path, tmp_path: Path) -> None:
     write_model(tmp_path / "other", hidden=128)
-    large, foreign = (
-        write_adapter(tmp_path / "l", base, "q_proj", r=7),
-        write_adapter(tmp_path / "o", tmp_path / "other"),
-    )
+    good, large = (write_adapter(tmp_path / n, base, "q_proj", r=r) for n, r in (("a", 4), ("l", 7)))
+    with pytest.raises(ValueError, match=f"model.path={tmp_path / 'o'}"):
+        read_lora("a", write_adapter(tmp_path / "o", tmp_path / "other"), base)
+    with pytest.raises(ValueError, match="'policy' is the name of the policy's own weights"):
+        read_lora("policy", good, base)
 
     async def body(engine: ServedEngine, double: Adapted) -> None:
         double.asked.clear()
-        for name, folder, said in (
-            ("a", large, "rank 7 is above the engine's 6; set rollout.engine_options.max_lora_rank to at least 7"),
-            ("a", foreign, f"model.path={foreign}"),
-            ("policy", foreign, "load_adapter: 'policy' is the model's own name"),
+        with pytest.raises(
+            ValueError, match="rank 7 is above the engine's 6; set rollout.engine_options.max_lora_rank to at"
         ):
-            with pytest.raises(ValueError, match=said):
-                await engine.load_adapter(name, str(folder))
+            await engine.load_weights(version_of(large, base, 1))
+        with pytest.raises(
+            ValueError, match="LoRA set 'a' belongs to the weights X, and the engine has W; publish it again"
+        ):
+            await engine.load_weights(version_of(good, base, 1, of="X"))
+        changed = version_of(good, base, 1)
+        next(iter(dict(OUTLETS[-1].tensors()).values())).mul_(2.0)
+        with pytest.raises(SyncError, match="changed between its manifest and its delivery"):
+            await engine.load_weights(changed)
         assert not double.asked and double.names == [NOTHING]
 
         async def refused(request: web.Request) -> web.Response:
@@ -152,9 +225,14 @@ def test_what_is_no_adapter_for_it_is_refused_before_it_is_asked(base: Path, tmp
 
         double.faults[LOAD] = refused
         with pytest.raises(ValueError, match=r"does not take this adapter .*; start it with --enable-lora"):
-            await engine.load_adapter("a", str(write_adapter(tmp_path / "a", base, "q_proj")))
-        with pytest.raises(ValueError, match="no adapter 'a' was loaded"):
+            await engine.load_weights(version_of(good, base, 1))
+        with pytest.raises(ValueError, match="no LoRA set 'a' is live"):
             await engine.score(PROMPT, parameters="a")
+        engine.adapters._unused.clear()
+        await engine.load_weights(reader(1))
+        del double.faults[LOAD]
+        with pytest.raises(ValueError, match="the weights under it have no identity here"):
+            await engine.load_weights(version_of(good, base, 1))
 
     with_server(body, base)
 
@@ -163,98 +241,63 @@ def test_an_engine_that_takes_none_says_so(base: Path, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", base, "q_proj")
 
     async def body(engine: ServedEngine, double: Adapted) -> None:
-        for asked in (
-            engine.load_adapter("a", str(folder)),
-            engine.generate(GenerateRequest("r", PROMPT, greedy(2), parameters="a")),
-        ):
-            with pytest.raises(
-                ValueError, match="adapter='a', but this rollout engine loads no adapters; leave it out"
-            ):
-                await asked
-        await engine.generate(GenerateRequest("r", PROMPT, greedy(2)))
+        with pytest.raises(ValueError, match="LoRA set 'a': this rollout engine loads no adapters"):
+            await engine.load_weights(version_of(folder, base, 1))
+        with pytest.raises(ValueError, match="adapter='a', but this rollout engine loads no adapters; leave it out"):
+            await engine.generate(asks("r"))
+        await engine.generate(asks("r", "policy"))
         assert double.drawn_by() == ["policy"] and not double.folders
 
     with_server(body, base, rank=0)
 
 
-def test_none_is_replaced_under_a_request_that_it_draws(base: Path, tmp_path: Path) -> None:
-    folder = str(write_adapter(tmp_path / "a", base, "q_proj"))
+async def begun(double: Adapted, running: Any) -> asyncio.Future[Any]:
+    """The request, once the server has it."""
+    task = asyncio.ensure_future(running)
+    while not double.running:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    return task
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_a_running_request_ends_under_the_version_that_it_began_with(base: Path, tmp_path: Path, mode: Any) -> None:
+    folder = write_adapter(tmp_path / "a", base, "q_proj")
 
     async def body(engine: ServedEngine, double: Adapted) -> None:
-        await engine.load_adapter("a", folder)
-        running = asyncio.ensure_future(engine.generate(GenerateRequest("r", PROMPT, greedy(40), parameters="a")))
-        while not double.running:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        for asked in (engine.load_adapter("a", folder), engine.drop_adapter("a")):
-            with pytest.raises(ValueError, match="1 requests of 'a' run; wait for them, or abort them"):
-                await asked
-        await engine.load_adapter("b", folder)
-        await running
-        goes = asyncio.Event()
-
-        async def held(request: web.Request) -> None:
-            await goes.wait()
-
-        double.faults[LOAD] = held
-        loading = asyncio.ensure_future(engine.load_adapter("a", folder))
-        seen = len(double.paths)
-        while len(double.paths) == seen:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        for asked in (
-            engine.generate(GenerateRequest("r", PROMPT, greedy(2), parameters="a")),
-            engine.score(PROMPT, parameters="a"),
-        ):
-            with pytest.raises(ValueError, match="'a' is being loaded or dropped; wait for that"):
-                await asked
-        for asked in (engine.load_adapter("a", folder), engine.drop_adapter("a")):
-            with pytest.raises(ValueError, match="'a' is being loaded or dropped"):
-                await asked
-        goes.set()
-        await loading
-        await engine.generate(GenerateRequest("r", PROMPT, greedy(2), parameters="a"))
+        await engine.load_weights(version_of(folder, base, 1))
+        running = await begun(double, engine.generate(asks("r", tokens=40)))
+        await engine.load_weights(version_of(folder, base, 2), on_inflight=mode)
+        assert double.names.count("a") == (2 if mode == "keep" else 1), "it is read as long as it is used"
+        assert (await engine.generate(asks("s"))).spans == ((2, 0, 2),)
+        done = await running
+        assert done.stop_reason == ("length" if mode == "keep" else "abort")
+        assert all(version == 1 for version, _, _ in done.spans) and (len(done.ids) == 40) == (mode == "keep")
+        await engine.load_weights(version_of(folder, base, 3))
+        assert double.names.count("a") == 1
 
     with_server(body, base)
 
 
-def test_replicas_that_come_later_have_the_adapters_of_the_others_before_they_serve(base: Path, tmp_path: Path) -> None:
-    folder = str(write_adapter(tmp_path / "a", base, "q_proj"))
+def test_new_weights_end_all_sets_after_their_requests(base: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", base, "q_proj")
 
-    async def run() -> None:
-        doubles = [Adapted() for _ in range(3)]
-        servers = [TestServer(double.app()) for double in doubles]
-        for server in servers:
-            await server.start_server()
-        starts = [lambda died, s=server: engine_of(str(s.make_url("")), base) for server in servers]
-        router = Router(starts[:2], restarts=1, note=lambda text: None)
-        try:
-            assert (await router.capabilities()).lora_rank == 6
+    async def body(engine: ServedEngine, double: Adapted) -> None:
+        await engine.load_weights(version_of(folder, base, 1))
+        running = await begun(double, engine.generate(asks("r", tokens=40)))
+        await engine.load_weights(weights(1, "V"), on_inflight="keep")
+        assert running.done() and running.result().spans == ((1, 0, 40),), "before the weights under it changed"
+        assert double.names == [NOTHING]
+        with pytest.raises(ValueError, match="no LoRA set 'a' is live on these weights"):
+            await engine.generate(asks("s"))
+        await engine.load_weights(version_of(folder, base, 2, of="V"))
+        assert (await engine.generate(asks("s"))).spans == ((2, 0, 2),)
+        running = await begun(double, engine.generate(asks("t", tokens=40)))
+        await engine.pause("keep")
+        await engine.load_weights(weights(2, "U"), on_inflight="keep")
+        assert (await running).stop_reason == "abort", "it could not finish"
+        await engine.resume()
 
-            async def publish(version: int) -> None:
-                for one in router.replicas:
-                    await one.load_weights(reader(version))
-                router.published({})
-
-            await publish(1)
-            await router.load_adapter("a", folder)
-            assert all("a" in double.names for double in doubles[:2])
-            await router.join(starts[2])
-            assert "a" not in doubles[2].names
-            await publish(2)
-            assert "a" in doubles[2].names
-            loads = [double.paths.count(LOAD) for double in doubles]
-            await publish(3)
-            assert loads == [double.paths.count(LOAD) for double in doubles] == [2, 2, 2], "once each, and the zeros"
-            asked = (router.generate(GenerateRequest(f"r{i}", PROMPT, greedy(2), parameters="a")) for i in range(6))
-            await asyncio.gather(*asked)
-            assert [set(double.drawn_by()) for double in doubles] == [{"a"}] * 3
-            await router.drop_adapter("a")
-            assert not any("a" in double.names for double in doubles)
-        finally:
-            await router.close()
-            for server in servers:
-                await server.close()
-
-    asyncio.run(run())
+    with_server(body, base)
 
 
 @contextlib.asynccontextmanager
@@ -268,7 +311,7 @@ async def two_replicas(base: Path) -> AsyncIterator[tuple[Router, list[Adapted],
     router = Router(starts[:2], restarts=1, note=lambda text: None)
     try:
         for one in router.replicas:
-            await one.load_weights(reader(1))
+            await one.load_weights(weights(1))
         router.published({})
         yield router, doubles, starts
     finally:
@@ -277,115 +320,98 @@ async def two_replicas(base: Path) -> AsyncIterator[tuple[Router, list[Adapted],
             await server.close()
 
 
-async def ranks(router: Router, doubles: list[Adapted]) -> list[int]:
-    """Of the adapter "a" that the replicas draw with."""
-    await asyncio.gather(
-        *(router.generate(GenerateRequest(f"r{i}", PROMPT, greedy(2), parameters="a")) for i in range(6))
-    )
-    found = []
-    for double in doubles:
-        asked = [body["model"] for path, body in double.asked if path == GENERATE and body["token_ids"] == [*PROMPT]]
-        found.append(rank_of(Path(double.folders[asked[-1]])))
-    return found
+async def publish(router: Router, folder: Path, base: Path, version: int, of: str = "W") -> None:
+    """Of a set that all replicas verify."""
+    for one in router.replicas:
+        await one.load_weights(version_of(folder, base, version, of=of))
+        one.mark_verified()
+    router.set_published("a")
 
 
-@pytest.mark.parametrize("before", [2, None])
-def test_one_that_not_all_replicas_take_is_drawn_with_by_none(base: Path, tmp_path: Path, before: int | None) -> None:
+async def some(router: Router, count: int = 6) -> list[Any]:
+    return await asyncio.gather(*(router.generate(asks(f"r{i}")) for i in range(count)))
+
+
+def test_requests_go_to_replicas_that_have_the_set_on_their_weights(base: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", base, "q_proj")
+
     async def run() -> None:
-        async with two_replicas(base) as (router, doubles, _):
-            if before is not None:
-                await router.load_adapter("a", str(write_adapter(tmp_path / "a", base, "q_proj", r=before)))
-            folder = str(write_adapter(tmp_path / "b", base, "q_proj", r=5))
-            doubles[1].faults[LOAD] = crashing(400, "no room")
+        async with two_replicas(base) as (router, doubles, starts):
+            assert (await router.capabilities()).lora_rank == 6
+            with pytest.raises(ValueError, match=r"no replica has a LoRA set 'a' \(published are: none\); publish it"):
+                await router.generate(asks("r"))
+            await publish(router, folder, base, 1)
+            assert {one.spans for one in await some(router)} == {((1, 0, 2),)}
+            assert all(set(double.drawn_by()) == {"a"} for double in doubles[:2])
+            await router.join(starts[2])
+            await router.replicas[2].load_weights(weights(1))
+            router.published({})
+            await some(router)
+            assert not doubles[2].drawn_by(), "it has not got the set"
+            await publish(router, folder, base, 2)
+            await some(router)
+            assert set(doubles[2].drawn_by()) == {"a"}
+            doubles[0].faults[LOAD] = crashing(400, "no room")
             with pytest.raises(ValueError, match="does not take this adapter"):
-                await router.load_adapter("a", folder)
-            del doubles[1].faults[LOAD]
-            if before is not None:
-                assert await ranks(router, doubles[:2]) == [before] * 2
-            else:
-                assert [double.names for double in doubles[:2]] == [[NOTHING]] * 2
-                with pytest.raises(ValueError, match="no adapter 'a' was loaded"):
-                    await router.generate(GenerateRequest("r", PROMPT, greedy(2), parameters="a"))
-            await router.load_adapter("a", folder)
-            assert await ranks(router, doubles[:2]) == [5, 5]
-            assert all(double.names.count("a") == 1 for double in doubles[:2]), "no earlier one is left there"
+                await router.replicas[0].load_weights(version_of(folder, base, 3))
+            await router.replicas[0].drop_set("a")
+            seen = len(doubles[0].drawn_by())
+            await some(router)
+            assert len(doubles[0].drawn_by()) == seen and router.replicas[0].ready, "the policy goes on there"
+            await router.drop_set("a")
+            assert not any("a" in double.names for double in doubles[1:])
+            with pytest.raises(ValueError, match="no replica has a LoRA set 'a'"):
+                await router.score(PROMPT, parameters="a")
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_one_that_joins_has_what_was_loaded_whatever_became_of_the_folder(base: Path, tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "a", base, "q_proj", r=3)
+def test_a_request_waits_while_its_set_is_published_on_new_weights(base: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", base, "q_proj")
 
     async def run() -> None:
-        async with two_replicas(base) as (router, doubles, starts):
-            await router.load_adapter("a", str(folder))
-            write_adapter(folder, base, "q_proj", r=6)
-            await router.join(starts[2])
-            loading = asyncio.ensure_future(router.load_adapter("b", str(folder)))
+        async with two_replicas(base) as (router, _, _):
+            await publish(router, folder, base, 1)
             for one in router.replicas:
-                await one.load_weights(reader(2))
-            await loading
+                await one.load_weights(weights(2, "V"))
             router.published({})
-            assert await ranks(router, doubles) == [3, 3, 3]
-            await asyncio.gather(
-                *(router.generate(GenerateRequest(f"b{i}", PROMPT, greedy(2), parameters="b")) for i in range(6))
-            )
-            assert all(rank_of(double.folder("b")) == 6 for double in doubles), "it came between all of that"
-            with pytest.raises(ValueError, match=r"it has no adapter_config.json; give the folder of a LoRA adapter"):
-                await router.load_adapter("c", str(tmp_path))
+            asked = asyncio.ensure_future(router.generate(asks("r")))
+            await asyncio.sleep(0.05)
+            assert not asked.done()
+            await publish(router, folder, base, 2, of="V")
+            assert (await asked).spans == ((2, 0, 2),)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_one_whose_load_is_given_up_is_loaded_to_the_end(base: Path, tmp_path: Path) -> None:
-    """By its caller, when some replicas have it."""
-    folder = str(write_adapter(tmp_path / "a", base, "q_proj", r=3))
+def test_no_answer_of_an_unverified_version_counts(base: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", base, "q_proj")
 
     async def run() -> None:
-        async with two_replicas(base) as (router, doubles, _):
-            goes, asked = asyncio.Event(), asyncio.Event()
-
-            async def held(request: web.Request) -> None:
-                asked.set()
-                await goes.wait()
-
-            doubles[1].faults[LOAD] = held
-            loading = asyncio.ensure_future(router.load_adapter("a", folder))
-            await asked.wait()
-            loading.cancel()
-            await asyncio.wait({loading})
-            with pytest.raises(ValueError, match="'a' is being loaded or dropped"):
-                await router.generate(GenerateRequest("r", PROMPT, greedy(2), parameters="a"))
-            goes.set()
-            while router._changes:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-            assert await ranks(router, doubles[:2]) == [3, 3]
-
-    asyncio.run(asyncio.wait_for(run(), 60))
-
-
-def test_one_that_was_dropped_is_nowhere_also_where_it_came_meanwhile(base: Path, tmp_path: Path) -> None:
-    folder = str(write_adapter(tmp_path / "a", base, "q_proj", r=3))
-
-    async def run() -> None:
-        async with two_replicas(base) as (router, doubles, starts):
-            await router.load_adapter("a", folder)
-            await router.join(starts[2])
-            await router.replicas[2].load_weights(reader(1))  # its canary is still to come
-            await router.drop_adapter("a")
-            router.published({})
-            for i in range(4):
-                with pytest.raises(ValueError, match=r"no adapter 'a' was loaded \(there are: none\)"):
-                    await router.generate(GenerateRequest(f"r{i}", PROMPT, greedy(2), parameters="a"))
-            for one in router.replicas:
-                await one.load_weights(reader(2))
-            assert [double.names for double in doubles] == [[NOTHING]] * 3
+        async with two_replicas(base) as (router, _, _):
+            await publish(router, folder, base, 1)
+            one = router.replicas[0]
+            await one.load_weights(version_of(folder, base, 2))
+            held = [asyncio.ensure_future(one.generate(asks(f"r{i}"))) for i in range(2)]
+            free = await one.generate(asks("p", "policy"))
+            await asyncio.sleep(0.05)
+            assert free.spans == ((1, 0, 2),) and not any(task.done() for task in held)
+            one.mark_verified()
+            assert [(await task).spans for task in held] == [((2, 0, 2),)] * 2
+            await one.load_weights(version_of(folder, base, 3))
+            held = [asyncio.ensure_future(one.generate(asks(f"s{i}"))) for i in range(2)]
+            await asyncio.sleep(0.05)
+            await one.drop_set("a")
+            for task in held:
+                with pytest.raises(ValueError, match="LoRA set 'a' was refused as it failed its canary"):
+                    await task
+            assert one.ready and "a" not in one.sets
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_what_may_have_come_although_nobody_said_so_goes_at_the_end(base: Path, tmp_path: Path) -> None:
-    folder = str(write_adapter(tmp_path / "a", base, "q_proj"))
+def test_a_version_that_may_have_been_loaded_is_dropped_at_the_end(base: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", base, "q_proj")
 
     async def body(engine: ServedEngine, double: Adapted) -> None:
         engine.connection.limits = replace(engine.connection.limits, control_s=0.1)
@@ -398,46 +424,16 @@ def test_what_may_have_come_although_nobody_said_so_goes_at_the_end(base: Path, 
 
         double.faults[LOAD] = late
         with pytest.raises(ServerLate):
-            await engine.load_adapter("a", folder)
+            await engine.load_weights(version_of(folder, base, 1))
         assert "a" in double.names and double.folder("a").is_dir(), "it would look for its folder"
 
     with_server(body, base)
 
 
-def test_none_is_replaced_under_a_score(base: Path, tmp_path: Path) -> None:
-    folder = str(write_adapter(tmp_path / "a", base, "q_proj"))
-
-    async def run() -> None:
-        async with two_replicas(base) as (router, doubles, _):
-            await router.load_adapter("a", folder)
-            goes, asked = asyncio.Event(), asyncio.Event()
-
-            async def held(request: web.Request) -> None:
-                asked.set()
-                await goes.wait()
-
-            for double in doubles:
-                double.faults[GENERATE] = held
-            scoring = [asyncio.ensure_future(one.score(PROMPT, parameters="a")) for one in (router, router.replicas[0])]
-            await asked.wait()
-            await asyncio.sleep(0.05)
-            engine = router.replicas[0].engine
-            for one in (router, engine):
-                with pytest.raises(ValueError, match="requests of 'a' run; wait for them, or abort them"):
-                    await one.load_adapter("a", folder)
-                with pytest.raises(ValueError, match="requests of 'a' run; wait for them, or abort them"):
-                    await one.drop_adapter("a")
-            goes.set()
-            await asyncio.gather(*scoring)
-            await router.drop_adapter("a")
-
-    asyncio.run(asyncio.wait_for(run(), 60))
-
-
-def test_two_runs_at_one_server_do_not_take_each_others_adapters(
+def test_two_runs_at_one_server_do_not_take_each_others_sets(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = str(write_adapter(tmp_path / "a", base, "q_proj"))
+    folder = write_adapter(tmp_path / "a", base, "q_proj")
 
     async def run() -> None:
         double = Adapted()
@@ -445,7 +441,8 @@ def test_two_runs_at_one_server_do_not_take_each_others_adapters(
             one, other = engine_of(str(server.make_url("")), base), engine_of(str(server.make_url("")), base)
             for engine in (one, other):
                 await engine.capabilities()
-                await engine.load_adapter("a", folder)
+                engine.connection.version, engine.connection.identity = 0, "W"
+                await engine.load_weights(version_of(folder, base, 1))
             assert sorted(double.names) == ["a", "a", NOTHING, NOTHING]
             await other.close()
             assert sorted(double.names) == ["a", NOTHING] and all(

@@ -91,6 +91,7 @@ def test_a_publish_is_sent_in_the_format_of_all_replicas_that_have_joined() -> N
 
     trainer: Any = Trainer()
     given: dict[str, Any] = {"waits": None, "timeout_s": 60.0, "note": print, "published": None, "engine": None}
+    given["lora"] = None
     made = Publisher(trainer=trainer, replicas=(), exclusive=True, partial_rollout=False, **given)
     made.join(able(BF16))
     assert trainer.wire_format == BF16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,10 +15,14 @@ import peft
 import pytest
 import torch
 from adapters import write_adapter
-from real_server import load, own_server
+from real_server import own_server, staged
 
+from verl.model_engine.lora_source import read_lora
 from verl.rollout.base import GenerateRequest
 from verl.types import Sampling
+from verl.weight_sync.base import CheckedReader, WeightSource, checksum
+from verl.weight_sync.local import LocalOutlet
+from verl.weight_sync.record import entry_of
 
 IDS = np.arange(3, 43) % 60
 GREEDY = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -26,6 +31,22 @@ GREEDY = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 class Weights:
     def __init__(self, module: Any, version: int) -> None:
         self.module, self.version = module, version
+
+
+async def load(engine: Any, source: Weights, **options: Any) -> int:
+    """Weights of the policy, whose identity is their version."""
+    reader = staged(source)
+    return await engine.load_weights(CheckedReader(replace(reader.source, identity=str(source.version))), **options)
+
+
+async def publish(engine: Any, name: str, folder: Path, base: Path, **options: Any) -> int:
+    """A version of a LoRA set on top of the engine's weights; its number is one above theirs."""
+    parameters, factors = read_lora(name, folder, base)
+    outlet, version = LocalOutlet(), engine.version + 1
+    manifest = {n: replace(entry_of(t), checksum=checksum(t)) for n, t in factors.items()}
+    source = WeightSource(version, outlet.transport, outlet.stage(version, {}, factors.items()), manifest)
+    source = replace(source, parameters=replace(parameters, base=str(engine.version)))
+    return await engine.load_weights(CheckedReader(source), **options)
 
 
 def logprobs(module: Any, ids: np.ndarray) -> np.ndarray:
@@ -47,7 +68,7 @@ def test_adapters_come_and_go_over_weights_that_are_published(suite: ModuleType,
         engine = own_server(suite, tmp_path, max_lora_rank=6, max_loras=2)
         assert (await engine.capabilities()).lora_rank == 6
         base = tmp_path / "model"
-        folders: dict[str | None, Path | None] = {None: None}
+        folders: dict[str, Path | None] = {"policy": None}
 
         async def check(module: Any) -> None:
             """The base and every adapter, all at once in one batch."""
@@ -62,7 +83,8 @@ def test_adapters_come_and_go_over_weights_that_are_published(suite: ModuleType,
                 whole = np.concatenate([IDS[i:], one.ids])
                 of = merged(module, folders[name])
                 assert np.abs(logprobs(of, whole)[-8:] - one.logprobs).max() < 1e-4, name
-                assert [v for v, _, _ in one.spans] == [engine.version]
+                assert one.parameters == name
+                assert [v for v, _, _ in one.spans] == [engine.version + (name != "policy")]
                 assert np.abs(await engine.score(whole, parameters=name) - logprobs(of, whole)).max() < 1e-4, name
 
         try:
@@ -73,12 +95,14 @@ def test_adapters_come_and_go_over_weights_that_are_published(suite: ModuleType,
             for name, more in (("a", {"seed": 1}), ("b", {"seed": 2, "r": 6, "lora_alpha": 3})):
                 folders[name] = write_adapter(tmp_path / name, base, **more)
                 given = shutil.copytree(folders[name], tmp_path / "given")
-                await engine.load_adapter(name, str(given))
+                await publish(engine, name, given, base)
                 shutil.rmtree(given)  # vLLM would end where it reads it again
             await check(module)
             await check(module)  # from prefixes that are there
             module = suite.reference(seed=2)
-            await load(engine, Weights(module, 2))
+            await load(engine, Weights(module, 2), on_inflight="wait")
+            for name in ("a", "b"):
+                await publish(engine, name, folders[name], base)
             await check(module)
             write_adapter(tmp_path / "a", base, seed=9)
             running = asyncio.ensure_future(
@@ -86,26 +110,25 @@ def test_adapters_come_and_go_over_weights_that_are_published(suite: ModuleType,
             )
             while not engine.calls.pending:  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            with pytest.raises(ValueError, match="load_adapter: 1 requests of 'a' run; wait for them, or abort them"):
-                await engine.load_adapter("a", str(folders["a"]))
-            await engine.abort()
-            await running
-            await engine.load_adapter("a", str(folders["a"]))
+            await publish(engine, "a", folders["a"], base, on_inflight="abort")
+            assert (await running).stop_reason == "abort"
             await check(module)  # no prefix of the one before
             engine.connection.process.stop()  # type: ignore[union-attr]
             await load(engine, Weights(module, 3))
-            await check(module)  # the new server has them
-            await engine.drop_adapter("b")
+            for name in ("a", "b"):
+                await publish(engine, name, folders[name], base)
+            await check(module)
+            await engine.drop_set("b")
             del folders["b"]
-            with pytest.raises(ValueError, match=r"no adapter 'b' was loaded \(there are: a\); load_adapter first"):
+            with pytest.raises(ValueError, match=r"no LoRA set 'b' is live on these weights \(there are: a\)"):
                 await engine.generate(GenerateRequest("x", IDS, GREEDY, parameters="b"))
             await check(module)
             large = write_adapter(tmp_path / "large", base, r=7)
             with pytest.raises(ValueError, match="rank 7 is above the engine's 6; set rollout.engine_options.max_lora"):
-                await engine.load_adapter("large", str(large))
+                await publish(engine, "large", large, base)
             other = write_adapter(tmp_path / "other", base, without=("o_proj.lora_B.weight", "q_proj.lora_B.weight"))
             with pytest.raises(ValueError, match="model.path=.*other"):
-                await engine.load_adapter("other", str(other))
+                await publish(engine, "other", other, base)
             await check(module)
         finally:
             await engine.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,14 +78,6 @@ class AdaptedWeight:
     scale: float = 0.0
 
 
-def copy_adapter(folder: Path, into: Path) -> None:
-    """Copy the files of an adapter that are read. ValueError for a folder that is no adapter."""
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise Refused(f"{folder}: it has no {name}; give the folder of a LoRA adapter, as PEFT saves it")
-        shutil.copyfile(folder / name, into / name)
-
-
 def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and not [*folder.glob("model*.safetensors*")]
 
@@ -126,12 +117,6 @@ def read_adapter(folder: Path, base: Path) -> dict[str, AdaptedWeight]:
         fix = f"name the folder of its own base in {CONFIG} (base_model_name_or_path)"
         raise Refused(f"model.path={folder}: {prefix} ({base}); {fix}, or {_MERGE}")
     return parts
-
-
-def rank_of(folder: Path) -> int:
-    """Return the largest rank of the adapter's weights."""
-    lora = _read(folder)
-    return max([lora.r, *(lora.rank_pattern or {}).values()])
 
 
 def _read(folder: Path) -> _Lora:

@@ -23,6 +23,7 @@ from verl.config.cluster import placed_roles
 from verl.config.devices import drops_rollout_weights
 from verl.config.load import Resolved
 from verl.config.schema import AlgorithmConfig, Config
+from verl.config.tree import changed
 from verl.data.cursor import Curriculum
 from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
 from verl.data.render import feedback_of
@@ -32,6 +33,7 @@ from verl.driver.assemble_loops import all_played, loops_of
 from verl.driver.assemble_rewards import check_graders, reward_of, sandbox_of, to_rehearse
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.driver_host import driver_host
+from verl.driver.lora_publisher import LoraPublisher
 from verl.driver.measure import pool_metrics
 from verl.driver.models import ModelContext, asked_ahead, hf_export, models_of, reward_model, trained, workers_of
 from verl.driver.publisher import Publisher
@@ -65,6 +67,7 @@ from verl.planner import disk, plan, sizes
 from verl.reward.base import RewardFn
 from verl.rollout.base import RolloutEngine
 from verl.rollout.router import Router
+from verl.rollout.wrapper import AfterPublish
 from verl.track.console import LiveProgress
 from verl.track.events import EventLog
 from verl.track.sinks import open_sinks
@@ -135,7 +138,7 @@ async def _run_of(
     reward, pool = await reward_of(config, scorer, algorithm.truncation, to_rehearse(tasks, eval_tasks, loops.players))
     refused.push_async_callback(reward.close)
     prompts = (tasks[i].prompt_ids for i in range(min(64, len(tasks))))
-    sync = checkpoint_engine(config, probes_of(prompts, longest_sequence(config)))
+    sync = checkpoint_engine(config, probes := probes_of(prompts, longest_sequence(config)))
     policy = trained(context, "actor", updates=updates, hf_export=hf_export(config), outlet=sync.outlet())
     actor = workers_of(context, policy)
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
@@ -147,7 +150,7 @@ async def _run_of(
     trajectories = _trajectories(config, tokenizer, loops, rollout, reward, waits, algorithm)
     groups = _groups(config, learner, tasks, cursor, trajectories, reporter, num_steps, tokenizer)
     checkpointer = Checkpointer(claimed, learner, trained_roles(learner), disk.checkpoint_bytes(config), reporter)
-    publisher = _publisher(config, sync, actor, replicas, rollout, waits, progress)
+    publisher = _publisher(config, sync, probes, actor, replicas, rollout, waits, progress)
     context.cluster.watch(from_threads(groups.fail))
     if isinstance(rollout, Router):
         rollout.watch(groups.fail)
@@ -206,12 +209,25 @@ async def _started(
 def _publisher(
     config: Config,
     sync: CheckpointEngine,
+    probes: Sequence[np.ndarray],
     actor: ModelWorkers,
     replicas: Sequence[RolloutEngine],
     rollout: RolloutEngine,
     waits: Waits,
     progress: LiveProgress,
 ) -> Publisher:
+    whole = {key: value for key, value in config.sync.engine_options.items() if key != "bucket_mb"}
+    of_sets = changed(config, {"sync.engine_options": whole})
+    lora = LoraPublisher(
+        trainer=actor,
+        base=Path(config.model.path).expanduser(),
+        new_engine=partial(checkpoint_engine, of_sets, probes),
+        after=AfterPublish,
+        timeout_s=config.run.wait_timeout_s,
+        note=progress.message,
+        published=rollout.set_published if isinstance(rollout, Router) else lambda name: None,
+        drop=rollout.drop_set,
+    )
     return Publisher(
         engine=sync,
         trainer=actor,
@@ -222,6 +238,7 @@ def _publisher(
         partial_rollout=config.pipeline.partial_rollout,
         note=progress.message,
         published=rollout.published if isinstance(rollout, Router) else None,
+        lora=lora,
     )
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from verl.driver.lora_publisher import LoraPublisher
 from verl.rollout.base import AS_HELD, Capabilities, PauseMode, RolloutEngine, WireFormat
 from verl.types import Metric, Metrics
 from verl.weight_sync.base import CheckpointEngine, SyncReport
@@ -35,6 +38,8 @@ class Publisher:
     """Prints a line for the user."""
     published: Callable[[Mapping[int, str]], None] | None
     """Called after every publish with the replicas that do not have it, and the reasons."""
+    lora: LoraPublisher
+    """Publishes LoRA sets on top of the weights."""
     version: int = field(default=0, init=False)
     """The number of publishes so far."""
     _asked: int = field(default=0, init=False)
@@ -77,13 +82,29 @@ class Publisher:
         Only one publish is under way at a time: call `settle` first."""
         assert self._under_way is None, "a publish is under way"
         version = self.version + 1
-        self._under_way = asyncio.ensure_future(self._commit(self._enqueue(version), version, committed))
+        pending = self._enqueue(version)
+        sets = self.lora.follow(pending, self.replicas[: self._asked])
+        self._under_way = asyncio.ensure_future(self._commit(pending, version, committed, sets))
 
         def note(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
                 failed(error)
 
         self._under_way.add_done_callback(note)
+
+    async def publish_adapter(self, name: str, folder: Path) -> SyncReport:
+        """Publish a LoRA adapter in PEFT's layout as a parameter set of this name, for requests with
+        `parameters=name`. It is verified as the policy's weights are, and published again with each later version of
+        them. Raise an error if no replica takes it."""
+        await self.settle()
+        opening = asyncio.ensure_future(self.lora.open(name, folder, self.replicas[: len(self._modes)]))
+        self._under_way = asyncio.ensure_future(_ended(opening))
+        return await opening
+
+    async def drop_set(self, name: str) -> None:
+        """Drop a LoRA set from all replicas. It is published no more."""
+        await self.settle()
+        await self.lora.close(name)
 
     async def settle(self) -> None:
         """Wait for the publish under way."""
@@ -117,12 +138,22 @@ class Publisher:
         return await self.waits.wait(pending, who="driver", what=what, timeout_s=2 * self.timeout_s)
 
     async def _commit(
-        self, pending: asyncio.Future[SyncReport], version: int, committed: Callable[[SyncReport], None]
+        self,
+        pending: asyncio.Future[SyncReport],
+        version: int,
+        committed: Callable[[SyncReport], None],
+        sets: Sequence[asyncio.Future[SyncReport]],
     ) -> None:
-        report = await self._awaited(pending, version)
+        try:
+            report = await self._awaited(pending, version)
+        except BaseException:
+            for one in sets:
+                one.cancel()
+            raise
         self._report(report)
         self.version = version
         committed(report)
+        await self.lora.settled(sets)
 
     def _report(self, report: SyncReport) -> None:
         if self.published is not None:
@@ -137,3 +168,8 @@ class Publisher:
             "sync/seconds": Metric(report.whole_s, 1, "step", "sum"),
         }
         self._metrics |= {f"sync/{part}_s": Metric(s, 1, "step", "sum") for part, s in report.seconds.items()}
+
+
+async def _ended(task: asyncio.Future[Any]) -> None:
+    """Wait for the end of a task, whatever its result is."""
+    await asyncio.wait({task})

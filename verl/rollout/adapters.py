@@ -1,6 +1,7 @@
-"""LoRA adapters in a running server: loaded under names, which requests give in place of the model's name.
+"""LoRA sets in a running server: their factors are written as the folder of an adapter, which the server loads under a
+name that requests give in place of the model's name.
 
-A request without an adapter uses one that changes nothing. On a CPU, vLLM 0.32 silently samples requests without an
+A request of the policy uses an adapter that changes nothing. On a CPU, vLLM 0.32 silently samples requests without an
 adapter wrongly, by whole nats, if requests with one are in the same batch. Batches in which all have one are correct.
 """
 
@@ -12,20 +13,23 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from verl.config.adapter import CONFIG, WEIGHTS, copy_adapter, rank_of, read_adapter
+from verl.config.adapter import CONFIG, WEIGHTS
 from verl.config.model_files import read_weight_headers
 from verl.errors import Refused
 from verl.leftovers import OwnFolder
-from verl.parameter_set import POLICY_SET
-from verl.rollout.base import Capabilities, RolloutContext
-from verl.rollout.calls import RunningCalls
+from verl.parameter_set import POLICY_SET, ParameterSet, check_base, set_of
+from verl.rollout.base import Capabilities, PauseMode, RolloutContext, WeightReader
+from verl.rollout.calls import RunningCalls, ended
 from verl.rollout.connection import ServerConnection
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 
@@ -34,125 +38,138 @@ LAYER = re.compile(r"(?!.*(vision|visual|audio)).*\.layers\.\d+\.")
 TARGETS = ("q_proj", "o_proj", "down_proj")  # the adapter of zeros targets the first of these that the model has
 
 
+@dataclass(frozen=True, slots=True)
+class ServedSet:
+    """A version of a LoRA set at a server."""
+
+    version: int
+    there: str
+    """Its name at the server."""
+    folder: Path
+    """The folder that the server reads, now or later: vLLM reads it again after other adapters took its slot."""
+
+
 class ServerAdapters:
-    """The LoRA adapters of one server. A publish changes the base, and with it the answers of all adapters. Each load
-    gets a new name at the server, so that no prefix or request of an earlier load is used for it."""
+    """The LoRA sets of one server. Each version gets a new name at the server, so that no prefix or request of another
+    one is used for it."""
 
     def __init__(self, connection: ServerConnection, calls: RunningCalls) -> None:
         self._connection, self._calls = connection, calls
-        self._loaded: dict[str, tuple[str, str]] = {}  # (name at the server, copy of the folder), by name
-        self._own_name = connection.model  # of the model, at the server
-        self._changing = set[str]()  # names that are loaded or dropped now
-        self._strays: list[str] = []  # names at the server that failed to load, in an unknown state
-        self._copies: OwnFolder | None = None
+        self._sets: dict[str, ServedSet] = {}
+        self._unused: list[ServedSet] = []  # still at the server, or in an unknown state
+        self._folders: OwnFolder | None = None
 
-    def served_name(self, what: str, adapter: str) -> str:
-        """Return the server's name of an adapter, or of the model. `what` names the caller in errors."""
-        if adapter == POLICY_SET.id:
-            return self._connection.model
-        if adapter in self._changing:
-            raise ValueError(f"{what}: {adapter!r} is being loaded or dropped; wait for that")
-        if adapter not in self._loaded:
-            there = ", ".join(sorted(self._loaded)) or "none"
-            raise ValueError(f"{what}: no adapter {adapter!r} was loaded (there are: {there}); load_adapter first")
-        return self._loaded[adapter][0]
+    def served(self, what: str, name: str) -> tuple[str, int]:
+        """Return the name at the server of a parameter set, and its version. `what` names the caller in errors."""
+        if name == POLICY_SET.id:
+            return self._connection.model, self._connection.version
+        if name not in self._sets:
+            there = ", ".join(sorted(self._sets)) or "none"
+            raise ValueError(f"{what}: no LoRA set {name!r} is live on these weights (there are: {there}); publish it")
+        return self._sets[name].there, self._sets[name].version
 
-    async def load(self, name: str, folder: str) -> None:
-        """Load a copy of the folder under this name, in place of an earlier adapter of the name."""
-        connection, place = self._connection, self._connection.context.place
+    async def load(self, source: WeightReader, mode: PauseMode) -> int:
+        """Make a version of a LoRA set live and return it. Running requests finish under the version that they began
+        with; mode abort: they return with their tokens."""
+        connection, parameters, place = self._connection, set_of(source), self._connection.context.place
         assert place is not None, "a server has a place"
-        if name in ("", self._own_name):
-            raise ValueError(f"load_adapter: {name!r} is the model's own name; give the adapter another one")
-        self._check_idle("load_adapter", name)
-        read_adapter(Path(folder), Path(place.model))
-        if (rank := rank_of(Path(folder))) > connection.able.lora_rank:
-            fix = f"set rollout.engine_options.max_lora_rank to at least {rank}"
-            raise ValueError(f"{folder}: rank {rank} is above the engine's {connection.able.lora_rank}; {fix}")
-        there, copied = connection.new_id(name), self._copy_of(folder)
-        with self._change(name):
-            try:
-                await self._post_load(there, copied)
-            except ValueError:
-                shutil.rmtree(copied)
-                raise
-            except BaseException:  # the server may have loaded it
-                self._strays.append(there)
-                raise
-            before, self._loaded[name] = self._loaded.get(name), (there, copied)
-            if before is not None:  # if the drop fails it stays loaded, unused
-                with contextlib.suppress(ServerGone, ServerLate, ServerRefused):
-                    await self._post_drop(*before)
+        check_base(parameters, connection.identity, connection.able.lora_rank)
+        folder = self._new_folder()
+        read = partial(write_set, folder, parameters, source.tensors(), place.model)
+        await asyncio.to_thread(read)
+        began = time.perf_counter()
+        new = ServedSet(source.version, connection.new_id(parameters.id), folder)
+        try:
+            await self._post_load(new)
+        except BaseException:  # the server may have loaded it
+            self._unused.append(new)
+            raise
+        if (before := self._sets.get(parameters.id)) is not None:
+            self._unused.append(before)
+        self._sets[parameters.id] = new
+        if before is not None and mode == "abort":
+            await self._calls.abort_and_wait([one for one in self._calls.pending.values() if one.model == before.there])
+        await self._drop_unused()
+        source.seconds["load"] = time.perf_counter() - began
+        return source.version
 
     async def drop(self, name: str) -> None:
-        self.served_name("drop_adapter", name)
-        self._check_idle("drop_adapter", name)
-        with self._change(name):
-            await self._post_drop(*self._loaded[name])
-            del self._loaded[name]
+        """Drop a set. Its running requests finish. Nothing is done for a set that the server does not have."""
+        if (found := self._sets.pop(name, None)) is not None:
+            self._unused.append(found)
+        await self._drop_unused()
 
-    async def load_all(self) -> None:
-        """Load the adapters of the process before into a new one. A server without adapters needs nothing."""
+    async def finish(self) -> None:
+        """Let the running requests of all sets finish before the weights under them change. In a paused server they
+        return with the tokens that they have."""
+        calls = [one for one in self._calls.pending.values() if one.request.parameters != POLICY_SET.id and one.asked]
+        async with self._connection.deadline(self._connection.limits.request_s, f"{len(calls)} requests of LoRA sets"):
+            await ended(calls, None)
+
+    async def abort(self) -> None:
+        """End the running requests of all sets with the tokens that they have."""
+        calls = [one for one in self._calls.pending.values() if one.request.parameters != POLICY_SET.id and one.asked]
+        await self._calls.abort_and_wait(calls)
+
+    async def base_changed(self) -> None:
+        """End all sets: the weights under them are others now."""
+        self._unused += self._sets.values()
+        self._sets.clear()
+        await self._drop_unused()
+
+    async def load_zeros(self) -> None:
+        """Load the adapter of zeros into a new process, which has no sets. A server without adapters needs nothing."""
         connection = self._connection
-        self._own_name = connection.model
+        self._unused.clear()
+        self._sets.clear()
         if connection.able.lora_rank and (place := connection.context.place) is not None:
             write_nothing(nothing := self._new_folder(), Path(place.model))
             connection.model = f"{connection.tag}-nothing"
-            await self._post_load(connection.model, str(nothing))
-        for there, folder in list(self._loaded.values()):
-            await self._post_load(there, folder)
+            await self._post_load(ServedSet(0, connection.model, nothing))
 
     async def close(self) -> None:
         """Drop all adapters from a server that keeps running: it would end when it looks for their deleted folders."""
-        if self._copies is not None and self._connection.launch is None:
-            ours = (*(there for there, _ in self._loaded.values()), *self._strays, self._connection.model)
+        if self._folders is not None and self._connection.launch is None:
+            ours = (*(one.there for one in (*self._sets.values(), *self._unused)), self._connection.model)
             with contextlib.suppress(ServerGone, ServerLate, ServerRefused, TimeoutError):
                 async with asyncio.timeout(DROPS_S):
                     for there in ours:
                         await self._post(*self._connection.api.dropping(there))
 
-    @contextlib.contextmanager
-    def _change(self, name: str) -> Iterator[None]:
-        self._changing.add(name)
-        try:
-            yield
-        finally:
-            self._changing.remove(name)
-
-    def _check_idle(self, what: str, name: str) -> None:
-        """Refuse a change while requests of the adapter run: a part of their tokens would silently be of another
-        one."""
-        if name in self._changing:
-            raise ValueError(f"{what}: {name!r} is being loaded or dropped already; wait for that")
-        there, _ = self._loaded.get(name, ("", ""))
-        if busy := self._calls.busy(there):
-            raise ValueError(f"{what}: {busy} requests of {name!r} run; wait for them, or abort them")
-
-    def _copy_of(self, folder: str) -> str:
-        """Copy the folder: vLLM may read it again at any time, after other adapters took its slot, and would end if it
-        were deleted."""
-        copy_adapter(Path(folder), copied := self._new_folder())
-        return str(copied)
+    async def _drop_unused(self) -> None:
+        """Drop the versions that no request uses. One that the server does not drop stays there, unused."""
+        for one in [one for one in self._unused if not self._calls.busy(one.there)]:
+            with contextlib.suppress(ServerGone, ServerLate, ServerRefused):
+                await self._post(*self._connection.api.dropping(one.there))
+                self._unused.remove(one)
+                shutil.rmtree(one.folder)
 
     def _new_folder(self) -> Path:
         """Make a folder that is deleted with this engine."""
-        if self._copies is None:
-            self._copies = OwnFolder("verl-adapter-copies-")
-        return Path(tempfile.mkdtemp(dir=self._copies.path))
+        if self._folders is None:
+            self._folders = OwnFolder("verl-lora-sets-")
+        return Path(tempfile.mkdtemp(dir=self._folders.path))
 
-    async def _post_load(self, there: str, folder: str) -> None:
+    async def _post_load(self, new: ServedSet) -> None:
         try:
-            await self._post(*self._connection.api.adapting(there, folder))
+            await self._post(*self._connection.api.adapting(new.there, str(new.folder)))
         except ServerRefused as e:
             name, needs = self._connection.name, self._connection.expected.needs
             fix = needs.get("adapters", "it has to be started for adapters")
-            raise ValueError(f"{folder}: {name} does not take this adapter ({e}); {fix}") from e
-
-    async def _post_drop(self, there: str, copied: str) -> None:
-        await self._post(*self._connection.api.dropping(there))
-        shutil.rmtree(copied)
+            raise ValueError(f"{name} does not take this adapter ({e}); {fix}") from e
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> None:
         await self._connection.http.post(path, body, timeout_s=self._connection.limits.control_s, text=True)
+
+
+def write_set(folder: Path, parameters: ParameterSet, tensors: Iterable[tuple[str, object]], base: str) -> None:
+    """Write the factors of a LoRA set as the folder of an adapter, in PEFT's layout."""
+    from safetensors.torch import save_file as save_tensors
+
+    config = {"peft_type": "LORA", "r": parameters.rank, "lora_alpha": parameters.scale * parameters.rank}
+    config |= {"target_modules": list(parameters.targets), "bias": "none", "base_model_name_or_path": base}
+    (folder / CONFIG).write_text(json.dumps(config | {"inference_mode": True}))
+    save_tensors({name: t.detach().cpu().clone() for name, t in tensors}, folder / WEIGHTS)  # type: ignore[attr-defined]
 
 
 def check_adaptable(context: RolloutContext, able: Capabilities) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from verl.parameter_set import POLICY_SET
+from verl.rollout.adapters import ServerAdapters
 from verl.rollout.api import TokenBudget
 from verl.rollout.base import Completion, GenerateRequest, PartialAnswer, check_request, checked_ids
 from verl.rollout.calls import PendingCall, RunningCalls, first
@@ -30,19 +32,26 @@ class ServerAnswers:
     """The answers and scores of one server."""
 
     def __init__(
-        self, connection: ServerConnection, calls: RunningCalls, gate: ServerGate, watch: LivenessWatch
+        self,
+        connection: ServerConnection,
+        calls: RunningCalls,
+        gate: ServerGate,
+        watch: LivenessWatch,
+        adapters: ServerAdapters,
     ) -> None:
         self._connection, self._calls, self._gate, self._watch = connection, calls, gate, watch
+        self._adapters = adapters
 
-    async def generate(self, request: GenerateRequest, model: str) -> Completion:
-        """Return the whole answer of a model or adapter at the server. If the caller is cancelled the connection is
-        closed, and the server frees the request."""
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Return the whole answer. If the caller is cancelled the connection is closed, and the server frees the
+        request."""
         context, begun, pending = self._connection.context, request.begun, self._calls.pending
+        model, _ = self._adapters.served(request.id, request.parameters)
         self._connection.check_weights("generate")
         request = replace(request, prompt_ids=checked_ids(request.id, request.prompt_ids, self._connection.vocab))
         room, decodes = context.max_context_tokens, context.decode is not None
         check_request(request, pending, max_context_tokens=room, decodes=decodes)
-        call = pending[request.id] = PendingCall(request, model, routed=self._connection.router is not None)
+        call = pending[request.id] = PendingCall(request, model, routed=self._routed(request))
         known = 0 if begun is None else len(begun.ids)
         self._watch.watch()
         try:
@@ -59,7 +68,11 @@ class ServerAnswers:
             del pending[request.id]
             call.ended.set()
 
-    async def score(self, ids: np.ndarray, temperature: float, model: str) -> np.ndarray:
+    def _routed(self, request: GenerateRequest) -> bool:
+        """Return true for a request that may be sent through a router: not every server behind it has the LoRA sets."""
+        return self._connection.router is not None and request.parameters == POLICY_SET.id
+
+    async def score(self, ids: np.ndarray, temperature: float, parameters: str) -> np.ndarray:
         """Return log-probs [t-1] of ids[1:] at temperature 1 (or 0, for greedy decoding): servers score no others."""
         connection, room = self._connection, self._connection.context.max_context_tokens
         ids = checked_ids("score", ids, connection.vocab)
@@ -70,6 +83,7 @@ class ServerAnswers:
         if len(ids) < 2:
             return np.zeros(0, np.float32)
         connection.check_weights("score")
+        model, _ = self._adapters.served("score", parameters)
         self._calls.scoring[model] += 1
         try:
             return await connection.api.score(connection.call, model, ids, connection.limits.request_s)
@@ -101,6 +115,7 @@ class ServerAnswers:
             await first(self._gate.open.wait(), call.cut.wait())
         self._connection.check_alive()
         self._connection.check_weights("generate")
+        call.model, call.version = self._adapters.served(call.request.id, call.request.parameters)
         call.asked, known = True, 0
         if begun is not None and not begun.mixes:
             begun.keep(self._connection.version, self._connection.version)
@@ -128,7 +143,9 @@ class ServerAnswers:
                 drawn.versions = [(str(version), 0, len(drawn.ids))]
             self._calls.events += not call.routed
             drawn.versions = await connection.numbers(drawn.versions, version, routed=call.routed)
-            return reading.completion(request.id, drawn)
+            if request.parameters != POLICY_SET.id and drawn.ids:  # the weights under it did not change meanwhile
+                drawn.versions = [(str(call.version), 0, len(drawn.ids))]
+            return replace(reading.completion(request.id, drawn), parameters=request.parameters)
         finally:
             reading.keep(drawn, version)
 

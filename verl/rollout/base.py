@@ -414,13 +414,6 @@ class RolloutEngine(Generates, Protocol):
         """Return the scores of a sequence with the `top` most likely tokens of each position."""
         ...
 
-    async def load_adapter(self, name: str, folder: str) -> None:
-        """Load an adapter from a folder in PEFT's layout, for later requests with `parameters=name`. It replaces an
-        adapter of the same name. Every later publish changes its base. Raise ValueError for an adapter of another base
-        or of a rank above the engine's, and while requests of that name run."""
-        ...
-
-    async def drop_adapter(self, name: str) -> None: ...
     async def pause(self, mode: PauseMode = "keep") -> None: ...
     async def resume(self) -> None: ...
     async def abort(self, request_ids: Sequence[str] | None = None) -> int: ...
@@ -459,12 +452,6 @@ class BaseEngine:
 
     async def score_top(self, ids: np.ndarray, top: int) -> Scores:
         raise ValueError("score_top: this rollout engine ranks no tokens")
-
-    async def load_adapter(self, name: str, folder: str) -> None:
-        raise ValueError(f"load_adapter: {NO_ADAPTERS}")
-
-    async def drop_adapter(self, name: str) -> None:
-        raise ValueError(f"drop_adapter: {NO_ADAPTERS}")
 
     def lose(self, why: BaseException) -> None:
         raise why

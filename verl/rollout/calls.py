@@ -22,7 +22,9 @@ class PendingCall:
 
     request: GenerateRequest
     model: str
-    """The model's name at the server, or an adapter's."""
+    """The model's name at the server, or that of a LoRA set."""
+    version: int = -1
+    """The version of the parameter set when it was sent."""
     server_id: str = ""
     """The request's id at the server, new for every attempt."""
     asked: bool = False

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from verl.parameter_set import POLICY_SET
+from verl.parameter_set import POLICY_SET, set_of
 from verl.rollout.adapters import ServerAdapters, check_adaptable
 from verl.rollout.answers import ServerAnswers
 from verl.rollout.api import Api, Deadlines, Expected
@@ -57,20 +57,22 @@ class ServedEngine(BaseEngine):
         self.connection = ServerConnection(context, expected, api, at, able, limits, api_key, router)
         self.calls = RunningCalls(self.connection)
         self.adapters = ServerAdapters(self.connection, self.calls)
-        self.start = ServerStart(self.connection, self.adapters.load_all)
+        self.start = ServerStart(self.connection, self.adapters.load_zeros)
         self.gate = ServerGate(self.connection, self.calls, self.start)
         self.watch = LivenessWatch(self.connection, self.calls, self.gate)
-        self.answers = ServerAnswers(self.connection, self.calls, self.gate, self.watch)
-        self.updates = ServerUpdates(self.connection, self.start, self.calls, self.gate)
+        self.answers = ServerAnswers(self.connection, self.calls, self.gate, self.watch, self.adapters)
+        self.updates = ServerUpdates(self.connection, self.start, self.calls, self.gate, self.adapters)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Return the whole answer. `prefix_key` is not used: a server finds equal prompts by their ids."""
-        return await self.answers.generate(request, self._model(request.id, request.parameters, request.media))
+        self._check_inputs(request.id, request.parameters, request.media)
+        return await self.answers.generate(request)
 
     async def score(
         self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Sequence[str] = ()
     ) -> np.ndarray:
-        return await self.answers.score(ids, temperature, self._model("score", parameters, media))
+        self._check_inputs("score", parameters, media)
+        return await self.answers.score(ids, temperature, parameters)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         self.connection.check_alive()
@@ -87,19 +89,17 @@ class ServedEngine(BaseEngine):
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         self.connection.check_alive()
-        return await self.updates.load(source, on_inflight)
+        if set_of(source).whole:
+            return await self.updates.load(source, on_inflight)
+        await self.start.up()
+        self.connection.check_weights("load_weights")
+        return await self.adapters.load(source, on_inflight)
 
     def mark_verified(self) -> None:
         if self.connection.router is not None and self.connection.fenced is None:
             self.connection.router.mark_verified(self.version)
 
-    async def load_adapter(self, name: str, folder: str) -> None:
-        self.connection.check_alive()
-        check_inputs(self.connection.able, "load_adapter", name, ())
-        await self._up()
-        await self.adapters.load(name, folder)
-
-    async def drop_adapter(self, name: str) -> None:
+    async def drop_set(self, name: str) -> None:
         await self._up()
         await self.adapters.drop(name)
 
@@ -141,8 +141,6 @@ class ServedEngine(BaseEngine):
         self.connection.check_alive()
         await self.start.up()
 
-    def _model(self, what: str, parameters: str, media: Sequence[str]) -> str:
-        """Return the name at the server of the model or adapter that a request is for."""
+    def _check_inputs(self, what: str, parameters: str, media: Sequence[str]) -> None:
         self.connection.check_alive()
         check_inputs(self.connection.able, what, parameters, media)
-        return self.adapters.served_name(what, parameters)

@@ -61,6 +61,7 @@ class ServerConnection:
         self.foreign = False  # it had weights of another run: unlabelled tokens may be from those
         self.model = "policy"  # the name at the server for requests without an adapter
         self.version = -1  # of its weights; -1: it has none
+        self.identity = ""  # of its weights; "": unknown
 
     @property
     def name(self) -> str:

@@ -11,9 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from verl.parameter_set import POLICY_SET
+from verl.parameter_set import POLICY_SET, set_of
 from verl.rollout.base import Completion, GenerateRequest, PauseMode, ReplicaLost, RolloutEngine, WeightReader
 from verl.rollout.supervisor import EngineRun, EngineSupervisor, Start
 from verl.rollout.wrapper import FOLLOWED, EngineWrapper
@@ -28,7 +26,7 @@ class Replica(EngineWrapper):
     resume and abort do nothing. A replica serves again only with a new engine that took a publish.
 
     `lost` is called with the number and the reason once for each lost engine. `starts` and `at_url` are those of
-    `EngineSupervisor`. `adapters` maps names to folders; an engine loads an adapter before its first request for it.
+    `EngineSupervisor`.
     """
 
     replaceable = True
@@ -41,11 +39,9 @@ class Replica(EngineWrapper):
         lost: Callable[[int, BaseException], None],
         starts: int,
         at_url: bool = False,
-        adapters: Mapping[str, str],
     ) -> None:
         self.number, on_lost = number, partial(lost, number)
         self.supervisor = EngineSupervisor(number, start, on_lost=on_lost, starts=starts, at_url=at_url)
-        self._adapters, self._loading = adapters, asyncio.Lock()
 
     @property
     def engine(self) -> RolloutEngine:
@@ -60,13 +56,18 @@ class Replica(EngineWrapper):
         """There is an engine, and it has loaded weights."""
         return self.supervisor.serves and self.supervisor.current.loaded
 
+    @property
+    def sets(self) -> Mapping[str, int]:
+        """The verified versions of the LoRA sets on its present weights, by id."""
+        return self.supervisor.current.sets if self.ready else {}
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Return the whole answer. An engine that cannot continue `begun` samples from the beginning."""
         begun, of = request.begun, self.supervisor.current
         try:
-            of = await self._with_adapter(request.parameters)
+            of = self.supervisor.live()
             if begun is not None and not (of.able is not None and of.able.continues):
                 request = replace(request, begun=None)
             try:
@@ -77,20 +78,17 @@ class Replica(EngineWrapper):
             except Exception as e:
                 self.supervisor.check(of, e)  # requests also fail because their engine was closed
                 raise
-            if any(version > of.verified for version, _, _ in found.spans):
+            verified = partial(of.verified_of, request.parameters)
+            if any(version > verified() for version, _, _ in found.spans):
                 await self._wait_verified(of)
             self.supervisor.check(of)  # an answer of a lost engine does not count
+            if request.parameters != POLICY_SET.id and any(version > verified() for version, _, _ in found.spans):
+                raise ValueError(f"{request.id}: LoRA set {request.parameters!r} was refused as it failed its canary")
         except ReplicaLost:
             if begun is not None:  # tokens that were not verified here are dropped
                 begun.keep(0, of.verified)
             raise
         return found
-
-    async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Sequence[str] = ()
-    ) -> np.ndarray:
-        await self._with_adapter(parameters)
-        return await super().score(ids, temperature=temperature, parameters=parameters, media=media)
 
     async def forward(self, method: str, *args: Any, **named: Any) -> Any:
         """Call the engine. If it is lost, nothing is done for a method that all replicas follow."""
@@ -107,16 +105,18 @@ class Replica(EngineWrapper):
     # -- updates -------------------------------------------------------------------------------------------------------
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
-        """Load weights and the adapters of the router. Answers that they sample are held back until `mark_verified`."""
-        of = self.supervisor.live()
+        """Load weights. Answers that they sample are held back until `mark_verified`."""
+        of, parameters = self.supervisor.live(), set_of(source)
+        if not parameters.whole:
+            of.judging = parameters.id, source.version
+            of.judged.clear()
+            return await of.engine.load_weights(source, on_inflight=on_inflight)
         of.in_publish, of.loaded = True, False
+        of.judging = None
         of.judged.clear()
         of.verified = min(of.verified, source.version - 1)
         version = await of.engine.load_weights(source, on_inflight=on_inflight)
-        for name in list(self._adapters):
-            await self._with_adapter(name)
-        for name in of.adapters.keys() - self._adapters.keys():  # dropped while this replica did not serve
-            await self.drop_adapter(name)
+        of.sets.clear()
         of.able = await of.engine.capabilities()
         of.loaded = True
         return version
@@ -124,9 +124,23 @@ class Replica(EngineWrapper):
     def mark_verified(self) -> None:
         of = self.supervisor.current
         if self.ready and not of.judged.is_set():
-            of.verified = of.engine.version
+            if of.judging is not None:
+                of.sets[of.judging[0]], of.judging = of.judging[1], None
+            else:
+                of.verified = of.engine.version
             of.engine.mark_verified()
             of.judged.set()
+
+    async def drop_set(self, name: str) -> None:
+        """Drop a LoRA set. Unverified answers of it do not count."""
+        of = self.supervisor.live()
+        of.sets.pop(name, None)
+        try:
+            await of.engine.drop_set(name)
+        finally:
+            if of.judging is not None and of.judging[0] == name:
+                of.judging = None
+                of.judged.set()
 
     def lose(self, why: BaseException) -> None:
         """Give up the engine that took part in the last publish, unless it was replaced already. Its process ends, and
@@ -142,27 +156,6 @@ class Replica(EngineWrapper):
         except TimeoutError:
             self.supervisor.lose(of, why := ReplicaLost(f"nobody verified its weights in {JUDGED_S:g} s"))
             raise why from None
-
-    # -- adapters ------------------------------------------------------------------------------------------------------
-
-    async def load_adapter(self, name: str, folder: str) -> None:
-        of = self.supervisor.live()
-        await of.engine.load_adapter(name, folder)
-        of.adapters[name] = folder
-
-    async def drop_adapter(self, name: str) -> None:
-        of = self.supervisor.live()
-        await of.engine.drop_adapter(name)
-        of.adapters.pop(name, None)
-
-    async def _with_adapter(self, adapter: str) -> EngineRun:
-        """Return the engine, after loading the adapter if the router has one of that name."""
-        of, folder = self.supervisor.live(), None if adapter == POLICY_SET.id else self._adapters.get(adapter)
-        if folder is not None and of.adapters.get(adapter) != folder:
-            async with self._loading:
-                if of.adapters.get(adapter) != folder:
-                    await self.load_adapter(adapter, folder)
-        return of
 
     # -- sleep and end -------------------------------------------------------------------------------------------------
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import tempfile
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from verl.config.adapter import copy_adapter
 from verl.errors import Refused
-from verl.leftovers import OwnFolder
 from verl.parameter_set import POLICY_SET
 from verl.rollout.base import (
     Capabilities,
@@ -34,6 +29,7 @@ from verl.rollout.supervisor import Start
 from verl.rollout.wrapper import FOLLOWED, EngineWrapper
 
 KEPT_KEYS = 4096  # the number of latest prefix keys with a remembered replica
+SET_S = 60.0  # for a LoRA set to be published again, on new weights
 MAX_LEAD = 8  # requests that the replica of a prefix key may have more than the least loaded one
 
 
@@ -67,26 +63,20 @@ class Router(EngineWrapper):
         self._homes: OrderedDict[str, int] = OrderedDict()  # the replica of a prefix key
         self._running: dict[str, int] = {}  # the replica of a request id
         self._serving = frozenset(range(len(starts)))
-        self._adapters: dict[str, str] = {}  # copies of their folders, by name
-        self._drawing = Counter[str]()  # running requests, by their adapter
-        self._changing, self._dropped = set[str](), set[str]()  # adapters that change now; adapters that were dropped
-        self._changes = set[asyncio.Future[None]]()
-        self._copies: OwnFolder | None = None
-        self._made = partial(Replica, starts=restarts, at_url=at_urls, adapters=self._adapters)
+        self._sets = set[str]()  # the LoRA sets that were published
+        self._made = partial(Replica, starts=restarts, at_url=at_urls)
         self.replicas = [self._made(i, start, lost=self._lost) for i, start in enumerate(starts)]
 
     async def generate(self, request: GenerateRequest) -> Completion:
         if request.id in self._running:
             raise ValueError(f"request_id={request.id!r} is already running: every call needs its own id")
-        with self._in_use(request.id, request.parameters):
-            return await self._generate(request)
-
-    async def _generate(self, request: GenerateRequest) -> Completion:
-        prefix_key = request.prefix_key
-        begun = PartialAnswer(mixes=self._mixes) if len(self._serving) > 1 else None
+        prefix_key, policy = request.prefix_key, request.parameters == POLICY_SET.id
+        begun = PartialAnswer(mixes=self._mixes) if len(self._serving) > 1 and policy else None
         request = replace(request, begun=begun, on_tokens=None)  # a lost replica's tokens may be sampled again
         while True:
-            chosen = self._choose(prefix_key)
+            chosen = self._choose(
+                prefix_key, self._serving if policy else await self._having(request.id, request.parameters)
+            )
             self._running[request.id] = chosen
             self._load[chosen] += 1
             try:
@@ -179,93 +169,39 @@ class Router(EngineWrapper):
     async def score(
         self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Sequence[str] = ()
     ) -> np.ndarray:
-        with self._in_use("score", parameters):
-            return await super().score(ids, temperature=temperature, parameters=parameters, media=media)
+        chosen = self._choose(None, await self._having("score", parameters))
+        return await self.replicas[chosen].score(ids, temperature=temperature, parameters=parameters, media=media)
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         raise ValueError("a router loads no weights: publish to each of its replicas")
 
-    async def load_adapter(self, name: str, folder: str) -> None:
-        """Load an adapter into every serving replica. A replica that serves later loads it, from a copy of the folder,
-        before its first request. If one load fails, replicas that have it load the earlier adapter of that name
-        again."""
-        await self._to_its_end(self._load_everywhere(name, folder))
+    async def drop_set(self, name: str) -> None:
+        """Drop a LoRA set everywhere. Requests for it are refused from now on."""
+        self._sets.discard(name)
+        live = [one for one in self.replicas if one.number in self._serving]
+        await asyncio.gather(*(one.drop_set(name) for one in live))
 
-    async def drop_adapter(self, name: str) -> None:
-        await self._to_its_end(self._drop_everywhere(name))
+    def set_published(self, name: str) -> None:
+        """Record that a LoRA set was published: requests for it wait while no replica has it on its new weights."""
+        self._sets.add(name)
 
-    async def _to_its_end(self, change: Coroutine[Any, Any, None]) -> None:
-        """Finish a change also if the caller is cancelled: otherwise only some replicas would have it."""
-        task = asyncio.ensure_future(change)
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # retrieved
-        await asyncio.shield(task)
-
-    async def _load_everywhere(self, name: str, folder: str) -> None:
-        with self._changed("load_adapter", name):
-            if self._copies is None:
-                self._copies = OwnFolder("verl-adapter-copies-")
-            copied = tempfile.mkdtemp(dir=self._copies.path)
-            await asyncio.to_thread(copy_adapter, Path(folder), Path(copied))
-            for error in await self._of_all(lambda one: one.load_adapter(name, copied)):
-                if name not in self._adapters:
-                    await self._of_all(lambda one: one.drop_adapter(name))
-                shutil.rmtree(copied)
-                raise error
-            before, self._adapters[name] = self._adapters.get(name), copied
-            self._dropped.discard(name)
-            if before is not None:
-                shutil.rmtree(before)
-
-    async def _drop_everywhere(self, name: str) -> None:
-        with self._changed("drop_adapter", name):
-            for error in await self._of_all(lambda one: one.drop_adapter(name)):
-                raise error
-            if (folder := self._adapters.pop(name, None)) is not None:
-                self._dropped.add(name)
-                shutil.rmtree(folder)
-
-    async def _of_all(self, call: Callable[[Replica], Awaitable[None]]) -> list[BaseException]:
-        """Make the call for all serving replicas and return its errors, without those of lost replicas."""
-        calls = (call(self.replicas[i]) for i in sorted(self._serving))
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        return [error for error in results if isinstance(error, BaseException) and not isinstance(error, ReplicaLost)]
-
-    @contextlib.contextmanager
-    def _in_use(self, what: str, adapter: str) -> Iterator[None]:
-        if adapter == POLICY_SET.id:
-            yield
-            return
-        if adapter in self._changing:
-            raise ValueError(f"{what}: {adapter!r} is being loaded or dropped; wait for that")
-        if adapter in self._dropped or (self._adapters and adapter not in self._adapters):  # not in every replica
-            there = ", ".join(sorted(self._adapters)) or "none"
-            raise ValueError(f"{what}: no adapter {adapter!r} was loaded (there are: {there}); load_adapter first")
-        self._drawing[adapter] += 1
-        try:
-            yield
-        finally:
-            self._drawing[adapter] -= 1
-
-    @contextlib.contextmanager
-    def _changed(self, what: str, name: str) -> Iterator[None]:
-        """Refuse a change while requests of the adapter run: a part of their tokens would silently be of another
-        one."""
-        if name in self._changing:
-            raise ValueError(f"{what}: {name!r} is being loaded or dropped already; wait for that")
-        if busy := self._drawing[name]:
-            raise ValueError(f"{what}: {busy} requests of {name!r} run; wait for them, or abort them")
-        self._changing.add(name)
-        try:
-            yield
-        finally:
-            self._changing.remove(name)
+    async def _having(self, what: str, parameters: str) -> frozenset[int]:
+        """Return the serving replicas that have a parameter set, verified. Wait for a published one."""
+        if parameters == POLICY_SET.id:
+            return self._serving
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SET_S):
+                while parameters in self._sets and self._serving:
+                    if found := frozenset(i for i in self._serving if parameters in self.replicas[i].sets):
+                        return found
+                    await asyncio.sleep(0.02)
+        there = ", ".join(sorted(self._sets)) or "none"
+        raise ValueError(f"{what}: no replica has a LoRA set {parameters!r} (published are: {there}); publish it")
 
     async def forward(self, method: str, *args: Any, **named: Any) -> Any:
         """Call all replicas and return the sum of their results, or one replica if it is not a method for all."""
         if method not in FOLLOWED:
-            return await getattr(self.replicas[self._choose(None)], method)(*args, **named)
+            return await getattr(self.replicas[self._choose(None, self._serving)], method)(*args, **named)
         results = await asyncio.gather(*(getattr(replica, method)(*args, **named) for replica in self.replicas))
         return sum(result or 0 for result in results)
 
@@ -295,25 +231,21 @@ class Router(EngineWrapper):
         return replace(every[0], notes=notes, **common)
 
     async def close(self) -> None:
-        for change in self._changes:
-            change.cancel()
         await asyncio.gather(*(replica.close() for replica in self.replicas))
-        if self._copies is not None:
-            self._copies.cleanup()
 
     @property
     def version(self) -> int:
         """The oldest live version of a serving replica, or -1 without one."""
         return min((self.replicas[i].version for i in self._serving), default=-1)
 
-    def _choose(self, prefix_key: str | None) -> int:
-        if not self._serving:
+    def _choose(self, prefix_key: str | None, among: frozenset[int]) -> int:
+        if not among:
             raise ReplicaLost(f"no rollout replica serves: {self._failure}") from self._failure
-        least = min(sorted(self._serving), key=self._load.__getitem__)
+        least = min(sorted(among), key=self._load.__getitem__)
         if prefix_key is None:
             return least
         home = self._homes.pop(prefix_key, least)
-        if home not in self._serving or self._load[home] > self._load[least] + MAX_LEAD:
+        if home not in among or self._load[home] > self._load[least] + MAX_LEAD:
             home = least
         self._homes[prefix_key] = home
         if len(self._homes) > KEPT_KEYS:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+from verl.parameter_set import POLICY_SET
 from verl.rollout.base import Capabilities, ReplicaLost, RolloutEngine
 
 CLOSE_S = 20.0  # for closing an engine that is given up
@@ -32,11 +33,17 @@ class EngineRun:
     """The latest version that was verified on it."""
     judged: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while loaded weights are neither verified nor refused."""
-    adapters: dict[str, str] = field(default_factory=dict)
-    """The folders of its LoRA adapters, by name."""
+    sets: dict[str, int] = field(default_factory=dict)
+    """The verified versions of its LoRA sets, by id."""
+    judging: tuple[str, int] | None = None
+    """The LoRA set and the version that it has loaded last, if that is neither verified nor refused."""
 
     def __post_init__(self) -> None:
         self.judged.set()
+
+    def verified_of(self, parameters: str) -> int:
+        """Return the latest verified version of a parameter set, or -1."""
+        return self.verified if parameters == POLICY_SET.id else self.sets.get(parameters, -1)
 
 
 class EngineSupervisor:

@@ -11,6 +11,7 @@ from functools import partial
 
 from verl.checkpoint.hf import skeleton_of
 from verl.errors import Refused
+from verl.rollout.adapters import ServerAdapters
 from verl.rollout.api import deliver_buckets, source_of
 from verl.rollout.base import PauseMode, WeightReader
 from verl.rollout.calls import RunningCalls
@@ -25,8 +26,16 @@ class ServerUpdates:
     """Updates of a server's weights. After one that failed the server is fenced, for good or until it is restarted: it
     never answers with unverified weights."""
 
-    def __init__(self, connection: ServerConnection, start: ServerStart, calls: RunningCalls, gate: ServerGate) -> None:
+    def __init__(
+        self,
+        connection: ServerConnection,
+        start: ServerStart,
+        calls: RunningCalls,
+        gate: ServerGate,
+        adapters: ServerAdapters,
+    ) -> None:
         self._connection, self._start, self._calls, self._gate = connection, start, calls, gate
+        self._adapters = adapters
         self._parts: Parts | None = None
 
     async def load(self, source: WeightReader, mode: PauseMode) -> int:
@@ -45,12 +54,14 @@ class ServerUpdates:
         async with self._gate.alone(partial(self._announce_early, sent, mode)) as announced:
             await self._stop_sampling(mode)
             began = time.perf_counter()
+            connection.identity = ""
             try:
                 await self._deliver(sent, announced=announced)
                 loaded = time.perf_counter()
                 await self._gate.wake(("kv",))  # only now: old weights, new weights and KV are never in memory together
                 if not self._gate.paused:
                     await self._gate.end_pause()
+                await self._adapters.base_changed()
             except BaseException as e:
                 await self.fence(f"the update to version {sent.version} failed ({type(e).__name__}: {e})")
                 if connection.version < 0 and isinstance(e, SyncError | ServerRefused):
@@ -59,7 +70,7 @@ class ServerUpdates:
                 raise
         parts = {"transfer": transferred, "load": loaded - began, "pause": time.perf_counter() - began}
         reader.delivered, reader.seconds = reader.delivered | set(sent.delivered), parts
-        connection.version = sent.version
+        connection.version, connection.identity = sent.version, sent.identity
         return sent.version
 
     async def _as_read(self, sent: WeightSource) -> WeightSource:
@@ -95,6 +106,8 @@ class ServerUpdates:
             await self._restart()
         try:
             await self._gate.wake(("weights",))  # freed weights have no memory to be written to
+            if mode == "keep":  # the policy's requests go on under the new weights, those of LoRA sets cannot
+                await (self._adapters.abort() if self._gate.paused else self._adapters.finish())
             await self._gate.stop_sampling(mode, what)
         except (ServerGone, ServerLate, ServerRefused):
             if connection.launch is None or not updates:

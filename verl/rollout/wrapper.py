@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from verl.parameter_set import POLICY_SET
-from verl.rollout.base import BaseEngine, Capabilities, PauseMode, Scores
+from verl.rollout.base import (
+    BaseEngine,
+    Capabilities,
+    Completion,
+    GenerateRequest,
+    PauseMode,
+    RolloutEngine,
+    Scores,
+    WeightReader,
+)
 
 FOLLOWED = frozenset(("pause", "resume", "abort", "sleep", "wake"))
 """Methods that a router calls on all replicas together, so that they are in the same state."""
@@ -30,6 +40,9 @@ class EngineWrapper(BaseEngine):
         found: Scores = await self.forward("score_top", ids, top)
         return found
 
+    async def drop_set(self, name: str) -> None:
+        await self.forward("drop_set", name)
+
     async def pause(self, mode: PauseMode = "keep") -> None:
         await self.forward("pause", mode)
 
@@ -48,3 +61,37 @@ class EngineWrapper(BaseEngine):
     async def capabilities(self) -> Capabilities:
         able: Capabilities = await self.forward("capabilities")
         return able
+
+
+class AfterPublish(EngineWrapper):
+    """A replica that takes weights only after a publish has ended: a LoRA set follows the weights under it."""
+
+    def __init__(self, inner: RolloutEngine, publish: asyncio.Future[Any]) -> None:
+        self._inner, self._publish = inner, publish
+
+    async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
+        await asyncio.wait({self._publish})
+        return await self._inner.load_weights(source, on_inflight=on_inflight)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        return await self._inner.generate(request)
+
+    async def forward(self, method: str, *args: Any, **named: Any) -> Any:
+        return await getattr(self._inner, method)(*args, **named)
+
+    @property
+    def replaceable(self) -> bool:  # type: ignore[override]
+        return self._inner.replaceable
+
+    @property
+    def version(self) -> int:
+        return self._inner.version
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def lose(self, why: BaseException) -> None:
+        self._inner.lose(why)
+
+    def mark_verified(self) -> None:
+        self._inner.mark_verified()

@@ -80,9 +80,11 @@ class RayReplica(EngineWrapper):
     async def load_weights(self, source: Any, *, on_inflight: PauseMode = "wait") -> int:
         """Load weights in the other process. `source` is a CheckedReader; the other process reads and checks in its
         place."""
-        self._version, delivered, source.seconds = await self._ask("load_weights", source.source, on_inflight)
+        version, delivered, source.seconds = await self._ask("load_weights", source.source, on_inflight)
         source.delivered |= delivered
-        return self._version
+        if source.parameters.whole:
+            self._version = version
+        return int(version)
 
     async def capabilities(self) -> Capabilities:
         """Return the engine's capabilities, without those that need calls back into this process or its files."""

@@ -1,0 +1,96 @@
+"""Versions of LoRA sets on top of the policy: each is published again with every version of the weights under it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.rollout.base import RolloutEngine
+from verl.weight_sync.base import CheckpointEngine, SyncReport
+from verl.workers.model_workers import ModelWorkers
+
+
+@dataclass(slots=True, eq=False)
+class OpenSet:
+    """A LoRA set that is published: its transport, its workers, and the number of its versions."""
+
+    engine: CheckpointEngine
+    workers: ModelWorkers
+    version: int = -1
+
+
+@dataclass(eq=False, kw_only=True)
+class LoraPublisher:
+    """Publishes adapters in PEFT's layout as LoRA sets of the policy's workers."""
+
+    trainer: ModelWorkers
+    """The workers that hold the policy."""
+    base: Path
+    """The model folder that the policy was loaded from."""
+    new_engine: Callable[[], CheckpointEngine]
+    """Makes the transport of one set, which stages whole versions."""
+    after: Callable[[RolloutEngine, asyncio.Future[Any]], RolloutEngine]
+    """Makes a replica that takes weights only after this publish has ended (`AfterPublish`)."""
+    timeout_s: float
+    """Limit of one publish."""
+    note: Callable[[str], None]
+    """Prints a line for the user."""
+    published: Callable[[str], None]
+    """Called with the id of a set once its first version is live."""
+    drop: Callable[[str], Awaitable[None]]
+    """Drops a set from all replicas."""
+    _open: dict[str, OpenSet] = field(default_factory=dict, init=False)
+
+    async def open(self, name: str, folder: Path, replicas: Sequence[RolloutEngine]) -> SyncReport:
+        """Publish an adapter as the next version of a set, on top of the weights that were published last. Raise an
+        error if no replica takes it; the set is dropped then."""
+        engine = self.new_engine()
+        opening = self.trainer.open_set(name, folder, self.base, engine.outlet())
+        await asyncio.wait_for(asyncio.wrap_future(opening), self.timeout_s)
+        before = self._open.get(name)
+        version = -1 if before is None else before.version
+        self._open[name] = opened = OpenSet(engine, self.trainer.of_set(name), version)
+        try:
+            report = await self._publish(opened, replicas)
+        except BaseException:
+            await self.close(name)
+            raise
+        self.published(name)
+        return report
+
+    async def close(self, name: str) -> None:
+        """Drop a set everywhere, and publish it no more."""
+        if self._open.pop(name, None) is not None:
+            await asyncio.wait_for(asyncio.wrap_future(self.trainer.close_set(name)), self.timeout_s)
+            await asyncio.wait_for(self.drop(name), self.timeout_s)
+
+    def follow(
+        self, publish: asyncio.Future[Any], replicas: Sequence[RolloutEngine]
+    ) -> list[asyncio.Future[SyncReport]]:
+        """Read all sets as they are at this call, and deliver them after this publish of the policy has ended."""
+        every = self._open.values()
+        return [self._publish(opened, [self.after(one, publish) for one in replicas]) for opened in every]
+
+    async def settled(self, pending: Sequence[asyncio.Future[SyncReport]]) -> None:
+        """Wait for the publishes that `follow` began. A set that failed somewhere is printed: its requests are refused
+        there until its next version."""
+        results = await asyncio.gather(*pending, return_exceptions=True)
+        for name, result in zip(list(self._open), results):
+            if isinstance(result, BaseException):
+                self.note(f"warning: LoRA set {name!r} was not published: {result}")
+            elif result.failed_replicas:
+                self.note(f"warning: LoRA set {name!r} is missing: {result.failed_replicas}")
+
+    def _publish(self, opened: OpenSet, replicas: Sequence[RolloutEngine]) -> asyncio.Future[SyncReport]:
+        opened.version += 1
+        return opened.engine.publish(
+            opened.workers,
+            replicas,
+            version=opened.version,
+            exclusive=False,
+            on_inflight=["wait"] * len(replicas),
+            timeout_s=2 * self.timeout_s,
+        )
