@@ -163,7 +163,7 @@ def test_from_the_command_to_the_loss_are_at_most_twelve_frames(tmp_path, tiny_m
     counts, too."""
     driver: list[list[str]] = []
     worker: list[list[str]] = []
-    update, evaluate = ModelWorkers.update, passes.evaluate_terms
+    update, evaluate = ModelWorkers.update, passes.reduce_terms
 
     def watched_update(self: ModelWorkers, *args: Any, **kwargs: Any) -> Any:
         loop = frames_of_verl()
@@ -172,13 +172,13 @@ def test_from_the_command_to_the_loss_are_at_most_twelve_frames(tmp_path, tiny_m
         return update(self, *args, **kwargs)
 
     def watched_evaluate(*args: Any) -> Any:
-        worker.append([*frames_of_verl(), "evaluate_terms"])
+        worker.append([*frames_of_verl(), "reduce_terms"])
         return evaluate(*args)
 
     monkeypatch.setattr(ModelWorkers, "update", watched_update)
-    monkeypatch.setattr(passes, "evaluate_terms", watched_evaluate)
+    monkeypatch.setattr(passes, "reduce_terms", watched_evaluate)
     assert cli.main(["train", *small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=1")]) == 0
     path = driver[0] + worker[0]
     assert len(path) <= 12, path
-    assert path[0] == "main" and path[-1] == "evaluate_terms", path
+    assert path[0] == "main" and path[-1] == "reduce_terms", path
     assert {"train_verb", "run_rl", "_train", "train", "experience_and_update", "Role.update"} < {*path}, path

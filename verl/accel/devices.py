@@ -21,6 +21,9 @@ class DeviceFacts:
     batched products are faster there than a fused kernel."""
     free_padding: int
     """Score elements of padding that cost less than the dozen kernel launches of another block of attention."""
+    compacts_rows: bool
+    """Rows that a mask selects are copied together before they are computed. On a GPU the host would have to wait for
+    their number, so all rows are computed, and those outside the mask replaced by 0."""
     masked_queries: int
     """Query rows of one attention call with a mask, in a prefill: they bound the mask of a long chunk."""
     sampled_logits: int
@@ -40,6 +43,7 @@ DEVICES: Mapping[str, DeviceFacts] = MappingProxyType(
             logit_chunk_rows=64,
             kept_score_keys=256,
             free_padding=1 << 15,
+            compacts_rows=True,
             masked_queries=1024,
             sampled_logits=1 << 25,
             scored_tokens=1024,
@@ -49,6 +53,7 @@ DEVICES: Mapping[str, DeviceFacts] = MappingProxyType(
             logit_chunk_rows=64,
             kept_score_keys=0,
             free_padding=1 << 15,
+            compacts_rows=False,
             masked_queries=1024,
             sampled_logits=1 << 25,
             scored_tokens=1024,
@@ -59,5 +64,5 @@ DEVICES: Mapping[str, DeviceFacts] = MappingProxyType(
 
 
 def device_facts(kind: str) -> DeviceFacts:
-    """Return the facts of a type of device; of one without a row, such as `meta`, those of a CPU."""
-    return DEVICES.get(kind, DEVICES["cpu"])
+    """Return the facts of a type of device; of one without a row, those of a GPU."""
+    return DEVICES.get(kind, DEVICES["cuda"])

@@ -162,11 +162,11 @@ def _hashed(h: Tensor, x: Tensor) -> Tensor:
 
 def _places(columns: Columns) -> tuple[Tensor, Tensor]:
     """Two [L] int64: the number of masked-in tokens of each token's sequence, and which of them the token is."""
-    at = torch.nonzero(columns.mask)[:, 0]
-    at = at[torch.argsort(columns.sequence_of[at], stable=True)]
-    counts, sequence, out = columns.counts().long(), columns.sequence_of[at], torch.zeros_like(columns.sequence_of)
-    out[at] = torch.arange(len(at), device=at.device) - (counts.cumsum(0) - counts)[sequence]
-    return counts[columns.sequence_of], out
+    order = torch.argsort(columns.sequence_of, stable=True)
+    counts, before = columns.counts().long(), columns.mask[order].long().cumsum(0) - 1
+    first = (counts.cumsum(0) - counts)[columns.sequence_of[order]]
+    places = torch.empty_like(order).index_copy_(0, order, before - first)
+    return counts[columns.sequence_of], torch.where(columns.mask, places, 0)
 
 
 def _highest_share(columns: Columns, among: Tensor, share: float, first: Tensor | None = None) -> Tensor:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from verl.batch import Batch, Columns, concat
 from verl.model_engine.base import Ranks
+from verl.model_engine.pending import Pending, PendingMetric, read_pending, reduced
 from verl.objective import Term, TermValue
-from verl.types import Metric, Metrics
+from verl.types import Metrics, Unit
 
 
 def surrogate(output: str) -> Term:
@@ -37,14 +38,21 @@ def _before_moving(columns: Columns, *, fn: Callable[[Columns], TermValue]) -> T
 
 
 def evaluate_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+    """Return the sum over terms of sum(w * value), and the metrics of the terms, which are read from the device."""
+    loss, pending = reduce_terms(terms, batch, outputs)
+    return loss, read_pending([pending])
+
+
+def reduce_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Pending]:
     """Return the sum over terms of sum(w * value), and the metrics of the terms. This is the engine's only reduction.
+    Nothing in it waits for the device.
 
     The mask of a term is its column `m/TERM` (none: where its weight is not 0); outside of it, inputs are replaced
     before any arithmetic."""
     device = next(iter(outputs.values())).device
     sequence_of = batch.sequence_of.to(device)
     total = next(iter(outputs.values()))[:0].sum()  # 0, and a path for backward even where no term has a token
-    metrics: Metrics = {}
+    metrics: dict[str, PendingMetric] = {}
     for term in terms:
         if term.unit != "sequence":
             weight = batch.columns[f"w/{term.name}"].to(device)
@@ -68,8 +76,8 @@ def evaluate_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Te
         loss = (weight * inside.to(weight.dtype)).sum()
         total = total + loss
         if not term.silent:
-            metrics[term.name] = Metric(float(loss.detach()), 1, "update", "sum")
-        metrics.update(_term_metrics(value, present, "sequence" if term.unit == "sequence" else "token"))
+            metrics[term.name] = PendingMetric(loss.detach(), 1.0, "update", "sum")
+        metrics |= _term_metrics(value, present, "sequence" if term.unit == "sequence" else "token")
     return total, metrics
 
 
@@ -118,13 +126,9 @@ def _sequence_weight(batch: Batch, name: str, device: torch.device) -> tuple[Ten
     return weight, mask
 
 
-def _term_metrics(found: TermValue, present: Tensor, unit: str) -> Metrics:
-    out: Metrics = {}
+def _term_metrics(found: TermValue, present: Tensor, unit: Unit) -> Pending:
+    out: dict[str, PendingMetric] = {}
     for name, (values, kind) in found.metrics.items():
         mask = present & found.where[name] if name in found.where else present
-        inside, count = values.detach()[mask], float(mask.sum())
-        if kind == "max":
-            out[name] = Metric(float(inside.max()) if count else 0.0, count, unit, "max")  # type: ignore[arg-type]
-        else:
-            out[name] = Metric(float(inside.double().sum()), count, unit, kind)  # type: ignore[arg-type]
+        out[name] = reduced(values, mask, kind, unit)
     return out

@@ -18,13 +18,13 @@ from verl.batch import Batch, exactly, make_microbatches, padded_rows, part_of
 from verl.model_engine.base import StepOutput
 from verl.model_engine.lm_head import LM_OUTPUTS, allocate_outputs, lm_outputs, store_outputs
 from verl.model_engine.local_model import LocalModel
-from verl.model_engine.objective import evaluate_terms
+from verl.model_engine.objective import reduce_terms
+from verl.model_engine.pending import Pending, read_pending
 from verl.nn import attention
-from verl.nn.fused import fuse, unfuse
+from verl.nn.fused import FUSED_TYPES, fuse, unfuse
 from verl.nn.linear_teacher import HeadWeights
 from verl.nn.precision import computing_in, rounded
 from verl.objective import Term
-from verl.types import Metrics, merge_metrics
 
 VALUE_OUTPUTS = ("values", "scores")
 TOKEN_OUTPUTS = (*LM_OUTPUTS, "values")
@@ -65,16 +65,19 @@ class Passes:
         self.last = (batch, tuple(t.name for t in terms))
         wanted = tuple(dict.fromkeys([*(name for t in terms for name in t.outputs), *extra_outputs]))
         assert set(wanted) <= set(TOKEN_OUTPUTS), f"{wanted}: a loss is of outputs per token, {TOKEN_OUTPUTS}"
-        parts: list[Metrics] = []
-        kept = self._room(batch, wanted)
+        pending: list[Pending] = []
+        found: list[tuple[np.ndarray, dict[str, Tensor]]] = []
         with self._compute_weights():
             for rows, part, outputs, take in self._ready(batch, num_microbatches, wanted):
-                loss, metrics = evaluate_terms(terms, part, outputs)
+                loss, metrics = reduce_terms(terms, part, outputs)
                 if len(rows):
-                    parts.append(metrics)
-                    store_outputs(kept, outputs, batch, rows)
+                    pending.append(metrics)
+                    found.append((rows, {name: value.detach() for name, value in outputs.items()}))
                 take(loss)
-        return StepOutput(merge_metrics(parts), kept)
+        kept = self._room(batch, wanted)  # read when all passes are on their way: a read waits for the device
+        for rows, detached in found:
+            store_outputs(kept, detached, batch, rows)
+        return StepOutput(read_pending(pending), kept)
 
     @torch.no_grad()
     def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
@@ -193,9 +196,17 @@ class Passes:
                 position_ids=positions[..., None, :].to(self.local.device),
                 use_cache=False,
                 verl_plan=plan,
+                **self._whole_mask(len(ids)),
             )
         found: Tensor = out.last_hidden_state[0]
         return found
+
+    def _whole_mask(self, tokens: int) -> dict[str, Tensor]:
+        """Return a mask of ones for families that read no mask. Without one, transformers looks for packed sequences in
+        the positions, for which the host would wait."""
+        if self.local.model.config.get_text_config().model_type not in FUSED_TYPES:
+            return {}
+        return {"attention_mask": torch.ones(1, tokens, dtype=torch.bool, device=self.local.device)}
 
     def _entry(self, ids: Tensor) -> dict[str, Tensor]:
         return {"input_ids": ids[None].to(self.local.device)}

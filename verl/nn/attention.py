@@ -90,6 +90,8 @@ class Exchange(Protocol):
 @dataclass(slots=True)
 class AttentionPlan:
     blocks: list[Block]
+    real: list[np.ndarray]
+    """The places [b, Q] of each block that are not padding, on the host."""
     varlen: Varlen | None = None
     exchange: Exchange | None = None
     by_heads: dict[tuple[int, int], Rows] = field(default_factory=dict)
@@ -100,11 +102,11 @@ class AttentionPlan:
             h, kv = (torch.arange(n, device=device)[:, None] for n in (heads, kv_heads))
             q = torch.cat([(b.q_index[:, None] * heads + h).flatten() for b in self.blocks])  # of each block [b, H, Q]
             k = torch.cat([(b.k_index[:, None] * kv_heads + kv).flatten() for b in self.blocks])
-            real = torch.cat([b.real[:, None].expand(-1, heads, -1).flatten() for b in self.blocks])
-            slots = real.nonzero()[:, 0]
+            real = np.concatenate([np.repeat(r[:, None], heads, 1).ravel() for r in self.real])  # on the host
+            slots, pad = (torch.from_numpy(np.flatnonzero(x)).to(device) for x in (real, ~real))
             inverse = torch.empty_like(slots)
             inverse[q[slots]] = slots
-            self.by_heads[heads, kv_heads] = Rows(q, k, (~real).nonzero()[:, 0], inverse)
+            self.by_heads[heads, kv_heads] = Rows(q, k, pad, inverse)
         return self.by_heads[heads, kv_heads]
 
 
@@ -115,7 +117,8 @@ def plan_attention(
 
     queries: a run of the tokens, whose queries attend to the keys of all; None: all tokens."""
     forest = _Forest(batch.seg_start, batch.parent).cut(queries)
-    lengths, depths, blocks = forest.lengths, forest.depths, []
+    lengths, depths = forest.lengths, forest.depths
+    blocks, places = [], []
     mine = np.arange(len(lengths)) if queries is None else forest.inside(queries)
     free = device_facts(device.type).free_padding
     for group in _group_segments(lengths[mine], (depths + lengths)[mine], max_waste, free) if len(mine) else ():
@@ -126,7 +129,9 @@ def plan_attention(
             q_index = np.where(real, q_index - queries[0], 0)
         q, k, offset, real_q = (torch.from_numpy(a).to(device) for a in (q_index, k_index, depths[members], real))
         blocks.append(Block(q, k, offset, real_q, rooted=not depths[members].any()))
-    return AttentionPlan(blocks, _varlen(forest, mine, device) if device.type == "cuda" and len(mine) else None)
+        places.append(real)
+    varlen = _varlen(forest, mine, device) if device.type == "cuda" and len(mine) else None
+    return AttentionPlan(blocks, places, varlen)
 
 
 def make_varlen(batch: Batch, device: torch.device, *, queries: tuple[int, int] | None = None) -> Varlen:

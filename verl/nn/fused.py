@@ -20,7 +20,7 @@ from verl.accel.table import choose
 from verl.nn.attention import attend, window_of
 
 # The model types with modules that are known to be these.
-_KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -47,7 +47,7 @@ def fuse(model: nn.Module, *, packed: bool) -> bool:
     """Speed up the norms and gates of `model`, and its attention if it runs on packed batches. False: the type is
     unknown."""
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    if config.model_type not in _KNOWN:
+    if config.model_type not in FUSED_TYPES:
         return False
     ops = trained_ops(next(model.parameters()).device)
     for module in model.modules():

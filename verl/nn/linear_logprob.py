@@ -93,11 +93,9 @@ class _LinearLogprob(torch.autograd.Function):
         needed = d_logprob != 0 if d_entropy is None else (d_logprob != 0) | (d_entropy != 0)
         if d_apart is not None:
             needed |= (d_apart != 0).any(-1)
-        rows = needed.nonzero()[:, 0]
         cast = weight.to(hidden.dtype)
         sums = HeadGradients(hidden, weight, bias, lse.dtype)
-        for chunk in chunks(len(rows), weight):
-            at = rows[chunk]
+        for at in chunks_of(needed, weight):
             h, d = hidden[at], d_logprob[at, None]
             z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
             slope = 1 - (z * (temperature[at, None] / ctx.cap)) ** 2 if ctx.cap else None  # of the cap
@@ -113,7 +111,7 @@ class _LinearLogprob(torch.autograd.Function):
                 dz = _slope(logp, every, of_entropy).add_(share).scatter_(-1, ids[at], theirs)
             dz.scatter_add_(-1, targets[at, None], d if here is None else d * here[at, None])
             dz /= temperature[at, None]
-            sums.add(at, dz if slope is None else dz.mul_(slope), h, cast)
+            sums.add(at, dz if slope is None else dz.mul_(slope), h, cast, needed[at])
         return *sums.found(weight, bias), *[None] * 7
 
 
@@ -138,8 +136,11 @@ class HeadGradients:
         self._weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
         self._bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if bias is not None else None
 
-    def add(self, at: Tensor, dz: Tensor, h: Tensor, cast: Tensor) -> None:
-        """Rows `at` [c]: dz [c, V] of their logits, their states h [c, H], the weight as it was multiplied with."""
+    def add(self, at: Tensor | slice, dz: Tensor, h: Tensor, cast: Tensor, needed: Tensor) -> None:
+        """Rows `at` [c]: dz [c, V] of their logits, their states h [c, H], the weight as it was multiplied with. Of
+        rows that are not `needed` [c] there is no gradient, whatever their numbers are."""
+        if isinstance(at, slice):  # otherwise all are needed
+            dz, h = dz.masked_fill_(~needed[:, None], 0), h.masked_fill(~needed[:, None], 0)
         if self._bias is not None:
             self._bias += dz.sum(0)
         dz = dz.to(h.dtype)
@@ -175,6 +176,15 @@ def chunks(n: int, weight: Tensor) -> list[slice]:
     """Return n rows in chunks, of which the logits by a head [V, H] are in memory at once."""
     rows = device_facts(weight.device.type).chunk_rows(len(weight))
     return [slice(start, min(n, start + rows)) for start in range(0, n, rows)]
+
+
+def chunks_of(needed: Tensor, weight: Tensor) -> list[Tensor] | list[slice]:
+    """Return the `needed` [n] rows in chunks: their indices, or slices of all rows where the host would have to wait
+    for the device to count them."""
+    if not device_facts(weight.device.type).compacts_rows:
+        return chunks(len(needed), weight)
+    rows = needed.nonzero()[:, 0]
+    return [rows[chunk] for chunk in chunks(len(rows), weight)]
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, cap: float) -> Tensor:

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.nn.linear_logprob import NONE, HeadGradients, centred, chunk_logits, chunks, linear_logprob, rest_of
+from verl.nn.linear_logprob import (
+    NONE,
+    HeadGradients,
+    centred,
+    chunk_logits,
+    chunks,
+    chunks_of,
+    linear_logprob,
+    rest_of,
+)
 
 FIGURES = ("drawn_by_teacher", "teacher_agreement", "teacher_entropy")
 """Figures of the teacher's whole distribution at each token: the log-prob of the drawn id, 1.0 if both find the same id
@@ -63,16 +72,15 @@ class _Read(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_values: Tensor, _: None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, temperature, lse = ctx.saved_tensors
-        rows = (d_values != 0).nonzero()[:, 0]  # a NaN in the others reaches nothing
+        needed = d_values != 0  # a NaN in the others reaches nothing
         cast = weight.to(hidden.dtype)
         sums = HeadGradients(hidden, weight, bias, lse.dtype)
-        for chunk in chunks(len(rows), weight):
-            at = rows[chunk]
+        for at in chunks_of(needed, weight):
             h, t = hidden[at], temperature[at, None]
             z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
             slope = 1 - (z * (t / ctx.cap)) ** 2 if ctx.cap else None  # of the cap
             dz = ctx.reading.slope(centred(z, lse[at]), at, d_values[at]) / t
-            sums.add(at, dz if slope is None else dz.mul_(slope), h, cast)
+            sums.add(at, dz if slope is None else dz.mul_(slope), h, cast, needed[at])
         return *sums.found(weight, bias), None, None, None
 
 
