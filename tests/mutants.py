@@ -388,7 +388,7 @@ MUTANTS = (
     Mutant("nn/linear_teacher.py", "x -= (p * x).sum(-1, keepdim=True)", "pass", TEACHER),
     Mutant("nn/linear_teacher.py", "else (1 - self.beta) * d[:, None])", "else d[:, None])", TEACHER),
     Mutant("nn/linear_teacher.py", "add_(p, alpha=1 - self.beta)", "add_(p)", TEACHER),
-    Mutant("nn/linear_teacher.py", "(d_values != 0)", "(d_values == d_values)", TEACHER),
+    Mutant("nn/linear_teacher.py", "needed = d_values != 0", "needed = d_values == d_values", TEACHER),
     Mutant(A + "losses.py", "return beta * kl[0] + (1 - beta) * kl[1]", "return kl[0] + kl[1]", TEACHER),
     Mutant(A + "estimators.py", "torch.where(usable, total, 0.0)", "total", TEACHER),
     Mutant("model_engine/lm_head.py", "if teacher.temperature is None else", "if True else", TEACHER),
