@@ -260,6 +260,7 @@ MUTANTS = (
         LEARNED,
     ),
     # -- what a GPU computes without a choice of rows
+    Mutant("accel/costs.py", "read + out * x.element_size()", "read", "tests/numerics/test_accel_table.py"),
     Mutant("nn/linear_logprob.py", "h.masked_fill(~needed[:, None], 0)", "h", "tests/numerics/test_no_waits.py"),
     Mutant("model_engine/pending.py", "torch.where(mask, values, 0)", "values", "tests/numerics/test_no_waits.py"),
     Mutant(
