@@ -28,7 +28,7 @@ from verl.config.backends import TABLES, Backend, import_object, option_keys, op
 from verl.config.frozen import frozen
 from verl.config.load import Resolved, dump_config, load_config, read_config, recipe_names
 from verl.config.schema import FIRST_RUN
-from verl.config.tree import changed, convert, leaf_of, leaves, sections, tree_of, values_of
+from verl.config.tree import changed, convert, leaf_of, leaves, tree_of, values_of
 from verl.errors import Refused
 
 MODEL = "model.path=/models/m"
@@ -139,17 +139,10 @@ def test_our_keys_keep_their_order_beside_a_file_and_keys_of_verl(tmp_path: Path
 
 
 def test_the_tree_stays_small() -> None:
-    """The central keys stand in schema.py; those that an algorithm's specs and roles, the health table and the engines
-    bring stand with their owners; where many processes live (cluster.*, parallel.*), the server (serve.*) and agents
-    (agent.*) are apart, for who needs them. 110, and three for what stands between processes: the options of a sync, a
-    server's address and its Python; one for a dataset class. Teachers bring eight."""
-    owned = {cls: section for section, cls in sections().items() if cls.__module__ == "verl.config.schema"}
-    fields = [f"{section}.{field.name}" for cls, section in owned.items() for field in dataclasses.fields(cls)]
-    apart = [key for key in leaves() if key.startswith(("cluster.", "parallel."))]
-    served = [key for key in leaves() if key.startswith("serve.")]
-    agents = [key for key in leaves() if key.startswith("agent.")]
-    assert len(fields) <= 114 and len(leaves()) - len(apart) - len(served) - len(agents) <= 162
-    assert len(apart) <= 18 and len(served) <= 10 and len(agents) <= 8
+    """All settable keys are counted, whichever part of verl declares them. Options are read by one engine or by few
+    algorithms, and are counted apart. The aim is 150 keys: a new one should replace another."""
+    assert len(leaves()) <= 199
+    assert len({*option_keys()}) <= 39 and sum(knobs().values()) <= 62
     assert len(set(FIRST_RUN)) == 12 and set(FIRST_RUN) <= set(leaves())
     said = " ".join(USAGE.split())
     assert f"The keys of a first run: {', '.join(FIRST_RUN)}." in said, "verl --help names them in this order"
