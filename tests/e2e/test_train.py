@@ -222,8 +222,8 @@ def test_a_publish_that_fails_ends_the_run_at_once_with_its_cause(
 
     real = EmbeddedEngine.score
 
-    async def other(self, ids, *, temperature=1.0):
-        return await real(self, ids, temperature=temperature) + (1.0 if self.version == 2 else 0.0)
+    async def other(self, ids, **given):
+        return await real(self, ids, **given) + (1.0 if self.version == 2 else 0.0)
 
     monkeypatch.setattr(EmbeddedEngine, "score", other)
     with pytest.raises(SyncError, match="canary"):
