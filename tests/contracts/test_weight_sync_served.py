@@ -118,7 +118,7 @@ def test_a_prefix_computed_under_old_weights_is_never_used_after_a_publish(kind:
 @pytest.mark.parametrize(("kind", "backend"), FIRST)
 @pytest.mark.parametrize("change", [name for name in CHANGES if not name.startswith("neither")])
 def test_a_tensor_that_does_not_match_its_manifest_raises(change: str, kind: str, backend: str) -> None:
-    case("test_a_tensor_that_does_not_match_its_manifest_raises", backend, kind, change)
+    case("test_a_tensor_that_does_not_match_its_manifest_raises", backend, "full", kind, change)
 
 
 @pytest.mark.parametrize(("kind", "backend"), FIRST)
@@ -130,7 +130,7 @@ def test_a_tensor_that_nobody_tells_of_raises(kind: str, backend: str) -> None:
         before = World(trainer(), backend)
         replica = before.rollout(kind)
         await before.publish([replica], 2)
-        world = World(trainer(), backend, sender=tampered(CHANGES["neither sent nor in the manifest"]))
+        world = World(trainer(), backend, sender=tampered(CHANGES["neither sent nor in the manifest"], NORM))
         await world.update()
         with pytest.raises(SyncError, match=rf"version 3.*{said}"):
             await world.publish([replica], 3)
@@ -141,12 +141,12 @@ def test_a_tensor_that_nobody_tells_of_raises(kind: str, backend: str) -> None:
 
 @pytest.mark.parametrize(("kind", "backend"), FIRST)
 def test_the_canary_trips_where_wrong_weights_are_delivered_without_a_fault(kind: str, backend: str) -> None:
-    def wrong(manifest: dict[str, Any], tensors: dict[str, Any]) -> None:
-        tensors[NORM] = tensors[NORM] + 0.5
-        manifest[NORM] = replace(entry_of(tensors[NORM]), checksum=checksum(tensors[NORM]))
+    def wrong(manifest: dict[str, Any], tensors: dict[str, Any], name: str) -> None:
+        tensors[name] = tensors[name] + 0.5
+        manifest[name] = replace(entry_of(tensors[name]), checksum=checksum(tensors[name]))
 
     async def test() -> None:
-        world = World(trainer(), backend, sender=tampered(wrong))
+        world = World(trainer(), backend, sender=tampered(wrong, NORM))
         replica = world.rollout(kind)
         with pytest.raises(SyncError, match=r"version 1: rollout and trainer log-probs of the canary differ by \d"):
             await world.publish([replica], 1)

@@ -66,7 +66,7 @@ SIZES: dict[str, Any] = dict(
 CONFIG = Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)
 
 
-def active(name: str, ids: Any, sampling: Sampling, parameters: str | None = None, media: Any = ()) -> ActiveRequest:
+def active(name: str, ids: Any, sampling: Sampling, parameters: str = "policy", media: Any = ()) -> ActiveRequest:
     """A request as an engine's core has it."""
     return ActiveRequest(GenerateRequest(name, ids, sampling, parameters=parameters, media=media))
 

@@ -77,7 +77,7 @@ def test_a_prefix_computed_under_old_weights_is_never_used_after_a_publish(sync:
 )
 def test_a_bucket_that_is_not_what_was_told_raises(sync: ModuleType, change: str) -> None:
     async def test() -> None:
-        world = sync.World(sync.trainer(), "shm, buckets", sender=sync.tampered(sync.CHANGES[change]))
+        world = sync.World(sync.trainer(), "shm, buckets", sender=sync.tampered(sync.CHANGES[change], sync.NORM))
         replica = world.rollout("vllm")
         with pytest.raises(SyncError, match=r"version 3.*input_layernorm"):
             await world.publish([replica], 3)
@@ -90,12 +90,12 @@ def test_a_bucket_that_is_not_what_was_told_raises(sync: ModuleType, change: str
 def test_the_canary_trips_where_wrong_weights_are_delivered_without_a_fault(sync: ModuleType, backend: str) -> None:
     """The names and bytes are those that were sent; the next publish mends it."""
 
-    def wrong(manifest: dict[str, Any], tensors: dict[str, Any]) -> None:
-        tensors[sync.NORM] = tensors[sync.NORM] + 0.5
-        manifest[sync.NORM] = replace(entry_of(tensors[sync.NORM]), checksum=checksum(tensors[sync.NORM]))
+    def wrong(manifest: dict[str, Any], tensors: dict[str, Any], name: str) -> None:
+        tensors[name] = tensors[name] + 0.5
+        manifest[name] = replace(entry_of(tensors[name]), checksum=checksum(tensors[name]))
 
     async def test() -> None:
-        world = sync.World(sync.trainer(), backend, sender=sync.tampered(wrong))
+        world = sync.World(sync.trainer(), backend, sender=sync.tampered(wrong, sync.NORM))
         replica = world.rollout("vllm")
         with pytest.raises(SyncError, match=r"version 1: rollout and trainer log-probs of the canary differ by \d"):
             await world.publish([replica], 1)
