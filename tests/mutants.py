@@ -65,6 +65,7 @@ MASKS = "tests/numerics/test_term_masks.py"
 TERMS = "tests/numerics/test_preference_terms.py"
 IDENTITY = "tests/unit/test_identity.py tests/e2e/test_run_identity.py"
 CANARY = "tests/contracts/test_canary.py"
+SETS = "tests/contracts/test_weight_sync_contract.py"
 MEDIA = "tests/unit/test_media.py"
 WIRE, SLICES = "tests/unit/test_wire_format.py", "tests/distributed/test_parts_sync.py"
 TEACHER = "tests/numerics/test_teacher.py"
@@ -727,6 +728,11 @@ MUTANTS = (
         "        committed",
         "tests/unit/test_publisher.py",
     ),
+    # -- LoRA sets
+    Mutant("parameter_set.py", "if parameters.base != held:", "if False:", SETS),
+    Mutant("nn/lora.py", "one.b.to(x)) * scale", "one.b.to(x)) * (2 * scale)", SETS),
+    Mutant("rollout/replica.py", "        of.sets.clear()\n", "", "tests/unit/test_rollout_adapters.py"),
+    Mutant("rollout/wrapper.py", "        await asyncio.wait({self._publish})\n", "", SETS),
     # -- what peers fix at other values
     Mutant(
         "algorithms/estimators.py",
