@@ -84,7 +84,7 @@ class Task:
     task_id: str
     index: int
     messages: tuple[Mapping[str, Any], ...]
-    prompt_ids: np.ndarray  # [P] int64  # [P] int64
+    prompt_ids: np.ndarray  # [P] int64
     data_source: str = ""
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)

@@ -66,11 +66,11 @@ def test_later_versions_verify_a_sample_that_covers_everything_in_sixteen():
 )
 def test_a_tensor_that_does_not_match_its_manifest_raises(change, backend):
     assert change in CHANGES
-    unwrap(contract.test_a_tensor_that_does_not_match_its_manifest_raises)(backend, "native", change)
+    unwrap(contract.test_a_tensor_that_does_not_match_its_manifest_raises)(backend, "full", "native", change)
 
 
 def test_frozen_weights_pushed_twice_are_unchanged_and_no_alarm():
-    contract.test_frozen_weights_pushed_twice_are_unchanged_and_no_alarm("shm")
+    contract.test_frozen_weights_pushed_twice_are_unchanged_and_no_alarm("shm", "full")
 
 
 @both

@@ -60,7 +60,7 @@ class Ranks(Protocol):
 
 
 class OneRank:
-    """A group of one."""
+    """The ranks of a model that runs in one process: `all_gather` returns the value itself."""
 
     rank = 0
     world_size = 1

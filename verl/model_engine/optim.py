@@ -17,8 +17,7 @@ SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimSpec:
-    """average: decay per optimizer step of a moving average of the weights, kept beside the moments; 0: none; from 2
-    on: of no average but of a copy, which is taken anew at every so-many-th publish."""
+    """The settings of AdamW, of its learning rate schedule and of clipping."""
 
     lr: float
     weight_decay: float = 0.01
@@ -32,6 +31,8 @@ class OptimSpec:
     min_lr_ratio: float = 0.0
     max_skipped_updates: int = 3
     average: float = 0.0
+    """0: none. Below 2: the decay per optimizer step of a moving average of the weights, kept beside the moments. From
+    2 on: a copy of the weights in place of an average, renewed at every `average`-th publish."""
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:

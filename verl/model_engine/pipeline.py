@@ -212,7 +212,7 @@ class StagePasses(ShardedPasses):
         return before
 
     def _sum_of_both(self, before: Tensor | None) -> None:
-        """The gradient of tied embeddings: of the tokens on the first stage, of the head on the last."""
+        """Sum the gradient of tied embeddings over the first stage (input tokens) and the last stage (output head)."""
         if self.local.ends is None:
             return
         shared = self.local.model.get_input_embeddings().weight

@@ -79,7 +79,8 @@ class Reading:
         return replace(s, max_tokens=s.max_tokens - n, seed=seed, position=n if by_position else 0)
 
     def keep(self, drawn: ServerAnswer, version: int) -> None:
-        """Add the certain tokens to `before`, except one that ends the answer: that one is sampled again."""
+        """Append the final tokens of a server's answer to `before`, so that the answer can be continued. A last token
+        that would end the answer is left out and sampled again."""
         end = min(self.limit, self.limit if drawn.stopped is None else drawn.stopped[0]) - 1 - len(self.before.ids)
         ids, s = drawn.ids[: min(drawn.sure, end)], self.sampling
         if ids and (ids[-1] in s.stop_token_ids or (ids[-1] in self.eos_token_ids and not s.ignore_eos)):

@@ -275,7 +275,8 @@ def _become_child(theirs: list[int], limits: Json, work: Callable[[], int]) -> N
 
 
 class _Shared(mmap.mmap):
-    """Shared memory as a piece of /tmp, which has a quota: without a file it would count for no process."""
+    """An `mmap` whose anonymous shared memory is an unlinked file in /tmp, so that it counts against the quota of
+    /tmp."""
 
     def __new__(
         cls,
@@ -437,7 +438,8 @@ def drop_privileges() -> None:
 
 
 def main(channel: str, filter_fd: str, quota: str, *packages: str) -> None:
-    """Serve in bubblewrap, with the right to mount. quota: mount options of /tmp; "": it is mounted already."""
+    """Run the session inside bubblewrap: mount /tmp with its quota, drop privileges, install the filter of system
+    calls, then answer requests. quota: mount options of /tmp; "" if it is mounted already."""
     if quota:
         mount("tmpfs", "/tmp", quota)
     os.chdir("/tmp")

@@ -25,7 +25,7 @@ _CODE = {source: i for i, source in enumerate(SOURCES)}
 
 
 class _Extras(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The parts of segments that are no numbers, for rows that have such."""
+    """Media references and side-channel positions of a row's segments; written only for rows that have some."""
 
     media: dict[int, tuple[str, ...]] = {}
     """Position of a segment -> its references."""
@@ -125,7 +125,8 @@ def read_facts(queue: TransferQueue, refs: Refs) -> list[Facts]:
 
 
 def observed_tokens(segments: np.ndarray) -> int:
-    """Count the tokens that `batch.observed` makes loss tokens, from the column `segments` of a row."""
+    """Count the environment's tokens after the first sampled token, without template text, from the column `segments`
+    of a row: `batch.observed` turns them into loss tokens."""
     drawn = np.flatnonzero(segments[:, 1] == _CODE["sampled"])
     behind = segments[drawn[0] :] if len(drawn) else segments[:0]
     return int(behind[(behind[:, 1] == _CODE["env"]) & (behind[:, 2] != TEMPLATE), 0].sum())

@@ -269,7 +269,7 @@ class _Process:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int, *, put: bool) -> _Region | Full:
-        """Return a region that only this thread writes, until `store`."""
+        """Reserve shared memory for this thread to fill before it calls `store`; return `Full` if there is no space."""
         with self._lock:
             segment, before = self._filled, self._filled
             if segment is None or segment.at + nbytes > segment.space.size:

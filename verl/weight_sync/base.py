@@ -132,7 +132,7 @@ class Outlet(Protocol):
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         """Store these tensors in place of those of the version before, and return the address at which they are read.
         The tensors are yielded one at a time, in the order of `shapes`. One that is kept must be copied before the next
-        one is taken, unless the engine's own may be read in place."""
+        one is taken, unless the outlet hands out the engine's own tensors (`InPlace`)."""
         ...
 
 

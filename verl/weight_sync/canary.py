@@ -24,9 +24,9 @@ LOST = -100.0  # nats of a likely token; a uniform guess among a million has -14
 
 
 def probes_of(prompts: Iterable[np.ndarray], longest: int) -> list[np.ndarray]:
-    """The fixed sequences: the beginnings of the first prompts that differ, one behind the other up to `longest`, as
-    each sequence is a pass of the rollout's. Of so many tokens it sees what is planted into weights; more would be
-    paid with every version, and so would the same words again: they count once."""
+    """Return the probe sequences: the beginnings of the first different prompts, joined up to `longest` tokens, since
+    each sequence is one forward pass. Further prompts are added, up to PROBED_TOKENS tokens, only if they have new
+    ids."""
     starts: dict[bytes, np.ndarray] = {}
     words: set[int] = set()
     room = min(PROBE_TOKENS, longest)

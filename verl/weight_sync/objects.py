@@ -187,7 +187,7 @@ def _delete_all(fs: Any, root: str) -> None:
 
 
 def build(folder: str, context: SyncContext) -> LocalCheckpointEngine:
-    """Build the engine. ValueError, before anything is trained, where the store does not allow writing."""
+    """Build the weight sync through an object store. Raise ValueError at the start if the store is not writable."""
     root = f"{folder.rstrip('/')}/{PREFIX}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
     fs, path = filesystem(root)
     try:

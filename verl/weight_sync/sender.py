@@ -222,7 +222,7 @@ class WeightSender:
         self._probed(engine, version, probes)
 
     def _shapes_of(self, engine: Publishes, form: WireFormat) -> dict[str, Entry]:
-        """Return the entries of all delivered tensors in the format, without checksums. They are found once."""
+        """Return {name: manifest entry without checksum} of all published tensors, as converted to the wire format."""
         if self._parts is None:
             self._parts = [replace(part, mine=None) for part in engine.weight_parts()]
         return {part.name: entry_of_part(part, form) for part in self._parts}

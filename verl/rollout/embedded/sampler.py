@@ -40,7 +40,7 @@ def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """How each of n rows is drawn; numpy, so that the flags cost nothing and the device is read once per step."""
+    """The sampling parameters of n rows, as numpy arrays: reading them causes no synchronisation of the device."""
 
     temperature: np.ndarray  # [n] float32, 0 is greedy
     top_k: np.ndarray  # [n] int64, 0 is off
@@ -97,7 +97,8 @@ def scores_of(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Scores:
 
 
 def to_host(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Both in one transfer, the only synchronisation of a step; float64 holds every id and every float32 exactly."""
+    """Copy ids and log-probs to the host in one transfer, the only device synchronisation of a step. float64 represents
+    every id and every float32 exactly."""
     return split_draws(torch.stack((ids.double(), logprobs.double())))
 
 

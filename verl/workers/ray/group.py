@@ -49,8 +49,8 @@ class RankActor:
     def build(
         self, address: str, number: int, layout: Layout, place: DevicePlace, wait_timeout_s: float, made: bytes
     ) -> RankAnswer:
-        """Build the worker. Return an empty answer, or the error that becomes the answer of every call.
-        `wait_timeout_s` is the deadline of a rank for the others."""
+        """Build the worker. Return an empty answer, or the error that every later call returns. wait_timeout_s: how
+        long a rank waits for the other ranks."""
         try:
             build, (set_up, args) = pickle.loads(made)
             set_up(place)
