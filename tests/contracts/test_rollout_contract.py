@@ -944,10 +944,13 @@ def test_user_faults(kind: str) -> None:
             (engine.generate(GenerateRequest("m", prompt, greedy(2), media=("ab12",))), "takes no media; remove them"),
             (
                 engine.generate(GenerateRequest("l", prompt, greedy(2), parameters="math")),
-                "adapter='math'.*loads no adapters|no LoRA set 'math' is live",
+                "adapter='math'.*loads no adapters|no LoRA set 'math' is live|no replica has a LoRA set 'math'",
             ),
             (engine.score(prompt, media=("ab12",)), "takes no media"),
-            (engine.score(prompt, parameters="math"), "loads no adapters|no LoRA set 'math' is live"),
+            (
+                engine.score(prompt, parameters="math"),
+                "loads no adapters|no LoRA set 'math' is live|no replica has a LoRA set 'math'",
+            ),
         ):
             with pytest.raises(ValueError, match=message):
                 await call
