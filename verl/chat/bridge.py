@@ -1,8 +1,10 @@
-"""From a sampled turn to the next prompt: the ids of the new messages alone, whatever came before.
+"""Compute the ids of the next prompt after a sampled turn by tokenising only the new messages, independently of the
+conversation before them.
 
-What a template writes after an assistant turn (its trailing, the results of tools, the generation prompt) is taken from
-a short history of our own, with and without the new messages. That the difference is the same after any history is a
-property of the template, measured here with several (`bridge_of`); one without it has no bridge.
+The text that a template writes after an assistant turn (its trailing text, the results of tools, the generation prompt)
+is the difference between two renderings of a short artificial history: with and without the new messages. This requires
+a template for which the difference is the same after any history. `bridge_of` tests that with several histories, and
+returns None for a template without this property.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from verl.chat.template import (
 )
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
-"""Around the number of a marker that replaces a special token in the text of a message."""
+"""Characters before and after the number of a marker. A marker replaces a special token in the text of a message."""
 _ANSWERED = {"role": "assistant", "content": "It is 42.", "tool_calls": CALLS}
 _DUMMIES = (
     {"role": "assistant", "content": "", "tool_calls": CALLS},
@@ -40,18 +42,20 @@ _DUMMIES = (
     {**_ANSWERED, "reasoning_content": "six sevens"},
     {"role": "assistant", "content": "It is 42."},
 )
-"""Assistant turns that a template may render alike whether they are the last message or not."""
+"""Candidates for the assistant turn that ends the artificial history. Many templates render a turn differently when it
+is the last message; `bridge_of` uses the first candidate that this template renders alike in both cases."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """Text of tools and environments as ids that hold no control token: their content cannot open or close a turn."""
+    """Tokenises the text of tools and environments without control tokens, so that the text cannot open or close a
+    turn."""
 
     tokenizer: Tokenizer
     control: Mapping[str, tuple[int, ...]]  # text of a special token -> the ids of that text as plain text
 
     def marked(self, text: str) -> str:
-        """The text with a marker in the place of each special token."""
+        """Return the text with each special token replaced by a marker, for use as the content of a message."""
         text = text.replace(_OPEN, "\ufffd")
         for k, token in enumerate(self.control):
             if token in text:
@@ -59,12 +63,14 @@ class PlainText:
         return text
 
     def encode(self, text: str) -> np.ndarray:
-        """[t] int64 of rendered text: control tokens where the template wrote them, plain text at the markers."""
+        """Return the ids [t] int64 of a rendering of marked messages: control tokens where the template wrote them, and
+        the ids of plain text in the place of each marker."""
         return np.concatenate([np.zeros(0, np.int64), *(ids for ids, _ in self._parts(text))])
 
     def encode_within(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """The same ids, and [t] bool: whether a token has a character of these (start, end) of the text. All True where
-        the tokenizer does not return the characters of a token."""
+        """Return the ids [t] int64 of `encode`, and a mask [t] bool: True for tokens that contain a character of one of
+        the given (start, end) spans of the text. All True if the tokenizer does not return the characters of its
+        tokens."""
         inside = np.zeros(len(text) + 1, np.int64)
         for a, b in spans:
             inside[a + 1 : b + 1] = 1  # at the place behind each character
@@ -77,7 +83,8 @@ class PlainText:
         return np.concatenate(ids), np.concatenate(flags) if known else np.ones(sum(map(len, ids)), bool)
 
     def _parts(self, text: str, *, places: bool = False) -> Iterator[tuple[np.ndarray, list[tuple[int, int]]]]:
-        """The ids of each part between and at the markers; places: with the (start, end) of each id in the text."""
+        """Yield, for each marker and each text between markers, its ids and (with `places`) the (start, end) of each id
+        in the text."""
         plain, at = list(self.control.values()), 0
         more = {"return_offsets_mapping": True} if places and getattr(self.tokenizer, "is_fast", False) else {}
         for i, part in enumerate(re.split(f"{_OPEN}(\\d+){_CLOSE}", text)):
@@ -93,7 +100,8 @@ class PlainText:
 
 
 def plain_text(tokenizer: Tokenizer) -> PlainText:
-    """Every special token, and every added one that a template may write (`<tool_call>`), longest first."""
+    """Return the `PlainText` of a tokenizer. Its `control` has every special token and every added token that a
+    template may write (`<tool_call>`), the longest first."""
     added = tokenizer.added_tokens_decoder
     texts = {t.content for t in added.values() if t.special or len(t.content) > 2} | set(tokenizer.all_special_tokens)
     control = {}
@@ -105,24 +113,26 @@ def plain_text(tokenizer: Tokenizer) -> PlainText:
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """The next prompt's ids after a sampled turn."""
+    """Computes the ids between a sampled turn and the next turn of the model, for one chat template (`bridge_of`)."""
 
     renderer: Renderer
     plain: PlainText
     end: tuple[int, ...]
-    """The end of a turn, sampled or added."""
+    """The token that ends a turn. It is added if the sampled ids do not end with it."""
     dummy: tuple[Message, ...]
-    """The history that the new messages are rendered after."""
+    """The artificial history after which the new messages are rendered."""
     before: str
-    """The text of that history up to the end of its last turn."""
+    """The rendered text of that history, up to the end of its last turn."""
 
     def ids(self, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-        """[t] int64 after the sampled ids: the rest of the turn's end, the messages, the generation prompt."""
+        """Return the ids [t] int64 that follow the sampled ids: the end of the turn if it is missing, the messages, and
+        the generation prompt."""
         return self.after(sampled, messages)[0]
 
     def after(self, sampled: np.ndarray, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
-        """The same ids, and [t] bool: those of the messages' content are True, those of the template False; all True
-        where that is not known."""
+        """Return the ids [t] int64 of `ids`, and a mask [t] bool: True for tokens of the messages' content, False for
+        tokens of the template. If the content cannot be located in the rendering, all tokens of the rendering are
+        True."""
         text, at, spans = self._text(messages), 0, list[tuple[int, int]]()
         for content in (self.plain.marked(str(m["content"])).strip() for m in messages):
             start = text.find(content, at)
@@ -146,7 +156,8 @@ class Bridge:
 
 
 def bridge_of(tokenizer: Tokenizer, audit: TemplateAudit, template_kwargs: Mapping[str, Any]) -> Bridge | None:
-    """None: the template has none (its turns have no end token, or new messages change what came before them)."""
+    """Return the bridge of a tokenizer's chat template; None if its turns have no end token, or if new messages change
+    the rendering of the messages before them."""
     if not audit.ends_turn_with:
         return None
     r, plain = Renderer(tokenizer, template_kwargs, spelling=audit.spelling), plain_text(tokenizer)
@@ -165,8 +176,8 @@ _NEW = ([ANSWER], [ANSWER, {**ANSWER, "content": '{"kiwi": "a\\nb"}\nkea'}])
 
 
 def _histories(prefix: Message, audit: TemplateAudit) -> list[list[Message]]:
-    """Return histories that end with an assistant turn: short, of several turns, with a result, with a system
-    message."""
+    """Return test histories that end with an assistant turn: a short one, one with several turns, one with a tool
+    result, and one with a system message if the template supports it."""
     found: list[list[Message]] = [
         [USER, prefix],
         [USER, {**THINK, "tool_calls": CALLS}],
@@ -190,8 +201,8 @@ def _up_to_end(r: Renderer, history: Sequence[Message], audit: TemplateAudit) ->
 
 
 def _holds(bridge: Bridge, history: Sequence[Message], messages: Sequence[Message], audit: TemplateAudit) -> bool:
-    """Return whether the history up to its end, and the bridge, are the rendering of both, and the last turn is
-    whole."""
+    """Return True if the rendering of `history` up to its end, followed by the ids of the bridge, equals the rendering
+    of the history with the new messages, and the text of the last turn is complete in it."""
     r = bridge.renderer
     try:
         full, head = r.ids([*history, *messages], prompt=True), r.ids(history, prompt=False)

@@ -1,14 +1,16 @@
-"""Conversations as training rows: token ids and a loss mask that holds exactly what the assistant wrote.
+"""Conversations as training rows: token ids, and a loss mask that covers exactly the tokens of the assistant.
 
-Masks come from comparing token ids of renderings, never from searching text, and every row is verified: the audit of
-the template (chat/template.py) is not trusted alone.
+Masks are computed by comparing the token ids of renderings, never by searching in text, and every row is verified
+by itself, in addition to the audit of the template (chat/template.py).
 
-    prompt  P = ids(messages[:i], generation prompt)      what the engine sees before assistant turn i
-    turn    E = ids(messages[:i+1])                        P ++ [ assistant tokens, end of turn ] ++ trailing
-                                                                 ^ the loss mask               ^ never trained
+    prompt   P = ids(messages[:i], generation prompt)        the engine's input for assistant turn i
+    turn     E = ids(messages[:i+1])
+    P ++ [ assistant tokens, end of turn ] ++ trailing
+           ^ the loss mask                  ^ never trained
 
-Where a template ends turns with no token, the end is the special token that begins the next turn (GLM-4.5: `<|user|>`),
-or, behind the last turn, the end-of-sequence token at which inference stops: each turn is a row of its own then.
+If a template has no token that ends a turn, the special token that begins the next turn is used as the end
+(GLM-4.5: `<|user|>`); after the last turn it is the end-of-sequence token at which inference stops. Each turn is then
+a row of its own.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Rendered:
     mask: np.ndarray
     """[t] bool, True where the token is an assistant's own and trained on."""
     unthinking: bool = False
-    """It is behind the generation prompt of enable_thinking=false."""
+    """True if the row's prompt was rendered with enable_thinking=false."""
 
     def __post_init__(self) -> None:
         assert self.ids.shape == self.mask.shape and self.ids.ndim == 1, f"{self.ids.shape} ids, {self.mask.shape} mask"
@@ -65,12 +67,13 @@ def render_conversation(
     last_only: bool = False,
     may_skip_thinking: bool = False,
 ) -> list[Rendered]:
-    """Return the training rows of a conversation: one for an append-only template, else one per assistant turn, as at
-    inference.
+    """Return the training rows of a conversation: one row if the template is append-only, else one row per assistant
+    turn, each with the prompt that inference would have.
 
-    Assistant turns before message `train_from`, without any prompt, or with weight 0 are context; with `last_only` all
-    but the last are. RowRefused if no exact row exists. may_skip_thinking: a turn without a thought, but with a prompt
-    that opens one, is rendered with enable_thinking=false, where the template knows that.
+    Assistant turns are context, not trained, if they are before message `train_from`, have no prompt, or have weight 0;
+    with `last_only`, only the last turn is trained. Raise RowRefused if no exact row exists.
+    may_skip_thinking: if a turn has no reasoning but its generation prompt opens a reasoning block, render it with
+        enable_thinking=false, if the template supports that
     """
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= max(train_from, 1)]
     if not turns:
@@ -96,7 +99,8 @@ def render_conversation(
 
 
 def _whole_row(r: Renderer, messages: Sequence[Message], turns: Sequence[int], audit: TemplateAudit) -> Rendered:
-    """Return one row for all turns; every trained span is verified to be that of incremental rendering."""
+    """Return one row for all turns, after checking that every trained span equals the one of the turn rendered by
+    itself."""
     text, ids = r.both(messages[: turns[-1] + 1], prompt=False)
     refuse_dropped(r, text, messages[: turns[-1] + 1], audit, turns, prompt=False)
     mask = np.zeros(len(ids), bool)
@@ -117,7 +121,7 @@ def _whole_row(r: Renderer, messages: Sequence[Message], turns: Sequence[int], a
 
 
 def _turn_row(r: Renderer, messages: Sequence[Message], i: int, audit: TemplateAudit) -> Rendered:
-    """One assistant turn after its prompt, rendered as at inference (history as the template shows it then)."""
+    """Return the row of assistant turn i after its prompt, with the history as the template renders it at that turn."""
     asked, prompt = r.both(messages[:i], prompt=True)
     text, turn = r.both(messages[: i + 1], prompt=False)
     if not is_prefix(prompt, turn) or not keeps_text(messages[i], text[shared(asked, text) :]):
@@ -148,8 +152,8 @@ def _end_by_the_next(messages: Sequence[Message], i: int, audit: TemplateAudit) 
 
 
 def _row_without_thinking(r: Renderer, messages: Sequence[Message], i: int, audit: TemplateAudit) -> Rendered:
-    """`_turn_row`, or, for a turn that has no thought behind a prompt that opens one, the row of enable_thinking=false,
-    if that prompt with the turn is what the template renders."""
+    """Return `_turn_row`. If that refuses a turn without reasoning whose prompt opens a reasoning block, return the row
+    rendered with enable_thinking=false, if the template then renders exactly that prompt followed by the turn."""
     try:
         return _turn_row(r, messages, i, audit)
     except RowRefused:
@@ -167,9 +171,10 @@ def _row_without_thinking(r: Renderer, messages: Sequence[Message], i: int, audi
 def _appended_row(
     r: Renderer, messages: Sequence[Message], i: int, prompt: np.ndarray, audit: TemplateAudit
 ) -> Rendered:
-    """The prompt with the message's own text and end of turn appended: what the engine saw when the model wrote it.
+    """Return the prompt with the message's own text and an end of turn appended, which is what the engine would have
+    sampled.
 
-    For templates that drop part of a turn (R1: the reasoning) or open it in the prompt (`<think>`).
+    It serves templates that drop part of a turn (R1: the reasoning) or that open it in the prompt (`<think>`).
     """
     message = messages[i]
     if (row := _row_behind_its_prompt(r, messages, i, prompt, audit)) is not None:
@@ -192,9 +197,9 @@ def _appended_row(
 def _row_behind_its_prompt(
     r: Renderer, messages: Sequence[Message], i: int, prompt: np.ndarray, audit: TemplateAudit
 ) -> Rendered | None:
-    """The turn as it is rendered behind a history without thoughts, appended to the prompt that the engine saw; None if
-    that rendering is not whole either. For templates that take thoughts out of the history once this turn is there
-    (gpt-oss: those of calls before an answer)."""
+    """Return the engine's prompt followed by the turn as it is rendered after a history without reasoning; None if that
+    rendering lacks text of the turn too. It serves templates that remove reasoning from the history once this turn is
+    present (gpt-oss: the reasoning of calls before an answer)."""
     bare = [*map(_without_thought, messages[:i]), messages[i]]
     if bare == [*messages[: i + 1]]:
         return None
@@ -209,7 +214,8 @@ def _row_behind_its_prompt(
 
 
 def _without_thought(message: Message) -> Message:
-    """The message without its reasoning; beside a call its text counts as such."""
+    """Return the message without its reasoning. In an assistant turn with tool calls, its text is removed too, since
+    such text counts as reasoning."""
     if message["role"] != "assistant":
         return message
     kept = {name: value for name, value in message.items() if name not in ("reasoning_content", "thinking")}
@@ -217,7 +223,8 @@ def _without_thought(message: Message) -> Message:
 
 
 def _refuse_misplaced_text(message: Message, added: str, i: int) -> None:
-    """RowRefused for a template that writes the text of a turn behind its calls, where no model writes it (Gemma 4)."""
+    """Raise RowRefused if the template writes the text of a turn after its tool calls, where no model writes it (Gemma
+    4)."""
     squeezed, text = "".join(added.split()), "".join(str(message["content"]).split())
     name = str(message["tool_calls"][-1].get("function", {}).get("name"))
     if name not in squeezed[squeezed.find(text) + len(text) :]:
@@ -243,7 +250,8 @@ def _after_opening(opening: str, content: str) -> str:
 
 
 def _refuse_doubled(message: Message, prompt: str, turn: str) -> None:
-    """Refuse a turn that closes the block which its prompt opens (`<think>`), if the rendering closes it before."""
+    """Raise RowRefused if the prompt opens a block (`<think>`) that the turn's content closes, and the template closes
+    it a second time."""
     opened, content = re.search(r"<(\w+)>\s*\Z", prompt), str(message.get("content"))
     tag, close = (f"<{opened.group(1)}>", f"</{opened.group(1)}>") if opened else ("", "")
     if not close or close not in content or message.get("reasoning_content"):
@@ -254,7 +262,8 @@ def _refuse_doubled(message: Message, prompt: str, turn: str) -> None:
 
 
 def _end_of_turn(turn: np.ndarray, message: Message, audit: TemplateAudit, i: int) -> int:
-    """Return the index after the end-of-turn token of the last turn in `turn`; its length, where turns have none."""
+    """Return the index after the end-of-turn token of the last turn in `turn`; the length of `turn` if turns have no
+    such token."""
     end, trailing = audit.ending(message)
     suffix = end[-1:] + trailing
     if tuple(turn[len(turn) - len(suffix) :].tolist()) != suffix:
@@ -264,16 +273,16 @@ def _end_of_turn(turn: np.ndarray, message: Message, audit: TemplateAudit, i: in
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """A template's end-of-turn token, and what it puts behind (a newline, a final eos): where a finished turn ends."""
+    """The end-of-turn token of a template, and the ids that it writes after that token (a newline, a final eos)."""
 
     token: int | None = None
     trailing: tuple[int, ...] = ()
 
     def closed(self, sample: Sample) -> Sample:
-        """Return the row as the template renders it: an answer that ended by itself is followed by the template's
-        trailing ids.
+        """Return the row with the template's trailing ids appended if its answer ended with the end-of-turn token.
 
-        A reward model is read at the last token of this, in `verl rm`, in RL and where others have trained it.
+        A reward model reads its score at the last token of this row: in `verl rm`, in RL, and in published reward
+            models.
         """
         last = next((int(s.ids[-1]) for s in reversed(sample.segments) if len(s.ids)), None)
         if last is None or last != self.token or not self.trailing:
@@ -286,7 +295,7 @@ NO_TURN_END = TurnEnd()
 
 
 def turn_end(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]) -> TurnEnd:
-    """Return the end of turn of the tokenizer's own template; an empty one where it has no template."""
+    """Return the `TurnEnd` of the tokenizer's own chat template; an empty one if it has no template."""
     if not tokenizer.chat_template:
         return NO_TURN_END
     audit = audit_template(tokenizer, template_kwargs)

@@ -1,4 +1,4 @@
-"""Templates that print today's date: their prompts are others tomorrow, and after a resume."""
+"""Detect templates that print today's date: their prompts change from day to day, also when a run is resumed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ NAMES = ("date_string", "current_date", "today", "date", "date_today", "today_da
 
 
 def date_line(r: Renderer) -> str:
-    """Return a line about a template that prints the date of the day, with what pins it; "" for any other."""
+    """Return a warning about a template that prints today's date, with the setting that fixes the date; "" for any
+    other template."""
     if "strftime_now" not in str(r.tokenizer.chat_template) or not _changes(r):
         return ""
     prefix = "chat template: it prints today's date, so that prompts are others tomorrow. Fix: "

@@ -1,5 +1,5 @@
-"""Check that a rendering holds the text of its messages: a chat template silently drops roles, keys and parts that it
-does not know."""
+"""Check that a rendering contains the text of its messages, since a chat template silently drops roles, keys and parts
+that it does not know."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ THOUGHT_ENDS = ("</think>", "[/THINK]", "<channel|>", "</thinking>", "</reasonin
 def dropped(
     text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, whole: Collection[int]
 ) -> tuple[str, str] | None:
-    """Return the part of the messages and tools that the rendering `text` lacks, and an example of it; None if it lacks
-    none.
+    """Return the kind of text that the rendering `text` lacks, and an example of it; None if it lacks none.
 
-    Texts have to occur in the order of the messages, those of system messages and schemas anywhere. White space may
-    differ, and text may be escaped as in JSON. whole: the turns with a reasoning that has to be there; templates drop
-    that of others.
+    Texts of messages must occur in the order of the messages, texts of system messages and schemas anywhere. White
+    space may differ, and text may be escaped as in JSON.
+    whole: the indices of turns whose reasoning must be in the rendering; templates drop the reasoning of others
     """
     rendering = _Rendering(text)
     for tool in tools or ():
@@ -52,14 +51,14 @@ def dropped(
 
 
 def holds_ambiguous(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether some text of the messages may be found where the template wrote another: it is short, or the same
-    as another one."""
+    """Return True if a text of the messages could be found in a rendering by chance, because it is short or equal to
+    another one."""
     texts = [text for m in messages for key in TEXT_KEYS if (text := str(m.get(key) or "").strip())]
     return len(set(texts)) < len(texts) or any(len(text) < SHORT for text in texts)
 
 
 def with_sentinels(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:
-    """Return the shape of the messages and messages of that shape with texts that are found nowhere else."""
+    """Return the shape of the messages, and messages of that shape in which every text is replaced by a unique one."""
     shape, made = [], []
     for i, message in enumerate(messages):
         held = [key for key in TEXT_KEYS if str(message.get(key) or "").strip()]
@@ -70,7 +69,7 @@ def with_sentinels(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[Any, ..
 
 
 def _pieces(message: Mapping[str, Any], *, whole: bool) -> Iterator[tuple[str, str]]:
-    """Yield (its kind, the text) for every text of a message that no template may drop."""
+    """Yield (kind, text) for every text of a message that a template must not drop."""
     if whole and isinstance(reasoning := message.get("reasoning_content"), str):
         yield "reasoning_content", reasoning
     content = message.get("content")
@@ -86,7 +85,7 @@ def _without_thought(text: str) -> str:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Yield the names and the texts and integers of arguments; other values have several spellings."""
+    """Yield the keys, texts and integers of a call's arguments; other values can be written in several ways."""
     if isinstance(value, Mapping):
         for key, found in value.items():
             yield str(key)

@@ -1,10 +1,12 @@
-"""Bounds on the time and the memory of a rendering: a chat template is a program that came with a model.
+"""Bounds on the time and the memory of a rendering, since a chat template is a program that was downloaded with a
+model.
 
-A template is byte code of Python once it is compiled, so an exception that another thread sets in the rendering thread
-ends any loop or recursion of it. One thread looks ten times a second at what is being rendered, and a rendering itself
-only enters and leaves a table. The time is that of the processor in the rendering thread, whatever else the machine
-does. What a single operation allocates at once is bounded where rows are read (`bounded_memory`), and a power, which a
-single operation may compute for hours, is refused in the text of the template.
+A compiled template is Python byte code, so an exception that another thread sets in the rendering thread ends any loop
+or recursion. One watching thread checks all present renderings ten times a second; a rendering itself only adds and
+removes its entry in a table. The time is the processor time of the rendering thread, so the load of the machine does
+not count. Two cases need other bounds, because they are a single operation: the memory of one large allocation is
+bounded where rows are read (`bounded_memory`), and templates that compute powers, which may take hours, are refused by
+their text.
 """
 
 from __future__ import annotations
@@ -29,18 +31,19 @@ LOOK_EVERY_S = 0.1
 
 
 class TemplateOverrun(Refused):
-    """No fault of the row: the template takes more time or memory than a rendering may."""
+    """A template takes more time or memory than a rendering may. The row is not at fault."""
 
 
 class _Overrun(BaseException):
-    """Set from outside in the rendering thread; no `except Exception` on its way holds it."""
+    """The exception that the watching thread sets in a rendering thread. It is a BaseException, so that no `except
+    Exception` in between catches it."""
 
 
 @contextmanager
 def bounded_memory(more: int = RENDER_BYTES) -> Iterator[None]:
-    """Allow at most `more` bytes of address space than now; beyond, operations raise MemoryError. It holds for the
-    whole process, so only where it does nothing else. Nothing is bounded where the system does not report the memory of
-    a process."""
+    """Limit the address space of this process to its present size and `more` bytes; operations beyond it raise
+    MemoryError. The limit is that of the whole process, so use it only in a process without other work. If the system
+    does not report the memory of a process, there is no limit."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:
@@ -58,18 +61,21 @@ def bounded_memory(more: int = RENDER_BYTES) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Rendering:
-    """A rendering in one thread."""
+    """A rendering in progress in one thread."""
 
     began: float
-    """Seconds of the thread's processor time when it began."""
+    """Processor time of the thread when the rendering began, in seconds."""
     held: int
-    """Bytes of the process shortly before."""
+    """Memory of the process shortly before the rendering, in bytes."""
     why: str = ""  # set once, with the exception
 
 
 @dataclass(slots=True)
 class _Watch:
-    """The table of threads that render, and the thread that looks at it. held: bytes of the process when it looked."""
+    """The table of renderings in progress, by thread, and the thread that checks them.
+
+    held: the memory of the process at the last check, in bytes
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     rendering: dict[int, _Rendering] = field(default_factory=dict)
@@ -79,12 +85,13 @@ class _Watch:
     def enter(self, ident: int) -> None:
         with self.lock:
             self.rendering[ident] = _Rendering(_seconds(ident), self.held)
-            if self.thread is None or not self.thread.is_alive():  # also of a process that was forked
+            if self.thread is None or not self.thread.is_alive():  # a fork has a copy of the object but not the thread
                 self.thread = threading.Thread(target=self._look, name="templates", daemon=True)
                 self.thread.start()
 
     def leave(self, ident: int) -> str:
-        """Return why this rendering was to end; "" if it was not. No exception is on its way afterwards."""
+        """Remove the rendering of a thread. Return the reason why it had to end, or "", and cancel an exception that
+        was set but not yet raised."""
         with self.lock:
             found = self.rendering.pop(ident, None)
             if found is None or not found.why:
@@ -109,13 +116,13 @@ class _Watch:
 
 
 def _seconds(ident: int) -> float:
-    """Return the processor seconds of this thread; those of the clock where the system does not report them (macOS)."""
+    """Return the processor time of a thread in seconds; wall clock time if the system does not report it (macOS)."""
     clock = getattr(time, "pthread_getcpuclockid", None)
     return time.clock_gettime(clock(ident)) if clock else time.monotonic()
 
 
 def _held() -> int:
-    """Return the bytes of memory that this process has; 0 where the system does not report them."""
+    """Return the resident memory of this process in bytes; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
@@ -129,10 +136,10 @@ def _watch() -> _Watch:
 
 @contextmanager
 def bounded_rendering() -> Iterator[None]:
-    """TemplateOverrun where what is rendered inside takes more than `RENDER_SECONDS` of this thread, or lets the
-    process grow by half of `RENDER_BYTES` meanwhile."""
+    """Raise TemplateOverrun if the block takes more than `RENDER_SECONDS` of processor time in this thread, or if the
+    process grows by more than half of `RENDER_BYTES` meanwhile."""
     watch, ident, why = _watch(), threading.get_ident(), ""
-    if ident in watch.rendering:  # of a rendering inside another one
+    if ident in watch.rendering:  # a nested rendering: the outer one is bounded already
         yield
         return
     try:
@@ -153,7 +160,8 @@ def overrun(what: str) -> TemplateOverrun:
 
 
 def refuse_powers(template: str) -> None:
-    """ValueError for a template that computes a power (`10**10**9`): one operation that nothing can interrupt."""
+    """Raise ValueError if a template computes a power (`10**10**9`): that is one operation, which cannot be
+    interrupted."""
     before = ""
     try:
         tokens: Sequence[tuple[int, str, str]] = list(jinja2.Environment().lex(template))

@@ -1,7 +1,7 @@
-"""Read tool calls from a model's text: one table of declarative response templates, read by transformers' parser.
+"""Read tool calls from a model's text, with one table of declarative response templates and the parser of transformers.
 
-A turn is calls, text, or malformed. A malformed turn is never executed in part: every byte of a call has to be
-accounted for (`body`), and every marker has to open or close one.
+A turn is parsed as calls, as text, or as malformed. No call of a malformed turn is executed: all text between the
+markers of a call must match the `body` of the format, and every marker must open or close a call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verl.errors import Refused
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
-NEVER = "\0"  # a start anchor that no text holds: the prefix is read whole
+NEVER = "\0"  # a start anchor that occurs in no text, so the parser reads the text from its beginning
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A call that cannot be read, with the fault in words for the model. span: [first, end) of its characters in the
-    turn, as far as that is known."""
+    """A call that cannot be read.
+
+    reason: the fault, in a text for the model
+    span: [first, end) of its characters in the turn, as far as they are known
+    """
 
     reason: str
     span: tuple[int, int]
@@ -41,8 +44,11 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One parsed turn. calls: in their order in the text; none where `malformed` is set · text: all but calls and
-    reasoning."""
+    """One parsed turn.
+
+    calls: in the order of the text; empty if `malformed` is set
+    text: the turn without its calls and reasoning
+    """
 
     calls: tuple[ToolCall, ...] = ()
     malformed: Malformed | None = None
@@ -52,12 +58,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a family writes calls."""
+    """The syntax with which a family of models writes tool calls."""
 
     open: str
-    """The text before one call (or before a list of `each`)."""
+    """The text before one call (before the list of calls, if `each`)."""
     close: str
-    """The text after it."""
+    """The text after one call."""
     content: str
     content_args: Mapping[str, Any]
     transform: Mapping[str, Any]
@@ -85,7 +91,7 @@ class Format:
 
     @property
     def template(self) -> dict[str, Any]:
-        """The template for transformers' ResponseParser."""
+        """Return the template for transformers' ResponseParser."""
         opened = {"open_pattern": self.open_pattern} if self.open_pattern else {"open": self.open}
         closed = {"close_pattern": self.close_pattern} if self.close_pattern else {"close": self.close}
         function = {"transform": {"type": "function", "function": dict(self.transform)}, "transform_each": self.each}
@@ -103,13 +109,14 @@ class Format:
 
     @property
     def opening(self) -> str:
-        """A pattern of the text that opens a call. Its groups have names of their own, where they are alternatives."""
+        """Return a pattern for the text that opens a call. Its named groups are numbered, so that alternatives may
+        share a name."""
         number = itertools.count()
         return re.sub(r"\?P<name>", lambda _: f"?P<name{next(number)}>", self.open_pattern or re.escape(self.open))
 
     @property
     def closing(self) -> str:
-        """A pattern of the text that closes a call."""
+        """Return a pattern for the text that closes a call."""
         return self.close_pattern or re.escape(self.close.strip())
 
     def strays(self, text: str) -> str:
@@ -251,14 +258,16 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
 
 
 def opening_of(name: str, prompt: str) -> str:
-    """The beginning of a thought with which a prompt's text ends, in this format; "" if it does not."""
+    """Return the tag that opens a reasoning block (`<think>`) if a prompt's text ends with it, in the named format;
+    else ""."""
     mark = FORMATS[name].reasoning.get("open", NEVER) if name in FORMATS else "<think>"
     found = re.search(rf"{re.escape(mark)}\s*\Z", prompt)
     return found.group() if found else ""
 
 
 def format_of(template: str, asked: str = "auto") -> str:
-    """The format that a chat template teaches; of several that fit, the one with most marks. ValueError: none."""
+    """Return the name of the format that a chat template shows; if several fit, the one with the most marks. Raise
+    ValueError if none fits, or if `asked` is the name of no format."""
     known = ", ".join(FORMATS)
     if asked != "auto":
         if asked not in FORMATS:
@@ -275,8 +284,11 @@ def format_of(template: str, asked: str = "auto") -> str:
 
 @dataclass(frozen=True, slots=True)
 class TurnParser:
-    """Reads the turns of one model. opening: what the generation prompt has begun (`<think>`) · template: of a
-    tokenizer that carries its own, which wins over the format's."""
+    """Reads the turns of one model.
+
+    opening: the text of a reasoning tag that the generation prompt has opened (`<think>`), or ""
+    template: the response template of a tokenizer that has its own; it is used in place of the format's
+    """
 
     format: Format | None
     opening: str = ""
@@ -291,8 +303,11 @@ class TurnParser:
         self._loaded.append(load_response_template(dict(wanted)))
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = (), opening: str | None = None) -> Turn:
-        """One turn, without its end-of-turn token. tools: schemas, by which text becomes numbers · opening: of this
-        turn, where prompts differ in it. Never raises."""
+        """Parse one turn, given without its end-of-turn token. Errors give a malformed turn and are not raised.
+
+        tools: schemas, by which arguments are converted from text
+        opening: replaces the parser's own for this turn, if prompts differ in it
+        """
         from transformers.utils.chat_parsing import ResponseParser
 
         shown = _as_it_is if _holds_placeholders(text) else _shown
@@ -323,13 +338,14 @@ class TurnParser:
         return Turn(tuple(calls), text=shown(prefix), reasoning=shown(str(message.get("reasoning_content", ""))))
 
     def _hidden(self, text: str, tools: Sequence[Mapping[str, Any]], opening: str) -> str:
-        """The text with other characters in the place of those in the values of calls that could begin a marker, and
-        with arguments where a call of a tool that takes none has left them out. `_shown` takes both back."""
+        """Return the text prepared for the parser of transformers: characters in the values of calls that could begin a
+        marker are replaced by placeholders, and calls of tools without parameters that omit the arguments get some.
+        `_shown` reverses both."""
         f = self.format
         if f is None or self.template is not None or _holds_placeholders(text):
             return text
         if f.value:
-            return _masked_groups(f.value, text, "<")  # a value that is a list begins with the other
+            return _masked_groups(f.value, text, "<")  # not "[": a value that is a list begins with it
         if f.content != "json":
             return text
         bare = {t["name"] for t in (tool.get("function", tool) for tool in tools) if not _takes(t)}
@@ -350,7 +366,8 @@ class TurnParser:
         return "".join([*pieces, text[at:]])
 
     def _filled(self, body: str, bare: Collection[str]) -> str:
-        """The JSON of a call, or of a list of calls, with arguments for tools that take none."""
+        """Return the JSON of a call, or of a list of calls, with arguments added for the tools in `bare`, which take
+        none."""
         assert self.format is not None
         key = self.format.transform.get("arguments", "").strip("{}").rpartition(".")[2]
         if key not in ("arguments", "parameters"):
@@ -364,18 +381,19 @@ class TurnParser:
         return json.dumps(filled if isinstance(found, list) else filled[0], ensure_ascii=False)
 
     def _span(self, text: str) -> tuple[int, int]:
-        """From the first piece of a call to the end."""
+        """Return (index of the first text that belongs to a call, length of the text)."""
         found = self.format.strays(text) if self.format is not None and self.template is None else ""
         return text.find(found), len(text)
 
     def _functions(self, found: Sequence[Any]) -> list[dict[str, Any]]:
-        """{name, arguments} of each call, in order."""
+        """Return {name, arguments} of each call, in order."""
         if self.format is not None and self.format.read is not None:
             return [call for body in found for call in self.format.read(body)]
         return [call["function"] for one in found for call in (one if isinstance(one, list) else [one])]
 
     def _unread(self, prefix: str, events: Sequence[Mapping[str, Any]], left: Sequence[Mapping[str, Any]]) -> str:
-        """Return why the text that was read as calls is not all that was written as such; "" if it is."""
+        """Return the reason why a turn that was parsed without an exception is malformed (an open call, other text
+        between the markers, a marker outside of a call); "" if it is well formed."""
         own = self.format is None or self.template is not None
         may_end = self.format is not None and bool(self.format.close_pattern) and not own
         if not may_end and any(e["type"] == "region_close" and e["field"] == "tool_calls" for e in left):
@@ -410,7 +428,8 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _masked_groups(pattern: str, text: str, marks: str) -> str:
-    """Return the text with placeholders for these characters in the first group of every match that has one."""
+    """Return the text with the characters `marks` replaced by placeholders in the first group of every match of the
+    pattern."""
     pieces, at = list[str](), 0
     for found in re.finditer(pattern, text, re.DOTALL):
         if found[1] is None:
@@ -422,7 +441,7 @@ def _masked_groups(pattern: str, text: str, marks: str) -> str:
 
 
 def _masked_strings(text: str) -> str:
-    """Return JSON with its strings masked."""
+    """Return JSON with the characters `<` and `[` inside its strings replaced by placeholders."""
     return _masked_groups(r'("(?:[^"\\]|\\.)*")', text, "<[")
 
 
@@ -439,7 +458,7 @@ def _shown(value: Any) -> Any:
 
 
 def _end_of_json(text: str, start: int) -> int:
-    """Return the index at which the JSON that begins at `start` ends; `start` if none does."""
+    """Return the end index of the JSON object or list that begins at `start`; `start` if there is none."""
     try:
         return json.JSONDecoder().raw_decode(text, start)[1] if text[start : start + 1] in ("{", "[") else start
     except (ValueError, RecursionError):
@@ -447,8 +466,11 @@ def _end_of_json(text: str, start: int) -> int:
 
 
 def _end_of_thought(text: str, marks: Mapping[str, str], opened: bool) -> int:
-    """Return the index at which the last thought of a turn ends; its length if that never ends. opened: by the
-    prompt."""
+    """Return the index after the last reasoning block of a turn: 0 without one, the length of the text if it is not
+    closed.
+
+    opened: True if the prompt has opened the block
+    """
     if (at := text.rfind(marks["close"])) >= 0:
         return at + len(marks["close"])
     return len(text) if opened or text.lstrip().startswith(marks.get("open", NEVER)) else 0

@@ -1,6 +1,6 @@
-"""The package `renderers` in the place of our formats and our bridge: `agent.format=renderers:NAME`.
+"""The package `renderers` as a replacement of our call formats and our bridge: `agent.format=renderers:NAME`.
 
-It writes and reads the turns of a family by hand, by ids. What is relied on is looked at once, at the start: that it
+It has code per model family that writes and reads turns as ids. Two assumptions are checked at the start: that it
 writes the prompts of this model's chat template, and that no text of a tool becomes a control token.
 """
 
@@ -23,7 +23,8 @@ INSTALL = f"pip install '.[renderers]' in verl's folder (renderers {VERSION})"
 
 @dataclass(frozen=True)
 class Marked:
-    """The tokenizer as the package uses it: text of tools, which is marked (chat/bridge.py), holds no control token."""
+    """The tokenizer that is given to the package. Text of tools has markers (chat/bridge.py), so it yields no control
+    token."""
 
     plain: PlainText
 
@@ -38,13 +39,14 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class PackageRenderer:
-    """A renderer of the package for one model. prompt, sampled: [t] ids of what a turn was played in, and of it."""
+    """A renderer of the package for one model. In its methods, `prompt` [t] are the ids before a turn, and `sampled`
+    [t] the ids of the turn."""
 
     renderer: Any
     plain: PlainText
 
     def parse(self, prompt: np.ndarray, sampled: np.ndarray, tools: Sequence[Tool]) -> Turn:
-        """One turn. Never raises."""
+        """Parse one turn. Errors give a malformed turn and are not raised."""
         try:
             found = self.renderer.parse_response(sampled.tolist(), tools=list(tools), prompt_ids=prompt.tolist())
         except (ValueError, TypeError, LookupError, RecursionError) as e:
@@ -62,7 +64,8 @@ class PackageRenderer:
         return Turn(tuple(calls), text=(found.content or "").strip(), reasoning=found.reasoning_content or "")
 
     def ids(self, prompt: np.ndarray, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray | None:
-        """[t] int64 after the sampled ids, up to where the next turn begins. None: what came before has to change."""
+        """Return the ids [t] int64 between the sampled ids and the next turn of the model; None if the package would
+        have to change earlier ids."""
         marked = [{**m, "content": self.plain.marked(str(m["content"]))} for m in messages]
         found = self.renderer.bridge_to_next_turn(prompt.tolist(), sampled.tolist(), marked)
         whole = np.array([] if found is None else found.token_ids, np.int64)
@@ -71,8 +74,11 @@ class PackageRenderer:
 
 
 def load_package(name: str, plain: PlainText, template_kwargs: Mapping[str, Any], shown: Renderer) -> PackageRenderer:
-    """shown: the chat template with its tools. ValueError if the package is not there, has no such renderer, or writes
-    anything else than this model's template does."""
+    """Load the named renderer of the package. Raise ValueError if the package is not installed, has no such renderer,
+    or writes other prompts than this model's template.
+
+    shown: the renderer of the model's chat template with its tools
+    """
     key = f"agent.format={PREFIX}{name}"
     try:
         import renderers
@@ -91,8 +97,8 @@ def load_package(name: str, plain: PlainText, template_kwargs: Mapping[str, Any]
 
 
 def _check(package: PackageRenderer, key: str, shown: Renderer) -> None:
-    """Refuse a renderer with other prompts, or other texts after a call, than the template, or that interprets tool
-    text."""
+    """Raise ValueError if the package's prompts, or its texts after a call, differ from those of the template, or if it
+    yields control tokens for text of tools."""
     plain, stops, tools = (
         package.plain,
         package.renderer.get_stop_token_ids(),

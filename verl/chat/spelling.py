@@ -1,4 +1,4 @@
-"""How one chat template wants messages to be written: what it reads under another name, or in another form."""
+"""The spelling of messages for one chat template: the names and forms in which it reads their content."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ THOUGHT = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>\s*", re.DOTAL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """The spelling of messages for one chat template."""
+    """The names and forms in which a chat template reads the content of messages."""
 
     parts: frozenset[str] = frozenset()
-    """Roles with text that the template reads from content parts alone."""
+    """Roles whose text the template reads from a list of content parts only."""
     text_arguments: bool = False
-    """The template takes the arguments of a call as JSON text."""
+    """The template expects the arguments of a call as JSON text instead of an object."""
     reasoning: str = REASONING_KEYS[0]
-    """The key of a turn's reasoning; "" if it renders none."""
+    """The key in which the template reads a turn's reasoning; "" if it renders none."""
     developer: str = "system"
-    """The role in the place of `developer`."""
+    """The role that replaces `developer`."""
     splits: bool = False
     """Text before `</think>` in a turn's content has to be given as its reasoning."""
 
     def __call__(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message as the template wants it."""
+        """Return a copy of a message in this spelling, without the key `weight`."""
         made = {key: value for key, value in message.items() if key != "weight"}
         role = made.get("role")
         if role == "developer":
@@ -60,5 +60,5 @@ PLAIN_SPELLING = Spelling()
 
 
 def roles_named(template: str) -> frozenset[str]:
-    """Return the words in quotes in a template's source: the roles that it knows are among them."""
+    """Return the quoted words in a template's source. The roles that the template knows are among them."""
     return frozenset(re.findall(r"['\"](\w+)['\"]", template))

@@ -1,7 +1,7 @@
-"""Render messages with a chat template, and audit what the template does.
+"""Render messages with a chat template, and measure the properties of the template.
 
-A template is a program of the model's author. What is assumed of it is measured once with small conversations
-(`audit_template`), and training rows are verified one by one on top of that (chat/conversation.py).
+A template is a program by the author of the model. The properties that other code relies on are measured once with
+small conversations (`audit_template`); in addition, each training row is verified (chat/conversation.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ else:
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 
-MOST_SHAPES = 4096  # of messages, of which it is kept whether the template drops text of them
+MOST_SHAPES = 4096  # the size of the cache `TemplateAudit.shapes`
 
 # Arguments of apply_chat_template that this module sets itself.
 RESERVED_KWARGS = frozenset(
@@ -38,16 +38,18 @@ RESERVED_KWARGS = frozenset(
 )
 
 
-# What a template raises that is given what it does not take: "..." + None, x[3], 1 / 0, too long a range.
+# Exceptions of a template for input that it does not support: "..." + None, x[3], 1 / 0, too long a range.
 REFUSALS = (jinja2.TemplateError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
 
 class RenderError(Refused):
-    """The template refused these messages (no system role, roles must alternate, a field is missing ...)."""
+    """The template raised an error for these messages (no system role, roles must alternate, a field is missing
+    ...)."""
 
 
 class RowRefused(Refused):
-    """A conversation without an exact training row. `reason` is the same for all of a kind, to be counted."""
+    """A conversation without an exact training row. `reason` is equal for all rows with the same fault, so that they
+    can be counted."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -61,7 +63,7 @@ class TemplateAudit:
     append_only: bool  # a prompt with its answer appended is what every later turn renders: one row per conversation
     ends_turn_with: tuple[int, ...]  # trained: the ids after assistant content up to its special end-of-turn token
     trailing_ids: tuple[int, ...]  # not trained: what the template puts after that (a newline, a final eos)
-    ends_call_with: tuple[int, ...]  # the same two of a turn with tool calls
+    ends_call_with: tuple[int, ...]  # ends_turn_with and trailing_ids of a turn with tool calls
     call_trailing_ids: tuple[int, ...]
     next_turns: Mapping[str, int]  # where turns have no end token: the special token that begins the next one, by role
     last_end: int | None  # what ends the last turn of a conversation then: the end-of-sequence token
@@ -74,7 +76,8 @@ class TemplateAudit:
     spelling: Spelling = PLAIN_SPELLING
     named_roles: frozenset[str] = frozenset()  # besides those of every template
     shapes: dict[Any, tuple[str, str] | None] = field(default_factory=dict, compare=False, repr=False)
-    """The text that renderings lack, by the shape of their messages: measured once for each (`refuse_dropped`)."""
+    """A cache of `refuse_dropped`: for each shape of messages, (the text that its rendering lacks, an example), or
+    None."""
 
     def ending(self, message: Message) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the (end of turn, trailing ids) of this assistant message."""
@@ -91,7 +94,8 @@ class TemplateAudit:
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """One tokenizer with its template arguments: messages -> text (to look at) or ids (tokenised once)."""
+    """A tokenizer with its template arguments. It renders messages to text (for inspection) or to ids (tokenised
+    once)."""
 
     tokenizer: Tokenizer
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -115,11 +119,12 @@ class Renderer:
         """Return the text and the ids of one rendering."""
         text = self.text(messages, prompt=prompt)
         if self.tokenizer.apply_chat_template.__module__ != "transformers.tokenization_utils_base":
-            return text, self.ids(messages, prompt=prompt)  # its own way, with ids that may be others
+            return text, self.ids(messages, prompt=prompt)  # a template method of the tokenizer's own: other ids
         return text, rendered_ids(self.tokenizer(text, add_special_tokens=False))
 
     def turn(self, messages: Sequence[Message], i: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of assistant turn i's prompt, and those of everything up to and including it."""
+        """Return the ids of the prompt of assistant turn i, and the ids of all messages up to and including that
+        turn."""
         return self.ids(messages[:i], prompt=True), self.ids(messages[: i + 1], prompt=False)
 
     def added_text(self, messages: Sequence[Message], i: int, *, prompt: bool = False) -> str:
@@ -153,7 +158,8 @@ def render_prompt(
     tools: Sequence[Tool] | None = None,
     audit: TemplateAudit | None = None,
 ) -> np.ndarray:
-    """Return [P] int64: the messages with the generation prompt, tokenised once. RowRefused if it lacks their text."""
+    """Return the ids [P] int64 of the messages with the generation prompt, tokenised once. Raise RowRefused if the
+    rendering lacks text of the messages."""
     r = Renderer(tokenizer, template_kwargs, tools, audit.spelling if audit else PLAIN_SPELLING)
     text, ids = r.both(messages, prompt=True)
     refuse_dropped(r, text, messages, audit, prompt=True)
@@ -169,8 +175,11 @@ def refuse_dropped(
     *,
     prompt: bool,
 ) -> None:
-    """RowRefused if `text`, a rendering of r, lacks text of its messages or tools. whole: turns that it has to hold
-    with their reasoning. Some texts may be there by chance: sentinels are rendered once for each shape of messages.
+    """Raise RowRefused if `text`, a rendering of r, lacks text of its messages or tools. A text that is short or
+    repeated may occur by chance; messages with such texts are also rendered with unique texts, once for each shape of
+    messages.
+
+    whole: the indices of turns whose reasoning must be in the rendering
     """
     lacks = dropped(text, messages, r.tools, whole)
     if audit is not None and holds_ambiguous(messages):
@@ -196,7 +205,7 @@ def _lacking(
 
 
 def refuse_unsupported(messages: Sequence[Message], audit: TemplateAudit, tools: Sequence[Tool] | None) -> None:
-    """RowRefused for what the template would drop, or render as something else, without a word."""
+    """Raise RowRefused for messages or tools that the template would silently drop or change."""
     for i, message in enumerate(messages, start=1):
         if (role := message["role"]) not in ROLES and role not in audit.named_roles:
             raise RowRefused("a role that neither chat templates in general nor this one know", repr(role))
@@ -239,9 +248,10 @@ TOOL = {"type": "function", "function": {"name": "quokka_sum", "description": "A
 def audit_template(
     tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None, stops: Sequence[int] = ()
 ) -> TemplateAudit:
-    """Measure the tokenizer's chat template with a few small conversations. Costs some milliseconds.
+    """Measure the tokenizer's chat template with a few small conversations. It takes some milliseconds.
 
-    stops: the tokens that end an answer at inference, beside the tokenizer's end-of-sequence token."""
+    stops: the tokens that end an answer at inference, besides the tokenizer's end-of-sequence token
+    """
     kwargs, eos = dict(template_kwargs or {}), tokenizer.eos_token_id
     plain = _spelled(Renderer(tokenizer, kwargs))
     with_tools = replace(plain, tools=(TOOL,))
@@ -293,9 +303,8 @@ def _is_silenced(r: Renderer) -> bool:
 
 
 def _spelled(r: Renderer) -> Renderer:
-    """Return the renderer with the spelling of contents, roles and reasoning that the template keeps.
-
-    RenderError for a template that cannot render a question, or that drops its text."""
+    """Return the renderer with the spelling of contents, roles and reasoning that the template renders without loss.
+    Raise RenderError if the template cannot render a user message, or drops its text."""
     parts = set[str]()
     for message, before in ((USER, []), (PLAIN, [USER]), (SYSTEM, []), (ANSWER, [USER, CALL])):
         after = [USER] if message is SYSTEM else []
@@ -333,7 +342,8 @@ def _keeps(r: Renderer, messages: list[Message], message: Message) -> bool:
 
 
 def _doubles(r: Renderer) -> bool:
-    """Return whether a `<think>` block in a turn's content gets another one before it, but not as reasoning."""
+    """Return True if the template writes a second `<think>` before a turn whose content has a `<think>` block, but none
+    if the block is given as reasoning."""
     prefix = {**PLAIN, "reasoning_content": "six sevens, forty-two"}
     try:
         block, reasoning = (r.text([USER, turn], prompt=False).count("<think>") for turn in (THINK, prefix))
@@ -343,7 +353,8 @@ def _doubles(r: Renderer) -> bool:
 
 
 def _spelled_calls(r: Renderer) -> Renderer:
-    """Return the renderer with the spelling of turns of calls that the template keeps, the usual one if none is."""
+    """Return the renderer with the spelling of tool calls that the template renders without loss; the usual one if
+    there is none."""
     for text_arguments in (False, True):
         spelled = replace(r, spelling=replace(r.spelling, text_arguments=text_arguments))
         try:
@@ -362,13 +373,13 @@ def _special_ids(tokenizer: Tokenizer) -> tuple[set[int], set[int]]:
 
 
 def _common_suffix(turns: Sequence[list[int]]) -> list[int]:
-    """Return the ids that all of these have in common at their end."""
+    """Return the longest common suffix of these lists of ids."""
     return turns[0][len(turns[0]) - min(shared(turns[0][::-1], t[::-1]) for t in turns[1:]) :]
 
 
 def _turn_ending(r: Renderer, stops: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (end of turn, trailing): what follows assistant content, cut after its first special token, or after a
-    later one that is among the stops, where an answer does not stop at the first."""
+    """Return (end of turn, trailing): the ids that follow assistant content, divided after the first special token, or
+    after a later one that is among the stops if inference does not stop at the first."""
     # Three contents that share no last token: what their renderings have in common at the end is the template's.
     answers = [{"role": "assistant", "content": c} for c in ("Kea", "It is 7", "why?")]
     suffix = _common_suffix([r.ids([USER, answer], prompt=False).tolist() for answer in answers])
@@ -386,8 +397,9 @@ def _turn_ending(r: Renderer, stops: Sequence[int]) -> tuple[tuple[int, ...], tu
 
 
 def _call_ending(r: Renderer, end: Sequence[int], trailing: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (end of turn, trailing) of a turn with tool calls: those of any turn, or else the last special token that
-    closes no call (gpt-oss: `<|call|>`, Gemma 4: `<|tool_response>`); empty if there is none."""
+    """Return (end of turn, trailing) of a turn with tool calls: those of other turns if they fit, else ending with the
+    last special token that does not close a call (gpt-oss: `<|call|>`, Gemma 4: `<|tool_response>`); empty if there is
+    none."""
     made = [{**CALL, "tool_calls": [{**CALLS[0], "function": {**FUNCTION, "arguments": {"a": a}}}]} for a in (6, 7, 85)]
     try:
         turns = [r.ids([USER, turn], prompt=False).tolist() for turn in made]
@@ -406,7 +418,7 @@ def _call_ending(r: Renderer, end: Sequence[int], trailing: Sequence[int]) -> tu
 
 
 def _next_turn(r: Renderer, history: Sequence[Message], message: Message) -> int | None:
-    """Return the special token with which this message begins right behind the history; None if there is none."""
+    """Return the special token with which this message begins directly after the history; None if there is none."""
     try:
         before, after = r.ids(history, prompt=False), r.ids([*history, message], prompt=False)
     except RenderError:
@@ -438,8 +450,11 @@ def _shows_role(r: Renderer, messages: list[dict[str, Any]], role: str) -> bool:
 
 
 def _appends(r: Renderer, messages: list[dict[str, Any]], cuts: tuple[int, int]) -> bool:
-    """Return whether no turn of this conversation changes the ids before it; the trailing tokens of a turn may differ.
-    cuts: how many they are, of a plain turn and of one with calls."""
+    """Return True if every turn of this conversation leaves the ids before it unchanged, apart from the trailing ids of
+    turns.
+
+    cuts: the numbers of trailing ids, of a turn without and of a turn with tool calls
+    """
     try:
         full, full_text = r.ids(messages, prompt=False), r.text(messages, prompt=False)
         turns = [(m, *r.turn(messages, i)) for i, m in enumerate(messages) if m["role"] == "assistant"]
@@ -454,14 +469,15 @@ def _appends(r: Renderer, messages: list[dict[str, Any]], cuts: tuple[int, int])
 
 
 def keeps_text(message: Message, rendered: str) -> bool:
-    """False if the rendering of a turn lacks part of its text. White space may change: templates trim."""
+    """Return False if the rendering of a turn lacks part of its text. White space is ignored, since templates trim
+    it."""
     squeezed = "".join(rendered.split())
     parts = [message.get("reasoning_content"), message.get("content")]
     return all("".join(p.split()) in squeezed for p in parts if isinstance(p, str))
 
 
 def shared(before: Sequence[Any], after: Sequence[Any]) -> int:
-    """How many characters, or ids, two texts or lists have in common at their beginning."""
+    """Return the length of the longest common prefix of two texts or two lists of ids."""
     shorter = min(len(before), len(after))
     return next((k for k in range(shorter) if before[k] != after[k]), shorter)
 
@@ -471,7 +487,8 @@ def is_prefix(head: np.ndarray, whole: np.ndarray) -> bool:
 
 
 def rendered_ids(encoded: Any) -> np.ndarray:
-    """The ids of one rendering: transformers 5 returns a BatchEncoding, some tokenizers a list."""
+    """Return the ids [t] int64 of one rendering. transformers 5 returns a BatchEncoding, some tokenizers return a
+    list."""
     ids = encoded["input_ids"] if hasattr(encoded, "keys") else encoded
     out = np.asarray(ids, dtype=np.int64)
     assert out.ndim == 1, f"one conversation gives one row of ids, got shape {out.shape}"
