@@ -44,14 +44,14 @@ class ServedSet:
 
     version: int
     there: str
-    """Its name at the server."""
+    """The name by which requests select it at the server."""
     folder: Path
     """The folder that the server reads, now or later: vLLM reads it again after other adapters took its slot."""
 
 
 class ServerAdapters:
-    """The LoRA sets of one server. Each version gets a new name at the server, so that no prefix or request of another
-    one is used for it."""
+    """The LoRA sets of one server. Each version is loaded under a new name, so the server uses neither cached prefixes
+    nor requests of one version for another."""
 
     def __init__(self, connection: ServerConnection, calls: RunningCalls) -> None:
         self._connection, self._calls = connection, calls
@@ -112,7 +112,7 @@ class ServerAdapters:
         await self._calls.abort_and_wait(calls)
 
     async def base_changed(self) -> None:
-        """End all sets: the weights under them are others now."""
+        """Drop all sets, since the weights under them have changed."""
         self._unused += self._sets.values()
         self._sets.clear()
         await self._drop_unused()

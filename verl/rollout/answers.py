@@ -1,4 +1,4 @@
-"""Answers and scores of a server: requests are sent to it, whole or as streams, and sent again if a connection breaks.
+"""The answers and scores of a server. Requests are sent whole or as streams, and again if a connection breaks.
 
 Features that a server lacks are either done here (stop strings) or refused (scores at another temperature).
 """

@@ -1,4 +1,5 @@
-"""The differences between kinds of servers: their requests, and how answers are read. No connection is made here."""
+"""The differences between kinds of servers: their requests, and how their answers are read. No connection is made
+here."""
 
 from __future__ import annotations
 
@@ -34,12 +35,13 @@ class Expected:
     versions: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """The lowest version, and the first one that is too new. None: any version."""
     needs: Mapping[str, str] = field(default_factory=dict)
-    """How to start the server so that it has a path that is missing, by path."""
+    """The advice how to start the server, by the HTTP path (or the part: adapters, logprobs, transfer) that is
+    missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """How long the client waits for a server."""
+    """The seconds that the client waits for a server."""
 
     start_s: float = 600.0
     """Until the server has started."""
@@ -54,7 +56,7 @@ class TokenBudget:
     """The tokens that an answer may have."""
 
     tokens: int
-    """How many fit after the prompt."""
+    """The number of tokens that fit after the prompt."""
     vocab: int
     """The size of the vocabulary."""
     ends: Sequence[int]
@@ -107,9 +109,11 @@ class Api:
         raise NotImplementedError
 
     async def abort(self, post: Post, names: Sequence[str]) -> None:
+        """End the requests with these ids at the server."""
         raise NotImplementedError
 
     async def pause(self, post: Post, mode: PauseMode) -> None:
+        """Pause the server in one of the `pause_modes` of its traits."""
         raise NotImplementedError
 
     async def resume(self, post: Post) -> None:
@@ -138,7 +142,8 @@ class Api:
         raise NotImplementedError
 
     def adapting(self, name: str, folder: str) -> tuple[str, dict[str, Any]]:
-        """Return path and body of the call that loads an adapter under a name that no other one had."""
+        """Return path and body of the call that loads the adapter in `folder` under a name that was never used
+        before."""
         raise NotImplementedError
 
     def dropping(self, name: str) -> tuple[str, dict[str, Any]]:

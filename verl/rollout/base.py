@@ -1,4 +1,4 @@
-"""The protocol of rollout engines: tokens in, tokens out. An engine knows no chat, reward or group.
+"""The protocol of rollout engines: tokens in, tokens out. An engine has no notion of chat, rewards or groups.
 
 No torch is imported here.
 """
@@ -27,7 +27,7 @@ OnTokens = Callable[[np.ndarray, np.ndarray], object]  # ids [t] int64, log-prob
 
 
 class ReplicaLost(RuntimeError):
-    """An engine has died, or its answers no longer count. The same request may be sent to another engine."""
+    """Raised if an engine has died or its answers no longer count. The same request may be sent to another engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,10 @@ class WireFormat:
     dtype: str | None = None
     """The dtype of floating-point tensors, by torch's name; None: the trainer's own. A tensor is never widened."""
     exceptions: Mapping[str, str] = field(default_factory=dict)
-    """The dtypes of tensors that the engine keeps otherwise, by name: buffers, router gates in float32."""
+    """The dtypes of tensors that the engine keeps in another dtype, by name: buffers, or router gates in float32."""
 
     def dtype_of(self, name: str) -> str | None:
+        """Return the dtype in which the tensor `name` is sent; None: in the trainer's own."""
         return self.exceptions.get(name, self.dtype)
 
     @staticmethod
@@ -92,18 +93,20 @@ class WireFormat:
 
 
 AS_HELD = WireFormat()
-"""Every tensor as the trainer holds it."""
+"""The format of an engine that reads every tensor in the dtype that the trainer has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
     """The abilities of one kind of rollout engine, known without starting it. Those of servers are in traits.py.
 
-    Traits of servers describe their HTTP API. Where a server lacks an ability, the client does it, or refuses it.
+    Traits of servers describe their HTTP API. Where a server lacks an ability, the client provides it or refuses the
+    request.
     """
 
     server: bool = False
-    """It is a server in a process of its own, whatever the cluster is. Other engines run in a process of the run."""
+    """The engine is a server in a process of its own, with every cluster.backend. Other engines run in a process of the
+    run."""
     package: str = ""
     """The Python package that the environment of a server needs. A server without one runs already, at a URL."""
     public_keys: Mapping[str, str] = field(default_factory=dict)
@@ -112,11 +115,13 @@ class Traits:
     logprobs: Literal["processed", "raw"] = "processed"
     """processed: with temperature and truncation applied."""
     raw_logprobs_only: bool = False
-    """Its log-probs are those at temperature 1 over all tokens. Requests with other sampling settings are refused."""
+    """Its log-probs are those at temperature 1 over the whole vocabulary. Requests with other sampling settings are
+    refused."""
     max_candidates: int = 0
-    """A truncated draw has a log-prob if it chooses from at most this many tokens. 0: always."""
+    """A truncated draw (top_k, top_p, min_p) has a log-prob only if it chooses from at most this many tokens. 0: no
+    limit."""
     score_temperatures: tuple[float, ...] | None = None
-    """Temperatures at which it scores prompts (0: those of greedy decoding are those at 1). None: any."""
+    """The temperatures at which it scores prompts. None: any. Temperature 0 (greedy) is scored at temperature 1."""
     ranks_tokens: bool = False
     """It returns the most likely tokens (`score_top`)."""
     prefix_cache: bool = False
@@ -134,17 +139,18 @@ class Traits:
     continues: bool = False
     """It continues an answer that another engine has begun (`GenerateRequest.begun`)."""
     resumable_stream: bool = False
-    """As one of several replicas it answers by streams, so that another replica can continue an answer."""
+    """With several replicas it streams its answers, so that another replica can continue the answer of a lost one."""
     draws_by_position: bool = False
     """A token is a function of the seed and its position in the answer (`Sampling.position`)."""
     validates_token_ids: bool = True
-    """It refuses the first id beyond its vocabulary, and keeps running."""
+    """It answers a request with a token id beyond its vocabulary with an error, and keeps running."""
 
     pause_modes: frozenset[PauseMode] = frozenset()
-    """The modes that a server's own pause has. The client does the others, except `keep`."""
+    """The modes that the pause call of the server supports. The client implements `wait` and `abort` itself
+    otherwise."""
     aborts_requests: bool = False
-    """A server has a call that ends a request. Otherwise the connection is closed, and the tokens until then are the
-    answer."""
+    """The server has a call that ends a request. Otherwise the client closes the connection, and the answer is the
+    tokens that were received until then."""
     sleep_keeps_weights: bool = False
     """At sleep level 1 the weights of a server are in host memory, and have to be woken too."""
 
@@ -159,13 +165,14 @@ class Traits:
     streams_weights: bool = False
     """It takes weights in parts. The memory of a part is reused for the next one."""
     takes_weight_version: bool = False
-    """A server labels tokens with the name that an update gives to the weights: their version and the client's mark."""
+    """The server labels tokens with the name that an update gives to the weights: their version and the mark of the
+    client that sent them (`Peers`)."""
     tensor_names: Literal["model", "saved"] = "model"
     """How it names tensors: as the model in memory does, or as a saved folder does (experts one by one)."""
 
     @property
     def own_weights(self) -> bool:
-        """Its weights are its own, and a publish changes nothing."""
+        """True for a server that keeps its own weights: a publish does not change them."""
         return self.server and not self.updates_weights and not self.package
 
 
@@ -196,7 +203,8 @@ def capabilities_of(traits: Traits, **sizes: Any) -> Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """State that the connections to the servers of one run share. Each connection has a mark of its own."""
+    """The state that the connections to the servers of one run share. Each connection has a mark: a random tag that is
+    part of the name of the weights that it sends."""
 
     urls: set[str] = field(default_factory=set)
     """URLs of all servers that were ever part of the run."""
@@ -246,7 +254,7 @@ class RolloutContext:
     deterministic: bool = False
     """The result of a sequence is bitwise independent of what else is in the batch."""
     place: ServerPlace | None = None
-    """For engines that are servers."""
+    """The place of the server, for an engine that is one."""
 
     def __post_init__(self) -> None:
         check_positive(max_context_tokens=self.max_context_tokens)
@@ -254,6 +262,7 @@ class RolloutContext:
 
 
 def check_positive(**sizes: int) -> None:
+    """Raise Refused if one of the named sizes is below 1."""
     for name, value in sizes.items():
         if value < 1:
             raise Refused(f"{name}={value}: must be at least 1")
@@ -296,7 +305,7 @@ def check_request(request: GenerateRequest, running: Container[str], *, max_cont
 
 @dataclass(slots=True, kw_only=True)
 class PartialAnswer:
-    """The beginning of an answer, sampled by engines that were lost. No token of it ends the answer."""
+    """The beginning of an answer, sampled by engines that were lost. None of its tokens is one that ends an answer."""
 
     mixes: bool = False
     """An answer may contain tokens of several versions."""
@@ -306,6 +315,7 @@ class PartialAnswer:
     """As in `Completion`."""
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Append tokens that were sampled by `version`, with their log-probs."""
         if ids:
             self.spans.append((version, len(self.ids), len(self.ids) + len(ids)))
             self.ids += ids
@@ -317,7 +327,7 @@ class PartialAnswer:
         del self.ids[end:], self.logprobs[end:]
 
     def keep(self, least: int, most: int) -> None:
-        """Drop all tokens from the first one on that has a version outside of [least, most]."""
+        """Drop the first token with a version outside [least, most], and all tokens after it."""
         ok = list(itertools.takewhile(lambda span: least <= span[0] <= most, self.spans))
         self.cut(ok[-1][2] if ok else 0)
 
@@ -327,16 +337,18 @@ class WeightReader(Protocol):
 
     version: int
     seconds: dict[str, float]
-    """How long the parts of an update take, recorded by their readers. transfer: until the tensors have arrived; load:
-    into the engine; pause: while no request is decoded."""
+    """The seconds that the parts of an update take, recorded by their readers. transfer: until the tensors have
+    arrived; load: into the engine; pause: while no request is decoded."""
 
     @property
     def passes(self) -> bool:
-        """The tensors may never be in memory all at once: they are written over the live ones while nothing is sampled.
-        Only the end of the stream shows whether all of them were of one version."""
+        """True if the tensors may never be in memory all at once: they are written over the live ones while nothing is
+        sampled. Only the end of the stream shows if all of them were of one version."""
         ...
 
-    def tensors(self) -> Iterable[tuple[str, object]]: ...
+    def tensors(self) -> Iterable[tuple[str, object]]:
+        """Return the tensors of the publish one by one, as (name, tensor)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +381,7 @@ class GenerateRequest:
     """Content hashes of images, in the order of the prompt."""
     begun: PartialAnswer | None = None
     """The beginning of the answer, from engines that were lost: the engine continues it. When the call ends, also with
-    an error, it holds the tokens that are certain. Only for an engine that can continue answers."""
+    an error, it contains the tokens with a certain version. Only for an engine that can continue answers."""
     on_tokens: OnTokens | None = None
     """Called in the event loop with the tokens since its last call. The tokens after its last call are only in the
     completion. An engine that cannot report tokens never calls it."""
@@ -384,6 +396,8 @@ class Generates(Protocol):
 
 
 class RolloutEngine(Generates, Protocol):
+    """An engine that samples answers, scores sequences and loads published weights."""
+
     async def score(
         self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Sequence[str] = ()
     ) -> np.ndarray:
@@ -393,8 +407,10 @@ class RolloutEngine(Generates, Protocol):
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         """Make the weights of `source` live and return their version. Running requests continue under them (keep),
         finish first (wait), or return with their partial tokens (abort). Every prefix that was computed under older
-        weights is dropped. A LoRA set (`set_of`) becomes live on top of the full set; ValueError if that is another one
-        than its base. New weights of the full set end all LoRA sets, after their requests have finished."""
+        weights is dropped.
+
+        A LoRA set (`set_of`) becomes live on top of the full set; raise ValueError if its base is another full set. New
+        weights of the full set end all LoRA sets, after their requests have finished."""
         ...
 
     async def drop_set(self, name: str) -> None:
@@ -414,20 +430,43 @@ class RolloutEngine(Generates, Protocol):
         """Return the scores of a sequence with the `top` most likely tokens of each position."""
         ...
 
-    async def pause(self, mode: PauseMode = "keep") -> None: ...
-    async def resume(self) -> None: ...
-    async def abort(self, request_ids: Sequence[str] | None = None) -> int: ...
-    async def sleep(self, level: int = 1) -> int: ...
-    async def wake(self, tags: Sequence[str] = ("weights", "kv")) -> None: ...
-    async def capabilities(self) -> Capabilities: ...
-    async def close(self) -> None: ...
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop sampling: running requests stop where they are (keep), finish first (wait) or return their tokens
+        (abort)."""
+        ...
+
+    async def resume(self) -> None:
+        """Continue after a pause."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """End requests (None: all) with the tokens that they have, and return their number."""
+        ...
+
+    async def sleep(self, level: int = 1) -> int:
+        """Free the KV cache (level 1) and the weights too (level 2), and return the number of bytes, 0 if unknown."""
+        ...
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv")) -> None:
+        """Allocate these parts of the memory again."""
+        ...
+
+    async def capabilities(self) -> Capabilities:
+        """Return the abilities of the running engine and its sizes. A server is waited for until it has started."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine and all its requests."""
+        ...
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """The version of the live weights of the full set; -1 without weights."""
+        ...
 
     @property
     def replaceable(self) -> bool:
-        """It is one of several engines; the others go on without it."""
+        """True if the engine is one of several replicas: the run continues without it."""
         ...
 
     def lose(self, why: BaseException) -> None:

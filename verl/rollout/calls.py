@@ -28,13 +28,13 @@ class PendingCall:
     server_id: str = ""
     """The request's id at the server, new for every attempt."""
     asked: bool = False
-    """It was sent."""
+    """True after it was sent."""
     routed: bool = False
     """It was sent through a router: any server of the run may have it, and only closing the connection ends it."""
     last_event_s: float = 0.0
     """The time of the last event (monotonic clock)."""
     quiet: bool = False
-    """No event arrived for too long."""
+    """True if it was cancelled because no event arrived for too long (liveness.py)."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the call has returned."""
     cut: asyncio.Event = field(default_factory=asyncio.Event)
@@ -96,7 +96,7 @@ async def ended(calls: Sequence[PendingCall], timeout_s: float | None) -> None:
 
 
 async def first(*awaited: Coroutine[Any, Any, Any]) -> None:
-    """Wait until one of them is done, and cancel the others."""
+    """Run the coroutines until one of them is done, and cancel the others."""
     tasks = [asyncio.ensure_future(one) for one in awaited]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

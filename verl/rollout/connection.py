@@ -1,4 +1,5 @@
-"""The connection to one server: its URL or its process, the mark of the weights that it gets, and causes of its end."""
+"""The connection to one server: its URL or its process, the mark of the weights that are sent to it, and the reason why
+it has ended."""
 
 from __future__ import annotations
 
@@ -75,6 +76,7 @@ class ServerConnection:
 
     @property
     def exited(self) -> bool:
+        """True if the server was started here and its process has ended."""
         return self.process is not None and self.process.exit_code is not None
 
     @property
@@ -152,7 +154,7 @@ class ServerConnection:
             raise RuntimeError("the rollout engine is closed")
 
     def check_weights(self, what: str) -> None:
-        """Raise an error for a server that is fenced or has no weights. `what` names the call in it."""
+        """Raise an error for a server that is fenced or has no weights. The message names the call `what`."""
         if self.fenced is not None:
             raise ServerGone(f"{self.name} is out of service: {self.fenced}")
         if self.version < 0:
@@ -212,6 +214,7 @@ class ServerConnection:
             await asyncio.get_running_loop().run_in_executor(None, self.process.stop)
 
     async def disconnect(self) -> None:
+        """Close the connections to the server and to its router."""
         await self.http.close()
         if self.router is not None:
             self.router.fence()

@@ -18,7 +18,7 @@ SETTLE_S = 2.0  # for the last answers of a paused server to arrive
 
 
 class ServerGate:
-    """The state of a server that decides about new requests. They wait while a pause, an update or a restart runs."""
+    """The pauses and the sleep of a server. New requests wait during a pause, an update or a restart."""
 
     def __init__(self, connection: ServerConnection, calls: RunningCalls, start: ServerStart) -> None:
         self._connection, self._calls, self._start = connection, calls, start
@@ -49,7 +49,7 @@ class ServerGate:
             self.open.set()
 
     async def pause_again(self) -> None:
-        """Pause the server in the present state, which has resumed by itself although it is to be paused."""
+        """Pause the server again after it has resumed by itself, although it is to be paused."""
         await self._connection.api.pause(self._connection.call, "keep")
 
     async def end_pause(self) -> None:
@@ -61,8 +61,8 @@ class ServerGate:
 
     @asynccontextmanager
     async def alone(self, first: Callable[[], Awaitable[bool]] | None = None) -> AsyncIterator[bool]:
-        """Hold back new requests during the block, which gets the result of `first`. That runs before, while requests
-        still run."""
+        """Hold back new requests during the block. `first` is awaited before that, while requests still run, and its
+        result is given to the block (False without it)."""
         async with self._control:
             if self._undoing:  # a cancelled pause is undone first
                 await asyncio.wait(self._undoing)

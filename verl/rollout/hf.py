@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """None: the hf engine has no keys of its own."""
+    """The options of the hf engine. It has none."""
 
 
 def memory(
     options: Options, *, max_concurrent_sequences: int, max_context_tokens: int, kv_bytes_per_token: int
 ) -> dict[str, int]:
+    """Return the bytes that the engine uses besides weights: the KV of all rows at full length."""
     return {"KV cache": max_concurrent_sequences * max_context_tokens * kv_bytes_per_token}
 
 

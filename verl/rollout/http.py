@@ -20,7 +20,7 @@ CONNECT_S = 10.0
 IDLE_S = 2.0  # a kept connection is closed after this: servers close it after 5, and would lose a request
 FULL = 429  # the status of a server that takes no more requests now
 PAUSED = 503  # the status of a vLLM (0.33 on) that takes no request until it is resumed
-ROOM_S, MOST_S = 0.05, 1.0  # from one attempt to the next; grows to the second value
+ROOM_S, MOST_S = 0.05, 1.0  # the first and the longest pause between two attempts; each is twice the last one
 FILES = 65536  # open files that this process requests at most; child processes inherit the limit
 NO_FILE = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # this process cannot open a connection now
 SHOWN = 500  # characters of an error's body that are shown
@@ -170,6 +170,7 @@ def open_files() -> int:
 
 
 def _parsed(path: str, body: bytes) -> Any:
+    """Return the JSON of an answer, or None for an empty one. Raise ServerRefused if it is not JSON."""
     if not body:
         return None
     with contextlib.suppress(msgspec.DecodeError):

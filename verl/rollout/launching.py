@@ -1,4 +1,4 @@
-"""Common parts of servers that are started here: the check of their installation, their flags, their environment."""
+"""The parts that all servers started here share: the check of their installation, their flags, their environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl.rollout.process import ServerProcess, free_port
 from verl.rollout.wire import version_of
 
 ASK_S = 120.0  # for reading the version of an environment, on a cold disk
-OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # variables that a server does not inherit
 Release = tuple[int, ...]
 Launch = Callable[[str | None], tuple[ServerProcess, str]]
 """Starts the server with the model of a folder (None: its configured model) and returns its process and its URL."""

@@ -14,7 +14,7 @@ from verl.rollout.connection import PROBE_S, ServerConnection
 from verl.rollout.gate import ServerGate
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 
-LOOKS = 4  # checks within QUIET_S of requests behind a router
+LOOKS = 4  # how many times within QUIET_S the requests that were sent through a router are checked
 QUIET_S = 60.0  # without an event from a server that has requests, before it must sample a token as a probe
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
+    """The options of a server of OpenAI's completions API (rollout.engine_options)."""
+
     api_key: str | None = None
     """Sent as a bearer token; write ${oc.env:NAME}."""
     start_timeout_s: Positive = 60.0
@@ -29,6 +31,7 @@ class Options:
 
 
 def build(options: Options, context: RolloutContext) -> ServedEngine:
+    """Return the engine of the server at the URL of `context.place`. The first call checks the server."""
     from verl.rollout.api import Deadlines, Expected
     from verl.rollout.base import capabilities_of
     from verl.rollout.client import ServedEngine

@@ -19,13 +19,14 @@ PROBED_TOKENS = 4
 
 
 class CompletionsApi(Api):
-    """OpenAI's completions API. Its fields are set by the checks at the start."""
+    """OpenAI's completions API with token ids. Its fields are set by the checks at the start of a server
+    (`prepare`)."""
 
     generate = "/v1/completions"
 
     def __init__(self) -> None:
         self.scoring: str | None = None  # the field that requests log-probs of the prompt
-        # without scores it cannot be checked which distribution its log-probs are of
+        # without scores it cannot be checked if its log-probs are those of the sampled distribution
         self.traits = replace(OPENAI, raw_logprobs_only=True, score_temperatures=())
 
     def body(
@@ -87,6 +88,8 @@ class CompletionsApi(Api):
             ends = (drawn.ids[0],)
 
     async def _scores_by(self, field: str, post: Post, model: str) -> bool:
+        """Return true if the server scores a prompt by this field of a request. `scoring` is the field then, or
+        None."""
         self.scoring = field
         try:
             found = await self.score(post, model, np.array([0, 1, 0]), 60.0)
@@ -121,7 +124,7 @@ class TrtllmApi(CompletionsApi):
 
 
 def refuse_other_than_plain(sampling: Sampling) -> None:
-    """Raise ValueError for sampling with log-probs of another distribution."""
+    """Raise ValueError for sampling settings with which the sampled distribution is not the one of raw log-probs."""
     s = sampling
     if s.temperature not in (0.0, 1.0) or (s.temperature > 0 and (s.top_p < 1 or s.top_k > 0 or s.min_p > 0)):
         said = f"temperature={s.temperature} top_p={s.top_p} top_k={s.top_k} min_p={s.min_p}"

@@ -20,7 +20,8 @@ FILES = "verl-server-"  # prefix of a server's folder for temporary files, such 
 
 
 class ServerProcess:
-    """A server process. The constructor starts it and does not wait. what: its name in errors. log: gets its output."""
+    """A server as a child process. The constructor starts it and does not wait. `what` is its name in errors, and `log`
+    is the file that gets its output."""
 
     def __init__(self, what: str, command: Sequence[str], *, env: Mapping[str, str], log: Path) -> None:
         self.what, self.log = what, log

@@ -53,7 +53,7 @@ class Replica(EngineWrapper):
 
     @property
     def ready(self) -> bool:
-        """There is an engine, and it has loaded weights."""
+        """True if the engine is not lost and has loaded the weights of the last publish."""
         return self.supervisor.serves and self.supervisor.current.loaded
 
     @property
@@ -91,7 +91,8 @@ class Replica(EngineWrapper):
         return found
 
     async def forward(self, method: str, *args: Any, **named: Any) -> Any:
-        """Call the engine. If it is lost, nothing is done for a method that all replicas follow."""
+        """Call the method of the engine. For a lost engine a method of `FOLLOWED` does nothing and returns None; others
+        raise ReplicaLost."""
         if method not in FOLLOWED:
             return await getattr(self.supervisor.live().engine, method)(*args, **named)
         of = self.supervisor.current

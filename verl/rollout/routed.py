@@ -36,7 +36,8 @@ class Routed:
         peers.lost.difference_update([known for known, at in peers.marks.items() if at == own])
 
     async def check(self, timeout_s: float) -> None:
-        """Raise ValueError if the router is not there, does not know this server, or has foreign servers behind it."""
+        """Raise ValueError if the router does not answer, does not know this server, or sends requests to servers of
+        others."""
         at = f"rollout.engine_options.router={self.http.url}"
         try:
             known = await self._api.behind(partial(self.http.get, timeout_s=timeout_s))
@@ -59,6 +60,7 @@ class Routed:
         self._peers.verified[self._mark] = version
 
     def fence(self) -> None:
+        """Record that the answers of this server no longer count."""
         self._peers.verified.pop(self._mark, None)
         if self._own not in {self._peers.marks[mark] for mark in self._peers.verified}:
             self._peers.lost.add(self._mark)

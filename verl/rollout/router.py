@@ -1,4 +1,5 @@
-"""Several replicas as one engine. A request is sent to the least loaded replica, those with one prefix key to one."""
+"""Several replicas as one rollout engine. A request is sent to the least loaded replica; requests with the same prefix
+key are sent to the same replica."""
 
 from __future__ import annotations
 
@@ -199,7 +200,8 @@ class Router(EngineWrapper):
         raise ValueError(f"{what}: no replica has a LoRA set {parameters!r} (published are: {there}); publish it")
 
     async def forward(self, method: str, *args: Any, **named: Any) -> Any:
-        """Call all replicas and return the sum of their results, or one replica if it is not a method for all."""
+        """Call the method of all replicas and return the sum of the results; a method outside `FOLLOWED` is called at
+        one replica only."""
         if method not in FOLLOWED:
             return await getattr(self.replicas[self._choose(None, self._serving)], method)(*args, **named)
         results = await asyncio.gather(*(getattr(replica, method)(*args, **named) for replica in self.replicas))
@@ -239,6 +241,8 @@ class Router(EngineWrapper):
         return min((self.replicas[i].version for i in self._serving), default=-1)
 
     def _choose(self, prefix_key: str | None, among: frozenset[int]) -> int:
+        """Return the least loaded replica of `among`, or the replica of the prefix key unless that has more than
+        `MAX_LEAD` requests more. Raise ReplicaLost if `among` is empty."""
         if not among:
             raise ReplicaLost(f"no rollout replica serves: {self._failure}") from self._failure
         least = min(sorted(among), key=self._load.__getitem__)

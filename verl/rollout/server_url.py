@@ -20,6 +20,8 @@ CONTROL = "start it with serve.control=true and a serve.api_key"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
+    """The options of a server at a URL (rollout.engine_options)."""
+
     api_key: str | None = None
     """That of `verl serve` (serve.api_key); write ${oc.env:NAME}."""
     start_timeout_s: Positive = 60.0

@@ -34,6 +34,8 @@ SEEDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
+    """The options of SGLang (rollout.engine_options)."""
+
     tensor_parallel_size: PositiveInt = 1
     """Devices that share the model."""
     mem_fraction_static: PositiveShare = 0.5

@@ -1,4 +1,4 @@
-"""The start of a server: the wait until it answers, and the checks that it is the required one."""
+"""The start of a server: the wait until it answers, and the checks of its version, its model and its log-probs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ OTHER_ENGINES = "rollout.engine=native (or hf, for whatever transformers has)"
 
 
 class ServerStart:
-    """The start of a server, which all first calls wait for. `load_adapters` loads what a new server needs for its
-    adapters, after its other checks."""
+    """The start of a server. All calls before its end wait for it. `load_adapters` is called last, and loads the
+    adapters that a new server needs."""
 
     def __init__(self, connection: ServerConnection, load_adapters: Callable[[], Awaitable[None]]) -> None:
         self._connection, self._load_adapters = connection, load_adapters
@@ -121,7 +121,7 @@ class ServerStart:
             await self.check_answers()
 
     async def _refuse_another_model(self) -> None:
-        """Raise Refused for a server of another model than this run's, as far as that shows without weights."""
+        """Raise Refused if the server has another model than this run, as far as that can be found without weights."""
         connection, place = self._connection, self._connection.context.place
         config = connection.context.hf_config.get_text_config()
         if unlike := await connection.api.unlike(connection.call, connection.model, config):

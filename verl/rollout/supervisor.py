@@ -36,7 +36,7 @@ class EngineRun:
     sets: dict[str, int] = field(default_factory=dict)
     """The verified versions of its LoRA sets, by id."""
     judging: tuple[str, int] | None = None
-    """The LoRA set and the version that it has loaded last, if that is neither verified nor refused."""
+    """The id and version of the LoRA set that was loaded last, while it is neither verified nor refused."""
 
     def __post_init__(self) -> None:
         self.judged.set()
@@ -73,12 +73,12 @@ class EngineSupervisor:
 
     @property
     def serves(self) -> bool:
-        """There is an engine that is not lost."""
+        """True if the present engine is not lost."""
         return self._why is None
 
     @property
     def over(self) -> bool:
-        """No new engine will be started if this one is lost."""
+        """True if no new engine will be started when this one is lost."""
         return self._starts <= 0 or (self._at_url and self.current.in_publish and not self.current.loaded)
 
     def live(self) -> EngineRun:
@@ -122,6 +122,7 @@ class EngineSupervisor:
             yield
 
     def awake(self) -> None:
+        """Record that the KV cache is allocated again, so that new engines may start."""
         self.asleep = 0
         self.woken.set()
 

@@ -31,7 +31,8 @@ VLLM = Traits(
 VERL_SERVE = replace(
     VLLM, package="", public_keys={}, draws_by_position=True, prepares_weights=True, tensor_names="model"
 )
-"""Those of vLLM's API. `verl serve` also samples by position and reads new weights while it samples."""
+"""The traits of `verl serve`: those of vLLM's API, and it samples by position and reads new weights while it
+samples."""
 
 SGLANG = Traits(
     server=True,
@@ -67,4 +68,5 @@ TRTLLM = Traits(
 OPENAI = Traits(
     server=True, score_temperatures=(0.0, 1.0), continues=True, validates_token_ids=False, updates_weights=False
 )
-"""A server that turns out not to score prompts has only raw log-probs."""
+"""The traits of a server that scores prompts. If the checks at its start find that it does not, only requests with raw
+log-probs are sent to it (`CompletionsApi`)."""

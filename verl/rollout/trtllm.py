@@ -33,6 +33,8 @@ NOTE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
+    """The options of TensorRT-LLM (rollout.engine_options)."""
+
     tensor_parallel_size: PositiveInt = 1
     """Devices that share the model."""
     kv_cache_free_gpu_memory_fraction: PositiveShare = 0.5

@@ -38,6 +38,8 @@ MAX_KV_GIB = 4  # of a CPU's memory, unless kv_cache_gib is given
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
+    """The options of vLLM (rollout.engine_options)."""
+
     tensor_parallel_size: PositiveInt = 1
     """Processes (on a GPU: devices) that share the model."""
     gpu_memory_utilization: PositiveShare = 0.5
@@ -78,6 +80,7 @@ def memory(
 
 
 def kv_gib(options: Options, needed_bytes: int) -> int:
+    """Return the GiB of the KV cache on a CPU: the option, or as many as `needed_bytes` takes, at most `MAX_KV_GIB`."""
     return options.kv_cache_gib or min(MAX_KV_GIB, -(-needed_bytes // (1 << 30)))
 
 
@@ -113,6 +116,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
 
 
 def expected() -> Expected:
+    """Return the requirements on a vLLM server: its versions, and how to start it so that it has each path."""
     from verl.rollout.api import Expected
     from verl.rollout.vllm_api import ABORT, GENERATE
 

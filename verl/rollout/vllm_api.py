@@ -29,6 +29,9 @@ ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_e
 
 
 class VllmApi(Api):
+    """The API of `vllm serve`: requests with token ids, and the calls that pause it, update its weights and load
+    adapters."""
+
     generate = GENERATE
 
     def __init__(self, *, resumable_stream: bool = False) -> None:
@@ -137,7 +140,8 @@ class VllmApi(Api):
 
 
 class VerlApi(VllmApi):
-    """The API of `verl serve`. It continues at a given position, and sends events at a requested interval."""
+    """The API of `verl serve`. It is vLLM's, with the position at which sampling continues, and the interval between
+    two events of a stream."""
 
     def __init__(self) -> None:
         self.traits = VERL_SERVE

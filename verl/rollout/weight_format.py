@@ -26,9 +26,9 @@ def format_of_module(module: nn.Module, dtype: torch.dtype) -> WireFormat:
 def format_of_server(config: Any, dtype: torch.dtype) -> WireFormat:
     """Return the format of a server that computes in `dtype`.
 
-    Servers keep some tensors in float32, each by a rule of its own: norms, biases, router gates, and what the model's
-    class declares. These stay in float32 on their way, which is little, and the server rounds them or not. A model of
-    an unknown class is sent as the trainer holds it."""
+    Servers keep some tensors in float32, each by a rule of its own: norms, biases, router gates, and those that the
+    model's class declares. They are sent in float32, which adds few bytes, and the server rounds them if it keeps them
+    otherwise. A model of an unknown class is sent in the trainer's own dtypes."""
     model = skeleton_of(copy.deepcopy(config))
     if model is None or dtype == torch.float32:
         return AS_HELD if model is None else WireFormat("float32")

@@ -14,7 +14,7 @@ from verl.rollout.base import Completion, DecodeFn, PartialAnswer
 from verl.rollout.embedded.requests import find_stop
 from verl.types import Sampling, StopReason, derive_seed
 
-SAME = 0.02  # relative difference of log-probs; less is rounding
+SAME = 0.02  # the relative difference of log-probs up to which they differ by rounding only
 
 Span = tuple[str, int, int]
 """(version, start, end), with the server's name of the version."""
@@ -31,7 +31,7 @@ class ServerAnswer:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[Span] = field(default_factory=list)
-    """Which weights sampled which tokens."""
+    """The spans of tokens of each version of the weights."""
     live: str | None = None
     """The server's present version, if it is reported before the end."""
     finish: str | None = None
@@ -41,7 +41,7 @@ class ServerAnswer:
     stopped: tuple[int, str] | None = None
     """(number of tokens up to the end of a stop string, the string)."""
     sure: int = 0
-    """This many tokens are certainly of the version that was live at the beginning."""
+    """The number of first tokens that were certainly sampled by the version that was live at the beginning."""
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append tokens. Raise ValueError for log-probs that are not finite."""
@@ -54,7 +54,7 @@ class ServerAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How the tokens of a server become an answer."""
+    """The settings by which the tokens of a server are read as an answer."""
 
     sampling: Sampling
     room: int
@@ -66,6 +66,7 @@ class Reading:
 
     @property
     def limit(self) -> int:
+        """The most tokens that the answer may have."""
         return min(self.sampling.max_tokens, self.room)
 
     def rest(self, by_position: bool) -> Sampling:

@@ -1,4 +1,4 @@
-"""An engine in front of another one: a replica, or an engine in another process."""
+"""Rollout engines that pass their calls to another engine: a replica, or an engine in another process."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ FOLLOWED = frozenset(("pause", "resume", "abort", "sleep", "wake"))
 
 
 class EngineWrapper(BaseEngine):
-    """An engine in front of another one. It passes all methods on by `forward`, except those that it defines itself."""
+    """A rollout engine that passes its calls to another one by `forward`, except the methods that a subclass
+    defines."""
 
     async def forward(self, method: str, *args: Any, **named: Any) -> Any:
+        """Call the method with this name of the other engine and return its result."""
         raise NotImplementedError
 
     async def score(
@@ -64,7 +66,8 @@ class EngineWrapper(BaseEngine):
 
 
 class AfterPublish(EngineWrapper):
-    """A replica that takes weights only after a publish has ended: a LoRA set follows the weights under it."""
+    """A replica with a `load_weights` that waits until a publish has ended: a LoRA set is loaded after the weights
+    under it."""
 
     def __init__(self, inner: RolloutEngine, publish: asyncio.Future[Any]) -> None:
         self._inner, self._publish = inner, publish

@@ -30,6 +30,8 @@ HEAD_BYTES = 32
 
 @dataclass
 class Init(WeightTransferInitInfo):
+    """The settings of the transfer, which vLLM requires. There are none."""
+
     pass
 
 
@@ -68,6 +70,8 @@ class SharedSegment:
         return int.from_bytes(self._found[:8], "little", signed=True)
 
     def tensors(self, update: SegmentUpdate) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the wanted tensors of the segment by name, compared with their checksums, and cut into the parts that
+        vLLM reads."""
         size, first, length = (int.from_bytes(self._found[at : at + 8], "little") for at in (8, 16, 24))
         on_device = _opened(self._found[first : first + length]) if length else None
         parts = msgspec.msgpack.decode(self._found[HEAD_BYTES : HEAD_BYTES + size])
@@ -100,6 +104,7 @@ class SharedSegment:
             torch.cuda.synchronize(on_device.device)
 
     def require(self, version: int) -> None:
+        """Raise RuntimeError if the segment has another version."""
         if self.version != version:
             raise RuntimeError(f"version {version} was expected in shared memory, and {self.version} is there")
 
@@ -123,6 +128,9 @@ def _plain(name: str) -> str:
 
 
 class Engine(WeightTransferEngine[Init, SegmentUpdate]):
+    """The weight transfer engine `verl` of vLLM: it loads the tensors of segments into a worker's model, layer by
+    layer."""
+
     init_info_cls, update_info_cls = Init, SegmentUpdate
 
     def init_transfer_engine(self, init_info: Init) -> None:
@@ -139,6 +147,8 @@ class Engine(WeightTransferEngine[Init, SegmentUpdate]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SegmentUpdate) -> None:
+        """Load the tensors of one segment into the model. Raise RuntimeError if it has another version, also
+        afterwards."""
         segment = SharedSegment(update_info.path)
         segment.require(update_info.version)
         self.segments.append(segment)
@@ -161,6 +171,7 @@ class Engine(WeightTransferEngine[Init, SegmentUpdate]):
         pass
 
     def _noted(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors, and record the name of each after it was read."""
         for name, tensor in tensors:
             yield name, tensor
             self.read.append(name)
@@ -170,7 +181,7 @@ WeightTransferEngineFactory.register_engine("verl", Engine)
 
 
 class Extension:
-    """Part of vLLM's worker."""
+    """Methods that vLLM adds to the class of its workers."""
 
     def loaded_weights(self) -> dict[str, list[str]]:
         """Return the report of the last update, for `/collective_rpc`."""
