@@ -1,8 +1,8 @@
-"""Export: a folder that plain `AutoModelForCausalLM.from_pretrained` and every serving engine loads.
+"""Export of a model as a Hugging Face folder, which `AutoModelForCausalLM.from_pretrained` and every serving engine can
+load.
 
-config.json, generation config, tokenizer and chat template come from the folder the model came from; only the weights
-are ours. They are written as they arrive, so that memory holds one tensor, not the model.
-"""
+config.json, generation config, tokenizer and chat template are copied from the folder that the model was loaded from;
+only the weights are new. Each tensor is written when it arrives, so that memory has one tensor and not the model."""
 
 from __future__ import annotations
 
@@ -38,18 +38,20 @@ _OURS = ("config.json", "*.index.json", "adapter_config.json", "trainer_state.js
 
 @dataclass(frozen=True, slots=True)
 class HfExport:
-    """The files that a folder of a run's weights gets besides the weights: everything of `source_dir` that is not
-    weights.
-
-    tokenizer_dir, chat_template: where they differ from the source."""
+    """An export of a run's weights: the folder also gets every file of `source_dir` that is not weights."""
 
     source_dir: Path
+    """The Hugging Face folder that the model was loaded from."""
     tokenizer_dir: Path | None = None
+    """The folder of the tokenizer; None: `source_dir`."""
     chat_template: str | None = None
+    """The chat template; None: that of the tokenizer's folder."""
     config_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of config.json with other values than in `source_dir`."""
 
     def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """`tensors`: HF names, in any order. ValueError if they do not cover the model or break a tie."""
+        """Write the folder. tensors: (Hugging Face name, tensor) in any order. Raise ValueError if they do not cover
+        the model, or if tied weights differ."""
         config = _config_of(self.source_dir, self.config_overrides)
         directory.mkdir(parents=True, exist_ok=True)
         if stale := sorted(p.name for p in directory.glob("*.safetensors*")):
@@ -69,7 +71,8 @@ class HfExport:
 def _write_shards(
     directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], open_files: ExitStack
 ) -> tuple[list[Shard], Counter[torch.dtype]]:
-    """Shards side by side, one per dtype: within a file every tensor starts at a multiple of its item size."""
+    """Write the tensors into shards of one dtype each: within a file every tensor starts at a multiple of its item
+    size. Return the shards, and the number of bytes by dtype."""
     filling: dict[torch.dtype, Shard] = {}
     shards: list[Shard] = []
     bytes_of: Counter[torch.dtype] = Counter()
@@ -93,7 +96,8 @@ def _write_shards(
 def _checked(
     tensors: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Refuse duplicates; store tied weights once, under their owner's name."""
+    """Yield the tensors, tied weights once and under their owner's name. Raise ValueError for a duplicate, a dtype that
+    safetensors lacks, or tied weights that differ."""
     seen: set[str] = set()
     digests: dict[str, bytes] = {}
     waiting: dict[str, torch.Tensor] = {}  # owner -> what came under an alias before it
@@ -122,7 +126,7 @@ def _checked(
 def _as_saved(
     model: torch.nn.Module | None, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Under the names of a saved folder, experts one by one: what every serving engine reads."""
+    """Yield the tensors by the names of a saved folder, experts one by one, as every serving engine reads them."""
     for name, tensor in tensors:
         shape = tuple(tensor.shape)
         parts = [(name, shape, 0)] if model is None else saved_as(model, name, shape)
@@ -134,7 +138,7 @@ def _as_saved(
 
 
 def _name_shards(directory: Path, shards: list[Shard]) -> None:
-    """One file is model.safetensors; more are numbered, with an index."""
+    """Rename the shards: one file to model.safetensors, several to numbered names, with an index."""
     if len(shards) == 1:
         shards[0].path.rename(directory / "model.safetensors")
         return
@@ -148,8 +152,8 @@ def _name_shards(directory: Path, shards: list[Shard]) -> None:
 
 
 def skeleton(directory: Path) -> torch.nn.Module | None:
-    """The model of config.json without storage, or None if its class is not part of transformers (no foreign code is
-    run for an export)."""
+    """Build the model of config.json without storage; None if its class is not part of transformers (an export runs no
+    code of a model folder)."""
     import transformers
 
     return skeleton_of(transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False))
@@ -166,9 +170,9 @@ def skeleton_of(config: Any) -> torch.nn.Module | None:
 
 
 def saved_as(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...], int]]:
-    """Return the tensors that transformers makes of this tensor of the model when it saves it (experts one by one):
-    (name in the folder, shape, the row at which its own begin), in their order. A row: along the last dimension.
-    ValueError for a tensor that is no run of rows."""
+    """Return the tensors as which transformers saves this tensor of the model (experts one by one), in their order:
+    (name in the folder, shape, its first row in this tensor). A row is along the last dimension. Raise ValueError if a
+    saved tensor is no run of rows."""
     from transformers.core_model_loading import revert_weight_conversion
 
     if not math.prod(shape):
@@ -195,8 +199,9 @@ def _ties_of(model: torch.nn.Module | None, config: Mapping[str, Any]) -> Mappin
 
 
 def _check_names(names: set[str], tied: Mapping[str, str], model: torch.nn.Module | None, source_dir: Path) -> None:
-    """Nothing missing, nothing foreign: from_pretrained would only warn, and start missing weights at random. A model
-    has up to two naming schemes: that of its modules and, where it converts while loading, that of its files."""
+    """Raise ValueError if weights of the model are missing or there are others: from_pretrained would only warn, and
+    start missing weights at random. A model has up to two naming schemes: that of its modules and, if it converts while
+    loading, that of its files."""
     of_files = _weight_names(source_dir)
     state = {} if model is None else model.state_dict()
     saved = {
@@ -231,7 +236,8 @@ def _config_of(source_dir: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """`dtype` here and in nested configs (text_config, ...); the older name of the key is kept where it was used."""
+    """Return the config with `dtype` set in it and in nested configs (text_config, ...); the older name of the key is
+    kept where it was used."""
     out = {k: _with_dtype(v, dtype) if k.endswith("_config") and isinstance(v, dict) else v for k, v in config.items()}
     out |= {key: dtype for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)}
     if "model_type" in config:

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run counts, and what a person should know of the others. Torch-free."""
+"""The checkpoint that a run continues from, and warnings about its other checkpoints. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from verl.track.log import Note
 
 
 def find_latest(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a run, and a line for each thing that is not as it was saved."""
+    """Return the newest undamaged checkpoint of a run (None: there is none), and a warning for each damaged checkpoint
+    or record, and for a saved checkpoint that is missing."""
     notes: list[str] = []
     store = CheckpointStore(run_dir / "checkpoints", read_only=True)
     found = store.latest_valid(note=_warned(notes))
@@ -26,7 +27,7 @@ def _warned(notes: list[str]) -> Note:
 
 
 def beyond(run_dir: str | Path, step: int, total_steps: int) -> list[str]:
-    """Return a warning where a run has done more steps than are configured now."""
+    """Return a warning if a run has done more steps than are configured now; else an empty list."""
     if step <= total_steps:
         return []
     return [f"warning: run.total_steps={total_steps}, but {run_dir} has done {step}: no step is left, none is undone"]

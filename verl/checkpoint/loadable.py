@@ -22,7 +22,7 @@ BUILD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, Import
 
 
 def cannot_load(folder: Path, exc: BaseException) -> ValueError:
-    """The one line for what transformers raised."""
+    """Return the one-line error for an exception that transformers raised."""
     said, model_type = " ".join(str(exc).split())[:300], read_model_config(folder).get("model_type")
     return Refused(
         f"model.path={folder}: model_type {model_type!r} cannot be loaded as a causal language model "
@@ -32,9 +32,9 @@ def cannot_load(folder: Path, exc: BaseException) -> ValueError:
 
 
 def check_loadable(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Return the model's configuration. ValueError for quantised weights, an architecture that is no causal language
-    model here, and weights with other shapes than config.json has. No weight is read: the model is built without
-    storage."""
+    """Return the model's configuration. Raise ValueError for quantised weights, for an architecture that is no causal
+    language model here, and for weights with other shapes than config.json has. No weight is read: the model is built
+    without storage."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     refuse_adapter(folder)

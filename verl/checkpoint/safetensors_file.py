@@ -28,14 +28,14 @@ _HEADER_BYTES = 1 << 18
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a dense tensor, row-major. A view where it can be, one tensor's copy where not."""
+    """Return the bytes of a dense tensor in row-major order: a view if possible, else a copy of this tensor."""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 class Shard:
-    """One file that grows tensor by tensor, so that only one is in memory. All tensors have one item size. The room for
-    the header at the front is filled in by `finish` (the format allows blanks after the JSON)."""
+    """A safetensors file that is written tensor by tensor, so that only one is in memory. All its tensors have one item
+    size. `finish` writes the header into the space reserved at the front (the format allows blanks after the JSON)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class Shard:
         self._file.write(b" " * _HEADER_BYTES)
 
     def add(self, name: str, tensor: torch.Tensor) -> bool:
-        """Append; False if the file is full. The first always fits, however large."""
+        """Append a tensor. Return False if the file is full; the first tensor always fits."""
         # An upper bound of what the tensor adds to the header: escaped name, 20 digits for each number.
         entry_bytes = len(json.dumps(name)) + 80 + 22 * (tensor.dim() + 2)
         end = self.data_bytes + tensor.nbytes

@@ -1,4 +1,5 @@
-"""Reward models as folders: one-label sequence classifiers of transformers, the body under its own names."""
+"""Reward models as folders: sequence classifiers of transformers with one label; the other weights have the names of
+the language model."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _KINDS = ("ForCausalLM", "LMHeadModel")
 
 
 def read_score(folder: Path) -> Tensor | None:
-    """The head's weight [1, H] float32 of a reward-model folder; None where it has none (a plain language model)."""
+    """Return the head's weight [1, H] float32 of a reward-model folder; None if it has no such head (a language
+    model)."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as f:
             if WEIGHT in f.keys():  # noqa: SIM118 - not a mapping
@@ -30,8 +32,8 @@ def read_score(folder: Path) -> Tensor | None:
 
 
 def classifier_config(folder: Path, pad_token_id: int | None) -> dict[str, Any]:
-    """Return the fields of config.json for the model of `folder` as a classifier; ValueError if transformers has no
-    such class."""
+    """Return the fields of config.json for the model of `folder` as a classifier. Raise ValueError if transformers has
+    no such class."""
     import transformers
 
     config = json.loads((folder / "config.json").read_text())
@@ -54,7 +56,8 @@ def classifier_config(folder: Path, pad_token_id: int | None) -> dict[str, Any]:
 
 
 def classifier_tensors(body: str, tensors: Iterable[tuple[str, Tensor]], head: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The weights below `body` (the model's base_model_prefix), without the language head, and the scalar head."""
+    """Yield the weights below `body` (the model's base_model_prefix), without the language-model head, and the scalar
+    head."""
     for name, tensor in tensors:
         if name.startswith(f"{body}."):
             yield name, tensor

@@ -20,7 +20,7 @@ MAX_FILE_BYTES = 256 << 20  # a file is put together in memory before it is writ
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], group: Any = None) -> None:
     """Write `tensors` into the new folder `path`, in files of bounded size. With many ranks each writes the parts that
-    it holds, and all of `group` (None: the default one) call this. OSError as of any write."""
+    it has, and all ranks of `group` (None: the default group) call this. Raise OSError if the write fails."""
     with agreed(group):
         path.mkdir(parents=True, exist_ok=True)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
@@ -42,7 +42,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], group: Any = None) -
 
 
 def tensor_names(path: Path) -> frozenset[str]:
-    """Return the names that `save_tensors` wrote. ValueError if it is no such folder."""
+    """Return the names that `save_tensors` wrote. Raise ValueError for any other folder."""
     if not path.is_dir() or not any(path.glob("*.safetensors")):
         raise Refused(f"{path} holds no tensors of a checkpoint: use another checkpoint")
     with _own_errors():
@@ -50,7 +50,8 @@ def tensor_names(path: Path) -> frozenset[str]:
 
 
 def load_tensors(path: Path, into: dict[str, Tensor]) -> None:
-    """Fill the given tensors in place from `path`; all of them are there. ValueError where one has another shape."""
+    """Fill the given tensors in place from the folder `path`, which has all of them. Raise ValueError if a shape
+    differs."""
     with _own_errors():
         reader = dcp.HuggingFaceStorageReader(str(path))
         found = reader.read_metadata().state_dict_metadata
@@ -67,7 +68,8 @@ def _alone() -> bool:
 
 @contextmanager
 def agreed(group: Any) -> Iterator[None]:
-    """The OSError of any rank is that of all: else those that go on wait for it in their next exchange."""
+    """Raise an OSError of any rank on all ranks; else the others would wait for the failed rank in their next
+    exchange."""
     error: OSError | None = None
     try:
         yield
@@ -83,7 +85,8 @@ def agreed(group: Any) -> Iterator[None]:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """The cause instead of the library's wrapping, and no warning about a process that is alone on purpose."""
+    """Raise the cause of torch's `CheckpointException` in its place, and suppress torch's warning about a single
+    process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:

@@ -50,15 +50,18 @@ logger = logging.getLogger(__name__)
 
 
 class SaveFailed(OSError):
-    """The checkpoint was not written. Earlier ones are untouched, nothing of this one is left: the run can go on."""
+    """The checkpoint was not written. Earlier ones are untouched and nothing of this one remains, so the run can
+    continue."""
 
 
 class DiskFull(SaveFailed):
-    """A `SaveFailed` for lack of space, foreseen before the first byte or met while writing."""
+    """A `SaveFailed` for lack of space, detected before the first byte or while writing."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Manifest:
+    """The manifest of a checkpoint: its step, metrics and files."""
+
     step: int
     serial: int  # counts saves: a run that was rewound to an earlier step saves lower steps later
     meta: Mapping[str, Any]
@@ -66,6 +69,8 @@ class _Manifest:
 
 
 class _Entry(msgspec.Struct):
+    """The size and the hash of a file in a manifest."""
+
     bytes: int
     sha256: str
 
@@ -80,7 +85,8 @@ class _Fields(msgspec.Struct):
 
 
 class CheckpointStore:
-    """Save, find and prune the checkpoints in one directory. One writer at a time; readers pass read_only=True."""
+    """Saves, finds and prunes the checkpoints in one directory, which has one writer at a time; readers pass
+    read_only=True."""
 
     def __init__(
         self,
@@ -107,8 +113,9 @@ class CheckpointStore:
     def save(
         self, step: int, write: Callable[[Path], None], *, needed_bytes: int, meta: Mapping[str, Any] | None = None
     ) -> None:
-        """`write` fills an empty directory; when it returns, the checkpoint is committed and old ones are pruned.
-        An OSError (disk full, quota, I/O) leaves what was there and is raised as SaveFailed or DiskFull."""
+        """Commit a checkpoint: `write` fills an empty directory, which then gets its name, and old checkpoints are
+        pruned. Raise SaveFailed or DiskFull for an OSError (disk full, quota, I/O); earlier checkpoints stay as they
+        were."""
         meta = dict(meta or {})
         json.dumps(meta)  # a meta that JSON cannot hold fails here, before anything is written
         final = self._path(step)
@@ -163,22 +170,23 @@ class CheckpointStore:
         shutil.rmtree(old, ignore_errors=True)
 
     def _aside(self, path: Path, why: Literal["old", "trash"]) -> Path:
-        """One atomic step out of sight: a half-removed directory never has the name of a checkpoint."""
+        """Rename a checkpoint in one atomic step, so that a partly removed directory never has the name of a
+        checkpoint. Return the new path."""
         aside = path.with_name(f"{path.name}.{why}-{self._owner}")
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(path, aside)
         return aside
 
     def steps(self) -> list[int]:
-        """Steps with a committed checkpoint, damaged or not, ascending."""
+        """Return the steps with a committed checkpoint, damaged or not, ascending."""
         if not self.directory.is_dir():
             return []
         return sorted(int(m[1]) for p in self.directory.iterdir() if (m := _STEP.fullmatch(p.name)) and p.is_dir())
 
     def latest_valid(self, note: Callable[[str], None] = logger.warning) -> Path | None:
-        """Return the newest checkpoint (the one saved last) that is whole; None if there is none at all. If there are
-        some and all are damaged that is an error, because starting over must be the user's decision. note: is called
-        for each damaged one that is skipped."""
+        """Return the newest undamaged checkpoint (the one saved last); None if there are no checkpoints. Raise
+        ValueError if all are damaged, because starting over must be the user's decision. note: called with a line for
+        each damaged checkpoint that is skipped."""
         readable = self._manifests()
         unreadable = [self._path(step) for step in self.steps() if step not in {m.step for m in readable}]
         skipped: list[str] = []
@@ -201,12 +209,12 @@ class CheckpointStore:
         return self.directory / f"step_{step}"
 
     def _manifests(self) -> list[_Manifest]:
-        """Those that can be read, in the order of saving."""
+        """Return the manifests that can be read, in the order of saving."""
         found = ((step, _read_manifest(self._path(step))) for step in self.steps())
         return sorted((m for step, m in found if isinstance(m, _Manifest) and m.step == step), key=lambda m: m.serial)
 
     def _prune(self, just_saved: int) -> None:
-        """Remove the checkpoints that retention does not keep. Never the one just saved, the best, the kept steps, or
+        """Remove the checkpoints that retention does not keep, but never the last saved, the best, the kept steps, or
         one with an unreadable manifest (the user should look at it)."""
         manifests = self._manifests()
         keep = {just_saved, *(m.step for m in manifests[-self.keep_last :])}
@@ -234,8 +242,8 @@ class CheckpointStore:
 
 
 def damage(path: Path, *, quick: bool = False) -> str | None:
-    """Return a description of the checkpoint's damage; None if it is whole: with the contents that were written, and
-    weights that can be read. quick: sizes only, no hashes."""
+    """Return a description of the checkpoint's damage; None if its files have the contents that were written and its
+    weights can be read. quick: compare sizes only, no hashes."""
     manifest = _read_manifest(path)
     if isinstance(manifest, str):
         return manifest
@@ -312,8 +320,8 @@ def _sha256(path: Path) -> str:
 
 
 def _abandoned(path: Path, host: str, pid: int) -> bool:
-    """Return True if no process writes it any more: its writer is not on this host, or nothing was written for an
-    hour."""
+    """Return True if no process writes the folder any more: its writer, on this host, has ended, or nothing was written
+    for an hour."""
     if host == socket.gethostname() and (pid == os.getpid() or not psutil.pid_exists(pid)):
         return True
     newest_s = max((p.lstat().st_mtime for p in (path, *path.rglob("*"))), default=0.0)
@@ -322,7 +330,7 @@ def _abandoned(path: Path, host: str, pid: int) -> bool:
 
 @contextmanager
 def _reported_for(final: Path) -> Iterator[None]:
-    """Every OSError in here means that `final` was not written, unless somebody was waited for too long."""
+    """Raise each OSError of the block as SaveFailed or DiskFull for `final`, except a deadline that passed."""
     try:
         yield
     except OSError as e:
@@ -334,11 +342,11 @@ def _reported_for(final: Path) -> Iterator[None]:
 
 
 def is_late(e: OSError) -> bool:
-    """Return True for a deadline that passed: no fault of the disk, which raises errors with numbers."""
+    """Return True for a deadline that passed, an error without a number; errors of the disk have one."""
     return isinstance(e, TimeoutError) and e.errno is None
 
 
 def _number(value: Any) -> float | None:
-    """None for what cannot be ranked: no metric at this step, NaN."""
+    """Return the value as a number for ranking; None if it cannot be ranked (no metric at this step, NaN)."""
     plain = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
     return value if plain else None

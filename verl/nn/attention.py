@@ -42,8 +42,8 @@ class Block:
     masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return [b, 1, Q, K]: the attended positions (bool), or the values to add to the scores. `window`: of a
-        sliding window."""
+        """Return the mask [b, 1, Q, K] of the block: the attended positions (bool), or the values to add to the scores.
+        window: size of the sliding window; None: no window."""
         if (window, dtype) not in self.masks:
             depth, device = self.k_index.shape[1], self.offset.device
             q = self.offset[:, None] + torch.arange(self.q_index.shape[1], device=device)  # [b, Q]
@@ -58,7 +58,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The positions of q [T, H, D], k and v [T, KV, D], seen as rows of D, in the slots of all blocks in order."""
+    """Indices that gather the heads of q [T, H, D], k and v [T, KV, D], seen as rows of D, into the slots of all blocks
+    in order."""
 
     q: Tensor  # [sum b * H * Q] the heads of a group are neighbours: more query rows over the same keys
     k: Tensor  # [sum b * KV * K]
@@ -76,22 +77,25 @@ class Varlen:
 
 
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, Varlen, float, int | None], Tensor]
-"""q [T, H, D], k and v [K, KV, D], lengths, scale, sliding window -> [T, H, D], causal."""
+"""A causal attention kernel: q [T, H, D], k and v [K, KV, D], lengths, scale, sliding window -> [T, H, D]."""
 
 
 class Exchange(Protocol):
-    """The exchange around attention of ranks that share the tokens of a pack."""
+    """The exchange, before and after attention, between ranks that share the tokens of a pack."""
 
     def attend(self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v [a rank's tokens, heads, D] -> [a rank's tokens, H, D]. attention: that of this rank's plan."""
+        """Return the attention output [t, H, D] for this rank's t tokens from their q, k, v [t, heads, D]. attention:
+        the attention of this rank's plan."""
         ...
 
 
 @dataclass(slots=True)
 class AttentionPlan:
+    """The index tensors for attention over one micro-batch, the same for every layer."""
+
     blocks: list[Block]
     real: list[np.ndarray]
-    """The places [b, Q] of each block that are not padding, on the host."""
+    """For each block, which of its query slots [b, Q] are not padding; on the host."""
     varlen: Varlen | None = None
     exchange: Exchange | None = None
     by_heads: dict[tuple[int, int], Rows] = field(default_factory=dict)
@@ -115,7 +119,8 @@ def plan_attention(
 ) -> AttentionPlan:
     """Group the segments of `batch` into blocks with padding of at most about `max_waste` of their area.
 
-    queries: a run of the tokens, whose queries attend to the keys of all; None: all tokens."""
+    queries: the first token and the end of a run of tokens; only its queries are computed, with the keys of all tokens.
+    None: all tokens."""
     forest = _Forest(batch.seg_start, batch.parent).cut(queries)
     lengths, depths = forest.lengths, forest.depths
     blocks, places = [], []
@@ -135,13 +140,13 @@ def plan_attention(
 
 
 def make_varlen(batch: Batch, device: torch.device, *, queries: tuple[int, int] | None = None) -> Varlen:
-    """The index tensors of one variable-length kernel call over `batch`; queries: as in `plan_attention`."""
+    """Return the index tensors of one variable-length kernel call over `batch`; queries: as in `plan_attention`."""
     forest = _Forest(batch.seg_start, batch.parent).cut(queries)
     return _varlen(forest, np.arange(len(forest.parent)) if queries is None else forest.inside(queries), device)
 
 
 def _varlen(forest: _Forest, members: np.ndarray, device: torch.device) -> Varlen:
-    """The index tensors of the neighbouring segments `members`, which see all their ancestors."""
+    """Return the index tensors for the neighbouring segments `members`, whose queries attend to all their ancestors."""
     lengths, depths = forest.lengths, forest.depths
     keys = (depths + lengths)[members]
     cu_k = np.concatenate([[0], np.cumsum(keys)])
@@ -160,7 +165,8 @@ def _varlen(forest: _Forest, members: np.ndarray, device: torch.device) -> Varle
 
 
 class _Forest:
-    """Segments of a pack: where each begins, and its parent, which is before it."""
+    """The segments of a pack: the first token of each, and the index of its parent, an earlier segment (-1: no
+    parent)."""
 
     def __init__(self, seg_start: np.ndarray, parent: np.ndarray) -> None:
         self.seg_start, self.parent = seg_start, parent
@@ -168,8 +174,8 @@ class _Forest:
         self.depths = _depths(parent, self.lengths)
 
     def cut(self, at: tuple[int, int] | None) -> _Forest:
-        """Return the same forest with the segments cut at these tokens. The rear part of a segment is the child of its
-        front part, so that every token sees what it saw."""
+        """Return the same forest with the segments cut at these token positions. The rear part of a segment becomes the
+        child of its front part, so that every token attends to the same tokens as before."""
         added = {*(at or ())} - {*self.seg_start.tolist()}
         if not added:
             return self
@@ -180,13 +186,13 @@ class _Forest:
         return _Forest(starts, parent)
 
     def inside(self, queries: tuple[int, int]) -> np.ndarray:
-        """Return the segments between these tokens, at which the forest is cut."""
+        """Return the indices of the segments between these two token positions, at which the forest was cut."""
         first, end = np.searchsorted(self.seg_start, queries)
         return np.arange(first, end)
 
 
 def _depths(parent: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[S] tokens before each segment."""
+    """Return the number of tokens [S] of all ancestors of each segment."""
     depths = np.zeros(len(parent), np.int64)
     at = parent
     while (at >= 0).any():  # climbs all chains at once
@@ -196,8 +202,8 @@ def _depths(parent: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def _group_segments(lengths: np.ndarray, keys: np.ndarray, max_waste: float, free: int) -> list[np.ndarray]:
-    """Segments of each block: runs of like numbers of queries, then of keys, cut where padding outgrows its bound.
-    free: padding that costs nothing."""
+    """Divide segments into blocks of similar numbers of queries, then of keys; a new block begins where padding would
+    exceed `max_waste`. Return the indices of each block. free: score elements of padding that are always accepted."""
     likeness = np.round(np.log(lengths) / np.log(1.5))
     order = np.lexsort((-lengths, -keys, -likeness))
     blocks, first = [], 0
@@ -214,7 +220,7 @@ def _group_segments(lengths: np.ndarray, keys: np.ndarray, max_waste: float, fre
 
 
 def _block_index(forest: _Forest, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """q_index [b, Q] and k_index [b, K]: each member's own tokens, and those of its ancestors before them."""
+    """Return q_index [b, Q], the tokens of each member, and k_index [b, K], the tokens of its ancestors and its own."""
     lengths, depths = forest.lengths, forest.depths
     own, depth = lengths[members], int((depths + lengths)[members].max())
     q_index = np.zeros((len(members), int(own.max())), np.int64)
@@ -243,7 +249,8 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls. query [1, H, T, D], key and value [1, KV, T, D] -> [1, T, H, D]."""
+    """Compute attention in transformers' interface: query [1, H, T, D], key and value [1, KV, T, D] -> ([1, T, H, D],
+    None)."""
     if s_aux is not None:
         raise Refused(f"this model's attention has sinks; {WAY_OUT}")
     if verl_plan is None:
@@ -257,7 +264,8 @@ def packed_attention(
 def attend(
     plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, cap: float = 0.0
 ) -> Tensor:
-    """q [T, H, D], k and v [T, KV, D] -> [T, H, D]. cap > 0: scores are cap tanh(score / cap)."""
+    """Compute attention over a packed forest: q [T, H, D], k and v [T, KV, D] -> [T, H, D]. With cap > 0 the scores are
+    cap tanh(score / cap)."""
     if plan.exchange is None:
         return _attend(plan, q, k, v, scale, window, cap)
     return plan.exchange.attend(lambda q, k, v: _attend(plan, q, k, v, scale, window, cap), q, k, v)
@@ -287,7 +295,8 @@ def _attend(
 def attend_varlen(
     lengths: Varlen, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, kernel: VarlenKernel
 ) -> Tensor:
-    """The same as `attend` through one variable-length kernel. A shared prompt's keys are gathered, not recomputed."""
+    """Compute the same as `attend` by one variable-length kernel. The keys of a shared prompt are copied, not
+    recomputed."""
     if lengths.k_index is not None:
         k, v = k.index_select(0, lengths.k_index), v.index_select(0, lengths.k_index)
     return kernel(q, k, v, lengths, scale, window)
@@ -316,7 +325,7 @@ def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: Varlen, scale: float
 def _attend_block(
     block: Block, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cap: float
 ) -> Tensor:
-    """q [b, H, Q, D], k and v [b, KV, K, D] -> [b*H*Q, D]."""
+    """Compute the attention of one block: q [b, H, Q, D], k and v [b, KV, K, D] -> [b*H*Q, D]."""
     b, heads, width, _ = q.shape
     kv_heads, depth = k.shape[1:3]
     grouped = q.view(b, kv_heads, -1, q.shape[-1])  # [b, KV, G * Q, D]
@@ -340,8 +349,9 @@ def _attend_block(
 
 
 class _BatchedAttention(torch.autograd.Function):
-    """q [B, Q, D], k, v [B, K, D], what is added to the scores [B, Q, K], consumed -> [B, Q, D]. In float32 (float64
-    stays) whatever the inputs are: the scores are few, and in bf16 they would be off by percents."""
+    """Attention as two batched products: q [B, Q, D], k and v [B, K, D], bias [B, Q, K] -> [B, Q, D]. The bias is added
+    to the scores and overwritten. The products are in float32 (float64 stays) whatever the inputs are: the scores are
+    few, and in bf16 their errors would be some percent."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -366,8 +376,8 @@ class _BatchedAttention(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Rows `index` of x. Each row of x is in exactly one slot besides padding, so that the gradient is a gather by
-    `inverse`, with rows `pad` of 0, and not a sum."""
+    """Gather the rows `index` of x. Besides padding each row of x is in exactly one slot, so the gradient is a gather
+    by `inverse`, with 0 for the rows `pad`, and not a sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, pad: Tensor | None) -> Tensor:
@@ -382,14 +392,15 @@ class _Gather(torch.autograd.Function):
 
 
 def register_attention() -> None:
-    """Make the packed attention known to transformers."""
+    """Register the packed attention, and the function for its masks, with transformers."""
     AttentionInterface.register(PACKED, packed_attention)
     AttentionMaskInterface.register(PACKED, _mask)
 
 
 def _mask(*, config: Any, local_size: int | None = None, use_vmap: bool = False, **_: object) -> Tensor:
-    """The stand-in [1, 1, 1, 1] for a mask that transformers makes for some layers of a model: their sliding window, 0
-    without one. Families give the window to the attention function as well, or only to the mask."""
+    """Return a tensor [1, 1, 1, 1] in place of a layer's mask: the size of its sliding window, 0 without one. Some
+    model families give the window to the attention function as well, others only to the mask. Raise ValueError for a
+    mask that packed attention does not support."""
     if use_vmap:
         raise Refused(f"this model adds to the causal mask; {WAY_OUT}")
     if local_size and local_size == getattr(config, "attention_chunk_size", None):
@@ -398,8 +409,8 @@ def _mask(*, config: Any, local_size: int | None = None, use_vmap: bool = False,
 
 
 def window_of(mask: Tensor | None, given: int | None = None) -> int | None:
-    """The sliding window of a layer: what its mask is made of. `given`: to the attention function, which decides where
-    the model makes no mask."""
+    """Return the sliding window of a layer, as `_mask` stores it in place of a mask; None: no window. given: the window
+    in the arguments of the attention function, returned if the model makes no mask."""
     if mask is None:
         return given
     if mask.numel() != 1 or mask.dtype != torch.int64:

@@ -1,8 +1,8 @@
-"""Expert parallelism: every rank of a group holds some of a layer's experts, and tokens go to the ranks of theirs.
+"""Expert parallelism: every rank of a group has some of a layer's experts, and tokens are sent to the ranks of their
+experts.
 
-The module of the experts runs as it is written, on the tokens that came: a hook before it sends them, one behind
-it brings their outputs back and adds them up with the router's weights.
-"""
+The code of the experts' module is unchanged; it runs on the received tokens. A hook before it sends the tokens, and a
+hook after it returns their outputs and sums them with the router's weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _EXPERTS, _WEIGHTS = "ep_dispatch_experts", "grouped_gemm"
 
 
 class ExpertParallel:
-    """Gives the experts of a causal LM to the ranks of the one dimension of `mesh`. ValueError for a model that has
-    none, or others than transformers' fused ones."""
+    """Divides the experts of a causal LM over the ranks of `mesh`, which has one dimension. Raise ValueError if the
+    model has no experts, or others than transformers' fused ones."""
 
     def __init__(self, model: Any, mesh: DeviceMesh) -> None:
         self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
@@ -39,8 +39,8 @@ class ExpertParallel:
             module.register_forward_hook(self._bring_back, always_call=True)
 
     def _send(self, module: Any, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [t, H], experts [t, k] and weights [t, k] of this rank's tokens -> of the tokens that came here, each
-        with one expert and weight 1."""
+        """Send this rank's tokens, with hidden [t, H], experts [t, k] and weights [t, k], to the ranks of their
+        experts. Return the same three for the received tokens, each with one expert and weight 1."""
         hidden, experts, weights = args
         flat = experts.flatten()
         order = torch.argsort(flat, stable=True)  # by expert, and so by rank

@@ -1,4 +1,4 @@
-"""The package flash-attn, which nothing needs: its functions, where an installed release has them."""
+"""The optional package flash-attn: its functions, if the installed release has them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def flash_attn(function: str) -> Callable[..., Any] | None:
-    """Return a function of the module `flash_attn`, or None where there is none of this name. The function is looked
-    for and not the module alone: flash-attn-4 installs a module `flash_attn` without those of flash-attn 2."""
+    """Return a function of the module `flash_attn`, or None if it does not exist. The function is looked up, not only
+    the module: flash-attn-4 installs a module `flash_attn` without the functions of flash-attn 2."""
     try:
         module = importlib.import_module("flash_attn")
     except ImportError:

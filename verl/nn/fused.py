@@ -44,8 +44,8 @@ def trained_ops(device: torch.device) -> TrainedOps:
 
 
 def fuse(model: nn.Module, *, packed: bool) -> bool:
-    """Speed up the norms and gates of `model`, and its attention if it runs on packed batches. False: the type is
-    unknown."""
+    """Replace the norms and gates of `model` by fused ones, and its attention if it runs on packed batches. Return
+    False if its type is unknown."""
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     if config.model_type not in FUSED_TYPES:
         return False

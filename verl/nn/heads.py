@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 Head = Literal["lm", "value", "score"]
-"""value: a critic's, with a bias · score: a reward model's, without one (pairs cannot see it), as in transformers."""
+"""lm: a language-model head · value: a critic's, with a bias · score: a reward model's, without a bias (it cancels in a
+pair), as in transformers."""
 
 
 class ValueHead(nn.Module):
-    """hidden [n, H] -> values [n] float32. Starts at zero, so that a fresh critic predicts 0 everywhere."""
+    """A head that maps hidden [n, H] to values [n] float32. Its weights start at 0, so that a new critic predicts 0."""
 
     def __init__(self, hidden_size: int, *, bias: bool = True) -> None:
         super().__init__()

@@ -14,21 +14,24 @@ from torch.autograd.function import once_differentiable
 from verl.accel.devices import device_facts
 
 NONE = -1e30
-"""The log of no probability at all, finite: p log p of it is 0 and not NaN."""
+"""The log-prob of probability 0. It is finite, so that p log p is 0 and not NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A vocabulary that is spread over a group: every rank has a slice of the head. start: the first id of this rank's
-    · enter: the identity, with a gradient that is summed over the group · gather: [...] -> [ranks, ...] of the whole
-    group."""
+    """One rank's slice of a vocabulary that is divided over a process group: every rank has a slice of the head."""
 
     start: int
+    """The first id of this rank's slice."""
     enter: Callable[[Tensor], Tensor]
+    """The identity, with a gradient that is summed over the group."""
     gather: Callable[[Tensor], Tensor]
+    """Gathers a tensor [...] of every rank as [ranks, ...]."""
 
 
 class _LinearLogprob(torch.autograd.Function):
+    """The autograd function of `linear_logprob`. Its backward pass computes the logits of each chunk again."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -116,7 +119,9 @@ class _LinearLogprob(torch.autograd.Function):
 
 
 def _slope(logp: Tensor, d: Tensor, of_entropy: tuple[Tensor, Tensor] | None) -> Tensor:
-    """-d p, and of_entropy, (H, dL/dH), each [n, 1]: dH/dz = -p (log p + H). Uses logp [n, v] up."""
+    """Return the gradient [n, v] to the logits, without the target's own term: -d p, where d [n, 1] is the gradient to
+    the log-prob. With of_entropy = (H, dL/dH), each [n, 1], add dL/dH dH/dz, where dH/dz = -p (log p + H). Overwrites
+    logp [n, v]."""
     if of_entropy is None:
         return logp.exp_().mul_(-d)
     p = logp.exp()
@@ -124,12 +129,13 @@ def _slope(logp: Tensor, d: Tensor, of_entropy: tuple[Tensor, Tensor] | None) ->
 
 
 def rest_of(z: Tensor, ids: Tensor) -> Tensor:
-    """[n, 1] log-sum-exp of all but `ids` [n, k], of which z [n, V] keeps nothing."""
+    """Return the log-sum-exp [n, 1] of the logits z [n, V] without those of `ids` [n, k], which become -inf in z."""
     return torch.logsumexp(z.scatter_(-1, ids, -torch.inf), -1, keepdim=True).clamp_(min=NONE)
 
 
 class HeadGradients:
-    """Gradients of hidden states [n, H], weight [V, H] and bias [V]: sums over chunks of rows, in `dtype`."""
+    """The gradients of hidden states [n, H], weight [V, H] and bias [V], accumulated over chunks of rows; those of
+    weight and bias are summed in `dtype`."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self._hidden = torch.zeros_like(hidden)
@@ -137,8 +143,9 @@ class HeadGradients:
         self._bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if bias is not None else None
 
     def add(self, at: Tensor | slice, dz: Tensor, h: Tensor, cast: Tensor, needed: Tensor) -> None:
-        """Rows `at` [c]: dz [c, V] of their logits, their states h [c, H], the weight as it was multiplied with. Of
-        rows that are not `needed` [c] there is no gradient, whatever their numbers are."""
+        """Add the gradients of a chunk of rows. at: the rows · dz: gradients [c, V] of their logits · h: their hidden
+        states [c, H] · cast: the weight in the dtype of the product. Rows that are not `needed` [c] add nothing, even
+        if they are NaN."""
         if isinstance(at, slice):  # otherwise all are needed
             dz, h = dz.masked_fill_(~needed[:, None], 0), h.masked_fill(~needed[:, None], 0)
         if self._bias is not None:
@@ -151,7 +158,7 @@ class HeadGradients:
             self._weight += dz.T @ h
 
     def found(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(d_hidden, d_weight, d_bias), each in the dtype of what it is of."""
+        """Return (d_hidden, d_weight, d_bias), each in the dtype of its tensor."""
         d_bias = None if self._bias is None or bias is None else self._bias.to(bias.dtype)
         return self._hidden, self._weight.to(weight.dtype), d_bias
 
@@ -159,8 +166,9 @@ class HeadGradients:
 def _over_slices(
     vocabulary: Vocabulary, z: Tensor, lse: Tensor, entropy: Tensor | None, sum_pi2: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The target's logit (0 where it is in another slice), log-sum-exp, entropy and sum of squares, each [n] of this
-    rank's slice -> of the whole vocabulary: its distribution is a mixture of the slices'."""
+    """Combine values [n] over each rank's slice of the vocabulary into those over the whole vocabulary: the target's
+    logit (0 if the target is in another slice), log-sum-exp, entropy, sum of squared probabilities. The distribution
+    over the whole vocabulary is a mixture of those over the slices."""
     known = [x for x in (z, lse, entropy, sum_pi2) if x is not None]
     of_ranks = iter(vocabulary.gather(torch.stack(known)).unbind(1))  # each [ranks, n]
     z, parts = next(of_ranks).sum(0), next(of_ranks)
@@ -173,14 +181,15 @@ def _over_slices(
 
 
 def chunks(n: int, weight: Tensor) -> list[slice]:
-    """Return n rows in chunks, of which the logits by a head [V, H] are in memory at once."""
+    """Divide n rows into chunks of which the logits, by a head [V, H], fit into memory at once. Return them as
+    slices."""
     rows = device_facts(weight.device.type).chunk_rows(len(weight))
     return [slice(start, min(n, start + rows)) for start in range(0, n, rows)]
 
 
 def chunks_of(needed: Tensor, weight: Tensor) -> list[Tensor] | list[slice]:
-    """Return the `needed` [n] rows in chunks: their indices, or slices of all rows where the host would have to wait
-    for the device to count them."""
+    """Divide the `needed` [n] rows into chunks of indices. On a device where the host would have to wait for their
+    number, return slices of all rows instead."""
     if not device_facts(weight.device.type).compacts_rows:
         return chunks(len(needed), weight)
     rows = needed.nonzero()[:, 0]
@@ -188,7 +197,8 @@ def chunks_of(needed: Tensor, weight: Tensor) -> list[Tensor] | list[slice]:
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, cap: float) -> Tensor:
-    """[n, H] -> [n, V] float32 (float64 stays), capped, then divided by each row's own temperature."""
+    """Return the logits [n, V] of hidden [n, H] in float32 (float64 stays), capped, then divided by each row's
+    temperature."""
     z = hidden @ weight.T
     z = z if z.dtype == torch.float64 else z.float()
     if bias is not None:
@@ -199,7 +209,8 @@ def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatur
 
 
 def centred(z: Tensor, lse: Tensor) -> Tensor:
-    """Log-probs in place of the logits; one of -inf becomes so small that p log p is 0 and not NaN."""
+    """Replace logits z by log-probs in place, by their log-sum-exp [n]; -inf becomes `NONE`, so that p log p is 0 and
+    not NaN."""
     return z.sub_(lse[:, None]).clamp_(min=NONE)
 
 
@@ -216,13 +227,14 @@ def linear_logprob(
     vocabulary: Vocabulary | None = None,
     ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the log-prob [n] of `targets` [n] under softmax(hidden [n, H] @ weight [V, H]^T / temperature [n]),
-    float32; cap > 0: of cap tanh(logits / cap) instead, before the temperature (Gemma 2). On request also the entropy
-    [n] in nats (differentiable), sum_v pi_v^2 [n] (not), and of distinct `ids` [n, k] the log-probs [n, k + 1], in the
-    last place that of all others together (-1e30 where there are none; differentiable).
+    """Return the log-prob [n], float32, of `targets` [n] under softmax(hidden [n, H] @ weight [V, H]^T / temperature
+    [n]). With cap > 0 the logits are replaced by cap tanh(logits / cap) before the division (Gemma 2). On request
+    return also the entropy [n] in nats (differentiable), sum_v pi_v^2 [n] (not differentiable), and the log-probs [n, k
+    + 1] of distinct `ids` [n, k], with that of all other ids together in the last place (-1e30 if there are none;
+    differentiable).
 
-    vocabulary: `weight` and `bias` are one rank's slice; `targets` are ids of the whole, results are of the whole; it
-    excludes `ids`."""
+    vocabulary: this rank's slice if `weight` and `bias` are slices; `targets` and results are of the whole vocabulary.
+    It cannot be combined with `ids`."""
     assert vocabulary is None or ids is None, "named ids are read from a whole head"
     hidden = hidden if vocabulary is None else vocabulary.enter(hidden)
     asked = (temperature, cap, entropy, sum_pi_squared, vocabulary, ids)

@@ -1,9 +1,9 @@
-"""Outputs of a head for distillation: a distribution against a teacher's, over a few ids or the whole vocabulary,
-without [tokens, vocab]. As in `linear_logprob.py`, a chunk of logits is made, read and dropped, and made again for the
-gradient.
+"""Outputs of a language-model head for distillation: log-probs of a few ids, or the divergence from a teacher over the
+whole vocabulary, without a tensor of [tokens, vocab]. As in `linear_logprob.py`, the logits of a chunk are computed,
+used and dropped, and computed again for the gradient.
 
-For a teacher over the whole vocabulary its hidden states are kept, [n, H], not its log-probs, [n, V]: V is some forty
-times H, and a chunk of its logits is one more product."""
+For a teacher over the whole vocabulary its hidden states [n, H] are stored, not its log-probs [n, V]: V is about forty
+times H, and the logits of a chunk cost only one more product."""
 
 from __future__ import annotations
 
@@ -26,25 +26,28 @@ from verl.nn.linear_logprob import (
 )
 
 FIGURES = ("drawn_by_teacher", "teacher_agreement", "teacher_entropy")
-"""Figures of the teacher's whole distribution at each token: the log-prob of the drawn id, 1.0 if both find the same id
-likeliest (else 0), and the entropy in nats."""
+"""Figures of the teacher's whole distribution at each token: the log-prob of the drawn id, 1.0 if teacher and student
+have the same likeliest id (else 0), and the entropy in nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The map from hidden states [n, H] to logits: weight [V, H], bias [V], cap as in `linear_logprob`."""
+    """The weights of a language-model head, which maps hidden states [n, H] to logits: weight [V, H], bias [V], cap as
+    in `linear_logprob`."""
 
     weight: Tensor
     bias: Tensor | None = None
     cap: float = 0.0
 
     def logprobs(self, hidden: Tensor, temperature: Tensor) -> Tensor:
-        """[n, H], [n] -> [n, V] in float32 at least."""
+        """Return the log-probs [n, V] of hidden [n, H] at `temperature` [n], in float32 at least."""
         z = chunk_logits(hidden, self.weight.to(hidden.dtype), self.bias, temperature, self.cap)
         return centred(z, torch.logsumexp(z, -1))
 
 
 class _Read(torch.autograd.Function):
+    """The autograd function of `divergence`: values and figures per row, computed from a head's log-probs in chunks."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -86,9 +89,10 @@ class _Read(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Divergence:
-    """Generalised Jensen-Shannon divergence of the distribution to a teacher's of hidden states [n, H']: of log-probs
-    [c, V] of the rows `at` the values [c] and `FIGURES` [c, 3], and the gradient of the sum of d x values to the logits
-    that were divided by the temperature."""
+    """The generalised Jensen-Shannon divergence of a student from a teacher, for the rows `at` of a chunk. `values`
+    returns the divergences [c] and `FIGURES` [c, 3]; `slope` the gradient of sum(d x divergence) to the student's
+    logits after the division by the temperature. The fields `hidden` [n, H'], `head` and `temperature` are the
+    teacher's."""
 
     hidden: Tensor
     head: HeadWeights
@@ -100,7 +104,8 @@ class _Divergence:
         return self.head.logprobs(self.hidden[at], self.temperature[at])
 
     def _mixture(self, t: Tensor, p: Tensor, q: Tensor) -> Tensor:
-        """Return the mixture that both are compared with, from p and q = exp(t); at beta 1 it is the teacher."""
+        """Return the log-probs of the mixture M, from the teacher's log-probs t and the probabilities p (student) and q
+        (teacher); at beta 1 M is the teacher's distribution."""
         if self.beta == 1:
             return t
         return (q * self.beta).add_(p, alpha=1 - self.beta).clamp_(min=torch.finfo(p.dtype).tiny).log_()
@@ -132,7 +137,8 @@ class _Divergence:
 
 
 def logprobs_at(hidden: Tensor, head: HeadWeights, ids: Tensor, temperature: Tensor) -> Tensor:
-    """[n, H], ids [n, k] -> [n, k + 1]: see `linear_logprob`."""
+    """Return the log-probs [n, k + 1] of `ids` [n, k], and of all other ids together, for hidden [n, H]
+    (`linear_logprob`)."""
     found = linear_logprob(hidden, head.weight, ids[:, 0], temperature, ids=ids, bias=head.bias, cap=head.cap)[3]
     assert found is not None
     return found
@@ -148,9 +154,10 @@ def divergence(
     beta: float,
     targets: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """[n]: of the student's distribution S, of hidden [n, H], to the teacher's T, of hidden states [n, H'], over the
-    whole vocabulary: beta KL(T || M) + (1 - beta) KL(S || M), M = beta T + (1 - beta) S; beta 0: KL(T || S), forward;
-    beta 1: KL(S || T), reverse. Differentiable in the student. Beside it `FIGURES` [n, 3], which are not."""
+    """Return the divergence [n] of the student's distribution S, of `hidden` [n, H], from the teacher's T, of hidden
+    states `teacher` [n, H'], over the whole vocabulary; and `FIGURES` [n, 3]. It is beta KL(T || M) + (1 - beta) KL(S
+    || M) with M = beta T + (1 - beta) S; beta 0: KL(T || S), forward; beta 1: KL(S || T), reverse. The divergence is
+    differentiable in the student, the figures are not."""
     assert len(head.weight) == len(teacher_head.weight), "one vocabulary"
     reading = _Divergence(teacher, teacher_head, teacher_temperature, beta, targets)
     out: tuple[Tensor, Tensor] = _Read.apply(hidden, head.weight, head.bias, temperature, head.cap, reading)
@@ -161,8 +168,8 @@ def divergence(
 def top_k(
     hidden: Tensor, head: HeadWeights, temperature: Tensor, k: int, targets: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """[n, H] -> the k likeliest ids [n, k] int64, their log-probs [n, k + 1] with that of all others last, and those of
-    `targets` [n], if given."""
+    """Return the k likeliest ids [n, k] int64 for hidden [n, H], their log-probs [n, k + 1] with that of all other ids
+    together last, and the log-probs [n] of `targets` [n] if given."""
     ids, logprobs, own = [], [], []
     for at in chunks(len(hidden), head.weight) or [slice(0, 0)]:
         logp = head.logprobs(hidden[at], temperature[at])

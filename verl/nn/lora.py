@@ -63,7 +63,7 @@ def layer_size(model: nn.Module, module: str, name: str) -> tuple[int, int]:
 
 @contextmanager
 def with_low_ranks(model: nn.Module, factors: Mapping[str, LowRank], scale: float) -> Iterator[None]:
-    """Inside the context the layers of the model add their factors' product."""
+    """Inside the context each of these layers of the model adds scale * B A x, the product of its factors."""
     handles = []
     try:
         for module, one in factors.items():

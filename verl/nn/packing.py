@@ -1,4 +1,5 @@
-"""Packing is a capability proven per model and attention backend, not assumed."""
+"""Checks at the start of a run that a model computes the same log-probs for packed or padded rows as for each row
+alone."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _WAY_OUT = "Set model.engine_options.attention=padded (and model.engine_options.
 
 
 def probe_batch(vocab_size: int, *, share_prefix: bool) -> Batch:
-    """Two responses to one prompt and a third sequence, with ids spread over the vocabulary."""
+    """Return a packed batch of two responses to one prompt and a third sequence, with ids spread over the
+    vocabulary."""
     ids = np.arange(1, 25, dtype=np.int64) * 7919 % max(2, vocab_size - 1)
     prompt, tails = ids[:6], (ids[6:11], ids[11:18])
 
@@ -35,13 +37,13 @@ def probe_batch(vocab_size: int, *, share_prefix: bool) -> Batch:
 
 
 def probe_sequences(vocab_size: int) -> list[Tensor]:
-    """The probe's sequences, each whole."""
+    """Return the three sequences of the probe, each with its prompt, as ids [t]."""
     batch = unshare(probe_batch(vocab_size, share_prefix=False))
     return [batch.ids[a:b] for a, b in zip(batch.seg_start[:-1], batch.seg_start[1:])]
 
 
 def refuse_noise(infer: Callable[[Batch], Tensor], vocab_size: int, *, what: str) -> None:
-    """ValueError where two passes over a probe differ."""
+    """Raise ValueError if two passes over a probe differ, so that the model draws random numbers."""
     batch = probe_batch(vocab_size, share_prefix=False)
     first, second = infer(batch), infer(batch)
     if not torch.allclose(first, second, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
@@ -54,8 +56,8 @@ def refuse_noise(infer: Callable[[Batch], Tensor], vocab_size: int, *, what: str
 
 @contextmanager
 def short_windows(model: Any, tokens: int = 4) -> Iterator[None]:
-    """Cut the sliding windows of `model` to so many tokens, fewer than a row of the probe has. They are numbers of its
-    configuration, which its modules copy."""
+    """Inside the context the sliding windows of `model` have `tokens` tokens, fewer than a row of the probe. They are
+    attributes of its configuration, which its modules copy."""
     holders = {id(x): x for x in (model.config, model.config.get_text_config(), *model.modules())}
     found = [(vars(x), n, v) for x in holders.values() for n, v in vars(x).items() if _is_window(n, v)]
     for attributes, name, _ in found:
@@ -74,7 +76,8 @@ def _is_window(name: str, value: object) -> bool:
 
 @contextmanager
 def refused(what: str, *, padded: bool) -> Iterator[None]:
-    """Turn the errors of a model that cannot be called as an engine calls it into a ValueError with the way out."""
+    """Turn the errors of a model that cannot be called on packed or padded sequences into a ValueError with a
+    remedy."""
     try:
         yield
     except (TypeError, AttributeError, LookupError, NotImplementedError, RuntimeError) as e:
@@ -86,8 +89,8 @@ def refused(what: str, *, padded: bool) -> Iterator[None]:
 
 
 def refuse_neighbours(ours: Callable[[Batch], Tensor], vocab_size: int, longest: int, *, what: str) -> float:
-    """The largest difference that a row of `longest` tokens makes to the log-probs of short rows of its pass, of which
-    the probe has the last positions. ValueError where it makes one."""
+    """Return the largest change that a row of `longest` tokens causes in the log-probs of short rows of the same pass.
+    Raise ValueError if there is a change. The last row of the probe gets the last positions of such a long row."""
     batch = probe_batch(vocab_size, share_prefix=False)
     start, end = int(batch.seg_start[np.flatnonzero(batch.parent < 0)[-1]]), batch.num_tokens
     if longest <= end - start:
@@ -116,8 +119,9 @@ def check_packing(
     what: str,
     padded: bool = False,
 ) -> float:
-    """The largest difference of a probe's log-probs, `padded` or packed, from those of each sequence run alone. Raises
-    ValueError when they differ: packing leaks, or this model changes its logits."""
+    """Return the largest difference of a probe's log-probs, `padded` or packed, from those of each sequence alone.
+    Raise ValueError if they differ: packed rows influence each other, or the model changes its logits after the
+    head."""
     batch = probe_batch(vocab_size, share_prefix=share_prefix)
     got = ours(batch)
     worst = 0.0

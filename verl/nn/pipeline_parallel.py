@@ -18,7 +18,7 @@ from verl.errors import Refused
 
 
 class Elsewhere(nn.Module):
-    """The replacement for a layer that another stage holds."""
+    """The replacement for a layer that another stage holds: without parameters, it returns its input."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -29,8 +29,8 @@ class Elsewhere(nn.Module):
 
 
 def owners(model: Any, stages: Sequence[range]) -> dict[str, int]:
-    """The stage of each parameter and buffer of a causal LM by its name; of what two stages hold (tied embeddings) the
-    first. stages: the layers of each. ValueError for a model that cannot be cut so."""
+    """Return the stage of each parameter and buffer of a causal LM, by name; for tied embeddings, which two stages
+    hold, the first. stages: the layers of each stage. Raise ValueError if the model cannot be cut into stages."""
     base, last = model.base_model, len(stages) - 1
     what = f"parallel.pipeline={len(stages)}: {type(model).__name__}"
     before, behind = _around_the_layers(model, what)
@@ -53,7 +53,8 @@ _FIX = "use parallel.pipeline=1"
 
 
 def _around_the_layers(model: Any, what: str) -> tuple[list[str], list[str]]:
-    """The parts of the base model before and behind its layers, in the plan that transformers has for it."""
+    """Return the names of the base model's modules before and after its layers, from transformers' pipeline plan. Raise
+    ValueError if there is no such plan."""
     plan = list(getattr(type(model.config.get_text_config()), "base_model_pp_plan", None) or {})
     if "layers" not in plan or "layers" not in model.base_model._modules:
         raise Refused(f"{what} cannot be cut into stages here: transformers has no plan for its layers; {_FIX}")
@@ -62,8 +63,8 @@ def _around_the_layers(model: Any, what: str) -> tuple[list[str], list[str]]:
 
 
 def cut(model: Any, heads: nn.Module | None, stage: int, stages: Sequence[range]) -> None:
-    """Leave of a model that has `owners`, and of the heads that are trained on it, what this stage holds: embeddings on
-    the first, the last norm and heads on the last, tied embeddings on both."""
+    """Remove from a model, and from the heads that are trained on it, the parts that this stage does not hold. The
+    first stage has the embeddings, the last one the last norm and the heads; tied embeddings are on both."""
     base, last, mine = model.base_model, stage == len(stages) - 1, stages[stage]
     before, behind = _around_the_layers(model, type(model).__name__)
     for i, layer in enumerate(base.layers):
@@ -82,8 +83,8 @@ def cut(model: Any, heads: nn.Module | None, stage: int, stages: Sequence[range]
 
 
 def one_forward_one_backward(stage: int, stages: int, count: int) -> Iterator[tuple[bool, int]]:
-    """(whether forward, which of `count` passes) in the order of this stage: it is never further ahead of its backward
-    passes than there are stages behind it."""
+    """Yield (True for forward or False for backward, index of the pass) in the order in which this stage runs `count`
+    passes: backward pass i - n follows forward pass i, where n is the number of later stages."""
     ahead = stages - 1 - stage
     for i in range(count + ahead):
         if i < count:
@@ -94,9 +95,9 @@ def one_forward_one_backward(stage: int, stages: int, count: int) -> Iterator[tu
 
 @dataclass(slots=True)
 class Lane:
-    """A connection from a stage to its neighbour `step` further, in a group of its own, so that the two directions do
-    not wait for each other. At most one tensor of a rank is under way; tensors are received in the order in which they
-    were sent."""
+    """A connection from a stage to the stage `step` further, in a process group of its own, so that the two directions
+    do not wait for each other. A rank sends one tensor at a time; tensors are received in the order in which they were
+    sent."""
 
     group: dist.ProcessGroup
     step: int
@@ -113,7 +114,7 @@ class Lane:
         return x
 
     def settle(self) -> None:
-        """Wait until what was sent has been received."""
+        """Wait until the last send has completed."""
         if self._sent is not None:
             self._sent[0].wait()
             self._sent = None

@@ -16,8 +16,8 @@ from verl.errors import Refused
 
 
 def fix_rope(model: Any, longest: int | None) -> int | None:
-    """Let every pass of `model` choose its factors as a row of `longest` tokens does (None: of all positions that the
-    model has). Returns how many tokens a row may have before they would change; None: any number."""
+    """Make every pass of `model` choose its RoPE factors as for a row of `longest` tokens (None: for all positions of
+    the model). Return the number of tokens that a row may have before the factors would change; None: any number."""
     modules = [m for m in model.modules() if any(map(_follows_length, _kinds(getattr(m, "rope_type", None))))]
     if not modules:
         return None
@@ -42,7 +42,8 @@ def _follows_length(kind: object) -> bool:
 
 
 def first_lengths(text: Any) -> list[int]:
-    """The lengths up to which the RoPE of a model is that of its first training, where it follows the length."""
+    """Return the original context lengths of the RoPE types that follow the length of a row: up to them, the factors
+    are those of the first training."""
     given = dict(getattr(text, "rope_parameters", None) or {})
     each = [of for of in given.values() if isinstance(of, dict)] or [given]
     found = [of for of in each if _follows_length(of.get("rope_type"))]
@@ -50,7 +51,7 @@ def first_lengths(text: Any) -> list[int]:
 
 
 class _Further:
-    """A hook that appends one position to those that a module is called with."""
+    """A hook that appends one position, the last of the longest row, to the positions that a module is called with."""
 
     def __init__(self, last: int) -> None:
         self.last = last

@@ -1,6 +1,6 @@
 """Ranks that share the tokens of a packed forest: every rank of a group has a run of them, and a shared prompt is still
-computed once. While they attend, each has all tokens of some heads (Ulysses, 2309.14509), or all heads of its own
-tokens with the keys and values of all (context parallelism), which works with any number of heads."""
+computed once. For attention a rank gets all tokens of some heads (Ulysses, 2309.14509), or it has all heads of its own
+tokens and gets the keys and values of all tokens (context parallelism), which works with any number of heads."""
 
 from __future__ import annotations
 
@@ -16,55 +16,58 @@ from torch import Tensor
 from verl.errors import Refused
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q [Q, H, D], k and v [T, KV, D] -> [Q, H, D]."""
+"""An attention function: q [Q, H, D], k and v [T, KV, D] -> [Q, H, D]."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRuns:
-    """`num_tokens` of a batch over the ranks of `group`, padded to equal runs of `run`."""
+    """The division of the tokens of a batch over ranks, in equal runs; the last ones may have padding."""
 
     group: dist.ProcessGroup
+    """The ranks that share the tokens."""
     num_tokens: int
+    """Tokens of the batch, without padding."""
 
     @property
     def run(self) -> int:
         return -(-self.num_tokens // self.group.size())
 
     def mine(self, x: Tensor) -> Tensor:
-        """[..., T] -> [..., run] of this rank."""
+        """Return this rank's run [..., run] of x [..., T]."""
         padded = F.pad(x, (0, self.run * self.group.size() - self.num_tokens))
         return padded[..., self.run * self.group.rank() :][..., : self.run]
 
     def rows_of_mine(self, index: Tensor) -> Tensor:
-        """[n] tokens of the batch -> which of them are in this rank's run."""
+        """Return the positions in `index` of those tokens of the batch [n] that are in this rank's run."""
         return (index // self.run == self.group.rank()).nonzero()[:, 0]
 
     def together(self, values: Tensor, which: Tensor, size: int) -> Tensor:
-        """Return [size, ...] on every rank, of which this one computed the rows `which`. All ranks continue with the
-        same values to the same loss; the gradient of a value reaches the rank that computed it, once."""
+        """Return a tensor [size, ...] on every rank, to which each rank contributes its computed `values` as the rows
+        `which`. All ranks compute the same loss from it; the rank that computed a row gets the gradient of that row,
+        once."""
         out: Tensor = _Together.apply(values, which.to(values.device), size, self.group)
         return out
 
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange(TokenRuns):
-    """Each rank attends with all tokens of some heads."""
+    """Ulysses: for attention each rank has all tokens of some heads."""
 
     @property
     def queries(self) -> None:
-        """A rank has the queries of all tokens."""
+        """None: a rank has the queries of all tokens."""
 
     def attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v [run, heads, D] -> [run, H, D]."""
+        """Compute attention for this rank's tokens: q, k, v [run, heads, D] -> [run, H, D]."""
         return self._to_tokens(attention(*(self._to_heads(x) for x in (q, k, v))))
 
     def _to_heads(self, x: Tensor) -> Tensor:
-        """[run, H, D] -> [T, H / ranks, D]."""
+        """Exchange all heads of this rank's tokens [run, H, D] for all tokens of its heads [T, H / ranks, D]."""
         parts = x.reshape(self.run, self.group.size(), -1, x.shape[-1]).transpose(0, 1)
         return AllToAll.apply(parts, self.group, None, None).flatten(0, 1)[: self.num_tokens]
 
     def _to_tokens(self, x: Tensor) -> Tensor:
-        """[T, H / ranks, D] -> [run, H, D]."""
+        """Exchange all tokens of this rank's heads [T, H / ranks, D] for all heads of its tokens [run, H, D]."""
         padded = F.pad(x, (0, 0, 0, 0, 0, self.run * self.group.size() - self.num_tokens))
         parts = padded.view(self.group.size(), self.run, *x.shape[1:])
         return AllToAll.apply(parts, self.group, None, None).transpose(0, 1).flatten(1, 2)
@@ -72,17 +75,18 @@ class HeadExchange(TokenRuns):
 
 @dataclass(frozen=True, slots=True)
 class KeyGather(TokenRuns):
-    """Each rank attends with the queries of its run over the keys and values of all tokens."""
+    """Context parallelism: each rank computes attention from the queries of its run to the keys and values of all
+    tokens."""
 
     @property
     def queries(self) -> tuple[int, int]:
-        """The first token of the run, and the first behind it; the last runs may have padding or no token at all."""
+        """The first token of the run, and the one after its last; the last runs may be shorter or empty."""
         first = min(self.run * self.group.rank(), self.num_tokens)
         return first, min(first + self.run, self.num_tokens)
 
     def attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [run, H, D], k and v [run, KV, D] -> [run, H, D], in one exchange, so that all ranks make it in the same
-        order, in the backward pass too."""
+        """Compute attention for this rank's tokens: q [run, H, D], k and v [run, KV, D] -> [run, H, D]. Keys and values
+        are gathered in one collective, so that its order is the same on all ranks, in the backward pass too."""
         both = _GatherRuns.apply(torch.cat((k, v.to(k.dtype)), -1), self.group)[: self.num_tokens]
         every_k, every_v = both.split((k.shape[-1], v.shape[-1]), -1)
         first, end = self.queries
@@ -94,7 +98,8 @@ class KeyGather(TokenRuns):
 
 
 class _GatherRuns(torch.autograd.Function):
-    """[run, ...] of each rank -> [ranks * run, ...] on all; the gradient of a run is the sum over all ranks."""
+    """Gather x [run, ...] of each rank as [ranks * run, ...] on all; the gradient of a run is the sum over all
+    ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -111,8 +116,8 @@ class _GatherRuns(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """[sum sent, ...] -> [sum came, ...]: runs of rows to each rank of the group, and what they send here. None: as
-    many to each, so that it is its own transpose."""
+    """Send rows [sum sent, ...] to the ranks of the group, and return the received rows [sum came, ...]. sent, came:
+    the number of rows per rank; None: the same number for every rank."""
 
     @staticmethod
     def forward(
@@ -129,6 +134,8 @@ class AllToAll(torch.autograd.Function):
 
 
 class _Together(torch.autograd.Function):
+    """The autograd function of `TokenRuns.together`."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, which: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(which)
@@ -144,7 +151,7 @@ class _Together(torch.autograd.Function):
 
 
 def check_heads(config: Any, sequence: int, tensor: int) -> None:
-    """ValueError where the heads that a rank has cannot be shared over `sequence` ranks."""
+    """Raise ValueError if the heads of each of `tensor` ranks cannot be shared equally by `sequence` ranks."""
     heads = config.num_attention_heads  # without this setting each head has keys of its own
     key_heads = config.to_dict().get("num_key_value_heads") or heads
     for name, number in {"attention heads": heads, "key-value heads": key_heads}.items():

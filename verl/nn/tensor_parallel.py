@@ -23,11 +23,11 @@ from verl.nn.torch_compat import all_gather_single
 _COLUMNS, _ROWS, _HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
 _EXPERTS = "moe_tp_experts"
 _ONE_INPUT = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
-"""Neighbours that read the same input: its gradient is summed once."""
+"""Projections that read the same input; its gradient is summed over the ranks once for all of them."""
 
 
 class _Enter(torch.autograd.Function):
-    """The identity; ranks have used it for different slices, so gradients are summed."""
+    """The identity. Its gradient is summed over the ranks, since each rank uses the input for a slice of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -42,7 +42,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks. Each rank uses the whole sum, so each gets its gradient."""
+    """The sum over ranks. Its gradient is passed on unchanged to every rank, since every rank uses the whole sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -56,7 +56,8 @@ class _Sum(torch.autograd.Function):
 
 
 class TensorParallel:
-    """Cuts a causal LM over the one dimension of `mesh`. ValueError for a model that cannot be cut so."""
+    """Divides a causal LM over the ranks of `mesh`, which has one dimension. Raise ValueError if it cannot be
+    divided."""
 
     def __init__(self, model: Any, mesh: DeviceMesh) -> None:
         self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
@@ -81,12 +82,13 @@ class TensorParallel:
         embeddings.register_forward_hook(self._leave_embedding)
 
     def finish(self) -> Vocabulary:
-        """When all is cut: what a rank holds of the vocabulary."""
+        """Return this rank's slice of the vocabulary. Call it after all modules are split."""
         self._done.clear()  # they may be sharded further; these would keep them whole
         return Vocabulary(self._first, lambda x: _Enter.apply(x, self._group), self._gather)
 
     def split(self, module: nn.Module) -> None:
-        """Cut the parameters below `module` that are not cut yet, and let their modules run on what is left."""
+        """Cut the parameters below `module` that are not cut yet, and register the hooks that run its modules on the
+        slices."""
         for part in module.modules():
             held = {n: p for n, p in part._parameters.items() if p is not None and not isinstance(p, DTensor)}
             for name, p in held.items():
@@ -109,8 +111,8 @@ class TensorParallel:
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def _show(self, module: nn.Module, args: Any) -> None:
-        """For the time of a pass, the module's weights are what this rank holds. Norms of single heads have seen this
-        rank's heads only: their gradient is a part of the sum."""
+        """Use this rank's slices as the module's weights during a pass. The gradients of norms over single heads are
+        marked as partial sums, since a rank computes them from its own heads only."""
         partial = [Partial()] if self._styles.get(module) == _HEADS else None
         for name, p in module._parameters.items():
             if isinstance(p, DTensor):
@@ -147,7 +149,8 @@ class TensorParallel:
 
 
 def _styles(model: Any, size: int) -> dict[nn.Module, str]:
-    """How each module is cut; ValueError where the plan has ways that are not known here, or nothing to say."""
+    """Return how each module is cut. Raise ValueError if transformers has no plan for the model, if the plan has
+    unknown styles or omits a module, or if the ranks cannot share a size equally."""
     config, what = model.config.get_text_config(), f"parallel.tensor={size}: {type(model).__name__}"
     plan: dict[str, str] = getattr(type(config), "base_model_tp_plan", None) or {}
     if config.model_type in EXPERT_PLANS:  # experts stay whole: parallel.expert shares them
