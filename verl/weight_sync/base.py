@@ -34,13 +34,14 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     tied_to: str | None = None
-    """The name under which a tied tensor is delivered; None: under its own."""
+    """The name of the tensor that this one is tied to and is delivered as; None: it is delivered under its own name."""
     checksum: int | None = None
     """crc32 of the bytes that the sender staged; None where this version does not check them."""
 
 
 Parts = Mapping[str, Sequence[tuple[str, tuple[int, ...], int]]]
-"""Name of a model tensor -> the tensors that it becomes in a saved folder (`checkpoint.hf.saved_as`)."""
+"""Name of a model tensor -> (name, shape, first row) of each tensor that it becomes in a saved folder
+(`checkpoint.hf.saved_as`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,13 @@ class WeightSource:
     names: Literal["model", "saved"] = "model"
     """The names that the reader knows: those of the model in memory, or those of a saved folder."""
     parts: Parts = field(default_factory=dict)
-    """For names of a saved folder: the tensors that are several there. Their bytes are runs of rows of the delivered
-    tensor."""
+    """The delivered tensors that are several tensors in a saved folder, each of them a run of rows of the delivered
+    one."""
     passes: bool = False
-    """The version is never stored whole. A reader delays the sender, and knows only at the end that the version was
-    complete."""
+    """The version is streamed and never stored whole: a reader delays the sender, and has no proof before the end that
+    the version is complete."""
     parameters: ParameterSet = POLICY_SET
-    """The set that this is a version of; a LoRA set names the full set under it (`ParameterSet.base`)."""
+    """The parameter set of this version; a LoRA set names the full set under it (`ParameterSet.base`)."""
     identity: str = ""
     """The identity of the weights of a full set. "": unknown, as for a set that is read while it is sent."""
 
@@ -80,13 +81,14 @@ class WeightSource:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The sender's side of a publish."""
+    """The sender's receipt of a version: the source that replicas read, and the results of the trainer's checks."""
 
     source: WeightSource
     probed: Probed | None
     """The trainer's side of the canary; None without one."""
     num_bytes: int
     changed: bool
+    """Some byte differs from the version before."""
     alarms: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     """`gather`: time in which the engine delivers tensors; `stage`: time to store or send them."""
@@ -100,7 +102,9 @@ class SyncReport:
     num_tensors: int
     num_bytes: int
     verified_tensors: int
+    """The number of tensors that were compared by checksum."""
     canary_mean_abs: float
+    """The largest mean |dlogp| of a replica's canary, in nats."""
     changed: bool
     whole_s: float
     """From the call until every replica has the version and passed the canary."""
@@ -113,12 +117,13 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncContext:
-    """The arguments from which every backend is built."""
+    """The arguments with which every sync backend is built."""
 
     probes: Sequence[np.ndarray]
     """Token id arrays for the canary; empty: no canary."""
     tolerance: float | None = None
-    """The largest mean |dlogp| over likely tokens; None: what the precision explains."""
+    """The largest mean |dlogp| over likely tokens, in nats; None: derived from the difference that rounding
+    explains."""
     model: str | None = None
     """The folder that the policy was loaded from."""
 
@@ -130,9 +135,9 @@ class Outlet(Protocol):
     def transport(self) -> str: ...
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
-        """Store these tensors in place of those of the version before, and return the address at which they are read.
-        The tensors are yielded one at a time, in the order of `shapes`. One that is kept must be copied before the next
-        one is taken, unless the outlet hands out the engine's own tensors (`InPlace`)."""
+        """Store these tensors in place of the previous version and return the address at which they are read. They are
+        yielded one at a time, in the order of `shapes`. Copy a tensor that is stored before the next one is taken,
+        unless the engine's own tensor may be read in place."""
         ...
 
 
@@ -156,7 +161,7 @@ class Readers:
 
 
 class Passed(NamedTuple):
-    """A tensor on its way, with the crc32 of its bytes or None."""
+    """A tensor that is being sent, with the crc32 of its bytes; None where this version does not check it."""
 
     name: str
     tensor: Tensor
@@ -165,10 +170,10 @@ class Passed(NamedTuple):
 
 @runtime_checkable
 class StreamingOutlet(Protocol):
-    """An outlet that keeps no version: tensors are read while they are sent, by readers that are known before."""
+    """An outlet that stores no version: the tensors are read while they are sent, by a known number of readers."""
 
     def announce(self, shapes: Mapping[str, Entry]) -> str:
-        """Allocate what all versions need, before the first reader looks for one, and return the address."""
+        """Allocate the memory of all versions, before the first reader opens it, and return its address."""
         ...
 
     def source(self, version: int, turn: int, reader: int, manifest: Mapping[str, Entry], at: str) -> WeightSource:
@@ -176,7 +181,8 @@ class StreamingOutlet(Protocol):
         ...
 
     def stream(self, version: int, tensors: Iterable[Passed], readers: Readers) -> None:
-        """Send all tensors of the shapes, in their order, one at a time. Each may change once the next one is taken."""
+        """Send all tensors, in the order of the announced shapes, one at a time. A tensor may change once the next one
+        is taken."""
         ...
 
     def commit(self, turn: int) -> None:
@@ -188,13 +194,13 @@ class StreamingOutlet(Protocol):
         ...
 
     def lose(self, turn: int, reader: int) -> None:
-        """Stop waiting for that reader. Can be called from any thread."""
+        """Stop waiting for this reader of that turn. Can be called from any thread."""
         ...
 
 
 class PublishingWorkers(Protocol):
-    """The workers that hold the weights, as a sync backend calls them (`ModelWorkers`). Calls are enqueued when they
-    are made; `lose_reader` and `release_weights` are answered during other calls."""
+    """The methods of the trainer's workers that a sync backend calls (`ModelWorkers`). Calls are enqueued when they are
+    made; `lose_reader` and `release_weights` run even during other calls."""
 
     def send_weights(self, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Future[Sent]: ...
 
@@ -208,7 +214,8 @@ class PublishingWorkers(Protocol):
 
 
 class CheckpointEngine(Protocol):
-    """A sync backend: it joins an outlet, a stream and the replicas."""
+    """A sync backend: it publishes the trainer's weights through an outlet, and the replicas read them from a
+    stream."""
 
     def outlet(self) -> Outlet:
         """Return a new outlet, for the workers that publish."""
@@ -224,9 +231,10 @@ class CheckpointEngine(Protocol):
         on_inflight: Sequence[PauseMode],
         timeout_s: float,
     ) -> asyncio.Future[SyncReport]:
-        """Read the trainer's weights NOW (in its order of work), then deliver, verify and report.
+        """Enqueue the reading of the trainer's weights at once, then deliver them to the replicas, verify them, and
+        return the report.
 
-        exclusive: no optimizer step can run before the delivery is done, so nothing needs to be copied · on_inflight:
+        exclusive: no optimizer step can run before the delivery ends, so no tensor needs to be copied · on_inflight:
         for each replica, the pause mode of its running requests."""
         ...
 
@@ -238,17 +246,17 @@ class TensorStream(Protocol):
     def version(self) -> int: ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors. Each is valid until the next one is taken: copy it to keep it. Only a normal end proves
-        that all were of this version."""
+        """Yield the tensors. Each is valid until the next one is taken: copy it to keep it. Only an iteration that ends
+        without an error proves that all tensors were of this version."""
         ...
 
     def segment(self) -> str | None:
-        """Return the path in this host's shared memory (sync.engine=shm), for readers that open a path; the weights are
-        fetched first where needed. None: they are stored elsewhere."""
+        """Return the path of the version in this host's shared memory, for readers that open a file; fetch the version
+        first if this host does not have it. None: it is stored elsewhere."""
         return None
 
     def release(self, version: int) -> None:
-        """All replicas have this version: files may be reused, or deleted for later versions."""
+        """Mark this version as one that all replicas have: its files may be reused, or deleted for later versions."""
         return
 
 
@@ -268,14 +276,14 @@ class InBuckets(Protocol):
     """A `TensorStream` that is read bucket by bucket."""
 
     def buckets(self) -> Generator[Bucket, None, None]:
-        """Yield all buckets; it ends when the sender has confirmed the version. The sender does not wait for a reader
-        that closes it earlier."""
+        """Yield all buckets, and end when the sender has confirmed the version. The sender does not wait for a reader
+        that closes the generator earlier."""
         ...
 
 
 def saved_parts(model: Module | None, shapes: Mapping[str, Entry]) -> Parts:
-    """Return the saved parts of the tensors that have other names in a saved folder. model: without storage; None: of
-    an unknown class."""
+    """Return name -> parts of the tensors that have other names in a saved folder. model: the model, without storage;
+    None: its class is unknown, and the result is empty."""
     from verl.checkpoint.hf import saved_as
 
     if model is None:
@@ -310,8 +318,9 @@ async def check_canary(
     tolerance: float | None,
     parameters: str = POLICY_SET.id,
 ) -> float:
-    """Score the probes on a replica with a parameter set and compare them with the trainer's. Returns the mean |dlogp|
-    over likely tokens (0 without probes); SyncError if the replica does not compute with the trainer's weights."""
+    """Score the probes on a replica with a parameter set and compare them with the trainer's log-probs. Return the mean
+    |dlogp| over likely tokens in nats, 0 without probes. Raise SyncError if the replica does not compute with the
+    trainer's weights."""
     if probed is None:
         return 0.0
     scores = (replica.score(ids, parameters=parameters) for ids in probes)

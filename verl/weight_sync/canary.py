@@ -1,9 +1,11 @@
-"""The canary: does a rollout engine compute with the trainer's weights? Its log-probs of fixed sequences are compared
-with the trainer's. The allowed difference is what rounding explains, measured with the weights of that very publish
-(the trainer's pass against the model's own pass in the rollout's precision). One token moves neither statistic: the
-mean |dlogp| over likely tokens, for other weights; and the scale of the logits, for errors below the rounding of single
-tokens. Logits that are 1 + a times as large change a log-prob by a (logp + entropy), so a is a regression over all
-tokens."""
+"""The canary: a check that a rollout engine computes with the trainer's weights. It compares their log-probs of fixed
+probe sequences.
+
+The allowed difference is the one that rounding explains: it is measured between the trainer's pass and the model's own
+pass in the rollout's precision, over published weights. Two statistics are compared, neither of which a single token
+can move: the mean |dlogp| over likely tokens, for other weights, and the scale of the logits, for errors below the
+rounding of single tokens. Logits that are 1 + a times as large change a log-prob by a (logp + entropy), so a is the
+result of a regression over all tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-WITHIN = 3.0  # times what the precision explains; clean runs are at 0.4 to 2
-FLOOR = 1e-5  # nats; what kernels may differ by where the precision explains nearly nothing
-LEAST_SCALE = 2.0**-8  # a weight in bfloat16 is rounded by up to so much
-SURE = 5.0  # standard errors of the scale
-SEVERAL = 4  # likely words
+WITHIN = 3.0  # allowed mean |dlogp|, in multiples of the one that rounding explains; correct runs are at 0.4 to 2
+FLOOR = 1e-5  # nats; the allowed difference between kernels if rounding explains nearly none
+LEAST_SCALE = 2.0**-8  # relative; the largest rounding of a weight in bfloat16
+SURE = 5.0  # standard errors by which the scale must be off
+SEVERAL = 4  # distinct likely tokens; with fewer, `difference` leaves none out
 LEAST_WORDS = 8  # different tokens for a verdict on the scale: errors of the same token are alike
-PROBE_TOKENS, PROBED_TOKENS = 128, 384  # of a probe, and of all where there are few words; of all, about
+PROBE_TOKENS, PROBED_TOKENS = (
+    128,
+    384,
+)  # tokens of a probe, and of all probes of few distinct tokens; of all probes, about
 DIVERGED = 1.0  # nats between two passes over the same weights: such a model computes nothing
 LOST = -100.0  # nats of a likely token; a uniform guess among a million has -14
 
@@ -47,19 +52,24 @@ def probes_of(prompts: Iterable[np.ndarray], longest: int) -> list[np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The trainer's side, per token of all probes [n]: its id; log-prob and entropy of the trainer's pass; log-prob of
-    the model's own pass in the rollout's precision, of which eps is the resolution at 1."""
+    """The trainer's side of the canary: values for the n probe tokens that have a log-prob, those of all probes in a
+    row."""
 
     targets: np.ndarray
+    """[n] token ids."""
     logprobs: np.ndarray
+    """[n] their log-probs in the trainer's pass."""
     entropy: np.ndarray
+    """[n] entropy, in nats, of the trainer's distribution at each token."""
     own: np.ndarray
+    """[n] their log-probs in the model's own pass in the rollout's precision."""
     eps: float
+    """The machine epsilon of that precision."""
 
     @property
     def likely(self) -> np.ndarray:
-        """[n] weights that sum to 1: of the likelier half of the tokens, 0 of the others. Every word counts once,
-        however often it occurs: its errors are alike."""
+        """[n] weights that sum to 1: positive for the likelier half of the tokens, 0 for the others. Every distinct
+        token id counts once, however often it occurs, because its errors are alike."""
         _, word, count = np.unique(self.targets, return_inverse=True, return_counts=True)
         weight = 1.0 / count[word]
         order = np.argsort(-self.logprobs, kind="stable")
@@ -70,8 +80,8 @@ class Probed:
 
     @property
     def explained(self) -> float:
-        """Mean |dlogp| of the trainer's two passes over the likely tokens; at least what rounding the logits alone
-        makes, as few different tokens can agree by luck."""
+        """Mean |dlogp| between the trainer's two passes over the likely tokens, in nats. Each token counts with at
+        least the error of rounded logits, since a few distinct tokens can agree by chance."""
         rounding = self.eps / 4 * np.abs(self.logprobs + self.entropy)
         return float((np.maximum(np.abs(self.own - self.logprobs), rounding) * self.likely).sum())
 
@@ -88,8 +98,9 @@ def no_model(probe: Probed) -> str:
 
 
 def difference(probe: Probed, got: np.ndarray) -> float:
-    """Mean |dlogp| of the rollout's log-probs [n] over the likely tokens. Of several words the one that differs most is
-    left out: a model may magnify rounding a hundredfold at one of them, in one pass and not in the next."""
+    """Return the mean |dlogp| of the rollout's log-probs [n] over the likely tokens, in nats. With `SEVERAL` or more
+    distinct tokens, the one that differs most is left out: a model may magnify rounding a hundredfold at one token, in
+    one pass and not in the next."""
     _, word = np.unique(probe.targets, return_inverse=True)
     share = np.bincount(word, weights=probe.likely)
     off = np.bincount(word, weights=np.abs(got - probe.logprobs) * probe.likely)
@@ -100,8 +111,8 @@ def difference(probe: Probed, got: np.ndarray) -> float:
 
 
 def fault(probe: Probed, got: np.ndarray, tolerance: float | None) -> str:
-    """Return what is wrong with the rollout's log-probs [n], or "". tolerance: the largest mean |dlogp|; None: what the
-    precision explains."""
+    """Return an error text if the rollout's log-probs [n] do not agree with the trainer's, else "". tolerance: the
+    largest mean |dlogp|, in nats; None: derived from the difference that rounding explains."""
     found, allowed = difference(probe, got), tolerance or WITHIN * probe.explained + FLOOR
     if not found <= allowed:  # NaN, too
         return (
@@ -115,7 +126,8 @@ def fault(probe: Probed, got: np.ndarray, tolerance: float | None) -> str:
 
 
 def _scale(probe: Probed, got: np.ndarray) -> tuple[float, float]:
-    """(a, its standard error) of the factor 1 + a between the logits. The leverage of improbable tokens is bounded."""
+    """Return (a, its standard error), where the logits behind `got` are 1 + a times the trainer's; (0, 0) with too few
+    distinct tokens. The leverage of improbable tokens is bounded."""
     along, d = probe.logprobs + probe.entropy, got - probe.logprobs
     bound = 2.0 * float(np.median(np.abs(along)))
     weight = np.clip(along, -bound, bound)

@@ -1,6 +1,6 @@
-"""Memory of a GPU that other processes of its machine read in place: CUDA's IPC, by way of torch.multiprocessing.
+"""GPU memory that other processes of the machine read in place, through CUDA's IPC and torch.multiprocessing.
 
-The owner keeps the memory as long as any process may read it."""
+The owner must keep the memory allocated as long as any process may read it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OWN = WeakValueDictionary[bytes, Tensor]()
 
 
 def allocated(num_bytes: int) -> Tensor:
-    """Return uint8 memory on this thread's GPU."""
+    """Allocate uint8 memory [num_bytes] on this thread's GPU. Raise Refused if torch sees no GPU."""
     if not torch.cuda.is_available():
         raise Refused(
             "sync.engine=ipc passes weights through the memory of a GPU, and torch sees none here: set sync.engine=shm"
@@ -44,8 +44,8 @@ def handle_of(memory: Tensor) -> bytes:
 
 
 def open_handle(handle: bytes) -> Tensor:
-    """Return the owner's memory as uint8. It is read after the owner's `synchronize`; the owner writes to it again only
-    after the reader's."""
+    """Return the memory of a handle, uint8. Read it after the owner has called `synchronize`; the owner writes to it
+    again only after the reader has called it."""
     return own if (own := _OWN.get(handle)) is not None else _mapped(handle)
 
 

@@ -19,6 +19,7 @@ ON_GPU = "sync.engine=ipc: weights pass through a GPU's memory, and {who} of thi
 
 
 def tcp_faults(config: Config, pools: Pools, roles: Roles) -> Iterator[str]:
+    """Yield the faults of sync.engine=tcp: `delta` compares whole versions, which buckets never form."""
     given = config.sync.engine_options
     if given.get("delta") and given.get("bucket_mb") is not None:
         why = "what changed is told of whole versions, which no host has where they pass through buckets"
@@ -26,8 +27,8 @@ def tcp_faults(config: Config, pools: Pools, roles: Roles) -> Iterator[str]:
 
 
 def ipc_faults(config: Config, pools: Pools, roles: Roles) -> Iterator[str]:
-    """Check the GPUs of the buckets: Ray shows a process only its own GPUs, and the buckets are on that of the actor's
-    first rank."""
+    """Yield the faults of sync.engine=ipc. Its buckets are on the GPU of the actor's first rank, and Ray shows a
+    process only its own GPUs."""
     if config.cluster.backend != "ray" and not on_cuda(config):
         yield ON_GPU.format(who="the models")
     if far := _off_gpu(pools, roles):
@@ -43,6 +44,7 @@ def ipc_faults(config: Config, pools: Pools, roles: Roles) -> Iterator[str]:
 
 
 def collective_faults(config: Config, pools: Pools, roles: Roles) -> Iterator[str]:
+    """Yield the faults of sync.engine=collective: NCCL needs the actor and the rollout on GPUs."""
     if config.sync.engine_options.get("backend") != "nccl":
         return
     if config.cluster.backend == "inproc" and not on_cuda(config):
@@ -52,12 +54,12 @@ def collective_faults(config: Config, pools: Pools, roles: Roles) -> Iterator[st
 
 
 def disk_faults(config: Config, pools: Pools, roles: Roles) -> Iterator[str]:
-    """Check that the folder of versions is not one of this machine where replicas may be on another."""
+    """Yield a fault if the folder of versions is on this machine's disk and replicas may be on another machine."""
     if roles and address_of(config.cluster.address) is not None and config.sync.engine_options.get("folder") is None:
         fix = "set sync.engine_options.folder to one that all machines see"
         yield from apart(config, pools, roles, "lies on the disk of one machine", fix)
 
 
 def _off_gpu(pools: Pools, roles: Roles) -> list[str]:
-    """Return those of actor and rollout that do not compute on GPUs."""
+    """Return the roles, of actor and rollout, whose pools do not compute on GPUs."""
     return [role for role in ("actor", "rollout") if role in roles and pools[roles[role]].computes_on != "cuda"]

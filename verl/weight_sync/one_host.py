@@ -14,8 +14,8 @@ from verl.weight_sync.shm import PREFIX, ShmOutlet, end, remove_stale_segments
 
 
 def build(options: Shm | Ipc, context: SyncContext) -> LocalCheckpointEngine:
-    """Build the shared-memory engine. Also for sync.engine=ipc: its buckets are on a GPU, and files of shared memory
-    describe them."""
+    """Build the engine of sync.engine=shm or ipc. The buckets of ipc are on a GPU, and files of shared memory describe
+    them."""
     remove_stale_segments()
     name = f"{PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
     if options.bucket_mb is None:

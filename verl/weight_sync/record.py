@@ -31,10 +31,10 @@ class VersionRecord:
     """[2] the least and the largest value of each floating-point tensor that has any; NaN if one is NaN."""
     num_bytes: int = 0
     gathered_s: float = 0.0
-    """The time in which the engine made the tensors."""
+    """The time that the engine took to deliver the tensors."""
 
     def note(self, name: str, tensor: Tensor, *, check: bool) -> None:
-        """Record a tensor in the format in which it is sent. check: with a checksum of its bytes."""
+        """Record a tensor, in the format in which it is sent. check: also record a checksum of its bytes."""
         self.manifest[name] = replace(entry_of(tensor), checksum=checksum(tensor) if check else None)
         self.values[name] = some_values(tensor)
         self.num_bytes += tensor.nbytes
@@ -46,7 +46,7 @@ class VersionRecord:
         self.values, self.extremes = on_host(self.values), on_host(self.extremes)
 
     def add(self, other: VersionRecord) -> None:
-        """Include what another rank has recorded of other tensors."""
+        """Add the record of another rank, which is of other tensors."""
         self.manifest |= other.manifest
         self.values |= other.values
         self.extremes |= other.extremes
@@ -64,7 +64,7 @@ class VersionRecord:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude of a finite tensor."""
+        """The largest magnitude over the tensors without NaN or infinity; 0 if there are none."""
         found = (float(ends.abs().max()) for ends in self.extremes.values())
         return max((value for value in found if math.isfinite(value)), default=0.0)
 
