@@ -1,4 +1,4 @@
-"""Checks of what callers give to an engine, before it runs."""
+"""The checks of requests and scores against an engine's vocabulary and context, before they run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from verl.types import as_ids
 
 
 class InputChecks:
-    """The checks against the vocabulary and the context of a runner. decodes: stop strings can be matched."""
+    """The checks against the vocabulary and the context of a runner. With `decodes` the engine can match stop
+    strings."""
 
     def __init__(self, runner: Runner, *, decodes: bool) -> None:
         self._runner, self._decodes = runner, decodes
-        self._in_vocabulary = b""  # the last ids that were checked
+        self._in_vocabulary = b""  # the bytes of the ids that were checked last
 
     def request(self, request: GenerateRequest, running: Container[str]) -> GenerateRequest:
         """Return the request with its ids as int64. Raise ValueError for one that cannot run."""
@@ -27,7 +28,8 @@ class InputChecks:
         return request
 
     def scored(self, ids: np.ndarray, temperature: float, top: int) -> np.ndarray:
-        """Return the ids [t] int64 of a sequence that is scored. Raise ValueError for one that cannot be."""
+        """Return the ids [t] int64 of a sequence to score. Raise ValueError if it is too long or has other ids than
+        those of the vocabulary, for a negative temperature, and for a `top` above the vocabulary."""
         ids = self._ids("score", ids)
         if len(ids) > self._runner.max_context_tokens:
             raise ValueError(f"score: {len(ids)} tokens exceed max_context_tokens={self._runner.max_context_tokens}")
@@ -39,7 +41,9 @@ class InputChecks:
 
     def _ids(self, what: str, ids: np.ndarray) -> np.ndarray:
         ids = as_ids(ids)
-        if (content := ids.tobytes()) != self._in_vocabulary or ids.ndim != 1:  # siblings follow one another
+        if (
+            content := ids.tobytes()
+        ) != self._in_vocabulary or ids.ndim != 1:  # requests of one group have the same prompt
             ids = checked_ids(what, ids, self._runner.vocab_size)
             self._in_vocabulary = content
         return ids

@@ -1,7 +1,6 @@
-"""The synchronous half of an engine: the waiting and the resident requests, and one step.
+"""The synchronous half of an engine: the waiting and the resident requests, and the steps that sample tokens.
 
-It knows no asyncio and no model. The native and the HF engine differ only in their `Runner` (weights, KV, forward
-pass).
+It uses no asyncio and no model. The native and the HF engine differ only in their `Runner` (weights, KV, forward pass).
 """
 
 from __future__ import annotations
@@ -27,15 +26,17 @@ Sampled = tuple[np.ndarray, np.ndarray]  # ids [n] int64, log-probs [n] float32
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The first `len(cached)` waiting requests, at least one, are resident; `sample` draws the next token of each."""
+    """The first waiting requests that have become resident, one per element of `cached`, at least one."""
 
-    cached: Sequence[int]  # prompt tokens that were not computed for the request
+    cached: Sequence[int]
+    """Per request: the prompt tokens that were not computed for it."""
     sample: Callable[[SamplingMetadata], Sampled]
+    """Samples the next token of each of them."""
 
 
 @runtime_checkable
 class ReadsFormat(Protocol):
-    """A `Runner` that reads weights in a format of its own; any other gets them as the trainer holds them."""
+    """A `Runner` that reads weights in a format of its own. Any other runner gets them in the trainer's own dtypes."""
 
     @property
     def weight_format(self) -> WireFormat:
@@ -48,17 +49,19 @@ class TakesSets(Protocol):
     """A `Runner` that computes with LoRA sets on top of its weights."""
 
     lora_rank: int
-    """The highest rank of a set."""
+    """The highest rank of a set that it takes."""
 
     def add_set(self, parameters: ParameterSet, tensors: Mapping[str, Tensor]) -> None:
         """Compute with these factors for requests of the set from now on, in place of an earlier version of it."""
         ...
 
-    def drop_set(self, name: str) -> None: ...
+    def drop_set(self, name: str) -> None:
+        """Forget the factors of a set."""
+        ...
 
 
 class Runner(Protocol):
-    """Weights, KV and forward pass of an embedded engine.
+    """The weights, KV and forward pass of an embedded engine.
 
     Row i of the runner is row i of the core. All methods except `prepare` run on the engine's one thread.
     """
@@ -69,7 +72,7 @@ class Runner(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Weights are loaded."""
+        """True if weights are loaded."""
         ...
 
     def enter_thread(self) -> None:
@@ -82,7 +85,7 @@ class Runner(Protocol):
         ...
 
     def load(self, source: WeightReader) -> None:
-        """Read new weights over the live ones. The runner is not ready from the first tensor to the last."""
+        """Read new weights over the live ones. The runner is not ready until all tensors are read."""
         ...
 
     def admit(self, waiting: Sequence[ActiveRequest], resident: int) -> Admitted | None:
@@ -90,11 +93,12 @@ class Runner(Protocol):
         ...
 
     def decode(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
-        """Feed one token to each of n rows and sample the next ones."""
+        """Compute one token of each of the first n rows, tokens and positions [n], and sample the next ones."""
         ...
 
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
-        """Make rows `sources` rows `holes`. Then the rows from `kept` on are free."""
+        """Move each row of `sources` to the row of `holes` at the same place. Then the rows from `kept` on are free. No
+        remaining row has more than `tokens` tokens of KV."""
         ...
 
     def score(self, ids: np.ndarray, temperature: float, top: int = 0, parameters: str = POLICY_SET.id) -> Scores:
@@ -102,21 +106,23 @@ class Runner(Protocol):
         ...
 
     def drop_kv(self) -> int:
-        """Free KV and prefixes, and return the bytes."""
+        """Free KV and prefixes, and return the number of bytes."""
         ...
 
     def drop_weights(self) -> int:
-        """Free the weights, and return the bytes."""
+        """Free the weights, and return the number of bytes."""
         ...
 
     def stats(self) -> dict[str, int]:
-        """Return counters and sizes."""
+        """Return counters and sizes by name."""
         ...
 
     def close(self) -> None: ...
 
 
 class EngineCore:
+    """The requests of an engine and its runner. Apart from `prepare`, only one of its methods runs at a time."""
+
     def __init__(self, runner: Runner, eos_token_ids: Sequence[int], decode: DecodeFn | None) -> None:
         self.runner = runner
         self.version = -1
@@ -128,14 +134,17 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
+        """True if requests are waiting or resident."""
         return bool(self.waiting) or self.running.n > 0
 
     def add(self, request: ActiveRequest) -> None:
+        """Add a request to the waiting ones."""
         request.order = self._submitted
         self._submitted += 1
         self.waiting.append(request)
 
     def requests(self) -> list[ActiveRequest]:
+        """Return all requests, the waiting ones first."""
         return [*self.waiting, *self.running.requests]
 
     def run(
@@ -196,6 +205,7 @@ class EngineCore:
         return self._now(source)
 
     def _now(self, source: WeightReader) -> int:
+        """Record that the weights of `source` are live, drop the LoRA sets of the last ones, and return the version."""
         assert not self.in_sets(), "requests of LoRA sets finish before their base changes"
         for name in list(self.sets):
             self.drop_set(name)
@@ -221,7 +231,7 @@ class EngineCore:
             self.runner.drop_set(name)
 
     def check_set(self, what: str, name: str) -> None:
-        """Raise ValueError for a parameter set that no tokens can be sampled with."""
+        """Raise ValueError for a LoRA set that is not live."""
         if name != POLICY_SET.id and name not in self.sets:
             there = ", ".join(sorted(self.sets)) or "none"
             raise ValueError(f"{what}: no LoRA set {name!r} is live on these weights (there are: {there}); publish it")
@@ -232,12 +242,14 @@ class EngineCore:
         return bool(found) if name is None else name in found
 
     def _start_spans(self, name: str, version: int) -> None:
+        """Start a new span of tokens in the resident requests of a parameter set."""
         for row, request in enumerate(self.running.requests):
             if request.asked.parameters == name:
                 request.start_span(version, int(self.running.count[row]))
 
     def sleep(self, level: int) -> int:
-        """Free KV (level 1) and weights (level 2). Live requests wait again, with their tokens."""
+        """Free KV (level 1) and weights (level 2), and return the number of bytes. Resident requests become waiting
+        ones again, and keep their tokens."""
         preempted = [self.running.save(row) for row in range(self.running.n)]
         self.running.remove(np.arange(self.running.n))
         self.waiting.extendleft(sorted(preempted, key=lambda request: -request.order))
@@ -249,6 +261,8 @@ class EngineCore:
         return {**counts, "resident": self.running.n, "waiting": len(self.waiting), **self.runner.stats()}
 
     def _admit(self, admission: Admitted) -> list[Finished]:
+        """Turn admitted requests into resident ones and sample the next token of each. Return those that end with
+        it."""
         first = self.running.n
         for cached in admission.cached:
             request = self.waiting.popleft()
@@ -259,7 +273,7 @@ class EngineCore:
         return self._append(first, *admission.sample(self.running.sampling(first, self.running.n)))
 
     def _append(self, first: int, ids: np.ndarray, logprobs: np.ndarray) -> list[Finished]:
-        """Append a token to the rows from `first` on. Rows that end with it are removed and returned."""
+        """Append a token to each of the rows from `first` on. Remove and return the requests that end with it."""
         running = self.running
         self._sampled += len(ids)
         if not np.isfinite(logprobs).all():

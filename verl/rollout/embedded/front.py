@@ -48,13 +48,16 @@ QUIET_TURNS = 2  # turns of the event loop without a new call, after which a bur
 
 @dataclass(slots=True, eq=False)
 class Control:
-    """A change of state that runs between steps, in order with the generate() calls."""
+    """A change of state (pause, load, sleep, ...) that runs between steps, in order with the generate() calls."""
 
     run: Callable[[Control], Coroutine[Any, Any, Any]]
     done: asyncio.Future[Any]
 
 
 class EmbeddedEngine(BaseEngine):
+    """A `RolloutEngine` in this process. Its event loop serves the calls while one thread runs the steps of the
+    core."""
+
     def __init__(self, runner: Runner, context: RolloutContext, *, prefix_cache: bool, notes: tuple[str, ...]) -> None:
         self._core = EngineCore(runner, context.eos_token_ids, context.decode)
         self._runner, self._checks = runner, InputChecks(runner, decodes=context.decode is not None)
@@ -125,8 +128,8 @@ class EmbeddedEngine(BaseEngine):
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         """Load weights. With `keep`, requests stop only for the switch: new weights are read into further memory while
-        requests use the old ones. If no request can run, they are read over the old ones; a failure then leaves
-        none."""
+        requests use the old ones. If no request can run, they are read over the old ones; after a failure the engine
+        has no weights."""
         if not set_of(source).whole:
             return await self._load_set(source, on_inflight)
         if on_inflight == "keep":

@@ -26,6 +26,9 @@ from verl.rollout.weight_format import format_of_module
 
 
 class HfRunner:
+    """The runner of the hf engine: a module of transformers and its cache. `module` is for a model that
+    AutoModelForCausalLM cannot build."""
+
     def __init__(self, context: RolloutContext, module: nn.Module | None, *, max_prefill_tokens: int) -> None:
         check_positive(max_prefill_tokens=max_prefill_tokens)
         self.max_rows, self.max_context_tokens = context.max_concurrent_sequences, context.max_context_tokens
@@ -107,8 +110,8 @@ class HfRunner:
 
     @torch.inference_mode()
     def admit(self, waiting: Sequence[ActiveRequest], resident: int) -> Admitted | None:
-        """Admit a new batch of one parameter set after the last one has ended, padded to its longest prompt, of
-        `max_prefill_tokens`."""
+        """Admit a new batch after the last one has ended: the first waiting requests, of one parameter set, as many as
+        fit in `max_prefill_tokens` when padded to the longest of them, at least one."""
         prompts: list[np.ndarray] = []
         longest = 0
         if resident:
@@ -140,7 +143,7 @@ class HfRunner:
         return to_host(*sample(self._forward(ids, at), sampling))
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """ids, positions [n, t] -> logits [n, V] after the last id."""
+        """Compute ids at positions, both [n, t], and return the logits [n, V] after the last id of each row."""
         assert self._module is not None
         options = {"position_ids": positions, "logits_to_keep": 1}
         known = {name: value for name, value in options.items() if name in self._arguments}
@@ -173,8 +176,8 @@ class HfRunner:
         return freed
 
     def drop_weights(self) -> int:
-        """Free the weights. The module keeps its structure, the shapes (one element, expanded) and tensors that are not
-        part of a checkpoint."""
+        """Free the weights and return the number of bytes. The module keeps its structure, the shapes (one element,
+        expanded) and tensors that are not part of a checkpoint."""
         freed = 0
         if self._module is not None and self._loaded:
             tensors = {id(t): t for t in self._module.state_dict(keep_vars=True).values()}

@@ -11,14 +11,16 @@ T = TypeVar("T")
 
 
 class LoadThread:
-    """One thread. `waits` are the futures of its callers, with which the engine can end their wait."""
+    """One thread that reads weights. `waits` has a future of each running call: an error that the engine sets on it
+    ends the call."""
 
     def __init__(self, enter: Callable[[], None]) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-load", initializer=enter)
         self.waits = set[asyncio.Future[Any]]()
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Call in the thread. If the engine fails or is closed meanwhile, the caller gets that error at once."""
+        """Run `call` in the thread and return its result. If the engine fails or is closed meanwhile, raise that error
+        at once."""
         loop = asyncio.get_running_loop()
         job, stopped = loop.run_in_executor(self._thread, call), loop.create_future()
         self.waits.add(stopped)

@@ -1,4 +1,4 @@
-"""A stream of HF-named tensors copied into an engine's own memory: all, or an error that lists what did not fit."""
+"""Copies a stream of HF-named tensors into an engine's own memory. All of them must fit."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Destination:
-    """The memory of one HF tensor. Tied names share one destination."""
+    """The memory into which one HF tensor is written. Tied names share one destination."""
 
     shape: tuple[int, ...]
+    """The shape that the HF tensor must have."""
     into: Tensor
-    """A view into storage."""
+    """The memory, as a view into the storage of the engine."""
     copied_as: tuple[int, ...]
-    """The shape in which it is copied there."""
+    """The shape to which the tensor is reshaped before it is copied to `into`, which may be broadcast."""
     dtype: torch.dtype
-    """Values are rounded to it before."""
+    """Values are rounded to it before the copy."""
     plus: float = 0.0
-    """This is added to all values."""
+    """A number that is added to all values."""
     pack: Callable[[Tensor], None] | None = None
-    """Called in place of a copy, with float32 of `shape`, to write another layout."""
+    """Called in place of a copy, with the tensor in float32 and in `copied_as`, to write another layout."""
 
 
 def receive(tensors: Iterable[tuple[str, object]], destinations: Mapping[str, Destination]) -> None:
+    """Write each tensor into its destination. Raise ValueError, with all their names, if tensors are missing,
+    unexpected or of another shape, and if two tied tensors differ."""
     filled: set[Destination] = set()
     unexpected, misshapen = [], []
     for name, tensor in tensors:

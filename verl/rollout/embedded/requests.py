@@ -23,21 +23,23 @@ PromptKey = tuple[str, tuple[str, ...], bytes]  # parameter set, media hashes, b
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """A request in an engine, and the tokens that were sampled before it last lost its row (none, unless preempted)."""
+    """A request in an engine. `ids` and `logprobs` are the tokens that were sampled before it last lost its row (none,
+    unless it was preempted)."""
 
     asked: GenerateRequest
     ids: np.ndarray = field(default_factory=lambda: NO_IDS)
     logprobs: np.ndarray = field(default_factory=lambda: NO_LOGPROBS)
     span_starts: list[tuple[int, int]] = field(default_factory=list)
-    """(version, index of its first token)."""
+    """(version, index of the first token that it sampled), in order."""
     cached_tokens: int = 0
+    """Prompt tokens with KV from earlier requests."""
     order: int = 0
     """The order of submission; preempted requests wait again in this order."""
     reported: int = 0
-    """Tokens that `on_tokens` was called with."""
+    """The number of tokens that `on_tokens` was called with."""
 
     def start_span(self, version: int, start: int) -> None:
-        """Tokens from `start` on are sampled under `version`."""
+        """Record that tokens from `start` on are sampled under `version`."""
         if self.span_starts and self.span_starts[-1][1] == start:
             self.span_starts.pop()
         if not self.span_starts or self.span_starts[-1][0] != version:
@@ -49,9 +51,11 @@ class ActiveRequest:
         return np.concatenate([prompt, self.ids]) if len(self.ids) else prompt
 
     def key(self) -> PromptKey:
+        """Return the key by which the KV of its context is found."""
         return self.asked.parameters, self.asked.media, self.context().tobytes()
 
     def completion(self, reason: StopReason, stop: str | None = None) -> Completion:
+        """Return the completion with the tokens of `ids`."""
         ends = [start for _, start in self.span_starts[1:]] + [len(self.ids)]
         spans = tuple((v, start, end) for (v, start), end in zip(self.span_starts, ends) if end > start)
         found = Completion(self.asked.id, self.ids, self.logprobs, spans, reason, stop, self.cached_tokens)
@@ -83,8 +87,8 @@ def _shared(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-# count: tokens of the response until now; last: the last sampled token, without KV yet; stream: the random numbers;
-# limit_code: the code of a row that reaches its limit
+# the columns of a row. count: tokens of the response until now; last: the last sampled token, without KV yet; stream:
+# its random numbers (`stream_of`); limit_code: the code of a row that reaches its limit
 _ROW = np.dtype(
     [(name, np.int64) for name in ("prompt_tokens", "count", "limit", "last", "top_k")]
     + [("stream", np.uint64), *((name, np.float32) for name in ("temperature", "top_p", "min_p"))]
@@ -94,7 +98,7 @@ _ROW = np.dtype(
 
 
 class RunningRequests:
-    """The resident requests, one row each; rows 0..n-1 are live."""
+    """The resident requests, one per row; rows 0..n-1 are in use."""
 
     def __init__(self, max_rows: int, eos_token_ids: Sequence[int], decode: DecodeFn | None) -> None:
         self.n = 0
@@ -110,6 +114,7 @@ class RunningRequests:
         self._logprobs = np.zeros((max_rows, 64), np.float32)
 
     def add(self, request: ActiveRequest, max_context_tokens: int) -> None:
+        """Put a request into row n."""
         row, s, tokens = self.n, request.asked.sampling, len(request.ids)
         prompt = len(request.asked.prompt_ids)
         room = max_context_tokens - prompt
@@ -129,17 +134,19 @@ class RunningRequests:
         self.n += 1
 
     def sampling(self, lo: int, hi: int) -> SamplingMetadata:
-        """Return the sampling of the next token of rows lo..hi-1."""
+        """Return the sampling settings of the next token of rows lo..hi-1."""
         r = self._rows[lo:hi]
         uniform = uniforms(r["stream"], r["count"])
         return SamplingMetadata(r["temperature"], r["top_k"], r["top_p"], r["min_p"], uniform)
 
     def positions(self) -> np.ndarray:
-        """[n] context position of each row's last token, which is also how many tokens of KV are resident."""
+        """Return the context position [n] of each row's last token, which is also the number of tokens with resident
+        KV."""
         return self._rows["prompt_tokens"][: self.n] + self.count[: self.n] - 1
 
     def append(self, lo: int, hi: int, ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, dict[int, str]]:
-        """Add one token to rows lo..hi-1 -> code of each of these rows [hi - lo], the stop string of some rows."""
+        """Add one token to each of rows lo..hi-1. Return the code of each row [hi - lo], and by row the stop string of
+        those that end with one."""
         count, rows = self.count[lo:hi], self._rows[lo:hi]
         self._reserve(int(count.max()) + 1)
         every = np.arange(lo, hi)
@@ -158,6 +165,7 @@ class RunningRequests:
 
     @property
     def followed(self) -> bool:
+        """True if a resident request has `on_tokens`."""
         return self._followed > 0
 
     def news(self) -> list[News]:
@@ -177,7 +185,8 @@ class RunningRequests:
         return request
 
     def remove(self, removed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Drop the rows `removed` (sorted) and close the holes with the last rows -> (moved from, moved to)."""
+        """Drop the rows `removed` (sorted) and fill the holes with the last rows. Return the rows that were moved, and
+        the rows that they were moved to."""
         kept = self.n - len(removed)
         holes = removed[removed < kept]
         stays = np.ones(self.n, bool)
@@ -194,6 +203,7 @@ class RunningRequests:
         return movers, holes
 
     def _match_strings(self, lo: int, hi: int) -> dict[int, str]:
+        """Return the stop string that the last token of a row has completed, by row."""
         assert self._decode is not None, "a request with stop strings was admitted without a decode function"
         found: dict[int, str] = {}
         for row in range(lo, hi):
@@ -203,6 +213,7 @@ class RunningRequests:
         return found
 
     def _reserve(self, tokens: int) -> None:
+        """Make room for this number of tokens per row."""
         if tokens > self._ids.shape[1]:
             extra = max(tokens, 2 * self._ids.shape[1]) - self._ids.shape[1]
             self._ids = np.pad(self._ids, ((0, 0), (0, extra)))

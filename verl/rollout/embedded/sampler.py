@@ -1,6 +1,6 @@
-"""Sampling: one counter-based uniform per row, inverse CDF, log-probs of the distribution that was sampled from.
+"""Sampling: one counter-based uniform number per row, inverse CDF, log-probs of the distribution that was sampled from.
 
-A draw is a pure function of (request seed, token position, logits): no batch, slot, order or restart changes it.
+A draw is a pure function of (request seed, token position, logits). Batch, slot, order and restarts do not change it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def _mixed(z: np.ndarray) -> np.ndarray:
+    """Return the output function of splitmix64 for each uint64."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
     return z ^ (z >> np.uint64(31))
@@ -33,14 +34,16 @@ def stream_of(seed: int, position: int = 0) -> np.uint64:
 
 
 def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """streams uint64 [n], positions of the drawn token in its response [n] -> float64 [n] in [0, 1)."""
+    """Return a uniform number in [0, 1) per row, float64 [n], from streams uint64 [n] and the position [n] of the drawn
+    token in its response."""
     z = _mixed(streams + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GAMMA))
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """The sampling parameters of n rows, as numpy arrays: reading them causes no synchronisation of the device."""
+    """The sampling settings of n rows, and the uniform number of each. They are numpy arrays, so a check of them does
+    not synchronise with the device."""
 
     temperature: np.ndarray  # [n] float32, 0 is greedy
     top_k: np.ndarray  # [n] int64, 0 is off
@@ -50,15 +53,18 @@ class SamplingMetadata:
 
     @property
     def truncated(self) -> np.ndarray:
+        """True [n] for rows with top-k, top-p or min-p, unless they are greedy."""
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     def of(self, rows: slice | np.ndarray) -> SamplingMetadata:
+        """Return the settings of these rows."""
         columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.uniform)
         return SamplingMetadata(*(column[rows] for column in columns))
 
 
 def sample(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
-    """logits [n, V] -> ids [n] int64, log-probs [n] float32 of the processed distribution (greedy: temperature 1)."""
+    """Sample a token per row of logits [n, V]. Return ids [n] int64 and log-probs [n] float32 of the processed
+    distribution (greedy rows: at temperature 1)."""
     logits = logits.float()
     greedy = sampling.temperature == 0
     if not ((sampling.temperature == 1) | greedy).all():
@@ -85,7 +91,8 @@ def sample_captured(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tup
 
 
 def score_logits(logits: Tensor, given: Tensor, temperature: float, top: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [t, V], given [t] -> float32 [t] log-prob of each given id; the most likely ids [t, top] and theirs."""
+    """Return the log-prob of each of the ids `given` [t] under logits [t, V], float32 [t], and the `top` most likely
+    ids [t, top] with their log-probs."""
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     best = logprobs.topk(top)
     return logprobs.gather(1, given[:, None]).squeeze(1), best.indices, best.values
@@ -97,20 +104,21 @@ def scores_of(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Scores:
 
 
 def to_host(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Copy ids and log-probs to the host in one transfer, the only device synchronisation of a step. float64 represents
-    every id and every float32 exactly."""
+    """Copy ids and log-probs [n] to the host in one transfer (as float64, exact for both), the only device
+    synchronisation of a step. Return int64 [n] and float32 [n]."""
     return split_draws(torch.stack((ids.double(), logprobs.double())))
 
 
 def split_draws(both: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and log-probs float64 [2, n], as the operation `sample` returns them -> int64 [n], float32 [n] on the
-    host."""
+    """Copy the result of the operation `sample` (ids and log-probs, float64 [2, n]) to the host. Return int64 [n] and
+    float32 [n]."""
     ids, logprobs = both.cpu().numpy()
     return ids.astype(np.int64), logprobs.astype(np.float32)
 
 
 def _truncate(logits: Tensor, rows: np.ndarray, sampling: SamplingMetadata) -> Tensor:
-    """top-k, then top-p of what is left, then min-p, for `rows`; a dropped id gets -inf. Ties fall to the lower id."""
+    """Return the logits with -inf for the ids that top-k, then top-p of the rest, then min-p drop in `rows`. Of equal
+    logits those with lower ids are kept."""
     index = torch.from_numpy(rows).to(logits.device)
     part = logits.index_select(0, index)  # [m, V]
     keep = torch.ones_like(part, dtype=torch.bool)
@@ -124,7 +132,8 @@ def _truncate(logits: Tensor, rows: np.ndarray, sampling: SamplingMetadata) -> T
 
 
 def _keep_top(part: Tensor, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
-    """part [m, V] -> bool [m, V]: the k largest, then the smallest head of them that holds probability top_p."""
+    """Return which logits of part [m, V] are kept, bool [m, V]: the k largest, and of them the fewest of the largest
+    with a probability of at least top_p together."""
     ordered, order = part.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(part.shape[1], device=part.device)
     keep = rank < torch.from_numpy(top_k).to(part.device)[:, None]

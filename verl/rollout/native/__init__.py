@@ -1,1 +1,1 @@
-"""The native rollout engine: our own models, KV memory and kernels. Importing the room imports no torch."""
+"""The native rollout engine: our own models, KV memory and kernels. Importing this package imports no torch."""

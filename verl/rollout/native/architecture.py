@@ -1,4 +1,4 @@
-"""Decoder families as data, and the shape of one model, read from its HF config."""
+"""Families of decoders as data, and the sizes of one model, read from its HF config."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from verl.rollout.native.layers import ACTIVATIONS
 
 
 class UnsupportedModel(Refused):
-    """The native forward pass does not compute this model; the hf engine does."""
+    """Raised for a model that the native forward pass does not compute. The hf engine is used for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The differences of one family from Llama. A `*_bias` is the config flag that turns it on, or always/never."""
+    """The differences of one family from Llama. A `*_bias` is the config flag that enables the bias, or True or False
+    if the family always or never has it."""
 
     qkv_bias: str | bool = "attention_bias"
     out_bias: str | bool = "attention_bias"
     mlp_bias: str | bool = False
     qk_norm: bool = False
-    """Query and key heads are normed."""
+    """Query and key heads are normalised (RMS norm)."""
     gemma: bool = False
-    """Norms scale by 1 + weight and also follow the blocks; embeddings are scaled; queries have their own scale."""
+    """Norms scale by 1 + weight and are also applied to the outputs of blocks; embeddings are scaled; queries have a
+    scale of their own."""
     attention_cap: bool = False
-    """Scores pass through cap tanh(score / cap)."""
+    """Attention scores are replaced by cap tanh(score / cap)."""
     experts: bool = False
-    """Feed-forward blocks may be experts with a router."""
+    """Feed-forward blocks may consist of experts with a router."""
     same_window: bool = False
     """transformers applies config.sliding_window to all layers, and ignores layer_types."""
 
@@ -129,12 +131,14 @@ def shape_of(config: Any, max_context_tokens: int) -> Shape:
 
 
 def _window(config: Any, arch: Architecture, layer: int) -> int:
+    """Return how many of the newest tokens a query of this layer attends to; 0: all."""
     window = getattr(config, "sliding_window", None) or 0
     types = None if arch.same_window else getattr(config, "layer_types", None)
     return window if types is None or types[layer] == "sliding_attention" else 0
 
 
 def _experts(config: Any, layer: int) -> int:
+    """Return the number of experts of this layer; 0: it has one dense block."""
     sparse = layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
     return int(config.num_experts) if sparse else 0
 
@@ -146,7 +150,8 @@ def rope_kinds(config: Any) -> list[str | None]:
 
 
 def rotary_frequencies(config: Any, head_dim: int) -> tuple[Tensor, Tensor]:
-    """RoPE as transformers defines it -> float32 [kinds, head_dim / 2], factors on cos and sin [kinds]."""
+    """Return RoPE as transformers defines it: frequencies float32 [kinds, head_dim / 2] and the factors [kinds] of cos
+    and sin."""
     made = [_frequencies(config, head_dim, kind) for kind in rope_kinds(config)]
     return torch.stack([f for f, _ in made]), torch.tensor([factor for _, factor in made])
 

@@ -1,4 +1,4 @@
-"""The native rollout engine: in-process continuous batching, no extra to install, CPU or one GPU."""
+"""The native rollout engine: in-process continuous batching, without further packages, on a CPU or one GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A decode step over pages by fused operations: ten launches per layer, of which four are products.
+"""A decode step over pages by fused operations: ten launches per layer, of which four are matrix products.
 
-The residual is added where the next norm reads it, also after a norm of its own (Gemma), so every family has the same
-ten: norm, qkv, rotation, attention and its merge, out, norm, up, gate, down.
+The output of a block is added to the residual by the next norm, which also applies the block's own output norm (Gemma).
+So every family has the same ten: norm, qkv, rotation, attention and its merge, out, norm, up, gate, down.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from verl.rollout.native.ops import DecodeOps
 def decode_hidden(
     ops: DecodeOps, model: Model, pool: Tensor, table: Tensor, tokens: Tensor, positions: Tensor
 ) -> Tensor:
-    """tokens and positions [n] -> final hidden states [n, hidden]. The keys and values of the tokens are written into
-    `pool` [layers, 2, pages, PAGE, K, D], of which row i has the pages table[i]; a position below 0 is an empty row."""
+    """Return the final hidden states [n, hidden] of tokens at positions, both [n], and write their keys and values into
+    `pool` [layers, 2, pages, PAGE, K, D]. Row i has the pages table[i]; a position below 0 is an empty row."""
     s, weights = model.shape, model.live
     turns = view_as_real(model.rotary.table)  # [kinds, positions, D/2, 2]
     x, delta, after = weights.embedded(tokens), None, None
@@ -39,7 +39,8 @@ def decode_hidden(
 
 
 def _fed_forward(ops: DecodeOps, block: FeedForward | Experts, x: Tensor) -> Tensor:
-    """x [n, hidden] -> [n, hidden], without a decision on the host."""
+    """Return the output [n, hidden] of a feed-forward block for x [n, hidden], without a synchronisation with the
+    host."""
     if isinstance(block, FeedForward):
         return block.down(ops.gated(block.up(x), block.activation))
     assert block.stacked is not None, "products of experts are one tensor"

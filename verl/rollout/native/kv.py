@@ -17,21 +17,23 @@ from verl.rollout.native.options import KEPT_KV_BYTES
 
 Count = TypeVar("Count", int, np.ndarray)
 GROW_STEP = 32  # tokens; the capacity of a slot is a multiple
-FAR_ABOVE = 4
+FAR_ABOVE = 4  # times the need; memory above that is given back when the cache grows
 AHEAD_BYTES = 2**32  # KV that may be reserved for the final lengths of rows
 REUSE_STEP = 64  # tokens; a stored prompt can be continued from every multiple of this, and from its end
 MIN_REUSE = 16  # tokens; a shorter head is cheaper to compute again in a batch than to continue alone
 
 
 def round_up(tokens: Count, step: int) -> Count:
+    """Return the next multiple of `step`."""
     return -(-tokens // step) * step
 
 
 class SlotCache:
-    """[layers, 2, slots, K, capacity, D]. Live sequences hold slots 0..n-1, so every read is one strided view.
+    """The KV of the sequences that are decoded: `kv` [layers, 2, slots, K, capacity, D], one slot per sequence. Live
+    sequences have slots 0..n-1, so every read is one strided view.
 
-    Slots and capacity grow as needed, up to the given maxima; when one grows, the other falls back to the need if it is
-    far above it. `exact_reads`: nothing beyond a row's end is read, so memory stays untouched until it is written.
+    Slots and capacity grow as needed, up to the given maxima; when one grows, the other is reduced to the need if it is
+    far above it. With `exact_reads` nothing beyond a row's end is read, so memory is not touched before it is written.
     """
 
     def __init__(
@@ -54,8 +56,8 @@ class SlotCache:
         return self.kv.nbytes
 
     def reserve(self, slots: int, tokens: int, live: int, ahead: int = 0) -> None:
-        """Make room for `tokens` in each of `slots` slots. The first `live` slots keep their content. The final length
-        `ahead` is reserved at once where that costs only address space, and not much of it."""
+        """Make room for `tokens` in each of `slots` slots. The first `live` slots keep their content. With
+        `exact_reads` room for the final length `ahead` is reserved at once, up to `AHEAD_BYTES` in all."""
         if slots <= self._slots and tokens <= self._capacity:
             return
         assert slots <= self._max_slots and tokens <= self._max_capacity, f"{slots} slots x {tokens} tokens"
@@ -73,22 +75,23 @@ class SlotCache:
         self.kv[:, :, :live, :, :kept] = old[:, :, :live, :, :kept]
 
     def fill(self, lo: int, hi: int, kv: Tensor) -> None:
-        """Put a prompt's KV [layers, 2, K, P, D] into each of slots lo..hi-1."""
+        """Write a prompt's KV [layers, 2, K, P, D] into each of slots lo..hi-1."""
         self.kv[:, :, lo:hi, :, : kv.shape[3]] = kv[:, :, None]
 
     def move(self, sources: np.ndarray, holes: np.ndarray, tokens: int) -> None:
-        """Copy the first `tokens` of each source slot into a hole."""
+        """Copy the first `tokens` tokens of each slot of `sources` into the slot of `holes` at the same place."""
         for source, hole in zip(sources.tolist(), holes.tolist()):
             self.kv[:, :, hole, :, :tokens] = self.kv[:, :, source, :, :tokens]
 
     def places(self, lo: int, positions: Tensor) -> Tensor:
-        """Return the places [n K], equal in all layers, of the tokens at `positions` [n] of slots lo.., for `write`."""
+        """Return the indices [n K] at which `write` puts the tokens at `positions` [n] of slots lo..lo+n-1, equal in
+        all layers."""
         heads = self._shape.kv_heads
         first = torch.arange(lo * heads, (lo + len(positions)) * heads, device=positions.device) * self._capacity
         return first + positions.repeat_interleave(heads)
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
-        """places [n K]; k, v [n, K, D]."""
+        """Write keys and values k, v [n, K, D] of a layer at `places` [n K]."""
         for lines, new in zip(self._lines[layer], (k, v)):
             lines.index_copy_(0, places, new.reshape(-1, self._shape.head_dim))
 
@@ -99,6 +102,7 @@ class SlotCache:
         return keys[lo * heads : hi * heads, :width], values[lo * heads : hi * heads, :width]
 
     def _bind(self, slots: int, capacity: int) -> None:
+        """Allocate the memory of this size, and views of it by layer."""
         s = self._shape
         self._slots, self._capacity = slots, capacity
         # zeros where masked positions are multiplied by an exact 0, which must not meet a stray NaN
@@ -123,7 +127,8 @@ class Prefix:
         return self.kv.nbytes + self.hidden.nbytes
 
     def heads(self) -> Iterator[tuple[str, tuple[str, ...], int, int]]:
-        """(set, media, length, hash) of every head from which it can be continued, its whole length included."""
+        """Yield (set, media, length, hash) of each beginning from which it can be continued, its whole length
+        included."""
         if len(self.ids) >= MIN_REUSE:
             hashes = _prefix_hashes(self.ids)
             for n in (*range(REUSE_STEP, len(self.ids), REUSE_STEP), len(self.ids)):
@@ -131,8 +136,8 @@ class Prefix:
 
 
 class PrefixStore:
-    """Prompts by parameter set, media and ids, of one weight version, the least recently used out first. Lookups hash
-    every prefix of a prompt at once, and compare the ids before they trust a hash."""
+    """Computed prompts of one weight version by parameter set, media and ids. If there is no space, the least recently
+    used ones are dropped. A lookup hashes all beginnings of a prompt at once, and compares the ids of a match."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -145,6 +150,7 @@ class PrefixStore:
         self.tokens = self.nbytes = 0
 
     def get(self, key: PromptKey) -> Prefix | None:
+        """Return the stored prompt with exactly this key, or None."""
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
@@ -162,6 +168,7 @@ class PrefixStore:
         return None
 
     def put(self, entry: Prefix) -> None:
+        """Store a prompt, unless it is longer than the whole store."""
         assert entry.key not in self._entries, "a stored prompt was computed again"
         if len(entry.ids) > self._max_tokens:
             return
@@ -185,7 +192,7 @@ class PrefixStore:
 
 
 def _prefix_hashes(ids: np.ndarray) -> np.ndarray:
-    """ids [P] -> uint64 [P], a polynomial hash of every prefix."""
+    """Return a polynomial hash of every beginning of ids [P], uint64 [P]."""
     powers = np.full(len(ids), 0x9E3779B97F4A7C15, np.uint64)
     powers[0] = 1
     return np.cumsum((ids.astype(np.uint64) + np.uint64(1)) * np.cumprod(powers))

@@ -9,12 +9,11 @@ from verl.accel.linear import Linear
 from verl.accel.operations import Call
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-"""Names of activations in configs -> the function that is computed."""
+"""The activation that is computed, by its names in configs."""
 
 
 class Norm:
-    """Rows [T, width] over their root mean square, times a weight that may be kept in more precision, by the operation
-    `rms_norm`."""
+    """An RMS norm of rows [T, width], by the operation `rms_norm`. Its weight may have more precision than the rows."""
 
     def __init__(self, weight: Tensor, eps: float, rms_norm: Call) -> None:
         self.weight, self.eps, self.rms_norm = weight, eps, rms_norm
@@ -25,7 +24,8 @@ class Norm:
 
 
 class FeedForward:
-    """down(act(gate(x)) * up(x)), by the operation `gated`; `up` computes gate and up as one product."""
+    """The block down(act(gate(x)) * up(x)). `up` computes gate and up as one product, and the operation `gated`
+    act(gate) * up."""
 
     def __init__(self, up: Linear, down: Linear, activation: str, gated: Call) -> None:
         self.up, self.down, self.activation, self.gated = up, down, activation, gated
@@ -34,6 +34,7 @@ class FeedForward:
         return self.down(self._inner(x))
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Add the block's output for x to `residual`, both [T, hidden], and return the sum."""
         return self.down.add_to(residual, self._inner(x))
 
     def _inner(self, x: Tensor) -> Tensor:
@@ -42,7 +43,8 @@ class FeedForward:
 
 
 class Experts:
-    """Each row is computed by the `chosen` experts that the router prefers, weighted by its probabilities."""
+    """A mixture of experts: each row is computed by the `chosen` experts with the highest router probabilities, and
+    these are the weights of their sum."""
 
     def __init__(
         self,
@@ -52,13 +54,13 @@ class Experts:
         normalised: bool,
         stacked: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """`stacked`: the products up [E, 2 ffn, hidden] and down [E, hidden, ffn] of all experts, where they are one
-        tensor each."""
+        """`stacked`: the weights up [E, 2 ffn, hidden] and down [E, hidden, ffn] of all experts, if each is one
+        tensor."""
         self.router, self.experts, self.chosen, self.normalised = router, experts, chosen, normalised
         self.stacked = stacked
 
     def routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] -> the share of each chosen expert, float32 [T, k], and which they are [T, k]."""
+        """Return the weights of the chosen experts, float32 [T, k], and their indices [T, k], for x [T, hidden]."""
         share, expert = torch.softmax(self.router(x).float(), dim=-1).topk(self.chosen, dim=-1)
         return share / share.sum(-1, keepdim=True) if self.normalised else share, expert
 
@@ -66,6 +68,7 @@ class Experts:
         return self.add_to(torch.zeros_like(x), x)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Add the block's output for x to `residual`, both [T, hidden], and return the sum."""
         share, expert = self.routed(x)
         order = expert.flatten().argsort(stable=True)  # pairs (row, choice) by expert: one product per expert
         row, share = order // self.chosen, share.flatten()[order, None].to(x.dtype)
@@ -80,5 +83,5 @@ class Experts:
 
 
 def add_normed(residual: Tensor, block: Linear | FeedForward | Experts, x: Tensor, norm: Norm | None) -> Tensor:
-    """residual + norm(block(x))."""
+    """Return residual + norm(block(x)), or residual + block(x) without a norm."""
     return block.add_to(residual, x) if norm is None else residual.add_(norm(block(x)))
