@@ -281,8 +281,8 @@ class TurnEnd:
     def closed(self, sample: Sample) -> Sample:
         """Return the row with the template's trailing ids appended if its answer ended with the end-of-turn token.
 
-        A reward model reads its score at the last token of this row: in `verl rm`, in RL, and in published reward
-            models.
+        A reward model reads its score at the last token of this row (in `verl rm`, in RL, and in published reward
+        models).
         """
         last = next((int(s.ids[-1]) for s in reversed(sample.segments) if len(s.ids)), None)
         if last is None or last != self.token or not self.trailing:

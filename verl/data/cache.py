@@ -1,8 +1,9 @@
-"""Tables of arrays on disk by content hash: written whole or not at all, verified when read, memory-mapped.
+"""Store tables of arrays on disk by content hash. Files are written atomically, verified when they are read, and
+memory-mapped.
 
-File: 64 bytes with MAGIC, the length of the header and the checksum of all that follows; the header (JSON: the table's
-numbers, names and shapes of the arrays); the arrays. Each part is padded to 64 bytes. A file that is torn, truncated or
-damaged is as good as absent: it is rebuilt.
+Layout of a file: 64 bytes with MAGIC, the length of the header and the checksum of all that follows; the header (JSON:
+the table's numbers, names and shapes of the arrays); the arrays. Each part is padded to 64 bytes. A truncated or
+damaged file counts as absent: its table is built again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def cache_path(cache_dir: str | None, key: str) -> Path:
 
 
 def load_cached(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-    """(numbers, arrays) of an intact table, else None; a damaged file is reported and removed."""
+    """Return (numbers, arrays) of an intact table, else None. A damaged file is reported and removed."""
     if not path.exists():
         return None
     try:
@@ -52,7 +53,7 @@ def load_cached(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | No
 
 
 def store_cached(path: Path, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bool:
-    """Write atomically. A cache that cannot be written is a warning: the run continues without."""
+    """Write a table atomically, and return True. If it cannot be written, log a warning and return False."""
     try:
         with replacing(path) as out:
             _prune(path.parent)

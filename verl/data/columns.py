@@ -1,4 +1,4 @@
-"""Columns beside the conversation of a row that change its meaning: used where they are read, or refused."""
+"""Columns that change the meaning of a row's conversation. They are read, or the row is refused."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ PROMPT_COLUMNS = (
     *("input", "query", "problem", "user", "task", "context", "passage", "post", "dialogue", "conversation"),
     *("history", "instruction", "messages", *SYSTEM_COLUMNS),
 )
-"""Columns that ask for the two answers of a pair, under names that are not read beside answers without a prompt."""
+"""Columns that may be the prompt of two answers, under names that are not read. Two answers without a prompt are
+refused beside them."""
 REASONING_COLUMNS = ("reasoning", "reasoning_content", "thinking", "thought", "thoughts", "cot", "rationale")
 ROW_MARKS = {
     **MARKS,
     **dict.fromkeys(("weights", "loss_weights", "sample_weight", "sample_weights", "loss_masks", "train_mask"), 1),
     **dict.fromkeys(("mask", "masks"), 1),
 }
-"""Columns that weigh or mark a row or its turns -> their value where the whole row is trained."""
+"""Columns that weight or mark a row or its turns -> the value with which the whole row is trained."""
 TURN_COLUMNS = ("train_on", "train_turns")
 """Columns that name the turns to train."""
 
@@ -36,7 +37,8 @@ def system_of(row: Mapping[str, Any]) -> str:
 
 
 def unread_system(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the columns of a system message that the messages, which have one of their own, do not hold."""
+    """Yield the columns of system messages whose text the messages lack, because they have a system message of their
+    own."""
     for key in SYSTEM_COLUMNS:
         text = row.get(key)
         if not isinstance(text, str) or not text.strip():
@@ -52,7 +54,7 @@ def question_of(row: Mapping[str, Any]) -> str:
 
 
 def refuse_history(row: Mapping[str, Any], where: str) -> None:
-    """Refuse the turns of an Alpaca row's `history` beside another prompt than its `instruction`."""
+    """Raise ValueError for a row with turns in Alpaca's `history` whose prompt is not the `instruction`."""
     history = row.get("history")
     if isinstance(history, list) and history and all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         fix = "Fix: write the whole conversation as messages, or drop the column"
@@ -60,14 +62,14 @@ def refuse_history(row: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_unasked(row: Mapping[str, Any], where: str) -> None:
-    """Refuse two answers that are texts without a prompt, where another column could be their prompt."""
+    """Raise ValueError for two answers without a prompt if another column of the row could be their prompt."""
     if column := next((key for key in PROMPT_COLUMNS if row.get(key)), ""):
         prefix = f"no prompt is read for 'chosen' and 'rejected', and the row has {column!r} (columns: {names_of(row)})"
         raise Refused(f"{where}: {prefix}. Fix: data.prompt_key={column} if that is the prompt, or drop the column")
 
 
 def refuse_schemas(row: Mapping[str, Any], where: str, read: str) -> None:
-    """Refuse a column of tool schemas other than the one that is read."""
+    """Raise ValueError for a column of tool schemas other than `read`, the one that is used."""
     for key, value in row.items():
         if key != read and isinstance(value, list | str) and value and are_schemas(value) and value != row.get(read):
             prefix = f"column {key!r} holds the schemas of tools and is not read ({read!r} is)"
@@ -93,7 +95,8 @@ def are_schemas(value: Any) -> bool:
 
 
 def refuse_marks(row: Mapping[str, Any], where: str) -> None:
-    """Refuse a row that a column weighs or marks, or with a turn that one does: marks are read on messages."""
+    """Raise ValueError for a row in which a column gives weights or marks to the row or its turns: marks are read from
+    messages only."""
     for key in [key for key in row if key in ROW_MARKS or key in TURN_COLUMNS]:
         if (row[key] and key in TURN_COLUMNS) or not _trains_all(row[key], ROW_MARKS.get(key, 1), key):
             prefix = f"column {key!r} is {str(row[key])[:60]}, and marks of what is trained are read on messages alone"
@@ -101,8 +104,8 @@ def refuse_marks(row: Mapping[str, Any], where: str) -> None:
 
 
 def _trains_all(value: Any, trained: int, column: str = "") -> bool:
-    """Return whether a mark has no effect: it is empty, of another kind, or has the value `trained` throughout. A
-    number as `loss` is a measurement of the row."""
+    """Return True if a mark has no effect: it is empty, has another type, or is `trained` throughout. A number in the
+    column `loss` is a measurement and has no effect either."""
     if isinstance(value, list):
         return all(_trains_all(item, trained) for item in value)
     if column == "loss" and not isinstance(value, bool):
@@ -118,7 +121,7 @@ def _trains_all(value: Any, trained: int, column: str = "") -> bool:
 def unread_texts(
     row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], columns: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the columns with a text that no message holds."""
+    """Yield the columns whose text is in none of the messages."""
     for key in columns:
         text = row.get(key)
         if isinstance(text, str) and text.strip():

@@ -1,8 +1,9 @@
-"""The position of a run in its data: a cursor that can be saved and restored, and that takes draws back.
+"""The position of a run in its data: a cursor whose state can be saved and restored, and to which draws can be
+returned.
 
-A draw is a serial number. The task of a draw follows from the number alone, so the whole state is (next number, numbers
-given back): no iterator, nothing that depends on how the run was interleaved or cut. A curriculum chooses the tasks of
-an epoch by earlier scores; that choice, and the scores, are state beside them.
+A draw is identified by a serial number. The number alone determines the task of the draw, so the whole state is (next
+number, returned numbers) and does not depend on how the run was interleaved or interrupted. With a curriculum, the
+tasks of an epoch are chosen by earlier scores; this choice and the scores are part of the state too.
 """
 
 from __future__ import annotations
@@ -18,24 +19,27 @@ import numpy as np
 from verl.errors import Refused
 
 STATE_VERSION = 1
-KEPT_DRAWS = 1 << 16  # what is in flight, or was given back, is of the last so many draws
+KEPT_DRAWS = 1 << 16  # unfinished draws are assumed to be among the last KEPT_DRAWS
 Weigh = Callable[[np.ndarray], Any]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Draw:
-    """One draw. `draw` is global and serial; epoch = draw // num_tasks; `index` is the task's row in the table."""
+    """One draw of a task from the data."""
 
     epoch: int
+    """The number of the pass over the data: draw // num_tasks."""
     draw: int
+    """The serial number of the draw in the run."""
     index: int
+    """The row of the task in the table."""
 
 
 class Cursor:
     """Draws every task once per epoch, without end, in an order that is a pure function of (seed, epoch).
 
-    A draw that was given back is the next one to be handed out, with the same number. With a curriculum an epoch has as
-    many draws, and the curriculum chooses their tasks.
+    `next` first returns the draws that were given back, the oldest first, under their old numbers. With a curriculum,
+    an epoch has the same number of draws, and the curriculum chooses their tasks.
     """
 
     def __init__(
@@ -54,14 +58,15 @@ class Cursor:
         return self._draw(self._next - 1)
 
     def give_back(self, draw: Draw) -> None:
-        """Hand out again, first of all, a draw that will not be finished (over-sampling surplus, a cancelled group)."""
+        """Return a draw that will not be finished (over-sampling surplus, a cancelled group), so that `next` draws it
+        again."""
         assert 0 <= draw.draw < self._next, f"{draw} was never drawn (next is {self._next})"
         assert draw.draw not in self._returned, f"{draw} was given back already"
         assert draw == self._draw(draw.draw), f"{draw} is not of this cursor"
         heapq.heappush(self._returned, draw.draw)
 
     def scored(self, draw: Draw, score: float) -> None:
-        """Record the mean score of the answers to a draw; it counts once the step has ended."""
+        """Record the mean score of the answers to a draw. The curriculum uses it from the end of the step on."""
         if self._curriculum is not None:
             self._curriculum.new.append((draw.draw, draw.index, score))
 
@@ -76,7 +81,8 @@ class Cursor:
         return {**same, "next_draw": self._next, "returned": sorted(self._returned), **more}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. The data and the order must be the same."""
+        """Continue from `state`. Raise ValueError if it is damaged, or was saved with other data, another order or
+        curriculum."""
         if state.get("state_version") != STATE_VERSION:
             raise Refused(f"cursor state version {state.get('state_version')!r}: this verl reads {STATE_VERSION}")
         for name in ("num_tasks", "seed", "shuffle"):
@@ -106,10 +112,10 @@ class Cursor:
 
 
 class Curriculum:
-    """The tasks that an epoch draws, settled at its first draw by the scores that are known then.
+    """Chooses the tasks of each epoch by the scores that are known at the first draw of the epoch.
 
-    weigh: the score [num_tasks] of each task's latest draw, NaN where there is none -> weights [num_tasks]. A task has
-    its share of them in the draws of the epoch, rounded up or down.
+    weigh: a function of the scores [num_tasks] (the score of each task's latest draw, NaN without one) that returns
+        weights [num_tasks]. The number of draws of a task is proportional to its weight, rounded up or down.
     """
 
     def __init__(self, num_tasks: int, seed: int, weigh: Weigh) -> None:
@@ -118,17 +124,18 @@ class Curriculum:
         self.new: list[tuple[int, int, float]] = []  # (draw, task, score) of the step under way
         self._of = np.full(num_tasks, -1)  # the draw of each score
         self._orders: dict[int, np.ndarray] = {}
-        self.order(0)  # a function that cannot be used is found before anything is drawn
+        self.order(0)  # raises an error of the function before the first draw
 
     def settle(self) -> None:
-        """Close a step: of several draws of a task the latest counts, in whatever order they were scored."""
+        """Take over the scores of a step. If a task was drawn several times, the score of its latest draw counts,
+        regardless of the order in which the answers were scored."""
         for draw, task, score in self.new:
             if draw >= self._of[task]:
                 self._of[task], self.scores[task] = draw, score
         self.new.clear()
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return [num_tasks] int64: the task of each draw."""
+        """Return the tasks [num_tasks] int64 of an epoch's draws, in their order."""
         if epoch not in self._orders:
             assert epoch > max(self._orders, default=-1), f"the order of epoch {epoch} was forgotten"
             first = np.random.Philox(key=np.array([self.seed % 2**64, 2**63 + epoch], np.uint64)).random_raw()
@@ -161,7 +168,7 @@ class Curriculum:
 
 @lru_cache(maxsize=2)  # draws given back are of this epoch or the last
 def epoch_order(num_tasks: int, seed: int, epoch: int) -> np.ndarray:
-    """Return [num_tasks] int64, a permutation. Sorted Philox words: numpy keeps these streams, not those of
-    `permutation`."""
+    """Return a permutation [num_tasks] int64 for an epoch, by sorting random words of the Philox generator: numpy
+    guarantees that these streams stay the same between versions, but not those of `permutation`."""
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(num_tasks), kind="stable")

@@ -1,5 +1,8 @@
-"""The rows of a dataset class of the user's (`data.dataset_class`): the class runs in a process with a deadline and a
-bound on its memory, and what it gives are lines of a file."""
+"""Load the rows of a user's dataset class (`data.dataset_class`).
+
+The class runs in a process of the sandbox with a deadline and a memory limit. That process writes its rows to a file of
+JSON lines, which is then read like any file of rows.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ def rows_of_class(
     kwargs: dict[str, Any],
     max_rows: int | None,
 ) -> tuple[DataFile, OwnFolder]:
-    """Return a file with the rows that the class makes of these files, and the folder that holds it as long as it is
-    kept. ValueError: why there are none."""
+    """Return the file with the rows that the class makes of `files`, and the temporary folder of that file, which
+    exists as long as the returned object. Raise ValueError, with the reason, if the class fails or makes no rows."""
     named, folder = str(cfg.dataset_class), OwnFolder("verl-rows-")
     read = [file.url for file in expand_files(files)]
     out = folder.path / "rows.jsonl"
@@ -65,7 +68,7 @@ async def _written(arguments: dict[str, Any]) -> int | Failure:
 
 
 write_class_rows = partial(write_rows, load=lambda named: _class_of(named))
-"""In the process: the rows of a class, which is imported there."""
+"""The function that the sandbox's process runs: `write_rows` with a class that is imported in that process."""
 
 
 def _class_of(named: str) -> Any:
@@ -74,7 +77,7 @@ def _class_of(named: str) -> Any:
 
 
 def _options(cfg: DataConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return what the class is given as its `config`: verl's names of the settings of data."""
+    """Return the `config` argument of the class: the settings of `data` under verl's names."""
     return {
         **{"prompt_key": cfg.prompt_key, "messages_key": cfg.messages_key, "tools_key": cfg.tools_key or "tools"},
         **{"max_prompt_length": cfg.max_prompt_tokens, "max_length": cfg.max_tokens_per_row},

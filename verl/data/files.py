@@ -1,6 +1,6 @@
-"""Files of rows, wherever they lie: expand, fingerprint and read JSONL, JSON, Parquet, Arrow and CSV through fsspec.
+"""Find, fingerprint and read files of rows (JSONL, JSON, Parquet, Arrow and CSV) on any file system of fsspec.
 
-Every failure is one ValueError that names the file (and line or row), what is wrong and what to do.
+Every failure raises ValueError with the file (and line or row), the fault and the fix.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ARROW = (".arrow", ".feather")
 COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 AROUND_ROWS = ("data", "rows", "examples", "instances", "records", "items")
 NOT_ROWS = {"version", "metadata", "meta", "info", "description", "license", "name", "schema", "type"}
-"""Keys of an object around a list of rows: of the list, and of what else may be there."""
+"""Keys that may be beside the list of rows in a JSON object: they are not columns."""
 WIDE = (
     *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")),
     *((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")),
@@ -70,14 +70,15 @@ class DataFile(NamedTuple):
 
 
 class RawRow(NamedTuple):
-    """One row as read. `where` names it in messages: file and 1-based line, row or item."""
+    """One row as it was read. `where` is its place in error messages: the file, and the number of its line, row or item
+    from 1."""
 
     where: str
     row: dict[str, Any]
 
 
 def expand_files(files: Sequence[str]) -> list[DataFile]:
-    """Expand paths, URLs, globs and folders to files, in the order given and sorted within a glob or folder."""
+    """Return the files of paths, URLs, globs and folders, in the given order, sorted within a glob or folder."""
     if isinstance(files, str):
         raise Refused(f"data files={files!r} is a string. Fix: give a list of files")
     if not files:
@@ -86,8 +87,8 @@ def expand_files(files: Sequence[str]) -> list[DataFile]:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """Return (the file system of a URL or path, the path there). ValueError where its package is missing, or there is
-    none."""
+    """Return (the file system of a URL or path, the path in it). Raise ValueError if its package is missing or it does
+    not exist."""
     protocol = url.split("://", 1)[0] if "://" in url else "file"
     try:
         fs, path = fsspec.core.url_to_fs(url)
@@ -140,7 +141,7 @@ def _only_split(url: str, splits: Sequence[str]) -> str:
 
 
 def _without_rows(fs: fsspec.AbstractFileSystem, path: str) -> str:
-    """Describe a folder without files of rows, and which of its folders has some."""
+    """Return a description of a folder without files of rows, which names its subfolders with such files."""
     inner = [str(p["name"]) for p in fs.ls(path, detail=True) if p["type"] == "directory"]
     filled = [p.rpartition("/")[2] for p in inner if any(file_format(str(f)) for f in fs.ls(p, detail=False))]
     there = f"; there are in {', '.join(sorted(filled))}. Fix: name one of these" if filled else ""
@@ -148,7 +149,7 @@ def _without_rows(fs: fsspec.AbstractFileSystem, path: str) -> str:
 
 
 def _stem(path: str) -> str:
-    """Return the path without the part of its name that gives the format."""
+    """Return the path without the ending that gives the format."""
     endings = (*COMPRESSION, *JSON_LINES, *PARQUET, *ARROW, *TABLES)
     while ending := next((e for e in endings if path.lower().endswith(e)), ""):
         path = path[: -len(ending)]
@@ -156,7 +157,8 @@ def _stem(path: str) -> str:
 
 
 def file_format(path: str) -> tuple[str, str | None] | None:
-    """Return ("json" | "parquet" | "arrow" | the separator of a table's columns, compression) by the file's name."""
+    """Return (format, compression) by the file's name; the format is "json", "parquet", "arrow" or, for a text table,
+    the separator of its columns."""
     name = path.lower()
     compression = next((codec for ending, codec in COMPRESSION.items() if name.endswith(ending)), None)
     if compression is not None:
@@ -171,8 +173,8 @@ def file_format(path: str) -> tuple[str, str | None] | None:
 
 
 def fingerprint(file: DataFile) -> str:
-    """Return a value that changes when the content does: the store's own tag where it has one, else a hash of the
-    bytes."""
+    """Return a text that changes with the content of a file: the tag of the object store if it has one, else a hash of
+    the bytes."""
     with naming(file.url):
         info = file.fs.info(file.path)
         tag = next((info[k] for k in ("ETag", "etag", "md5Hash", "contentHash") if info.get(k)), None)
@@ -183,7 +185,8 @@ def fingerprint(file: DataFile) -> str:
 
 
 def read_rows(file: DataFile) -> Iterator[RawRow]:
-    """Yield the rows of one file, streamed. JSON types only, and bytes (Parquet)."""
+    """Yield the rows of one file without reading it into memory as a whole. The values are JSON types, and bytes
+    (Parquet)."""
     known = file_format(file.path)
     if known is None:
         packed = (e + c for e in JSON_LINES[:1] for c in COMPRESSION)
@@ -203,7 +206,8 @@ def read_rows(file: DataFile) -> Iterator[RawRow]:
 
 
 def _as_utf8(url: str, stream: io.BufferedReader) -> io.BufferedIOBase:
-    """Return the text as UTF-8 without a mark, from any encoding of Unicode; refuse data that is no text."""
+    """Return a stream of the text as UTF-8 without a byte order mark, from any Unicode encoding. Raise ValueError for
+    data that is not text."""
     head = stream.peek(64)[:64]
     if other := next((name for magic, name in OTHER_FORMATS.items() if head.startswith(magic)), None):
         raise Refused(f"{url}: no text, but {other}")
@@ -222,9 +226,9 @@ def _as_utf8(url: str, stream: io.BufferedReader) -> io.BufferedIOBase:
 
 
 def _json_rows(url: str, stream: Any) -> Iterator[RawRow]:
-    """Yield the rows of a file with one per line, or of one document: a list of rows, or an object around such a
-    list."""
-    lines = ((number, raw) for number, raw in enumerate(stream, start=1) if raw.strip())  # not at U+2028
+    """Yield the rows of a JSON file: one per line, the items of a list, or the items of the list in an object."""
+    # str.splitlines would also split at U+2028.
+    lines = ((number, raw) for number, raw in enumerate(stream, start=1) if raw.strip())
     first, second = next(lines, None), None
     if first is None:
         return
@@ -243,7 +247,7 @@ def _json_rows(url: str, stream: Any) -> Iterator[RawRow]:
 
 
 def _begins_document(raw: bytes) -> bool:
-    """Return whether a line is the beginning of a list, or of an object that continues in the next line."""
+    """Return True if a line begins a list, or an object that continues on the next line."""
     text = raw.decode("utf-8", errors="replace").rstrip()
     try:
         json.loads(text)
@@ -255,7 +259,8 @@ def _begins_document(raw: bytes) -> bool:
 
 
 def _listed(url: str, document: Any) -> list[Any] | None:
-    """Return the rows of a document that is a list of them or holds one; None for one that is a row itself."""
+    """Return the rows of a JSON document that is a list of them or contains one; None for a document that is itself a
+    row."""
     if not isinstance(document, dict):
         return document if isinstance(document, list) else None
     lists = [key for key, value in document.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
@@ -271,7 +276,7 @@ def _listed(url: str, document: Any) -> list[Any] | None:
 
 
 def _table_rows(url: str, stream: Any, separator: str) -> Iterator[RawRow]:
-    """Yield the rows of a table of text, under the names in its first line; an empty field is no value."""
+    """Yield the rows of a text table, by the column names in its first line. Empty fields are left out."""
     csv.field_size_limit(BLOCK_BYTES)
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rows = csv.reader(text, delimiter=separator, strict=True)
@@ -299,7 +304,7 @@ def _table_rows(url: str, stream: Any, separator: str) -> Iterator[RawRow]:
 
 
 class _KeyTwice(ValueError):
-    """An object of JSON has two values of one name."""
+    """An object of JSON has the same key twice."""
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -313,7 +318,7 @@ ONE_KEY_EACH = json.JSONDecoder(object_pairs_hook=_object_of)
 
 
 def _twice(names: Iterable[str]) -> str | None:
-    """Return the first name that occurs a second time."""
+    """Return the first name that occurs twice; None if there is none."""
     seen: set[str] = set()
     return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
 
@@ -350,7 +355,7 @@ def _parquet_rows(url: str, stream: BinaryIO) -> Iterator[RawRow]:
 
 
 def _arrow_rows(url: str, stream: BinaryIO) -> Iterator[RawRow]:
-    """Yield the rows of an Arrow file or stream, which `Dataset.save_to_disk` writes."""
+    """Yield the rows of an Arrow file or stream, as `Dataset.save_to_disk` writes them."""
     from pyarrow import ipc
 
     def opened() -> tuple[Any, Iterable[Any]]:
@@ -366,7 +371,10 @@ def _arrow_rows(url: str, stream: BinaryIO) -> Iterator[RawRow]:
 
 
 def _batch_rows(url: str, name: str, opened: Callable[[], tuple[Any, Iterable[Any]]]) -> Iterator[RawRow]:
-    """Yield the rows of record batches. opened: returns their schema and the batches."""
+    """Yield the rows of record batches.
+
+    opened: returns the schema and the batches
+    """
     import pyarrow as pa
 
     number = 0
@@ -394,7 +402,8 @@ def _is_exact(kind: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Convert to JSON types and bytes: dates become ISO strings, decimals their digits, map keys strings."""
+    """Return a value converted to JSON types and bytes: dates become ISO strings, decimals their digits, map keys
+    strings."""
     if value is None or isinstance(value, (str, bool, int, float, bytes)):
         return value
     if isinstance(value, dict):
@@ -412,7 +421,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def naming(url: str) -> Iterator[None]:
-    """Turn every error of the storage into a ValueError that names the URL."""
+    """Convert errors of the storage to ValueErrors that name the URL."""
     try:
         yield
     except FileNotFoundError as exc:
@@ -424,7 +433,7 @@ def naming(url: str) -> Iterator[None]:
 
 
 def storage_errors() -> tuple[type[BaseException], ...]:
-    """Return the exceptions that stores raise, as far as their packages were imported."""
+    """Return the exception classes of the storage packages that are imported at present."""
     loaded = ((sys.modules[module], name) for module, name in CLIENT_ERRORS if module in sys.modules)
     return (OSError, EOFError, *(getattr(module, name) for module, name in loaded))
 

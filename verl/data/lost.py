@@ -1,4 +1,5 @@
-"""Text that a tokenizer has no ids for: it would vanish silently, and the model would answer another question."""
+"""Find text for which a tokenizer has no ids: it would be dropped silently, and the model would get another
+question."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ MAX_LOST_SHARE = 0.01
 
 @dataclass(slots=True)
 class Coverage:
-    """The characters that a tokenizer knows, each looked up once."""
+    """A tokenizer and the characters that it is known to encode; each is looked up once."""
 
     tokenizer: Tokenizer
     known: dict[str, bool] = field(default_factory=dict)
 
     def lost(self, text: str) -> str:
-        """Return the characters of `text` that its ids do not hold, sorted; white space counts as a space.
+        """Return the characters of `text` that its ids do not represent, sorted; white space counts as a space.
 
-        A text with an unknown character is encoded whole: a tokenizer of words knows words with letters that it lacks
-        alone.
+        If a character by itself has no id, the whole text is encoded and decoded: a word-level tokenizer may know a
+        word but not its letters.
         """
         suspects = {_plain(c) for c in set(text) if not self._knows(c)}
         if not suspects:
@@ -53,12 +54,12 @@ class Coverage:
 
 
 def _plain(text: str) -> str:
-    """Return the text composed, as many tokenizers do first, with white space as spaces."""
+    """Return the text in Unicode form NFC, as many tokenizers normalise it first, with each white space as a space."""
     return "".join(" " if c.isspace() else c for c in unicodedata.normalize("NFC", text))
 
 
 def texts_of(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Yield the texts of the messages, without what the template adds."""
+    """Return the texts of the messages, including reasoning, without text of the template."""
     found: list[Any] = []
     for m in messages:
         content = m.get("content")
@@ -68,7 +69,8 @@ def texts_of(messages: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def lost_lines(characters: Mapping[str, Sequence[int]], examples: Mapping[str, str]) -> list[str]:
-    """Yield a line for each file with lost text. ValueError where it is more than MAX_LOST_SHARE of a file."""
+    """Return a line for each file with lost text. Raise ValueError if more than MAX_LOST_SHARE of a file's characters
+    are lost."""
     prefix = []
     for file, (total, lost) in characters.items():
         if lost:

@@ -1,4 +1,4 @@
-"""Columns and content parts that hold images, videos or sounds, under the names that data sets give them."""
+"""Find images, videos and sounds in columns and content parts, under the names that datasets give them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMN = re.compile(
 )
 """Names of columns that hold media, in lower case with underscores."""
 MAY_HOLD = re.compile(rf"(.*_)?({_KIND}|media|screenshots?|figures?|frames?|clips?|speech|wav|file_?name)(_.*)?")
-"""Names of columns with a text that is a medium if it is the name of a media file."""
+"""Names of columns whose text counts as a medium if it is the name of a media file."""
 ABOUT = re.compile(rf"(.*_)?({_KIND})(_.*)?")
 """Names of columns that describe a medium."""
 PLACEHOLDER = re.compile(
@@ -38,7 +38,7 @@ _NOTHING = ("", "[]", "{}", "null", "none", "nan")
 
 @lru_cache(maxsize=256)
 def media_columns(names: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return (the columns that hold media, those that may)."""
+    """Return (the columns that contain media, the columns that may contain media)."""
     held = frozenset(filter(is_media_column, names))
     return held, frozenset(name for name in names if name not in held and MAY_HOLD.fullmatch(_lower(name)))
 
@@ -52,10 +52,8 @@ def _lower(name: str) -> str:
 
 
 def media_in(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield (reference, its place) of each item that is not text: in the media columns, and content parts of messages.
-
-    A reference is the item itself if it is a string (a path or a URL), else the hash of its content.
-    """
+    """Yield (reference, place) of each item of media columns and content parts of messages that is not text. The
+    reference is the item itself if it is a string (a path or a URL), else the hash of its content."""
     found: list[tuple[Any, str]] = []
     named, others = media_columns(tuple(row))
     for key, value in row.items():
@@ -73,7 +71,7 @@ def media_in(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> I
 
 
 def refuse_media(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Refuse a row that holds media, and one with a placeholder in its text for media that another column names."""
+    """Raise ValueError for a row with media, or with a placeholder in its text for media of another column."""
     place = next((place for _, place in media_in(row, messages)), "") or _placeholder(row, messages)
     if place:
         raise Refused(
@@ -83,8 +81,8 @@ def refuse_media(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], 
 
 
 def _placeholder(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the place in a text of a placeholder that another column fills: a media column, if only an empty one, or a
-    file."""
+    """Return a description of a placeholder in the text for which another column may have the medium (a media column,
+    even an empty one, or a file name); "" if there is none."""
     texts = [text for m in messages if isinstance(text := m.get("content"), str) and ("<" in text or "[" in text)]
     found = next((mark for text in texts if (mark := PLACEHOLDER.search(text))), None)
     if found is None:
@@ -100,8 +98,7 @@ def _is_about(name: str, value: Any) -> bool:
 
 
 def _is_medium(value: Any) -> bool:
-    """Return whether a value is a medium under whatever name: the features of `datasets`, or bytes of a known
-    format."""
+    """Return True if a value is a medium by its content: a feature of `datasets`, or bytes of a known format."""
     if isinstance(value, list):
         return bool(value) and type(value[0]) in (dict, bytes) and _is_medium(value[0])
     if isinstance(value, dict):
@@ -110,20 +107,20 @@ def _is_medium(value: Any) -> bool:
 
 
 def _is_file(value: Any) -> bool:
-    """Return whether a text, or the first of a list of texts, is the name of a media file."""
+    """Return True if a text, or the first of a list of texts, is the name of a media file."""
     value = value[0] if isinstance(value, list) and value else value
     return isinstance(value, str) and (value[-5:].lower().endswith(ENDINGS) or value.startswith("data:image/"))
 
 
 def _items(value: Any) -> list[Any]:
-    """Return the media of a column; an empty object in a list counts as one."""
+    """Return the media in the value of a column. An empty object in a list counts as one."""
     if isinstance(value, list):
         return [item for item in value if item == {} or _holds(item)]
     return [value] if _holds(value) else []
 
 
 def _holds(value: Any) -> bool:
-    """Return whether a value holds anything: Arrow fills absent values with nulls, structs of them and empty lists."""
+    """Return True if a value is not empty. Arrow fills absent values with nulls, structs of nulls and empty lists."""
     if isinstance(value, str):
         return value.strip().lower() not in _NOTHING
     if isinstance(value, Mapping):

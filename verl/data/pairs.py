@@ -1,12 +1,12 @@
-"""Preference rows in their published forms -> prompt and answers as messages.
+"""Read preference rows in their published forms: the prompt and the answers as messages.
 
 {prompt, chosen, rejected} · {chosen, rejected}: whole conversations with the prompt as common beginning
 HH-style transcripts: "\\n\\nHuman: ... \\n\\nAssistant: ..." · {prompt, completion, label}: true is desirable
 ShareGPT {conversations, chosen, rejected} · Alpaca {instruction, input?, chosen, rejected | output: [better, worse]} ·
-{question, chosen, rejected} · of ShareGPT and Alpaca also an answer with kto_tag
+{question, chosen, rejected} · an answer with kto_tag in ShareGPT or Alpaca form
 {prompt | instruction, completions: [{response, overall_score}, ...]}: the best against the worst
 
-A prompt that is given again in an answer is used once. Pairs without a difference are a RowRefused, to be counted.
+If an answer repeats the prompt, the prompt is used once. Pairs without a difference raise RowRefused and are counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ANSWERS = (
     *(("chosen", "rejected"), ("chosen_messages", "rejected_messages"), ("chosen_response", "rejected_response")),
     *(("response_chosen", "response_rejected"), ("chosen_answer", "rejected_answer")),
 )
-"""Columns of the better and the worse answer; the first that are filled are read."""
+"""Names of the columns with the better and the worse answer. The first filled pair of columns is read."""
 GAP_KEYS: tuple[tuple[str, ...], ...] = (
     ("margin",),
     *(("chosen_score", "rejected_score"), ("score_chosen", "score_rejected")),
@@ -42,15 +42,17 @@ LABELS = {
     **dict.fromkeys(("true", "1", "1.0", "desirable", "good", "yes"), True),
     **dict.fromkeys(("false", "0", "0.0", "undesirable", "bad", "no"), False),
 }
-"""Label of an unpaired answer, in lower case -> whether the answer is desirable."""
+"""Label of an unpaired answer, in lower case -> True if the answer is desirable."""
 LEAST_REPEATED_CHARS = 16
-"""A shorter prompt may well be how an answer begins."""
+"""The least length of a prompt that counts as repeated in a text answer: an answer may begin with a shorter one by
+chance."""
 ASKING = ("user", "system", "developer")
 SAME = "chosen and rejected are the same"
 
 
 class PreferenceRow(NamedTuple):
-    """The prompt and the answers as messages. Unpaired: `rejected` is None and `desirable` is the kind of `chosen`."""
+    """The prompt and the answers of a row as messages. In an unpaired row `rejected` is None, and `desirable` is the
+    label of `chosen`."""
 
     prompt: Messages
     chosen: Messages
@@ -96,7 +98,7 @@ def pair_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
 
 
 def pair_of_texts(raw: RawRow, cfg: DataConfig) -> tuple[str, str] | None:
-    """Return the two texts of a row that has no prompt and no conversation; None for any other row."""
+    """Return the two texts of a row without a prompt and a conversation; None for any other row."""
     if raw.row.get(cfg.prompt_key) is not None:
         return None
     row, prompt_key = _named_pair(raw, cfg)
@@ -115,7 +117,7 @@ def pair_of_texts(raw: RawRow, cfg: DataConfig) -> tuple[str, str] | None:
 
 
 def unpaired_rows(raw: RawRow, cfg: DataConfig) -> list[PreferenceRow]:
-    """Return the answer of a row with its label, or the two of a pair as a good and a bad one."""
+    """Return the answer of a row with its label, or the two answers of a pair, labelled desirable and undesirable."""
     row, where, prompt_key = named_row(raw, cfg), raw.where, cfg.prompt_key
     labels = [row[key] for key in ("label", "kto_tag") if row.get(key) is not None]
     if len(labels) > 1 and labels[0] != labels[1]:
@@ -157,8 +159,8 @@ def unpaired_rows(raw: RawRow, cfg: DataConfig) -> list[PreferenceRow]:
 
 
 def _named_pair(raw: RawRow, cfg: DataConfig) -> tuple[dict[str, Any], str]:
-    """(the row, the column of its prompt), with what other formats call chosen, rejected and prompt under these names.
-    ValueError where two columns could be meant."""
+    """Return the row with its answers and prompt under the names chosen, rejected and the prompt's column, and the name
+    of that column. Raise ValueError if two columns could be the prompt or the pair."""
     row, where = raw.row, raw.where
     named = next((keys for keys in ANSWERS if any(row.get(key) is not None for key in keys)), None)
     if named is not None:
@@ -187,7 +189,8 @@ def _named_pair(raw: RawRow, cfg: DataConfig) -> tuple[dict[str, Any], str]:
 
 
 def _best_and_worst(completions: Sequence[Any], where: str) -> dict[str, Any]:
-    """Return the pair that scored completions make, with their scores."""
+    """Return the best and the worst of scored completions as a pair with their scores. Raise RowRefused for equal
+    scores."""
     scored: list[tuple[float, Any]] = []
     for one in completions:
         score = next((one[k] for k in SCORE_KEYS if one.get(k) is not None), None) if isinstance(one, Mapping) else None
@@ -204,7 +207,8 @@ def _best_and_worst(completions: Sequence[Any], where: str) -> dict[str, Any]:
 
 
 def gap_of(row: Mapping[str, Any], where: str) -> float | None:
-    """True reward of the chosen minus the rejected: `margin`, or two score columns."""
+    """Return the reward of the chosen answer minus that of the rejected one, by the column `margin` or two columns of
+    scores; None if the row has neither."""
     names = next((names for names in GAP_KEYS if all(row.get(k) is not None for k in names)), ())
     for name in names:
         if isinstance(row[name], bool) or not isinstance(row[name], int | float):
@@ -217,7 +221,7 @@ def gap_of(row: Mapping[str, Any], where: str) -> float | None:
 
 
 def _turns(text: str) -> list[dict[str, str]]:
-    """The turns of an HH-style transcript; a last one without text only asks for the answer."""
+    """Return the turns of an HH-style transcript as messages. A last turn of the assistant without text is left out."""
     parts = HH_TURN.split(text)[1:]
     roles = {"Human": "user", "Assistant": "assistant"}
     turns = [{"role": roles[name], "content": prefix.strip()} for name, prefix in zip(parts[::2], parts[1::2])]
@@ -231,7 +235,8 @@ def _prompt(value: Any, where: str, column: str, tools: Tools) -> Messages:
 
 
 def _answer(value: Any, where: str, column: str, tools: Tools) -> Messages:
-    """A conversation, an HH-style transcript, or a text: one message of the assistant."""
+    """Return an answer as messages: a conversation, an HH-style transcript, or a text as one message of the
+    assistant."""
     if isinstance(value, str | list) and not value:
         raise RowRefused(f"an empty {column} answer")
     if isinstance(value, str):
@@ -247,7 +252,7 @@ def _refuse_blank(text: str, column: str) -> None:
 
 
 def _without_prompt(prompt: Any, *answers: Any) -> Sequence[Any]:
-    """The texts of answers that all begin with the text of their prompt, without it."""
+    """Return the answers without the text of their prompt if all of them begin with it; else unchanged."""
     asked = prompt.strip() if isinstance(prompt, str) else ""
     if len(asked) < LEAST_REPEATED_CHARS or HH_TEXT.match(str(prompt)):
         return answers
@@ -256,14 +261,14 @@ def _without_prompt(prompt: Any, *answers: Any) -> Sequence[Any]:
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Return whether two messages are equal, but for white space around their text."""
+    """Return True if two messages are equal apart from white space around their text."""
     texts = [m["content"].strip() if isinstance(m["content"], str) else m["content"] for m in (a, b)]
     return a["role"] == b["role"] and texts[0] == texts[1] and a.get("tool_calls") == b.get("tool_calls")
 
 
 def _behind(prompt: Messages, answer: Messages) -> tuple[Messages | None, Messages]:
-    """Return (the prompt that an answer repeats, its rest): the whole prompt, its last turns, or it behind a system
-    turn of the answer's own. The first is None where nothing is repeated."""
+    """Return (the prompt, the rest of the answer) if the answer begins with the whole prompt, its last turns, or a
+    system turn of its own and the prompt; (None, the answer) if it repeats no turn."""
     longest = 0 if answer[0]["role"] == "assistant" else min(len(prompt), len(answer))
     for k in range(longest, 0, -1):
         if all(map(_same, prompt[-k:], answer)):
@@ -275,7 +280,8 @@ def _behind(prompt: Messages, answer: Messages) -> tuple[Messages | None, Messag
 
 
 def _one_prompt(prompt: Messages, repeated: Sequence[Messages | None], where: str, column: str) -> Messages:
-    """Return the prompt as the answers repeat it; refuse answers that follow different ones."""
+    """Return the prompt, with the system turn that the answers repeat before it, if any. Raise ValueError if the
+    answers repeat different prompts."""
     found = [context for context in repeated if context is not None]
     if not found:
         return prompt
@@ -288,7 +294,7 @@ def _one_prompt(prompt: Messages, repeated: Sequence[Messages | None], where: st
 
 
 def _check_answer(prompt: Messages, answer: Messages, where: str, name: str) -> None:
-    """Refuse what is no answer to the prompt; an empty one is a RowRefused."""
+    """Raise ValueError if the messages cannot be an answer to the prompt; RowRefused if they are empty."""
     if not answer:
         raise RowRefused(f"an empty {name} answer")
     last = answer[-1]

@@ -1,7 +1,7 @@
-"""SFT rows that no chat template renders: texts to go on training with, and rows that were tokenised before.
+"""SFT rows that are not rendered by a chat template: plain texts, and rows that were tokenised before.
 
-{text}                                                       every token but the first is trained, and the end
-{input_ids, labels? | loss_mask? ..., attention_mask?}       what labels and masks leave is trained
+{text}                                                          every token but the first is trained, and the end
+{input_ids, labels? | loss_mask? ..., attention_mask?}          tokens that labels and masks do not exclude are trained
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from verl.errors import Refused
 
 TEXT, IDS, DOCUMENTS = "text", "input_ids", "documents"
 MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "completion_mask")
-"""Columns that are 1 where a token is trained; where there are several, all have to be."""
+"""Columns that are 1 for trained tokens. If a row has several, a token is trained if all of them are 1."""
 NOT_TRAINED = -100
-"""The value of `labels` for a token that is not trained, as Hugging Face has it: at the place of the token itself."""
+"""The value of `labels` for a token that is not trained. Labels are not shifted: each is at its own token, as in
+Hugging Face."""
 NEVER_READ = {"token_type_ids", "attention_mask", "position_ids"}
 
 
 def plain_column(row: Mapping[str, Any], cfg: DataConfig) -> str | None:
-    """Return the column that holds a row without a conversation; None for a row with one, or with neither."""
+    """Return the column of a row without a conversation that has its text or ids; None for a row with a conversation,
+    or without either column."""
     if any(
         row.get(k) is not None for k in (cfg.messages_key, "conversations", cfg.prompt_key, "question", "instruction")
     ):
@@ -37,7 +39,7 @@ def plain_column(row: Mapping[str, Any], cfg: DataConfig) -> str | None:
 
 
 def unread_columns(row: Mapping[str, Any], cfg: DataConfig) -> Iterator[str]:
-    """Yield the filled columns of a row that hold a conversation or a text, behind the one that is read."""
+    """Yield the filled columns with a conversation or a text that are not read because another one is."""
     named = row.get(cfg.prompt_key) is not None or row.get("question") is not None
     alpaca = not named and row.get("instruction") is not None
     answers = ("output", *COMPLETION_KEYS) if alpaca else COMPLETION_KEYS if row.get(cfg.prompt_key) is not None else ()
@@ -49,14 +51,15 @@ def unread_columns(row: Mapping[str, Any], cfg: DataConfig) -> Iterator[str]:
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """[t] int64: the ids of a text with what the tokenizer puts around it, and the end token behind it."""
+    """Return the ids [t] int64 of a text with the tokens that the tokenizer adds, ending with the end-of-sequence
+    token."""
     ids = rendered_ids(tokenizer(text))
     end = tokenizer.eos_token_id
     return ids if end is None or ids[-1:].tolist() == [end] else np.append(ids, np.int64(end))
 
 
 def text_row(tokenizer: Tokenizer, row: Mapping[str, Any], where: str) -> Rendered:
-    """Return the row of a text: every token is trained but the first, which nothing predicts."""
+    """Return the training row of a text. Every token but the first is trained; the first has no predictor."""
     text = row[TEXT]
     if not isinstance(text, str):
         raise Refused(f"{where}: {TEXT!r} must be text, got {kind_of(text)}")
@@ -66,7 +69,7 @@ def text_row(tokenizer: Tokenizer, row: Mapping[str, Any], where: str) -> Render
 
 
 def ids_row(row: Mapping[str, Any], where: str) -> Rendered:
-    """Return the row that was tokenised before, without its padding."""
+    """Return the training row of a row that was tokenised before, without its padding."""
     ids = _integers(row[IDS], where, IDS)
     if not len(ids) or ids.min() < 0:
         raise Refused(f"{where}: {IDS!r} must be a list of token ids, got {row[IDS][:8]}")

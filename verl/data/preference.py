@@ -1,4 +1,4 @@
-"""Preference rows (data/pairs.py) -> token ids with loss masks, as a table."""
+"""Render preference rows (data/pairs.py) to token ids with loss masks, as a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from verl.errors import Refused
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Tokens of one row: `mask` marks the answer's own tokens. Unpaired rows have no `rejected`."""
+    """The tokens of one row; the masks are True for the tokens of the answers. An unpaired row has no `rejected`."""
 
     chosen: Rendered
     rejected: Rendered | None
@@ -36,7 +36,8 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class PairTable:
-    """`key` changes with the tokens: it names what is computed from them once (reference log-probs)."""
+    """The rendered rows. `key` is a hash of their content; results that are computed from them once (reference
+    log-probs) are stored under it."""
 
     pairs: Sequence[Pair]
     report: LoadReport
@@ -65,8 +66,9 @@ def load_pairs(
     max_rows: int | None = None,
     stops: tuple[int, ...] = (),
 ) -> PairTable:
-    """Read, render and check every row. Rows longer than data.max_tokens_per_row are an error, or dropped with
-    truncation left or right (a cut answer is not the one that was judged). stops: see `RenderJob`."""
+    """Read, render and check all rows. A row of more than data.max_tokens_per_row tokens raises ValueError, or is
+    dropped if data.truncation is left or right, since a cut answer is not the answer that was compared. stops: see
+    `RenderJob`."""
     job = PairJob(tokenizer, cfg, template_kwargs or {}, stops, paired=paired, needs_gap=needs_gap)
     arrays, report, key = load_arrays(files, job, max_rows)
     refuse_empty(report)
@@ -83,7 +85,8 @@ def load_pairs(
 
 @dataclass(kw_only=True)
 class PairJob(RenderJob):
-    """Preference rows -> ids and loss masks of the answers: two entries per pair, chosen first, or one."""
+    """Renders preference rows to ids and loss masks of the answers: two entries per pair, chosen first, or one
+    entry."""
 
     paired: bool
     needs_gap: bool
@@ -113,8 +116,8 @@ class PairJob(RenderJob):
         return self._fitting(raw, rendered, row.gap, row.desirable)
 
     def _text_entries(self, raw: RawRow, texts: tuple[str, str], counts: RowCounts) -> list[Entry]:
-        """Return the entries of two texts without a prompt: no template renders them, and their common beginning is
-        context."""
+        """Return the entries of two texts without a prompt. They are tokenised without a template, and their common
+        beginning is not trained."""
         refuse_media(raw.row, (), raw.where)
         self.count_text([{"content": text} for text in texts], raw.where, counts)
         better, worse = both = [text_ids(self.tokenizer, text) for text in texts]

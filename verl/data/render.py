@@ -1,4 +1,5 @@
-"""Rows -> token ids, chunk by chunk: the jobs that run in this process or in workers, and how results are packed."""
+"""Render rows to token ids in chunks: the jobs, which run in this process or in workers, and the merging of their
+results."""
 
 from __future__ import annotations
 
@@ -76,15 +77,15 @@ class RowCounts:
     rows_filtered: int = 0
     """Rows dropped because they are too long."""
     shortest_filtered_tokens: int = 0
-    """The length of the shortest of these."""
+    """The length of the shortest filtered row."""
     rows_truncated: int = 0
     """Rows cut because they are too long."""
     rows_unthinking: int = 0
-    """Rows with turns behind the prompt of enable_thinking=false."""
+    """Rows with turns rendered with enable_thinking=false."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Rows without an exact rendering, by reason."""
+    """Number of rows without an exact rendering, by reason."""
     example: str = ""
-    """The first of these, with its place."""
+    """The place and the error of the first refused row."""
     characters: dict[str, list[int]] = field(default_factory=dict)
     """By file: [characters of the messages, those without a token]."""
     lost: dict[str, str] = field(default_factory=dict)
@@ -92,13 +93,13 @@ class RowCounts:
     special: Found = field(default_factory=dict)
     """Special tokens in the messages' text."""
     judged: str = ""
-    """The place of the first row that needs a judge."""
+    """The place of the first row that requires a judge."""
     truths: Found = field(default_factory=dict)
     """Kinds of ground truth by data_source, of the rows that a reward function scores."""
     unread: dict[str, str] = field(default_factory=dict)
-    """Lines about columns that are not read because another one is, with the first such row."""
+    """Warnings about columns that are not read -> the place of the first such row."""
     unread_keys: dict[str, str] = field(default_factory=dict)
-    """Keys of messages that are not read."""
+    """Keys of messages that neither verl nor the chat template reads -> the place of the first such row."""
 
     def add(self, other: RowCounts) -> None:
         for name in ("rows_read", "rows_kept", "rows_filtered", "rows_truncated", "rows_unthinking"):
@@ -117,11 +118,12 @@ class RowCounts:
         add_found(self.truths, other.truths)
 
 
-Chunk = tuple[RowCounts, dict[str, np.ndarray]]  # the entries of rows in a row, as arrays by name
+Chunk = tuple[RowCounts, dict[str, np.ndarray]]  # the entries of consecutive rows, as arrays by name
 
 
 def merge(chunks: Iterable[Chunk]) -> Chunk:
-    """Concatenate, in order; `numbers` (row of the chunk) becomes the row of the whole."""
+    """Concatenate the chunks in order. `numbers`, the row of each entry in its chunk, becomes the row in all chunks
+    together."""
     total, columns = RowCounts(), list[dict[str, np.ndarray]]()
     for counts, arrays in chunks:
         columns.append({**arrays, "numbers": arrays["numbers"] + total.rows_read})
@@ -131,7 +133,8 @@ def merge(chunks: Iterable[Chunk]) -> Chunk:
 
 @dataclass
 class RenderJob:
-    """Rows -> entries of a table. A row gives one entry, several or none; RowRefused drops it, counted by reason."""
+    """Renders rows to entries of a table: one, several or none per row. A row that raises RowRefused is dropped and
+    counted by its reason."""
 
     tokenizer: Tokenizer
     cfg: DataConfig
@@ -152,8 +155,7 @@ class RenderJob:
 
     @property
     def audit(self) -> TemplateAudit:
-        """Return the measured properties of the chat template. ValueError where there is none and a row has
-        messages."""
+        """Return the measured properties of the chat template. Raise ValueError if the tokenizer has no template."""
         if self.measured is None:
             require_chat_template(self.tokenizer, self.tokenizer.name_or_path)
         assert self.measured is not None
@@ -163,7 +165,8 @@ class RenderJob:
         raise NotImplementedError
 
     def count_text(self, messages: Sequence[Message], where: str, counts: RowCounts) -> None:
-        """Count in a row's messages: text without ids, text that is read as control tokens, keys that are not read."""
+        """Count, in a row's messages, text without ids, text that is read as control tokens, and keys that are not
+        read."""
         file, texts = where.rpartition(":")[0], texts_of(messages)
         for key in {key for m in messages for key in m.keys() - KNOWN_KEYS}:
             self._count_key(rf"\b{re.escape(key)}\b", key, where, counts)
@@ -180,7 +183,7 @@ class RenderJob:
                 counts.lost[file] = f"{lost[:20]!r} of {text[:60]!r} ({where})"
 
     def count_columns(self, raw: RawRow, messages: Sequence[Message], counts: RowCounts) -> None:
-        """Count the columns of system messages, thoughts and prompts that the row's messages do not hold."""
+        """Note the columns with system messages, reasoning or prompts whose text is in none of the row's messages."""
         for column in unread_system(raw.row, messages):
             counts.unread.setdefault(OWN_SYSTEM.format(column), raw.where)
         whole = any(raw.row.get(key) is not None for key in (self.cfg.messages_key, "conversations"))
@@ -189,12 +192,12 @@ class RenderJob:
             counts.unread.setdefault(f"column {column!r} is not read, and no message has its text", raw.where)
 
     def _count_key(self, pattern: str, key: str, where: str, counts: RowCounts) -> None:
-        """Count a key of a message, unless the source of the chat template has it."""
+        """Note a key of a message that is not read, unless the source of the chat template contains it."""
         if not re.search(pattern, str(self.tokenizer.chat_template)):
             counts.unread_keys.setdefault(key, where)
 
     def options(self) -> dict[str, Any]:
-        """Return all options that the result depends on, beside the tokenizer and the files."""
+        """Return all options on which the result depends, apart from the tokenizer and the files."""
         made = ("tokenizer", "cfg", "measured", "coverage", "special")
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in made}
         data = {name: value for name, value in asdict(self.cfg).items() if name not in SAME_TABLE}
@@ -202,7 +205,7 @@ class RenderJob:
 
     def __call__(self, rows: Sequence[RawRow], progress: Callable[[int], None]) -> Chunk:
         counts, kept, numbers = RowCounts(rows_read=len(rows)), list[Entry](), list[int]()
-        with bounded_memory():  # of all of them: looking each up in the process takes a tenth of a row's time
+        with bounded_memory():  # one limit for all rows: setting it for each would take a tenth of the time
             for number, raw in enumerate(rows):
                 try:
                     found = self.entries(raw, counts)
@@ -228,9 +231,11 @@ class RenderJob:
 
 @dataclass
 class PromptJob(RenderJob):
-    """RL rows -> prompt ids, and what `types.Task` holds of the row, so that it is parsed here and never again.
+    """Renders RL rows to prompt ids, with the parsed fields of each row (`types.Task`), so that a row is parsed only
+    once.
 
-    marshal keeps JSON types and bytes exactly, stores a text that row and messages share once, and runs nothing.
+    The fields are stored by marshal: it keeps JSON types and bytes exactly, stores a text that occurs twice only once,
+    and executes nothing when it is read.
     """
 
     players: Players = ONE_ANSWER
@@ -260,7 +265,7 @@ class PromptJob(RenderJob):
                 counts.rows_filtered += 1
                 counts.shortest_filtered_tokens = min(counts.shortest_filtered_tokens or longest, longest)
                 return []
-            if self.cfg.truncation == "error" or len(context) > limit:  # a teacher reads its prompt whole
+            if self.cfg.truncation == "error" or len(context) > limit:  # a teacher's prompt is never cut
                 whose = "the prompt" if len(ids) == longest else f"the prompt with {key!r}"
                 raise Refused(
                     f"{raw.where}: {whose} has {longest} tokens, data.max_prompt_tokens is {limit}."
@@ -287,8 +292,8 @@ class PromptJob(RenderJob):
                 counts.unread.setdefault(prefix, raw.where)
 
     def _answer(self, raw: RawRow, task: TaskRow, prompt: np.ndarray, counts: RowCounts) -> np.ndarray:
-        """Return [A] int64: the row's stored answer as it is rendered behind its prompt, with the end of the turn;
-        empty where the run takes none."""
+        """Return the ids [A] int64 of the row's stored answer with the end of the turn, as it is rendered after its
+        prompt; empty if the run uses no stored answers."""
         if (key := self.players.answer_key) is None:
             return np.zeros(0, np.int64)
         prefix = stored_answer(raw.row, key, raw.where)
@@ -325,7 +330,8 @@ class PromptJob(RenderJob):
         return ids
 
     def _refuse_control(self, tools: Sequence[Mapping[str, Any]], where: str) -> None:
-        """Refuse a schema that would write a turn into the prompt: it may come from a server of somebody else."""
+        """Raise ValueError for a tool schema with special tokens in its text, since a schema may be from a foreign
+        server."""
         for tool in tools:
             if held := sorted(self.special.held(json.dumps(tool, ensure_ascii=False, default=str))):
                 raise Refused(
@@ -335,7 +341,7 @@ class PromptJob(RenderJob):
 
 
 class ConversationJob(RenderJob):
-    """SFT rows -> ids and loss masks. One row may give several entries (see render_conversation)."""
+    """Renders SFT rows to ids and loss masks. One row may give several entries (see render_conversation)."""
 
     flat: ClassVar = {"ids": np.int32, "mask": np.bool_}
 
@@ -384,8 +390,9 @@ class ConversationJob(RenderJob):
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """The prompt of a teacher with the feedback on an attempt: the prompt with the text of the reward function or the
-    environment, as plain text: it may quote the attempt or a tool."""
+    """Renders a teacher's prompt that contains feedback on an attempt: the task's prompt, followed by the feedback of
+    the reward function or the environment. The feedback is encoded without control tokens, since it may quote the
+    attempt or a tool."""
 
     plain: PlainText
     template_kwargs: Mapping[str, Any]
@@ -393,8 +400,8 @@ class Feedback:
     spelling: Spelling = PLAIN_SPELLING
 
     def __call__(self, task: Task, attempt: Trajectory) -> Task:
-        """Return the task with that context. Without feedback, or with more than there is room for, it has no
-        teacher."""
+        """Return the task with the ids of that prompt as `context_ids`. If there is no feedback, or the prompt is
+        longer than `longest` tokens, the task is returned with `taught=False`."""
         if not (prefix := attempt.reward.feedback if isinstance(attempt.reward, Score) else ""):
             return replace(task, taught=False)
         messages = with_hint(tuple(map(dict, task.messages)), self.plain.marked(prefix))
@@ -404,14 +411,14 @@ class Feedback:
 
 
 def feedback_of(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any], longest: int) -> Feedback:
-    """Return the feedback of prompts with at most `longest` tokens, in the spelling of the tokenizer's template."""
+    """Return a `Feedback` for prompts of at most `longest` tokens, in the spelling of the tokenizer's chat template."""
     spelling = audit_template(tokenizer, template_kwargs).spelling if tokenizer.chat_template else PLAIN_SPELLING
     return Feedback(plain_text(tokenizer), template_kwargs, longest, spelling)
 
 
 def kept_positions(length: int, limit: int, truncation: str) -> np.ndarray:
-    """Return the positions that are kept. left drops the beginning, right the end, middle the tokens between the two
-    halves."""
+    """Return the positions of the tokens that truncation to `limit` keeps. left removes the beginning, right the end,
+    and middle the tokens between the two halves."""
     assert length > limit, f"{length} tokens need no truncation to {limit}"
     if truncation == "left":
         return np.arange(length - limit, length)

@@ -1,4 +1,5 @@
-"""Files -> tokenised tables, cached by content hash; a cursor (data/cursor.py) draws from them."""
+"""Load files into tokenised tables, cached by a hash of their content; a cursor (data/cursor.py) draws from the
+tables."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from verl.types import Task
 
 __all__ = ["ConversationTable", "Cursor", "Draw", "LoadReport", "TaskTable", "load_conversations", "load_tasks"]
 
-IN_PROCESS_ROWS = 2000  # fewer are done before a worker has imported its tokenizer
+IN_PROCESS_ROWS = 2000  # fewer rows are rendered in the time in which a worker starts
 CHUNK_ROWS = 256
 WORKER_TIMEOUT_S = 300.0
 logger = logging.getLogger(__name__)
@@ -54,11 +55,11 @@ class LoadReport(RowCounts):
     from_cache: bool
     wall_s: float
     made: str = ""
-    """A hash of the rows that a dataset class made; "" for rows of files."""
+    """A hash of the rows that a dataset class made; "" if the rows are from files."""
 
     @property
     def contents(self) -> dict[str, str]:
-        """Return the values that define the run beside the files that its keys name."""
+        """Return the values that define the run, in addition to the files named by its keys."""
         return {"data.dataset_class": self.made} if self.made else {}
 
     def summary(self) -> str:
@@ -79,8 +80,8 @@ class LoadReport(RowCounts):
 
 
 class _Table:
-    """Entries of different lengths in flat arrays. `key`: content hash of data, tokenizer and options; equal keys hold
-    equal tables."""
+    """Entries of different lengths, stored in flat arrays. `key` is a hash of data, tokenizer and options: tables with
+    equal keys have equal content."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], report: LoadReport, key: str) -> None:
         self.report, self.key, self._arrays = report, key, arrays
@@ -98,7 +99,7 @@ class _Table:
 
 
 class TaskTable(_Table):
-    """The table of RL prompts. A row was parsed when the table was made; it is unpacked when it is read."""
+    """The table of RL prompts. Rows are parsed when the table is made; reading an entry only decodes it."""
 
     def __getitem__(self, index: int) -> Task:
         index = int(index)
@@ -112,7 +113,7 @@ class TaskTable(_Table):
 
 
 class ConversationTable(_Table):
-    """SFT rows: ids and loss masks. Several entries may come from one row of the data."""
+    """The table of SFT rows: ids and loss masks. One row of the data may have several entries."""
 
     def __getitem__(self, index: int) -> Rendered:
         return Rendered(self._part("ids", index).astype(np.int64), self._part("mask", index).astype(np.bool_))
@@ -128,7 +129,11 @@ def load_tasks(
     players: Players = ONE_ANSWER,
     stops: tuple[int, ...] = (),
 ) -> TaskTable:
-    """Render, tokenise and filter RL prompts. players: the loops and tools of the run · stops: see `RenderJob`."""
+    """Render, tokenise and filter RL prompts.
+
+    players: the loops and tools of the run
+    stops: see `RenderJob`
+    """
     job = PromptJob(tokenizer, cfg, template_kwargs or {}, stops, players=players)
     arrays, report, key = load_arrays(files, job, max_rows)
     if report.refused:
@@ -152,8 +157,11 @@ def load_conversations(
     max_rows: int | None = None,
     stops: tuple[int, ...] = (),
 ) -> ConversationTable:
-    """Render and tokenise SFT conversations with exact loss masks. Rows without one are dropped and counted. stops: see
-    `RenderJob`."""
+    """Render and tokenise SFT conversations with exact loss masks. Rows that have no exact mask are dropped and
+    counted.
+
+    stops: see `RenderJob`
+    """
     if cfg.truncation == "middle":
         raise Refused(
             "data.truncation=middle: a conversation cut in its middle joins words that nobody wrote."
@@ -175,7 +183,8 @@ def refuse_empty(report: LoadReport) -> None:
 def load_arrays(
     files: Sequence[str], job: RenderJob, max_rows: int | None
 ) -> tuple[dict[str, np.ndarray], LoadReport, str]:
-    """(arrays, report, key): from the cache if these bytes were rendered so before, else from the files."""
+    """Return (arrays, report, key) of the rendered rows: from the cache if the same bytes were rendered with the same
+    options before, else from the files."""
     start = time.monotonic()
     made = None if job.cfg.dataset_class is None else _class_rows(files, job, max_rows)
     found = expand_files(files) if made is None else [made[0]]
@@ -231,7 +240,8 @@ def _render(files: list[DataFile], job: RenderJob, max_rows: int | None) -> Chun
 
 
 def _table_key(marks: list[str], job: RenderJob, max_rows: int | None) -> str:
-    """Hash of all that the table depends on: files, tokenizer, template, options, and the code that renders."""
+    """Return a hash of everything on which the table depends: files, tokenizer, template, options, and the code that
+    renders."""
     template = str(job.tokenizer.chat_template)
     parts = {
         "files": marks,

@@ -1,4 +1,5 @@
-"""Special tokens that rows spell out in their own text: read as control tokens, like those of the chat template."""
+"""Find special tokens that rows spell out in their own text. They are read as control tokens, like those of the chat
+template."""
 
 from __future__ import annotations
 
@@ -9,13 +10,12 @@ from typing import Any
 
 from verl.chat.template import Tokenizer
 
-MOST_NAMED = 4  # tokens of a file
+MOST_NAMED = 4  # the most tokens that a file's warning lists
 
 
 @dataclass(slots=True)
 class SpecialTokens:
-    """The special tokens that this tokenizer finds in a text. They are searched as text, before anything is
-    tokenised."""
+    """Finds a tokenizer's special tokens in a text by a search for their spelling, before anything is tokenised."""
 
     tokenizer: Tokenizer
     pattern: re.Pattern[str] | None = field(init=False)
@@ -32,11 +32,11 @@ class SpecialTokens:
 
 
 Found = dict[str, dict[str, list[Any]]]
-"""File -> special token -> [rows with it in their own text, the place of the first of them]."""
+"""File -> special token -> [number of rows with the token in their own text, place of the first of them]."""
 
 
 def add_found(found: Found, more: Found) -> None:
-    """More of the same files, from rows that come after."""
+    """Add to `found`, in place, the findings of later rows of the same files."""
     for file, tokens in more.items():
         mine = found.setdefault(file, {})
         for token, (rows, where) in tokens.items():
@@ -44,7 +44,10 @@ def add_found(found: Found, more: Found) -> None:
 
 
 def special_lines(found: Found, names: Mapping[str, str | Sequence[str]]) -> list[str]:
-    """A line for each file. names: the tokenizer's special_tokens_map, name -> token."""
+    """Return a warning for each file with special tokens in its rows.
+
+    names: the tokenizer's special_tokens_map, name -> token
+    """
     called = {token: f" ({name})" for name, token in names.items() if isinstance(token, str)}
     prefix = []
     for file, tokens in found.items():

@@ -1,4 +1,4 @@
-"""The files of a folder or a pattern that are read together: those of one split, each of them once."""
+"""Select the files of a folder or a pattern that are read together: the files of one split, each file once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN_FILES = 2
 
 
 def split_of(path: str) -> str:
-    """Return the split that a file's name, or the folders before it, give; "" for none."""
+    """Return the split that a file's name, or a folder in its path, indicates; "" if none does."""
     return SPLITS.get(_split_word(path), "")
 
 
@@ -33,13 +33,14 @@ def _split_word(path: str) -> str:
 
 
 def is_without_rows(path: str) -> bool:
-    """Return whether a file has no rows though its name ends like that of rows: metadata, and hidden files."""
+    """Return True for files that contain no rows in spite of their ending: metadata and hidden files."""
     name = path.rpartition("/")[2]
     return name in METADATA or name.startswith(".")
 
 
 def refuse_mixed(url: str, paths: Sequence[str], stems: Sequence[str]) -> None:
-    """Refuse files of several splits, held-out files beside files of no split, and one name in two formats."""
+    """Raise ValueError for files of several splits, for held-out files beside files of no split, and for one name in
+    two formats."""
     root = os.path.commonpath([path.rpartition("/")[0] or "." for path in paths])
     names = [path.removeprefix(f"{root}/") for path in paths]
     of_split: dict[str, list[str]] = {}

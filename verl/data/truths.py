@@ -1,4 +1,4 @@
-"""The ground truth of an RL row: the column that holds it, and the text that a rule compares answers with."""
+"""The ground truth of an RL row: the column with the truth, and the text with which a rule compares answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRUTH_COLUMNS = (
     *("gold", "gold_answer", "golden_answers", "target", "targets", "label", "labels", "reference", "ground_truths"),
     *("gt", "truth", "answers"),
 )
-"""Where a truth is looked for, the first that is filled: in the row, and then in its extra_info."""
+"""Columns in which a truth is looked for: the first filled one of the row, then of its extra_info."""
 _TRUTH_COLUMNS = frozenset(TRUTH_COLUMNS)
 NOTHING = "nothing"
 
@@ -47,7 +47,7 @@ def ground_truth_of(row: Mapping[str, Any], where: str, prompt_key: str) -> tupl
 
 
 def unread_truths(row: Mapping[str, Any], truth: Any) -> Iterator[str]:
-    """Yield the columns of the row that are named as a truth and hold something else than the truth."""
+    """Yield the columns of the row with a name of TRUTH_COLUMNS and another value than the truth."""
     for key in _TRUTH_COLUMNS.intersection(row):
         if row[key] not in (None, "", [], truth):
             texts = truth_texts(row[key])
@@ -56,8 +56,8 @@ def unread_truths(row: Mapping[str, Any], truth: Any) -> Iterator[str]:
 
 
 def truth_text(value: Any) -> str | None:
-    """Return the text of a value, None for a value with none or several: a text, a number (4.0 is "4"), a list of one
-    of these, or such a list of one text as JSON."""
+    """Return the text of a truth that has exactly one: a text, a number (4.0 is "4"), a list of one of these, or a list
+    of one text as JSON. None for any other value."""
     if isinstance(value, str) and (listed := _json_texts(value)) is not None:
         value = listed
     value = value.tolist() if hasattr(value, "tolist") else value
@@ -71,7 +71,8 @@ def truth_text(value: Any) -> str | None:
 
 
 def truth_texts(value: Any) -> list[str]:
-    """Return the texts of which each is right: those of a list or its JSON, of {target: ...}, or the one of a value."""
+    """Return the texts of all right answers: the items of a list, of a list as JSON or of {target: ...}, or the text of
+    a single value."""
     if isinstance(value, str) and value.lstrip().startswith('{"target"'):
         try:
             value = json.loads(value)
@@ -86,7 +87,7 @@ def truth_texts(value: Any) -> list[str]:
 
 
 def _json_texts(text: str) -> list[str] | None:
-    """The list of texts that a text is the JSON of; None for any other text."""
+    """Return the list of texts that is written as JSON in `text`; None for any other text."""
     bare = text.strip()
     if not (bare.startswith('["') and bare.endswith('"]')):
         return None
@@ -98,7 +99,8 @@ def _json_texts(text: str) -> list[str] | None:
 
 
 def kind_of_truth(value: Any) -> str:
-    """Return what a truth is, in words: NOTHING, "text" for what `truth_text` reads, else its kind."""
+    """Return a description of a truth: NOTHING if it is empty, "text" if `truth_text` can read it, else its type and
+    size."""
     if truth_text(value) is not None:
         return "text"
     if value is None or value in ("", [], {}) or (isinstance(value, str) and not value.strip()):

@@ -33,11 +33,11 @@ UNUSED = {
     "collate_fn": "makes batches of its own, and rows are packed here one by one",
     "__getitems__": "makes batches of its own, and rows are packed here one by one",
 }
-"""Methods of a class by which it would change what is trained -> why that is not done here."""
+"""Methods that would change the training in verl and are not called here -> the reason, for the error message."""
 
 
 class Frame(Sequence[dict[str, Any]]):
-    """Rows under the names of `datasets.Dataset`, as far as subclasses of verl's dataset use it."""
+    """The rows, with the part of the interface of `datasets.Dataset` that subclasses of verl's dataset use."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self.rows = [dict(row) for row in rows]
@@ -57,11 +57,11 @@ class Frame(Sequence[dict[str, Any]]):
         return Frame(self.rows[int(i)] for i in indices)
 
     def filter(self, function: Callable[[dict[str, Any]], Any], **_: Any) -> Frame:
-        """Keep the rows for which the function is true. How many processes would do it changes nothing."""
+        """Keep the rows for which the function returns true. Other arguments (the number of processes) are ignored."""
         return Frame(row for row in self if function(row))
 
     def map(self, function: Callable[[dict[str, Any]], Mapping[str, Any] | None], **_: Any) -> Frame:
-        """Add to each row what the function returns for it."""
+        """Add the columns that the function returns to each row."""
         return Frame({**row, **(function(dict(row)) or {})} for row in self)
 
     def remove_columns(self, names: str | Sequence[str]) -> Frame:
@@ -101,7 +101,7 @@ class RLHFDataset:
         self.dataframe = self.maybe_filter_out_long_prompts(frame)
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
-        """Return all rows: long ones are filtered where the rows of any class and file are."""
+        """Return all rows. Prompts that are too long are filtered later, as for rows of a file."""
         return dataframe
 
     def resume_dataset_state(self) -> None:
@@ -132,8 +132,12 @@ def write_rows(
     max_rows: int | None,
     load: Callable[[str], Any],
 ) -> int:
-    """Write the rows of the class to the file `out`, a line each, and return how many. options: of the data, by verl's
-    names. load: makes the class of its name. BadResult: what a row holds that cannot be used."""
+    """Write the rows of the class to the file `out` as JSON lines, and return their number. Raise BadResult for a class
+    or a row that cannot be used.
+
+    options: the settings of `data`, under verl's names
+    load: imports the class by the text `named`
+    """
     cls = load(named)
     for method, why in UNUSED.items():
         if hasattr(cls, method):
@@ -153,7 +157,7 @@ def write_rows(
 
 
 def _built(cls: Any, files: Sequence[str], tokenizer: Any, config: Any, max_rows: int | None, kind: str) -> Any:
-    """Build the class as verl does: by keywords for prompts, by verl's names of its own for conversations."""
+    """Construct the class with the arguments that verl passes, for prompts (rl) or for conversations (sft)."""
     most = -1 if max_rows is None else max_rows
     if kind == "rl":
         given = {"data_files": list(files), "tokenizer": tokenizer, "config": config, "processor": None}
@@ -170,7 +174,8 @@ def _line(row: Any, where: str, kind: str, tokenizer: Any, options: Mapping[str,
 
 
 def _prompt_row(row: dict[str, Any], where: str, tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row with the messages under the prompt's column, once its ids were found to be theirs."""
+    """Return the row with its messages in the prompt column and without token ids. Raise BadResult if the row has ids
+    that are not those of its messages."""
     key = options["prompt_key"]
     messages = row.pop("raw_prompt", row.get(key))
     if messages is None:
@@ -191,7 +196,8 @@ def _prompt_row(row: dict[str, Any], where: str, tokenizer: Any, options: Mappin
 
 
 def _ids_row(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """Refuse a mask that may be of another place: verl before 0.6 marked the token before a trained one."""
+    """Return the row. Raise BadResult if its loss mask may be shifted by one: before version 0.6, verl marked the token
+    before a trained one."""
     ids, mask = row.get("input_ids"), row.get("loss_mask")
     if ids is None or mask is None or row.get("labels") is not None:
         return row
@@ -204,7 +210,7 @@ def _ids_row(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Return a value as JSON's types."""
+    """Return a value converted to JSON types."""
     if value is None or isinstance(value, str | bool | int | float):
         return str(value) if isinstance(value, str) else value.item() if isinstance(value, np.generic) else value
     if isinstance(value, Mapping):
@@ -217,7 +223,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def parts_of(named: str) -> Iterator[str]:
-    """Yield the file or module of `FILE.py:Class`, and the class; nothing for another form."""
+    """Yield the file or module and then the class of `FILE.py:Class`; nothing for a text of another form."""
     path, colon, name = named.rpartition(":")
     if colon and path and name.isidentifier():
         yield from (path, name)

@@ -1,4 +1,4 @@
-"""Values of rows: what kind they are, as errors name it, and a hash of their content."""
+"""Describe the type of a row's value for error messages, and hash its content."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refuse_surrogates(text: str, where: str) -> None:
 
 
 def content_hash(value: Any, num_bytes: int) -> str:
-    """Return a hash of JSON types and bytes: the same whatever the order of the columns."""
+    """Return a hash of a value of JSON types and bytes. It does not depend on the order of keys."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_encode_bytes)
     return hashlib.blake2b(canonical.encode("ascii"), digest_size=num_bytes).hexdigest()
 
