@@ -1,4 +1,4 @@
-"""The arguments of a call, and the JSON schema of its tool."""
+"""Check the arguments of a tool call by the JSON schema of the tool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _KINDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
 
 
 def wrong_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-    """Return the faults of a call's arguments by its tool's JSON schema, in words for the model; "" without a fault."""
+    """Return a text for the model with the faults of a call's arguments by the tool's JSON schema; "" without a
+    fault."""
     properties = schema.get("properties") or {}
     if missing := [name for name in schema.get("required") or () if name not in arguments]:
         return f"missing: {', '.join(missing)}"
@@ -33,7 +34,8 @@ def wrong_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> 
 
 
 def as_declared(schema: Any, value: Any) -> Any:
-    """Return the value with whole numbers as integers where its schema asks for an integer: 5.0 is one in JSON."""
+    """Return the arguments with whole floats converted to integers where the schema requires an integer: 5.0 is an
+    integer in JSON."""
     if not isinstance(schema, Mapping):
         return value
     options = [schema, *(option for key in ("anyOf", "oneOf") for option in schema.get(key) or ())]

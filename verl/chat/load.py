@@ -1,4 +1,4 @@
-"""Load the tokenizer of a model folder, with its own chat template or another one."""
+"""Load the tokenizer of a model folder, with its own chat template or a given one."""
 
 from __future__ import annotations
 

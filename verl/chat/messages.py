@@ -1,9 +1,9 @@
-"""Messages as people write them -> messages as templates expect them.
+"""Convert messages from the forms in which datasets have them to the form that chat templates expect.
 
 A message is {role, content, tool_calls?, reasoning_content?, name?, tool_call_id?, weight?}. `content` is text (a list
-of parts only where one of them is media), the `arguments` of a call are an object, and `weight` is 0 or 1 on an
-assistant turn that the row marks as context or as trained. Other spellings (OpenAI's, ShareGPT's, JSON text, parts, the
-nulls that Arrow fills in) are read, or refused with a ValueError that begins with `where`.
+of parts only if one of them is media), the `arguments` of a call are an object, and `weight` is on assistant turns that
+the row marks: 1 to be trained, 0 as context. Other forms (OpenAI's, ShareGPT's, JSON text, parts, nulls that Arrow
+adds) are converted, or refused with a ValueError that begins with `where`, the place of the message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MARKS = {
     **dict.fromkeys(("do_train", "is_train", "is_trained", "compute_loss", "has_loss"), 1),
     **dict.fromkeys(("masked", "is_masked", "ignore", "ignored", "no_loss"), 0),
 }
-"""Key of a message -> its value on a turn that is trained."""
+"""Key of a message that marks a turn -> its value on a turn that is trained."""
 FUNCTION_CALL = "function_call"
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
@@ -53,15 +53,17 @@ LOOKS_LIKE = (
     (re.compile(r"ground_truth|^(answer|solution|label|reference|expected)s?$", re.IGNORECASE), "the truth of a task"),
     (re.compile(r"^(text|value|from|parts|refusal|message|response|completion|prompt)$", re.IGNORECASE), "text"),
 )
-"""Keys of a message that are not read, and what it would mean to drop them."""
+"""Patterns of keys that are not read, and the kind of content that would be lost. Such keys are refused."""
 
 
 def read_messages(
     value: Any, where: str, column: str, *, role: str = "user", tools: Tools = (), filled: bool = True
 ) -> Messages:
-    """Return the messages of a list of {role, content}, of its JSON text, or of a text: one message of `role`.
+    """Return the messages of a value: a list of messages, that list as JSON text, or a text as one message of `role`.
 
-    tools: the schemas that calls are made with. filled: an object may hold nulls that Arrow filled in.
+    where, column: the place of the value, for errors
+    tools: the schemas of the tools that may be called
+    filled: True if objects may contain nulls that Arrow added
     """
     if isinstance(value, str):
         if not value.strip():
@@ -79,7 +81,7 @@ def read_messages(
 
 
 def messages_of_text(text: str, where: str, column: str) -> list[Any] | None:
-    """Return the messages that are written as JSON in this text; None if it is text of its own."""
+    """Return the messages that are written as JSON in a text; None if the text is not JSON of messages."""
     if text.lstrip()[:1] not in ("[", "{"):
         return None
     try:
@@ -98,7 +100,7 @@ def messages_of_text(text: str, where: str, column: str) -> list[Any] | None:
 
 
 def _is_message(value: Any) -> bool:
-    """Return whether an object of JSON text is a message: the role is known, and it holds something."""
+    """Return True if an object of JSON text is a message: its role is known, and it has content."""
     if not isinstance(value, Mapping):
         return False
     role = value.get("role", value.get("from"))
@@ -107,7 +109,7 @@ def _is_message(value: Any) -> bool:
 
 
 def read_message(value: Any, where: str, tools: Tools = (), filled: bool = True) -> dict[str, Any]:
-    """Return one message. See the module for its form."""
+    """Return one message in the form that the module describes."""
     if not isinstance(value, Mapping):
         raise Refused(f"{where} must be an object with role and content, got {kind_of(value)}")
     message = {k: v for k, v in value.items() if v is not None}  # Arrow fills absent keys with null
@@ -155,7 +157,7 @@ def _read_content(message: dict[str, Any], where: str) -> None:
 
 
 def _without_thought(content: str, thought: Any, where: str) -> str:
-    """Return content without the `<think>` block at its beginning, if that is the turn's reasoning once more."""
+    """Return the content without a `<think>` block at its beginning that repeats the reasoning of the turn."""
     found = re.match(r"\s*<think>(.*?)</think>\s*", content, re.DOTALL)
     if found is None or not found.group(1).strip():
         return content
@@ -166,7 +168,7 @@ def _without_thought(content: str, thought: Any, where: str) -> str:
 
 
 def _joined(parts: list[Any], where: str) -> Any:
-    """Return the text of content parts, or the parts as they are if there is media among them."""
+    """Return the joined text of content parts; the parts themselves if one of them is media."""
     texts, media = [], False
     for part in parts:
         part = {"type": "text", "text": part} if isinstance(part, str) else part
@@ -187,7 +189,8 @@ def _joined(parts: list[Any], where: str) -> Any:
 
 
 def _read_others(message: dict[str, Any], where: str) -> None:
-    """Give reasoning and calls the names that are used here; refuse keys that must not be dropped."""
+    """Rename the keys of reasoning and calls to those of the module, in place. Raise ValueError for keys that must not
+    be dropped."""
     for key in REASONING_KEYS[1:]:
         if key in message and not isinstance(message[key], str):
             raise Refused(f"{where}: {key!r} must be text, got {kind_of(message[key])}")
@@ -210,7 +213,7 @@ def _read_others(message: dict[str, Any], where: str) -> None:
 
 
 def _read_marks(message: dict[str, Any], where: str) -> None:
-    """Replace the marks of a message by `weight`, 0 or 1, on an assistant's turn."""
+    """Replace the marks of a message by `weight` (0 or 1) on an assistant turn, in place."""
     found: dict[str, int] = {}
     for key in [key for key in message if key in MARKS]:
         mark = message.pop(key)
@@ -231,7 +234,7 @@ def _read_marks(message: dict[str, Any], where: str) -> None:
 
 
 def refuse_trained(messages: Iterable[Mapping[str, Any]], where: str, column: str) -> None:
-    """Refuse messages that are context, where one of them is marked to be trained."""
+    """Raise ValueError if one of these messages, which are context, is marked to be trained."""
     if any(m.get("weight") == 1 for m in messages):
         prefix = f"{column!r} marks a turn to be trained (weight=1) that is context here"
         raise Refused(f"{where}: {prefix}. Fix: drop the mark, or `verl sft` with the whole conversation")
@@ -241,7 +244,8 @@ def refuse_trained(messages: Iterable[Mapping[str, Any]], where: str, column: st
 
 
 def _called_in_content(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the content and calls of ShareGPT's `function_call`: JSON of one call or of a list, behind a thought."""
+    """Return the content and the calls of ShareGPT's `function_call`: JSON of a call or a list of calls, after optional
+    reasoning."""
     content, thought = message.get("content"), ""
     if isinstance(content, str):
         if found := re.match(r"\s*<think>.*?</think>\s*", content, re.DOTALL):
@@ -319,7 +323,8 @@ def _admits_null(schema: Any) -> bool:
 
 
 def _fitting(value: Any, schema: Any) -> Any:
-    """Return arguments without the nulls that their schema does not know: keys of other rows' calls."""
+    """Return arguments without the nulls that their schema does not admit. Arrow adds such keys from the calls of other
+    rows."""
     if isinstance(value, Mapping):
         known = (schema.get("properties") or {}) if isinstance(schema, Mapping) else {}
         return {
@@ -334,14 +339,14 @@ def _fitting(value: Any, schema: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return an object without the keys that are null, at any depth; items of lists stay."""
+    """Return an object without keys that are null, at any depth. Null items of lists are kept."""
     if isinstance(value, Mapping):
         return {key: without_nulls(found) for key, found in value.items() if found is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def tool_without_nulls(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool's schema without nulls but those that say something: `default: null` of what need not be given."""
+    """Return a tool's schema without nulls, except those with a meaning: `default: null` of an optional argument."""
     return {key: _schema_without_nulls(found) for key, found in tool.items() if found is not None}
 
 

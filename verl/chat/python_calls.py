@@ -16,9 +16,10 @@ JSON_NAMES = MappingProxyType({"true": True, "false": False, "null": None})
 
 
 def python_calls(text: str) -> list[dict[str, Any]]:
-    """Return the calls of `[f(a=1, b="x"), g()]` as {name, arguments}; ValueError for any other Python.
+    """Return the calls of `[f(a=1, b="x"), g()]` as {name, arguments}. Raise ValueError for any other Python.
 
-    Arguments are literals of Python or JSON (`true`, `false`, `null`). Nothing is executed."""
+    Arguments are literals of Python or JSON (`true`, `false`, `null`). Nothing is executed.
+    """
     try:
         with warnings.catch_warnings():  # of "\\d"
             warnings.simplefilter("ignore")

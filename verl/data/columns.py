@@ -37,8 +37,7 @@ def system_of(row: Mapping[str, Any]) -> str:
 
 
 def unread_system(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the columns of system messages whose text the messages lack, because they have a system message of their
-    own."""
+    """Yield the columns of system messages that are not read, because the messages have another system message."""
     for key in SYSTEM_COLUMNS:
         text = row.get(key)
         if not isinstance(text, str) or not text.strip():
@@ -54,7 +53,7 @@ def question_of(row: Mapping[str, Any]) -> str:
 
 
 def refuse_history(row: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for a row with turns in Alpaca's `history` whose prompt is not the `instruction`."""
+    """Raise ValueError for a row with turns in Alpaca's `history` if its prompt is not the `instruction`."""
     history = row.get("history")
     if isinstance(history, list) and history and all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         fix = "Fix: write the whole conversation as messages, or drop the column"
@@ -121,7 +120,7 @@ def _trains_all(value: Any, trained: int, column: str = "") -> bool:
 def unread_texts(
     row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], columns: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the columns whose text is in none of the messages."""
+    """Yield the columns with a text that is in none of the messages."""
     for key in columns:
         text = row.get(key)
         if isinstance(text, str) and text.strip():

@@ -31,19 +31,19 @@ from verl.errors import Refused
 PREFERENCE = "`verl dpo` or `verl rm` read these"
 COMPLETION_KEYS = ("completion", "response")
 TOOLS_KEY = "tools"
-"""The column of tools where `data.tools_key` names no other."""
+"""The column of tools, unless `data.tools_key` names another."""
 BARE = {"name", "parameters"}
-"""Keys of a function's schema that is given without {type: function, function: ...} around it."""
+"""Keys of a function's schema that is not in {type: function, function: ...}."""
 AUTO, SINGLE_TURN, TOOL_AGENT = "auto", "single_turn", "tool_agent"
 AGENT_NAMES = MappingProxyType({"single_turn_agent": SINGLE_TURN})
-"""verl's name of a loop -> ours, where they differ."""
+"""verl's name of a loop -> our name, if they differ."""
 IN_DRIVER = "@driver"
 FEEDBACK = "attempt.feedback"
-"""The value of `teacher.hint_key` for the feedback on the attempt itself, which is no column."""
+"""The value of `teacher.hint_key` that selects the feedback on the attempt instead of a column."""
 
 
 class TaskRow(NamedTuple):
-    """The fields of a row that the RL loop needs, by the names of `types.Task`; the row itself is kept beside it."""
+    """The fields of a row that RL needs, under the names of `types.Task`. The row itself is stored beside them."""
 
     messages: Messages
     data_source: str
@@ -56,7 +56,7 @@ class TaskRow(NamedTuple):
 
 
 class ConversationRow(NamedTuple):
-    """The fields of a row that SFT needs. Assistant turns before message `train_from` are part of the prompt."""
+    """The fields of a row that SFT needs. Assistant turns before message `train_from` are context."""
 
     messages: Messages
     tools: tuple[dict[str, Any], ...]
@@ -65,34 +65,35 @@ class ConversationRow(NamedTuple):
 
 
 def played_by(loop: str, tools: Sequence[str]) -> tuple[str, bool]:
-    """Return the loop that `agent.loop` and `agent.tools` choose, and whether it runs in the driver's process."""
+    """Return the loop that `agent.loop` and `agent.tools` select, and True if it runs in the driver's process."""
     name = loop.removesuffix(IN_DRIVER)
     chosen = (TOOL_AGENT if tools else SINGLE_TURN) if name == AUTO else AGENT_NAMES.get(name, name)
     return chosen, name != loop
 
 
 class Players(NamedTuple):
-    """The agent loops that may play a row (agent_loop/registry.py), and its teachers."""
+    """The agent loops, tools and teachers of the run, as far as reading rows depends on them."""
 
     default: str = "single_turn"
-    """The loop of a row that names none."""
+    """The loop of rows without an `agent_name`."""
     names: tuple[str, ...] = ("single_turn",)
-    """The loops that a row may name."""
+    """The loops that a row may select."""
     tools: tuple[dict[str, Any], ...] = ()
     """Schemas of the run's tools."""
     teachers: tuple[str, ...] = ()
-    """Teachers, of which each row has to name one; empty: it need not."""
+    """The teachers, one of which each row must name; empty if there is at most one."""
     hint_key: str | None = None
-    """The column that the teacher reads."""
+    """The column with the hint that the teacher's prompt contains."""
     answer_key: str | None = None
     """The column of stored answers."""
     answer_tokens: int = 0
-    """The most tokens that a stored answer may have."""
+    """The largest number of tokens of a stored answer."""
     rewarded: bool = False
-    """The tools belong to an environment that gives the reward."""
+    """True if the tools belong to an environment that returns the reward."""
 
     def graded(self, agent: str) -> bool:
-        """Return whether the reward function scores a row that this loop plays, as far as can be known here."""
+        """Return True if the reward function scores the rows of this loop, as far as the configuration determines
+        it."""
         return agent == SINGLE_TURN or (agent == TOOL_AGENT and not self.rewarded)
 
 
@@ -100,11 +101,11 @@ ONE_ANSWER = Players()
 
 
 def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> TaskRow:
-    """Return one row of an RL data set."""
+    """Parse one row of an RL dataset."""
     row, where = named_row(raw, cfg), raw.where
     if row.get(cfg.prompt_key) is None and isinstance(turns := row.get("conversations"), list) and len(turns) > 1:
         *_, last = read_messages(turns, where, "conversations")
-        if last["role"] == "assistant" and last["content"]:  # its text is the truth
+        if last["role"] == "assistant" and last["content"]:  # its text is the ground truth
             row = {**row, cfg.prompt_key: turns[:-1], "solution": last["content"]}
     extra_info = object_in(row.get("extra_info"), where, "extra_info")
     agent = _player(row, extra_info, where, players)
@@ -138,7 +139,7 @@ def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> Tas
 
 
 def _teacher(row: Mapping[str, Any], source: str | None, where: str, teachers: tuple[str, ...]) -> str:
-    """Return the teacher that the row names, by its column or its source, where there are several."""
+    """Return the teacher of the row, by its column `teacher` or its data source; "" without a choice of teachers."""
     asked = row.get("teacher") or source
     if teachers and isinstance(asked, str) and (name := teacher_name(asked)) in teachers:
         return asked if asked in teachers else name
@@ -149,13 +150,13 @@ def _teacher(row: Mapping[str, Any], source: str | None, where: str, teachers: t
 
 
 def teacher_name(text: str) -> str:
-    """Return the name of teacher.paths that `text` of a row matches: openai/gsm8k is openai_gsm8k."""
+    """Return a row's `text` as a key of teacher.paths: openai/gsm8k becomes openai_gsm8k."""
     return re.sub(r"\W", "_", text)
 
 
 def hinted(row: Mapping[str, Any], key: str, messages: Messages, where: str) -> Messages:
-    """Return the prompt of the teacher: that of the row with the hint of column `key` behind its last message, or the
-    messages of that column."""
+    """Return the teacher's prompt: the messages in column `key`, or the row's prompt with the text in column `key`
+    appended."""
     hint = FEEDBACK if key == FEEDBACK else _filled(row, key, where, "which the teacher is to read")
     if not isinstance(hint, str):
         return read_messages(hint, where, key)
@@ -166,13 +167,14 @@ def hinted(row: Mapping[str, Any], key: str, messages: Messages, where: str) -> 
 
 
 def with_hint(messages: Messages, hint: str) -> Messages:
-    """Append the hint to the last message, which is a user's text."""
+    """Return the messages with the hint appended to the text of the last one."""
     *before, last = messages
     return (*before, {**last, "content": f"{last['content']}\n\n{hint}"})
 
 
 def stored_answer(row: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
-    """Return the message of the assistant in column `key`: text, or a list of that message alone."""
+    """Return the stored answer in column `key` as an assistant message. The column has text, or a list of one
+    message."""
     *before, last = read_messages(_filled(row, key, where, "the stored answer"), where, key, role="assistant")
     if before or last["role"] != "assistant":
         raise Refused(f"{where}: {key!r} must be text or one message of the assistant, the answer to the prompt")
@@ -180,7 +182,7 @@ def stored_answer(row: Mapping[str, Any], key: str, where: str) -> dict[str, Any
 
 
 def _filled(row: Mapping[str, Any], key: str, where: str, what: str) -> Any:
-    """Return the value of the column, from the row or its extra_info."""
+    """Return the value of a column of the row or of its extra_info. Raise ValueError if it is empty."""
     found = row.get(key, object_in(row.get("extra_info"), where, "extra_info").get(key))
     if found is None or found in ("", []):
         raise Refused(f"{where}: no {key!r}, {what}. Fix: fill the column, or drop the row")
@@ -188,8 +190,8 @@ def _filled(row: Mapping[str, Any], key: str, where: str, what: str) -> Any:
 
 
 def _player(row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str, players: Players) -> str:
-    """Return the loop that plays the row. A loop that needs more than one answer to its prompt, or tools that are
-    missing, would train another task than the row describes: it is refused."""
+    """Return the loop of the row. Raise ValueError for a row that requires another loop, an interaction or missing
+    tools: this run would train another task than the row describes."""
     if row.get("chosen") is not None and row.get("rejected") is not None:
         raise Refused(f"{where}: a preference row ('chosen' and 'rejected'). Fix: {PREFERENCE}")
     asked = row.get("agent_name") or players.default
@@ -200,9 +202,9 @@ def _player(row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str, p
     there = {tool["function"]["name"] for tool in players.tools} if agent == TOOL_AGENT else set()
     for key in ("tools_kwargs", "interaction_kwargs"):
         found = {**object_in(row.get(key), where, key), **object_in(extra_info.get(key), where, f"extra_info.{key}")}
-        unplayed = {k for k, v in found.items() if v}  # Arrow fills with null what other rows have
+        unplayed = {k for k, v in found.items() if v}  # Arrow adds the keys of other rows with null
         if agent not in (SINGLE_TURN, TOOL_AGENT):
-            continue  # a loop of the user's own reads what it likes
+            continue  # a user's own loop may read any key
         if asked_for := sorted(unplayed - there if key == "tools_kwargs" else unplayed):
             fix = "the row would be trained as a plain question. Fix: agent.tools, or drop the column if that is wanted"
             raise Refused(f"{where}: {key!r} names {', '.join(asked_for)}, which {agent} does not play: {fix}")
@@ -212,10 +214,10 @@ def _player(row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str, p
 def _played_tools(
     row: Mapping[str, Any], where: str, cfg: DataConfig, agent: str, players: Players
 ) -> tuple[str, tuple[dict[str, Any], ...]]:
-    """Return (the loop that plays the row, the tools that its prompt shows).
+    """Return (the loop of the row, the tools that its prompt shows).
 
-    A row without an `agent_name` whose tools are all of the run is played with them. Tools that are not of the run are
-    refused, unless `data.tools_key` says that they are only to be shown; a loop of the user's reads them from the row.
+    A row without an `agent_name` is played with its tools if all of them are tools of the run. Other tools raise
+    ValueError, unless `data.tools_key` declares that they are only shown. A user's own loop reads them from the row.
     """
     key = cfg.tools_key or TOOLS_KEY
     if agent not in (SINGLE_TURN, TOOL_AGENT):
@@ -247,13 +249,13 @@ def _played_tools(
 
 
 def asks_for_a_judge(raw: RawRow) -> bool:
-    """Return whether the row needs a judge (reward_model.style=model): the rule of its `data_source` must not score
-    it."""
+    """Return True if the row requires a judge (reward_model.style=model), so that the rule of its `data_source` must
+    not score it."""
     return object_in(raw.row.get("reward_model"), raw.where, "reward_model").get("style") == "model"
 
 
 def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
-    """Return one row of an SFT data set."""
+    """Parse one row of an SFT dataset."""
     row, where, prompt = named_row(raw, cfg), raw.where, Messages()
     if row.get(cfg.messages_key) is None and row.get("conversations") is not None:
         row = {**row, cfg.messages_key: row["conversations"]}
@@ -294,7 +296,7 @@ def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
 
 
 def row_kwargs(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return what a row sets for the chat template: `chat_template_kwargs`, and `enable_thinking` of a column."""
+    """Return the row's own arguments of the chat template: `chat_template_kwargs`, and the column `enable_thinking`."""
     given = object_in(row.get("chat_template_kwargs"), where, "chat_template_kwargs")
     kwargs, thinking = {k: v for k, v in given.items() if v is not None}, row.get("enable_thinking")
     if thinking is None:
@@ -307,9 +309,9 @@ def row_kwargs(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def named_row(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
-    """Return the row with the values of ShareGPT's and Alpaca's columns under the names that are read here."""
+    """Return the row with the values of ShareGPT's and Alpaca's columns under the names that this module reads."""
     row = raw.row
-    if row.get("functions") and not row.get(TOOLS_KEY) and are_schemas(row["functions"]):  # OpenAI's name of old
+    if row.get("functions") and not row.get(TOOLS_KEY) and are_schemas(row["functions"]):  # OpenAI's former name
         row = {**row, TOOLS_KEY: row["functions"]}
     if isinstance(text := row.get("conversations"), str) and text.strip():
         if (turns := messages_of_text(text, raw.where, "conversations")) is None:
@@ -330,7 +332,8 @@ def named_row(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
 
 
 def with_system(messages: Messages, cfg: DataConfig, row: Mapping[str, Any]) -> Messages:
-    """Return the messages behind the row's system column, or data.system_prompt, if they have no system message."""
+    """Return the messages, preceded by a system message from the row's column or data.system_prompt if they have
+    none."""
     text = system_of(row) or cfg.system_prompt
     if not text or any(m["role"] in ("system", "developer") for m in messages):
         return messages
@@ -338,7 +341,7 @@ def with_system(messages: Messages, cfg: DataConfig, row: Mapping[str, Any]) -> 
 
 
 def shown_tools(row: Mapping[str, Any], where: str, cfg: DataConfig) -> tuple[dict[str, Any], ...]:
-    """Return the tool schemas of a row that is learned from as it is written."""
+    """Return the tool schemas of a row in an SFT or preference dataset."""
     key = cfg.tools_key or TOOLS_KEY
     if cfg.tools_key is None:
         refuse_schemas(row, where, key)
@@ -346,8 +349,11 @@ def shown_tools(row: Mapping[str, Any], where: str, cfg: DataConfig) -> tuple[di
 
 
 def tools_in(value: Any, where: str, column: str, *, names: bool = False) -> tuple[dict[str, Any], ...]:
-    """Return the tool schemas: a list of objects, or that list as JSON text (Arrow has no type for mixed schemas).
-    names: it may hold the names of the run's tools."""
+    """Return the tool schemas of a value: a list of objects, or that list as JSON text (Arrow has no type for mixed
+    schemas).
+
+    names: True if the list may have names of the run's tools
+    """
     try:
         if isinstance(value, str):
             value = json.loads(value) if value.strip() else None

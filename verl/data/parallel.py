@@ -40,15 +40,15 @@ logger = logging.getLogger(__name__)
 
 
 class ReaderDied(RuntimeError):
-    """A data worker crashed, was killed or fell silent. The cause is the message."""
+    """A data worker crashed, was killed or did not report progress in time. The text has the cause."""
 
 
 def run_chunks(
     function: OnChunk, chunks: Iterable[Sequence[Any]], *, num_workers: int, timeout_s: float
 ) -> Iterator[Any]:
-    """Yield function(chunk) for each chunk, in order. A ValueError of the function is raised here, when its turn comes.
+    """Yield function(chunk) for each chunk, in order. A ValueError of the function is raised when its chunk is due.
 
-    ReaderDied if a worker dies, or reports no progress for `timeout_s` seconds.
+    Raise ReaderDied if a worker dies, or reports no progress for `timeout_s` seconds.
     """
     try:
         packed = pickle.dumps(function)
@@ -90,7 +90,7 @@ def run_chunks(
             yield oldest()
     finally:
         for worker in workers:
-            worker.end()  # it holds nothing that could be lost; its thread gets an end of file
+            worker.end()  # no result is lost, and its thread reads an end of file
         threads.shutdown(cancel_futures=True)
         for worker in workers:
             worker.close()
@@ -98,7 +98,7 @@ def run_chunks(
 
 
 class _Worker:
-    """One process; used by one thread at a time."""
+    """The parent's side of one worker process; used by one thread at a time."""
 
     def __init__(self, folder: Path, timeout_s: float) -> None:
         self._folder, self._timeout_s = folder, timeout_s
@@ -118,7 +118,7 @@ class _Worker:
         self.end = self._child.end
 
     def run(self, number: int, rows: range) -> Path:
-        """Return the file with the result of a chunk."""
+        """Let the worker compute a chunk, and return the file with its result."""
         try:
             self._conn.send(number)
         except OSError:

@@ -1,4 +1,4 @@
-"""The reward protocol: a request in, a Score or an Invalid out. Invalid is never a zero."""
+"""The reward protocol: a RewardRequest is scored as a Score or as Invalid. Invalid is never treated as a score of 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl.types import Invalid, Score
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRequest:
-    """One finished trajectory to score. The ids are needed by reward managers and reward models only."""
+    """A finished trajectory to be scored. Only reward managers and reward models need the ids."""
 
     request_id: str
     data_source: str
@@ -24,11 +24,11 @@ class RewardRequest:
     ground_truth: Any
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     response_tokens: int = 0
-    """Tokens of the response, of the environment too."""
+    """Number of tokens of the response, including those of the environment."""
     max_response_tokens: int = 0
-    """The budget of `response_tokens`."""
+    """The limit of `response_tokens`."""
     truncated: bool = False
-    """It ended because the budget was used up."""
+    """True if the response ended because the limit was reached."""
     prompt_ids: np.ndarray | None = None  # [P] int64
     response_ids: np.ndarray | None = None  # [R] int64
 

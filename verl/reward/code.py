@@ -1,4 +1,5 @@
-"""The reward of programs: the answer's code against tests, in the code sandbox. Expected outputs never go in there."""
+"""The reward for programs: the code of an answer runs on test inputs in the code sandbox. The expected outputs are
+compared outside of the sandbox."""
 
 from __future__ import annotations
 
@@ -28,13 +29,16 @@ def code_score(
     memory_limit_mb: int = 512,
     max_tests: int = 20,
 ) -> dict[str, float]:
-    """Return the share of the first `max_tests` tests that an answer's program passes, as verl's `continuous`: the last
-    fenced block of Python, or where none is marked so the last one without a language. ground_truth: {inputs, outputs,
-    fn_name?}, or that as JSON: texts for a program that reads and prints; with fn_name, arguments and the value
-    returned. A case has `timeout_s`; a case that did not begin `within_s` has failed.
+    """Return the share of the first `max_tests` tests that an answer's program passes (verl's `continuous`), with
+    counts.
 
-    Raises ValueError for tests that cannot be read, and where no sandbox works; SandboxGone, so that the sample is
-    invalid, where it fails.
+    The program is the last fenced block marked as Python, or else the last block without a language. Raise ValueError
+    for tests that cannot be read, and if no sandbox works on this machine; SandboxGone, which makes the sample invalid,
+    if the sandbox fails.
+    ground_truth: {inputs, outputs, fn_name?}, or that as JSON. Without fn_name they are standard input and output, with
+        fn_name the arguments and the returned value of that function
+    timeout_s: the time limit of a test
+    within_s: tests that have not begun by then count as failed
     """
     inputs, outputs, function = tests_of(ground_truth)
     program, n = program_of(solution_str), min(len(inputs), max_tests)
@@ -60,26 +64,27 @@ def program_of(answer: str) -> str | None:
 
 
 def _room_for(outputs: Sequence[Any]) -> int:
-    """Bytes that a program may print: twice what is expected and some, as a power of two, since each has a sandbox."""
+    """Return the limit in bytes for a program's output: more than twice the longest expected output. It is a power of
+    two, since each different limit has a sandbox of its own."""
     longest = max(len(json.dumps(expected, default=str)) for expected in outputs)
     return 1 << max(16, (2 * longest + (1 << 15)).bit_length())
 
 
 @functools.cache
 def _sandbox(tier: str, limits: Limits) -> CodeSandbox:
-    """One per grader process: it ends with it."""
+    """Return the sandbox of this process with these limits. It exists until the process ends."""
     return CodeSandbox(tier, limits)
 
 
 def check_tier(tier: str) -> str:
-    """Return the kind of sandbox that programs run in, in words; ValueError where none works and they cannot be
-    scored."""
+    """Return a description of the sandbox for programs. Raise ValueError if no sandbox works on this machine."""
     with CodeSandbox(tier) as sandbox:
         return sandbox.described()
 
 
 def tests_of(ground_truth: Any) -> tuple[Sequence[Any], Sequence[Any], str]:
-    """(inputs, expected outputs, the function's name or "")."""
+    """Return (inputs, expected outputs, the name of the function or "") of a ground truth. Raise ValueError if it has
+    another form."""
     try:
         found = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
         inputs, outputs = found["inputs"], found["outputs"]
@@ -91,12 +96,13 @@ def tests_of(ground_truth: Any) -> tuple[Sequence[Any], Sequence[Any], str]:
 
 
 def _arguments(given: Any) -> list[Any]:
-    """A list of arguments; or a text with one JSON value per line, as APPS has them."""
+    """Return the arguments of a call. They are given as a list, or as a text with one JSON value per line (APPS)."""
     return [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
 
 
 def same_text(ran: Ran, expected: Any) -> bool:
-    """Line by line without trailing space, or word by word with numbers as numbers."""
+    """Return True if the printed text equals the expected one line by line without trailing spaces, or word by word
+    with numbers compared by value."""
     wanted = "\n".join(map(str, expected)) if isinstance(expected, list) else str(expected)
     lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (ran.stdout, wanted)]
     if lines[0] == lines[1]:
@@ -106,7 +112,8 @@ def same_text(ran: Ran, expected: Any) -> bool:
 
 
 def _same_number(prefix: str, wanted: str) -> bool:
-    """For a wanted number with a point or an exponent; whole numbers are compared as they are written."""
+    """Return True if two words are equal numbers up to rounding. The expected one must have a point or an exponent:
+    whole numbers are compared as text."""
     if not re.fullmatch(r"[+-]?\d*\.?\d*(?:[eE][+-]?\d+)?", wanted) or wanted.lstrip("+-").isdigit():
         return False
     try:
@@ -116,8 +123,11 @@ def _same_number(prefix: str, wanted: str) -> bool:
 
 
 def same_result(ran: Ran, expected: Any) -> bool:
-    """Return whether a function's value equals the expected one, as JSON: plain data, whatever class it had in the
-    sandbox. Expected are data or their JSON; a value in a list of one is the value, as APPS has it."""
+    """Return True if a function's value equals the expected value. Both are compared as JSON data, regardless of the
+    Python class.
+
+    The expected value may also be written as JSON, or be in a list of one (APPS).
+    """
     wanted = [expected]
     if isinstance(expected, str):
         with contextlib.suppress(ValueError, RecursionError):
@@ -131,7 +141,7 @@ def same_result(ran: Ran, expected: Any) -> bool:
 
 
 def _equal(found: Any, wanted: Any) -> bool:
-    """Return whether two values are equal as in JSON: true is not 1, and 1.0 is 1."""
+    """Return True if two values are equal as in JSON: true is not 1, but 1.0 is 1."""
     if isinstance(found, list) and isinstance(wanted, list | tuple):
         return len(found) == len(wanted) and all(map(_equal, found, wanted))
     if isinstance(found, dict) and isinstance(wanted, dict):

@@ -1,4 +1,4 @@
-"""The default reward: a scorer by `data_source`, with the names that verl's datasets carry."""
+"""The default reward function: a rule for each `data_source` of verl's datasets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ KNOWN = (*GSM8K, *MATH, *DAPO, *NUMINA, *SEARCH_QA, *GEOMETRY, *CODE)
 
 
 def check_data_source(data_source: str) -> None:
-    """Raise the ValueError that `compute_score` would raise for this source. Cheap: call it for a dataset at start."""
+    """Raise ValueError if `compute_score` has no rule for this source, or cannot run it here. It is fast enough to call
+    at the start."""
     if data_source in CODE:
         check_tier("auto")
     if data_source in KNOWN or data_source.startswith("aime"):
@@ -35,12 +36,12 @@ def check_data_source(data_source: str) -> None:
 
 
 def readable_truth(data_source: str, kind: str) -> bool:
-    """Return whether the rule of a source can read a ground truth of this kind (`kind_of_truth`)."""
+    """Return True if the rule of a source can read a ground truth of this kind (`kind_of_truth`)."""
     return kind == "text" or (kind != NOTHING and data_source in (*CODE, *SEARCH_QA))
 
 
 def right_answer(data_source: str, ground_truth: Any) -> str | None:
-    """Return an answer that gives the truth in the form of the source's rule; None for a program."""
+    """Return an answer with the ground truth, in the form that the rule of the source reads; None for a program."""
     if data_source in CODE:
         return None
     if data_source in SEARCH_QA:

@@ -1,7 +1,9 @@
-"""A judge or a reward model behind HTTP as a reward function: `reward.path=verl.reward.judge reward.kwargs={url: ...}`.
+"""A reward function that requests the score from a judge or a reward model over HTTP: `reward.path=verl.reward.judge
+reward.kwargs={url: ...}`.
 
-It runs as any grader does: `reward.num_workers` calls at once, each within `reward.timeout_s`. Every failure (no
-answer, an error, an answer without a score) raises, which makes the sample invalid; it is never a score of 0.
+It runs like any reward function: `reward.num_workers` calls at once, each within `reward.timeout_s`. Every failure (no
+answer, an error, an answer without a score) raises an exception, which makes the sample invalid; it is never a score of
+0.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def compute_score(
         raise ValueError(f"the judge answered no chat completion: {json.dumps(found)[:200]}") from None
     if choice.get("finish_reason") == "length":
         raise ValueError(f"the judge was cut off after max_tokens={max_tokens}, before its verdict: give it more")
-    if (ended := choice.get("finish_reason")) not in (None, "stop"):  # half a number is one
+    if (ended := choice.get("finish_reason")) not in (None, "stop"):  # a truncated number would be another number
         raise ValueError(f"the judge was ended before its verdict (finish_reason={ended!r}): is it being stopped?")
     if not (scores := re.findall(pattern, prefix)):
         raise ValueError(f"the judge gave no score: ...{' '.join(prefix.split())[-200:]!r} has no {pattern}")
@@ -75,7 +77,7 @@ def compute_score(
 
 
 def label_of(answer: Any) -> float:
-    """Return the label of vLLM's {"data": [{"probs": [x]}]} or SGLang's {"embedding": [x]}, also in a list."""
+    """Return the number in vLLM's {"data": [{"probs": [x]}]} or SGLang's {"embedding": [x]}, which may be in a list."""
     row = answer["data"] if isinstance(answer, dict) and "data" in answer else answer
     row = row[0] if isinstance(row, list) else row
     values = row["probs"] if "probs" in row else row["embedding"]
@@ -85,7 +87,7 @@ def label_of(answer: Any) -> float:
 
 
 def _post(url: str, body: Mapping[str, Any], timeout_s: float, api_key: str | None) -> Any:
-    """Send the request, and repeat it while the server is busy, until the deadline."""
+    """Send the request and return the answer. If the server is busy, repeat the request until the deadline."""
     head = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     request, end_s = urllib.request.Request(url, json.dumps(body).encode(), head), time.monotonic() + timeout_s
     while True:

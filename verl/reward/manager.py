@@ -1,9 +1,9 @@
-"""Reward managers of verl: classes with `async run_single(data) -> {"reward_score", "reward_extra_info"}`.
+"""Run reward managers of verl: classes with `async run_single(data) -> {"reward_score", "reward_extra_info"}`.
 
     pool = RewardPool(manager_spec("my_manager.py", "MyManager", tokenizer_path="Qwen/Qwen3-0.6B"))
 
-The class is built once in each worker, on the event loop that its calls run on, and sees one sample at a time through
-`DataProtoView`, which has DataProto's names with numpy arrays in place of tensors.
+Each worker builds the class once, on the event loop of its calls. The class gets one sample at a time as a
+`DataProtoView`, which has DataProto's names with numpy arrays instead of tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Grader = Callable[..., Awaitable[dict[str, Any]]]
 
 @dataclass
 class DataProtoItem:
-    """One row: `.batch[name]` arrays without a batch dimension, `.non_tensor_batch[name]` objects."""
+    """One row of a `DataProtoView`: `.batch[name]` are arrays without a batch dimension, `.non_tensor_batch[name]`
+    objects."""
 
     batch: dict[str, np.ndarray]
     non_tensor_batch: dict[str, Any]
@@ -67,14 +68,18 @@ class DataProtoView:
 def manager_spec(
     path: str, name: str, *, tokenizer_path: str | None = None, reward_kwargs: Mapping[str, Any] | None = None
 ) -> CallableSpec:
-    """The pool's spec for manager class `name` of a file or module. `tokenizer_path`: a folder or hub id, handed to the
-    class as `tokenizer` (None without) · `reward_kwargs`: what it finds as `config.reward.reward_kwargs`."""
+    """Return the pool's spec of the manager class `name` of a file or module.
+
+    tokenizer_path: a folder or hub id of the tokenizer that the class gets (None without one)
+    reward_kwargs: the value of `config.reward.reward_kwargs` for the class
+    """
     kwargs = {"path": path, "name": name, "tokenizer_path": tokenizer_path, "reward_kwargs": dict(reward_kwargs or {})}
     return grader_spec("verl.reward.manager", "make_grader", kwargs, factory=True, with_ids=True)
 
 
 async def make_grader(path: str, name: str, tokenizer_path: str | None, reward_kwargs: Mapping[str, Any]) -> Grader:
-    """Build the manager and return it as a reward function. A coroutine, so that the class finds a running loop."""
+    """Build the manager and return it as a reward function. It is a coroutine so that an event loop runs in the
+    constructor."""
     module = load_module(path, "reward")
     manager_class: Any = getattr(module, name, None)
     if not inspect.isclass(manager_class) or not callable(getattr(manager_class, "run_single", None)):
@@ -99,7 +104,8 @@ async def make_grader(path: str, name: str, tokenizer_path: str | None, reward_k
 def _constructor_arguments(
     manager_class: type, tokenizer_path: str | None, reward_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of verl's managers that this one's constructor names (all, if it takes **kwargs)."""
+    """Return the arguments for the manager's constructor: those of verl's managers that it names, or all if it has
+    **kwargs."""
     from omegaconf import OmegaConf
 
     tokenizer = None

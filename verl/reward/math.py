@@ -11,7 +11,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 CLIP_CHARS = 300  # verl looks for the answer in the last 300 characters only
-MAX_ANSWER_CHARS = 1000  # longer than any true answer; sympy would only burn its time limit on it
+MAX_ANSWER_CHARS = 1000  # longer than any true answer, and sympy would exceed its time limit
 VERIFY_TIMEOUT_S = 5
 INVALID_ANSWER = "[INVALID]"
 
@@ -20,7 +20,8 @@ _NUMBER = re.compile(r"-?[0-9.,]+")
 
 
 def gsm8k_answer(solution_str: str, method: str = "strict") -> str | None:
-    """The final number of a GSM8K solution. strict: after the last `#### `; flexible: the last number of the text."""
+    """Return the final number of a GSM8K solution; None if there is none. method: strict: the number after the last
+    `#### `; flexible: the last number of the text."""
     tail = solution_str[-CLIP_CHARS:]
     if method == "strict":
         found = _GSM8K_STRICT.findall(tail)
@@ -34,7 +35,8 @@ def gsm8k_answer(solution_str: str, method: str = "strict") -> str | None:
 def gsm8k_score(
     solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` if the final number equals the truth, `format_score` if there is another number, 0 if there is none."""
+    """Return `score` if the final number equals the truth, `format_score` if it is another number, 0 if there is
+    none."""
     answer = gsm8k_answer(solution_str, method)
     if answer is None:
         return 0.0
@@ -45,7 +47,7 @@ def gsm8k_score(
 def _equal_number(answer: str, truth: str) -> bool:
     try:
         return Decimal(answer) == Decimal(truth)
-    except InvalidOperation:  # 1.2.3
+    except InvalidOperation:  # for example 1.2.3
         return False
 
 
@@ -54,7 +56,8 @@ def _plain_number(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last complete `\boxed{...}` or `\fbox{...}` (or `\boxed x`), None if there is none."""
+    r"""Return the content of the last `\boxed{...}` or `\fbox{...}` (or `\boxed x`); None if there is none, or it is
+    not closed."""
     at = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
     if at < 0:
         return None
@@ -77,7 +80,8 @@ _MATH_WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]
 
 
 def normalize_math(text: str) -> str:
-    """A canonical spelling for comparison as strings: spacing, units, degree signs, fractions, roots, thousands."""
+    """Return a canonical spelling of an answer for comparison as strings: spaces, units, degree signs, fractions,
+    roots, separators of thousands."""
     out = text.replace("\n", "")
     if r"\begin" not in out:  # there, a double backslash ends a row; elsewhere it is a backslash escaped twice
         out = out.replace("\\\\", "\\")
@@ -129,14 +133,15 @@ _SIZES = {
     **dict.fromkeys(("min", "minute"), ("s", "60")),
     **dict.fromkeys(("h", "hr", "hour"), ("s", "3600")),
 }
-"""Unit -> what it is a multiple of, and the multiple."""
+"""Unit -> (its base unit, the factor to it)."""
 _BASE = re.compile(r"_\s*\{?\s*(\d+)\s*\}?\s*$")
 _NAME = re.compile(r"^\s*([A-Za-z]{1,2})\s*=(?!=)")
 _EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)")
 
 
 def _canonical(text: str) -> str:
-    """One spelling for what math-verify misreads: signs beyond ASCII, "or", repeating decimals, 3e5, 1 1/2."""
+    """Return the text with expressions rewritten that math-verify misreads: signs beyond ASCII, "or", repeating
+    decimals, 3e5, 1 1/2."""
     out = _EMPTY.sub(r"\\emptyset", text) if _EMPTY.fullmatch(text.strip()) else text
     out = _OR.sub(" , ", _SYMBOL.sub(lambda found: _SYMBOLS[found[0]], out))
     out = re.sub(r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}", out)
@@ -161,7 +166,7 @@ def _mixed(found: re.Match[str]) -> str:
 
 
 def _unit(text: str) -> tuple[str, str]:
-    """(value, unit) of a quantity, unit "" without one."""
+    """Return (value, unit) of a quantity; the unit is "" if there is none."""
     if text.startswith(("\\$", "$")):
         return text.lstrip("\\$"), "dollar"
     found = _UNIT.search(text)
@@ -177,14 +182,15 @@ def _unit(text: str) -> tuple[str, str]:
 
 
 def _word(text: str) -> bool:
-    r"""A name or a word, no product of its letters: in `\text`, in capitals, or of four letters and more."""
+    r"""Return True if the text is a name or a word, not a product of variables: in `\text`, in capitals, or of at least
+    four letters."""
     bare = _MATH_WRAPPER.sub(r"\1", text).strip("(). ")
     return bare.isalpha() and (bare != text or len(bare) > 3 or (bare.isupper() and len(bare) > 1))
 
 
 def _listed(text: str) -> int:
-    """The number of values in a list or a tuple, 0 where a text is something else: a set, a relation, an interval, a
-    sign for several values. The comma of thousands separates none."""
+    """Return the number of values in a list or a tuple; 0 for any other text (a set, a relation, an interval, a sign
+    for several values). Separators of thousands do not count."""
     if re.search(r"\\(pm|mp|le|ge|in|cup|infty|begin|ldots|dots)(?![a-z])|[<>=]|^\\?\{", text):
         return 0
     bare = re.sub(r"(?<=\d)(?:,(?:\\!)?|\{,\}|\\,)(?=\d{3}(?!\d))", "", text).strip(" ,")
@@ -197,8 +203,8 @@ def _listed(text: str) -> int:
 
 
 def _differ_as_written(given: str, true: str) -> bool:
-    """Return whether two texts differ in properties that math-verify ignores: how often a value is listed, square
-    brackets about one value, the terms of a ratio, the case of a letter, the base of a number."""
+    """Return True if two texts differ in a property that math-verify ignores: how often a value is listed, square
+    brackets around one value, the terms of a ratio, the case of a letter, the base of a number."""
     if given == true:
         return False
     counts = _listed(given), _listed(true)
@@ -217,14 +223,14 @@ def _differ_as_written(given: str, true: str) -> bool:
 
 
 def _brackets(text: str) -> str:
-    """Return "{" for a written set, "(" for a list in round or square brackets, "" for neither."""
+    """Return "{" for a set, "(" for a list in round or square brackets, "" for neither."""
     if text.startswith(r"\{") and text.endswith(r"\}"):
         return "{"
     return "(" if text[:1] in ("(", "[") and text[-1:] in (")", "]") and "," in text else ""
 
 
 def _rounds_to(answer: str, truth: str) -> bool:
-    """Two plain decimals, the answer with more digits than a truth of six and more, to which it rounds."""
+    """Return True if both are plain decimals, the truth has at least six digits, and the answer rounds to it."""
     plain = re.compile(r"-?\d*\.\d+")
     if not plain.fullmatch(answer) or not plain.fullmatch(truth) or len(truth.replace(".", "").lstrip("-0")) < 6:
         return False
@@ -232,11 +238,14 @@ def _rounds_to(answer: str, truth: str) -> bool:
 
 
 def math_equal(answer: str, truth: str) -> bool:
-    r"""Equal as normalised strings, or as mathematics by math-verify. Exact: a decimal is the fraction that it spells
-    and 1.41421356 is not \sqrt{2}. `50\%` is 50 and 0.5. Units count where both have one. A set is no tuple, a word no
-    product of its letters; of `5=6` both sides have to be right. Raises TimeoutError if math-verify takes over 5 s: no
-    verdict is not a wrong answer. Its timeouts are signals, so outside a main thread there is none, and the caller's
-    limit (the pool's) is the only one."""
+    r"""Return True if two answers are equal as normalised strings, or as mathematics by math-verify.
+
+    The comparison is exact: a decimal is the fraction that it spells, and 1.41421356 is not \sqrt{2}. `50\%` equals 50
+    and 0.5. Units count if both have one. A set is not a tuple, and a word not a product of its letters; in `5=6` both
+    sides must be right. Raise TimeoutError if math-verify takes over 5 s, since that does not show that the answer is
+    wrong. This limit uses signals, so it exists only in the main thread; elsewhere only the limit of the caller (the
+    pool) applies.
+    """
     if len(answer) > MAX_ANSWER_CHARS:
         return normalize_math(answer) == normalize_math(truth)
     given, true = _canonical(answer), _canonical(truth)
@@ -274,7 +283,8 @@ def math_equal(answer: str, truth: str) -> bool:
 
 
 def _same(answer: str, truth: str) -> bool:
-    """As strings, or by math-verify with each decimal as a fraction."""
+    """Return True if two texts are equal as normalised strings, or by math-verify with each decimal as an exact
+    fraction."""
     if not answer.strip() or not truth.strip():
         return not answer.strip() and not truth.strip()
     if normalize_math(answer) == normalize_math(truth) or _rounds_to(answer, truth):
@@ -296,12 +306,12 @@ def _same(answer: str, truth: str) -> bool:
     except MemoryError:
         raise
     except Exception:
-        # The text is from the model, and sympy raises anything at all for text that is not mathematics: not equal.
+        # The text is from the model, and sympy raises any exception for text that is not mathematics. It is not equal.
         return False
 
 
 def _with_constants(parsed: list[Any]) -> list[Any]:
-    """Return the result of math-verify with the letters e and i as the numbers, where it has them as symbols."""
+    """Return the result of math-verify's parser with the symbols e and i replaced by the constants."""
     from sympy import E, Expr, I
 
     numbers = {"e": E, "i": I}
@@ -319,13 +329,14 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def math_score(solution_str: str, ground_truth: str) -> float:
-    r"""1.0 if the last `\boxed{}` of the solution equals the truth, else 0.0 (no box: 0.0)."""
+    r"""Return 1.0 if the last `\boxed{}` of the solution equals the truth, else 0.0, also without a box."""
     answer = last_boxed(solution_str)
     return float(answer is not None and math_equal(answer, _unboxed(ground_truth)))
 
 
 def marked_math_score(solution_str: str, ground_truth: str) -> float:
-    r"""As `math_score`, but without a box the text after the last "answer is" or "Answer:" counts."""
+    r"""Return the score as `math_score` does, but for a solution without a box compare the text after its last "answer
+    is" or "Answer:"."""
     answer = last_boxed(solution_str)
     if answer is None:
         found = re.findall(r"(?i)answers?\s*(?:is|are|:)\s*:?\s*([^\n]+)", solution_str)
@@ -334,7 +345,8 @@ def marked_math_score(solution_str: str, ground_truth: str) -> float:
 
 
 def geometry3k_score(solution_str: str, ground_truth: str, format_score: float = 0.1) -> float:
-    r"""(1 - format_score) x (boxed answer equals the truth) + format_score x (`<think>...</think>...\boxed{...}`)."""
+    r"""Return (1 - format_score) x (boxed answer equals the truth) + format_score x
+    (`<think>...</think>...\boxed{...}`)."""
     end_of_thought = solution_str.find("</think>")
     box = solution_str.find(r"\boxed{", end_of_thought)
     formatted = solution_str.startswith("<think>") and end_of_thought > 0 and box > 0 and "}" in solution_str[box:]
@@ -358,7 +370,7 @@ _MINERVA_REMOVED = (
 
 
 def normalize_minerva(answer: str) -> str:
-    """The canonical spelling that DAPO's scorer compares."""
+    """Return the canonical spelling that DAPO's rule compares."""
     out = answer.split("=")[-1]
     for before, after in (*_MINERVA_SPELLING, *_MINERVA_WORDS):
         out = out.replace(before, after)
@@ -375,7 +387,8 @@ def normalize_minerva(answer: str) -> str:
 
 
 def dapo_score(solution_str: str, ground_truth: str) -> dict[str, object]:
-    r"""DAPO: {"score": 1.0 | -1.0, "acc": bool, "pred": str} from the last `Answer:` line, else the last `\boxed{}`."""
+    r"""Return DAPO's {"score": 1.0 | -1.0, "acc": bool, "pred": str}, by the last `Answer:` line, else the last
+    `\boxed{}`."""
     tail = solution_str[-CLIP_CHARS:]
     found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", tail)
     answer = found[-1] if found else last_boxed(tail)
@@ -385,9 +398,9 @@ def dapo_score(solution_str: str, ground_truth: str) -> dict[str, object]:
 
 
 def search_qa_score(solution_str: str, ground_truth: str | Iterable[str], score: float = 1.0) -> float:
-    """Search-R1: `score` if the last <answer> matches one of the truths exactly, after normalisation; else 0. A text
-    with more than ten answer tags gets a quarter: it was fishing."""
-    # What precedes each closing tag; no regular expression, which would be quadratic in unclosed tags.
+    """Return Search-R1's score: `score` if the last <answer> equals one of the truths after normalisation, else 0. A
+    text with more than ten answer tags gets a quarter of it, since it tries many answers."""
+    # The text before each closing tag, without a regular expression: that would be quadratic in unclosed tags.
     closed = [part.partition("<answer>") for part in solution_str.split("</answer>")[:-1]]
     found = [inner for _, tag, inner in closed if tag]
     truths = [ground_truth] if isinstance(ground_truth, str) else ground_truth
@@ -398,6 +411,6 @@ def search_qa_score(solution_str: str, ground_truth: str | Iterable[str], score:
 
 
 def normalize_qa(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces (SQuAD)."""
+    """Return the text in lower case, without punctuation and articles, with single spaces (SQuAD)."""
     bare = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())

@@ -1,4 +1,5 @@
-"""A trained reward model as a reward: finished trajectories are gathered into batches and scored beside the rollout."""
+"""A trained reward model as a reward function: finished trajectories are scored in batches while the rollout
+continues."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from verl.reward.base import RewardFn, RewardRequest
 from verl.types import Invalid, Score
 
 ScoreRows = Callable[[Sequence[tuple[np.ndarray, np.ndarray]]], Awaitable[Sequence[float]]]
-"""[(prompt ids, response ids)] -> one scalar each; bounded in time."""
+"""A function of [(prompt ids, response ids)] that returns one number for each. It has a time limit."""
 
 
 def combined(function: Score | Invalid | None, model: float, coef: float) -> Score | Invalid:
-    """coef x model, plus the function's score if there is one. Components: `reward_model` and `function`."""
+    """Return the sum of coef x the model's score and the function's score, if there is one, as a Score with the
+    components `reward_model` and `function`."""
     if isinstance(function, Invalid):
         return function
     if not np.isfinite(model):
@@ -28,18 +30,19 @@ def combined(function: Score | Invalid | None, model: float, coef: float) -> Sco
 
 
 class Later:
-    """The reward of answers that are scored in the experience stage: 0 until then."""
+    """A RewardFn for answers that are scored in the experience stage. It returns 0, which that stage replaces."""
 
     async def score(self, request: RewardRequest) -> Score | Invalid:
         return Score(0.0)
 
     async def close(self) -> None:
-        """Hold nothing, so close nothing."""
+        """Do nothing: there are no workers or connections."""
 
 
 @dataclass(eq=False)
 class ModelReward:
-    """A RewardFn. Requests that wait when the scorer is free are scored together, at most `max_batch` of them."""
+    """A RewardFn that scores all waiting requests together whenever the model is free, at most `max_batch` at a
+    time."""
 
     score_rows: ScoreRows
     coef: float
@@ -60,7 +63,8 @@ class ModelReward:
         return combined(function, model, self.coef)
 
     async def _serve(self) -> None:
-        """Score waiting requests until none is left. A failure is raised in all of them; it is ours, not a grader's."""
+        """Score waiting requests until none is left. A failure of the model is raised in all requests of its batch,
+        since it is an error of verl and not of a reward function."""
         await asyncio.sleep(0)  # answers that end at the same moment are one batch
         while self._waiting:
             batch, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]

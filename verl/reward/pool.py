@@ -1,4 +1,5 @@
-"""User reward functions in the sandbox: what is sent to a grader, and its answers as Score or Invalid."""
+"""Run user reward functions in the sandbox: the arguments of their calls, and the conversion of their results to Score
+or Invalid."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from verl.types import Invalid, Score, Task
 
 CALL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 LIST_NAMES = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-"""Parameters of a function in the form that verl's batch manager calls."""
+"""Parameters of a reward function that takes lists, as verl's batch manager calls it."""
 ID_NAMES = ("prompt_ids", "response_ids")
 
 
@@ -26,7 +27,8 @@ def grader_spec(
     factory: bool = False,
     with_ids: bool = False,
 ) -> CallableSpec:
-    """A reward function of a file or module. `with_ids`: it also takes `prompt_ids` and `response_ids`."""
+    """Return the spec of a reward function of a file or module. with_ids: it also takes `prompt_ids` and
+    `response_ids`."""
     return CallableSpec(
         path=path,
         name=name,
@@ -43,19 +45,20 @@ def grader_spec(
 
 
 class RewardPool(WorkerPool[Scored]):
-    """A RewardFn over the workers of a sandbox, each with the user's function (`grader_spec`)."""
+    """A RewardFn that calls a user's function (`grader_spec`) in the workers of a sandbox."""
 
     async def score(self, request: RewardRequest) -> Score | Invalid:
-        """Score one request, waiting for a free worker first (that is the back-pressure). Never raises for a grader."""
+        """Wait for a free worker, which limits the rate of requests, and score one request. Failures of the function
+        are returned as Invalid and never raised."""
         arguments = {name: getattr(request, name) for name in self.spec.parameters}
         arguments["extra_info"] = dict(request.extra_info)
         got = await self.call(arguments)
         return Invalid(got.reason, got.detail) if isinstance(got, Failure) else Score(*got)
 
     async def rehearse(self, task: Task) -> None:
-        """Call once before anything expensive starts: with the ground truth as answer, else with none, else with a
-        word. ValueError if the function raises on all, or returns no score; the pool is closed then. The score is not
-        used."""
+        """Test the function before anything expensive starts, with the ground truth, an empty text and a word as
+        answers, until a call neither raises nor returns a bad result. If there is none, close the pool and raise
+        ValueError. The score is not used."""
         prefix = ""
         for answer in dict.fromkeys((task.ground_truth if isinstance(task.ground_truth, str) else "", "", "answer")):
             found = await self.score(_rehearsal(task, answer))
@@ -71,7 +74,8 @@ class RewardPool(WorkerPool[Scored]):
         )
 
     async def rehearsed(self, task: Task, answer: str) -> float | None:
-        """Return the score of one answer before the run starts, None where there is none; it leaves no trace."""
+        """Return the score of one answer before the run starts; None without one. The call is removed from the
+        statistics."""
         found = await self.score(_rehearsal(task, answer))
         self.stats = PoolStats()
         self.take_load()

@@ -1,4 +1,4 @@
-"""Results of a reward function as plain numbers. Runs in the grader's process too, so: standard library only."""
+"""Convert results of a reward function to plain numbers. Standard library only, since it runs in the workers too."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ Scored = tuple[float, dict[str, float], str | None, tuple[float, ...] | None, st
 
 
 def score_and_components(value: Any) -> Scored:
-    """Return the score of a reward function's result, its components, its "pred" (a text or a number: answers to one
-    prompt vote by it), its "turn_rewards" (a list) and its "feedback" (a text on the attempt). BadResult gives the
-    reason for a result without a score. A number, a bool, anything with `.item()`, or a mapping with such a "score",
-    with further finite numbers that become components; other entries (texts, lists) are left out. An object with
-    methods that raise is the caller's to catch."""
+    """Return (score, components, pred, turn_rewards, feedback) of a reward function's result.
+
+    The result is a number, a bool, an object with `.item()`, or a mapping with such a "score". Of a mapping, further
+    finite numbers become components; "pred" (a text or a number) is the answer that is counted in majority votes,
+    "turn_rewards" a list, and "feedback" a text about the attempt; other entries are left out. Raise BadResult, with
+    the reason, for a result without a score. Exceptions of the object's own methods are not caught here.
+    """
     components: dict[str, float] = {}
     score, pred, turns, feedback = value, None, None, ""
     if isinstance(value, Mapping):

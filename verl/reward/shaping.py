@@ -1,5 +1,5 @@
-"""Penalties on an answer for its length or its end: pure functions of floats or numpy arrays, and a RewardFn
-wrapper."""
+"""Penalties for the length or the end of an answer: pure functions of floats or numpy arrays, and a RewardFn that
+applies them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ Number = TypeVar("Number", float, np.ndarray)
 def overlong_penalty(
     response_tokens: Number, *, max_response_tokens: int, buffer_tokens: int, penalty: float = 1.0, cap: bool = True
 ) -> Number:
-    """The DAPO penalty to add to a score: 0 up to `max - buffer` tokens, then linear to -`penalty` at `max` tokens.
-    `cap`: never below -`penalty` (the paper, OpenRLHF). Without, it continues beyond `max` tokens (verl, NeMo-RL)."""
+    """Return the DAPO penalty to add to a score: 0 up to `max - buffer` tokens, then linear to -`penalty` at `max`
+    tokens.
+
+    cap: True: the result is never below -`penalty` (the paper, OpenRLHF); False: it continues to fall beyond `max`
+        tokens (verl, NeMo-RL)
+    """
     if not 0 < buffer_tokens <= max_response_tokens:
         prefix = (
             f"reward.overlong_buffer_tokens={buffer_tokens}: must be in 1..{max_response_tokens} (the response budget)"
@@ -32,8 +36,12 @@ def overlong_penalty(
 
 
 def stop_properly(score: Number, truncated: bool | np.ndarray, *, coef: float, positive_only: bool = True) -> Number:
-    """The score of an answer that the budget cut: times `coef` (ProRL, 2505.24864; NeMo-RL), or `coef` itself where it
-    is below 0 (OpenRLHF). positive_only: a negative score stays, which the factor would raise; the peers raise it."""
+    """Return the score, which for a truncated answer is multiplied by `coef` (ProRL, 2505.24864; NeMo-RL), or is `coef`
+    itself if `coef` is below 0 (OpenRLHF).
+
+    positive_only: leave negative scores unchanged, since the factor would raise them (ProRL and NeMo-RL multiply them
+        too)
+    """
     scaled = np.where((np.asarray(score) < 0) & positive_only, score, np.asarray(score) * coef)
     found = np.where(truncated, coef if coef < 0 else scaled, score)
     return found if isinstance(score, np.ndarray) else float(found)
@@ -41,23 +49,25 @@ def stop_properly(score: Number, truncated: bool | np.ndarray, *, coef: float, p
 
 @dataclass(eq=False)
 class Shaped:
-    """A RewardFn that shapes valid scores by how an answer ended: the reduction of `stop_properly` and the overlong
-    penalty are components of these names. The raw score stays in component `score`, which dynamic sampling reads.
-    Evaluation uses the inner function."""
+    """A RewardFn that adds penalties for the end of an answer to valid scores of another RewardFn.
+
+    The changes by `stop_properly` and `overlong_penalty` are components of these names. The unchanged score is the
+    component `score`, which dynamic sampling reads. Evaluation uses the inner function.
+    """
 
     inner: RewardFn
     buffer_tokens: int = 0
-    """The last tokens of the budget, over which the penalty grows. 0: no penalty."""
+    """The number of tokens at the end of the budget over which the penalty grows. 0: no penalty."""
     penalty: float = 1.0
     stop_coef: float | None = None
     """The factor of `stop_properly`. None: off."""
     longest: int | None = None
-    """The length at which the penalty is whole. None: the budget of the request."""
+    """The length at which the penalty reaches `penalty`. None: the budget of the request."""
     cap: bool = True
     """The penalty never exceeds `penalty` (`overlong_penalty`)."""
 
     async def score(self, request: RewardRequest) -> Score | Invalid:
-        """Return the inner score, shaped. Raises ValueError if the buffer exceeds the budget."""
+        """Return the inner score with the penalties. Raise ValueError if the buffer exceeds the budget."""
         got = await self.inner.score(request)
         if isinstance(got, Invalid):
             return got
