@@ -1,4 +1,5 @@
-"""A LoRA adapter in the weights of its base, W + scale * B A, for the parts of each tensor that this rank holds."""
+"""LoRA adapters added to the weights of their base, W + scale * B A, for the parts of each tensor that this rank
+has."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from verl.model_engine.hf_parts import part_and_place
 
 
 def load_model(context: EngineContext) -> Any:
-    """Load the causal LM of the folder, whole, with its adapter added."""
+    """Load the whole causal LM of the context's folder, with its adapter added."""
     c = context
     model = load_causal_lm(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm")
     if c.adapter is not None:
@@ -29,15 +30,18 @@ def load_model(context: EngineContext) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter file. turned: the weights that are stored as [in, out]."""
+    """A LoRA adapter in a file."""
 
     file: Path
+    """The safetensors file."""
     parts: Mapping[str, AdaptedWeight]
+    """The tensors of the file by the name of the weight that they change."""
     turned: Collection[str] = ()
+    """The names of the weights that are stored as [in, out]."""
 
     @torch.no_grad()
     def add(self, into: Mapping[str, Tensor]) -> None:
-        """Add the adapter to these tensors of the model, by its names."""
+        """Add the adapter to these tensors, given by their names in the model, in place."""
         with safe_open(self.file, "pt") as file:
             for name in self.parts.keys() & into.keys():
                 part, (mine, index) = self.parts[name], part_and_place(into[name])
@@ -59,7 +63,7 @@ class Adapter:
 
 
 def open_adapter(folder: Path, base: Path, model: Any) -> Adapter:
-    """Open an adapter of a model, which may be without storage; ValueError for an adapter of another model."""
+    """Open an adapter of a model, which may be without storage. Raise ValueError for an adapter of another model."""
     from transformers.pytorch_utils import Conv1D
 
     parts, names = read_adapter(folder, base), {name for name, _ in model.named_parameters()}

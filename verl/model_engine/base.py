@@ -1,4 +1,4 @@
-"""Model engines: parallel training of one model. They know parallelism and numerics, not RL."""
+"""The protocols of model engines: parallel training of one model. An engine has parallelism and numerics, and no RL."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ Part = Literal["weights", "optimizer"]
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Metrics of the terms, and the model outputs of this pass per loss token [L] (detached, on the CPU, batch
-    order)."""
+    """The results of a pass over one optimizer step."""
 
     metrics: Metrics
+    """The metrics of the terms."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """Model outputs per loss token [L], detached, on the CPU, in the order of the batch."""
 
 
 class Ranks(Protocol):
@@ -41,7 +42,7 @@ class Ranks(Protocol):
 
     @property
     def primary(self) -> bool:
-        """Among the ranks that compute the same rows, this one writes and reports the results."""
+        """True for the rank that writes and reports the results, one of those that compute the same rows."""
         ...
 
     @property
@@ -55,7 +56,7 @@ class Ranks(Protocol):
         ...
 
     def all_gather(self, value: T) -> list[T]:
-        """The values of all ranks, in rank order. Every rank must call it the same number of times."""
+        """Return the values of all ranks, in rank order. Every rank must call it the same number of times."""
         ...
 
 
@@ -101,7 +102,7 @@ class ServedAt:
     timeout_s: float = 120.0
     """The timeout of one request."""
     budget_s: float = 300.0
-    """The time for all rows of a call; rows that are late have no number."""
+    """The time for all rows of a call; rows that arrive later are NaN."""
     parallel: int = 32
     """The number of concurrent requests."""
     key: str = field(default="", repr=False)
@@ -162,14 +163,14 @@ def whole_part(name: str, tensor: Tensor) -> WeightPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
-    """The abilities of an engine with the model that it holds; read once at start, and obeyed."""
+    """The abilities of an engine with its model; read once at start, and followed by the driver."""
 
     shares_prefix: bool
     max_tokens_per_microbatch: int
     outputs: tuple[str, ...]
     trains: bool
     one_pass: bool
-    """A step that fits into one micro-batch needs no first pass: its outputs are the same in both."""
+    """A step that fits into one micro-batch needs no separate first pass, since its outputs would be the same."""
 
 
 class Computes(Protocol):
@@ -183,13 +184,14 @@ class Computes(Protocol):
         ...
 
     def check_packing(self, *, share_prefix: bool) -> float:
-        """Prove at start that a pass draws no random numbers, that packed rows do not leak into each other, and that a
-        padded or packed pass gives what the model's own does; ValueError where it does not."""
+        """Check at start that a pass draws no random numbers, that packed rows do not influence each other, and that a
+        padded or packed pass returns the same as the model's own. Return the largest difference; raise ValueError if a
+        check fails."""
         ...
 
     def awake(self, *parts: Part) -> AbstractContextManager[None]:
-        """Inside the context these parts of the state are on the device. After the outermost context the offloaded
-        parts leave it. Each method opens a context of its own; this one is for several calls that belong together."""
+        """Return a context in which these parts of the state are on the device. After the outermost context the
+        offloaded parts are moved away. Each method opens such a context; this one is for several calls in a row."""
         ...
 
     def take_metrics(self) -> Metrics:
@@ -208,17 +210,18 @@ class Trains(Protocol):
     ) -> StepOutput:
         """Add the gradient of sum over terms of sum(w * value). `batch` is this rank's share of ONE optimizer step.
 
-        num_microbatches: exactly so many passes, the same number on every rank; 0: as the token budget makes them. The
-        outputs that terms name, and the extra ones, come back in the columns of the result."""
+        num_microbatches: the number of passes, the same on every rank; 0: as the token budget requires. The outputs
+        that terms name, and the extra ones, are columns of the result."""
         ...
 
     def optim_step(self) -> Metrics:
-        """Clip and step; a non-finite gradient never reaches the weights."""
+        """Clip the gradient and do an optimizer step; a gradient that is not finite never changes the weights. Return
+        metrics."""
         ...
 
     def published(self, version: int) -> None:
-        """The weights as they are now become this version. A lagging copy of them (`OptimSpec`) is updated where it is
-        due, once per version, also when a resumed run publishes its version again."""
+        """Record that the present weights are this version. A lagging copy of them (`OptimSpec`) is updated if it is
+        due, once per version, also if a resumed run publishes its version again."""
         ...
 
 
@@ -245,17 +248,17 @@ class Publishes(Protocol):
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """For each tied tensor, the name under which it is delivered."""
+        """The tied tensors: for each, the name under which it is delivered."""
         ...
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        """The trained tensors by the engine's own names; for a sharded engine the parts of this rank."""
+        """The trained tensors by the engine's own names; in a sharded engine the parts of this rank."""
         ...
 
 
 class Persists(Protocol):
-    """A model with a state that a run continues from."""
+    """A model with a state that is saved, and from which a run continues."""
 
     def save(self, path: Path) -> None:
         """Write weights, optimizer and counters of all ranks into the folder `path`; any number of ranks can load
@@ -263,7 +266,7 @@ class Persists(Protocol):
         ...
 
     def load(self, path: Path) -> None:
-        """Continue as `save` left it. ValueError if the folder is of another model."""
+        """Restore the state that `save` wrote. Raise ValueError if the folder is of another model."""
         ...
 
     def snapshot(self) -> Snapshot:
@@ -278,4 +281,5 @@ class Persists(Protocol):
 
 
 class ModelEngine(Computes, Trains, Publishes, Persists, Protocol):
-    """One per rank. Policy, critic and reward model differ by head. A frozen model needs `Computes` only."""
+    """The model engine of one rank. Policy, critic and reward model differ by head. A frozen model needs `Computes`
+    only."""

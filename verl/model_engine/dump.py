@@ -12,7 +12,7 @@ from verl.batch import Batch
 
 
 def dump_batch(path: Path, batch: Batch, terms: Sequence[str], norm: float) -> str:
-    """Write the batch; return its path, or why it was not written."""
+    """Write the batch to `path`; return the path, or the reason why it was not written."""
     seen: dict[str, Any] = {"ids": batch.ids, "targets": batch.targets}
     seen |= {"seg_start": batch.seg_start, "row_start": batch.row_start}
     try:

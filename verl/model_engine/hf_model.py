@@ -1,4 +1,4 @@
-"""A causal language model from a Hugging Face folder, as an engine wants it: whole, and without noise."""
+"""Causal language models from Hugging Face folders: complete, and without randomness in their forward pass."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from verl.errors import Refused
 
 
 def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True) -> Any:
-    """A causal LM from a Hugging Face folder, float32. Raises ValueError when the folder is not one, is quantised, or
-    its weights are not those that config.json describes.
+    """Load a causal LM from a Hugging Face folder in float32. Raise ValueError if the folder has no model, if it is
+    quantised, or if its weights are not those that config.json describes.
 
-    needs_lm_head: False under another head; a reward model's folder has no language-model head."""
+    needs_lm_head: False for a model that gets another head; a reward model's folder has no language-model head."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -47,8 +47,8 @@ def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head
 def refuse_other_weights(
     path: Path, model: Any, missing: Iterable[str], unexpected: Iterable[str], *, needs_lm_head: bool
 ) -> frozenset[str]:
-    """ValueError where a folder lacks weights of the model, or has some that are not of it. The names of those that it
-    may lack: without `needs_lm_head` the language-model head."""
+    """Raise ValueError if the folder lacks weights of the model, or has tensors that are not part of it. Return the
+    names of the missing weights that are allowed: without `needs_lm_head` those of the language-model head."""
     body = f"{model.base_model_prefix}."
     spare = frozenset(n for n in missing if not needs_lm_head and not n.startswith(body))
     if lacking := sorted({*missing} - spare):
@@ -66,8 +66,9 @@ def refuse_other_weights(
 
 
 def switch_dropout_off(model: Any) -> None:
-    """RL and equal log-probs want no noise in the forward pass; the modules stay in training mode for checkpointing.
-    Some models call `functional.dropout` with a rate of the module or of the configuration."""
+    """Set every dropout rate of the model to 0, since equal log-probs need a forward pass without randomness. The
+    modules stay in training mode, for checkpointing. Some models call `functional.dropout` with a rate of the module or
+    of the configuration."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -78,7 +79,8 @@ def switch_dropout_off(model: Any) -> None:
 
 
 def refuse_altered_logits(model: Any) -> None:
-    """Logits that are scaled after the head would be missed by the chunked log-prob."""
+    """Raise ValueError for a model that scales its logits after the head: the log-probs in chunks would omit the
+    scale."""
     config = model.config.get_text_config()
     for name, neutral in (("logit_scale", 1.0), ("logits_scaling", 1.0)):
         found = vars(config).get(name, neutral)

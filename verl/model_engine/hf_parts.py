@@ -1,9 +1,8 @@
-"""A Hugging Face folder of which a rank reads its own part.
+"""Hugging Face folders of which each rank reads its own part.
 
-The model is built without storage and sharded; then what a rank holds of each tensor is read into its place from the
-safetensors files, which are mapped. Names, conversions (experts that are many tensors in a folder and one in
-transformers), ties and buffers are those of `from_pretrained`, and so are the bits.
-"""
+The model is built without storage and sharded; then each rank reads its part of each tensor from the safetensors files,
+which are mapped. Names, conversions (experts that are many tensors in a folder and one in transformers), ties, buffers
+and all values are exactly those of `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -29,15 +28,18 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """How tensors of a folder become tensors of the model. sources: names in the folder by transformers' patterns ·
-    targets: names in the model."""
+    """The conversion of tensors of a folder into tensors of the model."""
 
     transform: Any
+    """The conversion of transformers."""
     sources: Mapping[str, Sequence[str]]
+    """Names in the folder, by transformers' patterns."""
     targets: tuple[str, ...]
+    """Names in the model."""
 
     def make(self, read: Callable[[str], Tensor], config: Any, *, row: int | None = None) -> dict[str, Tensor]:
-        """Return all targets; row: only that row [1, ...] of the one target that is stacked from lists of tensors."""
+        """Return all targets by name. row: return only this row [1, ...] of the one target that is stacked from lists
+        of tensors."""
         rows = slice(None) if row is None else slice(row, row + 1)
         for pattern, names in self.sources.items():
             for name in names[rows]:
@@ -47,12 +49,12 @@ class _Made:
 
     @property
     def copied(self) -> str | None:
-        """The name of the folder's tensor that equals the target, under whatever name."""
+        """The name of the folder's tensor that is copied unchanged to the target; None: the target is converted."""
         return None if hasattr(self.transform, "operations") else next(iter(self.sources.values()))[0]
 
     @property
     def stacked(self) -> bool:
-        """True if a row of the target is made of one tensor of each list: experts."""
+        """True if each row of the target is made of one tensor of each list, as for experts."""
         from transformers.core_model_loading import Concatenate, MergeModulelist
 
         first, *rest = self.transform.operations
@@ -67,13 +69,15 @@ class Skeleton:
 
     model: Any
     files: Mapping[str, Path]
-    """The file of each tensor of the folder."""
+    """The file of each tensor in the folder."""
     made: Sequence[_Made]
+    """How the model's tensors are made of those in the folder."""
     spare: Collection[str]
-    """Weights that the folder lacks and nothing trains, drawn at random."""
+    """Weights that the folder lacks and that are not trained; they are drawn at random."""
 
     def fill(self, into: Mapping[str, Tensor]) -> None:
-        """Read what this rank holds of these tensors, by the model's names; a tied one has several."""
+        """Read this rank's parts of these tensors from the files, in place. into: by the model's names; a tied tensor
+        has several."""
         filled: set[int] = set()
         with ExitStack() as stack:
             open_files = {path: stack.enter_context(safe_open(path, "pt")) for path in {*self.files.values()}}
@@ -125,8 +129,8 @@ def part_and_place(t: Tensor) -> tuple[Tensor, Index]:
 
 
 def open_skeleton(path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True) -> Skeleton | None:
-    """Open a folder as `load_causal_lm` does, with the same errors, but read no weight. None for a folder without
-    safetensors, or without some weights that transformers initialises."""
+    """Open a folder as `load_causal_lm` does, with the same errors, but read no weight. Return None for a folder
+    without safetensors, or one without weights that transformers would initialise."""
     from transformers import AutoModelForCausalLM
 
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
@@ -158,7 +162,8 @@ def open_skeleton(path: Path, *, trust_remote_code: bool = False, needs_lm_head:
 
 
 def _stored(path: Path) -> dict[str, tuple[Path, Tensor]]:
-    """The tensors of a folder without storage, and their files: those that transformers chooses, or none."""
+    """Return (file, tensor without storage) of each tensor of a folder, by name: from the files that transformers
+    chooses; empty if there are none."""
     whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
     files = {whole} if whole.is_file() else set()
     if not files and index.is_file():
@@ -172,8 +177,8 @@ def _stored(path: Path) -> dict[str, tuple[Path, Tensor]]:
 
 
 def _plan(model: Any, stored: Mapping[str, Tensor]) -> tuple[list[_Made], set[str], list[str]]:
-    """(how the model's tensors are made, those of the folder that have no place, what is wrong with others): names and
-    conversions of `transformers.core_model_loading`, tried on tensors without storage."""
+    """Return (how the model's tensors are made, tensors of the folder that the model lacks, errors in the others).
+    Names and conversions are those of `transformers.core_model_loading`, tried on tensors without storage."""
     from transformers import core_model_loading as hf
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -211,7 +216,8 @@ def _plan(model: Any, stored: Mapping[str, Tensor]) -> tuple[list[_Made], set[st
 
 
 def _tied(model: Any, files: Mapping[str, Path], made: Sequence[_Made]) -> list[_Made]:
-    """Without the second of two tied tensors that the folder has both; those that differ there are tied no more."""
+    """Return the conversions without the second of two tied tensors that the folder has both. If they differ, untie
+    them."""
     of = {name: m for m in made for name in m.targets}
     dropped: set[int] = set()
     for alias, owner in dict(model.all_tied_weights_keys).items():
@@ -232,7 +238,8 @@ def _tied(model: Any, files: Mapping[str, Path], made: Sequence[_Made]) -> list[
 
 
 def _faults(model: Any, found: set[str], unexpected: set[str]) -> tuple[set[str], set[str], bool]:
-    """(missing weights, tensors without a place, whether some are missing that transformers makes up)."""
+    """Return (missing weights, tensors that the model lacks, True if transformers would initialise some missing
+    weights)."""
     from transformers.utils.loading_report import LoadStateDictInfo
 
     for alias, owner in model.all_tied_weights_keys.items():
@@ -245,7 +252,7 @@ def _faults(model: Any, found: set[str], unexpected: set[str]) -> tuple[set[str]
 
 
 def _make_buffers(model: Any) -> None:
-    """Give the buffers storage, and those that are not saved their values, as transformers does after loading: its
+    """Give the buffers storage, and the unsaved ones their values, as transformers does after loading: its
     initialisation skips tensors that are marked as loaded."""
     saved = {*model.state_dict()}
     for name, buffer in list(model.named_buffers()):

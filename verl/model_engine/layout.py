@@ -1,4 +1,4 @@
-"""How the ranks that hold one model are arranged. Scalars; no torch."""
+"""The arrangement of the ranks that hold one model. Numbers only, no torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from verl.errors import Refused
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """The coordinates of a rank in a layout. data: the index of its rows · sequence, tensor, pipeline: its part of that
-    work."""
+    """The coordinates of a rank in a layout: `data` is the index of its rows; `sequence`, `tensor` and `pipeline` are
+    the index of its part in each of those dimensions."""
 
     data: int
     sequence: int
@@ -19,7 +19,7 @@ class RankPlace:
 
     @property
     def primary(self) -> bool:
-        """True for the rank that reports and writes the results, among the ranks that compute the same rows."""
+        """True for the rank that reports and writes the results; one of those that compute the same rows."""
         return self.sequence == self.tensor == self.pipeline == 0
 
 
@@ -30,13 +30,14 @@ def use(number: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """world_size ranks = pipeline x data x tokens x tensor; tensor varies fastest (neighbours communicate most)."""
+    """The dimensions of a layout: world_size = pipeline x data x tokens x tensor; tensor varies fastest, since its
+    neighbours communicate most."""
 
     world_size: int = 1
     replicate: int = 1
     """Copies of the sharded model (HSDP); parameters are sharded over the data and sequence ranks of one copy."""
     sequence: int = 1
-    """Ranks that share the tokens of a row, and its heads while they attend (Ulysses)."""
+    """Ranks that share the tokens of a row, and during attention its heads (Ulysses)."""
     context: int = 1
     """Ranks that share the tokens of a row, each with the keys and values of all (context parallelism)."""
     tensor: int = 1
@@ -68,12 +69,12 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """The number of ranks that share the tokens of a row, in either way."""
+        """The number of ranks that share the tokens of a row, by `sequence` or by `context`."""
         return self.sequence * self.context
 
     @property
     def tokens_key(self) -> str:
-        """The name of the setting by which they share them."""
+        """The setting by which they share the tokens: sequence or context."""
         return "context" if self.context > 1 else "sequence"
 
     @property
@@ -100,9 +101,9 @@ class Layout:
 
 
 def layers_of_stages(layers: int, stages: int) -> list[range]:
-    """Return the layers of each pipeline stage. The embeddings count as one more layer of the first stage, the head
-    as one more of the last, and no stage has two more than another. ValueError where there are fewer layers than
-    stages."""
+    """Return the layers of each pipeline stage. The embeddings count as one more layer of the first stage, the head as
+    one more of the last; the numbers of two stages differ by at most one. Raise ValueError if there are fewer layers
+    than stages."""
     if layers < stages:
         raise Refused(f"parallel.pipeline={stages}: {layers} layers cannot be {stages} stages; use at most {layers}")
     ends = [int(s == 0) + int(s == stages - 1) for s in range(stages)]

@@ -1,4 +1,4 @@
-"""The outputs of an engine with head=lm: functions of the hidden states and a language model's head."""
+"""The outputs of an engine with head=lm, computed from the hidden states and the language-model head."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TIED = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$"
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """The head of a teacher, held by a student's engine; the fields are as in `TeacherHead`."""
+    """The head of a teacher that a student's engine has; the fields are as in `TeacherHead`."""
 
     head: HeadWeights
     beta: float
@@ -48,7 +48,7 @@ class Teacher:
 
 
 def read_teacher(wanted: TeacherHead) -> Teacher:
-    """Read only the head of a folder, in float32; ValueError where none is found."""
+    """Read only the head of a folder, in float32. Raise ValueError if the folder has none."""
     names: dict[str, Path] = {}
     for path in sorted(wanted.folder.glob("*.safetensors")):
         with safe_open(path, "pt") as f:
@@ -86,7 +86,7 @@ def allocate_outputs(batch: Batch, names: Sequence[str], width: int, k: int, dty
 
 
 def store_outputs(room: Mapping[str, Tensor], found: Mapping[str, Tensor], batch: Batch, rows: np.ndarray) -> None:
-    """Copy the outputs of these rows to their positions among those of the batch."""
+    """Copy the outputs `found` of these rows into `room`, the outputs of the whole batch, at their positions."""
     index = loss_index(batch, rows)
     for name, value in found.items():
         room[name][torch.from_numpy(rows) if name == "scores" else index] = value.detach().to("cpu", room[name].dtype)
@@ -105,8 +105,8 @@ def lm_outputs(
 ) -> dict[str, Tensor]:
     """Return the wanted outputs [n, ...] of the hidden rows [n, H], which predict the loss tokens `which` of the batch.
 
-    vocabulary: the head is a slice · teacher: the head that `divergence` compares with · k: the number of
-    `topk_ids`."""
+    vocabulary: given if the head is one rank's slice · teacher: the head that `divergence` compares with · k: the
+    number of `topk_ids`."""
     device = hidden.device
     temperature = batch.row_columns["temperature"][batch.row_of][which].to(device)
     targets = batch.targets[which].to(device)

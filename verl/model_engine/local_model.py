@@ -1,4 +1,4 @@
-"""The model of an engine with its value head, as far as this process has them: names, parts and whole tensors."""
+"""The model and value head of an engine, as far as this process has them: names, parts and whole tensors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from verl.nn.rope import fix_rope
 
 
 class LocalModel:
-    """A model that this process has whole, in float32 (float64), on the device where it computes.
+    """A whole model in this process, in float32 (or float64), on the device on which it computes.
 
     model: an instantiated causal LM · settings: its head, whether it is trained, and its device"""
 
     vocabulary: Vocabulary | None = None
     """The slice of the vocabulary that this rank's head has."""
     suffix = ""
-    """Ends the names of files that this process writes beside those of others."""
+    """The end of the names of files that this process writes beside those of other ranks."""
 
     def __init__(self, model: Any, settings: EngineSettings) -> None:
         s, self.settings, self.device = settings, settings, torch.device(settings.device)
@@ -48,7 +48,7 @@ class LocalModel:
         switch_dropout_off(self.model)
 
     def _place(self) -> None:
-        """Bring the model, which was loaded on the host, to where it computes."""
+        """Move the model, which was loaded in host memory, to the device on which it computes."""
         self.model.to(self.device)
         if "weights" in self.settings.offload:
             own_storage(self.model.parameters())
@@ -69,7 +69,7 @@ class LocalModel:
         return {name for name, _ in self.trained().named_parameters()}
 
     def trained_parts(self) -> list[nn.Parameter]:
-        """Return the trained tensors, or what this process holds of them, with their gradients."""
+        """Return the trained tensors, or this process's parts of them, with their gradients."""
         return [p for p in self.trained().parameters() if p.requires_grad]
 
     def grad_norm(self) -> Tensor:
@@ -92,7 +92,8 @@ class LocalModel:
     # -- what is published ---------------------------------------------------------------------------------------------
 
     def named_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the weights by their Hugging Face names; of a tied tensor the first. None: another stage has it."""
+        """Yield (Hugging Face name, weight); tied tensors once, by their first name. None: another stage has the
+        weight."""
         every = self._model_weights()
         if self.settings.head == "score":
             assert self.value_head is not None
@@ -108,7 +109,7 @@ class LocalModel:
         return (whole_part(name, tensor) for name, tensor in self.named_weights() if tensor is not None)
 
     def whole(self, p: Tensor) -> Tensor:
-        """Return all of a parameter, of which a process may hold a part."""
+        """Return the whole of a parameter, of which this process may have a part only."""
         return p.detach()
 
     def delivered(self, name: str, p: Tensor | None, on_host: Any = None) -> Tensor:
@@ -118,7 +119,7 @@ class LocalModel:
 
     @property
     def tied(self) -> dict[str, str]:
-        """For each tied tensor, the name under which it is delivered."""
+        """The tied tensors: for each, the name under which it is delivered."""
         first: dict[int, str] = {}
         every = self.model.named_parameters(remove_duplicate=False)
         return {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}

@@ -21,8 +21,8 @@ from verl.parameter_set import ParameterSet
 
 
 class LoraSource:
-    """A LoRA set of an engine's model, to be published (`Publishes`): its weights are the factors, and its passes
-    compute with them on top of the engine's present weights, which stay as they are."""
+    """The weight source of a LoRA set on an engine's model (`Publishes`): its weights are the factors, and its passes
+    add them to the engine's present weights, which stay unchanged."""
 
     def __init__(self, engine: TorchEngine, parameters: ParameterSet, factors: Mapping[str, Tensor]) -> None:
         """parameters: the set, with any base · factors: by the names that the set gives them."""
@@ -52,9 +52,9 @@ class LoraSource:
 def read_lora(name: str, folder: Path, base: Path) -> tuple[ParameterSet, dict[str, Tensor]]:
     """Read the folder of an adapter, in PEFT's layout, as a LoRA set of this name. base: the folder of its base model.
 
-    Returns the set, with that folder as its base, and its factors in float32. A set has one rank and one scale: a
-    factor of a lower rank is filled up with zeros, and a module's other scale is multiplied into its factor B.
-    ValueError for an adapter of another model, or with tensors that are no factors."""
+    Return the set, with that folder as its base, and its factors in float32. A set has one rank and one scale: a factor
+    of a lower rank is padded with zeros, and a module's other scale is multiplied into its factor B. Raise ValueError
+    for an adapter of another model, or with tensors that are no factors."""
     parts = read_adapter(folder, base)
     if whole := sorted(name for name, part in parts.items() if part.whole or not part.a):
         raise Refused(f"{folder}: an adapter with the whole tensor {whole[0]}; only factors can be published as a set")

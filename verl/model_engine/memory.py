@@ -12,17 +12,18 @@ from verl.model_engine.layout import Layout, layers_of_stages
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4})
 LOGPROB_COPIES = 4
-"""Arrays of a chunk's size that its backward pass holds at once: logits, probabilities, gradient, product."""
+"""Arrays of the size of a chunk of logits that its backward pass has at once: logits, probabilities, gradient,
+product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWork:
-    """The work of a rank, as far as its memory depends on it."""
+    """The properties of a rank's work on which its memory depends."""
 
     tokens: int
     """Tokens of a micro-batch on this rank."""
     passes: int = 1
-    """Micro-batches of a step; a pipeline holds as many at once as there are stages from this one on."""
+    """Micro-batches of a step; a pipeline stage has as many at once as there are stages from this one on."""
     stage: int = 0
     device: str = "cpu"
     """The type of its device."""
@@ -31,10 +32,10 @@ class RankWork:
     checkpointing: bool = False
     """Activations are computed again in the backward pass."""
     head: bool = True
-    """It has a language-model head: a policy or a teacher. Critics and reward models have none."""
+    """The model has a language-model head: a policy or a teacher. Critics and reward models have none."""
     trains: bool = True
     publishes: bool = False
-    """Its weights are published: they are gathered one by one."""
+    """The weights are published: they are gathered one by one."""
 
 
 def layer_bytes_per_token(model: ModelFacts, dtype: str, tensor: int = 1) -> int:

@@ -17,7 +17,8 @@ from verl.types import Metrics, Unit
 
 
 def surrogate(output: str) -> Term:
-    """Return the second pass of a two-pass term: sum(dL/doutput * output), with dL/doutput in the weight column."""
+    """Return the term that takes the place of a two-pass term in the second pass: sum(dL/doutput * output), with
+    dL/doutput as its weights."""
     return Term(name=f"two_pass/{output}", fn=partial(_output, name=output), outputs=(output,), silent=True)
 
 
@@ -26,8 +27,9 @@ def _output(columns: Columns, *, name: str) -> TermValue:
 
 
 def before_moving(term: Term) -> Term:
-    """Return the term for the first update after the pass that computed `old_logprobs`: the policy is the same, so its
-    own log-probs take their place. The ratio is exactly 1, whatever the rounding of the two passes."""
+    """Return the term for the first update after the pass that computed `old_logprobs`: the policy is still the same,
+    so its own log-probs replace `old_logprobs`. The ratio is then exactly 1, whatever the rounding of the two
+    passes."""
     return replace(term, fn=partial(_before_moving, fn=term.fn))
 
 
@@ -44,11 +46,11 @@ def evaluate_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Te
 
 
 def reduce_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Pending]:
-    """Return the sum over terms of sum(w * value), and the metrics of the terms. This is the engine's only reduction.
-    Nothing in it waits for the device.
+    """Return the sum over terms of sum(w * value), and the metrics of the terms. This is the engine's only reduction,
+    and it never waits for the device.
 
-    The mask of a term is its column `m/TERM` (none: where its weight is not 0); outside of it, inputs are replaced
-    before any arithmetic."""
+    The mask of a term is its column `m/TERM`, or without that column the tokens whose weight is not 0. Outside the mask
+    inputs are replaced before any arithmetic."""
     device = next(iter(outputs.values())).device
     sequence_of = batch.sequence_of.to(device)
     total = next(iter(outputs.values()))[:0].sum()  # 0, and a path for backward even where no term has a token
@@ -84,11 +86,11 @@ def reduce_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Tens
 def first_pass(
     batch: Batch, terms: Sequence[Term], outputs: Mapping[str, Tensor], ranks: Ranks
 ) -> tuple[Batch, list[Term], Metrics]:
-    """Evaluate terms with statistics over the whole optimizer step under the current policy, on the rows of all ranks,
-    and keep dL/doutput as the weights of the second pass. Exact on every layout.
+    """Evaluate the two-pass terms, which have statistics over the whole optimizer step, under the current policy on the
+    rows of all ranks, and use dL/doutput as the weights of the second pass. Exact on every layout.
 
-    outputs: those that these terms name, of this rank's rows. Returns the batch with the weights, the terms of the
-    second pass, and the metrics of the whole step (from the first rank alone: they are not a share)."""
+    outputs: the outputs that these terms name, for this rank's rows. Return the batch with the weights, the terms of
+    the second pass, and the metrics of the whole step (from the first rank only, so that they are counted once)."""
     parts = ranks.all_gather(batch.with_columns({f"out/{n}": v.double() for n, v in outputs.items()}))
     step = concat(parts)
     leaves = {n: step.columns[f"out/{n}"].requires_grad_() for n in outputs}
@@ -105,7 +107,8 @@ def first_pass(
 
 
 def _teachers(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """Return for each of several teachers [S] bool: True for its sequences."""
+    """Return {row column of a teacher: [S] bool, True for the sequences of this teacher}; empty without several
+    teachers."""
     index, out = torch.from_numpy(batch.sequence).to(device), {}
     for name, rows in batch.row_columns.items():
         if name.startswith("teacher/"):
@@ -115,7 +118,7 @@ def _teachers(batch: Batch, device: torch.device) -> dict[str, Tensor]:
 
 
 def _sequence_weight(batch: Batch, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (weight [S], mask [L]) of a sequence-unit term; the row column holds the weight at each trajectory's first
+    """Return (weight [S], mask [L]) of a sequence-unit term; the row column has the weight at each trajectory's first
     row."""
     per_row = batch.row_columns[f"w/{name}"].to(device)
     index = torch.from_numpy(batch.sequence).to(device)

@@ -1,8 +1,8 @@
-"""Storage for an engine's state while its device is used by others: an accelerator's state moves to host memory, the
-host's own to a file without a name that ends with the process.
+"""Storage for an engine's state while other parts of the run use its device: an accelerator's state is moved to host
+memory, the state of a CPU to a file without a name, which ends with the process.
 
-Only the storage below the tensors moves. The tensors, their views (FSDP gathers from one) and all references stay, over
-a storage without bytes, which is restored as it was."""
+Only the storage below the tensors is moved. The tensors, their views (FSDP gathers from one) and all references stay
+valid; the storage has no bytes until it is restored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALIGN_BYTES = 64
 
 class Offload:
     """Moves parts of a state to and from a device. away: the parts that are on `device` only while they are used ·
-    held: returns the current tensors of a part."""
+    held: a function that returns the current tensors of a part."""
 
     def __init__(self, device: torch.device, away: Sequence[Part], held: Callable[[Part], Iterable[Tensor]]) -> None:
         self._held = held
@@ -35,7 +35,8 @@ class Offload:
 
     @contextmanager
     def awake(self, *parts: Part) -> Iterator[None]:
-        """Inside the context these parts are on the device; after the outermost one all offloaded parts leave it."""
+        """Inside the context these parts are on the device; after the outermost context all offloaded parts are moved
+        away."""
         with self._lock:
             self._inside += 1
             for part in parts:
@@ -51,7 +52,7 @@ class Offload:
                         place.put(self._held(part))
 
     def stream(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights while they are on the device; copies, where they leave it afterwards."""
+        """Yield the weights while they are on the device; copies, if the weights are moved away afterwards."""
         with self.awake("weights"):
             yield from ((name, w.clone()) for name, w in weights) if self.moves("weights") else weights
 
@@ -62,9 +63,8 @@ class Offload:
             yield
 
     def on_host(self, t: Tensor, *, copy: bool) -> Tensor:
-        """Return a tensor that is offloaded in its place in host memory (valid until it is moved back), or a copy of
-        it, since the device may be used by another process. Any other tensor is returned as it is, or as a copy on the
-        host."""
+        """Return an offloaded tensor as a view of host memory (valid until it is moved back), or a copy of it. Return
+        any other tensor as it is, or with `copy` as a copy on the host, since another process may use the device."""
         for place in self._places.values():
             if (found := place.view_of(t)) is not None:
                 return found.clone() if copy else found
@@ -88,7 +88,8 @@ class _Offloaded:
         self._mapped: mmap.mmap | None = None
 
     def put(self, tensors: Iterable[Tensor]) -> None:
-        """Move the tensors away. OSError, with all of them still on the device, where the disk has no room."""
+        """Move the tensors off the device. Raise OSError if the disk has no space; all of them are then still on the
+        device."""
         if self.sizes:
             return
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
@@ -106,7 +107,7 @@ class _Offloaded:
             self.sizes.append((storage, size))
 
     def bring(self) -> None:
-        """Move the tensors back."""
+        """Move the tensors back to the device."""
         if self._file is not None:
             self._file.seek(0)
         for i, (storage, size) in enumerate(self.sizes):
@@ -122,7 +123,7 @@ class _Offloaded:
         self._mapped = None
 
     def view_of(self, t: Tensor) -> Tensor | None:
-        """Return a tensor that is away as a view of host memory; None: it is not away, or not in this part."""
+        """Return an offloaded tensor as a view of host memory; None if it is on the device or not in this part."""
         at = 0
         for i, (storage, size) in enumerate(self.sizes):
             if storage._cdata == t.untyped_storage()._cdata:
@@ -150,7 +151,7 @@ def _room(size: int) -> int:
 
 
 def own_storage(parameters: Iterable[nn.Parameter]) -> None:
-    """Give storages of their own to parameters that share one, or that map a file."""
+    """Give each parameter that shares a storage, or that maps a file, a storage of its own."""
     for p in parameters:
         storage = p.untyped_storage()
         if storage.nbytes() != p.nbytes or not storage.resizable():
@@ -158,10 +159,11 @@ def own_storage(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _memory_of(storage: torch.UntypedStorage) -> Any:
-    """[bytes] of the host, in place; a storage that numpy has seen can be resized no more."""
+    """Return a storage in host memory as a ctypes array of bytes, without a copy. A numpy array over it would prevent
+    later changes of its size."""
     return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """[bytes] of an accelerator, in place."""
+    """Return a storage of an accelerator as a tensor of bytes, without a copy."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

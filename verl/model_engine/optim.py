@@ -42,7 +42,8 @@ class OptimSpec:
 
 
 def learning_rate(spec: OptimSpec, step: int) -> float:
-    """Rate of optimizer step `step` (0 is the first). Linear warm-up from lr/(warmup+1); never 0 at the start."""
+    """Return the learning rate of optimizer step `step` (0 is the first). Warm-up is linear from lr/(warmup+1), never
+    0."""
     if step < spec.warmup_steps:
         return spec.lr * (step + 1) / (spec.warmup_steps + 1)
     if spec.schedule == "constant":
@@ -59,7 +60,7 @@ def learning_rate(spec: OptimSpec, step: int) -> float:
 
 
 def make_adamw(model: nn.Module, spec: OptimSpec) -> torch.optim.AdamW:
-    """AdamW; one-dimensional tensors (norms, biases) are not decayed."""
+    """Build AdamW for the trainable parameters, without weight decay for one-dimensional tensors (norms, biases)."""
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     decayed = [p for _, p in params if p.dim() > 1]
     plain = [p for _, p in params if p.dim() <= 1]
@@ -72,8 +73,8 @@ AVERAGE = "average"
 
 @torch.no_grad()
 def step(optimizer: torch.optim.Optimizer, average: float) -> None:
-    """A step; then average <- decay x average + (1 - decay) x weights, which begins as the weights before the first
-    (see `OptimSpec`); a copy stays as it is."""
+    """Do an optimizer step, then update the average: decay x average + (1 - decay) x weights. It starts as the weights
+    before the first step. A copy (`OptimSpec.average` from 2 on) is not updated."""
     decay = min(average, 1.0)
     every = [p for group in optimizer.param_groups for p in group["params"]]
     first = {p: p.clone() for p in every if AVERAGE not in optimizer.state.get(p, {})} if average else {}
@@ -85,7 +86,7 @@ def step(optimizer: torch.optim.Optimizer, average: float) -> None:
 
 @torch.no_grad()
 def copy_anew(optimizer: torch.optim.Optimizer | None) -> None:
-    """The weights as they are now take the place of their average."""
+    """Replace the averages of the parameters by their present values."""
     for p, state in optimizer.state.items() if optimizer else ():
         if AVERAGE in state:
             state[AVERAGE].copy_(p)
@@ -93,7 +94,7 @@ def copy_anew(optimizer: torch.optim.Optimizer | None) -> None:
 
 @contextmanager
 def averaged(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Inside, the parameters hold their averages, where they have one."""
+    """Inside the context the parameters have the values of their averages, if they have one."""
     found = [(p, s[AVERAGE]) for p, s in (optimizer.state.items() if optimizer else ()) if AVERAGE in s]
     with torch.no_grad():
         kept = [p.clone() for p, _ in found]
@@ -108,7 +109,7 @@ def averaged(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 
 
 def grad_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Global 2-norm of the gradients, float32 0-d."""
+    """Return the 2-norm of all gradients together, 0-d float32."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros(())

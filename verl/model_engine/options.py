@@ -16,17 +16,17 @@ TENSOR_PLANS = (
     *("jais2", "llama", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "phi"),
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu"),
 )
-"""The model_type of models that support parallel.tensor: transformers has a plan, and nn/tensor_parallel.py knows all
-its ways (a test compares)."""
+"""The model types that support parallel.tensor: transformers has a plan, and nn/tensor_parallel.py supports all its
+styles (a test compares)."""
 
 EXPERT_PLANS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-"""The model types with parallel.expert: they have transformers' fused experts, and each was compared with one
+"""The model types that support parallel.expert: they have transformers' fused experts, and each was compared with one
 process."""
 
 NO_STAGES = ("gemma4_unified_text", "hrm_text", "nanochat", "nemotron", "olmoe")
 PIPELINE_PLANS = tuple(kind for kind in sorted({*TENSOR_PLANS, *EXPERT_PLANS}) if kind not in NO_STAGES)
 """The model types that parallel.pipeline can cut into stages: transformers has a plan, and each was compared with the
-whole."""
+whole model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class Options:
     """The options of the torch engine."""
 
     attention: Literal["auto", "padded"] = "auto"
-    """auto: the best packed attention here · padded: one row per sequence, the oracle."""
+    """auto: the best packed attention for the device · padded: one row per sequence, the reference implementation."""
     max_skipped_updates: Annotated[int, Meta(ge=0)] = 3
-    """Non-finite gradients in a row that are skipped, each with its batch written down, before the run stops."""
+    """How many non-finite gradients in a row are skipped, each with its batch written to disk, before the run stops."""
     share_prefix: bool = True
     """In training a prompt is computed once per group and micro-batch."""
     offload_weights: bool = False

@@ -1,7 +1,8 @@
 """Passes of a model over micro-batches: outputs, and the gradients of a loss.
 
-A micro-batch is one packed forward pass (nn/attention.py); the padded path, one row per sequence, is the oracle. A CPU
-that only emulates bf16 computes with weights rounded to bf16 in float32 arithmetic: more exact, and faster."""
+A micro-batch is one packed forward pass (nn/attention.py); the padded path, one row per sequence, is the reference to
+which it is compared. A CPU that only emulates bf16 computes in float32 with weights rounded to bf16, which is more
+exact and faster."""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ TOKEN_OUTPUTS = (*LM_OUTPUTS, "values")
 Which = Tensor | slice
 Reader = Callable[[Tensor, Which], dict[str, Tensor]]
 Ready = tuple[np.ndarray, Batch, Mapping[str, Tensor], Callable[[Tensor], None]]
-"""The rows of a pass, their batch, its outputs, and what takes the loss of them."""
+"""The rows of a pass, their batch, its outputs, and a function that gets the loss and runs the backward pass."""
 
 
 class Passes:
-    """The passes of one model. Weights and gradients are those of `local`; a gradient adds up over the calls."""
+    """The passes of one model, with the weights of `local`. Its gradients are accumulated over the calls."""
 
     def __init__(self, local: LocalModel) -> None:
         self.local, self._precision, settings = local, local.settings.precision, local.settings
@@ -51,7 +52,7 @@ class Passes:
         self.last: tuple[Batch, tuple[str, ...]] | None = None  # the batch of the gradient, the names of its terms
 
     def _own_forward(self) -> None:
-        """Packed attention, and on a CPU the fused norms, in place of the model's own."""
+        """Replace the model's attention by the packed one, and on a CPU its norms by fused ones."""
         if self.packed:
             attention.register_attention()
             self.local.model.set_attn_implementation(attention.PACKED)
@@ -91,11 +92,12 @@ class Passes:
         return out
 
     def policy_outputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return log-probs under the language-model head, whatever the head that is trained."""
+        """Return log-probs by the language-model head, whichever head is trained."""
         return self._lm_outputs(batch, ("logprobs",))
 
     def models_own(self, probes: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """[t] -> log-probs [t-1] of each by the model as transformers made it, with its parameters in `dtype`."""
+        """Return log-probs [t-1] of each probe [t] by the model as transformers made it, with its parameters in
+        `dtype`."""
         model = self.local.model
         trained, kept = model.training, [(p, p.data) for p in model.parameters()]
         model.eval()
@@ -112,7 +114,7 @@ class Passes:
             self._own_forward()
 
     def _alone(self, model: Any, ids: Tensor) -> Tensor:
-        """[t] -> log-probs [t-1] by the model's own forward pass."""
+        """Return log-probs [t-1] of ids [t] by the model's own forward pass, on the CPU."""
         device = self.local.device
         z = model(input_ids=ids[None].to(device), use_cache=False).logits[0].to(self._precision.master)
         return torch.log_softmax(z, -1)[:-1].gather(-1, ids[1:, None].to(device))[:, 0].cpu()
@@ -120,14 +122,15 @@ class Passes:
     # -- micro-batches -------------------------------------------------------------------------------------------------
 
     def _ready(self, batch: Batch, count: int, wanted: Sequence[str]) -> Iterator[Ready]:
-        """Yield the passes that compute their loss here; the caller runs the backward pass of each before it takes the
-        next."""
+        """Yield the passes that compute their loss in this process; the caller runs the backward pass of each one
+        before it requests the next."""
         for rows in self._cut(batch, count):
             part = part_of(batch, rows)
             yield rows, part, self._outputs(part, wanted), torch.autograd.backward
 
     def _cut(self, batch: Batch, count: int = 0) -> Iterable[np.ndarray]:
-        """The rows of each pass: so many passes, or as the token budget makes them; one may have no row."""
+        """Return the rows of each pass. count: the number of passes, some of which may have no row; 0: as the token
+        budget requires."""
         return exactly(make_microbatches(batch, self.max_tokens), count)
 
     def _compute_weights(self) -> AbstractContextManager[None]:
@@ -173,11 +176,11 @@ class Passes:
         return self._read(batch, self._hidden(batch), batch.target_from, read)
 
     def _read(self, batch: Batch, hidden: Tensor, index: Tensor, fn: Reader) -> dict[str, Tensor]:
-        """fn(the hidden states [n, H] at `index`, which of `index` they are) -> outputs [n] by name."""
+        """Return `fn(hidden states [n, H] at index, their positions in index)`: outputs [n] by name."""
         return fn(hidden.index_select(0, index.to(self.local.device)), slice(None))
 
     def _hidden(self, batch: Batch) -> Tensor:
-        """[T, H] hidden states after the final norm."""
+        """Return the hidden states [T, H] after the final norm."""
         limit = self.local.row_limit
         if limit is not None and (tokens := int(batch.positions.max()) + 1) > limit:
             raise ValueError(f"a row has {tokens} tokens; the model's RoPE is fixed for {limit} in this run")
@@ -212,7 +215,8 @@ class Passes:
         return {"input_ids": ids[None].to(self.local.device)}
 
     def _hidden_padded(self, batch: Batch) -> Tensor:
-        """The same [T, H] through one padded row per sequence; a shared token keeps the value of its last row."""
+        """Return the hidden states [T, H] through one padded row per sequence; for a shared token that of its last
+        row."""
         ids, place, origin = padded_rows(batch)
         device = self.local.device
         with self._autocast():  # without a mask: padding is last, where causal attention ignores it

@@ -1,4 +1,4 @@
-"""Metrics of micro-batches that stay on the device until all are read at once: a read waits for the device."""
+"""Metrics of micro-batches that stay on the device until all are read in one transfer, since each read waits for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PendingMetric:
     """A `Metric` with numbers that are still on the device."""
 
     total: Tensor
-    """A number, exact in float64."""
+    """A 0-d tensor; float64 is exact for its number."""
     count: Tensor | float
     unit: Unit
     kind: Kind
@@ -27,7 +27,7 @@ Pending = Mapping[str, PendingMetric]
 
 
 def reduced(values: Tensor, mask: Tensor, kind: Kind, unit: Unit) -> PendingMetric:
-    """Reduce the values under a bool mask of their shape, without a decision on the host."""
+    """Reduce the values where the bool mask of the same shape is True, without a decision on the host."""
     values, count = values.detach(), mask.sum()
     if not values.numel():
         return PendingMetric(count, count, unit, kind)

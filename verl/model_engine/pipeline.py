@@ -35,7 +35,7 @@ from verl.objective import Term
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """A weight of the whole model: the stage that delivers it, and what it looks like."""
+    """A weight of the whole model: the stage that delivers it, its shape and dtype."""
 
     stage: int
     shape: torch.Size
@@ -43,7 +43,7 @@ class _Weight:
 
 
 class StageModel(ShardedModel):
-    """A `ShardedModel` with the layers of one stage, which knows the names of the whole model."""
+    """A `ShardedModel` with the layers of one stage, and the names of the whole model."""
 
     _of_a_pipeline = True
 
@@ -89,8 +89,8 @@ class StageModel(ShardedModel):
             yield name, here[name] if self._weights[name].stage == self.stage else None
 
     def delivered(self, name: str, p: Tensor | None, on_host: Any = None) -> Tensor:
-        """Return a whole tensor on all stages. on_host: take it from a snapshot in host memory; its ranks meet in the
-        groups of this mesh."""
+        """Return a whole tensor on all stages. on_host: the mesh of a snapshot in host memory, by whose groups it is
+        sent."""
         weight = self._weights[self._whole_tied.get(name, name)]
         if weight.stage == self.stage:
             assert p is not None, name
@@ -117,7 +117,7 @@ class StageModel(ShardedModel):
 
 
 class StagePasses(ShardedPasses):
-    """The passes of a stage. All stages return what the last one has found."""
+    """The passes of a stage. All stages return the results of the last one."""
 
     local: StageModel
 
@@ -146,7 +146,7 @@ class StagePasses(ShardedPasses):
         return self._on_all_stages({"logprobs": logprobs.copy_(found["logprobs"]) if self.local.is_last else logprobs})
 
     def _on_all_stages(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """On every stage what the last one has."""
+        """Copy the results of the last stage to all stages, in place, and return them."""
         for lane in (self._ahead, self._back):
             lane.settle()
         for values in found.values():
@@ -178,8 +178,8 @@ class StagePasses(ShardedPasses):
                     self._back.send(came.grad)
 
     def _through(self, batch: Batch, read: Callable[..., Any], *args: Any) -> tuple[Tensor | None, Any]:
-        """Return the states received from the stage before [T, H], and the result of this stage: states [T, H], sent to
-        the next one; on the last stage the result of `read`."""
+        """Run this stage. Return the states [T, H] received from the stage before (None on the first), and the result:
+        states [T, H], which are sent to the next stage; on the last stage the result of `read`."""
         came, local, master = None, self.local, self._precision.master
         if local.stage:
             tokens = batch.num_tokens if self._layout.tokens == 1 else self._exchange(batch).run
@@ -203,7 +203,8 @@ class StagePasses(ShardedPasses):
     # -- weights that two stages hold ----------------------------------------------------------------------------------
 
     def _apart(self) -> Tensor | None:
-        """Set aside what both ends have summed already."""
+        """Remove the gradient of tied embeddings, already summed over both ends, and return it, so that the next passes
+        begin at 0. None without tied embeddings on two stages."""
         if self.local.ends is None:
             return None
         shared = self.local.model.get_input_embeddings().weight
@@ -231,8 +232,8 @@ class PipelinedEngine(TorchEngine):
 
 
 def column_of(layout: Layout, stages: Sequence[int]) -> Any:
-    """A new group of the ranks that stand where this one does, in these stages; None where it is in none of them. All
-    ranks call this in the same order."""
+    """Create the process groups that connect the ranks at one place of these stages, and return this rank's; None if it
+    is in none of them. All ranks call this in the same order."""
     each, mine = layout.world_size // layout.pipeline, None
     for place in range(each):
         ranks = [stage * each + place for stage in stages]

@@ -1,4 +1,4 @@
-"""The proof at start that the passes of an engine compute the model and nothing else."""
+"""The check at start that the passes of an engine compute the model and nothing else."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from verl.nn.packing import check_packing, refuse_neighbours, refuse_noise, refu
 
 
 def prove(passes: Passes, *, share_prefix: bool) -> float:
-    """Refuse noise, leaks between packed rows, sliding windows that are ignored, and a head of which a part is missing.
-    Return the largest difference from the model's own pass. The passes compute in full precision meanwhile."""
+    """Raise ValueError if a pass is random, if packed rows influence each other, if sliding windows are ignored, or if
+    the model changes its logits after the head. Return the largest difference from the model's own pass. The passes
+    compute in full precision during the check."""
     local, compute, master = passes.local, passes.compute, passes.local.settings.precision.master
     text, what = local.model.config.get_text_config(), type(local.model).__name__
     vocab, output = text.vocab_size, "logprobs" if local.settings.head == "lm" else "values"

@@ -18,8 +18,8 @@ from verl.model_engine.torch_engine import build as build_torch
 
 
 def build(options: Options, context: EngineContext) -> TorchEngine:
-    """This rank's engine of a folder, of which it reads its part. Of weights that are no safetensors files every rank
-    reads all: while it does, host memory holds the float32 model once per rank."""
+    """Build this rank's engine of a folder, of which it reads its part. Weights that are not in safetensors files are
+    read whole by every rank; during this, host memory has the float32 model once per rank."""
     if not dist.is_initialized():
         raise Refused(
             "model.engine=sharded wants one process per rank, and this process has no others: use model.engine=torch"

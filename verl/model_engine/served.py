@@ -43,8 +43,8 @@ A = TypeVar("A")
 
 
 class Unanswered(RuntimeError):
-    """No answer, or not the requested one. status: of HTTP; 200: an answer without the requested fields; 0: no
-    answer."""
+    """The error for a request without an answer, or with one that lacks the requested fields. status: the HTTP status;
+    200: fields are missing; 0: no answer."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class Unanswered(RuntimeError):
 
 
 def build(options: ServedAt, context: EngineContext) -> ServedModel:
-    """Connect to the server. ValueError for a server that cannot be this teacher, before anything is sampled."""
+    """Connect to the server. Raise ValueError if it cannot be this teacher, before anything is sampled."""
     made = ServedModel(options, context.top_k, context.max_tokens_per_microbatch)
     (probed,) = run_in_threads([made.probe], 1, time.monotonic() + options.budget_s)
     if not probed.done():
@@ -62,9 +62,9 @@ def build(options: ServedAt, context: EngineContext) -> ServedModel:
 
 
 def run_in_threads(jobs: Sequence[Callable[[], A]], threads: int, until_s: float) -> list[Future[A]]:
-    """Run the jobs in daemon threads and return their futures, after all are done or at `until_s` (monotonic clock). A
-    server that sends a byte now and then can hold a thread for ever: nothing waits for these threads, not even the end
-    of the process."""
+    """Run the jobs in daemon threads and return their futures when all are done, or at `until_s` (monotonic clock). A
+    server that sends a byte now and then can block a thread for ever, so nothing waits for these threads, not even the
+    end of the process."""
     found = [Future[A]() for _ in jobs]
     left = deque(zip(found, jobs, strict=True))
 
@@ -106,12 +106,12 @@ class ServedModel:
         return nullcontext()
 
     def check_packing(self, *, share_prefix: bool) -> float:
-        """Return 0: `probe` has compared what can be compared of a server."""
+        """Return 0: `probe` has made the checks that a server allows."""
         return 0.0
 
     def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
-        """Return the columns as `Computes.infer` does; at temperature 1, as servers score prompts. Rows that
-        are not taught are not sent: they are in no loss, and hold arbitrary numbers."""
+        """Return the columns as `Computes.infer` does, at temperature 1, at which servers score prompts. Rows for which
+        this teacher is not used are not sent: they are in no loss, and have arbitrary numbers."""
         assert not average, "a server has no moving average of our weights"
         assert {*columns} <= {*OUTPUTS}, f"a server gives {OUTPUTS}, not {tuple(columns)}"
         flat, n, taught = unshare(batch), batch.num_loss_tokens, batch.row_columns["taught"]
@@ -298,7 +298,7 @@ class ServedModel:
 
 
 def _read(answer: http.client.HTTPResponse, until_s: float) -> bytes:
-    """Read the body within the deadline, in pieces of any size: the socket's own timeout applies to each piece."""
+    """Read the body within the deadline, piece by piece, since the socket's own timeout applies to each piece only."""
     parts = []
     while part := answer.read1(2**20):
         parts.append(part)
@@ -308,7 +308,7 @@ def _read(answer: http.client.HTTPResponse, until_s: float) -> bytes:
 
 
 def _why(error: urllib.error.HTTPError) -> str:
-    """Return the start of an error's body, which may stall or break off like any other."""
+    """Return the beginning of an error's body, or of the failure to read it."""
     try:
         return " ".join(error.read(400).decode(errors="replace").split())
     except (OSError, http.client.HTTPException) as e:

@@ -21,7 +21,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """How an engine computes and trains its model. Fields without a line are as in `EngineContext`."""
+    """The settings with which an engine computes and trains its model. Fields without a line are as in
+    `EngineContext`."""
 
     head: Head = "lm"
     optim: OptimSpec | None = None
@@ -48,7 +49,7 @@ class EngineSettings:
 
     @property
     def packed(self) -> bool:
-        """False: one padded row per sequence, the oracle."""
+        """True: packed rows; False: one padded row per sequence, the reference implementation."""
         return self.attention_mode != "padded"
 
     @property
@@ -67,13 +68,13 @@ class Precision:
     """The number formats of an engine."""
 
     dtype: torch.dtype
-    """The format that the weights are read in."""
+    """The format in which the weights are read."""
     master: torch.dtype
-    """The format that the weights are trained in."""
+    """The format in which the weights are trained."""
     compute: torch.dtype
     """The format of the arithmetic."""
     rounds: bool
-    """Weights are rounded to `dtype` and computed with in `master`."""
+    """Weights are rounded to `dtype`, and the arithmetic is in `master`."""
 
 
 DEFAULTS = EngineSettings()

@@ -1,9 +1,8 @@
-"""The model engine of one rank among many: FSDP2 over torch.distributed, the rest as in one process.
+"""The model engine of one rank among many: FSDP2 over torch.distributed; otherwise as in one process.
 
-Every parameter is a DTensor of which a rank holds a part; a layer's are gathered when a pass reaches it. What a rank
-computes with is what `TorchEngine` computes with, so nothing here knows a loss. All ranks of a layout call the same
-methods in the same order. Gradients are summed, never averaged: the weights of a step already hold its one division.
-"""
+Every parameter is a DTensor of which a rank has a part; a layer's parameters are gathered when a pass reaches it. The
+code of a pass is that of `TorchEngine`, so this module contains no loss. All ranks of a layout call the same methods in
+the same order. Gradients are summed, never averaged: the weights of a step already contain its one division."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ Fill = Callable[[Mapping[str, Tensor]], None]
 
 
 class _Root(nn.Module):
-    """The module that FSDP wraps as a whole. A pass of the engine runs as a method of it: only then are the weights
-    that belong to no layer (embeddings, last norm, heads) gathered before it."""
+    """The module that FSDP wraps as a whole. A pass of the engine runs as a method of it: only then does FSDP gather
+    the weights that belong to no layer (embeddings, last norm, heads) before the pass."""
 
     def __init__(self, model: nn.Module, value_head: nn.Module | None) -> None:
         super().__init__()
@@ -59,8 +58,8 @@ class _Root(nn.Module):
 
 
 class ShardedModel(LocalModel):
-    """A model of which this rank has parts. layout: how the ranks of the default process group are arranged; that group
-    exists, with a deadline of its own · fill: reads this rank's parts of a model that was built without storage."""
+    """A model of which this rank has parts. layout: the arrangement of the ranks of the default process group, which
+    exists and has a timeout · fill: reads this rank's parts of a model that was built without storage."""
 
     _of_a_pipeline = False
 
@@ -111,7 +110,7 @@ class ShardedModel(LocalModel):
             self._fill_parts(parameters | {name: b for name, b in buffers.items() if name in saved})
 
     def _make_room(self) -> None:
-        """Storage for what this rank holds of a model that came without; what was one tensor stays one."""
+        """Allocate this rank's parts of a model that was built without storage; tied parameters stay one tensor."""
         before = {id(p): p for p in self.root.parameters() if p.is_meta}
         made = {i: nn.Parameter(torch.empty_like(p, device=self.device), p.requires_grad) for i, p in before.items()}
         for module in self.root.modules():
@@ -119,8 +118,8 @@ class ShardedModel(LocalModel):
         self.root._apply(lambda t: t)  # FSDP looks at what it gathers from only then
 
     def _spread_experts(self) -> tuple[list[nn.Module], DeviceMesh | None]:
-        """Return the modules with parameters that are spread over fewer ranks, since other ranks have other experts,
-        and the mesh of those ranks."""
+        """Return the modules of experts, and the mesh over which their parameters are sharded. It has fewer ranks than
+        that of other parameters, since other ranks have other experts."""
         layout = self.layout
         if layout.expert == 1:
             return [], None
@@ -150,7 +149,8 @@ class ShardedModel(LocalModel):
         return found
 
     def grad_norm(self) -> Tensor:
-        """Return the norm of the whole gradient, the same on every rank: all ranks refuse it or none."""
+        """Return the norm of the whole gradient, the same on every rank, so that all ranks skip a non-finite one or
+        none does."""
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)
         for p in self._counted():
             if p.grad is not None:
@@ -185,7 +185,7 @@ class ShardedModel(LocalModel):
         return (self._part(name, tensor) for name, tensor in self.named_weights() if tensor is not None)
 
     def _part(self, name: str, tensor: Tensor) -> WeightPart:
-        """Return this rank's part. Of ranks with the same values the first one delivers them."""
+        """Return this rank's part of a tensor. Of several ranks with the same values the first one delivers them."""
         mine, index = part_and_place(tensor)
         copies = (self.place.data, self.place.sequence, self.place.tensor)
         if isinstance(tensor, DTensor):
@@ -197,7 +197,7 @@ class ShardedModel(LocalModel):
 
 
 class ShardedPasses(Passes):
-    """The passes of a rank. Each is a collective: all ranks make equally many, in the same order."""
+    """The passes of a rank. Each is a collective: all ranks run the same number of passes, in the same order."""
 
     local: ShardedModel
 
@@ -206,7 +206,8 @@ class ShardedPasses(Passes):
         self._layout = local.layout
 
     def cuts(self, batch: Batch, count: int = 0) -> list[np.ndarray]:
-        """Return the rows of each pass: on every rank as many passes as on the one that needs most."""
+        """Return the rows of each pass. Every rank has as many passes as the rank that needs most; some may have no
+        row."""
         parts = list(super()._cut(batch, count))
         most = torch.tensor(len(parts), device=self.local.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -224,8 +225,8 @@ class ShardedPasses(Passes):
                     module.reshard()
 
     def models_own(self, probes: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Through a second model without storage, as transformers makes it: a layer's weights are gathered when it is
-        reached and dropped behind it, so that no rank ever holds the whole model."""
+        """Compute as `Passes.models_own` does, with a second model without storage, as transformers makes it. A layer's
+        weights are gathered when the pass reaches it and dropped after it, so that no rank ever has the whole model."""
         model = self.local.model
         with torch.device("meta"):
             own: Any = type(model)(copy.deepcopy(model.config)).eval().requires_grad_(False)
@@ -262,7 +263,7 @@ class ShardedPasses(Passes):
         return {n: x.clone() for n, x in super()._value_outputs(name, rows, which).items()}  # FSDP wants no view
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
-        """With ranks that share the tokens: the states of this rank's run."""
+        """Return the hidden states of this rank's tokens: a run of the batch if ranks share the tokens, else all."""
         if self._layout.tokens == 1:
             return super()._hidden_packed(batch)
         over = self._exchange(batch)
@@ -271,7 +272,7 @@ class ShardedPasses(Passes):
         return self._states(over.mine(batch.ids), over.mine(batch.positions), plan)
 
     def _read(self, batch: Batch, hidden: Tensor, index: Tensor, fn: Reader) -> dict[str, Tensor]:
-        """Every rank reads the states that it has, and all get what was found."""
+        """Compute outputs from the states that this rank has, and return those of all ranks that share the tokens."""
         if self._layout.tokens == 1:
             return super()._read(batch, hidden, index, fn)
         over = self._exchange(batch)
@@ -290,13 +291,14 @@ class ShardedPasses(Passes):
             yield rows
 
     def _meet_copies(self, meet: bool) -> None:
-        """Set if the next backward pass sums the gradients over the copies of the model: only the last one does."""
+        """Set whether the next backward pass sums the gradients over the copies of the model: only the last pass of a
+        step does."""
         if self._layout.replicate > 1:
             self.local.root.set_requires_all_reduce(meet)
 
     @contextmanager
     def _compute_weights(self) -> Iterator[None]:
-        """Round the shards in place during the context: FSDP gathers from them and does not read `p.data` again."""
+        """Round the shards in place inside the context: FSDP gathers from them and does not read `p.data` again."""
         shards, precision = [part_of_rank(p) for p in self.local.model.parameters()], self._precision
         with rounded_in_place(shards, precision.dtype) if precision.rounds else nullcontext():
             try:
@@ -306,18 +308,20 @@ class ShardedPasses(Passes):
 
 
 class ShardedState(EngineState):
-    """The state of all ranks together: the first one writes the counters."""
+    """The state of all ranks together; the first rank writes the counters."""
 
     _local: ShardedModel
     _host: tuple[list[DeviceMesh], dist.ProcessGroup] | None = None
-    """Where snapshots in host memory meet: the meshes without and with experts, and the group of all ranks."""
+    """The process groups of snapshots in host memory: the meshes without and with experts, and the group of all
+    ranks."""
 
     def now(self) -> Snapshot:
         now = super().now()
         return now if dist.get_rank() == 0 else replace(now, counters=None)
 
     def snapshot(self) -> Snapshot:
-        """Its ranks meet in groups of their own, or what they exchange would mix with what training exchanges."""
+        """Return a snapshot. Its ranks communicate in process groups of their own, apart from the messages of
+        training."""
         meshes, group = self._meet_on_host()
         return replace(super().snapshot(), group=group, whole=partial(self._local.delivered, on_host=meshes[0]))
 
@@ -354,14 +358,14 @@ class ShardedEngine(TorchEngine):
 
 
 def layers_of(model: Any) -> list[nn.Module]:
-    """Return the modules of a model that are gathered and dropped as one."""
+    """Return the layers of a model: modules with weights that are gathered and dropped together."""
     kinds: Any = model._no_split_modules or ()
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in kinds]
 
 
 def _mesh(device_type: str, sizes: Mapping[str, int], backends: Any = None) -> DeviceMesh:
-    """Arrange all ranks in these dimensions; the last varies fastest. Its groups get the deadline of the default group:
-    torch gives them half an hour, whatever that one has."""
+    """Arrange all ranks in these dimensions; the last varies fastest. Its groups get the timeout of the default group;
+    torch would give them half an hour."""
     names = tuple(sizes)
     made = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=names, backend_override=backends)
     for group in made.get_all_groups():
@@ -379,7 +383,7 @@ def mesh_sizes(layout: Layout) -> dict[str, int]:
 
 
 def expert_mesh_sizes(layout: Layout) -> dict[str, int]:
-    """Return the same for the parameters of experts."""
+    """Return the dimensions over which the parameters of experts are spread, the last varying fastest."""
     part = layout.shard // layout.expert
     sizes = {"replicate": layout.replicate, "part": part, "expert": layout.expert, "tensor": layout.tensor}
     return _stages(layout) | sizes

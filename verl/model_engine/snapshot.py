@@ -1,4 +1,4 @@
-"""The state of an engine at one moment: written at once, or copied and written while training continues."""
+"""The state of an engine at one moment: written immediately, or copied and written while training continues."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Snapshot:
     state: Mapping[str, Tensor]
     """Weights and moments by their names in a checkpoint."""
     named: Sequence[tuple[str, Tensor | None]]
-    """Weights by their Hugging Face names; None: of other ranks."""
+    """Weights by their Hugging Face names; None: another rank has the weight."""
     whole: Callable[[str, Tensor | None], Tensor]
     """Gathers a whole tensor from its name and this rank's part."""
     counters: Mapping[str, int] | None
-    """None where another rank writes them."""
+    """The counters; None if another rank writes them."""
     group: Any = None
-    """The ranks that write this together; None: the default group."""
+    """The ranks that write this snapshot together; None: the default group."""
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> Snapshot:
         """Return a snapshot of copies; a tensor that is in both collections is copied once."""
@@ -73,8 +73,8 @@ class Snapshot:
 def load_state(
     path: Path, names: Set[str], params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, int]:
-    """Fill this rank's tensors from the folder that `save` wrote, and return the counters. names: of the whole model.
-    ValueError if the folder is of another model."""
+    """Fill this rank's tensors from the folder that `save` wrote, and return the counters. names: all names of the
+    whole model. Raise ValueError if the folder is of another model."""
     found = tensor_names(path)
     saved = {name.removeprefix("model.") for name in found if name.startswith("model.")}
     if differing := sorted(names ^ saved):

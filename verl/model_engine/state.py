@@ -1,4 +1,4 @@
-"""The state of an engine, as a checkpoint has it: weights, states of the optimizer, counters."""
+"""The state of an engine in a checkpoint: weights, optimizer states, counters."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The model engine of one process: a float32 master model, autocast compute, AdamW. Nothing is sharded.
 
-An engine is composed of its model as far as this process has it (local_model.py), the passes over micro-batches
-(passes.py), the optimizer steps (updates.py) and the state (state.py). Here they meet with what moves the state to the
-device and away from it."""
+An engine is composed of its model, as far as this process has it (local_model.py), the passes over micro-batches
+(passes.py), the optimizer steps (updates.py) and the state (state.py). This module connects them with offloading, which
+moves the state to the device and off it."""
 
 from __future__ import annotations
 
@@ -145,8 +145,9 @@ class TorchEngine:
 def build(
     options: Options, context: EngineContext, kind: Callable[..., TorchEngine] | None = None, model: Any = None
 ) -> TorchEngine:
-    """The engine of a folder. A reward model or critic starts from the folder's score head where it has one; a frozen
-    reward model must have one, a trained one starts at 0 (whatever the seed). model: of the folder, opened already."""
+    """Build the engine of a folder. A reward model or critic starts from the folder's score head if there is one.
+    Without one a frozen reward model is refused with a ValueError, and a trained head starts at 0 (whatever the seed).
+    model: the folder's model, if it is loaded already."""
     c = context
     score = read_score(c.folder) if c.head != "lm" else None
     if c.head == "score" and score is None and c.optim is None:

@@ -28,8 +28,8 @@ class Updates:
         self.copied = 0  # the version that a lagging copy is of
 
     def step(self, last: tuple[Batch, Sequence[str]] | None) -> Metrics:
-        """Clip and step. last: the batch of the gradient, which is dumped if the gradient is not finite, and the names
-        of its terms."""
+        """Clip the gradient and do an optimizer step. last: the batch of the gradient and the names of its terms; the
+        batch is written to disk if the gradient is not finite."""
         assert self.optimizer is not None and self.spec is not None
         norm, params = self._local.grad_norm(), self._local.trained_parts()
         lr = learning_rate(self.spec, self.steps)
@@ -52,7 +52,8 @@ class Updates:
         }
 
     def _refuse(self, norm: float, last: tuple[Batch, Sequence[str]] | None) -> None:
-        """A non-finite gradient: weights stay as they are, the batch is dumped, and too many in a row stop the run."""
+        """Skip the update of a non-finite gradient and write its batch to disk. Raise FloatingPointError after too many
+        in a row."""
         assert self.optimizer is not None and self.spec is not None
         self.skipped += 1
         where = "nowhere (no dump directory)"
@@ -72,7 +73,7 @@ class Updates:
         return bool(self.spec and (lag := self.spec.average) > 1 and version % lag == 0 and version > self.copied)
 
     def copy(self, version: int) -> None:
-        """Take the lagging copy anew, as of this version."""
+        """Replace the lagging copy by the present weights, as of this version."""
         copy_anew(self.optimizer)
         self.copied = version
 
