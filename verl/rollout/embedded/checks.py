@@ -41,9 +41,7 @@ class InputChecks:
 
     def _ids(self, what: str, ids: np.ndarray) -> np.ndarray:
         ids = as_ids(ids)
-        if (
-            content := ids.tobytes()
-        ) != self._in_vocabulary or ids.ndim != 1:  # requests of one group have the same prompt
+        if (content := ids.tobytes()) != self._in_vocabulary or ids.ndim != 1:  # a group has one prompt
             ids = checked_ids(what, ids, self._runner.vocab_size)
             self._in_vocabulary = content
         return ids

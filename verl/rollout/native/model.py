@@ -29,13 +29,15 @@ Attention = Callable[[int, Layer, Tensor], Tensor]
 
 
 class RotaryTable:
-    """e^(i position frequency) as complex64 [kinds, positions, D/2], grown on demand."""
+    """The rotations of RoPE: e^(i position frequency) as complex64 [kinds, positions, D/2], computed for more positions
+    when they are needed."""
 
     def __init__(self, frequencies: tuple[Tensor, Tensor], device: torch.device) -> None:
         self._frequencies, self._factors = (t.to(device) for t in frequencies)
         self.table = torch.zeros(len(self._factors), 0, self._frequencies.shape[1], dtype=torch.complex64).to(device)
 
     def reserve(self, positions: int) -> None:
+        """Compute the table for at least this number of positions."""
         if positions > self.table.shape[1]:
             size = max(positions, 2 * self.table.shape[1], 256)
             angles = torch.arange(size, device=self.table.device).float()[:, None] * self._frequencies[:, None]
@@ -43,25 +45,26 @@ class RotaryTable:
             self.table = torch.complex(angles.cos() * factors, angles.sin() * factors)
 
     def at(self, positions: Tensor) -> Tensor:
-        """positions [T] -> [kinds, T, 1, D/2], the same for every head."""
+        """Return the rotations [kinds, T, 1, D/2] at positions [T], the same for every head."""
         return self.table.index_select(1, positions)[:, :, None]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive tokens of one prompt; `past` is the KV of everything before them, [layers, 2, K, P, D]."""
+    """Consecutive tokens of one prompt. `past` is the KV [layers, 2, K, P, D] of all tokens before them."""
 
     ids: Tensor  # [t]
     past: Tensor
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first position, and the one after the last."""
+        """The position of the first token, and the one after the last token."""
         return self.past.shape[3], self.past.shape[3] + len(self.ids)
 
 
 class Model:
-    """The passes of a decoder with replaceable weights, by the given operations."""
+    """The forward passes of a decoder (prefill and decode) with replaceable weights. `ops` are the kernels that they
+    use."""
 
     def __init__(self, config: Any, max_context_tokens: int, device: torch.device, ops: NativeOps) -> None:
         self.shape, self.device, self.ops = shape_of(config, max_context_tokens), device, ops
@@ -70,16 +73,17 @@ class Model:
 
     @property
     def live(self) -> Weights:
+        """The weights, which must be loaded."""
         assert self.weights is not None, "no weights are loaded"
         return self.weights
 
     @property
     def weights_per_product(self) -> float:
-        """The weights of an average matrix product."""
+        """The number of weights of an average matrix product."""
         return self.live.params / (4 * self.shape.layers + 1)
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
-        """ids [T] -> final hidden states [T, hidden]: all that prefill and decode have in common."""
+        """Return the final hidden states [T, hidden] of ids [T]. Prefill and decode differ only in `attention`."""
         weights = self.live
         x = weights.embedded(ids)
         for i, layer in enumerate(weights.layers):
@@ -88,7 +92,7 @@ class Model:
         return weights.norm(x)
 
     def split_heads(self, qkv: Tensor, layer: Layer, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """qkv [T, (H + 2K) D] -> q [T, H, D] and k [T, K, D], normed and rotated, v [T, K, D]."""
+        """Return q [T, H, D] and k [T, K, D], normalised and rotated, and v [T, K, D] from qkv [T, (H + 2K) D]."""
         s, tokens = self.shape, len(qkv)
         heads = qkv.view(tokens, -1, s.head_dim)
         qk, v = heads[:, : s.heads + s.kv_heads], heads[:, s.heads + s.kv_heads :]
@@ -101,8 +105,9 @@ class Model:
     def decode(
         self, cache: SlotCache, tokens: Tensor, positions: Tensor, lo: int, blocks: Sequence[tuple[int, int, int]]
     ) -> Tensor:
-        """tokens, positions [n] of slots lo..lo+n-1 -> final hidden states [n, hidden]; writes their KV at `positions`.
-        blocks = (first row, end row, KV width that is read, above its positions), which cover the rows in order."""
+        """Return the final hidden states [n, hidden] of tokens at positions, both [n], in slots lo..lo+n-1, and write
+        their KV. `blocks` are (first row, end row, KV width that is read, more than its positions); they cover the rows
+        in order."""
         s, n, dtype = self.shape, len(tokens), self.live.embed.dtype
         heads, width = s.kv_heads, max(w for _, _, w in blocks)
         biases = {window: _decode_bias(positions, width, window, heads, dtype) for window in set(s.windows)}
@@ -126,7 +131,7 @@ class Model:
         self, slot_attention: Call, cache: SlotCache, tokens: Tensor, positions: Tensor, lo: int
     ) -> Tensor:
         """Do the same as `decode` by the operation `slot_attention`, with which each row reads only its own KV. All
-        layers are one call if a kernel supports that."""
+        layers are computed by one call if a kernel supports that."""
         weights, s, turns = self.live, self.shape, self.rotary.table
         if weights.joined is not None:
             return weights.norm(weights.joined(weights.embedded(tokens), positions, None, turns, cache.kv, lo))
@@ -142,7 +147,8 @@ class Model:
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
-        """-> KV [layers, 2, K, T, D] and final hidden states [T, hidden] of the packed tokens, in order of chunks."""
+        """Return KV [layers, 2, K, T, D] and final hidden states [T, hidden] of the packed tokens, in the order of the
+        chunks."""
         s = self.shape
         spans = [chunk.span for chunk in chunks]
         self.rotary.reserve(max(end for _, end in spans))
@@ -178,7 +184,8 @@ class Model:
 
 
 def _decode_bias(positions: Tensor, width: int, window: int, heads: int, dtype: torch.dtype) -> Tensor:
-    """positions [n] -> [n K, 1, width]: 0 where a row sees a key, else -inf."""
+    """Return the bias [n K, 1, width] of attention scores for rows at positions [n]: 0 for keys that a row attends to,
+    else -inf."""
     key = torch.arange(width, device=positions.device)
     hidden = key > positions[:, None]  # [n, L]
     if window:
@@ -188,7 +195,7 @@ def _decode_bias(positions: Tensor, width: int, window: int, heads: int, dtype: 
 
 
 def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float, cap: float) -> Tensor:
-    """q [B, G, D], keys and values [B, L, D], bias [B, 1, L] -> [B, G, D]."""
+    """Return the attention [B, G, D] of q [B, G, D] over keys and values [B, L, D] with bias [B, 1, L]."""
     if cap:
         scores = torch.bmm(q, keys.transpose(1, 2)).float().mul_(scale / cap).tanh_().mul_(cap).add_(bias)
         return torch.bmm(torch.softmax(scores, dim=-1).to(q.dtype), values)
@@ -199,8 +206,8 @@ def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: f
 
 
 class PrefillAttention:
-    """The attention of a prefill. Whole prompts are right-padded causal batches (a pad is never before a real token, so
-    no mask is needed). A chunk with a past is attended to alone, against its past and itself."""
+    """The attention of a prefill. Whole prompts are padded on the right to causal batches (no real token follows a pad,
+    so no mask is needed). A chunk with a past is computed separately, over its past and itself."""
 
     def __init__(self, chunks: Sequence[Chunk], shape: Shape, device: torch.device) -> None:
         self._scale, self._cap = shape.query_scale, shape.attention_cap
@@ -226,7 +233,7 @@ class PrefillAttention:
             whole = whole[size:]
 
     def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
+        """Return the attention [T, H, D] of a layer from q [T, H, D], k and v [T, K, D]."""
         out = torch.empty_like(q)
         for padded, real in self._batches:
             qb, kb, vb = (t[padded].transpose(1, 2) for t in (q, k, v))  # [B, h, t, D]
@@ -242,6 +249,8 @@ class PrefillAttention:
 
 
 def _pad_index(spans: list[tuple[int, int]], longest: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the indices of a padded batch: the packed token of each padded place [B, t], and for each real token its
+    packed index and its place in the batch, [2, tokens]."""
     starts = torch.tensor([s for s, _ in spans])[:, None]
     lengths = torch.tensor([e - s for s, e in spans])[:, None]
     offset = torch.arange(longest)[None]
@@ -251,7 +260,8 @@ def _pad_index(spans: list[tuple[int, int]], longest: int, device: torch.device)
 
 
 def attend_causal(q: Tensor, keys: Tensor, values: Tensor, window: int, scale: float, cap: float) -> Tensor:
-    """q [B, H, t, D] are the last t of the P + t positions of keys, values [B, K, P + t, D] -> [B, H, t, D]."""
+    """Return the causal attention of q [B, H, t, D], the last t of the P + t positions, over keys and values [B, K, P +
+    t, D]."""
     t, total = q.shape[2], keys.shape[2]
     if t == total and not cap and not 0 < window < t:
         return scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True, scale=scale)
@@ -272,7 +282,8 @@ def attend_causal(q: Tensor, keys: Tensor, values: Tensor, window: int, scale: f
 
 
 def _capped(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
-    """q [B, H, t, D], keys and values [B, K, L, D], mask [t, L] -> [B, H, t, D]; scores are cap tanh(score / cap)."""
+    """Return the attention of q [B, H, t, D] over keys and values [B, K, L, D] with mask [t, L], with scores cap
+    tanh(score / cap)."""
     groups = q.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # [B, K, G t, D]
     scores = (groups @ keys.transpose(2, 3)).float().mul_(scale / cap).tanh_().mul_(cap).unflatten(2, (-1, len(mask)))
     shares = scores.masked_fill_(~mask, -torch.inf).softmax(-1).to(q.dtype).flatten(2, 3)  # [B, K, G t, L]

@@ -13,22 +13,22 @@ from verl.accel.table import choose, kernels_of
 
 @dataclass(frozen=True, slots=True)
 class NativeOps:
-    """Functions of the operations with these names in `accel/table.py`."""
+    """The kernels of the operations with these names in `accel/table.py`."""
 
     rms_norm: Call
     gated: Call
     sample: Call
     slot_attention: Call | None
-    """None: attention is computed for blocks of rows, by torch."""
+    """None if no kernel exists: torch computes attention for blocks of rows then."""
     products: Products
-    """The layout of the weights of matrix products."""
+    """The layout of the weights of matrix products, with its kernel."""
     missing: str | None
     """The reason why better kernels for this device are not used; None if they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeOps:
-    """Functions of the operations of a fused decode step over pages."""
+    """The kernels of the operations of a fused decode step over pages."""
 
     page_attention: Call
     rotate_and_store: Call
@@ -39,7 +39,7 @@ class DecodeOps:
 
 
 def choose_decode_ops(use: Use) -> DecodeOps | str:
-    """Return the kernels of a fused decode step, or the reason why there is none for one of its operations."""
+    """Return the kernels of a fused decode step, or the reason why one of its operations has none."""
     found = {}
     for name in (field.name for field in fields(DecodeOps)):
         choice = choose(name, use)
@@ -53,7 +53,8 @@ def choose_decode_ops(use: Use) -> DecodeOps | str:
 def choose_ops(
     device: torch.device, dtype: torch.dtype, *, compiled: bool = True, products: Products | None = None
 ) -> NativeOps:
-    """Choose the kernels for activations of `dtype`. compiled: with those of kernels.c. products: None: the best."""
+    """Choose the kernels for activations of `dtype`. Without `compiled` those of kernels.c are left out. `products` is
+    the layout of weights, None: the best one."""
     use, without = Use(device, dtype), () if compiled else (COMPILED,)
     norm, gated, sample, linear = (choose(n, use, without=without) for n in ("rms_norm", "gated", "sample", "linear"))
     attention = choose("slot_attention", use, without=without)

@@ -21,6 +21,8 @@ KEPT_KV_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
+    """The options of the native engine (rollout.engine_options)."""
+
     prefix_cache_tokens: Annotated[int, Meta(ge=0)] = 65536
     """Prompt tokens with KV that is kept for later requests (0: none)."""
     max_prefill_tokens: Annotated[int, Meta(ge=1)] = 8192
@@ -35,7 +37,7 @@ class Options:
 
 
 def native_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
-    """Yield the fault of KV slots that hold no whole sequence."""
+    """Yield a fault if the KV slots have no room for one whole sequence."""
     from verl.config.backends import longest_sequence
 
     held, longest = config.rollout.engine_options.get("max_kv_tokens"), longest_sequence(config)

@@ -1,7 +1,8 @@
-"""Decode on CUDA: KV in pages that siblings share, attention over block tables, a whole step captured as one graph.
+"""Decode on CUDA: KV in pages that requests with one prompt share, attention over block tables, a whole step captured
+as one CUDA graph.
 
-A step of a small model is a few hundred kernels of microseconds each; replayed as a graph they are one launch.
-Everything in it has a fixed shape: rows are padded to a bucket. Padding rows write to page 0, which no sequence uses.
+A step of a small model is a few hundred kernels of microseconds each; replayed as a graph they are one launch. All its
+shapes are fixed: rows are padded to a bucket. Padding rows write to page 0, which no sequence uses.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from verl.rollout.native.weights import Layer
 
 WITH_CACHE = "flash_attn_with_kvcache"
 PAGE = 256  # tokens: flash attention asks for multiples of it
-PADDING = np.array([[0], [-1], [np.float64(1).view(np.int64)], [0]])  # of the inputs: no position, temperature 1
+PADDING = np.array([[0], [-1], [np.float64(1).view(np.int64)], [0]])  # the inputs of a padding row; position -1: none
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 Pages = tuple[Tensor, Tensor]  # block table int32 [n, W], tokens seen int32 [n]
 PagedKernel = Callable[[Tensor, Tensor, Tensor, Pages, float, int], Tensor]
-"""q [n, H, D], keys and values [pages, PAGE, K, D], which of them, scale, window -> [n, H, D]."""
+"""(q [n, H, D], keys and values [pages, PAGE, K, D], pages of each row, scale, window) -> mixed values [n, H, D]."""
 
 
 def flash_attn_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale: float, window: int) -> Tensor:
-    """The flash-attn package: a split-KV kernel over a block table."""
+    """Attend by the flash-attn package: a split-KV kernel over a block table."""
     kernel = flash_attn(WITH_CACHE)
     assert kernel is not None, "paged_kernel looked for it"
     read = {"block_table": pages[0], "cache_seqlens": pages[1], "softmax_scale": scale, "causal": True}
@@ -45,7 +46,7 @@ def flash_attn_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scal
 
 
 def gathered_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale: float, window: int) -> Tensor:
-    """Attend by plain operations, which copy the pages: the way without kernels."""
+    """Attend by plain operations, which copy the pages. It is used if there is no kernel."""
     table, seen = pages
     k, v = (pool[table.long()].flatten(1, 2).transpose(1, 2) for pool in (keys, values))  # [n, K, W PAGE, D]
     place = torch.arange(k.shape[2], device=q.device)
@@ -57,7 +58,7 @@ def gathered_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale:
 
 
 def paged_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel:
-    """Return the attention of a step that is not fused."""
+    """Return the attention of a step that is not fused: flash-attn in half precision on CUDA if it is installed."""
     half = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
     return flash_attn_paged if half and flash_attn(WITH_CACHE) is not None else gathered_paged
 
@@ -68,8 +69,9 @@ def whole_pages(tokens: int) -> int:
 
 
 class PageCache:
-    """[layers, 2, pages, PAGE, K, D] and which pages hold the tokens of slots 0..n-1, in order. A prompt's full pages
-    are held by every slot that continues it, and counted; only its rest is copied. Page 0 is where padding writes."""
+    """KV in pages [layers, 2, pages, PAGE, K, D], and the table of the pages of slots 0..n-1, in the order of their
+    tokens. Slots that continue the same prompt share its full pages, which are counted, and have copies of the rest.
+    Padding rows write into page 0."""
 
     def __init__(
         self, shape: Shape, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int, pool_tokens: int
@@ -83,6 +85,7 @@ class PageCache:
         self.clear()
 
     def clear(self) -> None:
+        """Free all pages and the memory."""
         self.pool = None
         self._own, self._held = self._host.numpy(), np.zeros(len(self._host), np.int64)  # pages per slot
         self._own[:] = 0
@@ -128,8 +131,8 @@ class PageCache:
             self._stale = False
 
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int) -> None:
-        """Make slots `sources` slots `holes`, without copies. The content of `holes` and of all slots from `kept` on is
-        dropped."""
+        """Move the pages of each slot of `sources` to the slot of `holes` at the same place, without copies. The pages
+        of `holes` and of all slots from `kept` on are freed."""
         live = int(np.flatnonzero(self._held)[-1]) + 1  # a resident holds at least its prompt
         for slot in (*holes.tolist(), *(set(range(kept, live)) - set(sources.tolist()))):
             for page in self._own[slot, : self._held[slot]].tolist():
@@ -141,12 +144,14 @@ class PageCache:
         self._stale = True
 
     def _extend(self, slot: int, pages: int) -> None:
+        """Give a slot free pages until it has this number of pages."""
         while self._held[slot] < pages:
             self._own[slot, self._held[slot]] = self._take()
             self._held[slot] += 1
         self._stale = True
 
     def _take(self) -> int:
+        """Return a free page, which has one user now."""
         assert self._free, "admission let more tokens in than there are pages"
         page = self._free.pop()
         self._users[page] = 1
@@ -154,8 +159,9 @@ class PageCache:
 
 
 class PagedDecode:
-    """`step` for up to `max_rows` rows at once: by a graph per bucket on CUDA, directly elsewhere. `ops` are those
-    of a fused step; without them it is computed by torch, over as many pages as the longest row has."""
+    """The decode step (`step`) of up to `max_rows` rows: a CUDA graph per bucket of rows, direct calls on other
+    devices. `ops` are the kernels of a fused step; without them torch computes it, over as many pages as the longest
+    row has."""
 
     def __init__(
         self,
@@ -182,13 +188,13 @@ class PagedDecode:
         self._stream = torch.cuda.Stream(device) if cuda else None
 
     def forget(self) -> None:
-        """Drop the graphs, after weights, pool or rotary table have moved."""
+        """Drop the graphs, after the addresses of weights, pool or rotary table have changed."""
         self._graphs.clear()
         self._memory = None  # dies with the last graph
 
     @torch.inference_mode()
     def step(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
-        """Decode one token, from tokens and positions [n] of slots 0..n-1."""
+        """Decode one token in each of slots 0..n-1, from tokens and positions [n], and sample the next ones."""
         n = len(tokens)
         self.cache.extend(positions)
         self._model.rotary.reserve(self._max_context_tokens)
@@ -208,6 +214,7 @@ class PagedDecode:
         return ids.astype(np.int64), logprobs.astype(np.float32)
 
     def _replay(self, inputs: Tensor, width: int) -> Tensor:
+        """Run `_sample` as a graph, which is captured at the first call with these sizes."""
         key = inputs.shape[1], width
         if key not in self._graphs:
             assert self._stream is not None
@@ -227,7 +234,8 @@ class PagedDecode:
         return both
 
     def _sample(self, inputs: Tensor, width: int) -> Tensor:
-        """inputs int64 [4, n] -> float64 [2, n], ids and log-probs. Nothing here may synchronise with the host."""
+        """Return ids and log-probs as float64 [2, n] for inputs int64 [4, n] (the rows of `PADDING`). Nothing here may
+        synchronise with the host."""
         logits = self._model.live.logits(self._hidden(inputs, width))
         temperature, uniform = inputs[2:].view(torch.float64)
         if self._ops is not None:
@@ -236,6 +244,7 @@ class PagedDecode:
         return torch.stack((ids.double(), logprobs.double()))
 
     def _hidden(self, inputs: Tensor, width: int) -> Tensor:
+        """Return the final hidden states [n, hidden]. A step that is not fused reads `width` pages per row."""
         model, pool, n = self._model, self.cache.pool, inputs.shape[1]
         assert pool is not None
         tokens, positions = inputs[:2]

@@ -1,4 +1,5 @@
-"""Prompts computed once: which of them are stored, which are being computed, and the passes that compute them."""
+"""The computation of prompts, once for all requests with the same one: stored prompts, prompts in progress, and the
+passes."""
 
 from __future__ import annotations
 
@@ -18,29 +19,33 @@ from verl.rollout.native.model import Chunk, Model
 from verl.rollout.native.options import Options
 
 SHORT_PROMPT = 256  # tokens up to which reading the KV row by row costs less than blocks of it, with padding and copies
-MIN_WIDTH = 32  # tokens; prompts below it are one batch, whatever they leave empty
-EVEN_SHARES = 1.25  # the largest share over the mean share, up to which separate lanes finish before all cores would
+MIN_WIDTH = 32  # tokens; all shorter prompts are one batch, however much of it is padding
+EVEN_SHARES = 1.25  # largest over mean share of tokens, up to which separate lanes are faster than all cores together
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A prompt being computed, perhaps in several passes."""
+    """A prompt in progress, perhaps in several passes."""
 
     key: PromptKey
     ids: np.ndarray
-    """[P]"""
+    """The tokens [P]."""
     kv: Tensor
     """[layers, 2, K, P, D], of which the first `done` tokens are computed."""
     done: int
     cached: int
-    """Tokens that are not computed for the next request which is admitted from this job."""
+    """The tokens that are not computed for the next request with this prompt: a stored prefix for the first request,
+    all of them for others."""
     keep: bool
-    """The prompt is put into the prefix store."""
+    """True if the prompt is put into the prefix store."""
     entry: Prefix | None = None
-    """The computed prompt, at the end."""
+    """The computed prompt; None until the last pass."""
 
 
 class Prefiller:
+    """Computes the prompts of waiting requests, at most `max_prefill_tokens` per pass, and stores them for later
+    requests."""
+
     def __init__(self, model: Model, lanes: Lanes, dtype: torch.dtype, options: Options, deterministic: bool) -> None:
         self._model, self._lanes, self._dtype = model, lanes, dtype
         self._max_prefill_tokens, self._deterministic = options.max_prefill_tokens, deterministic
@@ -64,7 +69,8 @@ class Prefiller:
         self._pass()
 
     def take(self, key: PromptKey) -> tuple[Prefix, int] | None:
-        """Return the prompt and how many of its tokens were not computed for this request, or None if not ready."""
+        """Return the computed prompt and how many of its tokens were not computed for this request, or None if it is
+        not ready."""
         if job := self._jobs.get(key):
             if job.entry is None:
                 return None
@@ -74,7 +80,7 @@ class Prefiller:
         return None if entry is None else (entry, len(entry.ids))
 
     def hidden_states(self, ids: Tensor) -> Iterator[Tensor]:
-        """ids [t], a sequence -> its final hidden states, `max_prefill_tokens` at a time."""
+        """Yield the final hidden states of the sequence ids [t], `max_prefill_tokens` tokens at a time."""
         kv = self._empty(0)
         for chunk in ids.split(self._max_prefill_tokens):
             new, hidden = self._lanes.wide(partial(self._model.prefill, [Chunk(chunk, kv)]))
@@ -86,6 +92,7 @@ class Prefiller:
         return torch.empty(s.layers, 2, s.kv_heads, tokens, s.head_dim, dtype=self._dtype, device=self._model.device)
 
     def _start(self, request: ActiveRequest, key: PromptKey) -> Job:
+        """Return the job of a prompt. It begins after the longest stored prefix, if results may depend on the cache."""
         ids = request.context()
         kv = self._empty(len(ids))
         # continuing a stored prefix rounds differently than computing the whole
@@ -114,6 +121,7 @@ class Prefiller:
             self._compute(part)
 
     def _compute(self, part: list[tuple[Job, int]]) -> None:
+        """Compute the next tokens of these jobs (job, number of tokens), by separate lanes if that is faster."""
         model = self._model
         total = sum(n for _, n in part)
         model.rotary.reserve(max(job.done + n for job, n in part))

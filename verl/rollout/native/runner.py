@@ -1,4 +1,4 @@
-"""The native mechanism under `EngineCore`: fused weights, slot KV or pages, decode split over lanes."""
+"""The runner of the native engine: fused weights, KV in slots or in pages, decoding by several lanes (CPU threads)."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from verl.rollout.native.weights import Storage, Weights, weights_of
 
 FIXED_ROWS = 32  # rows of one decode call when deterministic and a product's bits depend on its number of rows
 READ_STEP = 8  # tokens; the width that attention reads is a multiple: one vector register of float32
-BLOCK_ROWS, BLOCKS_PAY = 16, 0.6  # attention is done in blocks of rows if they read less than this share of the KV
-MIN_LANE_ROWS = 8
+BLOCK_ROWS, BLOCKS_PAY = 16, 0.6  # rows per block of attention; the share of KV reads below which blocks are used
+MIN_LANE_ROWS = 8  # rows of a decode step that one lane gets at least
 
 
 class NativeRunner:
-    """The runner of the native engine. `products`, `emulate_bf16`, `paged` and `decode_ops` depend on the
-    machine unless given."""
+    """The runner of the native engine. `products` (the layout of weights), `emulate_bf16` (compute bf16 weights in
+    float32), `paged` (KV in pages) and `decode_ops` are chosen for the machine if they are None."""
 
     def __init__(
         self,
@@ -132,6 +132,7 @@ class NativeRunner:
         return partial(self._switch, weights_of(storage, self.ops))
 
     def _switch(self, fresh: Weights) -> None:
+        """Make the weights `fresh` live and drop all prompts of older ones."""
         before, self._torn = self.model.weights or self._torn, None
         if self._paged is not None and before is not None and before.tensors:
             before.overwrite(fresh)  # graphs read the memory that they were captured with
@@ -183,7 +184,8 @@ class NativeRunner:
         return Admitted(cached, partial(self._sample_first, *self._fill_slots(ready, resident)))
 
     def _that_fit(self, waiting: Sequence[ActiveRequest], resident: int) -> list[ActiveRequest]:
-        """Return the first requests with KV that fits beside that of the residents at their longest."""
+        """Return the first waiting requests with KV that fits beside that of the resident ones, both at their final
+        lengths."""
         room, fit = self._max_kv_tokens - int(self._needs[:resident].sum()), list[ActiveRequest]()
         for request in islice(waiting, self.max_rows - resident):
             room -= self._need(request)
@@ -193,12 +195,13 @@ class NativeRunner:
         return fit
 
     def _need(self, request: ActiveRequest) -> int:
+        """Return the tokens of KV that a request can have at its end, in whole pages if the KV is in pages."""
         tokens = min(self.max_context_tokens, len(request.asked.prompt_ids) + request.asked.sampling.max_tokens)
         return whole_pages(tokens) if self._paged is not None else tokens
 
     def _fill_slots(self, ready: list[Prefix], resident: int) -> tuple[Tensor, np.ndarray]:
-        """Return the hidden states of the distinct prompts [u, hidden], and which one each admitted row continues
-        [m]."""
+        """Write the KV of prompts into the slots from `resident` on. Return the hidden states of the distinct prompts
+        [u, hidden] and the index of the prompt of each admitted row [m]."""
         self._longest = max(self._longest if resident else 0, *(len(entry.ids) for entry in ready))
         if self._paged is None:
             self._reserve(resident + len(ready), live=resident)
@@ -215,6 +218,8 @@ class NativeRunner:
 
     @torch.inference_mode()
     def _sample_first(self, hidden: Tensor, owner: np.ndarray, sampling: SamplingMetadata) -> Sampled:
+        """Sample the first token of each row from hidden states [u, hidden] of prompts; `owner` [m] is the prompt of
+        each row."""
         rows = hidden.split(1) if self._deterministic else [hidden]
         logits = torch.cat([self.model.live.logits(part) for part in rows])  # [u, V]
         if len(hidden) < len(owner):
@@ -247,7 +252,7 @@ class NativeRunner:
 
     @torch.inference_mode()
     def _decode_rows(self, lo: int, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
-        """Decode one token in each of slots lo.., and sample the next one."""
+        """Decode one token in each of slots lo..lo+n-1, and sample the next one."""
         n = len(tokens)
         if self._fixed_rows:  # idle rows write into free slots
             tokens, positions = (np.pad(column, (0, FIXED_ROWS - n)) for column in (tokens, positions))
@@ -266,7 +271,8 @@ class NativeRunner:
         return _joined(drawn)
 
     def _sample(self, logits: Tensor, sampling: SamplingMetadata) -> Sampled:
-        """Sample each row by the same code whatever the settings of other rows: its bits depend on it alone."""
+        """Sample each row by the same code regardless of the settings of other rows, so that its bits depend on it
+        alone."""
         cut = np.flatnonzero(sampling.truncated)
         if len(cut) == len(logits):
             return to_host(*sample(logits, sampling))
@@ -305,12 +311,13 @@ class NativeRunner:
 
 
 def _joined(parts: Sequence[Sampled]) -> Sampled:
+    """Join the samples of consecutive blocks of rows."""
     return np.concatenate([ids for ids, _ in parts]), np.concatenate([logprobs for _, logprobs in parts])
 
 
 def read_blocks(positions: np.ndarray) -> list[tuple[int, int, int]]:
-    """Return (first row, end row, KV width) per attention call: one call for all rows, unless a few long rows would
-    make most others read far beyond their end."""
+    """Return (first row, end row, KV width) of each attention call for rows at positions [n]: one call for all rows,
+    unless a few long rows would make most others read far beyond their end."""
     n, widths = len(positions), round_up(positions + 1, READ_STEP)
     blocks = [(lo, min(n, lo + BLOCK_ROWS), int(widths[lo : lo + BLOCK_ROWS].max())) for lo in range(0, n, BLOCK_ROWS)]
     longest = max(width for _, _, width in blocks)

@@ -1,4 +1,5 @@
-"""HF-named tensors fused into what the forward pass reads: one copy per version, from where they are read."""
+"""The weights of the forward pass: HF-named tensors are fused into larger ones while they are received, with one copy
+per version."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from verl.rollout.native.ops import NativeOps
 
 @dataclass(frozen=True, slots=True)
 class Layer:
+    """The weights of one decoder layer."""
+
     norm: Norm
     qkv: Linear  # q, k, v heads in this order; q and k with RoPE pairs interleaved
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim], interleaved as q and k are
@@ -32,26 +35,28 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
+    """One version of the weights, as the forward pass reads them."""
+
     embed: Tensor  # [V, hidden]
     embed_scale: float
     layers: tuple[Layer, ...]
     norm: Norm
     head: Linear
     logit_cap: float
-    tensors: tuple[Tensor, ...]  # all that the above are views of, in the plain layout
-    params: int  # weights that a token is multiplied with: of the experts, only the chosen ones
+    tensors: tuple[Tensor, ...]  # in the plain layout: all tensors that the ones above are views of
+    params: int  # number of weights that one token is multiplied with: of the experts, only the chosen ones
     nbytes: int
-    joined: Layers | None  # all layers in one call, where there is a kernel for it
+    joined: Layers | None  # computes all layers in one call, if a kernel exists
     destinations: Mapping[str, Destination]  # for loading another version into this memory; empty: not possible
-    tied_head: FilledLinear | None  # the head, where it is a second layout of the embedding in `destinations`
+    tied_head: FilledLinear | None  # the head, if it is a second layout of the tied embedding
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """ids [T] -> [T, hidden]."""
+        """Return the scaled embeddings [T, hidden] of ids [T]."""
         x = self.embed.index_select(0, ids)
         return x if self.embed_scale == 1.0 else x.mul_(self.embed_scale)
 
     def overwrite(self, fresh: Weights) -> None:
-        """Take over the values of another version in the memory of this one."""
+        """Copy the values of another version into the memory of this one."""
         for mine, new in zip(self.tensors, fresh.tensors, strict=True):
             mine.copy_(new)
 
@@ -61,15 +66,15 @@ class Weights:
             self.tied_head.fill(self.embed)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, hidden] -> [T, V]."""
+        """Return the logits [T, V] of hidden states [T, hidden]."""
         logits = self.head(hidden)
         return logits if not self.logit_cap else logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)
 
 
 @dataclass(slots=True)
 class Storage:
-    """The fused tensors of one version that is received, and the HF names that fill them. A layout that can be filled
-    is written at once, which saves a copy and, what takes longer, an allocation."""
+    """The memory of one version while it is received, and by HF name the destinations that fill it. A layout that can
+    be filled is written directly, which saves a copy and, more costly, an allocation."""
 
     shape: Shape
     dtype: torch.dtype  # weights are rounded to it
@@ -103,6 +108,7 @@ class Storage:
         return Norm(self.tensors[f"{key}.weight"], self.shape.eps, ops.rms_norm)
 
     def _layer(self, layer: int, key: str, at: str) -> None:
+        """Allocate the tensors of a layer under names that begin with `key`, for HF names that begin with `at`."""
         s, dim = self.shape, self.shape.head_dim
         q, kv, hid = s.heads * dim, s.kv_heads * dim, s.hidden
         self._norm(key + "norm", at + "input_layernorm")
@@ -130,12 +136,14 @@ class Storage:
                 self.destinations[at_norm] = Destination((dim,), halves, (2, dim // 2), self.dtype, plus)
 
     def _norm(self, key: str, name: str) -> None:
+        """Allocate the weight of a norm [hidden]."""
         size = (self.shape.hidden,)
         into = self._new(f"{key}.weight", size, norm=True)
         self.destinations[f"{name}.weight"] = Destination(size, into, size, self.dtype, float(self.shape.arch.gemma))
 
     def _fuse(self, key: str, parts: list[tuple[str, int]], width: int, bias: bool, rotated: int = 0) -> None:
-        """Rows of several projections as one matrix; the first `rotated` of them hold RoPE pairs, interleaved."""
+        """Allocate one matrix for several projections, with (HF name, number of rows) in `parts`, one below the other.
+        The rows of the first `rotated` of them are RoPE pairs, which are interleaved."""
         rows, half = sum(n for _, n in parts), self.shape.head_dim // 2
         if self.layout is not None:
             product, start = self.layout.empty(rows, width), 0
@@ -157,7 +165,7 @@ class Storage:
                 start += n
 
     def _each(self, key: str, shape: tuple[int, ...], name: str) -> None:
-        """Allocate one product per expert."""
+        """Allocate the weights of one product [rows, width] for each expert; `shape` is [experts, rows, width]."""
         if self.layout is None:
             return self._own(key, shape, name)
         experts, rows, width = shape
@@ -167,6 +175,7 @@ class Storage:
         self.destinations[name] = Destination(shape, made[0].memory, shape, self.dtype, pack=pack)
 
     def _own(self, key: str, shape: tuple[int, ...], name: str) -> None:
+        """Allocate a tensor that one HF tensor fills alone."""
         self.destinations[name] = Destination(shape, self._new(key, shape), shape, self.dtype)
 
     def _new(self, key: str, shape: tuple[int, ...], norm: bool = False) -> Tensor:
@@ -177,19 +186,21 @@ class Storage:
 
 
 def _as_halves(pairs: Tensor) -> Tensor:
-    """[heads, D/2, 2, ...] -> the view [heads, 2, D/2, ...] in which HF, which rotates (i, i + D/2), stores a head. As
-    neighbours the pair is one complex number; query and key are permuted alike, so dot products are unchanged."""
+    """Return the view [heads, 2, D/2, ...] of pairs [heads, D/2, 2, ...], in which HF stores a head: it rotates (i, i +
+    D/2). As neighbours a pair is one complex number; query and key are permuted alike, so dot products are
+    unchanged."""
     return pairs.transpose(1, 2)
 
 
 def _fill_each(weight: Tensor, products: list[FilledLinear]) -> None:
-    """weight [experts, N, K]."""
+    """Write each expert's weights of weight [experts, N, K] into its product."""
     for one, into in zip(weight, products, strict=True):
         into.fill(one)
 
 
 def _tied_head(storage: Storage) -> FilledLinear | None:
-    """Return the head of tied embeddings in the layout that is filled, or None where it reads the embeddings."""
+    """Return the head of tied embeddings in the layout that is filled, or None if the head reads the embeddings
+    themselves."""
     if not storage.shape.tied or storage.layout is None:
         return None
     head = storage.layout.empty(storage.shape.vocab, storage.shape.hidden)
@@ -265,7 +276,8 @@ def weights_of(storage: Storage, ops: NativeOps) -> Weights:
 
 
 def join_layers(layers: tuple[Layer, ...], s: Shape, layout: Products) -> Layers | None:
-    """Return the function of all layers in one call, or None where there is none for this layout, or for experts."""
+    """Return the function that computes all layers in one call, or None if this layout has none or the model has
+    experts."""
     parts = []
     for layer in layers:
         if not isinstance(layer.mlp, FeedForward):
