@@ -34,9 +34,9 @@ from verl.weight_sync.shm import (
 )
 
 TRANSPORT = "verl.weight_sync.buckets:open_weights"
-QUIET_S = 600.0  # of silence of the other side, where it is not given up earlier
-SOON_S, LATER_S, SPINS = 0.0002, 0.002, 200  # between two looks at the ledger
-AFTER_SHARE = 0.8  # of the timeout, for readers that waited for another one
+QUIET_S = 600.0  # without progress of the other side, after which it counts as lost
+SOON_S, LATER_S, SPINS = 0.0002, 0.002, 200  # pauses between reads of the ledger: the second one after SPINS reads
+AFTER_SHARE = 0.8  # the share of the timeout for readers that had to wait for another one
 MOST_READERS = 1024
 NO_TURN = -1
 MOST_CHECKSUM = 2**32 - 1
@@ -44,11 +44,13 @@ COMING, WHOLE, BROKEN = range(3)
 
 
 class Ledger:
-    """Words of 64 bits, each written by one side alone. The sender writes: the turn (the number of its publish), the
-    number of buckets, how many are filled, the state, and the seconds of silence that readers must allow. For each
-    reader there are: how many buckets it has read of which turn, the turn in which it was given up, and the last turn
-    that it left. An abandoned reader may be closed turns later, when it is garbage collected: so no word returns to an
-    earlier turn."""
+    """The state of a stream: 64-bit words of a file, each written by one side alone.
+
+    The sender writes the turn (the number of its publish), the number of buckets, how many of them are filled, the
+    state, and the seconds of silence that readers must allow. For each reader the file has three words: the number of
+    buckets that it has read and of which turn, the turn in which it was given up, and the last turn that it left. No
+    word returns to an earlier turn, since an abandoned reader may be closed turns later, when it is garbage
+    collected."""
 
     TURN, BUCKETS, FILLED, STATE, QUIET = range(5)
     HEAD = 8
@@ -121,14 +123,16 @@ class Ledger:
         return self._words[self._word(reader, self.LEFT)] >= turn
 
     def behind(self, turn: int, readers: int, buckets: int) -> list[int]:
-        """Return the readers that have not read so many buckets of that turn yet and are still waited for."""
+        """Return the readers that have read fewer than `buckets` buckets of that turn, and were not given up and did
+        not leave."""
         wanted = turn * self.STEP + buckets
         there = [i for i in range(readers) if self._words[self._word(i, self.READ)] < wanted]
         return [i for i in there if not self.given_up(turn, i) and not self.left(turn, i)]
 
 
 class BucketOutlet:
-    """The `StreamingOutlet` of two buckets. It can be pickled until it is announced, and is used by one process."""
+    """The `StreamingOutlet` of two buckets. It can be pickled until `announce` is called, and is used by one
+    process."""
 
     transport = TRANSPORT
 
@@ -161,7 +165,7 @@ class BucketOutlet:
     def stream(self, version: int, tensors: Iterable[Passed], readers: Readers) -> None:
         ledger, coming = self._ledger, iter(tensors)
         assert ledger is not None, "it was not announced"
-        ledger.begin(readers.turn, len(self._plan), 2 * readers.timeout_s)  # it may wait so long for another reader
+        ledger.begin(readers.turn, len(self._plan), 2 * readers.timeout_s)  # for another reader it may wait this long
         until_s = time.monotonic() + readers.timeout_s
         for number, names in enumerate(self._plan):
             self._wait(ledger, readers, number - 1, until_s)  # its content has been read
@@ -171,8 +175,9 @@ class BucketOutlet:
         assert next(coming, None) is None, "more came than was announced"
 
     def _wait(self, ledger: Ledger, readers: Readers, buckets: int, until_s: float) -> None:
-        """Wait until all readers have read so many buckets; those that have not by then are given up. Readers that
-        waited with the sender for one of those get some time after it."""
+        """Wait until all readers have read this number of buckets, and give up those that have not by `until_s`.
+        Readers get AFTER_SHARE of the timeout in any case, since they may have waited, like the sender, for a reader
+        that was given up."""
         looks = _looks(max(until_s, time.monotonic() + readers.timeout_s * AFTER_SHARE))
         while buckets > 0 and (late := ledger.behind(readers.turn, readers.count, buckets)):
             if not next(looks):
@@ -219,7 +224,7 @@ class Slot:
 
 
 class BucketStream(TensorStream):
-    """The `TensorStream` of one reading of one version, which may not have begun yet."""
+    """The `TensorStream` of one reader and one version, which the sender may not have begun yet."""
 
     def __init__(self, address: str) -> None:
         self._name, version, turn, reader = address.rsplit(":", 3)
@@ -240,8 +245,8 @@ class BucketStream(TensorStream):
                     yield name, tensor
 
     def buckets(self) -> Generator[Bucket, None, None]:
-        """Yield the buckets until the sender has confirmed the version. The sender does not wait for a reader that
-        leaves earlier."""
+        """Yield the buckets, and end when the sender has confirmed the version. The sender does not wait for a reader
+        that closes the generator earlier."""
         try:
             ledger = Ledger(ledger_of(self._name))
         except FileNotFoundError:
@@ -270,7 +275,8 @@ class BucketStream(TensorStream):
         return Bucket(str(path), {part.name: part.checksum for part in found.index[0]}, found.views)
 
     def _until(self, ledger: Ledger, *, filled: int = 0, whole: bool = False) -> None:
-        """Wait until the version has begun, so many buckets are filled, and (`whole`) the sender has confirmed it."""
+        """Wait until the sender has begun the version, has filled this number of buckets, and with `whole` has
+        confirmed the version. Raise SyncError if it breaks off, gives this reader up, or is silent for `quiet_s`."""
         looks, at = _looks(time.monotonic() + self.quiet_s), f"version {self._version}"
         while True:
             ready = ledger.turn == self._turn and ledger.filled >= filled
@@ -292,7 +298,7 @@ def open_weights(address: str) -> BucketStream:
 
 
 def bucket_plan(shapes: Mapping[str, Entry], bucket_bytes: int) -> list[list[str]]:
-    """Return the names of each bucket, in their order."""
+    """Return the names of the tensors of each bucket, in their order. A larger tensor has a bucket of its own."""
     found: list[list[str]] = []
     room = 0
     for name, entry in shapes.items():
@@ -324,7 +330,7 @@ def ledger_of(name: str) -> Path:
 
 
 def _looks(until_s: float) -> Iterator[bool]:
-    """Sleep a moment before each value. False: the deadline has passed."""
+    """Sleep before each value, and yield False once the deadline `until_s` has passed."""
     spins = 0
     while True:
         time.sleep(SOON_S if spins < SPINS else LATER_S)

@@ -20,10 +20,7 @@ LEAST_SCALE = 2.0**-8  # relative; the largest rounding of a weight in bfloat16
 SURE = 5.0  # standard errors by which the scale must be off
 SEVERAL = 4  # distinct likely tokens; with fewer, `difference` leaves none out
 LEAST_WORDS = 8  # different tokens for a verdict on the scale: errors of the same token are alike
-PROBE_TOKENS, PROBED_TOKENS = (
-    128,
-    384,
-)  # tokens of a probe, and of all probes of few distinct tokens; of all probes, about
+PROBE_TOKENS, PROBED_TOKENS = 128, 384  # the most tokens of one probe; of all probes together, about
 DIVERGED = 1.0  # nats between two passes over the same weights: such a model computes nothing
 LOST = -100.0  # nats of a likely token; a uniform guess among a million has -14
 

@@ -33,49 +33,58 @@ from verl.weight_sync.options import Collective
 from verl.weight_sync.shm import PREFIX, VERSION_BYTES, ShmStream, blank, end, this_host
 from verl.weight_sync.tcp import ANSWER, FETCH_S, NOTHING, VERSION, HostStream, TcpOutlet, request_version
 
-MEMBER_S = 30.0  # for the members of a group to find each other, and for a piece
-SETTLE_S = 0.1  # for hosts that were not there before
-HEAD_START_S = 0.2  # of the group's process of a host, before another process of that host takes its place
-TRIES = 3  # per host, where broadcasts break off
+MEMBER_S = 30.0  # for the members of a group to connect, and for the broadcast of a piece
+SETTLE_S = 0.1  # for further hosts, if the waiting ones are not those of the version before
+HEAD_START_S = 0.2  # for the process of a host that is in the group, before another one takes its place
+TRIES = 3  # attempts per host, if broadcasts break off
 BROKEN = (OSError, RuntimeError)  # errors of connections and torch.distributed
 T = TypeVar("T")
 
 
 class Offer(msgspec.Struct, array_like=True):
-    """The trainer's answer to a host that asks. num_bytes: the size of the version's file."""
+    """The trainer's answer to the request of a host."""
 
     num_bytes: int
     backend: str
+    """The backend of torch.distributed."""
 
 
 class JoinRequest(msgspec.Struct, array_like=True):
-    """The request of a process that wants the version."""
+    """The request of a process to join the next broadcast."""
 
     host: str
+    """The identity of its host's shared memory."""
     process: str
+    """The identity of the process."""
 
 
 class RoundStart(msgspec.Struct, array_like=True):
-    """The trainer's message to the members of a broadcast that begins. group: its name · port: of its store, on the
-    trainer's host."""
+    """The trainer's message to each member of a broadcast that begins."""
 
     version: int
     num_bytes: int
+    """The size of the version's file."""
     group: str
+    """The name of the process group."""
     rank: int
+    """The member's rank in it."""
     size: int
     port: int
+    """The port of the group's store on the trainer's host."""
 
 
 @dataclass(slots=True)
 class Member:
+    """A process that waits for a broadcast."""
+
     joined: JoinRequest
     peer: socket.socket
     over: threading.Event = field(default_factory=threading.Event)
+    """Set when its broadcast has ended, successfully or not."""
 
 
 class BroadcastGroup:
-    """A process group of torch.distributed beside those of the process. Rank 0 is the sender."""
+    """A process group of torch.distributed, separate from the process's default group. Rank 0 is the sender."""
 
     def __init__(self, name: str, store: dist.Store, rank: int, size: int, backend: str) -> None:
         self.name, self._root = name, rank == 0
@@ -84,7 +93,7 @@ class BroadcastGroup:
         self._bucket = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cuda") if backend == "nccl" else None
 
     def broadcast(self, memory: Tensor) -> None:
-        """Broadcast memory [n] uint8 of this host."""
+        """Broadcast memory [n] uint8 in place, from rank 0 to all others, in pieces."""
         for piece in memory.split(PIECE_BYTES):
             if self._bucket is None:
                 self._group.broadcast(piece, 0).wait(timedelta(seconds=MEMBER_S))
@@ -97,7 +106,8 @@ class BroadcastGroup:
                 piece.copy_(bucket)
 
     def _wait_for(self, work: Any) -> None:
-        """Wait for the work of a device; its own `wait` does not block the host."""
+        """Wait until a broadcast on a device has completed, whose own `wait` does not block the host. Raise
+        TimeoutError after `MEMBER_S`."""
         until_s = time.monotonic() + MEMBER_S
         while not work.is_completed():
             if time.monotonic() > until_s:
@@ -108,7 +118,8 @@ class BroadcastGroup:
 
 
 class CollectiveOutlet(TcpOutlet):
-    """A `TcpOutlet` that broadcasts. gather_s: how long a version waits for the hosts that had the one before."""
+    """A `TcpOutlet` that broadcasts. gather_s: how long a broadcast waits for the hosts that received the version
+    before."""
 
     transport = "verl.weight_sync.collective:open_weights"
 
@@ -144,8 +155,8 @@ class CollectiveOutlet(TcpOutlet):
 
 
 class Rounds:
-    """The trainer's broadcasts, one after the other, each to all hosts that wait. latest: returns the version to
-    send."""
+    """The trainer's broadcasts, one after the other, each to all hosts that wait at its beginning. latest: returns the
+    version to send."""
 
     def __init__(self, store: Any, backend: str, gather_s: float, latest: Callable[[], ShmStream]) -> None:
         self._store, self._backend, self._gather_s, self._latest = store, backend, gather_s, latest
@@ -156,7 +167,7 @@ class Rounds:
         self._took: tuple[int, frozenset[str]] = (NOTHING, frozenset())  # a version, and the hosts that received it
 
     def join(self, member: Member) -> None:
-        """Return when the member's round is over, however that ended."""
+        """Add a member to the waiting ones, and return when its broadcast has ended, successfully or not."""
         with self._changed:
             self._waiting.append(member)
             self._changed.notify_all()
@@ -176,8 +187,8 @@ class Rounds:
                     member.over.set()
 
     def _gathered(self) -> list[Member]:
-        """Return the waiting members, once the hosts of the version before are among them or the wait for them has
-        ended."""
+        """Wait for members and return them: once all hosts that received the version before are among them, or after
+        the time limit for them."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
             known = frozenset() if self._latest().version == self._tried else self._took[1]
@@ -215,6 +226,8 @@ class Rounds:
 
 @dataclass(slots=True)
 class MemberState:
+    """The broadcast group of this process, which is kept from version to version."""
+
     group: BroadcastGroup | None = None
 
 
@@ -228,7 +241,8 @@ class CollectiveStream(HostStream):
         return super().version
 
     def _yield_to_the_member(self) -> None:
-        """Give way to the process of this host that received the version before: its group exists."""
+        """Wait up to HEAD_START_S for the process of this host that received the version before, whose group exists
+        already."""
         peer, version, _ = request_version(self._address, NOTHING)
         peer.close()
         until_s = time.monotonic() + HEAD_START_S
@@ -282,7 +296,7 @@ class CollectiveStream(HostStream):
 
 @functools.lru_cache(maxsize=1)
 def member_state(pid: int, address: str) -> MemberState:
-    """Return the state that this process keeps for that trainer."""
+    """Return the state of this process (`pid`) for the trainer at this address."""
     return MemberState()
 
 
@@ -291,7 +305,7 @@ def open_weights(address: str) -> CollectiveStream:
 
 
 def require_backend(backend: str, where: str) -> None:
-    """Raise ValueError for a backend that is not available."""
+    """Raise Refused if the backend is nccl and this process has no CUDA device for it."""
     if backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise Refused(f"sync.engine_options.backend=nccl: {where} has no CUDA device for NCCL; leave it out (gloo)")
 

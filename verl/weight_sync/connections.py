@@ -1,5 +1,5 @@
-"""Connections of a sender with its readers: a listener that answers only peers with the sender's key, and messages of
-a known length."""
+"""Connections between a sender and its readers: a listener that serves only peers with the sender's key, and messages
+of a known length."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ QUIET_S = 60.0  # to connect, and for a peer to send a piece
 ASK_S = 10.0  # for a peer to send its key
 MOST_SILENT = 256  # peers that have not sent their key yet
 PIECE_BYTES = 16 << 20
-LOOK_S = 0.01  # between two looks
+LOOK_S = 0.01  # the pause between two polls
 
 
 def connected(place: str) -> socket.socket:
-    """Connect to a sender at host:port."""
+    """Connect to a sender at host:port. Raise SyncError if it cannot be reached."""
     host, _, port = place.rpartition(":")
     try:
         peer = socket.create_connection((host, int(port)), timeout=QUIET_S)
@@ -47,8 +47,9 @@ def unreachable(place: str, e: OSError) -> SyncError:
 
 
 def listening(host: str | None, key: str, ask: struct.Struct, answer: Callable[..., None]) -> str:
-    """Return the address (host:port) at which every peer that sends `ask` with the key is answered from now on, in a
-    thread of its own: answer(peer, the other fields). host: None: that of this machine's default route."""
+    """Start to listen and return the address (host:port). For every peer that sends the struct `ask` with the key, a
+    new thread calls answer(peer, *the other fields). host: the address to listen on; None: that of this machine's
+    default route."""
     host = host or _way_out()
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     _send_at_once(listener)  # which accepted connections inherit
@@ -57,8 +58,8 @@ def listening(host: str | None, key: str, ask: struct.Struct, answer: Callable[.
 
 
 def _accept(listener: socket.socket, key: bytes, ask: struct.Struct, answer: Callable[..., None]) -> None:
-    """Read the requests of peers, all in this thread. A peer that does not send one within ASK_S, or is the oldest of
-    more than MOST_SILENT, or has another key, is closed: a stranger costs no thread."""
+    """Accept peers and read their requests, all in this thread. A peer that sends no request within ASK_S, is the
+    oldest of more than MOST_SILENT, or has another key, is closed, so that a stranger costs no thread."""
     waiting: dict[socket.socket, tuple[float, bytearray]] = {}
     listener.setblocking(False)
     with selectors.DefaultSelector() as looked_at:
@@ -108,15 +109,14 @@ def tag_of(key: str) -> str:
 
 
 def received(peer: socket.socket, size: int) -> bytes:
-    """Return the next `size` bytes of the peer; ConnectionError if it closes earlier."""
+    """Return the next `size` bytes of the peer. Raise ConnectionError if it closes earlier."""
     into = bytearray(size)
     filled(peer, memoryview(into))
     return bytes(into)
 
 
 def has_input(peer: socket.socket) -> bool:
-    """Return True if the peer has sent something or closed. It works for any file number: `select` only for those below
-    1024."""
+    """Return True if the peer has sent something or closed. `select` would fail for file numbers of 1024 or more."""
     if peer.fileno() < 0:
         return True
     poller = select.poll()
@@ -125,7 +125,7 @@ def has_input(peer: socket.socket) -> bool:
 
 
 def filled(peer: socket.socket, into: memoryview) -> None:
-    """Fill the memory with the next bytes of the peer; ConnectionError if it closes earlier."""
+    """Fill the memory with the next bytes of the peer. Raise ConnectionError if it closes earlier."""
     while into:
         count = peer.recv_into(into)
         if not count:
@@ -134,7 +134,7 @@ def filled(peer: socket.socket, into: memoryview) -> None:
 
 
 def _way_out() -> str:
-    """Return the address of this machine that others see; nothing is sent."""
+    """Return the address of this machine on its default route; 127.0.0.1 without one. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # no machine has it (RFC 5737)

@@ -56,14 +56,14 @@ class DiskOutlet:
             self._remove_unfinished()
 
     def place(self) -> str:
-        """Return the folder of the versions, which is made where this machine does not see it."""
+        """Return the parent folder of the versions. Make another one if this machine does not see it."""
         if not self._root.is_dir():
             self._root = version_folder(self._root.parent)
             weakref.finalize(self, shutil.rmtree, self._root, True)
         return str(self._root)
 
     def sees(self, place: str) -> bool:
-        """Return True if this machine sees that folder. Its name is unique: it is the first rank's folder."""
+        """Return True if this machine sees that folder. Its name is unique, so it is the folder of the first rank."""
         return Path(place).is_dir()
 
     def begin(self, version: int, shapes: Mapping[str, Entry]) -> str:

@@ -1,5 +1,5 @@
-"""Weights to replicas that this process can call, each delivery a transaction of its own. Inside one process nothing is
-copied when no optimizer step can run during the delivery; otherwise each tensor is copied once."""
+"""Delivery of weights to replicas that this process can call; each delivery is a transaction of its own. Inside one
+process nothing is copied if no optimizer step can run during the delivery; otherwise each tensor is copied once."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from verl.weight_sync.base import (
 T = TypeVar("T")
 Delivered = tuple[float, dict[str, float]]  # the canary's mean |dlogp|, and where the time went
 
-READ_SHARE = 0.5  # of the timeout, for readers that delay the others; the rest is for the others
-DROP_S = 60.0  # for a replica to drop a set, after the requests of it
+READ_SHARE = 0.5  # the share of the timeout that a sender waits for slow readers; the rest is for the other readers
+DROP_S = 60.0  # for a replica to end the requests of a LoRA set and drop it
 RELEASE_S = 60.0  # for the trainer's workers to release a version
 
 
@@ -52,7 +52,7 @@ class LocalOutlet:
         _OUTLETS[self._handle] = self
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
-        self._tensors = {}  # before the next ones come
+        self._tensors = {}  # frees their memory before the next tensors are made
         self.version, self._tensors = version, dict(tensors)
         return self._handle
 
@@ -63,7 +63,7 @@ class LocalOutlet:
         return
 
     def release(self, version: int) -> None:
-        """All replicas have this version: drop the tensors, which may be copies."""
+        """Drop the tensors of this version, which all replicas have; they may be copies."""
         if self.version == version:
             self._tensors = {}
 
@@ -81,7 +81,7 @@ def open_weights(address: str) -> LocalOutlet:
 
 
 class LocalCheckpointEngine:
-    """The `CheckpointEngine` of every transport."""
+    """The `CheckpointEngine` of every transport: it delivers a version to the replicas and verifies it there."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class LocalCheckpointEngine:
         outlet: Outlet | None = None,
         copies: bool = False,
     ) -> None:
-        """probes, tolerance: as in `SyncContext` · outlet: of another transport; None: of this process · copies: the
-        outlet copies the tensors that it stages."""
+        """probes, tolerance: as in `SyncContext` · outlet: the outlet of another transport; None: a `LocalOutlet` ·
+        copies: True if the outlet copies the tensors that it stages."""
         assert all(len(ids) > 1 for ids in probes), "a probe needs two tokens: the first one has no log-prob"
         self._probes = tuple(probes)
         self._tolerance = tolerance
@@ -181,8 +181,8 @@ class LocalCheckpointEngine:
     async def _readers(
         self, sending: asyncio.Future[Sent], version: int, turn: int, replicas: int, deadline_s: float, late: str
     ) -> list[CheckedReader]:
-        """Return a reader for each replica: at once where it must read while the trainer sends, else after the version
-        is staged."""
+        """Return a reader for each replica: at once for a stream, which is read while the trainer sends it, else after
+        the version is staged."""
         if not isinstance(self._outlet, StreamingOutlet):
             source = (await _before_deadline(deadline_s, asyncio.shield(sending), late)).source
             return [CheckedReader(source) for _ in range(replicas)]
@@ -191,8 +191,8 @@ class LocalCheckpointEngine:
         return [CheckedReader(self._outlet.source(version, turn, i, manifest, at)) for i in range(replicas)]
 
     async def _released(self, trainer: PublishingWorkers, version: int) -> tuple[str, ...]:
-        """Release the version where it was staged, which may be another process. Returns alarms: a failure costs memory
-        and no version."""
+        """Release the version in the process that staged it. Return an alarm if that fails: it costs memory, but the
+        version is valid."""
         by_s, said = (
             asyncio.get_running_loop().time() + RELEASE_S,
             asyncio.wrap_future(trainer.release_weights(version)),
@@ -208,8 +208,9 @@ class LocalCheckpointEngine:
         sending: asyncio.Future[Sent],
         deadline_s: float,
     ) -> Delivered:
-        """Deliver to one replica and verify it. A replica that fails is given up at once, before the slowest one has
-        its weights: its answers until then would be trained on."""
+        """Deliver the version to one replica, verify it, and return (mean |dlogp| of the canary, seconds of each part).
+        A replica that fails is given up at once, not after the slowest one has its weights: its answers until then
+        would be trained on."""
         at, source = f"version {reader.version}", reader.source
         try:
             live = await _before_deadline(
@@ -243,8 +244,8 @@ async def _given_up(replica: RolloutEngine, parameters: ParameterSet, why: Excep
 
 
 def _release_trainer(trainer: PublishingWorkers, turn: int, number: int, ended: asyncio.Task[Delivered]) -> None:
-    """Release the trainer from waiting for a replica that does not take all tensors; else the trainer and the other
-    replicas would wait for it."""
+    """Stop the trainer's wait for a replica whose delivery failed: it takes no more tensors, and the trainer and the
+    other replicas would wait for it."""
     if ended.cancelled() or ended.exception() is not None:
         trainer.lose_reader(turn, number)
 
@@ -255,8 +256,8 @@ def _failed(future: Future[T]) -> bool:
 
 
 def engine_of(outlet: Outlet, context: SyncContext, end: Callable[..., object], *of: object) -> LocalCheckpointEngine:
-    """Build the engine over another transport's outlet, which copies what it stages; `end(*of)` runs after the engine
-    is collected."""
+    """Build the engine of another transport's outlet, which copies the tensors that it stages. `end(*of)` is called
+    when the engine is garbage collected."""
     engine = LocalCheckpointEngine(probes=context.probes, tolerance=context.tolerance, outlet=outlet, copies=True)
     weakref.finalize(engine, end, *of)
     return engine
@@ -267,7 +268,7 @@ def build(options: object, context: SyncContext) -> LocalCheckpointEngine:
 
 
 async def _before_deadline(deadline_s: float, awaitable: Awaitable[T], late: str) -> T:
-    """Await until `deadline_s` of the loop's clock; SyncError with `late` after it."""
+    """Await until `deadline_s` of the event loop's clock. Raise SyncError with the text `late` after it."""
     try:
         async with asyncio.timeout_at(deadline_s) as scope:
             return await awaitable

@@ -1,7 +1,8 @@
-"""Weights over NIXL: as over tcp.py, but a host reads the version from the trainer's memory by itself (one-sided, by
-whatever UCX finds between the two: shared memory, TCP, RDMA). Connections carry only the address of that memory.
+"""Weights over NIXL: as over tcp.py, but each host reads the version directly from the trainer's memory (one-sided
+reads, through the transport that UCX finds between the two: shared memory, TCP, RDMA). Connections carry only the
+address of that memory.
 
-After the reading the trainer confirms the version that it holds; until then the reader's file holds none."""
+After the read the trainer confirms the version in its memory; until then the reader's file counts as empty."""
 
 from __future__ import annotations
 
@@ -31,16 +32,19 @@ DONE = b"."  # a reader's message
 
 
 class MemoryRegion(msgspec.Struct, array_like=True):
-    """The memory of a version. agent: how to reach its owner · memory: the part of it that is read."""
+    """The memory of a version on the trainer's host."""
 
     agent: bytes
+    """The metadata of the NIXL agent that owns it."""
     memory: bytes
+    """The serialized descriptors of the part that is read."""
     num_bytes: int
+    """The size of the version's file."""
 
 
 @functools.cache
 def agent(pid: int) -> Any:
-    """Return the agent of this process, which registers memory and moves it."""
+    """Return the NIXL agent of this process (`pid`), which registers and transfers memory."""
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # by default it writes to the standard output of this process
     from nixl._api import nixl_agent, nixl_agent_config
 
@@ -105,7 +109,7 @@ def open_weights(address: str) -> NixlStream:
 
 
 def _read(found: MemoryRegion, into: Tensor, peer: socket.socket, version: int) -> None:
-    """Read the trainer's memory once. It ends with an error if the trainer's connection breaks, or after FETCH_S."""
+    """Read the trainer's memory into `into`. Raise SyncError if the trainer's connection breaks, or after FETCH_S."""
     with contextlib.ExitStack() as undo:
         mine = _agent().register_memory([into])
         undo.callback(_agent().deregister_memory, mine)

@@ -1,8 +1,9 @@
-"""Weights through an object store, or whatever fsspec has a URL for: s3://, gs://, file://, memory:// (one process).
+"""Weights through an object store, or any other storage with an fsspec URL: s3://, gs://, file://, memory:// (one
+process).
 
-A version is a model folder (version_folder.py), uploaded file by file, and last `verl_version.json`, which lists what
-must be there: a reader that does not find it reads nothing. The two latest are kept. A host fetches a version once,
-into its shared memory (tcp.py), compares size and checksum on the way, and its other replicas find it there."""
+A version is a model folder (version_folder.py), uploaded file by file. `verl_version.json`, the list of its files, is
+uploaded last, and a reader refuses a version without it. The two latest versions are kept. A host fetches a version
+once, into its shared memory (tcp.py), and compares size and checksum; its other replicas read it there."""
 
 from __future__ import annotations
 
@@ -44,10 +45,11 @@ PIECE_BYTES = 16 << 20
 
 
 class VersionIndex(msgspec.Struct):
-    """The files of a version. files: size and crc32 of each."""
+    """The content of `verl_version.json`."""
 
     version: int
     files: dict[str, tuple[int, int]]
+    """Name -> (bytes, crc32)."""
 
 
 class ObjectOutlet:
@@ -84,7 +86,8 @@ class ObjectOutlet:
 
 
 def _put(fs: Any, folder: Path, path: str, version: int) -> None:
-    """Upload under names that were never used. The index is written last."""
+    """Upload the files of a folder to `path`, which was never used before, and then their index. If that fails, delete
+    what was uploaded."""
     try:
         index = VersionIndex(version, {of.name: (of.stat().st_size, _crc(of)) for of in folder.iterdir()})
         _make(fs, path)
@@ -102,8 +105,8 @@ def _make(fs: Any, path: str) -> None:
 
 
 def _delete_version(fs: Any, path: str) -> None:
-    """Delete a version, its index first. What cannot be deleted costs space and no version: no reader gets its address
-    again."""
+    """Delete a version, its index first. A file that cannot be deleted costs only space, since no reader gets its
+    address again."""
     fs.invalidate_cache()
     for file in (f"{path}/{INDEX}", path):
         with contextlib.suppress(RuntimeError, *storage_errors()):  # an exiting interpreter starts no threads
@@ -123,7 +126,7 @@ class ObjectStream(HostStream):
         self._address = address
 
     def end(self) -> None:
-        """Delete what this host has of this sender, which no process reads any more."""
+        """Delete this sender's files on this host, which no process reads any more."""
         for path in self._files():
             end(path.name.rpartition("-")[0])
 
@@ -148,7 +151,8 @@ def open_weights(address: str) -> ObjectStream:
 
 
 def _get(fs: Any, path: str, into: Path, version: int) -> None:
-    """Download the tensors of a whole version."""
+    """Download the tensors of a version into a folder. Raise SyncError if they are missing, or differ in size or crc32
+    from the version's index."""
     fs.invalidate_cache()
     try:
         index = msgspec.json.decode(fs.cat_file(f"{path}/{INDEX}"), type=VersionIndex)
@@ -169,7 +173,8 @@ def _get(fs: Any, path: str, into: Path, version: int) -> None:
 
 @contextlib.contextmanager
 def _store_at(url: str, what: str) -> Iterator[tuple[Any, str]]:
-    """Return (the file system of the URL, the path there). Errors of the store become SyncError."""
+    """Yield (the file system of the URL, the path there). Turn errors of the store into SyncError. what: the failed
+    action, for its text."""
     try:
         yield filesystem(url)
     except storage_errors() as e:
@@ -178,7 +183,7 @@ def _store_at(url: str, what: str) -> Iterator[tuple[Any, str]]:
 
 
 def _delete_all(fs: Any, root: str) -> None:
-    """Delete the engine's versions, and what this host has fetched of them."""
+    """Delete all versions of the engine, and this host's copies of them."""
     fs.invalidate_cache()
     with contextlib.suppress(RuntimeError, *storage_errors()):
         for key in fs.ls(root, detail=False):

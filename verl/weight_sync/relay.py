@@ -28,10 +28,10 @@ from verl.weight_sync.shm import (
     remove_stale_segments,
 )
 
-QUIET_S = 600.0  # of silence of the other side, where it is not given up earlier
+QUIET_S = 600.0  # without progress of the other side, after which it counts as lost
 ASK = struct.Struct("<32sqqq")  # the key; version, turn and reader
-ROOM = struct.Struct("<qq")  # of the longest index, and of the largest bucket: bytes
-HEAD = struct.Struct("<cqqd")  # what follows, the bytes of an index (or of a reason), those of tensors; seconds
+ROOM = struct.Struct("<qq")  # bytes of the longest index and of the largest bucket
+HEAD = struct.Struct("<cqqd")  # kind; bytes of the index (or error text) and of the tensors; seconds of silence
 BUCKET, WHOLE, BROKEN, READ = b"b", b"w", b"x", b"r"
 
 
@@ -46,7 +46,7 @@ class RelayOutlet(BucketOutlet):
 
     @property
     def tag(self) -> str:
-        """TensorLocation of the names of the files that hosts have of this sender."""
+        """The part of file names that identifies this sender's files on all hosts."""
         return tag_of(self._key)
 
     def announce(self, shapes: Mapping[str, Entry]) -> str:
@@ -59,7 +59,7 @@ class RelayOutlet(BucketOutlet):
         return self._address
 
     def _answer(self, peer: socket.socket, version: int, turn: int, reader: int) -> None:
-        """Serve one reader. A closed connection is no fault of ours."""
+        """Send the buckets of a version to one reader. A connection that the reader closes is not an error."""
         with peer, contextlib.suppress(OSError):
             peer.settimeout(QUIET_S)
             self._pass_on(peer, BucketStream(f"{self.name}:{version}:{turn}:{reader}"))
@@ -85,7 +85,7 @@ class RelayOutlet(BucketOutlet):
 
 
 class RelayStream(BucketStream):
-    """The `TensorStream` of one reading of one version, from another host or from this one."""
+    """The `TensorStream` of one reader and one version, whose sender is on another host or on this one."""
 
     def __init__(self, address: str) -> None:
         at, self._key, rest = address.split("/", 2)

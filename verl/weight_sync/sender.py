@@ -32,13 +32,13 @@ from verl.weight_sync.record import VersionRecord, entry_of_part, on_host, some_
 from verl.weight_sync.together import PartsOutlet, possible, stage_parts
 from verl.weight_sync.wire_format import converted
 
-CHECKED_SHARE = 16  # after the first versions every 16th tensor is checked, others each time
-MEASURED_SHARE = 16  # after the first versions the canary's rounding is measured anew with every 16th
-MOVED = 0.25  # nats of a likely token, since it was measured
+CHECKED_SHARE = 16  # after the first versions every 16th tensor gets a checksum, different ones in each version
+MEASURED_SHARE = 16  # after the first versions every 16th version measures the canary's rounding again
+MOVED = 0.25  # nats; a mean change of likely log-probs since the last measurement that requires another one
 
 
 class WeightSender:
-    """The sender of one parameter set, on a role that publishes it."""
+    """The sender of one parameter set, used by the role that publishes it."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class WeightSender:
         parameters: ParameterSet = POLICY_SET,
         base: Publishes | None = None,
     ) -> None:
-        """verify_first: so many versions have a checksum for every tensor, later ones for a sample · dtype: the
-        precision that the rollout computes in · base: the source of the full set under a LoRA set."""
+        """verify_first: the number of versions with a checksum for every tensor; later ones have checksums for a sample
+        · dtype: the precision in which the rollout computes · base: the source of the full set under a LoRA set."""
         assert parameters.whole == (base is None), "a LoRA set is published on top of a full set"
         self._outlet, self._dtype, self._format = outlet, dtype, AS_HELD
         self._parameters, self._base = parameters, base
@@ -59,14 +59,15 @@ class WeightSender:
         self._last: dict[str, tuple[int | None, Tensor]] = {}  # last known checksum, some values
         self._moved_from: tuple[int, dict[str, Tensor]] = (-1, {})  # version and masters when a byte last changed
         self._first: int | None = None  # version
-        self._measured: tuple[np.ndarray, np.ndarray] | None = None  # log-probs, and what the own pass was off by
+        self._measured: tuple[np.ndarray, np.ndarray] | None = None  # log-probs, and those of the own pass minus them
         self._parts: list[WeightPart] | None = None  # names, shapes and dtypes that the engine delivers, no tensors
         self._together: bool | None = None  # all ranks stage their parts; decided by the first version
         self._announced: WireFormat | None = None  # the format that a stream is laid out for
         self._source: WeightSource | None = None  # the latest
 
     def for_set(self, outlet: Outlet, parameters: ParameterSet, base: Publishes) -> WeightSender:
-        """Return the sender of a LoRA set on top of the set of this one. outlet: another one than this sender's."""
+        """Return a sender of a LoRA set on top of this sender's full set. outlet: an outlet of its own. Raise Refused
+        for an outlet of buckets."""
         if isinstance(outlet, StreamingOutlet):
             fix = "leave bucket_mb out of the options of its sync.engine"
             raise Refused(f"{parameters.id!r}: a LoRA set is published whole, not in buckets; {fix}")
@@ -74,14 +75,14 @@ class WeightSender:
         return WeightSender(outlet, verify_first=first, dtype=dtype, parameters=parameters, base=base)
 
     def set_format(self, form: WireFormat) -> None:
-        """Send all later versions in this format. Refused for a stream that is laid out for another one."""
+        """Send all later versions in this format. Raise Refused if a stream is laid out for another one."""
         if self._announced not in (None, form):
             fix = "leave sync.engine_options.bucket_mb out, or set one rollout.dtype for all replicas"
             raise Refused(f"the buckets of weights are for replicas that read {self._announced}, not {form}: {fix}")
         self._format = form
 
     def manifest(self, engine: Publishes) -> dict[str, Entry]:
-        """Return the manifest of every version, without checksums, for readers of a stream."""
+        """Return the manifest that every version of a stream has, without checksums."""
         shapes = self._shapes_of(engine, self._format)
         return shapes | {name: replace(shapes[owner], tied_to=owner) for name, owner in engine.tied.items()}
 
@@ -92,8 +93,8 @@ class WeightSender:
         return self._outlet.announce(self._shapes_of(engine, self._format))
 
     def stream(self, engine: Publishes, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Sent:
-        """As `send`, to readers that take the tensors while they are sent; a commit or a break-off follows the last
-        tensor."""
+        """Send the engine's weights to readers that read them during the call, and return the receipt. Then mark the
+        version as valid, or as invalid if an error is raised."""
         outlet = self._outlet
         assert isinstance(outlet, StreamingOutlet), "this outlet keeps whole versions"
 
@@ -112,16 +113,16 @@ class WeightSender:
         return sent
 
     def lose(self, turn: int, reader: int) -> None:
-        """Stop waiting for that reader of the stream. Can be called from any thread."""
+        """Stop waiting for this reader of the stream. Can be called from any thread."""
         if isinstance(self._outlet, StreamingOutlet):
             self._outlet.lose(turn, reader)
 
     def send(
         self, engine: Publishes, version: int, probes: Sequence[np.ndarray], *, copy: bool, first: bool = True
     ) -> Sent | None:
-        """Read the engine's weights as they are now and stage them. All ranks call this; the first one gets the result.
-        copy: they may change before all replicas have them. Raises FloatingPointError for weights of a diverged model:
-        that is no fault of the delivery."""
+        """Read the engine's present weights, stage them, and return the receipt on the first rank. All ranks call this.
+        copy: the weights may change before all replicas have them. Raise FloatingPointError for weights of a diverged
+        model, which is not a fault of the delivery."""
         form = AS_HELD if isinstance(self._outlet, InPlace) and not copy else self._format
         if self._together is None:
             self._together = possible(self._outlet)
@@ -171,7 +172,7 @@ class WeightSender:
         address: str,
         seconds: Mapping[str, float],
     ) -> Sent:
-        """Return the receipt of a version that is staged, after the checks of the trainer's side."""
+        """Check a staged version on the trainer's side and return its receipt."""
         manifest = record.manifest
         assert {n: replace(e, checksum=None) for n, e in manifest.items()} == self._shapes_of(engine, form), (
             "the engine delivers other tensors"
@@ -209,13 +210,14 @@ class WeightSender:
         return self._sent < self._verify_first or number % CHECKED_SHARE == self._sent % CHECKED_SHARE
 
     def release(self, version: int) -> None:
-        """All replicas have this version, or were given up. This runs where the version was staged, since the driver
-        may not see that place."""
+        """Release what was staged last: all replicas have this version, or were given up. This runs in the process that
+        staged it, since the driver may not see that memory or folder."""
         if self._source is not None:
             open_stream(self._source).release(version)
 
     def attend(self, engine: Publishes, version: int, probes: Sequence[np.ndarray]) -> None:
-        """Take part in the collective work on the other ranks: gathering weights, and a forward pass."""
+        """Take part, on a rank that is not the first, in the collective work of a publish: gathering weights, and the
+        forward pass of the canary."""
         self._shapes_of(engine, self._format)
         for _ in engine.weights():
             pass
@@ -228,9 +230,10 @@ class WeightSender:
         return {part.name: entry_of_part(part, form) for part in self._parts}
 
     def _probed(self, engine: Publishes, version: int, probes: Sequence[np.ndarray]) -> Probed | None:
-        """Return the trainer's side of the canary. The model's own pass is the expensive part, and what rounding
-        explains changes slowly: it runs for the first versions, then every `MEASURED_SHARE`-th, and where the model
-        moved. All ranks decide alike, by the version and by earlier measurements; virtual ranks share this object."""
+        """Return the trainer's side of the canary. The model's own pass is expensive, and the difference that rounding
+        explains changes slowly. So that pass runs for the first versions, then for every `MEASURED_SHARE`-th, and when
+        the log-probs have moved by more than `MOVED`. All ranks decide alike, by the version and by earlier
+        measurements; virtual ranks share this object."""
         self._first = version if self._first is None else self._first
         number, measured = version - self._first, self._measured
         if measured is not None and number >= self._verify_first and number % MEASURED_SHARE:
@@ -255,8 +258,8 @@ class WeightSender:
             raise FloatingPointError(f"version {version}: the trainer's weights are no working model: {why}; {fix}")
 
     def _compare(self, version: int, record: VersionRecord, moving: dict[str, Tensor]) -> tuple[bool, tuple[str, ...]]:
-        """Return (some byte changed, alarms). moving: some values of the masters. Alarm: they moved by more than
-        rounding since a byte last changed."""
+        """Compare a version with the one before and return (True if some byte changed, alarms). moving: some values of
+        the masters. If no byte changed, but the masters moved by more than rounding since one did, that is an alarm."""
         last, self._last = self._last, {}
         changed = last.keys() != record.values.keys()
         for name, values in record.values.items():
@@ -281,7 +284,7 @@ class WeightSender:
 
 
 def sampled_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return some values of each tensor, on the host."""
+    """Return up to `SAMPLED_VALUES` values of each tensor, float64, on the host."""
     return on_host({name: some_values(tensor) for name, tensor in tensors.items()})
 
 
@@ -292,9 +295,9 @@ def _moved(before: Tensor, now: Tensor, rounding: float) -> bool:
 def probed(
     engine: Publishes, probes: Sequence[np.ndarray], dtype: str, off_by: np.ndarray | None = None
 ) -> Probed | None:
-    """Return the trainer's side of the canary: log-probs of ids[1:] of each probe, at temperature 1. dtype: the
-    precision that the rollout computes in · off_by: the measured difference of the model's own pass; None: run that
-    pass."""
+    """Compute the trainer's side of the canary: log-probs of ids[1:] of each probe, at temperature 1; None without
+    probes. dtype: the precision in which the rollout computes · off_by: the measured difference of the model's own
+    pass; None: run that pass."""
     if not probes:
         return None
     samples = []

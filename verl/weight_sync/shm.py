@@ -30,32 +30,34 @@ PIDS = _PIDS.stat().st_ino if _PIDS.exists() else 0  # identifies the process-id
 PREFIX = f"verl-weights.{PIDS}"
 """Prefix of the files of processes in this process-id namespace; containers that share the memory have one each. An
 older verl reads the word after `verl-weights-` as a process id, and removes files of processes that do not exist."""
-HEAD_BYTES, VERSION_BYTES = 32, 8  # version, length of the index, first byte, length of a handle; one of them
+HEAD_BYTES, VERSION_BYTES = 32, 8  # version, bytes of the index, offset of the tensors, bytes of a handle; one word
 TAIL_BYTES = 8  # the version that all replicas have
 ALIGN_BYTES = 64
-WRITING = -1
+WRITING = -1  # the version of a file that is being written
 
 
 class TensorLocation(msgspec.Struct, array_like=True):
-    """The location of a tensor in a segment. checksum: crc32 of its bytes, where the manifest has none."""
+    """The location of a tensor in a segment."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
+    """Offset of its first byte from the first tensor's."""
     num_bytes: int
     checksum: int | None = None
+    """crc32 of its bytes in a bucket, since the manifest of a stream has none."""
 
 
 class OneHostParts:
-    """The part of an outlet that lets all ranks of a host write one segment (together.py)."""
+    """The methods of an outlet with which all ranks of a host write one segment (together.py)."""
 
     def place(self) -> str:
         """Return the identity of this host's shared memory."""
         return this_host()
 
     def sees(self, place: str) -> bool:
-        """Return True on the host of that memory."""
+        """Return True if this process is on the host with that shared memory."""
         return place == this_host()
 
     def opened(self, path: str, version: int, shapes: Mapping[str, Entry]) -> SegmentParts:
@@ -82,8 +84,8 @@ class SegmentParts:
 
 
 class ShmOutlet(OneHostParts):
-    """The `Outlet` into shared memory. It can be pickled, and is used by one process. two: the version before is always
-    kept."""
+    """The `Outlet` into shared memory. It can be pickled, and is used by one process. two: always keep the version
+    before too."""
 
     transport = "verl.weight_sync.shm:open_weights"
 
@@ -95,8 +97,8 @@ class ShmOutlet(OneHostParts):
         return partial(ShmOutlet, two=self._two), (self.name,)
 
     def _place(self, version: int) -> Path:
-        """Return the file for a version: over the version before, where all replicas have that one (the other file is
-        then deleted), else beside it, over the one before that."""
+        """Return the file to write a version into. If all replicas have the version before, that is the file of the
+        version before, and the other file is deleted; otherwise it is the other file, over the version in it."""
         turn = version % 2
         if self._latest is not None and self._latest.exists():
             before, turn = ShmStream(self._latest), int(self._latest.name[-1])
@@ -144,8 +146,8 @@ def place_tensors(shapes: Mapping[str, Entry]) -> tuple[list[TensorLocation], in
 
 
 def _describe(found: mmap.mmap, index: bytes, first: int, handle: bytes = b"") -> None:
-    """Write the head and the index. handle: of a GPU's memory (device.py) that holds the tensors in place of this
-    file."""
+    """Write the head and the index of a file. handle: of the GPU memory (device.py) that has the tensors, if they are
+    not in this file."""
     assert HEAD_BYTES + len(index) <= first
     found[8:HEAD_BYTES] = b"".join(n.to_bytes(8, "little") for n in (len(index), first, len(handle)))
     found[HEAD_BYTES : HEAD_BYTES + len(index)] = index
@@ -187,7 +189,7 @@ class ShmStream(TensorStream):
         return str(self._path)
 
     def describe(self, version: int, index: bytes, first: int, handle: bytes = b"") -> None:
-        """Record a version. Its tensors are already at `first`, or in the memory of that handle."""
+        """Record a version, whose tensors are already at the offset `first`, or in the GPU memory of that handle."""
         _describe(self._found, index, first, handle)
         self.hold(version)
 
@@ -275,7 +277,7 @@ def _there(path: Path) -> mmap.mmap:
 
 @lru_cache(maxsize=2)  # a sender has two files
 def _kept(path: Path, inode: int, num_bytes: int) -> mmap.mmap:
-    """Map a file. While it is mapped no other file has its inode."""
+    """Map a file. While it is mapped no other file has its inode, so the inode identifies it in the cache."""
     with path.open("r+b") as file:
         return mmap.mmap(file.fileno(), num_bytes)
 
@@ -291,8 +293,8 @@ def this_host() -> str:
 
 
 def end(prefix: str) -> None:
-    """Delete these files when no process reads them any more. Their memory is freed although other processes may keep
-    it mapped."""
+    """Delete the files with this prefix, which no process reads any more. Their memory is freed even if other processes
+    still map it."""
     for path in SHM.glob(f"{prefix}-*"):
         _end(path)
 
@@ -306,15 +308,15 @@ def _end(path: Path) -> None:
 
 
 def remove(prefix: str) -> None:
-    """Delete these files; a process that has one mapped keeps it."""
+    """Delete the files with this prefix. A process that maps one of them keeps its content."""
     for path in SHM.glob(f"{prefix}-*"):
         path.unlink(missing_ok=True)
 
 
 @cache
 def remove_at_exit(pid: int, own: str) -> None:
-    """Delete what this process has fetched at its exit; if it is killed, the next process that fetches here deletes
-    it."""
+    """Delete the files with the prefix `own`, which this process has fetched, at its exit. If it is killed, the next
+    process that fetches on this host deletes them."""
     atexit.register(_remove_own, pid, own)
 
 
@@ -324,7 +326,7 @@ def _remove_own(pid: int, own: str) -> None:
 
 
 def remove_stale_segments() -> None:
-    """Delete the files that killed processes of this user left."""
+    """Delete the files of this user's processes that were killed."""
     for path in SHM.glob(f"{PREFIX}-*"):
         pid = path.name.removeprefix(f"{PREFIX}-").partition("-")[0]
         with contextlib.suppress(OSError):  # deleted meanwhile, or owned by another user

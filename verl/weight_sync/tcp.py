@@ -51,8 +51,8 @@ from verl.weight_sync.shm import (
     remove_stale_segments,
 )
 
-NOTHING = -1  # a version
-FETCH_S = 600.0  # to wait for another process that fetches
+NOTHING = -1  # the version of a host that has none
+FETCH_S = 600.0  # to wait for another process of this host that fetches
 ASK = struct.Struct("<32sq")  # the key, and the version that the replica has
 ANSWER = struct.Struct("<qq")  # the version, and the bytes of the index
 VERSION = struct.Struct("<q")
@@ -64,14 +64,16 @@ Changes = dict[str, "tuple[Tensor, Tensor] | None"]  # name -> positions and val
 
 
 class SentTensor(msgspec.Struct, array_like=True):
-    """A tensor of an answer. how: its bytes follow · positions and values of `count` elements follow · nothing
-    follows."""
+    """The head of a tensor in an answer."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     how: Literal["whole", "changes", "same"]
+    """whole: all bytes follow · changes: positions and values of the changed elements follow · same: nothing
+    follows."""
     count: int
+    """The number of elements that follow."""
 
 
 class TcpOutlet(OneHostParts):
@@ -88,7 +90,7 @@ class TcpOutlet(OneHostParts):
 
     @property
     def tag(self) -> str:
-        """SentTensor of the names of the files that a host has of this sender."""
+        """The part of file names that identifies this sender's files on all hosts."""
         return tag_of(self._key)
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -106,7 +108,8 @@ class TcpOutlet(OneHostParts):
         return self._shm.begin(version, shapes)
 
     def end(self, version: int) -> str:
-        """Mark the version as whole, find what changed since the one before, and return the address."""
+        """Mark the version as whole, with `delta` find what changed since the version before, and return the
+        address."""
         assert self._shm is not None
         now, changes = ShmStream(Path(self._shm.end(version))), Changes({})
         if self._delta and self._held is not None and self._held[0].version == version - 1:
@@ -123,7 +126,8 @@ class TcpOutlet(OneHostParts):
         self._shm = ShmOutlet(f"{PREFIX}-{os.getpid()}-{self.tag}", two=self._delta)
 
     def _answer(self, peer: socket.socket, has: int) -> None:
-        """Send the latest version to one host, or that no version is whole. A closed connection is no fault of ours."""
+        """Send the latest version to one host, or `NOTHING` if no version is whole. A connection that the host closes
+        is not an error."""
         with peer, contextlib.suppress(OSError):
             peer.settimeout(QUIET_S)
             if self._held is not None and self._held[0].version > NOTHING:
@@ -139,7 +143,8 @@ class TcpOutlet(OneHostParts):
 
 
 class TcpStream:
-    """The `TensorStream` of one reading of one version. before: the tensors of the version that the reader has."""
+    """The `TensorStream` of one transfer of the trainer's latest version. has: the version that the reader has already
+    · before: its tensors."""
 
     def __init__(self, address: str, has: int = NOTHING, before: Mapping[str, Tensor] | None = None) -> None:
         self._address, self._has, self._before = address, has, before or {}
@@ -182,7 +187,8 @@ class TcpStream:
 
 
 class HostStream(TensorStream):
-    """The `TensorStream` of what this host has of a sender, fetched where needed."""
+    """The `TensorStream` of a sender's version in this host's shared memory, which is fetched first if the host does
+    not have it."""
 
     def __init__(self, address: str) -> None:
         self._address, self._tag = address, tag_of(address.rpartition("/")[2])
@@ -222,8 +228,9 @@ class HostStream(TensorStream):
         return self._newer(here, lambda turn: paths.get(turn, SHM / f"{own}-{turn}"))
 
     def _newer(self, here: ShmStream | None, place: Callable[[str], Path]) -> ShmStream:
-        """Return the trainer's version, in the file of its turn ("0", "1"); `here` where this host has it, or a later
-        one: on the trainer's own host a version is staged before others learn of it."""
+        """Fetch the trainer's version and return its file. `place` returns the path of the file for a turn ("0", "1").
+        Return `here`, the file that this host has, if its version is the same or later: on the trainer's own host a
+        version is staged before it is published."""
         has, before = (NOTHING, None) if here is None else (here.version, dict(here.views()))
         stream = TcpStream(self._address, has, before)
         try:
@@ -236,8 +243,8 @@ class HostStream(TensorStream):
 
 
 def request_version(address: str, has: int) -> tuple[socket.socket, int, bytes]:
-    """Return (the connection to the trainer, the version that it has, its index), as a host that has version `has`.
-    SyncError where no version is whole."""
+    """Request the latest version from the trainer, for a host that has version `has`. Return (the connection, the
+    version, its encoded index). Raise SyncError if no version is whole."""
     place, _, key = address.rpartition("/")
     peer = connected(place)
     try:
@@ -258,7 +265,8 @@ def open_weights(address: str) -> HostStream:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Among this user's processes on this host one fetches at a time; the others wait and find the result."""
+    """Let one of this user's processes on this host fetch at a time; the others wait and then find the result. Raise
+    SyncError after `FETCH_S`."""
     until_s = time.monotonic() + FETCH_S
     with (SHM / f"verl-fetch.{os.getuid()}.lock").open("a") as lock:
         while True:
@@ -273,7 +281,7 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _send(peer: socket.socket, now: ShmStream, changes: Changes) -> None:
-    """Send a version to a host that has the version before the changes (no changes: to a host that has none)."""
+    """Send a version: of a tensor with known changes only these, of every other tensor the whole."""
     version, parts, payload = now.version, [], []
     for name, tensor in now.views():
         found = changes.get(name)
@@ -293,8 +301,8 @@ def _send(peer: socket.socket, now: ShmStream, changes: Changes) -> None:
 
 
 def _changes(before: Tensor, now: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return (positions [c] int32, values [c]) of the elements that differ in any bit; None where these take more than
-    half of the tensor."""
+    """Return (positions [c] int32, values [c]) of the elements that differ in any bit; None if these take more than
+    half of the tensor's bytes."""
     if before.shape != now.shape or before.dtype != now.dtype or now.numel() > torch.iinfo(POSITION).max:
         return None
     size = now.element_size()

@@ -1,6 +1,6 @@
-"""A version that all ranks stage together: each writes the slices that it holds into one place that all of them see,
-the shared memory of their host or a folder of several hosts. Nothing is gathered, and no rank holds a whole tensor
-beside that place."""
+"""A version that all ranks stage together: each rank writes its own slices into a place that all of them see, the
+shared memory of their host or a folder of several hosts. Nothing is gathered, and no rank has a whole tensor outside of
+that place."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ def stage_parts(
 
 
 def difference_of(name: str, tensor: Tensor, slices: Sequence[DeliveredSlice]) -> str:
-    """Return the fault of a staged tensor: its slices do not cover it once, or do not read as they were written; ""
-    without a fault."""
+    """Return an error text if the slices do not cover the staged tensor exactly once, or do not read as they were
+    written, else ""."""
     if (found := sum(one.num_elements for one in slices)) != prod(tensor.shape):
         return f"{name} has {prod(tensor.shape)} elements, and its ranks delivered {found}"
     changed = [one for one in slices if one.checksum is not None and checksum(tensor[one.index]) != one.checksum]

@@ -1,7 +1,7 @@
-"""A version of the weights as a model folder: what is in it, and how its tensors are written and read.
+"""A version of the weights as a model folder: its content, and how its tensors are written and read.
 
-Its tensors have the names of a saved folder: experts that are one tensor in memory are stored one by one there, as runs
-of its rows; our own replicas read them as that one tensor."""
+Tensors have the names of a saved folder. Experts that are one tensor in memory are several tensors there, each a run of
+its rows; verl's own replicas read them as the one tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOT_LINKED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack",
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """The layout of the one file of weights of a version."""
+    """The layout of a version's file of weights."""
 
     head: bytes
     """The length of the header, and the header."""
@@ -46,7 +46,8 @@ class FileLayout:
 
 
 def file_layout(version: int, shapes: Mapping[str, Entry], in_parts: Parts) -> FileLayout:
-    """Lay out these tensors. The widest dtypes are first: so each tensor starts at a multiple of its item size."""
+    """Return the layout of these tensors. The widest dtypes are first, so that each tensor starts at a multiple of its
+    item size."""
     about = {"format": "pt", VERSION: str(version)}
     header: dict[str, object] = {"__metadata__": about}
     whole: dict[str, tuple[str, tuple[int, ...], int]] = {}
@@ -70,7 +71,7 @@ def file_layout(version: int, shapes: Mapping[str, Entry], in_parts: Parts) -> F
 
 def begin_folder(folder: Path, layout: FileLayout, model: Path | None) -> None:
     """Make the file of weights, without tensors, in a new folder, and links to the other files of the model folder.
-    OSError where the file does not fit."""
+    Raise OSError if the file does not fit on the disk."""
     if layout.num_bytes > (free := shutil.disk_usage(folder).free):
         size = f"{layout.num_bytes / 1e6:.0f} MB of weights"
         raise OSError(f"{size} do not fit into {folder.parent} ({free / 1e6:.0f} MB free)")
@@ -110,9 +111,9 @@ def slice_runs(shape: Sequence[int], index: Sequence[slice]) -> tuple[int, list[
 
 
 class FolderParts:
-    """The file of weights of a folder, which several processes write and then read. What a process writes is in the
-    file after `flush`. Only byte ranges of the process's own are written, and nothing is mapped: file systems of
-    several hosts allow no more."""
+    """The file of weights of a folder, which several processes write and then read. Bytes that a process has written
+    are in the file after `flush`. A process writes only byte ranges of its own and maps nothing, since file systems
+    that several hosts share allow no more."""
 
     def __init__(self, folder: Path, layout: FileLayout, shapes: Mapping[str, Entry]) -> None:
         self._path, self._layout, self._shapes = folder / WEIGHTS, layout, shapes
@@ -132,7 +133,7 @@ class FolderParts:
                 run, at = run[done:], at + done
 
     def flush(self) -> None:
-        """Store what this process has written: other hosts that open the file later read it."""
+        """Store the bytes that this process has written, so that other hosts that open the file later read them."""
         if self._file is not None:
             file, self._file = self._file, None
             try:
@@ -182,8 +183,8 @@ def _tensor_at(file: BufferedReader, start: int, shape: Sequence[int], dtype: st
 
 
 def remove_stale_folders(parent: Path) -> None:
-    """Delete the folders that killed processes of this machine left; other machines may share the parent, with similar
-    names."""
+    """Delete the folders of this machine's processes that were killed. Other machines may have folders with similar
+    names in the parent."""
     for path in parent.glob(f"{PREFIX}-{_machine()}-*"):
         machine, pid, _ = path.name.removeprefix(f"{PREFIX}-").rsplit("-", 2)
         if machine == _machine() and not Path("/proc", pid).exists():
@@ -196,8 +197,9 @@ def _machine() -> str:
 
 
 def version_folder(parent: Path) -> Path:
-    """Make a folder of this process; if it is killed, the next process on this machine deletes it. Among temporary
-    files it is closed to other users; in a folder that the user named it has the default permissions."""
+    """Make a folder of this process in `parent` and return it. If the process is killed, the next one on this machine
+    deletes it. Other users cannot open a folder among temporary files; a folder elsewhere has the default
+    permissions."""
     remove_stale_folders(parent)
     root = parent / f"{PREFIX}-{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
     root.mkdir(parents=True, mode=0o700 if parent == Path(tempfile.gettempdir()).absolute() else 0o777)
