@@ -1,4 +1,5 @@
-"""The sample data plane: rows are samples, columns are fields. Roles read and write; the driver routes refs only."""
+"""The table of samples through which roles exchange data: rows are samples, columns are fields. Roles read and write
+columns; the driver passes on refs only."""
 
 from __future__ import annotations
 
@@ -10,27 +11,27 @@ from verl.types import Refs, Sample
 
 
 class MediaStore(Protocol):
-    """The content of media by its hash. Content exists as long as it has an owner: a row of the queue, a recorded step.
-    Equal content is stored once. Any thread may call."""
+    """The content of media by its hash. Content is stored once, however many owners it has (rows of the queue, recorded
+    steps), and is deleted with its last owner. Any thread may call."""
 
     def put(self, content: bytes, owner: str) -> str:
         """Store content for an owner and return its hash, the reference in `Segment.media`."""
         ...
 
     def get(self, reference: str) -> bytes:
-        """Return the content. ValueError where the store does not have it, or has it damaged."""
+        """Return the content. Raise ValueError if the store does not have it, or if it is damaged."""
         ...
 
     def hold(self, references: Iterable[str], owner: str) -> None:
-        """Add an owner to content that is there. ValueError, and no change, if some is not."""
+        """Add an owner to content that is stored. Raise ValueError, and change nothing, if some is missing."""
         ...
 
     def drop(self, owners: Iterable[str]) -> None:
-        """Remove owners, and the content that has no other one. An owner that is not there is no error."""
+        """Remove owners, and the content that has no other owner. An unknown owner is not an error."""
         ...
 
     def __len__(self) -> int:
-        """Return the number of contents."""
+        """Return the number of stored contents."""
         ...
 
 
@@ -48,12 +49,13 @@ class TransferQueue(Protocol):
 
     @property
     def media(self) -> MediaStore | None:
-        """The store of what the rows' media refer to, for all processes of the queue; None: it takes no such rows."""
+        """The store of the content that the media of the rows refer to, shared by all processes of the queue; None: the
+        queue refuses rows with media."""
         ...
 
     async def put(self, samples: Sequence[Sample]) -> Refs:
-        """Store new rows. An id that exists already is a ValueError (no sample is doubled). The bytes stay with the
-        caller's node."""
+        """Store new rows and return their refs. Raise ValueError if an id exists already, so that no sample is doubled.
+        The bytes stay on the caller's node."""
         ...
 
     def read(self, refs: Refs, columns: Sequence[str]) -> dict[str, Ragged]:
@@ -65,11 +67,11 @@ class TransferQueue(Protocol):
         ...
 
     def having(self, refs: Refs, column: str) -> Refs:
-        """Return those of these rows that have the column, in this order."""
+        """Return the refs of the rows that have the column, in the given order."""
         ...
 
     def columns(self, refs: Refs) -> list[str]:
-        """Return the names of the columns that all or some of these rows have."""
+        """Return the names of the columns that at least one of these rows has."""
         ...
 
     def drop(self, refs: Refs) -> None: ...
@@ -78,7 +80,8 @@ class TransferQueue(Protocol):
 
 
 def copy_media(source: MediaStore, into: MediaStore, references: Iterable[str], owner: str) -> None:
-    """Give an owner in `into` this content of `source`; content that is in both is not read."""
+    """Copy these references' content from `source` into `into` and add an owner there. Content that `into` has already
+    is not read."""
     for reference in sorted(set(references)):
         try:
             into.hold([reference], owner)

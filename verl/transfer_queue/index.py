@@ -1,9 +1,9 @@
-"""The index of a queue with its bytes elsewhere: the address of every column of every row. No torch, no bytes.
+"""The index of a queue that stores its bytes elsewhere: the address of every column of every row. It imports no torch.
 
 A *block* is a numbered run of bytes in a store (a shared-memory segment, an object). A *cell* is one column of one row:
-(block, first byte, values, kind), where kind is its type and trailing dimensions. Rows are numbered and a column is an
-array over the numbers, so that a call for a thousand rows is a few array operations. Requests and answers are messages
-of scalars and packed numbers, for any transport."""
+(block, first byte, number of values, kind). A *kind* is a dtype with trailing dimensions. Rows are numbered, and a
+column is an array over these numbers, so a call for a thousand rows is a few array operations. Requests and answers are
+messages of scalars and packed numbers, for any transport."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Kind(msgspec.Struct, array_like=True, frozen=True):
-    """The type of a value."""
+    """The type of a column's values."""
 
     dtype: str
-    """A name of torch."""
+    """The name of a torch dtype."""
     tail: tuple[int, ...]
     """Trailing dimensions."""
     width: int
@@ -60,35 +60,47 @@ class Commit(msgspec.Struct, array_like=True, tag=True):
 
 
 class Find(msgspec.Struct, array_like=True, tag=True):
+    """Request the addresses of columns of these rows."""
+
     ids: list[str]
     columns: list[str]
 
 
 class Having(msgspec.Struct, array_like=True, tag=True):
+    """Request which of these rows have a column."""
+
     ids: list[str]
     column: str
 
 
 class Names(msgspec.Struct, array_like=True, tag=True):
+    """Request the names of the columns that at least one of these rows has."""
+
     ids: list[str]
 
 
 class Drop(msgspec.Struct, array_like=True, tag=True):
+    """Remove rows."""
+
     ids: list[str]
 
 
 class Size(msgspec.Struct, array_like=True, tag=True):
+    """Request the number of rows."""
+
     pass
 
 
 class Room(msgspec.Struct, array_like=True, tag=True):
-    """Reserve so many bytes of an object store for new rows, which a `Commit` of the same size uses. Below 0: release
-    them."""
+    """Reserve `nbytes` of an object store for new rows, which a `Commit` of the same size uses. A negative number
+    releases a reservation."""
 
     nbytes: int
 
 
 class Full(msgspec.Struct, tag=True):
+    """The answer if there is no space now: the bytes in use, and their limit."""
+
     used: int
     limit: int
 
@@ -113,7 +125,7 @@ class Found(msgspec.Struct, tag=True):
     kinds: dict[int, Kind]
     """Number -> kind."""
     blocks: dict[int, int]
-    """Number of a block -> its generation, where blocks are used again."""
+    """Number of a block -> its generation, for stores that reuse blocks; else 0."""
 
 
 class Rejected(msgspec.Struct, tag=True):
@@ -122,7 +134,7 @@ class Rejected(msgspec.Struct, tag=True):
     reason: str
     """The text of the error."""
     of_user: bool = False
-    """The error is a Refused: the configuration has to change."""
+    """The error is a `Refused`: the user has to change the configuration."""
 
     def error(self) -> ValueError:
         return Refused(self.reason) if self.of_user else ValueError(self.reason)
@@ -132,8 +144,8 @@ Answer = Found | Rejected | Full | bytes | list[str] | int | None
 
 
 class CellIndex:
-    """Rows -> columns -> cells. free: called with each block that has no cell any more. Its owner calls it from one
-    thread at a time."""
+    """The cells of all rows. free: called with each block that has no cell any more. Only one thread may call at a
+    time."""
 
     def __init__(self, free: Callable[[int], object] = lambda block: None) -> None:
         self._free = free
@@ -209,7 +221,7 @@ class CellIndex:
         return Found(places, {k: self._kinds[k] for k in kinds}, dict.fromkeys(blocks, 0))
 
     def having(self, request: Having) -> bytes:
-        """Return [n] bool."""
+        """Return [n] bool, packed: True for the rows that have the column."""
         numbers, cells = self._find(request.ids), self._cells.get(request.column)
         return (np.zeros(len(numbers), np.bool_) if cells is None else cells[_at(numbers), BLOCK] >= 0).tobytes()
 
@@ -259,7 +271,7 @@ class CellIndex:
         return self._kind_numbers[kind]
 
     def _runs(self, cells: Numbers) -> Numbers:
-        """Join adjacent cells: [n, 4] -> [k, 4]."""
+        """Join cells that are adjacent in a block and of one kind: [n, 4] -> [k, 4]."""
         if not len(cells):
             return cells
         widths = np.array([k.width for k in self._kinds], np.int64)
@@ -272,7 +284,7 @@ class CellIndex:
         return runs
 
     def _forget(self, blocks: Numbers) -> None:
-        """Count removed cells, given their blocks, and free blocks without cells."""
+        """Subtract removed cells, given their blocks, from the counts, and free blocks that have no cell left."""
         alike = len(blocks) and (blocks == blocks[0]).all()  # the usual case, much faster than a sort
         found = (blocks[:1], np.array([len(blocks)])) if alike else np.unique(blocks, return_counts=True)
         for block, cells in zip(*(x.tolist() for x in found)):
@@ -284,8 +296,9 @@ class CellIndex:
 
 
 class Registry:
-    """An index with the handles of its blocks (object references, keys) and their sizes. It runs as an actor, so it is
-    in this module, which imports little. max_bytes: new rows may use half of it."""
+    """An index together with the handles of its blocks (object references, keys) and their sizes. It is in this module,
+    which imports little, because it runs as a Ray actor. max_bytes: the size of the store; new rows may use half of
+    it."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._limit = max_bytes, max_bytes // 2
@@ -297,8 +310,7 @@ class Registry:
 
     def answer(self, message: bytes, held: list[Any]) -> tuple[Answer, list[Any], list[Any]]:
         """Answer a message. held: the handle of the committed block, in a list because Ray would fetch a bare
-        reference. Return the answer, the handles of the blocks that it names, and the handles of blocks that were
-        freed."""
+        reference. Return (the answer, the handles of the blocks in it, the handles of blocks that were freed)."""
         request = msgspec.msgpack.decode(message, type=IndexRequest | Room)
         if isinstance(request, Room):
             if request.nbytes > self._limit:
@@ -324,7 +336,7 @@ class Registry:
 
 
 def _at(numbers: Numbers) -> Numbers | slice:
-    """Return an index for these rows: a slice if they are adjacent, which is much faster."""
+    """Return an index of numpy for these rows: a slice if they are adjacent, which is much faster."""
     n = len(numbers)
     if n and numbers[-1] - numbers[0] == n - 1 and (np.diff(numbers) == 1).all():
         return slice(int(numbers[0]), int(numbers[0]) + n)
@@ -343,11 +355,12 @@ def _plain(name: object) -> str:
 
 
 def pick(refs: Refs, having: bytes) -> Refs:
-    """Return the rows for which `having` is true."""
+    """Return the refs for which `having`, one byte per ref, is true."""
     return Refs(ref for ref, has in zip(refs, having, strict=True) if has)
 
 
 def full(found: Full, wanted: int) -> str:
+    """Return the error text for `wanted` bytes that do not fit now."""
     return (
         f"{wanted:,} bytes are wanted and {found.used:,} of {found.limit:,} in use, by rows that were not "
         "dropped yet or are still read; raise queue.engine_options.max_bytes, or let a step have fewer rows"
@@ -363,5 +376,6 @@ def never_fit(nbytes: int, what: str, limit: int, max_bytes: int) -> Rejected:
 
 
 def waited(rows: int, timeout_s: float, found: Full, wanted: int) -> TimeoutError:
+    """Return the error for new rows that got no space within `timeout_s`."""
     said = f"{rows} new rows waited {timeout_s:g} s for room in the queue"
     return TimeoutError(f"{said}: {full(found, wanted)}")

@@ -1,5 +1,5 @@
-"""Stores of media: the encoded bytes of images and other inputs, by their hash. A segment has the hashes, and its row
-in the queue keeps their content."""
+"""Stores of media: the encoded bytes of images and other inputs, by their hash. Segments contain the hashes, and a row
+in the queue is an owner of their content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-LOCK_S, LOOK_S = 60.0, 0.002  # to wait for the other processes of a folder; between two looks
+LOCK_S, LOOK_S = 60.0, 0.002  # the longest wait for a folder's lock; the pause between two attempts
 
 
 def media_hash(content: bytes) -> str:
@@ -70,10 +70,11 @@ class MemoryMedia:
 
 class FolderMedia:
     """A `MediaStore` in a folder that several processes use, on one host or on a shared file system. It can be pickled,
-    and is made with its first content.
+    and its folder is made with the first content.
 
-    content/HASH is the content; owners/OWNER/HASH is a hard link to it. Content with no further link is deleted. A file
-    is complete before it gets its name, so `get` needs no lock; a lock file orders all that adds or removes links."""
+    content/HASH is the content; owners/OWNER/HASH is a hard link to it. Content without a further link is deleted. A
+    file is complete before it gets its name, so `get` needs no lock; a lock file orders the calls that add or remove
+    links."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -143,7 +144,8 @@ class FolderMedia:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep the other processes and threads out. TimeoutError if they take too long."""
+        """Lock the folder against other processes and threads. Raise TimeoutError if another one keeps the lock for
+        `LOCK_S`."""
         until_s = time.monotonic() + LOCK_S
         with (self.root / "lock").open("a") as lock:
             while True:

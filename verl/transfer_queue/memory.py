@@ -1,5 +1,5 @@
-"""TransferQueue in this process: columns are not moved, and reading an update is one concatenation. Columns of `put`
-remain numpy arrays: cutting and joining small ones takes a third of the time of tensors."""
+"""TransferQueue in this process: columns are not moved, and reading the rows of an update is one concatenation. Columns
+of `put` remain numpy arrays: splitting and joining small arrays takes a third of the time of tensors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""TransferQueue with its bytes in the TransferQueue package (0.1.11): its storage units over ZeroMQ, Ray's direct
+"""TransferQueue with its bytes in the TransferQueue package (0.1.11): in its storage units over ZeroMQ, Ray's direct
 transport, or Mooncake or Yuanrong over RDMA, as configured in the package.
 
-A put or write is one key of one partition. A key per sample, the package's own way, would cost its controller and its
-units a round of Python for each sample. Our index, an actor of Ray, records the content of each key."""
+A put or write is one key of one partition, and our index, a Ray actor, records the content of each key. A key per
+sample, as the package itself uses it, would cost its controller and its units a round of Python for each sample."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from verl.transfer_queue.options import Package
 from verl.transfer_queue.ray import RayQueue, start
 
 FIELD = "packed"
-ROOM_S = 10.0  # until Ray has an up-to-date count of free processors
+ROOM_S = 10.0  # the time that Ray gets to update its count of free processors
 SIMPLE, UNITS = "SimpleStorage", "backend.SimpleStorage.num_data_storage_units"
 
 
 def build(options: Package) -> PackageQueue:
     """Return a new queue in the package's store of this cluster. The store is started with `config` (a YAML file that
-    overrides the package's own) unless it runs already."""
+    overrides the package's defaults) unless it is running already. Raise Refused without the package, or if Ray has too
+    few free processors."""
     try:
         import transfer_queue
     except ImportError as exc:
@@ -49,7 +50,8 @@ def build(options: Package) -> PackageQueue:
 
 
 def _check_room(cpus: int) -> None:
-    """Check that Ray has free processors, for which the package itself would wait for ever."""
+    """Raise Refused if Ray does not have `cpus` free processors: the package itself would wait for them without a
+    limit."""
     import ray
 
     with contextlib.suppress(ValueError):  # it runs already and needs no further processors

@@ -19,11 +19,14 @@ ALIGNED = 64  # bytes; every column begins at a multiple
 
 @dataclass(slots=True)
 class Parcel:
-    """Columns to be packed: the position of each in `nbytes` bytes, and its values."""
+    """Columns to be packed into one run of bytes."""
 
     nbytes: int = 0
+    """The size of the run."""
     columns: list[PackedColumn] = field(default_factory=list)
+    """The position and the layout of each column."""
     values: list[Tensor | list[np.ndarray]] = field(default_factory=list)
+    """The values of each column: a tensor, or one array per row."""
 
     def add(
         self, name: str, kind: Kind, counts: Numbers, values: Tensor | list[np.ndarray], rows: bytes | None = None
@@ -45,6 +48,7 @@ class Parcel:
 
 
 def parcel_of_samples(samples: Sequence[Sample]) -> Parcel:
+    """Return the parcel of the columns of new rows."""
     found: dict[tuple[str, np.dtype, tuple[int, ...]], tuple[list[int], list[np.ndarray]]] = {}
     for i, sample in enumerate(samples):
         for name, value in columns_of(sample).items():
@@ -60,7 +64,8 @@ def parcel_of_samples(samples: Sequence[Sample]) -> Parcel:
 
 
 def parcel_of_columns(count: int, columns: Mapping[str, Ragged]) -> Parcel:
-    """Return the parcel of columns of `count` rows; ValueError for a column of another length."""
+    """Return the parcel of columns of `count` rows. Raise ValueError if a column has another number of rows, or its
+    values do not match its offsets."""
     parcel = Parcel()
     for name, column in columns.items():
         if len(column) != count:
@@ -76,8 +81,8 @@ def parcel_of_columns(count: int, columns: Mapping[str, Ragged]) -> Parcel:
 
 
 def unpack(columns: Sequence[str], found: Found, blocks: Mapping[int, np.ndarray]) -> dict[str, Ragged]:
-    """Return columns from the bytes of blocks (number -> [n] uint8). A column in one run is a view of them, else a
-    copy."""
+    """Return columns from the bytes of blocks (number -> [n] uint8). A column with adjacent cells is a view of them,
+    else a copy."""
     out = {}
     for name in columns:
         place = found.columns[name]

@@ -1,8 +1,8 @@
-"""TransferQueue for many nodes over Ray: an object of its store per put or write, the index in a named actor.
+"""TransferQueue for many nodes over Ray: each put or write is an object of Ray's store, and the index is a named actor.
 
-The columns of a call are one packed array. Readers on the same node use it in place, others fetch it once. An object
-exists as long as the process that wrote it. New rows wait while half of the store is in use; columns of existing rows
-do not wait: Ray spills to disk."""
+The columns of a call are one packed array. Readers on the same node use it in place; readers on other nodes fetch it
+once. An object is lost with the process that wrote it. New rows wait while half of the store is in use; columns of
+existing rows do not wait, since Ray spills to disk."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ LOST = "the process that wrote these rows or columns is gone, and with it what i
 
 
 def build(options: Remote) -> RayQueue:
-    """Return a new queue in the cluster of this process, which connects if needed (RAY_ADDRESS; else a local one). The
-    queue ends with this process."""
+    """Return a new queue in the Ray cluster of this process, which is connected first if necessary (to RAY_ADDRESS,
+    else to a new local cluster). The queue ends with this process."""
     name, keeper = start(options.max_bytes)
     return RayQueue(name, options.timeout_s, keeper)
 
 
 def start(max_bytes: int | None, cpus: int = 0) -> tuple[str, Any]:
-    """Start a new index and return its name and actor. max_bytes: None: all of the cluster's object stores · cpus: the
-    minimum for a Ray that is started here."""
+    """Start a new index and return its name and actor. max_bytes: the size of the store; None: that of all object
+    stores of the cluster · cpus: the fewest processors of a Ray that is started here."""
     try:
         import ray
     except ImportError:
@@ -126,17 +126,17 @@ class RayQueue:
         return ray.put(packed)
 
     def _fetch(self, held: list[Any]) -> Sequence[np.ndarray] | None:
-        """Return the arrays of these handles; None if some were freed since the index was read."""
+        """Return the arrays of these handles; None if some of them were freed since the index was read."""
         return [np.asarray(_Bytes(array)) for array in self._get(held, "find")]
 
     def _release(self, held: list[Any]) -> None:
-        """Release freed handles. For Ray nothing is to be done: dropping the last reference is enough."""
+        """Release freed handles. Do nothing for Ray, which frees an object with its last reference."""
 
     # -- the keeper ----------------------------------------------------------------------------------------------------
 
     async def _put(self, parcel: Parcel, refs: Refs) -> Full | None:
-        """Put a parcel in a thread, which cannot be cancelled: a cancelled caller waits until it ends, and leaves no
-        row."""
+        """Put a parcel in a thread and return None, or `Full` if there is no space. The thread cannot be cancelled: if
+        the caller is, wait for the thread and drop the rows."""
 
         def tried() -> Full | None:
             if (found := self._ask(Room(parcel.nbytes))[0]) is None:
@@ -194,7 +194,7 @@ class RayQueue:
 
 
 class _Bytes:
-    """An array of the store that does not report itself as read-only: torch would warn about each, and none is
+    """An array of the store without its read-only flag, about which torch would warn each time. The array is never
     written."""
 
     def __init__(self, array: np.ndarray) -> None:

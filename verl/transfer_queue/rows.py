@@ -20,7 +20,8 @@ from verl.types import LEARNED, TEMPLATE, Facts, Ref, Refs, Sample, Segment, Sou
 
 SOURCES: tuple[Source, ...] = ("prompt", "sampled", "env", "stored")
 ALWAYS, SOMETIMES = ("ids", "segments", "rollout_logprobs"), ("context", "extras")
-"""The columns that a sample is made of again, beside its side channels: those of every row, and those of some."""
+"""The columns from which a sample is rebuilt, besides its side channels: those that every row has, and those that some
+rows have."""
 _CODE = {source: i for i, source in enumerate(SOURCES)}
 
 
@@ -34,7 +35,7 @@ class _Extras(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def _plain(value: object) -> object:
-    """Return a str subclass or a number of numpy as a plain value, which msgpack has."""
+    """Return a str subclass or a number of numpy as a plain value, which msgpack can encode."""
     if isinstance(value, str):
         return str(value)
     if isinstance(value, np.generic):
@@ -48,7 +49,7 @@ _extras = msgspec.msgpack.Decoder(_Extras).decode
 
 
 def columns_of(sample: Sample) -> dict[str, np.ndarray]:
-    """Return the columns of one row, as arrays that no other object shares."""
+    """Return the columns of one row; no other object shares their arrays."""
     segments = sample.segments
     lengths = [len(s.ids) for s in segments]
     learned = [s for s in segments if s.source in LEARNED]
@@ -99,8 +100,8 @@ def queued_samples(queue: TransferQueue, refs: Refs) -> list[Sample]:
 
 
 def read_tokens(queue: TransferQueue, refs: Refs, names: Sequence[str]) -> dict[str, Ragged]:
-    """Return columns per loss token. Side channels, which the queue has for the tokens of their segments, are those of
-    the packed rows."""
+    """Return columns with one value per loss token. Side channels, which the queue has only for the tokens of their
+    segments, are taken from the packed rows."""
     side = [name for name in names if name.startswith(SIDE)]
     found = queue.read(refs, [name for name in names if name not in side])
     if side and refs:
@@ -120,7 +121,7 @@ def facts_column(rows: Sequence[Facts]) -> Ragged:
 
 
 def read_facts(queue: TransferQueue, refs: Refs) -> list[Facts]:
-    """Return the facts in the rows, as they were written last."""
+    """Return the facts that were last written to the rows."""
     return [_facts(part.data) for part in _split(queue.read(refs, ("facts",))["facts"])]
 
 

@@ -1,10 +1,10 @@
 """The keeper of a shared queue: its index and its segments of shared memory, in the process that made the queue.
 
 A segment is a file of /dev/shm: a page with its generation, then the written bytes. One process at a time writes into
-it. Once it is full and all of its rows are dropped, it is idle and is used again while its pages are in memory. A
-reader holds a shared lock (flock) on the file as long as a view of it exists; the kernel releases the lock when the
-process dies. A segment is reused only under the exclusive lock, with the next generation: a reader with the address of
-an older generation detects this after it has locked, and reads the index again."""
+it. Once it is full and all of its rows are dropped, it is idle: it is reused, with the pages that it has. A reader has
+a shared lock (flock) on the file as long as a view of it exists; the kernel releases the lock when the process dies. A
+segment is reused only under the exclusive lock, and gets the next generation. A reader compares the generation after it
+has locked: if its address is of an older one, it reads the index again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HERE = 0  # the client number of the process that made the queue
 
 
 class Reserve(msgspec.Struct, array_like=True, tag=True):
-    """Request a segment for `nbytes`. put: for new rows."""
+    """Request a segment with `nbytes` of free space. put: for new rows, which may use half of the queue."""
 
     nbytes: int
     put: bool
@@ -52,7 +52,7 @@ class Space(msgspec.Struct, tag=True):
     size: int
     generation: int
     backed: int
-    """Its first bytes that have pages."""
+    """The number of its bytes, from the first one, with allocated pages."""
     several: bool
     """Several writes fit into it."""
 
@@ -71,7 +71,7 @@ class _Segment:
 
 
 class Keeper:
-    """Answers the requests of all processes, one at a time."""
+    """The index and the segments of a queue. It answers the requests of all processes, one at a time."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder, self.max_bytes = folder, max_bytes
@@ -127,8 +127,8 @@ class Keeper:
         return Space(made.number, size, made.generation, 0, several)
 
     def _take_back(self, segment: _Segment, *, remove: bool = False) -> bool:
-        """Take an idle segment for its next generation, or remove it, under the exclusive lock. Return False while it
-        is read."""
+        """Take an idle segment for its next generation, or remove it, under the exclusive lock. Return False if it is
+        still read, or no page is free."""
         path = self.folder / str(segment.number)
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # its writer may have died before the file existed
         try:
@@ -148,7 +148,8 @@ class Keeper:
 
 
 def _size_class(nbytes: int) -> int:
-    """Round up to one of four sizes per doubling, so that a segment fits the next write of about that size."""
+    """Return the size of a segment for one write: rounded up to one of four sizes per doubling, so that the segment
+    fits later writes of about that size."""
     step = max(PAGE, 1 << max(0, nbytes.bit_length() - 3))
     return PAGE + -(-nbytes // step) * step
 
@@ -210,7 +211,7 @@ def send_message(connection: socket.socket, message: bytes) -> None:
 
 
 def receive_message(connection: socket.socket) -> bytearray:
-    """Return a message; EOFError if the other side has ended."""
+    """Return a message. Raise EOFError if the other side has ended."""
     return _exactly(connection, LENGTH.unpack(_exactly(connection, LENGTH.size))[0])
 
 

@@ -1,7 +1,8 @@
-"""TransferQueue of several processes on one host: columns in shared memory, their index in the process that made it.
+"""TransferQueue of several processes on one host: the columns are in shared memory, their index is in the process that
+made the queue.
 
-The queue is a handle: pickled or forked, it sends ids and receives addresses (`segments.py`), in one round trip per
-call. Bytes are written once, into a segment of /dev/shm, and are read in place."""
+The queue object is a handle that can be pickled or forked: it sends ids and receives addresses (`segments.py`), in one
+round trip per call. Bytes are written once, into a segment of /dev/shm, and are read in place."""
 
 from __future__ import annotations
 
@@ -65,11 +66,11 @@ from verl.transfer_queue.segments import (
 from verl.types import Refs, Sample, ref_of
 
 RETRY_S = 0.02  # between two attempts of a put to get space
-STRIDE = 1 << 20  # bytes of a segment that get their pages at once, at minimum
+STRIDE = 1 << 20  # the fewest bytes of a segment that are allocated at a time
 
 
 def build(options: Shared) -> SharedQueue:
-    """Return a new queue, which removes its segments at its end. ValueError if /dev/shm has no space for it."""
+    """Return a new queue, which removes its segments when it ends. Raise Refused if /dev/shm has no space for it."""
     if not ROOT.is_dir():
         raise Refused(f"queue.engine=shared needs {ROOT}, which this machine does not have; use queue.engine=memory")
     folder, lock = make_folder()
@@ -107,8 +108,8 @@ def _forget(server: Callable[[], SegmentServer | None], lock: int, end: weakref.
 
 
 class SharedQueue:
-    """A `TransferQueue` in shared memory. A read result may be a view of it, which cannot be written: an attempt ends
-    the process. It is unchanged until the reader releases it."""
+    """A `TransferQueue` in shared memory. A read result may be a view of shared memory, which is unchanged until the
+    reader releases it. It must not be written: an attempt ends the process."""
 
     def __init__(self, folder: Path, timeout_s: float, keeper: Keeper | None = None) -> None:
         self._folder, self._timeout_s = folder, timeout_s
@@ -191,7 +192,7 @@ class _Mapped:
 
 
 class _Lease:
-    """The bytes of a segment for a reader. The segment is not used again until the last view of them is released."""
+    """A reader's lock on a segment, which is not reused until the last view of its bytes is released."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._pid = fd, os.getpid()
@@ -219,6 +220,8 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Region:
+    """A reserved range of bytes in a segment."""
+
     segment: _Segment
     start: int
     nbytes: int
@@ -238,8 +241,8 @@ class _Process:
         self._read: dict[int, _Mapped] = {}
 
     def ask(self, request: Request) -> Any:
-        """Send a request and return the answer. ValueError: the index refuses; ConnectionError: the keeper's process
-        has ended."""
+        """Send a request to the keeper and return its answer. Raise ValueError if the index rejects it, TimeoutError if
+        the answer is late, and ConnectionError if the keeper's process has ended."""
         if self._keeper is not None:
             reply: Reply = self._keeper.answer(HERE, request)
         else:
@@ -306,15 +309,15 @@ class _Process:
                 self._end(region.segment, commit)
 
     def _end(self, segment: _Segment, commit: Commit | None) -> None:
-        """End a write, under the lock. The last writer of a segment that is full seals it."""
+        """End a write; the caller holds the lock. The last writer of a segment that is full seals it."""
         segment.writers -= 1
         seal = not segment.writers and segment is not self._filled
         if commit or seal:
             self.ask(Store(commit, segment.space.number, seal))
 
     def _back(self, segment: _Segment, end: int) -> None:
-        """Allocate pages for the segment's first `end` bytes, and map it. A full disk raises an OSError here; a write
-        to a page that cannot be allocated would end the process."""
+        """Allocate pages for the segment's first `end` bytes, and map it. Raise OSError if the disk is full: without
+        this, a write to a page that cannot be allocated would end the process."""
         space = segment.space
         if end <= space.backed and space.number in self._written:
             return
@@ -336,7 +339,8 @@ class _Process:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def lease(self, blocks: Mapping[int, int]) -> dict[int, np.ndarray] | None:
-        """Return the bytes of these segments; None if one has been reused since the index was read."""
+        """Lock these segments (number -> generation) for reading and return their bytes; None if one of them was reused
+        or removed since the index was read."""
         leased = {}
         for number, generation in blocks.items():
             try:

@@ -106,7 +106,7 @@ class BroadcastGroup:
                 piece.copy_(bucket)
 
     def _wait_for(self, work: Any) -> None:
-        """Wait until a broadcast on a device has completed, whose own `wait` does not block the host. Raise
+        """Wait until a broadcast on a device has completed; torch's own `wait` does not block the host. Raise
         TimeoutError after `MEMBER_S`."""
         until_s = time.monotonic() + MEMBER_S
         while not work.is_completed():
@@ -241,7 +241,7 @@ class CollectiveStream(HostStream):
         return super().version
 
     def _yield_to_the_member(self) -> None:
-        """Wait up to HEAD_START_S for the process of this host that received the version before, whose group exists
+        """Wait up to HEAD_START_S for the process of this host that received the version before: its group exists
         already."""
         peer, version, _ = request_version(self._address, NOTHING)
         peer.close()

@@ -61,5 +61,5 @@ def disk_faults(config: Config, pools: Pools, roles: Roles) -> Iterator[str]:
 
 
 def _off_gpu(pools: Pools, roles: Roles) -> list[str]:
-    """Return the roles, of actor and rollout, whose pools do not compute on GPUs."""
+    """Return the roles, of actor and rollout, with pools that do not compute on GPUs."""
     return [role for role in ("actor", "rollout") if role in roles and pools[roles[role]].computes_on != "cuda"]

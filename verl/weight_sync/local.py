@@ -244,8 +244,8 @@ async def _given_up(replica: RolloutEngine, parameters: ParameterSet, why: Excep
 
 
 def _release_trainer(trainer: PublishingWorkers, turn: int, number: int, ended: asyncio.Task[Delivered]) -> None:
-    """Stop the trainer's wait for a replica whose delivery failed: it takes no more tensors, and the trainer and the
-    other replicas would wait for it."""
+    """Stop the trainer's wait for a replica after its delivery failed: it takes no more tensors, and the trainer and
+    the other replicas would wait for it."""
     if ended.cancelled() or ended.exception() is not None:
         trainer.lose_reader(turn, number)
 

@@ -85,7 +85,7 @@ class RelayOutlet(BucketOutlet):
 
 
 class RelayStream(BucketStream):
-    """The `TensorStream` of one reader and one version, whose sender is on another host or on this one."""
+    """The `TensorStream` of one reader and one version, sent by another host or by this one."""
 
     def __init__(self, address: str) -> None:
         at, self._key, rest = address.split("/", 2)

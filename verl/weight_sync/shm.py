@@ -189,7 +189,7 @@ class ShmStream(TensorStream):
         return str(self._path)
 
     def describe(self, version: int, index: bytes, first: int, handle: bytes = b"") -> None:
-        """Record a version, whose tensors are already at the offset `first`, or in the GPU memory of that handle."""
+        """Record a version. Its tensors are already at the offset `first`, or in the GPU memory of that handle."""
         _describe(self._found, index, first, handle)
         self.hold(version)
 
