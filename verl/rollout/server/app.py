@@ -44,6 +44,7 @@ log = logging.getLogger("verl.serve")
 
 
 def make_app(service: Service) -> web.Application:
+    """Return the application with all endpoints; those of the control plane only with serve.control=true."""
     options = service.options
     app = web.Application(middlewares=[guard], client_max_size=int(options.max_body_mb * 2**20))
     app[SERVICE], app[DOOR] = service, Door()
@@ -87,6 +88,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Return the answer of a request, which may be an error of this server, and count it in the metrics."""
     service, answer, entrance = request.app[SERVICE], None, request.app[DOOR]
     if request.path != "/health":
         entrance.has_all(request)  # it is not the caller that takes time here
@@ -129,6 +131,7 @@ def _no_route(request: web.Request, status: int) -> str:
 
 
 def refusal(error: ApiError) -> web.Response:
+    """Return the response for an error."""
     headers = {"Retry-After": RETRY_AFTER_S} if error.status in (429, 503) else None
     return as_json(error.body(), status=error.status, headers=headers)
 
@@ -177,6 +180,7 @@ async def _streamed(request: web.Request, service: Service, form: Form, names: t
 
 
 def completion_form(service: Service, fields: Mapping[str, Any]) -> Form:
+    """Return the form of a request to /v1/completions. Raise ApiError if it is not valid."""
     body = typed(fields, CompletionBody)
     _check_model(service, body.model)
     _refuse_other_logprobs(body)
@@ -188,6 +192,7 @@ def completion_form(service: Service, fields: Mapping[str, Any]) -> Form:
 
 
 def _prompts(service: Service, body: CompletionBody) -> list[np.ndarray]:
+    """Return the ids [P] of each prompt of a request: a text, texts, ids, or lists of ids."""
     given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if len(kinds := {type(one) for one in given}) > 1:
         said = "prompt mixes texts, ids and lists of ids; one kind at a time"
@@ -203,6 +208,7 @@ def _prompts(service: Service, body: CompletionBody) -> list[np.ndarray]:
 
 
 def chat_form(service: Service, fields: Mapping[str, Any]) -> Form:
+    """Return the form of a request to /v1/chat/completions. Raise ApiError if it is not valid."""
     count = fields.get("top_logprobs")
     refuse_top_logprobs(count if isinstance(count, int) else 0, "top_logprobs", "logprobs=true gives that")
     body = typed(fields, ChatBody)
@@ -215,6 +221,7 @@ def chat_form(service: Service, fields: Mapping[str, Any]) -> Form:
 
 
 def token_form(service: Service, fields: Mapping[str, Any]) -> Form:
+    """Return the form of a request to /inference/v1/generate. Raise ApiError if it is not valid."""
     body = typed(fields, TokenBody)
     _check_model(service, body.model)
     drawn = typed(body.sampling_params, TokenSampling, prefix="sampling_params.")
@@ -245,10 +252,14 @@ def _common(service: Service) -> dict[str, Any]:
 
 
 class AbortRequestsBody(msgspec.Struct):
+    """The body of a request to /inference/v1/abort_requests."""
+
     request_ids: list[str]
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
+    """The body of a request to /tokenize. Either `prompt` or `messages` is given."""
+
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -259,6 +270,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """The body of a request to /detokenize."""
+
     model: str | None = None
     tokens: list[Id]
 
@@ -315,6 +328,7 @@ async def model(request: web.Request) -> web.Response:
 
 
 def _card(service: Service) -> dict[str, Any]:
+    """Return the description of the model, as /v1/models lists it."""
     name, most = service.options.name, service.max_context_tokens
     return {"id": name, "object": "model", "created": 0, "owned_by": "verl", "root": name, "max_model_len": most}
 

@@ -36,42 +36,53 @@ TAGS = {"weights": "weights", "kv_cache": "kv", "kv": "kv"}  # vLLM's names
 
 
 class UpdateInfo(msgspec.Struct, kw_only=True):
-    """A segment of shared memory with weights."""
+    """A segment of shared memory that has weights of a new version."""
 
     path: str
     version: Annotated[int, Meta(ge=0)]
     names: list[str] | None = None
-    """The tensors to take. Null: all."""
+    """The tensors to read. Null: all."""
     checksums: dict[str, int] = {}
-    """crc32 of the bytes, by name."""
+    """crc32 of the bytes of tensors, by name."""
     whole: bool = False
-    """It is the last segment."""
+    """True for the last segment of an update: its tensors and those before are the whole model."""
     passes: bool = False
-    """It is overwritten after the answer."""
+    """True if the segment is overwritten after the answer, and has to be read before."""
 
 
 class UpdateBody(msgspec.Struct):
+    """The body of a request to /update_weights."""
+
     update_info: UpdateInfo
 
 
 class FinishBody(msgspec.Struct):
+    """The body of a request to /finish_weight_update."""
+
     weight_version: str | None = None  # the name of the weights: the version, perhaps with "-" and more
 
 
 class InitBody(msgspec.Struct):
+    """The body of a request to /init_weight_transfer_engine."""
+
     init_info: dict[str, Any]
 
 
 class RpcBody(msgspec.Struct):
+    """The body of a request to /collective_rpc."""
+
     method: str
 
 
 class AbortBody(msgspec.Struct):
+    """The body of a request to /abort_requests. Without ids all requests are aborted."""
+
     request_ids: list[str] | None = None
 
 
 class PassingSegments:
-    """A `WeightReader` of segments that the engine reads one by one, as they arrive, in its own thread."""
+    """A `WeightReader` of segments that are overwritten after they were read. The engine reads each as it arrives, in
+    its own thread."""
 
     passes = True
 
@@ -89,6 +100,8 @@ class PassingSegments:
             done()
 
     def _next(self) -> tuple[UpdateInfo, Callable[[], object]] | None:
+        """Wait for the next segment, and return it with the function to call after it was read; None: it was the last
+        one."""
         try:
             told = self._parts.get(timeout=self._wait_s)
         except queue.Empty:
@@ -98,7 +111,7 @@ class PassingSegments:
         return told
 
     def give(self, part: UpdateInfo) -> asyncio.Future[None]:
-        """Give the engine the next segment, and return a future that is done when it was read."""
+        """Give the next segment to the engine, and return a future that is done when the engine has read it."""
         loop = asyncio.get_running_loop()
         read: asyncio.Future[None] = loop.create_future()
 
@@ -110,21 +123,22 @@ class PassingSegments:
         return read
 
     def end(self, why: SyncError | None = None) -> None:
+        """Record that there are no more segments; with `why`, the load of the engine fails."""
         self._parts.put(why)
 
 
 @dataclass(slots=True)
 class Update:
-    """The segments of an update until now; a `WeightReader` when it is complete."""
+    """The segments of the running update. It is a `WeightReader` of them after the last one."""
 
     parts: list[UpdateInfo] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     """The tensors that the engine has read."""
     version: int = -1
     live: Callable[[PauseMode], Awaitable[int]] | None = None
-    """Makes weights live that were read before."""
+    """Makes weights live that were read while requests continued. None: they are read later."""
     passing: tuple[PassingSegments, asyncio.Future[int]] | None = None
-    """The segments that the engine reads as they arrive, and its load."""
+    """The source of overwritten segments that the engine reads as they arrive, and the engine's load of it."""
     passes: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     """As in `WeightReader`."""
@@ -166,11 +180,13 @@ class ControlPlane:
         self.update: Update | None = None
 
     async def start(self, request: web.Request) -> web.Response:
+        """Begin an update. An unfinished one before it is dropped."""
         self._drop("another one was begun")  # an unfinished update is not live
         self.update = Update()
         return as_json({"message": "Weight update started"})
 
     async def announce(self, request: web.Request) -> web.Response:
+        """Add a segment to the update: check it, and read it now if it will be overwritten or is the last one."""
         service, update = request.app[SERVICE], self._begun()
         info = (await computed(request, lambda fields: typed(fields, UpdateBody))).update_info
         if not Path(info.path).name.startswith(SEGMENT):
@@ -199,6 +215,7 @@ class ControlPlane:
         return as_json({"message": "Weights updated"})
 
     async def finish(self, request: web.Request) -> web.Response:
+        """Make the weights of the update live, and answer with the names of the tensors that were loaded."""
         service, update = request.app[SERVICE], self._begun()
         body = await computed(request, lambda fields: typed(fields, FinishBody), absent=b"{}")
         try:
@@ -224,7 +241,8 @@ class ControlPlane:
         return as_json({**message, "loaded": update.loaded})
 
     async def _read_passing(self, service: Service, update: Update, info: UpdateInfo) -> None:
-        """Wait until the engine has read a segment that passes. Raise the error if its load fails."""
+        """Wait until the engine has read a segment that is overwritten later. Raise the error of its load if that
+        fails."""
         wait_s = service.options.request_timeout_s
         if update.passing is None:
             source = PassingSegments(info.version, update.loaded, wait_s)
@@ -239,7 +257,8 @@ class ControlPlane:
             loading.result()
 
     async def end(self, app: web.Application) -> None:
-        """End the running update with the server. Otherwise the process would wait for its rest."""
+        """Drop the running update at the end of the server. Otherwise the process would wait for its further
+        segments."""
         self._drop("the server ends")
 
     def _drop(self, why: str) -> None:
@@ -251,11 +270,13 @@ class ControlPlane:
         self.update = None
 
     def _begun(self) -> Update:
+        """Return the running update. Raise ApiError 409 if there is none."""
         if self.update is None:
             raise ApiError(409, "no weight update has been started: POST /start_weight_update", code="no_update")
         return self.update
 
     def _failed(self, service: Service, why: BaseException) -> ApiError:
+        """Drop the update, stop all generation until a complete one, and return the error."""
         self._drop("it failed")
         said = f"a weight update failed: {why or type(why).__name__}"
         service.failed = f"{said}; nothing is generated before a whole update has succeeded"
@@ -268,7 +289,7 @@ def _mode(service: Service) -> PauseMode:
 
 
 def tells(what: Callable[[Service], dict[str, Any]]) -> Handler:
-    """Return the handler of a question about the server."""
+    """Return a handler that answers with `what(service)` as JSON."""
 
     async def handle(request: web.Request) -> web.Response:
         return as_json(what(request.app[SERVICE]))

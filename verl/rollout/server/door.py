@@ -1,4 +1,4 @@
-"""Checks of callers of `verl serve`, and limits of connections without a complete request.
+"""The checks of callers of `verl serve`, and the limits on connections that have not sent a complete request.
 
 The checks read only headers: before them no body is read or decompressed.
 """
@@ -24,7 +24,8 @@ MOST_WAITING = 1024  # connections without a complete request; the oldest ones a
 
 
 class Door:
-    """The connections without a complete request, the oldest first."""
+    """The connections that have not sent a complete request, the oldest first. If they are too many, the oldest are
+    closed."""
 
     def __init__(self) -> None:
         self.waiting: dict[web.RequestHandler, None] = {}

@@ -1,4 +1,4 @@
-"""Parts of all handlers of `verl serve`: the service of an app, bodies of requests as JSON, answers as JSON."""
+"""The parts that all handlers of `verl serve` share: the service of an app, and JSON bodies of requests and answers."""
 
 from __future__ import annotations
 

@@ -11,21 +11,24 @@ BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 @dataclass(slots=True)
 class Metrics:
-    """Counters of a server."""
+    """The counters of a server, which /metrics returns."""
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     """HTTP requests by (path, status)."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
     seconds: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
-    """Generation requests by bucket of their duration."""
+    """The number of generation requests in each bucket of durations (`BUCKETS_S`, and longer ones)."""
     total_s: float = 0.0
+    """The sum of the durations of generation requests."""
 
     def took(self, seconds: float) -> None:
+        """Count a generation request of this duration."""
         self.seconds[sum(seconds > limit for limit in BUCKETS_S)] += 1
         self.total_s += seconds
 
     def render(self, *, running: int, weight_version: int, can_speak: bool) -> str:
+        """Return all counters in Prometheus' text format."""
         lines = [
             *_family("requests_total", "counter", "HTTP requests", self._by_path()),
             *_family("prompt_tokens_total", "counter", "tokens of prompts", [("", self.prompt_tokens)]),

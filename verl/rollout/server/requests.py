@@ -1,4 +1,5 @@
-"""Bodies of requests: OpenAI's and vLLM's fields -> prompts and `Sampling`, or an error that names the field.
+"""The bodies of requests: OpenAI's and vLLM's fields are read as prompts and `Sampling`, or refused by an error that
+names the field.
 
 A field that this server does not follow is refused, never dropped.
 """
@@ -48,6 +49,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 """Fields and the values at which they change nothing."""
 ABOUT_THE_CALLER = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "session_id", "detokenize"})
+"""Fields that change no answer, with any value."""
 
 
 class ApiError(Exception):
@@ -63,6 +65,8 @@ class ApiError(Exception):
 
 
 class StreamOptions(msgspec.Struct):
+    """OpenAI's options of a stream."""
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
@@ -95,6 +99,8 @@ class PromptFields(SamplingFields, kw_only=True):
 
 
 class CompletionBody(PromptFields, kw_only=True):
+    """The body of a request to /v1/completions."""
+
     prompt: str | list[str | Id | list[Id]]  # a text, texts, ids, or lists of ids
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
@@ -102,6 +108,8 @@ class CompletionBody(PromptFields, kw_only=True):
 
 
 class ChatBody(PromptFields, kw_only=True):
+    """The body of a request to /v1/chat/completions."""
+
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] = "auto"
@@ -111,18 +119,20 @@ class ChatBody(PromptFields, kw_only=True):
 
 
 class TokenSampling(SamplingFields, kw_only=True):
+    """The sampling settings of a request with token ids."""
+
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
     position: Annotated[int, Meta(ge=0)] = 0  # as in `Sampling`
 
 
 class TokenBody(msgspec.Struct, kw_only=True):
-    """A request with token ids."""
+    """The body of a request to /inference/v1/generate: a prompt of token ids."""
 
     token_ids: list[Id]
     sampling_params: dict[str, Any] = {}
     stream_interval_s: Annotated[float, Meta(ge=0)] = 0.0
-    """The least time between two events of a stream; the tokens in between are sent together."""
+    """The least seconds between two events of a stream; the tokens in between are sent together."""
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -133,25 +143,30 @@ class TokenBody(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationCall:
-    """The work of one HTTP request for the engine."""
+    """The part of an HTTP request that the engine computes: prompts, sampling, and the form of the answer."""
 
     prompts: tuple[np.ndarray, ...]
-    """[P] int64 each."""
+    """The ids of each prompt, [P] int64."""
     sampling: Sampling
     n: int
-    """Answers to each prompt."""
+    """The number of answers to each prompt."""
     request_id: str
     room: bool = False
-    """No limit was given: answers may fill the context."""
+    """True if no limit was given: answers may fill the context."""
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
     prompt_logprobs: int | None = None
-    """Score the prompts, with so many most likely tokens at each position. None: no scores."""
+    """The number of most likely tokens at each position of the prompts that are scored too. None: prompts are not
+    scored."""
     with_ids: bool = False
+    """True if the answer has the ids of its tokens."""
     tokens_as_ids: bool = False
+    """True if tokens are written as `token_id:ID` in place of their text."""
     include_stop: bool = False
+    """True if the text contains the stop string that ended it."""
     interval_s: float = 0.0
+    """The least seconds between two events of a stream."""
 
     def samplings(self, max_context_tokens: int) -> list[tuple[np.ndarray, Sampling]]:
         """Return prompt and sampling of every answer. The first answer to a prompt has the given seed."""
@@ -165,8 +180,8 @@ class GenerationCall:
 
 
 def decoded(raw: bytes) -> dict[str, Any]:
-    """Return a JSON object. Anything else is an ApiError 400, and so is an object with so many parts that decoding it
-    would block every thread."""
+    """Return the JSON object of a body. Raise ApiError 400 for anything else, and for an object with more parts than
+    `MAX_PARTS`: decoding it would block every thread."""
     lists, quotes = raw.count(b"{") + raw.count(b"["), raw.count(b'"') - raw.count(b'\\"')
     for what, count in (("objects and lists", lists), ("quotes", quotes), ("commas", raw.count(b","))):
         if count > MAX_PARTS[what]:
@@ -182,8 +197,8 @@ def decoded(raw: bytes) -> dict[str, Any]:
 
 
 def typed(fields: Mapping[str, Any], kind: type[Body], *, prefix: str = "") -> Body:
-    """Return the fields as `kind`. null is the default. An unknown field, or one of another type, is an ApiError
-    400."""
+    """Return the fields as `kind`. A null field has its default. Raise ApiError 400 for an unknown field and for one of
+    another type."""
     known = kind.__struct_fields__
     given = {}
     for name, value in fields.items():
@@ -207,6 +222,7 @@ def shown(value: Any) -> str:
 
 
 def _means_nothing(name: str, value: Any) -> bool:
+    """Return true if this value of an unknown field changes nothing (`NEUTRAL`)."""
     return any(
         value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL.get(name, ())
     )
@@ -298,6 +314,7 @@ def call_of(
 
 
 def refuse_top_logprobs(count: int | None, param: str, instead: str) -> None:
+    """Raise ApiError if log-probs of other tokens than the sampled one are requested. `instead` is the advice."""
     if count:
         said = f"{param}={count}: this engine knows the log-prob of the token that was drawn, and no others; {instead}"
         raise ApiError(400, said, param=param, code="unsupported_parameter")

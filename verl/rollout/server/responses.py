@@ -1,5 +1,5 @@
-"""The JSON of answers, whole and as a stream of chunks: OpenAI's completions and chat, vLLM's endpoint with token
-ids."""
+"""The JSON of answers, whole and as a stream of chunks, of each endpoint: OpenAI's completions and chat, and vLLM's
+endpoint with token ids."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ FINISH: Mapping[str, str] = MappingProxyType(
 
 @dataclass(slots=True)
 class Answer:
-    """One answer of a stream."""
+    """One answer of a stream, as far as it was sent."""
 
     prompt: np.ndarray
     text: Piecewise
-    """The text that was sent."""
+    """Its text, in the pieces that can be sent."""
     sent: int = 0
     """The number of tokens that were sent."""
 
@@ -39,7 +39,7 @@ class Form:
     texts: Texts
     name: str
     created: int
-    weights: dict[int, str]  # names, by their versions, the live one last; else the version is its name
+    weights: dict[int, str]  # names of the weights by version, the live one last; others have the version as name
     kinds: ClassVar[tuple[str, str]] = ("", "")  # whole, chunk
     prefix: ClassVar[str] = ""
 
@@ -55,20 +55,24 @@ class Form:
         return msgspec.json.encode({**found, "choices": [_raw(choice) for choice in found["choices"]]})
 
     def chunk(self, choices: Sequence[Any], usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return a chunk of a stream with these choices."""
         found = {**self.envelope(1), "choices": list(choices)}
         return {**found, "usage": usage} if self.call.include_usage else found
 
     def envelope(self, kind: int) -> dict[str, Any]:
+        """Return the fields around the choices of a whole answer (kind 0) or of a chunk (1)."""
         head = {"id": f"{self.prefix}{self.call.request_id}", "object": self.kinds[kind]}
         return {**head, "created": self.created, "model": self.name}
 
     def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return the numbers of tokens."""
         asked, drawn = sum(map(len, self.call.prompts)), sum(len(c.ids) for c in completions)
         cached = {"cached_tokens": sum(c.cached_tokens for c in completions)}
         tokens = {"prompt_tokens": asked, "completion_tokens": drawn, "total_tokens": asked + drawn}
         return {**tokens, "prompt_tokens_details": cached}
 
     def answers(self) -> list[Answer]:
+        """Return the answers of a stream, of which nothing was sent yet."""
         return [Answer(p, Piecewise(self.texts.decode, self.call.sampling.stop)) for p in self._prompts()]
 
     def opening(self, i: int, answer: Answer) -> dict[str, Any] | None:
@@ -76,6 +80,7 @@ class Form:
         return None
 
     def choice(self, i: int, prompt: np.ndarray, completion: Completion) -> dict[str, Any]:
+        """Return the choice of a whole answer: number i, of this prompt."""
         raise NotImplementedError
 
     def piece(self, i: int, answer: Answer, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
@@ -98,6 +103,7 @@ class Form:
         return [prompt for prompt in self.call.prompts for _ in range(self.call.n)]
 
     def _end(self, completion: Completion) -> dict[str, Any]:
+        """Return the reasons of the end of an answer."""
         by_id = int(completion.ids[-1]) if completion.stop_reason == "stop" and completion.stop is None else None
         return {"finish_reason": FINISH[completion.stop_reason], "stop_reason": completion.stop or by_id}
 
@@ -108,12 +114,12 @@ class Form:
         return {"token_ids": ids.tolist()} | ({"weight_versions": self._versions(completion)} if completion else {})
 
     def _versions(self, completion: Completion) -> list[dict[str, Any]]:
-        """Return which weights sampled which tokens."""
+        """Return the spans of tokens that each version of the weights has sampled."""
         spans = ((self.weights.get(version, str(version)), start, end) for version, start, end in completion.spans)
         return [{"version": name, "start": start, "end": end} for name, start, end in spans]
 
     def _content(self, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
-        """Return log-probs as chat has them."""
+        """Return the log-probs of tokens in the shape of chat."""
         if not self.call.logprobs:
             return None
         told = [self.texts.token(i, as_id=self.call.tokens_as_ids) for i in ids.tolist()]
@@ -122,6 +128,8 @@ class Form:
 
 
 class CompletionForm(Form):
+    """OpenAI's completions. With `prompt_logprobs` each choice has the scores of its prompt, as in vLLM."""
+
     kinds = ("text_completion", "text_completion")
     prefix = "cmpl-"
 
@@ -157,7 +165,7 @@ class CompletionForm(Form):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatForm(Form):
-    """OpenAI's chat. If an answer may contain tool calls, a stream sends it whole."""
+    """OpenAI's chat. If an answer may contain tool calls, a stream sends it whole, at its end."""
 
     tools: Sequence[Any] | None = None
     """The tools that the model was shown."""
@@ -196,6 +204,7 @@ class ChatForm(Form):
         return {**found, **end, **self._ids(ids, completion)}
 
     def _message(self, prompt: np.ndarray, completion: Completion) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the message of an answer, and the reasons of its end."""
         text, end = self.texts.answer(completion, include_stop=self.call.include_stop), self._end(completion)
         message = self.texts.message(completion, text, prompt, self.tools)
         if message.get("tool_calls") and end["finish_reason"] == "stop":
@@ -214,7 +223,7 @@ class _Token(msgspec.Struct):
 
 
 class _Known(msgspec.Struct):
-    """A token of a prompt, or a likely one at its place, in vLLM's shape."""
+    """A token of a prompt, or one of the most likely tokens at its position, in vLLM's shape."""
 
     logprob: float
     rank: int | None = None
@@ -222,7 +231,7 @@ class _Known(msgspec.Struct):
 
 
 class TokenForm(Form):
-    """vLLM's /inference/v1/generate: ids in, ids out."""
+    """vLLM's /inference/v1/generate: token ids in, token ids out."""
 
     def whole(self, completions: Sequence[Completion], scores: Sequence[Scores] = ()) -> dict[str, Any]:
         score = scores[0] if scores else None
@@ -272,4 +281,5 @@ def prompt_logprobs(prompt: np.ndarray, scores: Scores | None) -> list[Any] | No
 
 
 def _raw(part: Any) -> msgspec.Raw:
+    """Return a part of an answer that is encoded already."""
     return msgspec.Raw(msgspec.json.encode(part))

@@ -1,4 +1,5 @@
-"""The engine of a server: admission and deadlines of requests, and whether it may answer at all. It knows no HTTP."""
+"""The engine of a server: admission and deadlines of requests, and the state in which it may answer. It uses no
+HTTP."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from verl.rollout.server.texts import Texts
 from verl.rollout.server.work import Threads, Turns
 from verl.types import Sampling
 
-HEALTH_TIMEOUT_S = 10.0
-HEALTH_KEPT_S = 1.0
+HEALTH_TIMEOUT_S = 10.0  # for a check of the engine
+HEALTH_KEPT_S = 1.0  # during which the result of a check counts
 HEALTH_WAIT_S = 0.05  # for an engine that passed its last check: it answers between two of its steps
 KEPT_NAMES = 256  # names of the latest weights
 MOST_ABORTED = 2**14  # requests that one call aborts by their ids
@@ -30,13 +31,14 @@ ABORT_TIMEOUT_S = 5.0  # for sending the answers that were aborted
 
 
 class News:
-    """New tokens of the answers of a stream that are not sent yet. Those of one answer are sent together."""
+    """The new tokens of the answers of a stream that are not sent yet. Those of one answer are sent together."""
 
     def __init__(self) -> None:
         self._held: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # ids and log-probs, by the answer's place
         self._told, self._ended = asyncio.Event(), False
 
     def tell(self, i: int, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Add tokens of answer i."""
         self._held.setdefault(i, []).append((ids, logprobs))
         self._told.set()
 
@@ -46,7 +48,7 @@ class News:
         self._told.set()
 
     async def some(self) -> bool:
-        """Wait for new tokens. Return False if there are none left and the stream has ended."""
+        """Wait for new tokens. Return False if none are left and the stream has ended."""
         if not self._held and not self._ended:
             self._told.clear()
             await self._told.wait()
@@ -78,32 +80,38 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     threads: Threads = field(default_factory=Threads)
     starts: Turns = field(default_factory=Turns)
-    """Turns of the event loop for requests that begin."""
+    """Turns of the event loop in which new requests begin."""
     pieces: Turns = field(default_factory=Turns)
-    """Turns of the event loop for pieces of streams."""
+    """Turns of the event loop in which pieces of streams are encoded."""
     running: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The ids of the engine's requests, by the id of the HTTP request."""
     sequences: int = 0
     """Answers that are being generated."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while no answer is being generated."""
     draining: bool = False
+    """True after the server was stopped: new requests are refused."""
     failed: str | None = None
-    """Why nothing may be generated."""
+    """The reason why nothing may be generated, or None."""
     paused: bool = False
     asleep: set[str] = field(default_factory=set)
     """The parts of the engine's memory that are freed."""
     weights: dict[int, str] = field(default_factory=dict)
     """The names of the latest weights, as their senders chose them, by version."""
     loading: set[asyncio.Future[int]] = field(default_factory=set)
+    """The running loads of new weights."""
     health: asyncio.Task[None] | None = None
+    """The last check of the engine."""
     health_at: float = 0.0
+    """The time at which it began (monotonic clock, in seconds)."""
     well: bool = False
-    """The engine passed its last check."""
+    """True if the engine has passed its last check."""
 
     def __post_init__(self) -> None:
         self.call_weights(self.engine.version, str(self.engine.version))
 
     def call_weights(self, version: int, name: str) -> None:
+        """Record the name of a version of the weights."""
         self.weights.pop(version, None)
         self.weights[version] = name
         while len(self.weights) > KEPT_NAMES:
@@ -131,6 +139,7 @@ class Service:
             raise ApiError(503, self.failed, code="no_weights")
 
     def check_prompts(self, prompts: list[np.ndarray], param: str) -> None:
+        """Raise ApiError if a prompt is empty, too long, or has ids outside the vocabulary, or if there is none."""
         if not prompts:
             raise ApiError(400, f"{param} is empty", param=param, code="empty_prompt")
         for ids in prompts:
@@ -209,6 +218,8 @@ class Service:
             return await self.threads.run(size, form.encoded, found, scores)
 
     async def _scores(self, ids: np.ndarray, top: int) -> Scores:
+        """Return the scores of a prompt, with the `top` most likely tokens of each position if the engine ranks
+        tokens."""
         if (await self.engine.capabilities()).ranks_tokens:
             return await self.engine.score_top(ids, top)
         refuse_top_logprobs(top, "prompt_logprobs", "prompt_logprobs=0 gives that")
@@ -224,7 +235,7 @@ class Service:
 
             def tell(ids: np.ndarray, logprobs: np.ndarray) -> None:
                 nonlocal told_s
-                held.append((ids, logprobs))  # those that are held at its end stand in the last chunk
+                held.append((ids, logprobs))  # those that are held at the end are sent with the last chunk
                 if (now := time.monotonic()) - told_s >= form.call.interval_s:
                     news.tell(i, *map(np.concatenate, zip(*held, strict=True)))
                     told_s = now
@@ -271,6 +282,7 @@ class Service:
         self.well = True
 
     async def _probe(self) -> None:
+        """Score one token. Raise RuntimeError if that takes longer than `HEALTH_TIMEOUT_S` or is not finite."""
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 found = await self.engine.score(np.zeros(2, np.int64))
@@ -298,6 +310,7 @@ class Service:
             await self._idle(ABORT_TIMEOUT_S)
 
     async def _idle(self, within_s: float) -> bool:
+        """Wait for the end of all answers, at most `within_s`, and return true if they have ended."""
         if self.sequences:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.idle.wait(), within_s)
@@ -305,6 +318,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
+        """Raise ApiError 504 if the block takes longer than serve.request_timeout_s."""
         limit_s = self.options.request_timeout_s
         try:
             async with asyncio.timeout(limit_s):

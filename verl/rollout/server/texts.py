@@ -1,4 +1,4 @@
-"""Text on both ends of an answer: prompts from text and messages, text and tool calls from tokens."""
+"""The texts of requests and answers: prompts from text and messages, text and tool calls from tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from verl.chat.template import RESERVED_KWARGS, Renderer, RowRefused, TemplateAu
 from verl.rollout.base import Completion, DecodeFn
 from verl.rollout.server.requests import ApiError, ChatBody, shown
 
-LARGEST_NUMBER = 2.0**31  # largest template argument: a template may repeat a text so many times
-OPENING_TOKENS = 16  # at the end of a prompt, where a thought may be begun
+LARGEST_NUMBER = 2.0**31  # largest number in template arguments: a template may repeat a text that many times
+OPENING_TOKENS = 16  # last tokens of a prompt that are searched for the beginning of a thought
 LEAST_LONGEST = 64  # characters of a token: unknown words and runs of spaces are one, whatever the vocabulary has
 COMPARED = 1024  # beginnings of stop strings that are compared with the end of a text for each piece of it
 HALF = "\ufffd"  # the decoder writes it for a character with missing bytes
@@ -25,18 +25,18 @@ HALF = "\ufffd"  # the decoder writes it for a character with missing bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """A tokenizer and its chat template."""
+    """A tokenizer and its chat template, with the conversions between text and tokens."""
 
     tokenizer: Any
     decode: DecodeFn
-    """Returns text without special tokens."""
+    """Converts ids to text without special tokens."""
     spell: DecodeFn
-    """Returns text with special tokens."""
+    """Converts ids to text with special tokens."""
     audit: TemplateAudit
     """The measured behaviour of the template."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    format: str = field(init=False)  # how calls are written, by the chat template; as Hermes where it does not show it
-    longest_token: int = field(init=False)  # in characters, at least
+    format: str = field(init=False)  # of tool calls, found in the chat template; Hermes if it is not found
+    longest_token: int = field(init=False)  # its characters, at least `LEAST_LONGEST`
 
     def __post_init__(self) -> None:
         longest = max(LEAST_LONGEST, max(map(len, self.tokenizer.get_vocab()), default=0))
@@ -48,6 +48,7 @@ class Texts:
         object.__setattr__(self, "format", found)
 
     def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:
+        """Return the ids [P] int64 of a text."""
         return np.asarray(self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"], np.int64)
 
     def check_size(self, characters: int, param: str, max_context_tokens: int) -> None:
@@ -112,6 +113,7 @@ class Texts:
     def _with_calls(
         self, completion: Completion, text: str, prompt: np.ndarray, tools: Sequence[Any]
     ) -> dict[str, Any]:
+        """Return the message of an answer with its tool calls, or with its text if it has none that are all valid."""
         opening = opening_of(self.format, self.spell(prompt[-OPENING_TOKENS:].tolist()))
         turn = TurnParser(FORMATS[self.format]).parse(self.answer(completion, spelled=True), tools, opening)
         if not turn.calls:
@@ -150,7 +152,8 @@ def _characters(value: Any) -> int:
 
 
 def _message(given: Mapping[str, Any], i: int) -> dict[str, Any]:
-    """Return a message of a request as templates expect it. ApiError for one that is none, or is more than text."""
+    """Return a message of a request as templates expect it. Raise ApiError if it is not a message, or has content other
+    than text."""
     try:
         message = read_message(given, f"messages[{i}]", filled=False)
     except ValueError as e:
@@ -162,6 +165,7 @@ def _message(given: Mapping[str, Any], i: int) -> dict[str, Any]:
 
 
 def _openai_message(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parsed message in OpenAI's shape."""
     message: dict[str, Any] = {"role": "assistant", "content": found.get("content")}
     if reasoning := next((found[key] for key in REASONING_KEYS if found.get(key)), None):
         message["reasoning_content"] = reasoning
@@ -191,7 +195,7 @@ def _sayable(text: Any) -> Any:
 
 class Piecewise:
     """The text of an answer in pieces, from its tokens. All pieces together are `Texts.answer`: text that may be half a
-    character or the beginning of a stop string is held back."""
+    character or the beginning of a stop string is not returned yet."""
 
     def __init__(self, decode: DecodeFn, stops: Sequence[str]) -> None:
         self._decode, self._stops = decode, stops
@@ -209,13 +213,13 @@ class Piecewise:
         return self._take(len(self._text) - self._held_back())
 
     def rest(self, whole: str) -> str:
-        """Return the rest of the whole answer."""
+        """Return the part of the whole answer that was not returned yet."""
         piece, self._sent = whole[self._sent :], len(whole)
         return piece
 
     def _held_back(self) -> int:
-        """Return how many characters at the end may begin a stop string. If stop strings are many or long, it is the
-        length that the longest can have."""
+        """Return the number of characters at the end that may begin a stop string; with many or long stop strings, the
+        length of the longest one less one."""
         longest = max(map(len, self._stops), default=0)
         if longest * len(self._stops) > COMPARED:
             return min(len(self._text), longest - 1)
@@ -226,6 +230,7 @@ class Piecewise:
         )
 
     def _take(self, end: int) -> str:
+        """Return the text up to `end` that was not returned yet."""
         piece = self._text[self._sent : end] if end > self._sent else ""
         self._sent += len(piece)
         return piece

@@ -1,5 +1,5 @@
-"""The work of a server besides its engine: JSON, templates, tokens and text in threads, pieces of streams in turns of
-the event loop. Meanwhile the event loop serves other requests."""
+"""The work of a server besides its engine, which must not block its event loop: JSON, templates, tokens and text are
+computed in threads, pieces of streams in turns of the event loop."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from verl.rollout.server.requests import ApiError
 T = TypeVar("T")
 LARGE = 2**16  # bytes, or tokens: larger work waits for other large work only, and small work never waits for it
 MOST_LARGE = 64  # large requests that wait, each with its body in memory
-SWITCH_S = 0.001  # a thread may hold the interpreter so long while the event loop waits; Python's default is 0.005
-TURN_S = 0.01  # for writing pieces of streams, before everything else has a turn
+SWITCH_S = 0.001  # longest time that a thread keeps the interpreter while the event loop waits; Python has 0.005
+TURN_S = 0.01  # for encoding pieces of streams before other tasks of the event loop run
 
 
 class Threads:
+    """Two threads for small work and two for large work, so that small work never waits for large work."""
+
     def __init__(self) -> None:
         self._small = ThreadPoolExecutor(2, thread_name_prefix="serve")
         self._large = ThreadPoolExecutor(2, thread_name_prefix="serve-large")
         self._waiting = 0
 
     async def run(self, size: int, compute: Callable[..., T], *args: object) -> T:
-        """Return compute(*args), run in a thread. `size` is that of its input or its result. Raise ApiError 429 if too
-        many large requests wait."""
+        """Return compute(*args), run in a thread. `size` is the bytes or tokens of its input or result. Raise ApiError
+        429 if `MOST_LARGE` large requests are being computed or wait."""
         loop, run = asyncio.get_running_loop(), partial(compute, *args)
         if size <= LARGE:
             return await loop.run_in_executor(self._small, run)
@@ -48,8 +50,8 @@ class Threads:
 
 
 class Turns:
-    """Turns of the event loop for work of which a thousand pieces may be ready at one moment: one piece at a time, with
-    everything else that is ready in between."""
+    """Turns of the event loop for work that may be ready in a thousand pieces at once: one piece is computed at a time,
+    and other tasks that are ready run in between."""
 
     def __init__(self) -> None:
         self._one = asyncio.Lock()
