@@ -70,8 +70,8 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True)
 class LoopNotes:
-    """The notes of a loop in its server manager, beside its generate calls. Plain data. `ServerManager` explains
-    them."""
+    """The data that a loop records in its server manager besides its calls, in a form that can be sent
+    (`ServerManager`)."""
 
     counts: dict[str, int | float]
     timeline: list[dict[str, Any]]
@@ -86,7 +86,7 @@ class LoopFailed(RuntimeError):
     name."""
 
 
-NEUTRAL: Mapping[str, float] = {"repetition_penalty": 1, "n": 1}  # these values change nothing
+NEUTRAL: Mapping[str, float] = {"repetition_penalty": 1, "n": 1}  # parameters with these values have no effect
 
 
 @dataclass(eq=False)

@@ -44,7 +44,7 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class GenerateCall(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """A call of `generate`."""
+    """A call of `generate` in the process, to be run by the driver's engine."""
 
     play: int
     call: int
@@ -55,14 +55,14 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
 
 class CancelCall(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
-    """Cancel a call: its result is not needed any more."""
+    """A request to cancel a call: its result is not needed any more."""
 
     play: int
     call: int
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
-    """An AgentLoopOutput."""
+    """An AgentLoopOutput in a form that can be sent."""
 
     prompt: int  # The number of prompt ids.
     keep: int  # The number of leading ids of the trajectory's last call that precede `ids`.
@@ -76,7 +76,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlayEnded(msgspec.Struct, frozen=True, array_like=True, tag="played"):
-    """A finished trajectory."""
+    """The message that a trajectory has ended with outputs."""
 
     play: int
     outputs: list[Output]
@@ -85,7 +85,7 @@ class PlayEnded(msgspec.Struct, frozen=True, array_like=True, tag="played"):
 
 
 class PlayFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """A failed trajectory."""
+    """The message that a trajectory has failed."""
 
     play: int
     text: str  # contains the error's name
@@ -95,7 +95,7 @@ class PlayFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedTask:
-    """A trajectory to be played in the process."""
+    """A request to play a trajectory in the process."""
 
     task: Task
     manager: Mapping[str, Any]  # The constructor arguments of its ServerManager.
@@ -105,8 +105,9 @@ class HostedTask:
 
 @dataclass(eq=False, slots=True)
 class GrowingIds:
-    """A history that mostly grows. It has reserved room behind it, and only that is written, so views of it never
-    change. Both ends hold the same history after the prompt, and send only new ids."""
+    """The token ids of a trajectory, in an array with free space at its end, so that appending copies only the new ids.
+    Used elements are never overwritten, so returned views do not change. Driver and process each have the same history,
+    and send each other only new ids."""
 
     held: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     used: int = 0
@@ -132,7 +133,7 @@ class GrowingIds:
         return GrowingIds(prompt, len(prompt))
 
     def agreeing(self, ids: np.ndarray) -> int:
-        """Return the number of leading ids that are equal."""
+        """Return the number of leading ids that equal those of the history."""
         n = min(self.used, len(ids))
         same = self.held[:n] == ids[:n]
         return n if same.all() else int(same.argmin())
@@ -140,7 +141,7 @@ class GrowingIds:
 
 @dataclass(eq=False, slots=True)
 class DriverEngine:
-    """The engine of a trajectory in this process: it sends every call to the driver's engine."""
+    """The engine that a trajectory's server manager has in this process. It sends every call to the driver's engine."""
 
     play: int
     say: Callable[[msgspec.Struct], None]
@@ -152,7 +153,7 @@ class DriverEngine:
     manager: ServerManager | None = None  # The server manager of the trajectory.
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Generate in the driver, which knows the trajectory's key, parameter set and media."""
+        """Generate with the driver's engine. The driver adds the trajectory's prefix key, parameter set and media."""
         prompt_ids = request.prompt_ids
         call, self.made = self.made, self.made + 1
         keep = self.known.agreeing(prompt_ids)
@@ -170,7 +171,7 @@ class DriverEngine:
         return completion
 
     def failed(self, why: BaseException) -> None:
-        """Report the failure, with the notes of the server manager until then."""
+        """Send the failure of the trajectory, with the notes that its server manager has so far."""
         recorded: list[int] = []
         notes: LoopNotes | None = None
         try:
@@ -183,13 +184,13 @@ class DriverEngine:
         self.say(PlayFailed(self.play, _sendable(f"{type(why).__name__}: {why}"), recorded, notes))
 
     def recorded(self) -> list[int]:
-        """Return the calls of the record, in their order."""
+        """Return the numbers of the recorded calls, in their order."""
         assert self.manager is not None
         return [self.calls[id(call.completion)] for call in self.manager.record]
 
 
 def cannot_leave(said: Any, kind: Any) -> str:
-    """Return the reason why a message cannot be sent or not be read by the other side, or ""."""
+    """Return the reason why a message cannot be encoded, or not be decoded by the other side; "" if it can be sent."""
     try:
         msgspec.msgpack.decode(msgspec.msgpack.encode(said, enc_hook=_plain), type=kind)
     except (msgspec.DecodeError, TypeError, ValueError, OverflowError, RecursionError) as e:
@@ -235,7 +236,7 @@ async def host(given: tuple[Callable[[Any, int], Loops], Any, int], channel: Fra
 
 def _pass_on(kind: str, rest: Sequence[Any], asking: DriverEngine, task: asyncio.Task[None]) -> None:
     if kind == "cancel":
-        asking.failed(asyncio.CancelledError())  # its notes, before its tools are released
+        asking.failed(asyncio.CancelledError())  # send its notes before its tools are released
         task.cancel()
     elif (waiting := asking.waiting.get(rest[0])) is not None and not waiting.done():
         if kind == "sampled":

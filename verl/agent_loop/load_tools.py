@@ -28,7 +28,7 @@ def load_tools(entries: Sequence[str], timeout_s: float = AgentConfig.tool_timeo
     """Load the tools of `agent.tools` by name. Raise ValueError for a tool that cannot be loaded, and for two tools of
     one name.
 
-    timeout_s: the deadline of a call, which verl's classes find in their config unless it has its own
+    timeout_s: the deadline of a call for verl's classes that have none in their own configuration
     """
     found: dict[str, Tool] = {}
     for entry in entries:

@@ -1,5 +1,6 @@
-"""Functions as tools in processes of their own. A call that hangs, even under the interpreter's lock, crashes, or needs
-too much memory is ended with its process, and that is its answer to the model. No other call waits for it."""
+"""Run functions as tools in processes of their own. A call that hangs (even while it has the interpreter lock),
+crashes, or uses too much memory is ended with its process, and the model gets an error as its answer. Other calls do
+not wait for it."""
 
 from __future__ import annotations
 
@@ -17,19 +18,19 @@ START_S, CLOSE_S = 300.0, 10.0
 
 
 def plain(value: Any) -> tuple[str, float | None]:
-    """Return the result of a function in a form that can be sent to another process."""
+    """Return the (text, reward) of a function's value, which can be sent to another process."""
     found = answer_of(value)
     return found.text, found.reward
 
 
 class InProcesses:
-    """A tool without a state; implements `Held`.
+    """A `Held` that calls a function in a pool of processes. It has no state per trajectory.
 
-    path, name: the function, which every process loads anew
+    path, name: the function, which every process imports
     timeout_s: the deadline of a call
     processes: the number of parallel calls
 
-    Raises ValueError if the function cannot be loaded in such a process.
+    Raise ValueError if the function cannot be loaded in such a process.
     """
 
     def __init__(self, path: str, name: str, parameters: Iterable[str], *, timeout_s: float, processes: int) -> None:
@@ -54,7 +55,7 @@ class InProcesses:
             raise
 
     async def open(self, given: Mapping[str, Any]) -> None:
-        """Do nothing, because nothing is kept between calls."""
+        """Do nothing: there is no state."""
 
     async def call(self, state: None, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> ToolAnswer:
         work = self._pool.call({**arguments, **given})
@@ -70,10 +71,10 @@ class InProcesses:
         return ToolAnswer(f"Error: {self._name} failed: {said}", error="exception")
 
     async def score(self, state: None, given: Mapping[str, Any]) -> None:
-        """Return no score of the trajectory."""
+        """Return None: there is no score."""
 
     async def release(self, state: None, given: Mapping[str, Any]) -> None:
-        """Do nothing, because nothing is kept between calls."""
+        """Do nothing: there is no state."""
 
     def close(self) -> None:
         try:

@@ -1,5 +1,5 @@
-"""The loops of a run: the built-in ones and the user's. Their shared parts are made here once, before any task is read.
-An error of the user is raised here with its key."""
+"""Load the loops of a run: the built-in ones and the user's. What they share is made here once, before any task is
+read. Errors of the user raise ValueError with the key of the configuration."""
 
 from __future__ import annotations
 
@@ -85,14 +85,16 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
 
 
 def of_the_user(agent: AgentConfig) -> bool:
-    """Return True if user code takes part that is not declared fit for the driver's process."""
+    """Return True if loops or tools are user code, which runs in another process, unless it is declared as
+    `NAME@driver`."""
     name, in_driver = played_by(agent.loop, agent.tools)
     servers = all(entry.endswith(".json") for entry in agent.tools)  # they run in processes of their own
     return not in_driver and (name not in (SINGLE, TOOL) or not servers)
 
 
 def _own_loops(text: str) -> dict[str, type[AgentLoopBase]]:
-    """Return the named loop class, and the other loop classes of its file by their names, for rows."""
+    """Return the loop class that the key names, and the other loop classes of its file by name, which rows may
+    select."""
     path, _, name = text.partition(":") if ":" in text else text.rpartition(".")
     module = load_user_module(path, f"agent.loop={text}")
     found = vars(module).get(name)

@@ -1,6 +1,8 @@
-"""The driver's side of the process that plays agent loops and tools, which are user code. The engine, the record of the
-sampled tokens, and the check of the trained tokens are in the driver. A death of the process costs only the attempts
-that it played."""
+"""The driver's side of the process that plays agent loops and tools, which are user code.
+
+The engine, the record of the sampled tokens, and the check of the trained tokens are in the driver. If the process
+dies, only the attempts that it played at that time can fail.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ BROKEN = "ToolBroken: the process of agent loops and tools"
 
 @dataclass(eq=False, slots=True)
 class Playing:
-    """A trajectory that is played in the process, or waits for it."""
+    """A trajectory that is played in the process, or waits to be played."""
 
     manager: ServerManager
     part: HostedTask
@@ -67,21 +69,22 @@ class Playing:
             self.ended.set_exception(how) if isinstance(how, Exception) else self.ended.set_result(how)
 
     def over(self) -> None:
-        """Mark the trajectory as not played any more, for now or finally."""
+        """Cancel the trajectory's calls and clear its record: its play has ended, or will be repeated from the
+        beginning."""
         for task in list(self.asked.values()):
             task.cancel()
         self.known, self.record, self.asked = GrowingIds.of(self.part.task.prompt_ids), {}, {}
 
 
 class LoopRunner:
-    """The process with the loops. There is one at a time; after a death, the next trajectory starts a new one. It
+    """Plays agent loops in another process. If the process dies, the next trajectory starts a new one. An object
     belongs to one event loop.
 
-    A death fails only a trajectory that was alone in the process. If there were several, they are suspects: they are
-    played again, the first half of them at a time, while all others wait. Halves that survive are cleared. If a half
-    dies, its own first half is next, down to the one that was the cause, or to none. Other trajectories of its task are
-    played alone from then on. The time limit of an attempt includes all of this.
-
+    If the process dies while it plays one trajectory, that trajectory fails. If it plays several, they are suspects and
+    are played again: the first half of them, while all other trajectories wait. If that half ends without a death, it
+    is cleared; if the process dies again, the suspects are the first half of it, until one trajectory or none is found
+    to be the cause. The tasks of failed trajectories are then played alone. The time limit of an attempt includes all
+    of this.
     build: an importable function that makes the loops in the process; its argument is the number of earlier starts
     silent_s: the longest time that its event loop may be blocked, if no tool call may take longer
     memory_mb: the memory that it may use beyond that of the loops themselves
@@ -211,7 +214,8 @@ class LoopRunner:
             self._died(died)
 
     def _died(self, died: LoopFailed) -> None:
-        """Handle a death as the class describes."""
+        """Handle a death of the process: fail the trajectory, or begin to search for the one that caused it (see the
+        class)."""
         there = [playing for playing in self._plays.values() if not playing.ended.done()]
         known, self._left, self._plays = len(there) == 1 and not self._left, set(), {}
         if known:
@@ -294,8 +298,8 @@ class HostedLoop(AgentLoopBase):
 
 
 async def hosted_loops(runner: LoopRunner, config: Any, tokenizer: Any) -> Loops:
-    """Return the loops as `load_loops` does. Single-turn answers are made in the driver, because they contain no user
-    code."""
+    """Return loops that are played in the process of `runner`, as `load_loops` does. Single-turn loops stay in the
+    driver, because they contain no user code."""
     ready = await runner.start()
 
     def make(manager: ServerManager, task: Task) -> AgentLoopBase:

@@ -1,4 +1,4 @@
-"""Methods that verl's newest agent loops call on their base class: they render prompts from messages."""
+"""Methods that verl's newest agent loops call on their base class to render prompts from messages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ NO_MEDIA = "this model takes no images, videos or sounds; remove them from the r
 
 @functools.lru_cache(maxsize=4)
 def _audited(tokenizer: Any, template: str, kwargs: str) -> TemplateAudit:
-    """Measure a template once for all loops of a process. template: of the tokenizer · kwargs: as JSON."""
+    """Return the audit of a template; each is measured once per process. template: its source; kwargs: its arguments as
+    JSON."""
     return audit_template(tokenizer, json.loads(kwargs))
 
 
 class RendersMessages:
-    """The methods of a loop that need its tokenizer and the configuration alone."""
+    """The methods of a loop that need only its tokenizer and the configuration."""
 
     config: Any
     tokenizer: Any
@@ -36,9 +37,11 @@ class RendersMessages:
         audios: Any = None,
         remove_system_prompt: bool = False,
     ) -> list[int]:
-        """Return the ids of a prompt of these messages, by the rules by which rows are rendered: a message that the
-        template would drop is refused. remove_system_prompt: without what the template writes before any first message,
-        for messages that follow others."""
+        """Return the ids of a prompt with these messages. As for rows, messages that the template would drop raise
+        ValueError.
+
+        remove_system_prompt: leave out the text that the template writes before the first message
+        """
         if images or videos or audios:
             raise Refused(NO_MEDIA)
         given = messages.tolist() if hasattr(messages, "tolist") else list(messages)
@@ -48,15 +51,15 @@ class RendersMessages:
         return ids[len(self._system_prompt(kwargs)) :] if remove_system_prompt else ids
 
     async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the media of messages: none, or a ValueError."""
+        """Return the media of messages, which is always {}. Raise ValueError for messages with media."""
         parts = (p for m in messages if isinstance(m["content"], list) for p in m["content"])
         if any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts):
             raise Refused(NO_MEDIA)
         return {}
 
     def _system_prompt(self, kwargs: Mapping[str, Any]) -> list[int]:
-        """Return what the template writes before the first message: two messages of a user are longer than one by what
-        it writes for a message."""
+        """Return the ids that the template writes before the first message: the prompt of one message without the ids
+        by which a prompt of two messages is longer."""
         asked = {"role": "user", "content": "1"}
         one, two = (
             list(self.tokenizer.apply_chat_template([asked] * n, tokenize=True, return_dict=False, **kwargs))

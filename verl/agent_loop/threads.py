@@ -1,4 +1,5 @@
-"""Calls that may block, in threads of their own, and the places that they occupy: a thread cannot be ended."""
+"""Run calls that may block in threads, and limit their number. A thread cannot be ended, so a call that hangs keeps its
+place."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ Ended = tuple[BaseException | None, Any]  # the error that a call in a thread ra
 
 
 class Places(asyncio.Semaphore):
-    """The places of a tool's calls. A call that was given up while its thread continues keeps its place until the
-    thread ends."""
+    """A semaphore for the calls of a tool. A call that is no longer awaited keeps its place until its thread ends."""
 
     def __init__(self, total: int) -> None:
         super().__init__(total)
         self.total, self.overdue = total, 0
 
     async def take(self, tool: str, limit_s: float) -> None:
-        """Take a place. Raise ToolBroken if, after `limit_s`, every place is occupied by a call that was given up."""
+        """Wait for a free place and take it. Raise ToolBroken if, after `limit_s`, all places belong to calls that are
+        no longer awaited."""
         if not self.locked():
             await self.acquire()
             return
@@ -52,7 +53,7 @@ class Places(asyncio.Semaphore):
 
 
 async def in_thread(function: Callable[[], Any], name: str) -> Any:
-    """Return the result of a call that may block."""
+    """Run a call that may block in a thread of its own, and return its result."""
     return value_of(await start_thread(function, name))
 
 
@@ -64,8 +65,8 @@ def value_of(ended: Ended) -> Any:
 
 
 def start_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Ended]:
-    """Start a call that may block in a new thread, and return a future of its result. A call that hangs takes no place
-    from other calls, and its thread ends with the process."""
+    """Start a call in a new daemon thread, and return a future of its result. Each call has its own thread, so a
+    hanging call does not delay others and ends with the process."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Ended] = loop.create_future()
 

@@ -1,9 +1,10 @@
-"""Generate, parse, act, observe: one model, its tools, and an append-only list of ids.
+"""The agent loop with tools: generate a turn, parse its calls, run them, and add their answers to the prompt.
 
-consumes    a row's prompt ids, its tools and its `tools_kwargs`
-waits for   the rollout engine, then the calls of a turn, together
-produces    one AgentLoopOutput: sampled ids as sampled, everything else with mask 0. Where the template has no bridge
-            (chat/bridge.py), every turn begins a branch from a fresh rendering.
+    input        a row's prompt ids, its tools and its `tools_kwargs`
+    waits for    the rollout engine, then all calls of a turn together
+    output       one AgentLoopOutput: sampled ids as they were sampled, all others with mask 0
+
+If the template has no bridge (chat/bridge.py), every turn begins a new branch, with all messages rendered again.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from verl.chat.template import Renderer, TemplateAudit, rendered_ids
 from verl.types import StopReason
 
 SAME_CALLS = 3  # turns in a row with the same calls and the same answers: no progress
-# Fields that a loop receives and that are no columns of the row.
+# Fields that a loop receives in addition to the columns of the row.
 NO_COLUMNS = ("raw_prompt", "prompt_ids", "index", "tools", "request_id")
 CHARACTERS_PER_TOKEN = 64  # a result with more characters than this is cut before it is tokenised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolKit:
-    """The parts that all trajectories of a run share."""
+    """The tools, parser and chat template that all trajectories of a run share."""
 
     tools: Mapping[str, Tool]
     parser: TurnParser | None
@@ -50,10 +51,10 @@ class ToolKit:
 
 @dataclass(slots=True)
 class Play:
-    """One trajectory as it grows.
+    """The state of one trajectory.
 
-    held, used: the ids of the branch that is played: its prompt and everything after it, with reserved room behind
-    them. Only the room is written, so views of `ids` never change
+    held, used: the array with the ids of the present branch (its prompt and everything after it), and their number. The
+        array has free space at its end, and used elements are never overwritten, so views of `ids` do not change
     mask: (number of tokens, 1 if sampled, else 0) of the ids after the prompt, in order
     """
 
@@ -83,7 +84,7 @@ class Play:
 
     @property
     def latest(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the context of the turn that was sampled last, and its ids."""
+        """Return (ids before the latest sampled turn, ids of that turn)."""
         at = self.used - self.mask[-1][0]
         return self.held[:at], self.ids[at:]
 
@@ -112,7 +113,7 @@ class Play:
 
 
 class ToolAgentLoop(AgentLoopBase):
-    """verl's loop of this name. `kit` is made once per run (agent_loop/registry.py)."""
+    """verl's loop of this name: it plays a row with tools. `kit` is made once per run (agent_loop/registry.py)."""
 
     ends_when_cancelled = True
 
@@ -148,8 +149,7 @@ class ToolAgentLoop(AgentLoopBase):
         return [*play.ended, play.output(extra_fields=told, reward_score=reward)]
 
     async def _turn(self, play: Play, out: TokenOutput) -> bool:
-        """Handle one turn of the model, and return True if the model is called again. The trajectory ends after whole
-        results."""
+        """Run the calls of a turn and add their answers. Return True if the model is called again."""
         began = time.monotonic()
         turn = self._parse(play, out)
         if out.token_ids:
@@ -165,7 +165,7 @@ class ToolAgentLoop(AgentLoopBase):
         return True
 
     def _say(self, play: Play, said: str) -> None:
-        """Add the text of an environment at the end of the prompt. It counts in the budget, as results do."""
+        """Append the text of an environment to the last user message of the prompt. Its tokens count in the budget."""
         last = play.messages[-1]
         if last.get("role") != "user" or not isinstance(last.get("content"), str):
             raise ValueError(f"reset returned text, and the row ends with no text of a user: {str(last)[:200]}")
@@ -187,7 +187,7 @@ class ToolAgentLoop(AgentLoopBase):
         return out
 
     def _parse(self, play: Play, out: TokenOutput) -> Turn | None:
-        """Parse the turn. Return None if the trajectory ends here, with an answer or because there is no room."""
+        """Parse the turn. Return None if the trajectory ends with it: it has no calls, or was cut by a limit."""
         if out.stop_reason not in ("eos", "stop") or not out.token_ids:
             return None
         kit, tools = self._kit, self._kit.renderer.tools or ()
@@ -204,7 +204,7 @@ class ToolAgentLoop(AgentLoopBase):
         return turn if turn.calls or turn.malformed else None
 
     async def _act(self, play: Play, turn: Turn) -> list[ToolAnswer]:
-        """Run the calls of a turn together, and return their answers in the order of the calls."""
+        """Run the calls of a turn at the same time, and return their answers in the order of the calls."""
         counts, limits = self.server_manager.counts, self._kit.limits
         if isinstance(turn.malformed, Malformed):
             counts["malformed_calls"] += 1
@@ -253,7 +253,8 @@ class ToolAgentLoop(AgentLoopBase):
         return why is not None
 
     def _observe(self, play: Play, turn: Turn, answers: Sequence[ToolAnswer]) -> None:
-        """Add the answers as tool messages after the turn."""
+        """Add the answers to the prompt as tool messages: by the bridge, by the renderer of a package, or in a new
+        branch."""
         kit, names = self._kit, [c.name for c in turn.calls] or [""]
         new = [
             {"role": "tool", "name": n, "tool_call_id": f"call{play.calls:03d}{k:02d}"[:9], "content": t}
@@ -275,7 +276,7 @@ class ToolAgentLoop(AgentLoopBase):
         self._render(play)
 
     def _render(self, play: Play) -> None:
-        """Begin a branch with a fresh rendering of its messages."""
+        """Begin a new branch with a rendering of all messages."""
         kit = self._kit
         shown = replace(kit.renderer, tools=[dict(tool.schema) for tool in play.box.tools.values()])
         play.held, play.mask = kit.plain.encode(shown.text(play.messages, prompt=True)), []
@@ -283,8 +284,8 @@ class ToolAgentLoop(AgentLoopBase):
         play.used = len(play.held)
 
     def _cut(self, text: str, name: str = "") -> str:
-        """Cut a result to its maximum number of tokens: its head and its tail, with the number of missing tokens
-        between them."""
+        """Return a result shortened to its maximum number of tokens: its beginning and end, with a note of the number
+        of tokens that were left out."""
         tool, most = self._kit.tools.get(name), self._kit.limits.max_tool_result_tokens
         most = (tool and tool.limits.max_result_tokens) or most
         size = most * CHARACTERS_PER_TOKEN
@@ -304,7 +305,7 @@ class ToolAgentLoop(AgentLoopBase):
 
 
 def _assistant(turn: Turn) -> dict[str, Any]:
-    """Return the turn as a message, for a template that is rendered anew."""
+    """Return a turn as an assistant message, for a new rendering."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning

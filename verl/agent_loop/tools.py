@@ -1,8 +1,8 @@
-"""Tools: Python functions with hints, verl's BaseTool classes with their YAML, TRL's environment classes, and MCP
-servers, behind one `Tool`.
+"""Run tools: Python functions with type hints, verl's BaseTool classes with their YAML, TRL's environment classes, and
+MCP servers, all as a `Tool`.
 
-A call has a deadline and waits for one of the tool's places. Anything a tool does (it raises, hangs, returns an odd
-value, calls sys.exit) becomes an answer to the model. Functions that are not async run in threads, never on the event
+A call has a deadline and waits for one of the tool's places. Every fault of a tool (it raises, hangs, returns a wrong
+type, calls sys.exit) becomes an answer to the model. Functions that are not async run in threads, never on the event
 loop.
 """
 
@@ -42,8 +42,8 @@ class ToolAnswer:
 
 
 class Held(Protocol):
-    """The owner of a tool's state for each trajectory that calls the tool. `given` is the tool's part of the row's
-    `tools_kwargs`."""
+    """The interface of a tool with a state per trajectory: `open` returns the state, `call` and `score` use it,
+    `release` ends it. `given` are the arguments for this tool in the row's `tools_kwargs`."""
 
     async def open(self, given: Mapping[str, Any]) -> Any: ...
     async def call(self, state: Any, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Any: ...
@@ -54,7 +54,7 @@ class Held(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldTool:
-    """verl's class of tools, with its state under an id."""
+    """A `Held` for verl's BaseTool. The state is the id under which the tool created its instance."""
 
     instance: BaseTool
 
@@ -82,10 +82,11 @@ class HeldTool:
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """The object of an environment, and the text that its reset returned for the model (`greeting`).
+    """The state of an `Environment`: an object of the user's class, and the text that its `reset` returned for the
+    model (`greeting`).
 
-    turn: the lock of its calls, which run one after another
-    busy: its last call in a thread, which may continue after its deadline
+    turn: the lock that makes calls run one after another
+    busy: the latest call in a thread, which may continue after its deadline
     """
 
     made: Any
@@ -94,8 +95,7 @@ class Episode:
     busy: asyncio.Future[Ended] | None = None
 
     async def call(self, method: str, **arguments: Any) -> Any:
-        """Call a method of the object. A call begins only after the previous one has ended, even if that one was given
-        up."""
+        """Call a method of the object after the previous call has ended, even if that one is no longer awaited."""
         function = getattr(self.made, method)
         async with self.turn:
             if self.busy is not None:
@@ -108,8 +108,8 @@ class Episode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Environment:
-    """TRL's class of environments, with one object per trajectory. Its public methods are tools. `reset` begins it with
-    the row's columns. The result of `get_reward`, if it has one, is the trajectory's reward."""
+    """A `Held` for TRL's environment classes, with one object per trajectory. Its public methods are tools, `reset` is
+    called first with the row's columns, and `get_reward`, if the class has it, returns the trajectory's reward."""
 
     made_by: type
 
@@ -137,7 +137,7 @@ class Environment:
         return float(await state.call("get_reward")) if self.rewards else None
 
     async def release(self, state: Episode, given: Mapping[str, Any]) -> None:
-        """Drop the object: TRL's class has no method for its end."""
+        """Do nothing: TRL's class has no method that ends it."""
 
     def close(self) -> None:
         """Do nothing, because no object outlives its trajectory."""
@@ -148,8 +148,8 @@ class Tool:
     """One tool of the run.
 
     schema: its description for templates
-    function, held: its implementation, one of the two
-    keeps_time: the implementation ends late calls itself
+    function, held: its implementation; exactly one of them is set
+    keeps_time: True if the implementation itself ends late calls
     """
 
     name: str
@@ -171,8 +171,8 @@ class Tool:
 
 @dataclass(slots=True)
 class Toolbox:
-    """The tools of one trajectory. `kwargs` is the row's `tools_kwargs`, {tool: {create_kwargs, execute_kwargs,
-    ...}}."""
+    """The tools of one trajectory, with their states. `kwargs` is the row's `tools_kwargs`, {tool: {create_kwargs,
+    execute_kwargs, ...}}."""
 
     tools: Mapping[str, Tool]
     kwargs: Mapping[str, Any]
@@ -183,7 +183,7 @@ class Toolbox:
     )  # -> the tool called first, its state
 
     async def call(self, call: ToolCall) -> ToolAnswer:
-        """Run a call and return its answer. Raises nothing for a failure of the tool, except ToolBroken."""
+        """Run a call and return its answer. A failure of the tool is an answer too; only ToolBroken is raised."""
         tool = self.tools.get(call.name)
         if tool is None:
             return _failed("unknown", f"there is no tool {call.name[:80]!r}; there are {', '.join(self.tools)}")
@@ -217,7 +217,7 @@ class Toolbox:
             tool.places.give_back(*threads)
 
     async def _run(self, tool: Tool, arguments: dict[str, Any], threads: list[asyncio.Future[Ended]]) -> Any:
-        """Run the tool. If the call has a thread, it is appended to `threads`."""
+        """Run the tool and return its value. If the call runs in a thread, append that thread to `threads`."""
         more = self._given(tool.name, "execute_kwargs")
         if tool.held is not None:
             if tool.held not in self._open:
@@ -233,7 +233,7 @@ class Toolbox:
         return value_of(await asyncio.shield(threads[0]))
 
     def _begin(self, held: Held, name: str, given: Mapping[str, Any]) -> None:
-        """Open the state of a tool, once in a trajectory if that does not fail."""
+        """Start to open the state of a tool. If that fails, the next call tries again."""
 
         async def opened() -> Any:
             try:
@@ -249,7 +249,8 @@ class Toolbox:
         self._open[held][1].add_done_callback(look)
 
     async def begin(self, row: Mapping[str, Any]) -> str:
-        """Begin the environments with the row's columns, and return their texts for the model before its first turn."""
+        """Call `reset` of the environments with the row's columns, and return their texts for the model's first
+        prompt."""
         said = ""
         for held in dict.fromkeys(tool.held for tool in self.tools.values()):
             if isinstance(held, Environment):
@@ -258,7 +259,7 @@ class Toolbox:
         return said
 
     def reward(self, scores: Mapping[str, float]) -> float | None:
-        """Return the sum of the environments' rewards, or None if the reward function is needed."""
+        """Return the sum of the environments' rewards; None if there is none, so that the reward function is called."""
         names = [name for held, (name, _) in self._open.items() if isinstance(held, Environment) and name in scores]
         return sum(scores[name] for name in names) if names else None
 
@@ -276,7 +277,7 @@ class Toolbox:
         return found
 
     async def close(self) -> list[str]:
-        """Release every tool that was opened, whatever the others do, and return the errors."""
+        """Release the states of all tools, even if one fails, and return the errors."""
         wrong = []
         for held, (name, opened) in list(self._open.items()):
             self._open.pop(held, None)
@@ -291,7 +292,7 @@ class Toolbox:
         return (self.kwargs.get(name) or {}).get(part) or {}
 
     async def _ended(self, call: Awaitable[Any], what: str) -> Any:
-        """Await a call with no answer for the model: its failure fails the attempt."""
+        """Await a call that the model does not see (`reset`, `get_reward`). Its failure fails the attempt."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 return await call
@@ -306,7 +307,8 @@ def _failed(kind: str, text: str) -> ToolAnswer:
 
 
 def answer_of(value: Any) -> ToolAnswer:
-    """Convert the result of a tool: text, a dict, a ToolResponse, None, or one of them with a reward and metrics."""
+    """Convert a tool's value to an answer: text, a dict, a ToolResponse, None, or a tuple of one of them with a reward
+    and metrics."""
     reward = None
     if isinstance(value, ToolAnswer):
         return value
@@ -319,7 +321,7 @@ def answer_of(value: Any) -> ToolAnswer:
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
     text = value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
-    text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair has no ids
+    text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be tokenised
     return ToolAnswer(text, reward=None if reward is None else float(reward))
 
 
@@ -336,6 +338,6 @@ def close_tools(tools: Mapping[str, Tool]) -> None:
 
 
 def contents_of(tools: Mapping[str, Tool]) -> dict[str, str]:
-    """Return the settings that define the answers of verl's tools, by key, if the tools declare them."""
+    """Return, by key, the settings and data on which the answers of verl's tools depend, if the tools declare them."""
     held = {name: tool.held.instance for name, tool in tools.items() if isinstance(tool.held, HeldTool)}
     return {f"agent.tools ({name})": said for name, instance in held.items() if (said := instance.content())}

@@ -1,4 +1,5 @@
-"""The names to write a tool with: verl's classes, and `function_tool`. verl/agent_loop/tools.py calls the tools."""
+"""The names with which a user writes a tool: verl's classes, and `function_tool`. verl/agent_loop/tools.py calls the
+tools."""
 
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import ToolBroken, function_tool

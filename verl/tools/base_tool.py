@@ -1,4 +1,5 @@
-"""The class that verl's tools extend: one instance per run, with a state per trajectory by its `instance_id`."""
+"""The base class of verl's tools: one instance per run, with a state per trajectory that is identified by an
+`instance_id`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 
 class BaseTool:
-    """For each trajectory that calls the tool: create, then any number of execute, then calc_reward, then release."""
+    """A tool with a state per trajectory. For each trajectory that calls it, these methods are called: create, then
+    execute any number of times, then calc_reward, then release."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         self.config = config
@@ -38,12 +40,13 @@ class BaseTool:
         pass
 
     def content(self) -> str:
-        """Return a word or a hash for the source of its answers: a run is not resumed with another one."""
+        """Return a text that identifies the data behind the tool's answers. A run cannot be resumed with another
+        one."""
         return ""
 
     def note(self) -> str:
-        """Return a line about it for the start of a run, as `what: how`, or ""."""
+        """Return a line about the tool for the start of a run, as `what: how`, or ""."""
         return ""
 
     def end_run(self) -> None:
-        """Close its threads and files: no trajectory will call it again."""
+        """Close the tool's threads and files at the end of the run."""

@@ -1,11 +1,11 @@
 """Search passages by BM25 (Robertson and Zaragoza 2009; k1 = 0.9, b = 0.4, Lucene's idf) in an index of mapped files.
 
-    python -m verl.tools.bm25 passages.jsonl index/      lines {"contents": "title\\ntext"}, or {"title", "text"}
+    python -m verl.tools.bm25 passages.jsonl index/        lines {"contents": "title\\ntext"}, or {"title", "text"}
 
-A posting holds the score that its term gives its passage, so that a search only adds. Terms are used in the order of
-their highest posting. Once the k best passages so far score more than all terms that are left could add, no other
-passage can join them, and the other terms are looked up for these passages only. The result is the same as that of
-scoring every passage, in float32.
+A posting has the score that its term adds to its passage, so that a search only adds. Terms are read in the order of
+their highest posting. As soon as the remaining terms together cannot lift another passage above the k best so far, no
+further passages are considered, and the remaining terms are looked up for the known passages only. The result equals
+that of scoring every passage, in float32.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ SCHEMA = {
 
 
 class CodeInterpreter(BaseTool):
-    """The tool. Its config has the limits of a call, by the names of verl.sandbox.code.Limits, and:
+    """A BaseTool that runs Python code. Its config has the limits of a call, by the names of verl.sandbox.code.Limits,
+    and:
 
     tier: auto, bubblewrap, launcher; none isolates nothing
     stateful: true: the calls of a trajectory share their variables and files
@@ -84,7 +85,7 @@ class CodeInterpreter(BaseTool):
 
 
 def output_text(ran: Ran, lost: bool, limits: Limits) -> str:
-    """Return the text of a run for the model."""
+    """Return the text for the model about a run: its output, its value, and the reason if it failed."""
     reasons = {
         "timeout": f"it took more than {min(limits.wall_s, limits.cpu_s):g} s",
         "memory": f"it used more than {limits.memory_mb} MB",

@@ -13,8 +13,8 @@ MARK = "__verl_tool__"
 
 
 class ToolBroken(RuntimeError):
-    """Raised by a tool when something it needs no longer works: the attempt is invalid and is repeated, and does not
-    count as an answer with reward 0."""
+    """Raised by a tool if something that it needs no longer works. The attempt is then invalid and is repeated, instead
+    of getting the reward of a failed answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +29,10 @@ class ToolLimits:
     retries: int = 0
     """Repetitions of a call after an exception or a timeout."""
     stop: bool = False
-    """A call of the tool ends the episode."""
+    """True if a call of the tool ends the trajectory."""
     processes: int = 0
-    """Processes that run the function. Each is ended with a call that is late, crashes or takes too much memory. 0: it
-    runs in a thread of the run."""
+    """Number of processes that run the function; a call that is late, crashes or uses too much memory is ended with its
+    process. 0: the function runs in a thread of the run."""
     max_result_tokens: int | None = None
     """Longest result; None: agent.max_tool_result_tokens."""
 

@@ -1,4 +1,4 @@
-"""verl's example of a tool: the model hands in an answer to a word problem, and gets its reward."""
+"""verl's example of a tool: the model submits an answer to a word problem, and receives its reward."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ NOT_BETTER = -0.05  # the reward of a call with an answer that is no better than
 
 @dataclass(slots=True)
 class Handed:
-    """The latest answer of a trajectory."""
+    """The latest submitted answer of a trajectory."""
 
     truth: str
     """The right answer."""
     answer: str = ""
     """The latest answer, as `#### ANSWER`."""
     score: float = 0.0
-    """Its score: 1 or 0."""
+    """The score of that answer: 1 or 0."""
 
 
 class Gsm8kTool(BaseTool):
-    """Compares answers with a row's `create_kwargs: {ground_truth}`."""
+    """Compares submitted answers with the row's `create_kwargs: {ground_truth}`."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         super().__init__(config, tool_schema)

@@ -1,9 +1,9 @@
 """Tools of MCP servers (the package `mcp`), over standard input and output or streamable HTTP.
 
-The sessions of a server run in a thread with an event loop, from the start of the run on. Its list of tools
-is read once, and the model is shown this list for the whole run. One session serves all trajectories, unless the server
-is declared stateful: then each trajectory that calls it has its own. A session that ends is opened again, with growing
-pauses between the attempts.
+The sessions of a server run in a thread with an event loop, from the start of the run on. The list of its tools is read
+once, and prompts show this list for the whole run. All trajectories share one session, unless the server is declared
+stateful: then each trajectory that calls it has its own. A session that ends is opened again, with growing pauses
+between the attempts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 4.0  # between two attempts to reach a ser
 CLOSE_S = 8.0  # for sessions to end: the package waits for the server, then kills it
 KEYS = ("command", "args", "env", "cwd", "url", "headers", "type", "stateful", "tools", *LIMITS)
 LOST = ("Connection closed", "McpSession terminated", "No valid session ID", "Server returned an error response")
-"""Texts of the package for a server that has ended, has started again, or is down behind a gateway."""
+"""Error texts of the package after which the session is lost: the server has ended, has restarted, or is down behind a
+gateway."""
 CUT_OFF = "SSE stream ended"  # its text for an answer that ended too early
 PING_S = 3.0  # for a server to answer anything, after a call that it did not answer
 MOST_LOG_BYTES = 1 << 20  # of a server's standard error that is kept
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 
 class Unreachable(Exception):
-    """There is no session with a server. The text has the reason."""
+    """No session with a server can be opened. The text has the reason."""
 
 
 def _unnamed_file() -> TextIO:
@@ -58,9 +59,9 @@ class McpSession:
     """One connection to a server."""
 
     client: Any
-    """The package's client."""
+    """The session object of the package."""
     task: asyncio.Task[None]
-    """The task that opened the connection, and closes it."""
+    """The task that opened the connection and will close it."""
     over: asyncio.Event
     """Set when the connection cannot be used any more."""
 
@@ -76,7 +77,7 @@ class McpServer:
     listed: Sequence[Mapping[str, Any]] = ()
     """Its tools at the start of the run."""
     changed: str = ""
-    """A note for the next call's result: the list of tools has changed since the start."""
+    """A note to add to the next call's result if the server's list of tools has changed; else ""."""
     limit_s: float = 4 * START_S
     """Time limit of a call, once the run has begun."""
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop, repr=False)
@@ -173,9 +174,12 @@ class McpServer:
         return news
 
     async def _ready(self) -> McpSession:
-        """Return the session that all share; one caller at a time opens it again after it ended. Callers wait for at
-        most half of the tool's limit (past the limit, a server that is down would count as an answer to the model); the
-        attempt continues without them."""
+        """Return the session that all trajectories share. If it has ended, one caller opens it again and the others
+        wait.
+
+        They wait at most half of the tool's time limit and then raise: a longer wait would count as a failed call of
+        the tool, which the model gets as an answer. The attempts to connect continue meanwhile.
+        """
         came_s = time.monotonic()
         until_s, end_s = came_s + min(RETRY_S, self.limit_s / 2), came_s + self.limit_s / 2
         while True:
@@ -202,8 +206,8 @@ class McpServer:
             await asyncio.sleep(max(0.01, min(left_s, self._not_before_s - time.monotonic())))
 
     async def _own(self) -> McpSession:
-        """Open a session for one trajectory. If its caller cannot wait for it, the next caller gets it: otherwise a
-        server that starts slower than a call may last could never be used."""
+        """Open a session for one trajectory. If the caller stops waiting, the next caller gets the session: otherwise a
+        server whose start takes longer than a call may take could never be used."""
         begun = [one for one in self._begun if not one.done() or _of_use(one)]
         begun.sort(key=asyncio.Task.done)
         attempt, self._begun = begun.pop() if begun else self._attempt(), begun
@@ -307,8 +311,8 @@ class McpServer:
 
 
 async def _not_validated(name: str, result: Any) -> None:
-    """Accept an answer without checking the structure that its server declared: the model reads its text, and a check
-    would run the server's own patterns in this process, without a time limit."""
+    """Replace the package's check of an answer by the schema that its server declared. The model reads only the text,
+    and the check would run the server's regular expressions in this process without a time limit."""
 
 
 def _of_use(attempt: asyncio.Task[McpSession]) -> bool:
@@ -316,7 +320,7 @@ def _of_use(attempt: asyncio.Task[McpSession]) -> bool:
 
 
 async def _pinged(session: McpSession) -> None:
-    """End the session if its server answers nothing within PING_S: the next call then opens another one."""
+    """End the session if its server does not answer within PING_S, so that the next call opens another one."""
     listing = asyncio.ensure_future(_tools_of(session.client))
     listing.add_done_callback(lambda done: done.cancelled() or done.exception())  # an error is an answer, too
     await asyncio.wait({listing}, timeout=PING_S)
@@ -331,7 +335,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _end(loop: asyncio.AbstractEventLoop, tasks: dict[asyncio.Task[Any], Any]) -> None:
-    """Close all sessions, so that their servers end, then end the thread."""
+    """Close all sessions, which ends their servers, then end the thread."""
 
     async def leave() -> None:
         for scope in list(tasks.values()):

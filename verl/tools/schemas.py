@@ -16,9 +16,9 @@ class ToolResponse:
     text: str | None = None
     """Text for the model."""
     image: list[Any] | None = None
-    """Images; giving some is an error, as no model here takes them in a turn."""
+    """Images. They are an error, since models here take no images in a turn."""
     video: list[Any] | None = None
-    """Videos; giving some is an error."""
+    """Videos. They are an error, since models here take no videos in a turn."""
 
 
 @dataclass
@@ -36,7 +36,8 @@ class OpenAIFunctionToolSchema:
 
     @classmethod
     def model_validate(cls, found: Mapping[str, Any]) -> OpenAIFunctionToolSchema:
-        """Read {type: function, function: {name, description, parameters}}. Raises ValueError for anything else."""
+        """Return the schema of {type: function, function: {name, description, parameters}}. Raise ValueError for
+        anything else."""
         inner = found.get("function")
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
             raise Refused(f"a tool's schema is {{type: function, function: {{name, parameters}}}}, got {found}")
@@ -44,7 +45,8 @@ class OpenAIFunctionToolSchema:
         return cls(str(found.get("type", "function")), OpenAIFunctionSchema(**known))
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
-        """Return the schema as chat templates read it. Arguments of pydantic's method are accepted and not needed."""
+        """Return the schema as a dict for chat templates. The arguments of pydantic's method are accepted and
+        ignored."""
         f = self.function
         return {
             "type": self.type,

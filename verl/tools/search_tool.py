@@ -1,6 +1,6 @@
-"""A tool that searches, with verl's name and schema: in an index of our own (tools/bm25.py), or by an HTTP retriever.
+"""A search tool with verl's name and schema, over an index of tools/bm25.py or an HTTP retriever.
 
-The retriever has Search-R1's contract: POST {queries, topk, return_scores} returns {result: [[{document: {contents},
+The retriever has Search-R1's interface: POST {queries, topk, return_scores} returns {result: [[{document: {contents},
 score}, ...] per query]}. Calls of all trajectories within a few milliseconds are sent as one request.
 """
 
@@ -40,14 +40,14 @@ SCHEMA = {
 
 
 class SearchTool(BaseTool):
-    """The tool. Its config has:
+    """A BaseTool that returns passages for queries. Its config has:
 
     retrieval_service_url: the retriever; or index: the folder of an index
-    topk: 3; passages per query
-    timeout: 30; seconds of a request
-    window_ms: 5; how long a call waits for others, to be sent with them
-    num_workers: 16; requests at the same time
-    timeout_s: as every tool has it; at most half of it is spent on a retriever that is down
+    topk: number of passages per query; 3
+    timeout: time limit of a request in seconds; 30
+    window_ms: how long a call waits for further calls, to be sent in one request; 5
+    num_workers: number of parallel requests; 16
+    timeout_s: the limit that every tool has; at most half of it is spent on a retriever that is down
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
@@ -86,14 +86,15 @@ class SearchTool(BaseTool):
         return ToolResponse(text="\n---\n".join(passages_text(passages) for passages in found)), None, {}
 
     def _send(self) -> None:
-        """Send the calls of the window as one request."""
+        """Send the calls that arrived within the window as one request."""
         calls, self._waiting = self._waiting, []
         task = asyncio.get_running_loop().create_task(self._ask(calls))
         self._requests.add(task)
         task.add_done_callback(self._requests.discard)
 
     async def _ask(self, calls: Sequence[tuple[list[str], asyncio.Future[list[list[str]]]]]) -> None:
-        """Search for all calls of a request, and set their answers. A failure is the answer of each of them."""
+        """Search for all calls of a request, and set their answers. If the search fails, each of them gets the
+        failure."""
         calls = [(queries, answer) for queries, answer in calls if not answer.done()]  # the others were cancelled
         flat, came_s = [query for queries, _ in calls for query in queries], time.monotonic()
         try:
@@ -131,8 +132,8 @@ class SearchTool(BaseTool):
         return found
 
     async def _posted(self, body: bytes) -> bytes:
-        """Return the retriever's answer. While it is down, repeat the request for some seconds, then raise ToolBroken:
-        the model is not to blame for that."""
+        """Return the retriever's answer. While it is down, repeat the request for some seconds, then raise ToolBroken,
+        which makes the attempt invalid."""
         limit = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=min(self._retry_s, self._timeout_s))
         end_s, pause_s, header = time.monotonic() + self._retry_s, 0.1, {"Content-Type": "application/json"}
         async with aiohttp.ClientSession(timeout=limit, headers=header, trust_env=True) as session:
