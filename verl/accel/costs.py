@@ -1,4 +1,4 @@
-"""The least work of each operation, from the shapes of its arguments. Kept weights count as arguments."""
+"""The least work of each operation, from the shapes of its arguments. Weights in a layout of the kernel count too."""
 
 from __future__ import annotations
 

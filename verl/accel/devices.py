@@ -1,4 +1,4 @@
-"""Facts of types of devices: sizes of what is computed at once. Results do not depend on them. No torch."""
+"""Facts about types of devices: the sizes of what is computed at once. Results do not depend on them. No torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class DeviceFacts:
     """Bytes of a chunk of float32 logits in training. On a CPU small enough for its caches. On a GPU large enough that
     a product fills it: 256 MiB in place of 16 made an update of a 0.6B model 34% faster on an H100."""
     logit_chunk_rows: int
-    """The least rows of such a chunk: each chunk reads and writes the whole gradient of the head."""
+    """The fewest rows of such a chunk: each chunk reads and writes the whole gradient of the head."""
     kept_score_keys: int
-    """Attention over up to so many keys keeps its probabilities for the backward pass; 0: it never does. On a CPU two
-    batched products are faster there than a fused kernel."""
+    """The most keys with which attention keeps its probabilities for the backward pass; 0: it never does. On a CPU two
+    batched products are then faster than a fused kernel."""
     free_padding: int
     """Score elements of padding that cost less than the dozen kernel launches of another block of attention."""
     compacts_rows: bool
     """Rows that a mask selects are copied together before they are computed. On a GPU the host would have to wait for
     their number, so all rows are computed, and those outside the mask replaced by 0."""
     masked_queries: int
-    """Query rows of one attention call with a mask, in a prefill: they bound the mask of a long chunk."""
+    """Query rows of one attention call with a mask, in a prefill; they limit the size of the mask of a long chunk."""
     sampled_logits: int
     """Logits in memory at once in a lane when sampling; smaller blocks read the head more often."""
     scored_tokens: int

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 Layers = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, int], Tensor]
-"""All layers of a decoder in one call: x [n, hidden], changed in place and returned, positions [n], slots [n] or None,
-turns complex64 [kinds, positions, D/2], kv float32 [layers, 2, slots, K, capacity, D], lo. Row i takes slot lo + i, or
-lo + slots[i]."""
+"""A function that computes all layers of a decoder in one call. Arguments: x [n, hidden], changed in place and
+returned; positions [n]; slots [n] or None; turns complex64 [kinds, positions, D/2]; kv float32 [layers, 2, slots, K,
+capacity, D]; lo. Row i uses slot lo + i, or lo + slots[i]."""
 
 
 class Linear(Protocol):
-    """y = x W^T + b for x [n, K], W [N, K]."""
+    """A matrix product y = x W^T + b for x [n, K], W [N, K]."""
 
     bias: Tensor | None
     nbytes: int
-    """Bytes beyond the tensors from which it was made."""
+    """Bytes of its own, besides the tensors from which it was made."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return y [n, N]."""
@@ -32,12 +32,12 @@ class Linear(Protocol):
 
 
 class FilledLinear(Linear, Protocol):
-    """A product without weights yet, which are written in the kernel's layout as they arrive."""
+    """A product that is created without weights; they are written in the kernel's layout when they arrive."""
 
     params: int
     """The number of weights."""
     memory: Tensor
-    """Where they are written."""
+    """The tensor into which the weights are written."""
 
     def fill(self, weight: Tensor, first: int = 0, pairs: int = 0) -> None:
         """Write a weight [n, K] float32 as the rows first .. first + n. pairs: reorder the D/2 pairs of each head so
@@ -52,7 +52,7 @@ class LayerParts:
     products: Mapping[str, Linear]
     """The products `qkv`, `out`, `up` and `down`."""
     tensors: Mapping[str, Tensor | None]
-    """float32: the norms `norm`, `mlp_norm` and `out_norm`, `mlp_out_norm` or None [hidden], `qk_norm` or None."""
+    """The float32 norms [hidden] `norm` and `mlp_norm`, and, or None, `out_norm`, `mlp_out_norm` and `qk_norm`."""
     window: int
     """Tokens of the sliding window; 0: none."""
     rope: int
@@ -78,14 +78,14 @@ class DecoderSizes:
 
 
 class Products(Protocol):
-    """A layout of weights."""
+    """A layout of weights, with the products that use it."""
 
     exact_rows: bool
     """The bits of a row of a result do not depend on the other rows."""
     keeps: bool
     """The product reads the tensors from which it was made; otherwise they can be freed."""
     fills: bool
-    """There is `empty`."""
+    """`empty` is supported."""
 
     def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Return the product with a weight [N, K]."""
@@ -96,12 +96,12 @@ class Products(Protocol):
         ...
 
     def joined(self, layers: Sequence[LayerParts], sizes: DecoderSizes) -> Layers | None:
-        """Return the function that computes all layers in one call, or None where there is no such kernel."""
+        """Return the function that computes all layers in one call, or None if the layout has no such kernel."""
         ...
 
 
 class Plain:
-    """The product of torch, over a view of the weight."""
+    """torch's own product, over a view of the weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.bias, self.transposed, self.nbytes = bias, weight.t(), 0

@@ -51,12 +51,12 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A row of the table: one way to compute an operation."""
+    """A row of the table: one implementation of an operation."""
 
     operation: str
     """The name of the operation."""
     name: str
-    """The name of this way, the same in all rows of one library."""
+    """The name of its library, the same in all rows of that library."""
     load: Callable[[Use], Call | str]
     """Returns the function, or the reason why this machine or model does not have it. It compiles or imports on use."""
     tolerance: Mapping[torch.dtype, float]

@@ -1,4 +1,4 @@
-"""The operations by torch alone, on every device: the rows that are chosen where there is no better kernel."""
+"""The operations in torch alone, on every device: the rows that are chosen where no better kernel exists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def plain_gated(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def plain_sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
-    """Draw without a decision on the host, so that a CUDA graph can contain it."""
+    """Draw ids from logits [n, V] with temperature [n] (0 is greedy) and uniform [n]; return float64 [2, n]: ids and
+    log-probs. The host decides nothing, so that a CUDA graph can contain it."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     greedy = temperature == 0
     probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
@@ -34,8 +35,8 @@ def plain_sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """probs [n, V], uniform [n] float64 -> the first id with a cumulative probability above the uniform. It has
-    positive probability, and since targets stay strictly below the total, it is never one past the end."""
+    """Return for probs [n, V] and uniform [n] float64 the first id [n] with a cumulative probability above the uniform.
+    It has positive probability. Targets are strictly below the total, so the index is never past the end."""
     n, vocab = probs.shape
     if vocab <= 2 * BLOCK:
         return _first_above(probs.cumsum(-1, dtype=torch.float64), uniform, scale=True)[0]
@@ -51,7 +52,8 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_above(cdf: Tensor, target: Tensor, *, scale: bool) -> tuple[Tensor, Tensor]:
-    """cdf [n, m] float64, target [n] (a share of the total when `scale`) -> index [n], the target that was used [n]."""
+    """Return the first index [n] at which cdf [n, m] float64 is above target [n] (with `scale` a share of the total),
+    and the target that was used [n]."""
     total = cdf[:, -1]
     target = torch.minimum(target * total if scale else target, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cdf, target[:, None], right=True).squeeze(1)

@@ -1,5 +1,5 @@
 """Differentiable norms, gates and rotations by torch's operations, in few passes over memory and with few saved
-tensors. Same mathematics as transformers' own, never less precise."""
+tensors. The results are those of transformers' own modules, never less precise."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from torch.autograd.function import once_differentiable
 
 
 def trained_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / rms(x) over the last dimension, in at least float32."""
+    """Return weight * x / rms(x) over the last dimension, computed in at least float32."""
     out: Tensor = _RMSNorm.apply(x, weight, eps)
     return out
 
 
 def trained_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up. Only these two are saved."""
+    """Return silu(gate) * up. Only these two tensors are saved for the backward pass."""
     out: Tensor = _SwiGLU.apply(gate, up)
     return out
 
 
 def trained_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, h, D] turned by cos and sin [T, 1, D]: x cos + rotate_half(x) sin."""
+    """Return x [T, h, D] rotated by cos and sin [T, 1, D]: x cos + rotate_half(x) sin."""
     out: Tensor = _Rotation.apply(x, cos, sin)
     return out
 
 
 class _RMSNorm(torch.autograd.Function):
+    """The autograd function of `trained_rms_norm`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = _exact(x.reshape(-1, x.shape[-1]))
@@ -52,6 +54,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _SwiGLU(torch.autograd.Function):
+    """The autograd function of `trained_swiglu`."""
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -65,6 +69,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _Rotation(torch.autograd.Function):
+    """The autograd function of `trained_rotation`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)

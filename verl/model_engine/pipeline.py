@@ -89,8 +89,8 @@ class StageModel(ShardedModel):
             yield name, here[name] if self._weights[name].stage == self.stage else None
 
     def delivered(self, name: str, p: Tensor | None, on_host: Any = None) -> Tensor:
-        """Return a whole tensor on all stages. on_host: the mesh of a snapshot in host memory, by whose groups it is
-        sent."""
+        """Return a whole tensor on all stages. on_host: the mesh of a snapshot in host memory; the tensor is sent in
+        its groups."""
         weight = self._weights[self._whole_tied.get(name, name)]
         if weight.stage == self.stage:
             assert p is not None, name

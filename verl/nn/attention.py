@@ -146,7 +146,7 @@ def make_varlen(batch: Batch, device: torch.device, *, queries: tuple[int, int] 
 
 
 def _varlen(forest: _Forest, members: np.ndarray, device: torch.device) -> Varlen:
-    """Return the index tensors for the neighbouring segments `members`, whose queries attend to all their ancestors."""
+    """Return the index tensors for the neighbouring segments `members`; their queries attend to all their ancestors."""
     lengths, depths = forest.lengths, forest.depths
     keys = (depths + lengths)[members]
     cu_k = np.concatenate([[0], np.cumsum(keys)])

@@ -16,8 +16,8 @@ STEPS, WARM_STEPS = 120, 20
 
 
 class VirtualRun:
-    """Plays the driver of a scheduler: groups are admitted, end, are trained and published, at virtual times. A
-    subclass names the groups and their durations in seconds, and may check or record what happens."""
+    """Does the driver's work for a scheduler: groups are admitted, end, are trained and published, at virtual times. A
+    subclass names the groups and their durations in seconds, and may check or record events."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -71,7 +71,7 @@ class VirtualRun:
     # -- the driver's moves
 
     def at(self, after_s: float, event: str, group_id: str = "") -> None:
-        """Let an event happen so many seconds from now."""
+        """Schedule an event `after_s` seconds from now."""
         self._count += 1
         heapq.heappush(self._events, (self.now_s + after_s, self._count, event, group_id))
 
@@ -94,7 +94,7 @@ class VirtualRun:
             self.admitted(group_id, admission.version)
 
     def take(self) -> Exhausted | None:
-        """Take a batch if one is complete. Return the reason if there will be none."""
+        """Take a batch if one is complete. Return `Exhausted` if there will be no further batch, else None."""
         if self.batch or self.scheduler.done or not self.may_take():
             return None
         got = self.scheduler.take()
@@ -110,11 +110,11 @@ class VirtualRun:
 
     @property
     def stuck(self) -> bool:
-        """Nothing will happen any more."""
+        """True if no event is scheduled."""
         return not self._events
 
     def advance(self) -> None:
-        """Move the clock to the next event, and let it happen."""
+        """Move the clock to the next event, and process it."""
         self.now_s, _, event, group_id = heapq.heappop(self._events)
         if event == "ended":
             if group_id in self.running:  # it may have been dropped

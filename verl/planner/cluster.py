@@ -95,8 +95,8 @@ def _sent_bytes(config: Config) -> int:
 
 
 def memory_on_this_machine(placement: ClusterPlan) -> MemoryEstimate | None:
-    """Return the host memory of all processes of a Ray that is started on this machine; None for another Ray, or
-    none."""
+    """Return the host memory of all processes of a Ray cluster that is started on this machine; None for another Ray
+    cluster, or without Ray."""
     pools = {name: pool for name, pool in placement.pools.items() if pool.device == "cpu"}
     if placement.backend != "ray" or placement.address is not None or not pools:
         return None

@@ -1,6 +1,6 @@
 """The memory of a run, by item and by phase of a step: of one process with everything in it, and of one rank of a pool.
-Estimates, on the side of too much. Each role's items are those of its engine (`memory` of the engine's row in
-config/backends.py); here they are put together."""
+The estimates are rather too high than too low. The items of a role are those of its engine (`memory` of the engine's
+row in config/backends.py); this module adds them up."""
 
 from __future__ import annotations
 
@@ -49,12 +49,13 @@ MOMENTS: Mapping[str, Sequence[Sequence[str]]] = MappingProxyType(
         "publish": (IN_LAYERS, ("largest whole weight",)),
     }
 )
-"""The temporary items of each phase of a role: those that are held at once at each moment of highest use."""
+"""The temporary items of each phase of a role: for each moment of highest use, the items that are in memory
+together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes per item, and which items a device holds at once."""
+    """Bytes per item, and the items that are on a device at once."""
 
     items: dict[str, int]
     """Bytes by item."""
@@ -67,7 +68,7 @@ class MemoryEstimate:
 
 
 def summed(items: Mapping[str, int], named: Mapping[str, Sequence[str]]) -> MemoryEstimate:
-    """Return the sums of phases that name items; items that are absent or 0 are left out."""
+    """Return the sums of phases that name items; items that do not exist or are 0 are left out."""
     phases = {name: tuple(i for i in parts if items.get(i)) for name, parts in named.items()}
     used = {i for parts in phases.values() for i in parts}
     peaks = {name: sum(items[i] for i in parts) for name, parts in phases.items()}

@@ -36,6 +36,8 @@ from verl.workers import host
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
+    """The plan of a run: its sizes, its memory and disk, and warnings."""
+
     run_dir: str
     algorithm: str
     model: ModelFacts

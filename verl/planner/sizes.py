@@ -23,11 +23,12 @@ from verl.types import Ref, Refs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSizes:
-    """The sizes of one step. `rows`: trajectories. `microbatches`: if every row were at its limit."""
+    """The sizes of one step."""
 
     prompts: int
     samples_per_prompt: int
     rows: int
+    """Trajectories."""
     updates: int
     rows_per_update: int
     epochs: int
@@ -36,13 +37,15 @@ class StepSizes:
     max_tokens: int
     max_tokens_per_microbatch: int
     microbatches: int
+    """Micro-batches of all optimizer steps if every row had the largest length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLength:
-    """The length of a run. None: unknown before the data is read. `rows`: before over-long prompts are filtered out."""
+    """The length of a run; None: unknown before the data is read."""
 
     rows: int | None
+    """Rows before over-long prompts are filtered out."""
     eval_rows: int | None
     epochs: float | None
     steps: int | None
@@ -52,11 +55,13 @@ class RunLength:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSizes:
-    """Sizes of the rollout. `slots`: groups admitted and not yet published; `surplus`: over-sampled ones."""
+    """Sizes of the rollout."""
 
     engine: str
     slots: int
+    """Groups that may be admitted and not yet published."""
     surplus: int
+    """Over-sampled groups."""
     trajectories_in_flight: int
     concurrent_sequences: int
     kv_bytes_per_token: int
@@ -182,8 +187,8 @@ def count_rows(files: list[str]) -> int | None:
 
 
 def teacher_share(config: Config) -> float | None:
-    """Return the floating-point operations of the teachers that are computed in this run, as a share of those of the
-    policy's update, per token of a step: a forward pass is 2 per parameter, forward and backward 6. None without a
+    """Return the floating-point operations of the teachers that are computed in this run, per token of a step, as a
+    share of those of the policy's update (2 per parameter in a forward pass, 6 in forward and backward). None without a
     teacher. Attention is left out on both sides; with pick=task, where each row has one teacher, the largest counts."""
     preset, t = settled(config.algorithm.name, config.algorithm.given()), config.teacher
     if "teacher" not in preset.roles() or (t.path is None and not t.paths):
@@ -195,7 +200,6 @@ def teacher_share(config: Config) -> float | None:
 
 
 def parameters_used(model: ModelFacts) -> int:
-    """Return the parameters that a token is multiplied with: of the experts only the active ones, and no lookup
-    table."""
+    """Return the parameters that a token is multiplied with: of the experts only the active ones, no lookup tables."""
     active = 3 * model.layers * model.hidden * model.intermediate if model.expert_parameters else 0
     return model.parameters - model.expert_parameters + active - (0 if model.tied else model.embedding_parameters)

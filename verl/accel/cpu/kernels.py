@@ -29,7 +29,7 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 class Address:
-    """Argument type for the memory of a tensor or an array; None is a null pointer."""
+    """The argument type for the memory of a tensor or an array; None is a null pointer."""
 
     @classmethod
     def from_param(cls, value: Tensor | np.ndarray | None) -> c_void_p | None:
@@ -39,8 +39,8 @@ class Address:
 
 
 class LayerPointers(ctypes.Structure):
-    """The parameters of one layer: float32 norms [hidden], panels and biases of products, [heads + kv_heads, D] of q,
-    k."""
+    """The parameters of one layer as a C struct: float32 norms [hidden], panels and biases of products, and the norm of
+    queries and keys [heads + kv_heads, D]."""
 
     TENSORS = (
         *("norm", "qkv", "qkv_bias", "qk_norm", "out", "out_bias", "out_norm"),
@@ -50,7 +50,8 @@ class LayerPointers(ctypes.Structure):
 
 
 class Stack(ctypes.Structure):
-    """The layers of a model, which does not own their tensors. `kind` is one of ACTIVATIONS, `cap` 0 for none."""
+    """The layers of a model as a C struct, which does not own their tensors. `kind` is a value of ACTIVATIONS; `cap` is
+    0 for no cap."""
 
     _fields_ = (
         ("layers", ctypes.POINTER(LayerPointers)),
@@ -78,15 +79,16 @@ FLOAT32 = {
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The functions of kernels.c for one dtype, on contiguous tensors, with as many threads as torch has in the calling
-    thread; calls release the GIL."""
+    """The functions of kernels.c for one dtype, on contiguous tensors. They use as many threads as torch has in the
+    calling thread, and release the GIL."""
 
     dtype: torch.dtype
     panel_width: int
     functions: Mapping[str, Callable[..., None]]
 
     def new_panels(self, rows: int, depth: int) -> Tensor:
-        """[panels, depth, panel width] for [rows, depth], which `pack` fills; the rows that pad the last one are 0."""
+        """Allocate panels [panels, depth, panel width] for a weight [rows, depth], which `pack` fills; padding rows are
+        0."""
         out = torch.empty(-(-rows // self.panel_width), depth, self.panel_width)
         self.functions["large_pages"](out, out.nbytes)
         out[rows // self.panel_width :] = 0.0
@@ -102,39 +104,40 @@ class Kernels:
         self.functions["pack"](weight, panels, first, rows, depth, pairs, torch.get_num_threads())
 
     def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, *, add: bool) -> Tensor:
-        """x [T, K] W^T + bias into out [T, N], on top of what is there if `add`."""
+        """Write x [T, K] W^T + b into out [T, N], or with `add` add it to out. Return out."""
         assert x.is_contiguous() and out.is_contiguous() and x.dtype == out.dtype == torch.float32
         self.functions["linear"](x, panels, bias, out, *x.shape, out.shape[1], add, torch.get_num_threads())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [n, width], weight float32 [width] -> [n, width]."""
+        """Return x [n, width] normed by its root mean square and multiplied by weight [width] float32."""
         assert x.is_contiguous() and weight.dtype == torch.float32
         out = torch.empty_like(x)
         self.functions["rms_norm"](x, weight, out, *x.shape, eps, torch.get_num_threads())
         return out
 
     def rms_norm_backward(self, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x, dy [n, width], weight [width], all float32 -> dx [n, width], dweight [width] float64."""
+        """Return the gradients of `rms_norm`, dx [n, width] and dweight [width] float64, for x, dy [n, width] and
+        weight [width], all float32."""
         threads = torch.get_num_threads()
         dx, sums = torch.empty_like(x), torch.zeros(threads, len(weight), dtype=torch.float64)
         self.functions["rms_norm_backward"](x, weight, dy, dx, sums, *x.shape, eps, threads)
         return dx, sums.sum(0)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up, float32 of one shape."""
+        """Return silu(gate) * up of float32 tensors of one shape."""
         out = torch.empty_like(gate)
         self.functions["swiglu"](gate, up, out, gate.numel(), torch.get_num_threads())
         return out
 
     def swiglu_backward(self, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """-> dgate, dup."""
+        """Return the gradients (dgate, dup) of `swiglu`."""
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         self.functions["swiglu_backward"](gate, up, dy, dgate, dup, gate.numel(), torch.get_num_threads())
         return dgate, dup
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """gate_up [n, 2 ffn] -> act(gate) * up [n, ffn]."""
+        """Return act(gate) * up [n, ffn] for gate_up [n, 2 ffn]."""
         n, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(n, width)
         self.functions["gated"](gate_up, out, n, width, ACTIVATIONS[activation], torch.get_num_threads())
@@ -155,9 +158,9 @@ class Kernels:
         window: int = 0,
         cap: float = 0.0,
     ) -> Tensor:
-        """Attention of n rows, each over its own keys and values, [n, K, capacity, D], which receive its own at
-        `positions` [n] -> [n, H D]. qkv [n, (H + 2K) D], qk_norm float32 [H + K, D], turns complex64 [positions, D/2].
-        """
+        """Compute attention of n rows, each over its own keys and values [n, K, capacity, D], and return [n, H D]. The
+        key and value of a row are stored at its position. qkv [n, (H + 2K) D], qk_norm float32 [H + K, D], turns
+        complex64 [positions, D/2], positions [n]."""
         n, (kv_heads, capacity, dim) = len(qkv), keys.shape[1:]
         out = qkv.new_empty(n, heads * dim)
         scratch = torch.empty(_scratch_floats(heads, kv_heads, dim, capacity), dtype=torch.float32)
@@ -168,9 +171,9 @@ class Kernels:
     def layers(
         self, stack: Stack, x: Tensor, positions: Tensor, slots: Tensor | None, turns: Tensor, kv: Tensor, lo: int = 0
     ) -> Tensor:
-        """x [n, hidden] -> what the layers make of it, in place. turns complex64 [kinds, positions, D/2]; kv float32
-        [layers, 2, slots, K, capacity, D], of which row i takes slot lo + i, or lo + slots[i]. The rest as in `attend`.
-        """
+        """Compute the layers on x [n, hidden], in place, and return it. turns complex64 [kinds, positions, D/2]; kv
+        float32 [layers, 2, slots, K, capacity, D], in which row i uses slot lo + i, or lo + slots[i]. Otherwise as in
+        `attend`."""
         assert x.is_contiguous() and kv.is_contiguous() and x.dtype == kv.dtype == torch.float32
         n, heads, kv_heads, dim, capacity = len(x), stack.heads, stack.kv_heads, stack.dim, kv.shape[4]
         attending = 2 * (heads + kv_heads) * dim * n + _scratch_floats(heads, kv_heads, dim, capacity)
@@ -180,7 +183,8 @@ class Kernels:
         return x
 
     def sample(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """logits [n, V], temperature [n] float32 (0 is greedy), uniform [n] float64 -> ids [n], log-probs [n]."""
+        """Draw from logits [n, V] with temperature [n] float32 (0 is greedy) and uniform [n] float64; return ids [n]
+        and their log-probs [n]."""
         n, vocab = logits.shape
         ids, logprobs, masses = np.empty(n, np.int64), np.empty(n, np.float32), np.empty(-(-vocab // BLOCK), np.float32)
         drawn = np.ascontiguousarray(temperature), np.ascontiguousarray(uniform)
@@ -189,14 +193,16 @@ class Kernels:
 
 
 def _scratch_floats(heads: int, kv_heads: int, dim: int, tokens: int) -> int:
-    """Floats that `attend` needs for rows of up to `tokens` tokens: the row, mixed values, a tile, scores."""
+    """Return the number of floats that `attend` needs for rows of up to `tokens` tokens: the row, mixed values, a tile,
+    scores."""
     group = heads // kv_heads
     return (heads + 2 * kv_heads) * dim + group * dim + TILE * dim + group * tokens
 
 
 @functools.cache
 def load_kernels(dtype: torch.dtype) -> Kernels | str:
-    """The kernels of this machine, or why there are none. Compiles on the first call of the first process."""
+    """Load the kernels of this machine for a dtype, or return the reason why there are none. The first call on a
+    machine compiles them."""
     if dtype not in (torch.float32, torch.bfloat16):
         return f"no compiled kernels for {dtype}"
     try:
@@ -213,7 +219,8 @@ def load_kernels(dtype: torch.dtype) -> Kernels | str:
 
 
 def _library() -> Path:
-    """The shared library for this source, compiler and CPU; processes that start together may both compile it."""
+    """Return the path of the shared library for this source, compiler and CPU; compile it if it does not exist.
+    Processes that start together may both compile it."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if not compiler:
         raise OSError("no C compiler (cc, gcc or clang) on this machine")

@@ -1,5 +1,6 @@
-"""Which threads compute. On a CPU with few cores, rows are split over one-thread lanes instead of splitting every
-operation: starting a parallel region costs tens of microseconds, as much as a whole operation of a small model."""
+"""The threads that compute. On a CPU with few cores, rows are divided over lanes of one thread each, and operations are
+not split over the cores: starting a parallel region takes tens of microseconds, as long as a whole operation of a small
+model."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ MEMORY_BOUND_ROWS = 20  # below about this many rows a product waits for its wei
 def compute_alone(others: int) -> None:
     """Make torch use one thread for operations of the calling thread, and `others` for those of every other thread.
 
-    torch's number is per thread, but set_num_threads also changes what threads get that have not computed yet: a
-    throw-away thread puts that back. (`others` is given: read here, it could be another lane's passing 1.)
-    """
+    torch's number is per thread, but set_num_threads also changes the number of threads that have not computed yet; a
+    temporary thread restores that. `others` is an argument: a number read here could be the 1 that another lane has
+    just set."""
     torch.get_num_threads()  # at first use a thread takes over torch's number: have that behind us
     torch.set_num_threads(1)
     restore = threading.Thread(target=torch.set_num_threads, args=(others,))
@@ -31,7 +32,8 @@ def compute_alone(others: int) -> None:
 
 
 class Lanes:
-    """`count` one-thread lanes, of which the calling thread (after `enter`) is the first, and one wide thread."""
+    """`count` lanes of one thread each, the first of which is the calling thread (after `enter`), and a thread for
+    operations on all cores."""
 
     def __init__(self, count: int) -> None:
         self.count, self._threads = count, torch.get_num_threads()
@@ -47,19 +49,19 @@ class Lanes:
             compute_alone(self._threads)
 
     def useful(self, layer_work: float) -> int:
-        """How many lanes pay for so many multiply-adds per layer: p lanes compute work / p each while p dispatches
-        queue up, best at p = sqrt(work / dispatch)."""
+        """Return the best number of lanes for `layer_work` multiply-adds per layer: each of p lanes computes work / p
+        while the dispatches of p lanes run one after another, which is fastest at p = sqrt(work / dispatch)."""
         return max(1, min(self.count, math.isqrt(int(layer_work / LANE_WORK))))
 
     def map(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Run the jobs, dealt to the lanes in turn; results in the order of the jobs."""
+        """Run the jobs, dealt to the lanes in turn. Return their results in the order of the jobs."""
         shares = [jobs[lane :: self.count] for lane in range(min(self.count, len(jobs)))]
         futures = [pool.submit(_run_all, share) for pool, share in zip(self._helpers, shares[1:])]
         done = [_run_all(shares[0]), *(future.result() for future in futures)]
         return [done[i % self.count][i // self.count] for i in range(len(jobs))]
 
     def wide(self, job: Callable[[], T]) -> T:
-        """Run one job with every operation split over all cores."""
+        """Run one job with every operation split over all cores, and return its result."""
         return self._wide.submit(job).result() if self._wide else job()
 
     def close(self) -> None:
@@ -68,7 +70,7 @@ class Lanes:
 
 
 def wide_pays(rows: int, weights_per_product: float) -> bool:
-    """All cores finish a product of so many rows sooner than one."""
+    """Return True if all cores together finish a product of `rows` rows sooner than one core."""
     return max(rows, MEMORY_BOUND_ROWS) * weights_per_product >= WIDE_OPERATION
 
 

@@ -18,7 +18,7 @@ from verl.accel.linear import DecoderSizes, LayerParts, Layers, Linear
 
 
 class Packed:
-    """Private operations of torch: tests compare them with the plain ones."""
+    """A product in oneDNN's layout. It uses private operations of torch; tests compare them with the plain ones."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         # one packed layout serves every number of rows
@@ -32,7 +32,7 @@ class Packed:
 
 
 class Panels:
-    """A product over panels, bitwise the same for a row for any other rows."""
+    """A product over panels. The bits of a row of the result do not depend on the other rows."""
 
     def __init__(self, width: int, depth: int, kernels: Kernels) -> None:
         self.width, self.kernels = width, kernels
@@ -52,7 +52,7 @@ class Panels:
 
 @dataclass(frozen=True, slots=True)
 class PanelProducts:
-    """Products over panels, and all layers of a decoder in one call."""
+    """The layout of panels: single products, and all layers of a decoder in one call."""
 
     kernels: Kernels
     exact_rows: bool = True

@@ -12,18 +12,20 @@ from verl.accel.cpu.kernels import Kernels
 
 
 def compiled_rms_norm(x: Tensor, weight: Tensor, eps: float, *, kernels: Kernels) -> Tensor:
-    """weight * x / rms(x) over the last dimension."""
+    """Return weight * x / rms(x) over the last dimension, float32, differentiable."""
     out: Tensor = _CompiledNorm.apply(x, weight, eps, kernels)
     return out
 
 
 def compiled_swiglu(gate: Tensor, up: Tensor, *, kernels: Kernels) -> Tensor:
-    """silu(gate) * up."""
+    """Return silu(gate) * up, float32, differentiable."""
     out: Tensor = _CompiledGate.apply(gate.contiguous(), up.contiguous(), kernels)
     return out
 
 
 class _CompiledNorm(torch.autograd.Function):
+    """The autograd function of `compiled_rms_norm`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernels: Kernels) -> Tensor:
         x = x.contiguous()
@@ -41,6 +43,8 @@ class _CompiledNorm(torch.autograd.Function):
 
 
 class _CompiledGate(torch.autograd.Function):
+    """The autograd function of `compiled_swiglu`."""
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:
         ctx.kernels = kernels

@@ -19,7 +19,7 @@ ALL_KEYS = 1 << 30  # the window of a layer without one
 
 @triton.jit
 def _tanh(x):
-    """tanh to float32's precision, also near 0, where the form with exp would cancel."""
+    """Return tanh in float32's precision, also near 0, where the form with exp loses digits."""
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     y = x * x
@@ -39,7 +39,7 @@ def _split_of_row(length, window, BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLIT
 
 @triton.jit
 def _with_sink(most, total, sinks, head, inside):
-    """Add a learned logit per head to the denominator; no value belongs to it."""
+    """Add a learned logit per head to the denominator; it has no value vector."""
     sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32)
     highest = tl.maximum(most, sink)
     kept = tl.exp(most - highest)
@@ -48,8 +48,8 @@ def _with_sink(most, total, sinks, head, inside):
 
 @triton.jit
 def _add_block(score, value, most, total, mixed):
-    """Add a block of keys, of which one at least is seen, to the largest score, the sum of the exponentials relative to
-    it, and the values weighted by these."""
+    """Add a block of keys, at least one of which is visible, to the running maximum of the scores, the sum of
+    exponentials relative to it, and the values weighted by these."""
     highest = tl.maximum(most, tl.max(score, 1))
     share, kept = tl.exp(score - highest[:, None]), tl.exp(most - highest)
     mixed = mixed * kept[:, None] + tl.dot(share.to(value.dtype), value, input_precision="ieee")
@@ -83,7 +83,8 @@ def _attend_part(
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """One part of the keys of one row for the G query heads of one key head; the last result if there is one part."""
+    """Compute attention over one part of a row's keys, for the G query heads of one key head. If the row has one part
+    only, this is the final result."""
     n, k, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(positions + n).to(tl.int32) + 1
     first, per_part, parts = _split_of_row(length, window, BLOCK, KEYS, SPLITS)
@@ -137,7 +138,7 @@ def _merge_parts(
     AT_ONCE: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Join the parts of one row and one query head."""
+    """Merge the parts of one row and one query head into the final result."""
     n, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(positions + n).to(tl.int32) + 1
     _, _, parts = _split_of_row(length, window, BLOCK, KEYS, SPLITS)

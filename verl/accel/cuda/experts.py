@@ -26,7 +26,8 @@ def _expert_products(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """BLOCK pairs of one expert times COLUMNS of its outputs; programs beyond the last block of pairs do nothing."""
+    """The kernel of `expert_products`: BLOCK pairs of one expert times COLUMNS of its outputs. Programs beyond the last
+    block of pairs do nothing."""
     b, e = tl.program_id(0), tl.arange(0, PADDED)
     begin = tl.load(starts + e, mask=e < EXPERTS, other=0)
     end = tl.load(starts + e + 1, mask=e < EXPERTS, other=0)
@@ -52,8 +53,9 @@ def _expert_products(
 
 
 def expert_products(x: Tensor, weights: Tensor, order: Tensor, starts: Tensor, each: int) -> Tensor:
-    """x [P / each, C], weights [E, N, C] -> [P, N]: pair p is row p // each times the weights of its expert. `order`
-    [P] are the pairs by expert, and those of expert e are order[starts[e] : starts[e + 1]], starts [E + 1]."""
+    """Return [P, N]: for pair p the row p // each of x [P / each, C] times the weights [N, C] of the pair's expert,
+    from weights [E, N, C]. `order` [P] has the pairs sorted by expert; those of expert e are order[starts[e] : starts[e
+    + 1]], with starts [E + 1]."""
     (experts, width, depth), pairs = weights.shape, len(order)
     out = x.new_empty(pairs, width)
     most = min(pairs, pairs // BLOCK_PAIRS + experts)  # blocks, if every expert has one that is not full

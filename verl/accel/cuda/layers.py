@@ -12,7 +12,8 @@ GELU = 1.5957691216057308  # 2 sqrt(2 / pi): gelu_tanh(x) = x sigmoid(GELU (x + 
 
 @triton.jit
 def _normed(x, weight, eps, C: tl.constexpr):
-    """The row x [BLOCK] float32, which is 0 beyond C, over its root mean square, times a weight."""
+    """Return the row x [BLOCK] float32, which is 0 beyond C, divided by its root mean square and multiplied by a
+    weight."""
     return x / tl.sqrt(tl.sum(x * x, 0) / C + eps) * weight
 
 
@@ -29,7 +30,7 @@ def _add_norm(
     ADDED: tl.constexpr,
     DELTA_NORMED: tl.constexpr,
 ):
-    """One row."""
+    """The kernel of `add_norm`: one row per program."""
     n, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = tl.load(residual + n * C + c, mask=c < C, other=0.0)
     if ADDED:
@@ -45,7 +46,7 @@ def _add_norm(
 
 @triton.jit
 def _gated(both, out, F, GELU: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK columns of one row."""
+    """The kernel of `gated`: BLOCK columns of one row per program."""
     n, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(both + n * 2 * F + c, mask=c < F, other=0.0).to(tl.float32)
     up = tl.load(both + n * 2 * F + F + c, mask=c < F, other=0.0)
@@ -56,8 +57,9 @@ def _gated(both, out, F, GELU: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.const
 
 
 def add_norm(residual: Tensor, delta: Tensor | None, delta_weight: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """residual [n, C] += delta [n, C] (None: nothing), over its root mean square and times `delta_weight` if there is
-    one; then return the residual over its root mean square, times `weight` [n, C]."""
+    """Add delta [n, C] (None: nothing) to residual [n, C] in place; with `delta_weight`, delta is first divided by its
+    root mean square and multiplied by that weight. Return the residual, divided by its root mean square, times
+    `weight`, [n, C]."""
     n, width = residual.shape
     out = torch.empty_like(residual)
     _add_norm[n,](
@@ -77,7 +79,7 @@ def add_norm(residual: Tensor, delta: Tensor | None, delta_weight: Tensor | None
 
 
 def gated(both: Tensor, activation: str) -> Tensor:
-    """both [n, 2 F] = (gate, up) -> activation(gate) up [n, F]; the activation is silu or gelu_tanh."""
+    """Return activation(gate) up [n, F] for both [n, 2 F] = (gate, up); the activation is silu or gelu_tanh."""
     n, width = both.shape[0], both.shape[1] // 2
     out = both.new_empty(n, width)
     block = min(GATE_BLOCK, triton.next_power_of_2(width))

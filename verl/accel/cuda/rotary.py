@@ -27,7 +27,8 @@ def _rotate_and_store(
     TILE: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """TILE heads of one row. A pair that is rotated is two neighbours of a head."""
+    """The kernel of `rotate_and_store`: TILE heads of one row per program. The two numbers that are rotated together
+    are neighbours in a head."""
     n = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + n).to(tl.int32)
     if position >= 0:
@@ -61,10 +62,10 @@ def rotate_and_store(
     values: Tensor,
     eps: float,
 ) -> Tensor:
-    """qkv [n, (H + 2K) D] -> q [n, H, D]. Queries and keys are normed by `norm` [H + K, D] (None: not), and rotated by
-    `turns` [positions, D/2, 2] float32, the cosine and sine at every position. Keys and values are written at
-    `positions` [n] of the pages table [n, W] int32 into [pages, PAGE, K, D]; a row with a position below 0 is left
-    out."""
+    """Return the queries q [n, H, D] of qkv [n, (H + 2K) D], and store the keys and values. Queries and keys are normed
+    by `norm` [H + K, D] (None: not), and rotated by `turns` [positions, D/2, 2] float32, the cosine and sine at every
+    position. Keys and values are written at `positions` [n] of the pages table [n, W] int32 into [pages, PAGE, K, D]; a
+    row with a position below 0 is left out."""
     page, kv_heads, dim = keys.shape[1:]
     n, heads = len(qkv), qkv.shape[1] // dim - 2 * kv_heads
     queries = qkv.new_empty(n, heads, dim)

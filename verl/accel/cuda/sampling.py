@@ -1,8 +1,8 @@
-"""Draws from logits in one pass: those of verl.rollout.embedded.sampler, a pure function of uniform and logits.
+"""Sampling from logits in one pass. The draws are those of verl.rollout.embedded.sampler, a pure function of uniform
+and logits.
 
 The first kernel reduces blocks of the vocabulary, the second chooses a block by the inverse CDF of their masses and
-reads only that block again. The blocks depend on the vocabulary alone, so no other row changes a draw. Needs Triton.
-"""
+reads only that block again. The blocks depend on the vocabulary alone, so no other row changes a draw. Needs Triton."""
 
 import torch
 import triton
@@ -15,7 +15,8 @@ ROWS_AT_ONCE = 1  # rows of one program: one fills a card soonest, many suit the
 
 @triton.jit
 def _scaled(logits, temperature, at, inside):
-    """Logits float32 over the temperature, or as they are where it is 0; -inf outside."""
+    """Return the logits in float32 divided by the temperature, or undivided where it is 0; -inf outside the
+    vocabulary."""
     x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
     return tl.div_rn(x, tl.where(temperature == 0, 1.0, temperature))
 
@@ -90,8 +91,9 @@ def _draw(
 
 
 def draw_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
-    """logits [n, V], temperature [n] (0 is greedy), uniform [n] float64 in [0, 1) -> float64 [2, n]: ids, exact in it,
-    and their log-probs in the distribution that they were drawn from (greedy: of temperature 1)."""
+    """Draw from logits [n, V] with temperature [n] (0 is greedy) and uniform [n] float64 in [0, 1). Return float64 [2,
+    n]: ids (exact in float64) and their log-probs in the distribution that they were drawn from (greedy: at temperature
+    1)."""
     n, vocab = logits.shape
     block = min(VOCAB_BLOCK, triton.next_power_of_2(vocab))
     blocks, programs = triton.cdiv(vocab, block), triton.cdiv(n, ROWS_AT_ONCE)
