@@ -34,7 +34,7 @@ from verl.rollout.connection import ServerConnection
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 
 DROPS_S = 5.0  # for dropping all adapters at the end, from a server that keeps running
-LAYER = re.compile(r"(?!.*(vision|visual|audio)).*\.layers\.\d+\.")
+LAYER = re.compile(r"(?!.*(vision|visual|audio)).*\.layers\.\d+\.")  # names of tensors in layers of the text model
 TARGETS = ("q_proj", "o_proj", "down_proj")  # the adapter of zeros targets the first of these that the model has
 
 

@@ -22,8 +22,8 @@ from verl.weight_sync.base import Bucket, CheckedReader, InBuckets, SyncError, W
 SEGMENTS = "verl.weight_sync.shm:open_weights"
 
 Post = Callable[..., Awaitable[Any]]
-"""(path, body, timeout in seconds) -> the parsed answer. The default body is empty, the default timeout is that of
-control calls."""
+"""A function that sends (path, body, timeout in seconds) and returns the parsed answer. The default body is empty, the
+default timeout is that of control calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,9 +41,10 @@ class Completion:
     """[t] float32, of the distribution that was sampled from (temperature and truncation applied). Greedy tokens have
     their log-prob at temperature 1."""
     spans: tuple[tuple[int, int, int], ...]
-    """(version, start, end), ...: which version of the set sampled which tokens. The spans cover `ids`."""
+    """(version, start, end), ...: the version of the parameter set that sampled the tokens start..end-1. The spans
+    cover `ids`."""
     stop_reason: StopReason
-    """`abort` keeps the tokens that were sampled before it."""
+    """The reason of the end. An aborted answer has the tokens that were sampled before the abort."""
     stop: str | None = None
     """The stop string that ended the answer."""
     cached_tokens: int = 0
@@ -368,7 +369,7 @@ class GenerateRequest:
     """A request for one answer, from the agent loop to the engine."""
 
     id: str
-    """Different from those of all other running requests."""
+    """The id of the request, unlike those of all other running requests."""
     prompt_ids: np.ndarray
     """[P] int64."""
     sampling: Sampling

@@ -110,7 +110,7 @@ class ServedEngine(BaseEngine):
         await self.gate.wake(tags)
 
     async def capabilities(self) -> Capabilities:
-        """Wait until the server is up, and return its abilities."""
+        """Wait until the server has started, and return its abilities."""
         connection = self.connection
         await self.start.up()
         stops = connection.context.decode is not None  # stop strings are searched here

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of the hf engine. It has none."""
+    """The options of the hf engine (rollout.engine_options). It has none."""
 
 
 def memory(

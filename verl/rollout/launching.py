@@ -39,8 +39,9 @@ def require(python: str, package: str, name: str, versions: tuple[Release, Relea
 
 
 def flags(ours: Mapping[str, Any], more: Mapping[str, Any] | None, dash: str = "-") -> list[str]:
-    """Return the words of a command line: {max-logprobs: 5} is --max-logprobs 5, true is the flag alone, false is left
-    out. `more` are the user's flags; a flag that is also in `ours` is refused. `dash` joins the words of a flag."""
+    """Return the words of a command line: {max-logprobs: 5} becomes --max-logprobs 5, true a flag without a value, and
+    false nothing. `more` are the user's flags; one that is also in `ours` is refused. `dash` joins the words of a
+    flag."""
     given = dict(ours)
     for name, value in (more or {}).items():
         if (key := name.lstrip("-").replace("_", dash).replace("-", dash)) in given:

@@ -124,7 +124,7 @@ class TrtllmApi(CompletionsApi):
 
 
 def refuse_other_than_plain(sampling: Sampling) -> None:
-    """Raise ValueError for sampling settings with which the sampled distribution is not the one of raw log-probs."""
+    """Raise ValueError for settings that sample from another distribution than that of raw log-probs."""
     s = sampling
     if s.temperature not in (0.0, 1.0) or (s.temperature > 0 and (s.top_p < 1 or s.top_k > 0 or s.min_p > 0)):
         said = f"temperature={s.temperature} top_p={s.top_p} top_k={s.top_k} min_p={s.min_p}"

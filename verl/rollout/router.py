@@ -95,7 +95,8 @@ class Router(EngineWrapper):
                 del self._running[request.id]
 
     def published(self, failed: Mapping[int, str]) -> None:
-        """Record the result of a publish. Replicas that failed it are given up, the others serve from now on."""
+        """Record the result of a publish. `failed` has the reason of each replica that failed it: these are given up,
+        the others serve from now on."""
         for i, why in failed.items():
             self.replicas[i].lose(ReplicaLost(why))
         ready = [one for one in self.replicas if one.ready and one.number not in failed]

@@ -23,10 +23,11 @@ class Options:
     """The options of a server at a URL (rollout.engine_options)."""
 
     api_key: str | None = None
-    """That of `verl serve` (serve.api_key); write ${oc.env:NAME}."""
+    """The key of `verl serve` (serve.api_key); write ${oc.env:NAME}."""
     start_timeout_s: Positive = 60.0
+    """Seconds within which the server must answer its health check."""
     request_timeout_s: Positive = 3600.0
-    """For one answer, the time in the queue included."""
+    """Seconds for one answer, the time in the queue included."""
 
 
 def build(options: Options, context: RolloutContext) -> ServedEngine:

@@ -49,10 +49,12 @@ class Options:
     """The URL of an sglang-router in front of the servers of rollout.url. Requests are sent through it; updates, scores
     and requests with top_p, top_k or min_p (which it would drop) are sent to each server directly."""
     start_timeout_s: Positive = 600.0
+    """Seconds within which the server must have started."""
     request_timeout_s: Positive = 3600.0
-    """For one answer, the time in the queue included."""
+    """Seconds for one answer, the time in the queue included."""
     args: dict[str, Any] | None = None
-    """More of `sglang.launch_server`: {attention-backend: triton}; {enable-torch-compile: true} is the flag alone."""
+    """More arguments of `sglang.launch_server`: {attention-backend: triton}; {enable-torch-compile: true} becomes a
+    flag without a value."""
 
 
 def router_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:

@@ -42,10 +42,12 @@ class Options:
     max_batch_size: PositiveInt | None = None
     """Requests that are decoded together. None: rollout.max_concurrent_sequences."""
     start_timeout_s: Positive = 1800.0
+    """Seconds within which the server must have started."""
     request_timeout_s: Positive = 3600.0
-    """For one answer, the time in the queue included."""
+    """Seconds for one answer, the time in the queue included."""
     args: dict[str, Any] | None = None
-    """More of `trtllm-serve`: {max_num_tokens: 8192}; {trust_remote_code: true} is the flag alone."""
+    """More arguments of `trtllm-serve`: {max_num_tokens: 8192}; {trust_remote_code: true} becomes a flag without a
+    value."""
 
 
 def build(options: Options, context: RolloutContext) -> ServedEngine:

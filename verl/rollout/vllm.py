@@ -51,24 +51,27 @@ class Options:
     block_size: PositiveInt | None = None
     """Tokens per block of the KV cache; prefixes are shared in whole blocks. None: 32 on a CPU, else vLLM's default."""
     enforce_eager: bool | None = None
-    """No CUDA graphs. None: on a CPU."""
+    """Run without CUDA graphs. None: true on a CPU."""
     max_lora_rank: PositiveInt | None = None
-    """The highest rank of adapters (docs/engines.md). None: no adapters. For a server at a URL: it was started with
-    it."""
+    """The highest rank of adapters (docs/engines.md). None: no adapters. For a server at a URL: the rank that it was
+    started with."""
     max_loras: PositiveInt = 4
-    """Adapters in one batch; others wait."""
+    """The number of adapters in one batch; requests of others wait."""
     load_format: Annotated[str, one_of("dummy|auto|safetensors")] = "dummy"
-    """The weights that it starts with. dummy: none are read, since the trainer's weights replace them before the first
-    request."""
+    """The weights that the server starts with. dummy: none are read, since the trainer's weights replace them before
+    the first request."""
     threads: PositiveInt | None = None
-    """CPU threads of each of its processes. None: torch's number here, divided by the processes."""
+    """CPU threads of each process of the server. None: torch's number here, divided by the processes."""
     start_timeout_s: Positive = 600.0
+    """Seconds within which the server must have started."""
     request_timeout_s: Positive = 3600.0
-    """For one answer, the time in the queue included."""
+    """Seconds for one answer, the time in the queue included."""
     stream_answers: bool = False
-    """With several replicas: the tokens of a lost replica are not sampled again. Costs an event per token."""
+    """With several replicas: answers are streamed, so the tokens of a lost replica are not sampled again. Costs an
+    event per token."""
     args: dict[str, Any] | None = None
-    """More of `vllm serve`: {max-logprobs: 5} is --max-logprobs 5, {trust-remote-code: true} the flag alone."""
+    """More arguments of `vllm serve`: {max-logprobs: 5} becomes --max-logprobs 5, {trust-remote-code: true} a flag
+    without a value."""
 
 
 def memory(

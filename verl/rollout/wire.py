@@ -89,8 +89,8 @@ class Reading:
         self.before.add(ids, drawn.logprobs[: len(ids)], version)
 
     def end_of(self, drawn: ServerAnswer, seen: int) -> tuple[int, str] | None:
-        """Return (tokens up to and with the one that completes a stop string, the string), or None. The first `seen`
-        sampled tokens were searched before."""
+        """Return the number of tokens up to and including the one that completes a stop string, and that string, or
+        None. The first `seen` sampled tokens were searched before."""
         if not self.sampling.stop:
             return None
         assert self.decode is not None, "a request with stop strings was let through without a decode function"

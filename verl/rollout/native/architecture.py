@@ -71,9 +71,9 @@ class Shape:
     attention_cap: float  # 0: none
     logit_cap: float  # 0: none
     embed_scale: float
-    windows: tuple[int, ...]  # per layer: the newest tokens that a query sees, itself included; 0: all
-    ropes: tuple[int, ...]  # per layer: which of `rotary_frequencies`
-    experts: tuple[int, ...]  # per layer: how many experts, 0 is one dense block
+    windows: tuple[int, ...]  # per layer: how many of the newest tokens a query attends to, its own included; 0: all
+    ropes: tuple[int, ...]  # per layer: the index of its kind in `rotary_frequencies`
+    experts: tuple[int, ...]  # per layer: the number of experts; 0: one dense block
     chosen_experts: int = 0
     expert_ffn: int = 0
     normalised_experts: bool = False

@@ -25,7 +25,7 @@ from verl.rollout.native.weights import Layer, Weights
 
 MAX_PADDING = 2.0  # padded over real tokens within one batched attention call of a prefill
 Attention = Callable[[int, Layer, Tensor], Tensor]
-"""(index of the layer, the layer, qkv [T, (H + 2K) D]) -> mixed values [T, H D]."""
+"""A function of (index of the layer, the layer, qkv [T, (H + 2K) D]) that returns the mixed values [T, H D]."""
 
 
 class RotaryTable:

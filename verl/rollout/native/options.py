@@ -24,11 +24,12 @@ class Options:
     """The options of the native engine (rollout.engine_options)."""
 
     prefix_cache_tokens: Annotated[int, Meta(ge=0)] = 65536
-    """Prompt tokens with KV that is kept for later requests (0: none)."""
+    """The number of prompt tokens with KV that is kept for later requests (0: none)."""
     max_prefill_tokens: Annotated[int, Meta(ge=1)] = 8192
-    """Prompt tokens per prefill pass; rows are decoded between passes."""
+    """The number of prompt tokens that one prefill pass computes; rows are decoded between passes."""
     max_kv_tokens: Annotated[int, Meta(ge=1)] | None = None
-    """KV slots in tokens; more requests wait. None: max_concurrent_sequences x (prompt + response)."""
+    """The tokens that the KV cache has room for; requests beyond them wait. None: max_concurrent_sequences x (prompt +
+    response)."""
 
     def __post_init__(self) -> None:
         check_positive(max_prefill_tokens=self.max_prefill_tokens)

@@ -32,7 +32,8 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 102
 
 Pages = tuple[Tensor, Tensor]  # block table int32 [n, W], tokens seen int32 [n]
 PagedKernel = Callable[[Tensor, Tensor, Tensor, Pages, float, int], Tensor]
-"""(q [n, H, D], keys and values [pages, PAGE, K, D], pages of each row, scale, window) -> mixed values [n, H, D]."""
+"""A function of (q [n, H, D], keys and values [pages, PAGE, K, D], pages of each row, scale, window) that returns the
+mixed values [n, H, D]."""
 
 
 def flash_attn_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale: float, window: int) -> Tensor:

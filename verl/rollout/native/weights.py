@@ -175,7 +175,7 @@ class Storage:
         self.destinations[name] = Destination(shape, made[0].memory, shape, self.dtype, pack=pack)
 
     def _own(self, key: str, shape: tuple[int, ...], name: str) -> None:
-        """Allocate a tensor that one HF tensor fills alone."""
+        """Allocate a tensor that is filled by a single HF tensor."""
         self.destinations[name] = Destination(shape, self._new(key, shape), shape, self.dtype)
 
     def _new(self, key: str, shape: tuple[int, ...], norm: bool = False) -> Tensor:

@@ -303,8 +303,8 @@ async def init_weight_transfer(request: web.Request) -> web.Response:
 
 
 async def collective_rpc(request: web.Request) -> web.Response:
-    """Answer vLLM's endpoint that calls a method of its workers. The only method here is the one that our client
-    calls, `served_model`."""
+    """Answer vLLM's endpoint that calls a method of its workers. Only `served_model` is supported, which our client
+    calls."""
     service, method = request.app[SERVICE], (await computed(request, lambda fields: typed(fields, RpcBody))).method
     if method != "served_model":
         raise ApiError(400, f"method={shown(method)}: served_model is known", param="method", code="invalid_value")

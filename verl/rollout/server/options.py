@@ -11,14 +11,16 @@ from verl.errors import Refused
 
 @dataclass(frozen=True)
 class ServeConfig:
-    host: str = "127.0.0.1"  # Elsewhere than on loopback wants an `api_key`.
+    """The keys `serve.*` of the configuration."""
+
+    host: str = "127.0.0.1"  # An address other than loopback needs an `api_key`.
     port: NonNegativeInt = 8000  # 0: a free one.
-    name: str = "policy"  # What requests call the model.
+    name: str = "policy"  # The name of the model in requests.
     api_key: str | None = None  # Bearer token of every request but /health; take it from the environment: ${oc.env:KEY}
     control: bool = False
-    """The control plane too, for the trainer that owns this server: pause, abort, sleep, new weights. Wants a key."""
+    """The control plane too, for the trainer that owns this server: pause, abort, sleep, new weights. Needs a key."""
     max_context_tokens: PositiveInt | None = None  # Prompt and answer. Null: what the model was made for.
-    max_sequences: PositiveInt = 1024  # Answers in the making at one time; a request beyond them gets status 429.
+    max_sequences: PositiveInt = 1024  # Answers generated at one time; a request beyond them gets status 429.
     max_body_mb: Positive = 8.0
     request_timeout_s: Positive = 600.0  # An answer that takes longer is given up: 504.
     grace_s: NonNegative = 25.0  # From SIGTERM to the end; answers that are not ready by then are cut short.
@@ -43,6 +45,7 @@ def check_serve(serve: ServeConfig) -> None:
 
 
 def is_loopback(host: str) -> bool:
+    """Return true for an address that only programs of this machine can reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name

@@ -111,7 +111,7 @@ class SharedSegment:
 
 @lru_cache(maxsize=2)  # a sender has two segments
 def _opened(handle: bytes) -> torch.Tensor:
-    """Return the GPU memory of the trainer's process as uint8."""
+    """Return the GPU memory that the trainer's process shares by this handle, as uint8."""
     gpu, num_bytes, allocation, storage_bytes, storage_offset, *rest = msgspec.msgpack.decode(handle)
     seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if gpu not in seen:
