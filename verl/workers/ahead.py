@@ -1,5 +1,5 @@
-"""Compute the outputs of a frozen model before the training step needs them. The model lives in its own place, so it
-computes complete groups while other answers are sampled and while the policy trains."""
+"""Compute the outputs of a frozen model before the training step needs them. The model has devices of its own, so it
+can compute complete groups while other answers are sampled and while the policy trains."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EarlyOutputs(ModelWorkers):
         return self._workers.places
 
     def begin(self, refs: Refs) -> None:
-        """Add these groups to the waiting rows and start a call if none runs."""
+        """Add these groups to the waiting ones, and start a call if none is running."""
         with self._lock:
             self._waiting |= refs.groups()
             self._start_next()

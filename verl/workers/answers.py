@@ -54,6 +54,8 @@ def typed_error(error: BaseException) -> BaseException:
 
 
 def failed_answer(error: BaseException) -> RankAnswer:
+    """Return the answer of a worker that raised this error, with its traceback as text. An error that cannot be pickled
+    becomes a RuntimeError."""
     text = "".join(traceback.format_exception(error))
     error = typed_error(error)
     try:

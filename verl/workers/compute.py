@@ -1,6 +1,6 @@
 """The worker without a model. It computes functions of the columns of a whole step: corrections, advantages, and the
-weights that turn every loss into a plain sum. They are computed once over all rows of an optimizer step; the ranks read
-them as columns."""
+weights that turn every loss into a plain sum. They are computed once, over all rows of an optimizer step, and the ranks
+read them as columns."""
 
 from __future__ import annotations
 
@@ -115,13 +115,12 @@ def step_columns(
     *,
     counts: Sequence[int] | None = None,
 ) -> Columns:
-    """Return the layout of these rows. The mask contains the tokens of rows with a valid reward and of stored answers,
-    which have no reward. `counts` gives the number of tokens per row if they are not the trained ones.
+    """Return the columns of these rows as `Columns`. The mask has the tokens of rows with a valid reward, and those of
+    stored answers, which have no reward. counts: the number of tokens of each row; None: its loss tokens.
 
     Sequence columns [S]: `score`, `group`, `valid`, `positive` (a valid score above 0), `truncated` (by the budget),
     `baseline` (mean score of the group's baseline trajectories) if given, and the facts that have a column
-    (`fact_columns`): `component/NAME`, `teacher/NAME`, `taught`, `copies`.
-    """
+    (`fact_columns`): `component/NAME`, `teacher/NAME`, `taught`, `copies`."""
     sequence_names: dict[str, int] = {}
     group_names: dict[str, int] = {}
     sequence = [sequence_names.setdefault(r.trajectory_id, len(sequence_names)) for r in refs]
@@ -151,9 +150,9 @@ def step_columns(
 
 
 def fact_columns(refs: Refs) -> dict[str, tuple[Sequence[float | bool], type]]:
-    """Return the columns of the facts that algorithms may read, with one value per row, for facts that are not at their
-    default in all rows. A text is one bool column NAME/TEXT per text, a mapping one column NAME/KEY per key (NaN
-    without it)."""
+    """Return the columns of the facts that algorithms may read: name -> (one value per row, dtype). A fact that has its
+    default in all rows is left out. A text becomes one bool column NAME/TEXT per text, a mapping one column NAME/KEY
+    per key (NaN without the key)."""
     out: dict[str, tuple[Sequence[float | bool], type]] = {}
     for fact in fields(Facts):
         values = [getattr(r, fact.name) for r in refs]
@@ -171,13 +170,14 @@ def fact_columns(refs: Refs) -> dict[str, tuple[Sequence[float | bool], type]]:
 
 
 def _baseline_scores(refs: Refs) -> dict[str, float]:
-    """Return the mean score of each group's baseline trajectories. A group with a broken baseline was never selected
-    (play.py)."""
+    """Return the mean score of each group's baseline trajectories. All of them have a score: groups with a failed
+    baseline are not selected (play.py)."""
     return {g: sum(r.reward for r in rows) / len(rows) for g, rows in refs.of("baseline").groups().items()}
 
 
 def _token_column(found: object, name: str, num_tokens: int) -> Tensor:
-    """Check one output of a `compute` function, which may be user code: one value per trainable token of the step."""
+    """Return one output of a `compute` function, which may be user code. Raise Refused unless it is a tensor with one
+    value per trainable token of the step."""
     value = found.get(name) if isinstance(found, Mapping) else None
     if not isinstance(value, Tensor):
         given = sorted(map(str, found)) if isinstance(found, Mapping) else f"a {type(found).__name__}"

@@ -1,4 +1,5 @@
-"""Ranks in separate processes: how they find each other with torch.distributed, and how the ranks of one call meet."""
+"""Ranks in separate processes: how they connect with torch.distributed, and how the ranks of one call exchange
+values."""
 
 from __future__ import annotations
 
@@ -19,9 +20,8 @@ MOST_POLL_S = 0.02
 class ProcessRanks:
     """`Ranks` of a group of processes, as `layout` arranges them.
 
-    The ranks meet in a store before they exchange anything. So a rank that raises outside of a model's own collectives
-    ends the wait of the others at once, and the group can serve the next call.
-    """
+    The ranks synchronize in a store before they exchange anything. So a rank that raises outside of a model's own
+    collectives ends the wait of the others at once, and the group can serve the next call."""
 
     def __init__(self, store: dist.Store, layout: Layout, number: int, timeout_s: float) -> None:
         place = layout.place(number)
@@ -39,11 +39,11 @@ class ProcessRanks:
                 self._peers, self._column = group, "-".join(map(str, name))
 
     def begin(self, call: int) -> None:
-        """Start a call: the exchanges that follow belong to it."""
+        """Start call number `call`: the exchanges that follow belong to it."""
         self._call, self._met = call, 0
 
     def abort(self, why: str) -> None:
-        """Tell the other ranks through the store that this rank has failed in this call."""
+        """Report to the other ranks, through the store, that this rank has failed in this call."""
         self._store.set(f"abort/{self._call}", f"rank {self._number}: {why}")
 
     def all_gather(self, value: T, timeout_s: float | None = None) -> list[T]:
@@ -76,7 +76,7 @@ class ProcessRanks:
 
 
 def serve_store(host: str) -> tuple[dist.TCPStore, str]:
-    """Start a store through which ranks find each other, and return it with its address."""
+    """Start a store with which ranks can connect, and return it with its address."""
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return store, f"{host}:{store.port}"
 
@@ -88,7 +88,7 @@ def group_backend(device: str) -> str:
 
 
 def join_ranks(address: str, layout: Layout, number: int, *, device: str, timeout_s: float) -> ProcessRanks:
-    """Join the process group at `address` as rank `number`. Raise TimeoutError if not all ranks join in time."""
+    """Join the process group at `address` as rank `number`. Raise RankLate if not all ranks join in time."""
     host, _, port = address.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
     become(store, layout, number, backend=group_backend(device), timeout_s=timeout_s, start_s=timeout_s)
@@ -96,13 +96,11 @@ def join_ranks(address: str, layout: Layout, number: int, *, device: str, timeou
 
 
 def become(store: dist.Store, layout: Layout, number: int, *, backend: str, timeout_s: float, start_s: float) -> None:
-    """Initialize the default process group of this process as rank `number`.
+    """Initialize the default process group of this process as rank `number`. Raise RankLate if not all ranks join in
+    time.
 
-    start_s: the time for all ranks to join, some of which may start late; the collectives begin afterwards
-    timeout_s: the deadline of each collective
-
-    Raises TimeoutError if not all ranks join in time.
-    """
+    start_s: the time for all ranks to join, some of which may start late; the collectives begin afterwards · timeout_s:
+    the deadline of each collective."""
     wait, come = timedelta(seconds=timeout_s), [f"come/{n}" for n in range(layout.world_size)]
     store.set(come[number], "")
     try:

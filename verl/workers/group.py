@@ -1,5 +1,5 @@
-"""Worker groups, through which the single controller calls SPMD workers (HybridFlow), and the cluster that starts
-them."""
+"""Protocols of worker groups, through which the single controller calls SPMD workers (HybridFlow), and of the cluster
+that starts them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class WorkerDied(RuntimeError):
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the root of the exception chain, or the death of a process in it: an error behind a death (a closed
-    connection) explains less. The chain ends where it would repeat itself."""
+    """Return the root of the exception chain, or the last death of a process in it, since an error behind a death (a
+    closed connection) explains less. The chain ends where it would repeat itself."""
     chain = [error]
     while (cause := chain[-1].__cause__) is not None and not any(one is cause for one in chain):
         chain.append(cause)
@@ -45,12 +45,12 @@ Arguments = Broadcast | Sequence[tuple[Any, ...]]
 
 
 class WorkerGroup(Protocol):
-    """`submit` enqueues NOW and returns a future; the calls of one worker run in the order of their submission.
+    """The workers of one role, by rank. `submit` enqueues a call at once and returns a future; the calls of one worker
+    run in the order of their submission.
 
     `method` is a function of the worker's class (`Role.infer`), so that a reader and a type checker can follow the
-    call; method and arguments can be pickled. The future holds the results in rank order. When a worker raises, the
-    future has that exception (the first cause, where several raise), and the group serves the next call.
-    """
+    call; method and arguments can be pickled. The future has the results in rank order. If a worker raises, the future
+    has that exception (the first cause, if several raise), and the group can serve the next call."""
 
     @property
     def name(self) -> str: ...
@@ -61,38 +61,41 @@ class WorkerGroup(Protocol):
     def submit(self, method: Callable[..., T], args: Arguments) -> Future[list[T]]: ...
 
     def beside(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
-        """As `submit`, the same for every rank, but now, whatever call is under way: for a method that returns at once
-        and does not meet the other ranks."""
+        """Call the method with the same arguments on every rank at once, even during another call: for a method that
+        returns quickly and exchanges nothing with the other ranks."""
         ...
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Finish what was submitted; what has not begun after `timeout_s` is cancelled. A later submit is refused."""
+        """Finish the submitted calls and close the group. A call that has not begun after `timeout_s` is cancelled, and
+        a later `submit` raises an error."""
         ...
 
 
 Build = Callable[..., Sequence[object]]
-"""A function of a module, called where the workers live as `build(*args, ranks=...)`. It returns the workers of the
-given ranks: all ranks in this process, or one rank in a process of its own."""
+"""A function of a module, called in the process of the workers as `build(*args, ranks=...)`. It returns the workers of
+the given ranks: all ranks in this process, or the one rank of another process."""
 
 
 class Drivers(Protocol):
-    """Processes that all run this driver, without a controller. All of them must make the same decisions."""
+    """The processes of a run without a controller: all of them run this driver and must make the same decisions."""
 
     number: int
 
     @property
     def broken(self) -> bool:
-        """One of the processes has ended too early or is late. All of them end, and torchrun handles the rest."""
+        """True if one of the processes has ended too early or is late. Then all of them end, and torchrun handles the
+        failure."""
         ...
 
     def gather(self, value: T) -> Future[list[T]]:
-        """Return the values of all processes, by rank. Each of them calls it at the same place."""
+        """Return the values of all processes, by rank. All of them must make this call at the same place of the
+        program."""
         ...
 
     def meet(self, value: T, timeout_s: float) -> list[T]:
-        """Return the values of all processes, as `gather` does, but in the calling thread and beside all calls. The
-        deadline is the longer one of `timeout_s` and that of a call. Meetings follow each other in the same order on
-        all processes. RankLate names the missing ranks."""
+        """Return the values of all processes, as `gather` does, but in the calling thread and independently of the
+        queued calls. All processes must hold their meetings in the same order. The deadline is the longer one of
+        `timeout_s` and that of a call; then raise RankLate with the missing ranks."""
         ...
 
     def finish(self) -> Future[list[None]]:
@@ -125,8 +128,8 @@ class ClusterContext:
 
 
 class Cluster(Protocol):
-    """The place where workers and rollout replicas live. Their build arguments can be pickled, unless all is one
-    process."""
+    """Starts workers and rollout replicas, in this process or in others. Build arguments that are sent to other
+    processes must be picklable."""
 
     @property
     def layout(self) -> Layout:
@@ -135,7 +138,7 @@ class Cluster(Protocol):
 
     @property
     def apart(self) -> bool:
-        """Workers have their own processes, so work beside the calls does not slow down other workers."""
+        """True if workers have their own processes, so that work beside the calls does not slow down other workers."""
         ...
 
     @property

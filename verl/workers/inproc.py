@@ -1,6 +1,6 @@
 """Worker groups in this process, with one thread per rank, so that the event loop is never blocked. Ranks that share
-one engine (virtual ranks) take turns at it, each with its own share. The worker code is the same as in many
-processes."""
+one engine (virtual ranks) use it one after the other, each with its own share of the rows. The worker code is the same
+as in many processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ MEETING_TIMEOUT_S = 3600.0  # the longest wait of a rank for the slowest rank of
 
 
 class Meeting:
-    """The meeting point of the ranks of one call. If one rank raises, the wait of all ranks ends with an error."""
+    """The exchange of values among the ranks of one call. If one rank raises, the wait of all others ends with an
+    error."""
 
     def __init__(self, world_size: int) -> None:
         self._barrier = threading.Barrier(world_size)
@@ -79,8 +80,7 @@ class SharedEngine:
     """One engine of this process, used by several virtual ranks. Implements `ModelEngine`.
 
     The gradients of all ranks add up in the engine, and the first rank makes the one optimizer step. Methods that only
-    read are those of the engine.
-    """
+    read are delegated to the engine."""
 
     def __init__(self, engine: ModelEngine, rank: VirtualRank) -> None:
         self._engine, self._rank = engine, rank
@@ -128,9 +128,8 @@ class SharedEngine:
 class InprocGroup:
     """A `WorkerGroup` in this process.
 
-    workers: one object per rank, each with its own thread
-    ranks: the ranks of these workers, if they meet
-    """
+    workers: one object per rank, each with its own thread · ranks: the ranks of these workers; empty if they exchange
+    nothing."""
 
     def __init__(self, name: str, workers: Sequence[object], ranks: Sequence[VirtualRank] = ()) -> None:
         assert len(ranks) in (0, len(workers)), f"{len(ranks)} ranks for {len(workers)} workers"
@@ -195,7 +194,7 @@ class InprocGroup:
             del call  # arguments and result belong to the caller now
 
     def _serve(self, call: _Call, rank: int) -> None:
-        """Run one call and put its result or its error into the caller's future. This thread then serves the next
+        """Run one call and set its result or its error in the caller's future. The thread can then serve the next
         call."""
         try:
             found = call.method(self._workers[rank], *call.per_rank[rank])

@@ -28,8 +28,9 @@ class LoraSets:
         sender: WeightSender,
         ranks: Ranks,
     ) -> None:
-        """Read an adapter in PEFT's layout as a set of the engine's model. base: the folder of a model whose tensors
-        have the same shapes · sender: that of the full set. An open set of the same name is replaced."""
+        """Read an adapter in PEFT's layout as a LoRA set on top of the engine's model. An open set of the same name is
+        replaced. base: the folder of a model that has the same tensor shapes · sender: the sender of the full set.
+        Raise Refused if the model has several ranks."""
         if ranks.world_size > 1:
             raise Refused(f"LoRA set {name!r}: it is published by a model on one rank; this one has {ranks.world_size}")
         parameters, factors = read_lora(name, folder, base)
@@ -40,7 +41,7 @@ class LoraSets:
         del self._open[name]
 
     def publishing(self, name: str, engine: ModelEngine, sender: WeightSender | None) -> tuple[Publishes, WeightSender]:
-        """Return source and sender of a parameter set. engine and sender: those of the full set."""
+        """Return (source, sender) of a parameter set. engine and sender: those of the full set."""
         if name != POLICY_SET.id:
             return self._open[name]
         assert sender is not None, "this role publishes nothing"

@@ -1,5 +1,5 @@
-"""The driver's typed interface to its workers: one method for each operation of a role. Every method enqueues its call
-at once, shares the rows out over the ranks, and combines their answers."""
+"""The driver's typed interface to its workers, with one method for each operation of a role. Every method enqueues its
+call at once, divides the rows among the ranks, and combines their answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ START_TIMEOUT_S = 600.0  # the time to load a model and to prove its forward pas
 
 class ModelWorkers:
     """The ranks of one model, as `layout` arranges them. Each data rank has its own rows; of the ranks that compute the
-    same rows, one answers.
+    same rows, one returns the result.
 
     capabilities: those of the engine; None: the workers are queried for them
     view: how the model reads the rows of `infer`
@@ -75,7 +75,7 @@ class ModelWorkers:
 
     @property
     def trains(self) -> bool:
-        """The model has an optimizer, and a state to save."""
+        """True if the model has an optimizer, and a state to save."""
         return self.capabilities.trains
 
     def infer(self, refs: Refs, outputs: Mapping[str, str]) -> Future[frozenset[str]]:
@@ -149,7 +149,8 @@ class ModelWorkers:
         return _then(self._group.submit(Role.close_set, Broadcast((name,))), lambda _: None)
 
     def of_set(self, name: str) -> ModelWorkers:
-        """Return the same workers as the source of another of their parameter sets. It is sent as they have it."""
+        """Return the same workers as the publisher of another of their parameter sets, in the dtype that they have it
+        in."""
         return ModelWorkers(self._group, self._can, self._layout, self._view, self._place, name)
 
     def send_weights(self, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Future[Sent]:
@@ -159,6 +160,7 @@ class ModelWorkers:
         return _then(found, lambda sent: next(s for s in sent if s is not None))
 
     def weights_manifest(self) -> Future[tuple[dict[str, Entry], str]]:
+        """Return the manifest that all versions of a stream have, and the address at which they are read."""
         found = self._group.submit(Role.weights_manifest, Broadcast((self.wire_format,)))
         return _then(found, lambda told: next(one for one in told if one is not None))
 
@@ -217,14 +219,15 @@ class ModelWorkers:
         return shares(refs, ranks, max_tokens=can.max_tokens_per_microbatch, shares_prefix=can.shares_prefix)
 
     def _submit(self, method: Callable[..., A], args: Sequence[tuple[Any, ...]]) -> Future[list[A]]:
-        """Give one set of arguments to all ranks of a data rank, and return the answers of the primary ranks."""
+        """Call the method with one set of arguments per data rank, which all ranks of that data rank get, and return
+        the answers of the primary ranks."""
         layout = self._layout
         every = [args[layout.place(rank).data] for rank in range(layout.world_size)]
         return _then(self._group.submit(method, every), lambda found: [found[rank] for rank in layout.primaries])
 
 
 class ComputeWorker:
-    """The one worker of everything that needs no model."""
+    """The driver's typed interface to the worker that computes without a model."""
 
     def __init__(self, group: WorkerGroup) -> None:
         assert group.world_size == 1, "statistics of a whole step are computed in one place"
@@ -242,6 +245,7 @@ class ComputeWorker:
         return _then(self._group.submit(Compute.weigh, args), lambda found: found[0])
 
     def mismatch(self, refs: Refs, column: str) -> Future[Metrics]:
+        """Compare the trainer's log-probs of sampled tokens, in `column`, with the sampler's."""
         return _then(self._group.submit(Compute.mismatch, [(refs, column)]), lambda found: found[0])
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -256,7 +260,7 @@ def _rank_step(share: Share, step: OptimizerStep | None = None) -> RankStep:
 
 
 def _ref(number: int, prompt: int, answer: int) -> Ref:
-    """Return a placeholder ref, with which a row that is in no queue is shared out."""
+    """Return a placeholder ref for a row that is in no queue, so that it can be divided among the ranks like others."""
     name = str(number)
     return Ref(
         sample_id=name,

@@ -16,9 +16,9 @@ LEAST = 64 << 20  # bytes that sleep frees at least, for an engine that reports 
 
 @dataclass(eq=False)
 class Placement:
-    """The use of one device by rollout and training. Colocated: the rollout engines release their KV cache during
-    training, and with `drops_weights` their weights too, where every training ends with new ones. Split: nothing
-    happens."""
+    """The use of a device by rollout and training. Colocated: during training the rollout engines release their KV
+    cache, and with `drops_weights` also their weights, if every training ends with new ones. Split, on devices of their
+    own: nothing is released."""
 
     replicas: Sequence[RolloutEngine]  # The rollout engines.
     colocated: bool  # Rollout and training share devices.
@@ -54,7 +54,8 @@ class Placement:
                 await self._awaited(i, replica.wake(parts), f"replica {i} to wake")
 
     async def _asleep(self, replica: RolloutEngine, level: int) -> int:
-        """Let a replica sleep and return the bytes that it reports as freed, compared with the measured free memory."""
+        """Let a replica sleep and return the number of bytes that it reports as freed. Raise RuntimeError if the
+        measured free memory of the device did not grow by at least half of that."""
         measured = self.free_bytes if replica.replaceable else None
         try:
             able = measured is not None and level in (await replica.capabilities()).sleep_levels

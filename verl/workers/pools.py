@@ -20,17 +20,17 @@ FROZEN = ("ref", "reward_model")
 LOAD: Mapping[str, int] = MappingProxyType(
     {"actor": 4, "critic": 4, "trainer": 4, "rollout": 2, "compute": 0, "recorder": 0}
 )
-"""The model-sized arrays that each role keeps on its pool; a role that is not listed keeps 1."""
-TRIES = 10_000  # the number of node states that are tried before the question whether pools fit is left to the cluster
+"""The number of arrays of the size of a model that each role has on its pool; 1 for a role that is not listed."""
+TRIES = 10_000  # placements that are tried before the pools are assumed to fit; the cluster decides then
 
 
 class Shortage(Refused):
-    """No node, or not enough nodes, can hold a pool."""
+    """There are no nodes, or not enough of them, with the resources of a pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """Processes that share nothing but their devices."""
+    """A pool: processes on nodes, each with the same resources."""
 
     nodes: PositiveInt = 1
     ranks_per_node: PositiveInt = 1
@@ -63,8 +63,8 @@ class Pool:
 
 
 def fit_alone(name: str, pool: Pool, nodes: Mapping[str, Mapping[str, float]]) -> str | None:
-    """Return None if these nodes ({address: {resource: amount}}) can hold the pool, else a text with the resources that
-    each of them lacks. The `ranks_per_node` of a node stay together."""
+    """Return None if these nodes ({address: {resource: amount}}) have room for the pool, else an error text with the
+    resources that each of them lacks. The `ranks_per_node` ranks of a node stay together."""
     room = {node: _ranks_on(pool, has) for node, has in nodes.items()}
     if sum(min(ranks // pool.ranks_per_node, pool.nodes) for ranks in room.values()) >= pool.nodes:
         return None
@@ -80,8 +80,8 @@ def fit_alone(name: str, pool: Pool, nodes: Mapping[str, Mapping[str, float]]) -
 
 
 def fit_together(pools: Mapping[str, Pool], nodes: Mapping[str, Mapping[str, float]]) -> str | None:
-    """Return None if these nodes can hold all pools at once, else the lack of the first pool that is too large by
-    itself, or the lack of all pools together."""
+    """Return None if these nodes have room for all pools at once, else an error text: of the first pool that is too
+    large by itself, or of all pools together."""
     for name, pool in pools.items():
         if (short := fit_alone(name, pool, nodes)) is not None:
             return short
@@ -104,7 +104,7 @@ def fit_together(pools: Mapping[str, Pool], nodes: Mapping[str, Mapping[str, flo
 
 
 def seen(pools: Mapping[str, Pool], nodes: Mapping[str, Mapping[str, float]]) -> str:
-    """Return one line with the nodes, their resources, and the pools that they hold."""
+    """Return one line of text with the nodes, their resources, and the pools on them."""
     kinds = dict.fromkeys(["GPU", "CPU", *(what for pool in pools.values() for what in pool.bundle)])
     has = [f"{node} has {', '.join(f'{of[k]:g} {k}' for k in kinds if of.get(k))}" for node, of in nodes.items()]
     asked = [f"{name} ({pool.nodes} x {pool.ranks_per_node} ranks)" for name, pool in pools.items()]
@@ -112,7 +112,8 @@ def seen(pools: Mapping[str, Pool], nodes: Mapping[str, Mapping[str, float]]) ->
 
 
 def _placed(groups: Sequence[Mapping[str, float]], nodes: Sequence[dict[str, float]]) -> bool:
-    """Return True if all groups fit on the nodes together. After TRIES failed attempts the cluster has to decide."""
+    """Return True if all groups of ranks fit on the nodes together, and also after TRIES failed states: then the
+    cluster decides."""
     hopeless: set[object] = set()
 
     def place(first: int) -> bool:
@@ -152,16 +153,16 @@ def main_pool(section: ClusterConfig, device: str) -> Pool:
 
 
 def pool_of(given: object, device: str) -> Pool:
-    """Return a pool of `cluster.pools`. Its ranks have a GPU each if `device` is cuda, the section gives no number, and
-    it names no other device."""
+    """Return the pool of one entry of `cluster.pools`. If `device` is cuda, each of its ranks has a GPU, unless the
+    entry gives another number or names another device."""
     own = isinstance(given, Mapping) and not (given.get("resource") or given.get("device"))
     default = {"gpus_per_rank": 1.0 if device == "cuda" else 0.0}
     return msgspec.convert({**default, **given} if own and isinstance(given, Mapping) else given, Pool)
 
 
 def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tuple[dict[str, Pool], dict[str, str]]:
-    """Return ({name: pool}, {role: name}) for these roles and `rollout`. Raise ValueError with one line for each
-    contradiction in the section."""
+    """Return ({name: pool}, {role: name of its pool}) for these roles and `rollout`. Raise Refused with one line for
+    each contradiction in the section."""
     pools = {MAIN: main_pool(section, device)}
     faults = []
     keys = [field.name for field in fields(Pool)]
@@ -202,7 +203,8 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
 
 
 def _devices(pools: Mapping[str, Pool], lives: Mapping[str, str]) -> Iterator[str]:
-    """Yield an error for each pool with several kinds of device in one rank."""
+    """Yield an error text for each pool in which a rank has a fraction above one device, or several devices that
+    several roles would share."""
     for name, pool in pools.items():
         here = [role for role, at in lives.items() if at == name]
         for key, amount in (("gpus_per_rank", pool.gpus_per_rank), ("resource_per_rank", pool.resource_per_rank)):
@@ -218,8 +220,8 @@ def _devices(pools: Mapping[str, Pool], lives: Mapping[str, str]) -> Iterator[st
 
 
 def _least_loaded(pools: Mapping[str, Pool], lives: Mapping[str, str]) -> str:
-    """Return the pool with the least load among those that can hold a model as `main` does; `main` if loads are
-    equal."""
+    """Return the name of the pool with the least load among those with as many ranks, the devices and the dtype of
+    `main`; `main` itself if loads are equal."""
     main = pools[MAIN]
     asked = (main.ranks, main.gpus_per_rank, main.resource, main.dtype)
     able = [name for name, p in pools.items() if (p.ranks, p.gpus_per_rank, p.resource, p.dtype) == asked]

@@ -1,4 +1,4 @@
-"""The rows of a rank as a batch: its part of an optimizer step, and rows that a teacher reads with another prompt."""
+"""Batches of a rank: the rows of its part of an optimizer step, and rows that a teacher reads with another prompt."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The worker of a model, one per rank, with its engine and the queue. It turns refs into batches and model outputs into
-columns; what it publishes (role_publishing.py) and saves (role_saving.py) are parts of their own."""
+"""The worker of a model: one per rank, with the rank's engine and the queue. It turns refs into batches and model
+outputs into columns. Publishing (role_publishing.py) and saving (role_saving.py) are parts of their own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class View:
 
     temperature: float | None = None  # The temperature of the logits. None: each sample's own.
     informed: bool = False
-    """The prompt is replaced by the row's context (`Sample.context`). A row without context gets no finite output."""
+    """True if the row's context (`Sample.context`) replaces its prompt. A row without context gets no finite output."""
     average: bool = False  # Uses the moving average of its weights.
 
 
@@ -79,8 +79,8 @@ class RoleSpec:
 
 
 def build_roles(spec: RoleSpec, *, ranks: Sequence[Ranks]) -> list[Role]:
-    """Build the workers of these ranks. Raise ValueError for a folder that the engine cannot compute as its model
-    does."""
+    """Build the workers of these ranks. Raise ValueError if the engine's forward pass does not agree with the model's
+    own."""
     engine = import_object(spec.engine)(spec.options, spec.context)
     with engine.awake():
         if spec.proven:
@@ -89,7 +89,7 @@ def build_roles(spec: RoleSpec, *, ranks: Sequence[Ranks]) -> list[Role]:
 
 
 def roles_of(engine: ModelEngine, spec: RoleSpec, *, ranks: Sequence[Ranks]) -> list[Role]:
-    """Return workers around an engine, which virtual ranks share."""
+    """Return one worker for each of these ranks, all with the given engine, which virtual ranks share."""
     sender = WeightSender(spec.outlet, dtype=spec.sync_dtype) if spec.outlet is not None else None
 
     def role(rank: Ranks) -> Role:
@@ -110,11 +110,10 @@ def roles_of(engine: ModelEngine, spec: RoleSpec, *, ranks: Sequence[Ranks]) -> 
 
 class Role:
     """One rank of a policy, reference, teacher, critic or reward model. `ModelWorkers` is its typed interface for the
-    driver. Its rows become batches and its outputs columns here; what it publishes and saves are parts of their own.
+    driver.
 
-    sender: None for a role that publishes nothing · hf_export: None for one that is not exported · turn_end: the end of
-    a turn in a reward model's template, behind which the score is read
-    """
+    sender: None for a role that publishes nothing · hf_export: None for a role that is not exported · turn_end: the end
+    of a turn in a reward model's template, behind which the score is read."""
 
     def __init__(
         self,
@@ -164,8 +163,8 @@ class Role:
         return self.engine.take_metrics()
 
     def blank(self, refs: Refs, outputs: Mapping[str, str]) -> None:
-        """Write the columns of these rows in the shapes of `infer`, without numbers, because no model can compute
-        them."""
+        """Write columns in the shapes of `infer`, filled with NaN (ids: with arbitrary distinct ones), for rows that no
+        model can compute."""
         batch = self._pack(Refs(refs[:1]))
         batch = batch.with_row_columns({"temperature": torch.ones(1)})
         shaped = self.engine.infer(batch, tuple(outputs))
@@ -181,11 +180,10 @@ class Role:
             self.queue.write(refs, {column: Ragged(empty, at)})
 
     def merge(self, refs: Refs, outputs: Mapping[str, str], names: Sequence[str], shares: Sequence[float]) -> None:
-        """Merge the columns COLUMN/NAME [L, ...] that each of several teachers has written into one column.
+        """Merge the columns COLUMN/NAME [L, ...], which several teachers have written, into one column COLUMN.
 
-        shares: the weights of a mixture of their log-probs. Without them, each trajectory gets the columns of the
-        teacher that gives it the highest likelihood.
-        """
+        shares: the weights of the teachers in a mixture of their log-probs; without them, each trajectory gets the
+        columns of the teacher that gives it the highest likelihood."""
         if not self._first:
             return
         found = self.queue.read(refs, [f"{column}/{name}" for column in outputs.values() for name in names])
@@ -211,8 +209,8 @@ class Role:
         return [row.float().numpy() for row in Ragged(found, batch.row_start).rows()]
 
     def update(self, plan: UpdatePlan) -> Metrics:
-        """Make the optimizer steps of a turn. The metrics of the terms are this rank's share; metrics that all ranks
-        have in common (norm, rate) are reported by the first rank."""
+        """Make the optimizer steps of a turn and return their metrics: those of the terms are this rank's share;
+        metrics that all ranks have in common (norm, rate) are returned by the first rank only."""
         parts: list[Metrics] = []
         with self.engine.awake("weights"):
             for step in plan.steps:
@@ -240,8 +238,8 @@ class Role:
         return {f"{plan.prefix}entropy": Metric(float(inside.sum()), float(len(inside)), "token")}
 
     def measure(self, step: RankStep, terms: tuple[Term, ...], inputs: tuple[str, ...]) -> Metrics:
-        """Return loss and metrics of the terms on these rows of all ranks, without an optimizer step. The first rank
-        reports."""
+        """Return loss and metrics of the terms over these rows of all ranks, without an optimizer step; the first rank
+        only, the others return {}."""
         batch = batch_of_step(self.queue, step, terms, inputs, share_prefix=self.share_prefix)
         wanted = tuple(dict.fromkeys(n for t in terms for n in t.outputs))
         found = {f"out/{n}": v.double() for n, v in self.engine.infer(batch, wanted).items()}
@@ -258,9 +256,9 @@ class Role:
         return {**metrics, **losses}
 
     def score(self, step: RankStep, coef: float, alone: bool) -> list[tuple[float, dict[str, float]]]:
-        """Return (reward, components) of these rows with the reward model's score. coef x score is added to the reward
-        of the row, which is a function's, or with `alone` only the shaping. The facts of the rows in the queue get
-        both; an invalid reward stays invalid."""
+        """Return (reward, components) of these rows with the reward model's score. `coef` x score is added to the row's
+        reward, which a function has computed, or which with `alone` is only the shaping. Both are also written to the
+        facts of the rows in the queue; an invalid reward stays invalid."""
         samples = queued_samples(self.queue, step.refs)
         values = self._scores(samples)
         out = []

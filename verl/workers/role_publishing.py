@@ -1,4 +1,4 @@
-"""A role as the source of weights: its parameter sets are sent to the replicas, whole or as a stream."""
+"""Publishing of a role's weights: its parameter sets are sent to the replicas, as whole versions or as a stream."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from verl.workers.lora_sets import LoraSets
 
 
 def is_first(ranks: Ranks) -> bool:
-    """Return True on the one rank that returns and writes what all ranks have in common."""
+    """Return True on the one rank that returns and writes results that all ranks have in common."""
     return ranks.rank == 0 and ranks.primary
 
 
 class RolePublishing:
-    """The sender of a role's weights and the LoRA sets on top of them. role: its name in messages · sender: None for a
-    role that publishes nothing"""
+    """The sender of a role's weights, and the LoRA sets on top of them. role: the role's name in messages · sender:
+    None for a role that publishes nothing."""
 
     def __init__(self, role: str, engine: ModelEngine, sender: WeightSender | None, ranks: Ranks) -> None:
         self._role, self._engine, self._ranks = role, engine, ranks
@@ -45,7 +45,8 @@ class RolePublishing:
             return sender.send(source, version, probes, copy=copy, first=is_first(self._ranks))
 
     def manifest(self, form: WireFormat) -> tuple[dict[str, Entry], str] | None:
-        """Return the manifest of all versions of a stream, and the address where they are read."""
+        """Return the manifest that all versions of a stream have, and the address at which they are read; None on all
+        ranks but the first."""
         sender = self._own_sender()
         sender.set_format(form)
         with self._engine.awake("weights"):
@@ -53,7 +54,7 @@ class RolePublishing:
             return (found, sender.announce(self._engine)) if is_first(self._ranks) else None
 
     def stream(self, version: int, probes: Sequence[np.ndarray], readers: Readers, form: WireFormat) -> Sent | None:
-        """Send the weights to readers that read during the call. The first rank returns the receipt."""
+        """Send the weights to readers that read them during the call. The first rank returns the receipt."""
         sender = self._own_sender()
         sender.set_format(form)
         with self._engine.awake("weights"):

@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # it imports torch.distributed, which a process without an en
 
 
 class RoleSaving:
-    """Writes what a role persists, one snapshot at a time. role: its name in messages · hf_export: None for a role that
-    is not exported"""
+    """Writes the state of a role to disk, one snapshot at a time. role: the role's name in messages · hf_export: None
+    for a role that is not exported."""
 
     def __init__(self, role: str, engine: Persists, hf_export: HfExport | None, ranks: Ranks) -> None:
         self._role, self._engine, self._hf_export, self._ranks = role, engine, hf_export, ranks

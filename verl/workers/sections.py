@@ -1,4 +1,4 @@
-"""The sections of the configuration that many processes bring: where they live, and how they share a model."""
+"""The sections of the configuration about processes: where they run, and how they share a model."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, one_
 class ClusterConfig:
     backend: Annotated[str, one_of("inproc|ray|torchrun")] = "inproc"
     """inproc: everything in this process · ray: workers and rollout replicas in processes of their own · torchrun: SFT,
-    RM and DPO in the processes that torchrun started, which need not say so."""
+    RM and DPO in the processes that torchrun started, where it is set automatically."""
     virtual_ranks: PositiveInt = 1
     """inproc: data-parallel ranks that take turns at one engine; must divide the groups of an optimizer step."""
-    address: str | None = None  # Of a Ray that runs (`auto`, or HOST:PORT). Null: one of this machine, for this run.
+    address: str | None = None  # A running Ray cluster (`auto`, or HOST:PORT). Null: a new one on this machine.
     nodes: PositiveInt = 1
-    ranks_per_node: PositiveInt = 1  # Of every model; `nodes` x this many train together.
+    ranks_per_node: PositiveInt = 1  # Ranks of every model on each node; all of them train together.
     cpus_per_rank: NonNegative = 1.0
     gpus_per_rank: NonNegative | None = None  # Null: 1 where model.device is cuda; models compute on it if above 0.
-    resource: str = ""  # Another accelerator by the name that torch and this Ray know it under, one for each rank.
-    env: dict[str, str | int | float] = field(default_factory=dict)  # Variables of the workers' processes.
+    resource: str = ""  # Another accelerator, by its name in torch and in this Ray; one for each rank.
+    env: dict[str, str | int | float] = field(default_factory=dict)  # Environment variables of the workers' processes.
     pools: dict[str, Any] = field(default_factory=dict)
     """More pools: {NAME: {nodes, ranks_per_node, cpus_per_rank, gpus_per_rank, resource, device, env, dtype}}; the keys
     above are the pool `main`, with model.dtype as its dtype. Where model.device is cuda, gpus_per_rank is 1 in a pool
     that names neither a resource nor a device."""
     roles: dict[str, str] = field(default_factory=dict)  # {ROLE: POOL}; `rollout` is a role; the rest lives in `main`.
-    start_timeout_s: Positive = 60.0  # For the pools to be there.
-    max_restarts: NonNegativeInt = 3  # From the last checkpoint, when a process died.
+    start_timeout_s: Positive = 60.0  # The longest wait for the nodes of the pools.
+    max_restarts: NonNegativeInt = 3  # Restarts from the last checkpoint after a process has died.
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the ranks of a model share it; the data-parallel ranks are what is left. See model_engine/layout.py."""
+    """How the ranks of a model divide it; the remaining dimension is data parallelism. See model_engine/layout.py."""
 
     replicate: PositiveInt = 1  # Copies of the sharded model (HSDP).
     sequence: PositiveInt = 1  # Ranks that share the tokens of a row (Ulysses).

@@ -42,9 +42,9 @@ LOOK_EVERY_S = 0.05  # the pause between two checks whether the other processes 
 
 
 class Meetings:
-    """Meetings of all processes beside the calls. They use only the store, because the running call of any rank may be
-    inside a collective. Meetings follow each other in the same order on all processes. After the death of a process
-    `death` holds the error that ends them."""
+    """Exchanges of values among all processes, independent of the calls. They use only the store, because the running
+    call of any rank may be inside a collective. All processes must hold them in the same order. After the death of a
+    process `death` is the error that ends them."""
 
     def __init__(self, store: dist.Store, number: int, world_size: int, timeout_s: float) -> None:
         self._store, self._number, self._world_size, self._timeout_s = store, number, world_size, timeout_s
@@ -77,8 +77,8 @@ class Meetings:
 
 
 class SpmdDrivers:
-    """Implementation of `group.Drivers`. One thread makes the calls. Another thread watches the processes of this
-    machine, and fails the pending calls when one of them ends too early."""
+    """The `group.Drivers` of torchrun's processes. One thread makes the calls. Another thread watches the processes of
+    this machine, and fails the pending calls when one of them ends too early."""
 
     def __init__(self, store: dist.Store, layout: Layout, number: int, timeout_s: float, device: int | None) -> None:
         self.number = number
@@ -115,8 +115,8 @@ class SpmdDrivers:
         return self._meetings.meet(value, timeout_s)
 
     def alone(self, fn: Callable[[], T]) -> T:
-        """Run a function of this process beside the calls. If other processes take part in it, a broken connection is
-        raised as the death of one of them, and an expired wait as a late rank."""
+        """Run a function in the calling thread, independently of the queued calls. If other processes take part in it,
+        a broken connection is raised as the death of one of them, and an expired wait as a late rank."""
         if self._gone is not None:
             raise self._gone
         try:
@@ -152,8 +152,8 @@ class SpmdDrivers:
     # -- private -------------------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """End this process without waiting: Python would wait for threads that hang in a collective, or be aborted by
-        it."""
+        """End this process at once if a call failed or is pending: Python would wait for threads that hang in a
+        collective, or be aborted by it."""
         if self.broken:
             if self.number == 0 and self._gone is None:  # a stopped process does not react to torchrun
                 for fd in list(self._watched):
@@ -270,7 +270,7 @@ class SpmdGroup:
         return self._drivers.together(f"{self.name}.{method.__name__}", partial(method, self._worker, *mine))
 
     def beside(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
-        """Call the method of this process's rank only. The other processes do the same and share results where
+        """Call the method of this process's rank only. The other processes do the same, and exchange results if
         necessary."""
         future: Future[list[T]] = Future()
         try:

@@ -1,6 +1,6 @@
-"""Several frozen models in the place of one. Each row has its own teacher, or all teachers score every row and their
-outputs are merged. If the process of a teacher dies, or it does not answer in time, its rows are Invalid and the other
-teachers continue."""
+"""Several frozen models behind the interface of one. Each row has its own teacher, or all teachers score every row and
+their outputs are merged. If the process of a teacher dies, or does not answer in time, its rows are Invalid and the
+other teachers continue."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Teachers(ModelWorkers):
         return frozenset[str]().union(*(member.places for member in self._members.values()))
 
     def infer(self, refs: Refs, outputs: Mapping[str, str]) -> Future[frozenset[str]]:
-        """Compute the outputs as `ModelWorkers.infer` does. The samples of a dead teacher count as rows without finite
+        """Compute the outputs as `ModelWorkers.infer` does. The rows of a dead teacher count as rows without finite
         output."""
         asked = {}
         for name, member in self._members.items():
@@ -61,8 +61,8 @@ class Teachers(ModelWorkers):
         return from_thread(lambda: self._settle(refs, asked, outputs))
 
     def take_metrics(self) -> Future[Metrics]:
-        """Return the metrics of the living teachers by name, with the share of samples that each left without output in
-        the last call."""
+        """Return the metrics of the living teachers, with the teacher's name in theirs, and for each teacher the share
+        of samples without output in the last call."""
         asked = {name: member.take_metrics() for name, member in self._members.items() if name not in self._dead}
 
         def counted() -> Metrics:

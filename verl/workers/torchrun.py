@@ -37,7 +37,8 @@ def is_spare() -> bool:
 
 
 def take_part(section: ClusterConfig) -> ClusterConfig:
-    """Return the section with every process of torchrun as a rank. Raise ValueError if it contradicts that."""
+    """Return the section with one rank for each process of torchrun. Raise Refused if `cluster.backend` contradicts how
+    this process was started."""
     launch = launched()
     if launch is None:
         if section.backend == BACKEND:

@@ -26,14 +26,15 @@ class DeadlineExpired(TimeoutError):
 
 
 def result_of(future: Future[T], what: str, timeout_s: float) -> T:
-    """Return the result of a call, from a thread that may block. `what` is the text of the error if it is late."""
+    """Return the result of a call; for threads that may block. Raise DeadlineExpired after `timeout_s`. what: the text
+    of that error."""
     if wait([future], timeout_s).not_done:
         raise DeadlineExpired(f"{what} within {timeout_s:g} s")
     return future.result()
 
 
 def from_thread(work: Callable[[], T]) -> Future[T]:
-    """Run a function in a new thread and return a future of its result, so that the caller does not block."""
+    """Run a function in a new thread, so that the caller does not block, and return a future of its result."""
     found = Future[T]()
     found.set_running_or_notify_cancel()
 
@@ -52,9 +53,9 @@ class Abandoned(RuntimeError):
 
 
 class Limit:
-    """A deadline for a `with` block, which is cancelled when it expires. It is cheaper than `Waits.wait`, and only for
-    our own code: the block must end when it is cancelled. `moved_s` returns the time of the last progress by the loop's
-    clock, from which the deadline counts again; `float` means no progress."""
+    """A deadline for a `with` block, which is cancelled when the deadline expires. It is cheaper than `Waits.wait`, and
+    only for verl's own code, since the block must end when it is cancelled. moved_s: returns the time of the last
+    progress by the loop's clock, from which the deadline counts again; `float` returns 0: no progress is reported."""
 
     def __init__(self, waits: Waits, who: str, what: What, timeout_s: float, moved_s: Callable[[], float] = float):
         self._waits, self._who, self._what, self._timeout_s, self._moved_s = waits, who, what, timeout_s, moved_s
@@ -90,12 +91,13 @@ class Limit:
             raise DeadlineExpired(f"{self._who} waited {self._timeout_s:g} s for {what}{also}") from None
 
     def told(self) -> dict[str, object]:
+        """Return the waiting part, the awaited result, and the seconds so far and at most."""
         what, waited_s = self._what if isinstance(self._what, str) else self._what(), self._loop.time() - self._since_s
         return {"who": self._who, "what": what, "waiting_s": round(waited_s, 1), "timeout_s": self._timeout_s}
 
 
 class Waits:
-    """The waits that are pending now. `verl doctor` reads the file that `dump` writes."""
+    """The pending waits. `verl doctor` reads the file that `dump` writes."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path, self._dumped_s = path, time.monotonic()
@@ -104,8 +106,9 @@ class Waits:
     async def wait(
         self, job: Awaitable[T], *, who: str, what: What, timeout_s: float, moved_s: Callable[[], float] = float
     ) -> T:
-        """Await a job within a `Limit`. A coroutine is cancelled with it and has ended before this returns. A future or
-        task, which other parts may hold, continues unless the waiter itself is cancelled."""
+        """Await a job within a `Limit` and return its result. A coroutine is cancelled when the limit expires, and has
+        ended before this returns. A future or task, which other parts may use, continues unless the waiter itself is
+        cancelled."""
         future = asyncio.ensure_future(job)
         future.add_done_callback(lambda f: f.cancelled() or f.exception())  # a late error is not "never retrieved"
         try:
@@ -121,7 +124,8 @@ class Waits:
         return [limit.told() for limit in self.waiting]
 
     def dump(self, *, older_than_s: float) -> None:
-        """Write the pending waits to the file, if possible: a full disk must not hide the error of a wait."""
+        """Write the pending waits to the file, unless it was written less than `older_than_s` ago. A full disk is
+        ignored, since it must not hide the error of a wait."""
         if self._path is not None and time.monotonic() - self._dumped_s >= older_than_s:
             self._dumped_s, found = time.monotonic(), {"at_unix_s": time.time(), "pending": self.pending()}
             with contextlib.suppress(OSError):

@@ -37,13 +37,13 @@ OWN_RAY = {  # settings of a cluster that is started here: a dead node is notice
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
-BESIDE_CPUS = 4  # for processes beside the pools: those of a queue
+BESIDE_CPUS = 4  # CPUs for processes that belong to no pool, such as those of a queue
 LOOK_S = 1.0  # the pause between two checks of every process
 ANSWER_S = 10.0  # the time to get the address of a Ray
 END_S = 10.0  # the time for the processes of Ray to end
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""The bytes with which a gRPC client begins (RFC 9113: the preface and empty settings). A server answers with its own
-settings, frame type 4."""
+"""The first bytes of a gRPC client (RFC 9113: the preface and empty settings). A gRPC server answers with its own
+settings, a frame of type 4."""
 
 
 @dataclass(eq=False)
@@ -133,7 +133,8 @@ class RayCluster:
         return life
 
     def _process(self, process: int) -> None:
-        """Add a process to those that end with the driver. A stopped process would not notice the driver's end."""
+        """Add a process to those that are killed when the driver ends, since a stopped process would not notice that
+        end."""
         if self._guard is not None:
             self._guard.also_end([process])
 
@@ -163,8 +164,8 @@ class RayCluster:
         return DevicePlace(self.devices.get(role, "cpu"), number, pool.ranks_per_node)
 
     def _actor(self, cls: type[Any], role: str, rank: int, kind: Mapping[str, Any]) -> Any:
-        """Start a process of `role` in bundle `rank` of its pool. The roles of a pool share its devices. Neighbours are
-        on one node."""
+        """Start an actor of `role` in bundle `rank` of its pool and return it. The roles of a pool share its devices.
+        Neighbouring ranks are on one node."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -202,8 +203,8 @@ def build(section: ClusterConfig, context: ClusterContext) -> RayCluster:
 
 
 def _connect(address: str | None, pools: Mapping[str, Pool]) -> Child | None:
-    """Start a cluster on this machine and return the process that ends it with this one, or connect to the one at
-    `address`. Raise ValueError if it cannot be reached or is another version of Ray."""
+    """Start a cluster on this machine, or connect to the one at `address`. Return the process that ends a started
+    cluster when this process ends. Raise Refused if the cluster cannot be reached or has another version of Ray."""
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -232,9 +233,9 @@ def _connect(address: str | None, pools: Mapping[str, Pool]) -> Child | None:
 
 @contextlib.contextmanager
 def _in_sessions_of_their_own() -> Iterator[None]:
-    """Start the processes of Ray in sessions of their own. So a signal to the process group of this process, as
-    `timeout`, Slurm and a terminal send it, does not reach them: the run needs Ray until it has saved. Ray has no
-    setting for it."""
+    """Start the processes of Ray in sessions of their own while this context is open. A signal to the process group of
+    this process, as `timeout`, Slurm and a terminal send it, then does not reach them: the run needs Ray until it has
+    saved. Ray has no setting for it."""
     from ray._private import services
 
     before = services.ConsolePopen
@@ -257,8 +258,8 @@ def _hello(host: str, port: int) -> None:
 def _await_nodes(
     pools: Mapping[str, Pool], until_s: float, say: Callable[[str], None]
 ) -> dict[str, Mapping[str, float]]:
-    """Wait until the nodes hold all pools together, and return the resources of each node. Raise ValueError with the
-    missing resources if the nodes are too small at the deadline."""
+    """Wait until the nodes have room for all pools together, and return the resources of each node. Raise Shortage with
+    the missing resources at the deadline."""
     import ray
 
     said = ""
@@ -279,7 +280,8 @@ def _await_nodes(
 
 
 def _place(name: str, pool: Pool, until_s: float, timeout_s: float) -> list[Any]:
-    """Reserve the bundles of a pool, one group for each node. Raise ValueError if other jobs hold the nodes."""
+    """Reserve the bundles of a pool and return one placement group per node. Raise Shortage if they are not free by the
+    deadline."""
     import ray
     from ray.util.placement_group import placement_group
 

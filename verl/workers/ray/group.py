@@ -38,7 +38,7 @@ class RankActor:
         self._store: Any = None
 
     def serve(self) -> str:
-        """Start the store through which the ranks of this group find each other, and return its address."""
+        """Start the store with which the ranks of this group connect, and return its address."""
         import ray
 
         from verl.workers.dist import serve_store
@@ -49,8 +49,8 @@ class RankActor:
     def build(
         self, address: str, number: int, layout: Layout, place: DevicePlace, wait_timeout_s: float, made: bytes
     ) -> RankAnswer:
-        """Build the worker. Return an empty answer, or the error that every later call returns. wait_timeout_s: how
-        long a rank waits for the other ranks."""
+        """Build the worker. Return an empty answer, or the error that becomes the answer of every call. wait_timeout_s:
+        the deadline of a rank for the others."""
         try:
             build, (set_up, args) = pickle.loads(made)
             set_up(place)
@@ -76,7 +76,7 @@ class RankActor:
         return told
 
     def beside(self, payload: bytes) -> RankAnswer:
-        """Run a call that meets no other rank."""
+        """Run a call that exchanges nothing with other ranks."""
         try:
             method, args = pickle.loads(payload)
             return RankAnswer(method(self._worker, *args))
@@ -92,8 +92,8 @@ class RankActor:
 
 
 class RayGroup:
-    """A `WorkerGroup` of Ray actors. One thread submits the calls one after the other; arguments are pickled at
-    once."""
+    """A `WorkerGroup` of Ray actors. One thread submits the calls, one after the other; arguments are pickled when
+    `submit` is called."""
 
     def __init__(self, name: str, actors: Sequence[Any], built: Sequence[Any], live: Live, on_death: Died) -> None:
         """Create the group.
@@ -214,8 +214,8 @@ class RayGroup:
     # -- private: deaths -----------------------------------------------------------------------------------------------
 
     def _built(self, rank: int, found: Future[RankAnswer]) -> None:
-        """Count a rank as built. If it cannot be built, its error ends the wait of the others and answers every
-        call."""
+        """Count a rank as built. If building it has failed, its error ends the wait for the others and becomes the
+        answer of every call."""
         if (error := found.exception()) is None:
             if found.result().error is not None:
                 self._fence(raised(found.result(), f"{self.name} was not built, it"))
@@ -231,7 +231,8 @@ class RayGroup:
             self._on_death(error)
 
     def _fence(self, error: BaseException) -> bool:
-        """End all ranks because of this error. Return False if they have already ended because of another one."""
+        """End all ranks because of this error and return True; return False if they have already ended because of
+        another one."""
         with self._lock:
             if self._dead is not None:
                 return False

@@ -1,4 +1,4 @@
-"""The state of one process of a cluster, as the driver knows it: its place, its last answer, and how it ended."""
+"""The state of one process of a cluster, as the driver knows it: its node, its last answer, and how it ended."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def this_process() -> Where:
 
 
 class ActorLife:
-    """The life of one actor. The actor answers `where` at any time once it is built, and `watch` never.
+    """The driver's view of one actor. Once it is built, the actor answers `where` at any time; its call `watch` never
+    returns, and fails when the actor dies.
 
-    died: called once, in any thread, with a text about its end
-    started: called with the number of its process
-    """
+    died: called once, in any thread, with a text about the actor's end · started: called with the number of its
+    process."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ActorLife:
         self._request_place()
 
     def look(self, silent_s: float) -> None:
-        """Check that the process answers. A stopped process does not; after `silent_s` it counts as dead."""
+        """Check that the process answers. A stopped process does not, and counts as dead after `silent_s`."""
         if self.over or not self._ready:
             return
         if self._request_sent_s is None:
@@ -86,7 +86,7 @@ class ActorLife:
 
 
 def reason(text: str) -> str:
-    """Return Ray's reason of a death, without its advice."""
+    """Return the reason that Ray gives for a death, without its advice."""
     flat = " ".join(text.split())
     if "its node has died" in flat:
         return "its node is lost"

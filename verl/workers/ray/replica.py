@@ -78,8 +78,8 @@ class RayReplica(EngineWrapper):
             raise
 
     async def load_weights(self, source: Any, *, on_inflight: PauseMode = "wait") -> int:
-        """Load weights in the other process. `source` is a CheckedReader; the other process reads and checks in its
-        place."""
+        """Load weights in the other process and return the version. `source` is a `CheckedReader`; the other process
+        reads and checks the tensors with a reader of its own, and its results are copied into `source`."""
         version, delivered, source.seconds = await self._ask("load_weights", source.source, on_inflight)
         source.delivered |= delivered
         if source.parameters.whole:
@@ -87,7 +87,8 @@ class RayReplica(EngineWrapper):
         return int(version)
 
     async def capabilities(self) -> Capabilities:
-        """Return the engine's capabilities, without those that need calls back into this process or its files."""
+        """Return the engine's capabilities, without those that need callbacks into this process or access to its
+        files."""
         able = await super().capabilities()
         return replace(able, continues=False, reports_tokens=False, prepares_weights=False, lora_rank=0)
 

@@ -1,4 +1,4 @@
-"""A place of verl's that has no counterpart here: importing it is refused with what to write."""
+"""A package of the public verl that does not exist here: importing it raises an ImportError with the alternative."""
 
 FIX = "give its scoring function as reward.path=FILE.py, one compute_score per answer"
 
