@@ -40,7 +40,7 @@ TARGETS = ("q_proj", "o_proj", "down_proj")  # the adapter of zeros targets the 
 
 @dataclass(frozen=True, slots=True)
 class ServedSet:
-    """A version of a LoRA set at a server."""
+    """One version of a LoRA set that a server has loaded."""
 
     version: int
     there: str

@@ -31,7 +31,7 @@ class Expected:
     """The requirements on a server."""
 
     name: str
-    """Its name in error messages."""
+    """The server's name in error messages."""
     versions: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """The lowest version, and the first one that is too new. None: any version."""
     needs: Mapping[str, str] = field(default_factory=dict)

@@ -38,8 +38,8 @@ class Completion:
     ids: np.ndarray
     """The sampled tokens [t] int64, the stop token included."""
     logprobs: np.ndarray
-    """[t] float32, of the distribution that was sampled from (temperature and truncation applied). Greedy tokens have
-    their log-prob at temperature 1."""
+    """Their log-probs [t] float32 under the sampled distribution (temperature and truncation applied). Greedy tokens
+    have their log-prob at temperature 1."""
     spans: tuple[tuple[int, int, int], ...]
     """(version, start, end), ...: the version of the parameter set that sampled the tokens start..end-1. The spans
     cover `ids`."""
@@ -114,7 +114,7 @@ class Traits:
     """Keys of the public verl under `actor_rollout_ref.rollout.`, and the option that each of them sets."""
 
     logprobs: Literal["processed", "raw"] = "processed"
-    """processed: with temperature and truncation applied."""
+    """The kind of log-probs that it returns. processed: with temperature and truncation applied."""
     raw_logprobs_only: bool = False
     """Its log-probs are those at temperature 1 over the whole vocabulary. Requests with other sampling settings are
     refused."""
@@ -128,9 +128,9 @@ class Traits:
     prefix_cache: bool = False
     """The KV of common prompts is reused."""
     media: bool = False
-    """Prompts may contain images."""
+    """It takes prompts that contain images."""
     stop_strings: bool = True
-    """An answer ends at a stop string."""
+    """It ends an answer at a stop string."""
     seeds: bool = True
     """A seed gives the same tokens whatever else is in the batch."""
     spans: bool = True
@@ -190,7 +190,7 @@ class Capabilities(Traits):
     lora_rank: int = 0
     """The highest rank of LoRA sets that it takes. 0: it takes none."""
     sleep_levels: tuple[int, ...] = ()
-    """1 frees the KV, 2 the weights too."""
+    """The sleep levels that it has. 1 frees the KV, 2 the weights too."""
     weights: WireFormat = AS_HELD
     """The format in which it reads weights."""
     notes: tuple[str, ...] = ()
@@ -221,7 +221,7 @@ class Peers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlace:
-    """Where an engine that is a server runs."""
+    """The place of an engine that is a server: its model, its log, and its interpreter or its URL."""
 
     model: str
     """The folder of its model."""
@@ -251,7 +251,7 @@ class RolloutContext:
     """Turns ids into text, for stop strings. None: stop strings are refused."""
     device: torch.device | str = "cpu"
     max_concurrent_sequences: int = 256
-    """Requests that are decoded together."""
+    """The number of requests that are decoded together."""
     deterministic: bool = False
     """The result of a sequence is bitwise independent of what else is in the batch."""
     place: ServerPlace | None = None
@@ -309,11 +309,11 @@ class PartialAnswer:
     """The beginning of an answer, sampled by engines that were lost. None of its tokens is one that ends an answer."""
 
     mixes: bool = False
-    """An answer may contain tokens of several versions."""
+    """True if an answer may contain tokens of several versions."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int, int]] = field(default_factory=list)
-    """As in `Completion`."""
+    """The version of each run of tokens, as in `Completion`."""
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         """Append tokens that were sampled by `version`, with their log-probs."""
@@ -357,11 +357,11 @@ class Scores:
     """The scores of a sequence ids [t]."""
 
     logprobs: np.ndarray
-    """[t-1] float32, of ids[1:]."""
+    """The log-probs [t-1] float32 of ids[1:]."""
     top_ids: np.ndarray
-    """[t-1, k] int64, the k most likely ids at each position, the most likely one first."""
+    """The k most likely ids at each position, [t-1, k] int64, the most likely one first."""
     top_logprobs: np.ndarray
-    """[t-1, k] float32, their log-probs."""
+    """The log-probs [t-1, k] float32 of `top_ids`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -371,7 +371,7 @@ class GenerateRequest:
     id: str
     """The id of the request, unlike those of all other running requests."""
     prompt_ids: np.ndarray
-    """[P] int64."""
+    """The token ids of the prompt, [P] int64."""
     sampling: Sampling
     _: KW_ONLY
     prefix_key: str | None = None

@@ -30,7 +30,8 @@ class PendingCall:
     asked: bool = False
     """True after it was sent."""
     routed: bool = False
-    """It was sent through a router: any server of the run may have it, and only closing the connection ends it."""
+    """True if it was sent through a router: any server of the run may have it, and only closing the connection ends
+    it."""
     last_event_s: float = 0.0
     """The time of the last event (monotonic clock)."""
     quiet: bool = False
@@ -49,11 +50,11 @@ class RunningCalls:
     def __init__(self, connection: ServerConnection) -> None:
         self._connection = connection
         self.pending: dict[str, PendingCall] = {}
-        """By the id of the request."""
+        """The calls by the id of their request."""
         self.scoring = Counter[str]()
-        """How many scores run, by the name of model or adapter at the server."""
+        """The number of running scores, by the name of model or adapter at the server."""
         self.events = 0
-        """Signs of life of the server: answers, parts of answers, and ends of a pause."""
+        """The number of signs that the server runs: answers, parts of answers, and ends of a pause."""
 
     def busy(self, model: str) -> int:
         """Return how many requests of this model or adapter at the server run."""

@@ -1,4 +1,5 @@
-"""A rollout engine that is a server, over HTTP (`RolloutEngine`). Its `Api` knows which kind of server it is."""
+"""A rollout engine that is a server, over HTTP (`RolloutEngine`). The differences between kinds of servers are in its
+`Api`."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class ServerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs. 128 plus the signal's number if a signal ended it."""
+        """The exit code, or 128 plus the signal's number if a signal ended the process; None while it runs."""
         code = self._child.exit_code
         return 128 - code if code is not None and code < 0 else code
 

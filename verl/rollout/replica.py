@@ -1,4 +1,4 @@
-"""One of the rollout engines behind a router: its requests, and its updates up to their verification.
+"""One of the replicas behind a router: its requests, and its updates up to their verification.
 
 If its engine dies or fails an update, `supervisor.py` starts another one in its place.
 """

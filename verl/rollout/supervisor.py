@@ -24,9 +24,9 @@ class EngineRun:
 
     engine: RolloutEngine = field(init=False)
     in_publish: bool = False
-    """It took part in the last publish, or was started with the replica."""
+    """True if it took part in the last publish, or was started with the replica."""
     loaded: bool = False
-    """It has loaded the weights of the last publish."""
+    """True if it has loaded the weights of the last publish."""
     able: Capabilities | None = None
     """Its capabilities with these weights."""
     verified: int = -1
@@ -95,7 +95,7 @@ class EngineSupervisor:
             raise ReplicaLost(f"rollout replica {self.number} was given up") from cause
 
     def lose(self, of: EngineRun, why: BaseException) -> None:
-        """Give up this engine, unless that is done already, and start another one."""
+        """Give up this engine, unless that was done before, and start another one."""
         if of is not self.current or self._why is not None:
             return
         self._why = why
@@ -104,7 +104,7 @@ class EngineSupervisor:
         self._restart = asyncio.create_task(self._replace(), name=f"restart replica {self.number}")
 
     def leave(self) -> None:
-        """Give up the engine for good."""
+        """Give up the engine and start no other one."""
         self.left, self._starts = True, 0
         if self._why is None:
             return self.lose(self.current, ReplicaLost("it left the run"))

@@ -1,4 +1,4 @@
-"""New weights for a server: one update as a transaction, and the fence or the restart after one that failed."""
+"""Updates of a server's weights: each is one transaction; after a failure the server is fenced, or restarted."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from verl.weight_sync.base import Parts, SyncError, WeightSource, saved_parts
 
 
 class ServerUpdates:
-    """Updates of a server's weights. After one that failed the server is fenced, for good or until it is restarted: it
-    never answers with unverified weights."""
+    """The updates of a server's weights. After one that failed, the server is fenced for good or until it is restarted,
+    so it never answers with unverified weights."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ Span = tuple[str, int, int]
 
 
 class NotUnderstood(RuntimeError):
-    """A server's answer does not follow its API."""
+    """Raised if a server's answer does not follow its API."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class ServerAnswer:
     cached_tokens: int = 0
     """Prompt tokens with KV from earlier requests."""
     stopped: tuple[int, str] | None = None
-    """(number of tokens up to the end of a stop string, the string)."""
+    """The number of tokens up to the end of a stop string, and that string; None without one."""
     sure: int = 0
     """The number of first tokens that were certainly sampled by the version that was live at the beginning."""
 
@@ -58,7 +58,7 @@ class Reading:
 
     sampling: Sampling
     room: int
-    """Tokens that fit after the prompt."""
+    """The number of tokens that fit after the prompt."""
     eos_token_ids: Sequence[int]
     decode: DecodeFn | None
     before: PartialAnswer
@@ -80,8 +80,8 @@ class Reading:
         return replace(s, max_tokens=s.max_tokens - n, seed=seed, position=n if by_position else 0)
 
     def keep(self, drawn: ServerAnswer, version: int) -> None:
-        """Append the final tokens of a server's answer to `before`, so that the answer can be continued. A last token
-        that would end the answer is left out and sampled again."""
+        """Append the tokens of `drawn` that `version` has certainly sampled (`sure`) to `before`, so that another
+        server can continue the answer. A last token that would end the answer is left out and sampled again."""
         end = min(self.limit, self.limit if drawn.stopped is None else drawn.stopped[0]) - 1 - len(self.before.ids)
         ids, s = drawn.ids[: min(drawn.sure, end)], self.sampling
         if ids and (ids[-1] in s.stop_token_ids or (ids[-1] in self.eos_token_ids and not s.ignore_eos)):
@@ -132,7 +132,7 @@ class Reading:
 
 
 def joined(spans: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Join neighbouring spans of the same version."""
+    """Return the spans with neighbouring ones of the same version joined."""
     found = list[tuple[int, int, int]]()
     for version, start, end in spans:
         if found and found[-1][::2] == (version, start):

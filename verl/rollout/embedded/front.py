@@ -339,7 +339,7 @@ class EmbeddedEngine(BaseEngine):
         return self._core.busy and self._runner.ready and not held_back
 
     async def _quiet(self) -> None:
-        """Wait until no more calls arrive."""
+        """Wait until `QUIET_TURNS` turns of the event loop have brought no new call."""
         turns, seen = 0, len(self._inbox)
         while turns < QUIET_TURNS:
             await asyncio.sleep(0)
@@ -408,7 +408,8 @@ class EmbeddedEngine(BaseEngine):
         return bool(self._inbox or self._aborts or self._closed or self._orphans or gave_up)
 
     async def _settle_inflight(self, mode: PauseMode, control: Control, what: str, name: str | None = None) -> None:
-        """Let running requests end as the mode requires. name: those of this LoRA set only."""
+        """Let running requests (with `name`: those of this LoRA set) finish, return or continue, as the mode
+        requires."""
         if mode not in ("keep", "wait", "abort"):
             raise ValueError(f"{mode!r}: what happens to running requests is one of 'keep', 'wait', 'abort'")
         if mode == "abort":

@@ -1,4 +1,4 @@
-"""One generate call inside an engine, and the resident requests of a batch.
+"""The requests inside an engine: one generate call, and the resident requests as rows of arrays.
 
 Python objects are used only for rows that finish or that have stop strings.
 """

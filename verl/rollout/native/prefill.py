@@ -31,7 +31,7 @@ class Job:
     ids: np.ndarray
     """The tokens [P]."""
     kv: Tensor
-    """[layers, 2, K, P, D], of which the first `done` tokens are computed."""
+    """The KV [layers, 2, K, P, D], of which the first `done` tokens are computed."""
     done: int
     cached: int
     """The tokens that are not computed for the next request with this prompt: a stored prefix for the first request,

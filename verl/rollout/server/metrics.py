@@ -14,7 +14,7 @@ class Metrics:
     """The counters of a server, which /metrics returns."""
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """HTTP requests by (path, status)."""
+    """The number of HTTP requests by (path, status)."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
     seconds: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))

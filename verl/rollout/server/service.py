@@ -70,7 +70,7 @@ class News:
 
 @dataclass(slots=True, kw_only=True)
 class Service:
-    """An engine with the state of its server."""
+    """An engine, and the state in which it serves HTTP requests."""
 
     engine: RolloutEngine
     texts: Texts
@@ -86,7 +86,7 @@ class Service:
     running: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The ids of the engine's requests, by the id of the HTTP request."""
     sequences: int = 0
-    """Answers that are being generated."""
+    """The number of answers that are being generated."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while no answer is being generated."""
     draining: bool = False

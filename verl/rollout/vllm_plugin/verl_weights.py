@@ -37,7 +37,7 @@ class Init(WeightTransferInitInfo):
 
 @dataclass
 class SegmentUpdate(WeightTransferUpdateInfo):
-    """One update, or one bucket of it."""
+    """One update of the weights, or one bucket of it."""
 
     path: str
     """The path of the segment."""
@@ -143,7 +143,7 @@ class Engine(WeightTransferEngine[Init, SegmentUpdate]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive weights. The base class would also wait for an accelerator."""
+        """Load the tensors of one segment. The base class would also wait for an accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SegmentUpdate) -> None:
