@@ -49,8 +49,8 @@ class VerlConfig:
 
     algorithm: str = "GRPO"  # A name of the table, in any case.
     batch_size: int = 1  # Queries per step.
-    rollout_backend: str = "native"  # Not installed: on a CPU the embedded engine is used, with one warning.
-    rollout_fallback: str | None = None  # "native": the embedded engine may replace it on a machine with GPUs too.
+    rollout_backend: str = "native"  # If it is not installed, a CPU run uses the embedded engine, with a warning.
+    rollout_fallback: str | None = None  # "native": the embedded engine may replace it on GPUs too.
     max_length: int = 128  # The tokens of prompt and answer together.
     samples_per_prompt: int = 1
     learning_rate: float = 1e-6
@@ -63,9 +63,9 @@ class VerlConfig:
 
 
 class VerlTrainer:
-    """Train a model from Python: generate_rollout -> your reward -> step, as often as you like. The weights are synced
-    after every step. If the algorithm compares with another answer (ReMax: the greedy one), that is the last of each
-    query's list."""
+    """Train a model from Python by repeated `generate_rollout`, your reward and `step`, which also publishes the
+    weights. If an algorithm compares with another answer (ReMax: the greedy one), it is the last in each query's
+    list."""
 
     def __init__(
         self,
@@ -240,12 +240,14 @@ async def _gather(plays: Sequence[Any]) -> list[Completion]:
 
 
 def _algorithm_name(text: str) -> str:
-    """Return the name of the table that `text` is in another spelling (Dr.GRPO, Reinforce++), else `text`."""
+    """Return the table's name of an algorithm in another spelling (Dr.GRPO, Reinforce++); `text` itself if there is
+    none."""
     return {spelled(name): name for name in PRESETS}.get(spelled(text), text)
 
 
 def _refuse_runs_only(name: str) -> None:
-    """Refuse an algorithm that needs data which steps from Python do not have: a teacher, or rewards of turns."""
+    """Raise ValueError for an algorithm that needs a teacher or rewards of turns, which `VerlTrainer` has no arguments
+    for."""
     lacks = [f"the role {role}" for role in sorted(PRESETS[name].roles() - {"ref", "critic"})]
     if lacks := [*lacks, *(["rewards of turns"] if PRESETS[name].credits_turns() else [])]:
         run = f"verl.GRPOTrainer(MODEL, train_data=ROWS, overrides=['algorithm.name={name}', ...])"
@@ -277,7 +279,8 @@ def _inner_config(config: VerlConfig, path: Path) -> Config:
 
 
 def _backend(name: str, fallback: str | None) -> str:
-    """Return the rollout engine of a name: itself if it is here, else the embedded one if that may replace it."""
+    """Return the rollout engine `name` if it is installed; else, if a fallback is allowed, "native". Raise ValueError
+    otherwise."""
     if fallback not in (None, "native"):
         raise Refused(f"rollout_fallback={fallback!r}: 'native', or None")
     if reachable(name, None, None):
@@ -295,7 +298,7 @@ def _backend(name: str, fallback: str | None) -> str:
 
 
 def _critic(model: AutoModelForCausalLMWithValueHead, config: VerlConfig, device: str) -> TorchEngine:
-    """Return the value model: a copy of the policy's body under a value head, with its own optimizer."""
+    """Return the value model: a copy of the policy's body with a value head, and an optimizer of its own."""
     return TorchEngine(
         copy.deepcopy(model.pretrained_model),
         EngineSettings(
@@ -477,7 +480,7 @@ def _known(given: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
 
 
 def _importable(fn: Callable[..., Any]) -> tuple[str, str]:
-    """Return (file, name) of a reward function: its workers are other processes, which import it anew."""
+    """Return (file, name) of a reward function, by which its worker processes import it."""
     source = inspect.getsourcefile(fn)
     if source is None or "<locals>" in fn.__qualname__ or fn.__name__ == "<lambda>":
         raise Refused(

@@ -57,12 +57,12 @@ class Batch:
 
     @property
     def row_of(self) -> Tensor:
-        """[L] row of each loss token."""
+        """Return [L] int64: the row of each loss token."""
         return torch.from_numpy(np.repeat(np.arange(self.num_rows), np.diff(self.row_start)))
 
     @property
     def sequence_of(self) -> Tensor:
-        """[L] trajectory of each loss token."""
+        """Return [L] int64: the trajectory of each loss token."""
         return torch.from_numpy(np.repeat(self.sequence, np.diff(self.row_start)))
 
     def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
@@ -102,15 +102,15 @@ class Columns:
         return replace(self, token={**self.token, **columns})
 
     def counts(self) -> Tensor:
-        """[S] float64: masked-in tokens n_i of each sequence."""
+        """Return [S] float64: the number of tokens of each sequence in the mask."""
         return segment_sum(self.mask.double(), self.sequence_of, self.num_sequences)
 
     def sum(self, x: Tensor) -> Tensor:
-        """[L] -> [S]: sum over the masked-in tokens of each sequence."""
+        """Return [S]: the sum of x [L] over the tokens of each sequence in the mask."""
         return segment_sum(torch.where(self.mask, x, torch.zeros_like(x)), self.sequence_of, self.num_sequences)
 
     def mean(self, x: Tensor) -> Tensor:
-        """[L] -> [S]: mean over the masked-in tokens; 0 where there is none."""
+        """Return [S]: the mean of x [L] over the tokens of each sequence in the mask; 0 for a sequence without any."""
         return self.sum(x) / self.counts().clamp(min=1).to(x.dtype)
 
     def cleaned(self) -> Columns:
@@ -167,7 +167,7 @@ def observed(sample: Sample) -> Sample:
 
 
 def around(column: Tensor, at: Tensor) -> Tensor:
-    """[n, ...] -> [L, ...]: the values where `at` [L] is true, 0 elsewhere."""
+    """Return [L, ...]: the values of `column` [n, ...] where `at` [L] is True, and 0 elsewhere."""
     out = torch.zeros((len(at), *column.shape[1:]), dtype=column.dtype)
     out[at] = column
     return out
@@ -293,7 +293,7 @@ def _drawn_columns(drawn: Sequence[Segment]) -> dict[str, Tensor]:
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[start_0 .. start_0+length_0-1, start_1 .. ] as one int64 array."""
+    """Return [start_0 .. start_0+length_0-1, start_1 .. ] as one int64 array."""
     lengths = np.asarray(lengths, np.int64)
     offsets = np.repeat(np.asarray(starts, np.int64) - np.concatenate([[0], np.cumsum(lengths)[:-1]]), lengths)
     return np.arange(int(lengths.sum()), dtype=np.int64) + offsets
@@ -376,8 +376,8 @@ def make_microbatches(batch: Batch, max_tokens: int) -> list[np.ndarray]:
 
 
 def exactly(parts: list[np.ndarray], count: int) -> list[np.ndarray]:
-    """Return the same rows in `count` parts (0: unchanged). Empty parts are added if there are too few; the smallest
-    neighbours are joined if there are too many (rows share less than was predicted from their lengths)."""
+    """Return the same rows in `count` parts (0: unchanged). If there are too few, empty parts are added; if too many,
+    the smallest neighbours are joined (rows shared less than was predicted from their lengths)."""
     parts = list(parts)
     while count and len(parts) > count:
         at = min(range(len(parts) - 1), key=lambda i: len(parts[i]) + len(parts[i + 1]))
@@ -386,7 +386,8 @@ def exactly(parts: list[np.ndarray], count: int) -> list[np.ndarray]:
 
 
 def without_weight(batch: Batch) -> Batch:
-    """Return one row that counts for nothing: a rank without rows of its own still has to call every collective."""
+    """Return one row with weight 0, for a rank without rows of its own, which must still take part in every
+    collective."""
     row = select_rows(batch, np.zeros(1, np.int64))
     columns = {n: torch.zeros_like(c) if n.startswith(("w/", "m/")) else c for n, c in row.columns.items()}
     rows = {n: torch.zeros_like(c) if n.startswith("w/") else c for n, c in row.row_columns.items()}
@@ -394,7 +395,7 @@ def without_weight(batch: Batch) -> Batch:
 
 
 def part_of(batch: Batch, rows: np.ndarray) -> Batch:
-    """Return the batch for a pass over these rows; without rows, one row that counts for nothing."""
+    """Return the batch of these rows; if there are none, one row with weight 0 (`without_weight`)."""
     return select_rows(batch, rows) if len(rows) else without_weight(batch)
 
 
@@ -442,8 +443,8 @@ def _paths(parent: np.ndarray, leaves: Sequence[int]) -> set[int]:
 
 
 def unshare(batch: Batch) -> Batch:
-    """Return the same rows as a flat pack: one segment per row, prefixes repeated. It is the oracle of the shared
-    path."""
+    """Return the same rows as a flat pack: one segment per row, with prefixes repeated. Tests compare the shared path
+    with it."""
     chains = [_chain(batch.parent, int(leaf)) for leaf in batch.leaf]
     lengths = np.diff(batch.seg_start)
     tokens, starts, target_from = [], [0], batch.target_from.clone()
@@ -483,7 +484,7 @@ def padded_rows(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _chain(parent: np.ndarray, leaf: int) -> list[int]:
-    """Segments from the root to `leaf`."""
+    """Return the segments from the root to `leaf`."""
     chain = [leaf]
     while parent[chain[-1]] >= 0:
         chain.append(int(parent[chain[-1]]))

@@ -1,4 +1,4 @@
-"""Numbers and words with their bounds, for the fields of the configuration."""
+"""Number types with bounds and choices of words, for the fields of the configuration."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Betas = Annotated[list[Annotated[float, Meta(ge=0, lt=1)]], Meta(min_length=2, m
 
 
 def adjustable(default: Any = MISSING, *, factory: Callable[[], Any] | Any = MISSING) -> Any:
-    """Declare a key, or a section of keys, with other values of which a run may be continued. All other keys define the
+    """Return a field for a key (or section of keys) that may change when a run is continued. All other keys define the
     run."""
     return field(default=default, default_factory=factory, metadata={"adjustable": True})
 
 
 def one_of(choices: str) -> Meta:
-    """Return a pattern for one of the words between the bars."""
+    """Return a pattern that matches one of the words, which are separated by bars."""
     return Meta(pattern=f"^({choices})$", extra={"words": tuple(choices.split("|"))})
 
 

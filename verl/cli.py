@@ -215,7 +215,7 @@ def _report(finished: Finished, say: Callable[[str], None]) -> int:
 
 
 def _for_people(evals: Mapping[str, float]) -> dict[str, float]:
-    """Return the means of held-out rewards, named after their kind."""
+    """Return the means of held-out rewards under the word for their kind (accuracy or score)."""
     from verl.track.metrics import held_out_word
 
     word = "/score/" if held_out_word([evals]) == "score" else "/acc/"
@@ -259,8 +259,8 @@ def generate_verb(args: list[str]) -> int:
 
 
 def _refuse_agents(resolved: Resolved) -> None:
-    """Refuse `agent.*` of the command line, which no answer to one prompt reads. If a recipe has it, print a
-    message."""
+    """Raise ValueError for `agent.*` on the command line, since verbs that answer one prompt do not use it. If a recipe
+    sets it, print a message."""
     from verl.config.tree import text_of, values_of
 
     values, why = values_of(resolved.config), "verl generate answers a prompt in one turn, without tools"

@@ -1,8 +1,8 @@
 """The columns of samples, declared once: name, type, unit and default. No torch.
 
-Rows of the queue, the record in samples/, a replay, and the columns that algorithms may read derive from this table. A
-new column or side channel is one row here. Other columns of the queue need no row: outputs of models that are not
-recorded (`NEEDS` in algorithms/specs.py), and weights and masks of terms, all per loss token.
+Rows of the queue, the records in samples/, replays, and the columns that algorithms may read are derived from this
+table. A new column or side channel is one row here. Other columns of the queue need no row: outputs of models that are
+not recorded (`NEEDS` in algorithms/specs.py), and the weights and masks of terms, all per loss token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from verl.types import Segment
 
 SIDE = "side/"
-"""Begins the column of a side channel of segments: the channel `turn` is the column `side/turn`."""
+"""The prefix of a side channel's column: the channel `turn` of segments is the column `side/turn`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,24 +33,24 @@ class Column:
     width: int = 0
     """The length of its second dimension. 0: it has none."""
     default: float = math.nan
-    """The value in the record for response tokens without one."""
+    """The recorded value for response tokens without a value."""
     written: bool = False
-    """Every step has it without a pass of a model, so an algorithm may read it."""
+    """True if the column exists in every step without a pass of a model, so that an algorithm may read it."""
     recorded: str = ""
-    """Its name in samples/. Empty: it is not recorded."""
+    """The name of the column in samples/. Empty: it is not recorded."""
     instead: str = ""
-    """The column that is recorded for rows without this one."""
+    """The column that is recorded for rows without this one. Empty: none."""
     replayed: bool = False
-    """A replay computes it again and compares it with the record."""
+    """True if a replay computes the column again and compares it with the record."""
 
     @property
     def sampled(self) -> bool:
-        """Segments have its values: it is recorded from them, and not from the queue."""
+        """True if segments have the values, so that the record takes them from segments and not from the queue."""
         return self.name in ("rollout_logprobs", "versions") or self.optional
 
     @property
     def optional(self) -> bool:
-        """Segments need not have it: a side channel."""
+        """True for side channels: segments need not have them."""
         return self.name.startswith(SIDE)
 
     def fill(self, count: int) -> np.ndarray:
@@ -58,7 +58,8 @@ class Column:
         return np.full(count, self.default, self.dtype)
 
     def typed(self, values: object) -> np.ndarray:
-        """Return values in the declared type and shape. ValueError for a side channel of another kind of type."""
+        """Return values as an array of the declared type and shape. Raise ValueError for values of another kind of
+        type."""
         array = np.asarray(values)
         if not np.can_cast(array.dtype, self.dtype, "same_kind"):
             raise ValueError(f"column {self.name!r} is declared as {self.dtype}, and its values are {array.dtype}")
@@ -66,7 +67,7 @@ class Column:
         return shaped.astype(self.dtype, copy=False)
 
     def of_segment(self, segment: Segment) -> np.ndarray | None:
-        """Return this column's values of a segment's tokens, if segments have them."""
+        """Return this column's values for the tokens of a segment; None if the segment has none."""
         if self.optional:
             return segment.side.get(self.name.removeprefix(SIDE))
         if segment.source == "sampled" and self.name == "versions":

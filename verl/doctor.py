@@ -65,7 +65,8 @@ def _devices() -> str:
 
 
 def _kernels() -> list[str]:
-    """Return the kernel of each operation on the devices of this machine, and why it is not a better one."""
+    """Return lines with the kernel of each operation on the devices of this machine, and the reason if a faster one is
+    not used."""
     import torch
 
     from verl.accel.table import lines_of
@@ -79,8 +80,8 @@ def _kernels() -> list[str]:
 
 
 def _holder(lock: Path) -> tuple[str, bool]:
-    """Return the process that claimed a run directory last, and True if it still holds the lock (its number may belong
-    to another process now)."""
+    """Return the text that the last process with a claim on a run directory wrote to its lock, and True if that process
+    still holds the lock (its process number may have been reused)."""
     if not lock.is_file():
         return "", False
     with lock.open() as handle:

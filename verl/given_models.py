@@ -30,8 +30,8 @@ class AutoModelForCausalLMWithValueHead:
 
 
 def wrapped(model: AutoModelForCausalLMWithValueHead | nn.Module) -> AutoModelForCausalLMWithValueHead:
-    """Return the model. A model of transformers is copied: its present weights in float32, in the form in which the
-    folder that it was read from is loaded. Raise ValueError if there is no such folder."""
+    """Return the model. A model of transformers is copied with its present weights in float32, into the model class
+    with which the folder of its origin is loaded. Raise ValueError if that folder does not exist."""
     if isinstance(model, AutoModelForCausalLMWithValueHead):
         return model
     name = getattr(getattr(model, "config", None), "_name_or_path", "")

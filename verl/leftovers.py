@@ -1,6 +1,9 @@
-"""Temporary folders of a process. The process removes them at its end; if it was killed, the next process that makes
-such a folder does. A lock marks folders in use: the kernel holds it for a process of any container or name, and
-releases it when the process ends. Standard library only."""
+"""Temporary folders that are removed at the end of their process, or, if it was killed, by the next process that makes
+such a folder.
+
+A file lock marks folders in use. The kernel keeps it for a process of any container or name, and releases it when the
+process ends. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from pathlib import Path
 
 
 def own_folder(parent: Path, prefix: str) -> tuple[Path, int]:
-    """Make a new folder, and remove the folders of this prefix that no process holds. Return the folder and a
-    descriptor that holds it until it is closed, here and in all forks. On a file system without locks, nothing is
-    removed."""
+    """Make a new folder, and remove those with this prefix that no process has locked. Return the folder and a
+    descriptor with its lock, which lasts until the descriptor is closed in this process and all forks. On a file system
+    without locks, nothing is removed."""
     for left in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # another user's folder, or held, or just removed
             fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -34,8 +37,8 @@ def own_folder(parent: Path, prefix: str) -> tuple[Path, int]:
 
 
 class OwnFolder:
-    """A temporary folder like `tempfile.TemporaryDirectory`. `cleanup()`, its own end or the end of the process removes
-    it; after a kill, the next folder of this prefix does."""
+    """A temporary folder like `tempfile.TemporaryDirectory`. It is removed by `cleanup()`, by the end of this object or
+    of the process, and after a kill by the next process that makes a folder with this prefix."""
 
     def __init__(self, prefix: str) -> None:
         self.path, held = own_folder(Path(tempfile.gettempdir()), prefix)

@@ -1,4 +1,4 @@
-"""The names most like a given one, for errors about a name that does not exist."""
+"""Find the names most similar to a given one, for errors about a name that does not exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 LEAST_RATIO, LAST_PART = 0.6, 0.95
-"""The least similarity of a near name, and the weight of names that are alike in their last component alone."""
+"""The least similarity of a suggested name, and the weight of the similarity of last components."""
 
 
 def spelled(name: str) -> str:
@@ -42,6 +42,6 @@ def did_you_mean(
     aliases: Mapping[str, str] = NO_ALIASES,
     form: str = "did you mean {}? ",
 ) -> str:
-    """Return `form` with the nearest names, or "" where no name is near."""
+    """Return `form` with the most similar names, or "" if no name is similar."""
     near = nearest(str(name), names, count, aliases)
     return form.format(" or ".join(near)) if near else ""

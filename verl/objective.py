@@ -16,10 +16,10 @@ from verl.types import Kind
 
 @dataclass(frozen=True, slots=True)
 class TermValue:
-    """The values of a term: [L] (unit token) or [S] (unit sequence).
+    """The values of a term: [L] for a term per token, [S] for a term per sequence.
 
     metrics: name -> (values of the same unit, kind of reduction)
-    where: for metrics of some of the values only, a bool mask of these
+    where: metric -> a bool mask of the values that it covers; without a mask it covers all
     """
 
     values: Tensor
@@ -42,8 +42,8 @@ class Term:
     outputs: tuple[str, ...] = ("logprobs",)  # Model outputs that it needs (logprobs, entropy, values).
     inputs: tuple[str, ...] = ()  # Stored columns that it needs.
     two_pass: bool = False
-    """Its values depend on statistics of the whole optimizer step. It is evaluated on all log-probs first, and dL/dlogp
-    becomes its weights."""
+    """True if its values depend on statistics of the whole optimizer step. It is then evaluated first on all log-probs,
+    and dL/dlogp becomes its weights."""
     corrected: Literal["no", "token", "geometric"] = "no"
     """Its weights are multiplied by the column `is_weights`, if present, token by token or by its geometric mean over
     the sequence."""

@@ -44,7 +44,7 @@ class ParameterSet:
 
     @property
     def whole(self) -> bool:
-        """It has all tensors of the model."""
+        """True if the set has all tensors of the model."""
         return self.kind == "full"
 
     def factors(self, module: str) -> tuple[str, str]:
@@ -58,25 +58,29 @@ POLICY_SET = ParameterSet(id="policy")
 
 @runtime_checkable
 class OfSet(Protocol):
-    """A reader of weights that names their set. Any other one has all weights of the policy."""
+    """A reader of weights that has the attributes `parameters` and `identity`. A reader without them has all weights of
+    the policy."""
 
     @property
     def parameters(self) -> ParameterSet: ...
 
     @property
     def identity(self) -> str:
-        """The identity of the weights of a full set; "" where it is not known."""
+        """The identity of the weights of a full set; "" if it is unknown."""
         ...
 
 
 def set_of(source: object) -> ParameterSet:
-    """Return the parameter set that a reader has a version of."""
+    """Return the parameter set of a reader of weights."""
     return source.parameters if isinstance(source, OfSet) else POLICY_SET
 
 
 def check_base(parameters: ParameterSet, held: str, lora_rank: int) -> None:
-    """Raise ValueError for a LoRA set that an engine cannot take. held: the identity of the engine's full set, ""
-    where that is not known · lora_rank: the highest rank that it takes."""
+    """Raise ValueError for a LoRA set that an engine cannot use.
+
+    held: the identity of the engine's full set, "" if it is unknown
+    lora_rank: the highest rank that the engine supports
+    """
     name = f"LoRA set {parameters.id!r}"
     if not lora_rank:
         fix = "use rollout.engine=hf, or vllm with rollout.engine_options.max_lora_rank"

@@ -1,4 +1,4 @@
-"""verl's name for what a reward manager is given: one sample, numpy arrays in place of tensors."""
+"""verl's module with the argument of reward managers: one sample, with numpy arrays instead of tensors."""
 
 from verl.reward.manager import DataProtoItem
 from verl.reward.manager import DataProtoView as DataProto

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A task for a first run."""
+    """A task of the quickstart."""
 
     make: Callable[[Path, int], Path]  # (home, seed) -> the model's folder, with the data beside it.
     recipe: str  # The recipe of its RL run; the run has the same name. `RECIPE_warmup` is the recipe of its SFT run.
@@ -111,7 +111,8 @@ def make_inputs(home: Path, seed: int) -> Path:
 
 
 def make_tool_inputs(home: Path, seed: int) -> Path:
-    """Make the same for multiplications with a calculator."""
+    """Make model, tokenizer and data of the multiplication task with a calculator under `home`. Return the path of the
+    model."""
     from verl.models import tiny
 
     base, words = home / "base", (tool_arithmetic.WORDS, tool_arithmetic.CHAT_TEMPLATE)
@@ -143,8 +144,8 @@ def last_export(run_dir: Path) -> Path:
 
 
 def _close(console: Console, home: Path, seed: int, seconds: dict[str, float], wall_s: float) -> None:
-    """Print held-out rewards and the same three problems before and after, the summary file, and the path of the
-    report."""
+    """Print the held-out rewards and the same three problems before and after the run, and the paths of the summary and
+    the report."""
     from verl.track.samples import read_samples, sample_steps
 
     steps = sample_steps(home, "eval")

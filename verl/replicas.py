@@ -18,8 +18,8 @@ ANSWER_S = 660.0  # a server may take ten minutes to start
 
 
 def ask(run_dir: Path, verb: str, what: str = "", timeout_s: float = ANSWER_S) -> list[str]:
-    """Let the driver of a run add the server of a URL, or remove the replica of a number. Return one line for each
-    replica. Raise ValueError if no driver runs there, or if it refuses."""
+    """Request that the driver of a run adds the server of a URL, or removes the replica of a number. Return one line
+    for each replica. Raise ValueError if no driver runs there, or if it refuses."""
     _refuse_idle(run_dir)
     path, until_s = run_dir / FOLDER / f"{uuid.uuid4().hex}.ask", time.monotonic() + timeout_s
     write_atomic(path, json.dumps({"verb": verb, "what": what}).encode())

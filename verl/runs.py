@@ -1,4 +1,4 @@
-"""The segments of a row as runs of tokens of one kind, cut so that the rows of a trajectory share their common
+"""Join the segments of a row to runs of tokens, and cut the runs so that the rows of a trajectory share their common
 tokens."""
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from verl.types import LEARNED, Sample, Segment
 
 
 def runs_of(sample: Sample) -> list[list[Segment]]:
-    """Return the segments without empty ones, with neighbours of one kind together.
-
-    Together they keep the tree shallow: spans of several weight versions are one run. The first segment stays separate,
-    because a group shares it.
-    """
+    """Return the non-empty segments of a row in runs: neighbours that are all trained or all context. This keeps the
+    tree shallow, since spans of several weight versions are one run. The first segment is a run of its own, because a
+    group shares it."""
     runs: list[list[Segment]] = []
     for i, s in enumerate(sample.segments):
         if len(s.ids) == 0:
@@ -30,9 +28,8 @@ def runs_of(sample: Sample) -> list[list[Segment]]:
 
 
 def cuts_of(samples: Sequence[Sample]) -> dict[int, set[int]]:
-    """Return the token positions at which the runs of each row are cut, so that it shares tokens with the other rows of
-    its trajectory: where two rows diverge, and before that where one of their runs ends. Empty for trajectories of one
-    row."""
+    """Return, for each row of a trajectory with several rows, the token positions at which its runs are cut: where two
+    rows begin to differ, and at the ends of the other rows' runs before that."""
     of: dict[str, list[int]] = {}
     for i, sample in enumerate(samples):
         of.setdefault(sample.trajectory_id, []).append(i)
@@ -49,7 +46,8 @@ def cuts_of(samples: Sequence[Sample]) -> dict[int, set[int]]:
 
 
 def cut_runs(runs: list[list[Segment]], cuts: set[int]) -> Iterator[list[Segment]]:
-    """Yield the runs, also cut at these token positions of the row. The media of a segment stay with its first part."""
+    """Yield the runs of a row, cut at these token positions of the row. The media of a cut segment stay with its first
+    part."""
     at = 0
     for run in runs:
         parts: list[Segment] = []

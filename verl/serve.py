@@ -20,7 +20,8 @@ from verl.rollout.server.options import ServeConfig, check_serve
 
 
 def serve(config: Config) -> int:
-    """Serve until SIGTERM or Ctrl-C. Errors in the keys, the port or the folder are raised before the model is read."""
+    """Serve until SIGTERM or Ctrl-C. Errors in the keys, the port or the folder are raised before the model is
+    loaded."""
     check_serve(config.serve)
     config = with_context(config)
     with bound(config.serve) as sock:
@@ -29,8 +30,8 @@ def serve(config: Config) -> int:
 
 
 def with_context(config: Config) -> Config:
-    """Return the configuration with a context of `serve.max_context_tokens`, or else of the model's own length. Prompts
-    and answers have no separate limits here."""
+    """Return the configuration with a context of `serve.max_context_tokens`, or else the model's own length. Prompts
+    and answers then have no separate limits."""
     room = context_tokens(config.model.path)
     wanted = config.serve.max_context_tokens or room or longest_sequence(config)
     if room is not None and wanted > room:

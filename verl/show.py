@@ -1,4 +1,4 @@
-"""`verl show` and `verl export`: readers of the run directory and of the tables."""
+"""`verl show` and `verl export`: print tables, configurations and run directories, and export checkpoints."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _timeline(path: Path, trajectory: str) -> None:
 
 
 def _runs(args: Sequence[str]) -> None:
-    """Print the steps of a run, or of several side by side; with trajectory=ID the timeline of that trajectory."""
+    """Print the steps of one run, or of several side by side; with trajectory=ID, the timeline of that trajectory."""
     from verl.report.data import is_run_dir
     from verl.report.page import write_report
     from verl.report.table import print_runs

@@ -20,7 +20,7 @@ Purpose = Literal["train", "baseline", "eval"]
 Cut = Literal["length", "context_full", "max_turns", "max_tool_calls", "wall"]
 StopReason = Literal["eos", "stop", "abort", "tool", "no_progress", "error", Cut]
 CUT: frozenset[StopReason] = frozenset(get_args(Cut))
-"""The stop reasons of answers that a budget ended, and not the model."""
+"""The stop reasons of answers that were ended by a limit, not by the model."""
 Outcome = Literal["ok", "invalid", "failed", "cancelled"]
 Unit = Literal["token", "turn", "sequence", "group", "step", "update"]
 Kind = Literal["mean", "sum", "max", "min", "last"]
@@ -99,8 +99,8 @@ class Task:
 
 
 TEMPLATE = -3
-"""The version of the runs of tokens that the chat template wrote around a tool's answer: ends of turns, headers, the
-generation prompt."""
+"""The version of tokens that the chat template wrote around a tool's answer: ends of turns, headers, the generation
+prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class Segment:
 
 
 SHAPED = frozenset({"score", "overlong_penalty", "stop_properly"})
-"""The components that shaping adds to a reward."""
+"""The components that penalties (reward/shaping.py) add to a reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class Trajectory:
 
     @property
     def response_ids(self) -> np.ndarray:
-        """Everything after the first segment (the prompt) of the last row, environment tokens included."""
+        """The ids after the first segment (the prompt) of the last row, including those of the environment."""
         return response_ids_of(self.rows[-1])
 
     @property
@@ -198,7 +198,7 @@ class Trajectory:
 
     @property
     def versions(self) -> tuple[int, int]:
-        """(oldest, newest) weight version among the sampled segments; (-1, -1) if none."""
+        """(oldest, newest) weight version of the sampled segments; (-1, -1) if there are none."""
         return versions_of(self.segments if not self.branches else [s for row in self.rows for s in row])
 
 
@@ -211,7 +211,7 @@ def learned_tokens(segments: Sequence[Segment]) -> int:
 
 
 def versions_of(segments: Sequence[Segment]) -> tuple[int, int]:
-    """(oldest, newest) weight version among the sampled segments; (-1, -1) if none."""
+    """Return (oldest, newest) weight version of the sampled segments; (-1, -1) if there are none."""
     # trajectories with one turn, the usual case
     if len(segments) == 2 and segments[1].source == "sampled" and segments[0].source == "prompt":
         return segments[1].version, segments[1].version
@@ -220,7 +220,7 @@ def versions_of(segments: Sequence[Segment]) -> tuple[int, int]:
 
 
 def response_ids_of(segments: Sequence[Segment]) -> np.ndarray:
-    """Return [R] int64: everything after the first segment (the prompt). It may be a view."""
+    """Return [R] int64: the ids after the first segment (the prompt). It may be a view."""
     if len(segments) == 2:
         return segments[1].ids
     return np.concatenate([s.ids for s in segments[1:]]) if len(segments) > 1 else np.zeros(0, np.int64)
@@ -248,8 +248,8 @@ def fact(default: Any = MISSING, *, factory: Any = MISSING, column: str = "") ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Every scalar of a sample that does not follow from its tokens, declared once. `Sample`, `Ref` and the recorded
-    `SampleRow` are facts with more. The queue's column `facts` is their encoding, and each fact is a column of samples/
+    """The scalars of a sample that do not follow from its tokens, declared once. `Sample`, `Ref` and the recorded
+    `SampleRow` are subclasses. The queue's column `facts` is their encoding, and each fact is a column of samples/
     under its own name. Types are str (also a Literal or None), bool, int, float, and a mapping to float."""
 
     sample_id: str
@@ -260,23 +260,23 @@ class Facts:
     stop_reason: StopReason = "eos"
     outcome: Outcome = "ok"
     temperature: float = 1.0
-    """The temperature of sampling. The trainer divides by the same."""
+    """The temperature of sampling, which the trainer applies to the logits too."""
     reward: float = float("nan")
-    """NaN without a reward."""
+    """The reward; NaN if there is none."""
     components: Mapping[str, float] = fact(factory=dict, column="component")
     """The named parts of the reward."""
     adapter: str | None = None
-    """The adapter that read the ids. None: the model itself."""
+    """The adapter with which the model computes this sample. None: the model itself."""
     teacher: str = fact("", column="teacher")
-    """The name of its teacher, if there are several."""
+    """The name of the sample's teacher, if the run has several."""
     taught: bool = fact(True, column="taught")
-    """False: its teacher reads feedback about the attempt, and there is none."""
+    """False if the teacher's prompt needs feedback about the attempt and there is none."""
     copies: int = fact(1, column="copies")
-    """A row that was selected k times (PF-PPO) counts as k rows of its optimizer step. 0: it was not selected."""
+    """The number of rows as which this row counts in its optimizer step (PF-PPO). 0: it was not selected."""
 
     @property
     def truncated(self) -> bool:
-        """A budget ended the answer, not the model."""
+        """True if the answer was ended by a limit, not by the model."""
         return self.stop_reason in CUT
 
 
@@ -302,7 +302,8 @@ class Sample(Facts):
 
     @property
     def loss_tokens(self) -> int:
-        """Trainable tokens: the sampled or stored ones that something precedes (a first token has no predictor)."""
+        """The number of trained tokens: the sampled and stored ones without the first token of the row, which has no
+        predictor."""
         n = learned_tokens(self.segments)
         return n - (1 if self.segments and self.segments[0].source in LEARNED and len(self.segments[0].ids) else 0)
 
@@ -317,11 +318,11 @@ class Ref(Facts):
     version_min: int
     version_max: int
     stored: bool = False
-    """An answer that no policy sampled: it has no version, and usually no reward."""
+    """True for an answer that no policy sampled: it has no version, and usually no reward."""
 
 
 class Refs(tuple[Ref, ...]):
-    """An ordered set of `Ref`; order is the row order of every column read with it."""
+    """An ordered collection of `Ref`. Its order is the row order of every column that is read with it."""
 
     __slots__ = ()
 
@@ -361,8 +362,8 @@ def ref_of(sample: Sample) -> Ref:
 
 
 def with_task(sample: Sample, task: Task) -> Sample:
-    """Return the sample with its task's facts for teachers. A row that does not begin with the task's prompt (its
-    history was rewritten) gets no other context."""
+    """Return the sample with the facts of its task that teachers need. A row that does not begin with the task's
+    prompt, because its history was rewritten, gets no teacher context."""
     n, context = len(task.prompt_ids), None
     if task.context_ids is not None:
         first = np.concatenate([s.ids for s in sample.segments])[:n]
@@ -374,7 +375,7 @@ def with_task(sample: Sample, task: Task) -> Sample:
 
 
 def samples_of(trajectory: Trajectory) -> tuple[Sample, ...]:
-    """Linearise a trajectory: a sample per row. An append-only trajectory is exactly one."""
+    """Return one sample for each row of a trajectory. An append-only trajectory has exactly one row."""
     score = trajectory.reward
     return tuple(
         Sample(
@@ -395,7 +396,7 @@ def samples_of(trajectory: Trajectory) -> tuple[Sample, ...]:
 
 
 def derive_seed(*parts: object) -> int:
-    """Counter-based seed: a 63-bit hash of the parts, independent of batch, worker, restart and order.
+    """Return a 63-bit hash of the parts as a seed. It does not depend on batch, worker, restart or order.
 
     seed(sample) = derive_seed(run seed, purpose, epoch, draw, task, index, turn, attempt)
     """
@@ -405,9 +406,10 @@ def derive_seed(*parts: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A reducible number: (total, count, unit). Reduced once, globally, at the end of a step.
+    """A number that can be reduced over micro-batches and ranks: (total, count, unit). It is reduced once, at the end
+    of a step.
 
-    kind mean: total / count · sum: total · max, min: extreme of totals · last: the later one wins.
+    kind: mean: total / count; sum: total; max, min: the extreme of the totals; last: the later one
     """
 
     total: float
