@@ -441,7 +441,7 @@ def reporter_of(
 
 
 def tasks_of(config: Config, tokenizer: Any, players: Players = ONE_ANSWER) -> tuple[TaskTable, list[Task]]:
-    """Load training rows and evaluation tasks. A task that no reward can score is a ValueError."""
+    """Load training rows and evaluation tasks. Raise ValueError for a task that no reward can score."""
     data, kwargs, stops = config.data, config.model.template_kwargs, stop_ids(config, tokenizer)
     read = partial(load_tasks, tokenizer=tokenizer, cfg=data, template_kwargs=kwargs, players=players, stops=stops)
     teachers = tuple(config.teacher.paths) if config.teacher.pick == "task" else ()

@@ -35,8 +35,8 @@ def fleet_of(
     run_dir: Path,
 ) -> Fleet:
     def start_of(url: str, number: int) -> Start:
-        """Return the function that connects to the server at `url`, or starts the server `number`. The same checks as
-        at the start of a run apply, and a ValueError has the reason of a refusal."""
+        """Return the function that connects to the server at `url`, or starts the server `number`. The checks are those
+        at the start of a run; raise ValueError with the reason of a refusal."""
         asked = replace(config, rollout=replace(config.rollout, url=url, replicas=1)) if url else config
         for fault in rollout_faults(asked, "train"):
             raise Refused(fault)
@@ -59,8 +59,8 @@ def fleet_of(
 def rollout_engine(
     config: Config, tokenizer: Any, device: str, replica: int = 0, peers: Peers | None = None
 ) -> RolloutEngine:
-    """Build a rollout engine from the model folder's own config.json (the trainer changes the attention in its copy).
-    replica: the number of the server."""
+    """Build a rollout engine from the config.json of the model folder, since the trainer changes the attention in its
+    own copy. replica: the number of the server."""
     from transformers import AutoConfig
 
     r = config.rollout

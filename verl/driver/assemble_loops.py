@@ -1,5 +1,5 @@
-"""Choose the agent loops of a run and the process that runs them. User code runs in a process beside the driver unless
-the configuration puts it into the driver."""
+"""Choose the agent loops of a run and the process that runs them: user code runs in a process beside the driver, unless
+the configuration places it in the driver."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from verl.workers.host import free_bytes
 
 
 async def loops_of(config: Config, tokenizer: Any) -> Loops:
-    """Build the agent loops, in a process of their own where they contain user code. Their notes begin with the tokens
-    that end an answer."""
+    """Build the agent loops, in a process of their own if they contain user code. Their lines for the user begin with
+    the tokens that end an answer."""
     loops = await _loops_of(config, tokenizer)
     return replace(loops, notes=(*template_lines(config, tokenizer), *loops.notes))
 
@@ -38,7 +38,7 @@ async def _loops_of(config: Config, tokenizer: Any) -> Loops:
 
 
 def all_played(config: Config, tasks: TaskTable, eval_tasks: list[Task]) -> tuple[TaskTable, list[Task]]:
-    """Return the tasks; ValueError for tools that no row plays with."""
+    """Return the tasks. Raise ValueError if tools are configured that no row uses."""
     default, _ = played_by(config.agent.loop, config.agent.tools)
     every = (tasks[i] for i in range(len(tasks)))
     built_in = default in (SINGLE_TURN, TOOL_AGENT)  # a custom loop may read agent.tools
@@ -50,7 +50,7 @@ def all_played(config: Config, tasks: TaskTable, eval_tasks: list[Task]) -> tupl
 
 
 def loops_there(given: tuple[Config, int], start: int) -> Loops:
-    """Build the loops in the runner's process, with random numbers that no other start of the run has. given: the
+    """Build the loops in the runner's process, with random numbers that differ in every start of the run. given: the
     configuration and the attempt of the run."""
     config, attempt = given
     seed = derive_seed(config.run.seed, "loops", attempt, start)

@@ -32,8 +32,9 @@ async def reward_of(
     config: Config, scorer: ModelWorkers | None, truncation: Truncation | None, tasks: Sequence[Task]
 ) -> tuple[RewardFn, RewardPool | None]:
     """Build the reward: a function, a model, or both, with shaping. Return it and the pool of the function. A model
-    with stage=batch is added later, in the experience stage (driver/step.py). tasks: rows to try the function on, to
-    find one that always raises and a rule that gives the ground truth itself no reward (`to_rehearse` selects them)."""
+    with stage=batch is added later, in the experience stage (driver/step.py). tasks: rows on which the function is
+    tried, to find one that always raises, and a rule by which even the ground truth gets no reward (`to_rehearse`
+    selects them)."""
     r = config.reward
     pool: RewardPool | None = None
     if r.path is not None or scorer is None:
@@ -78,8 +79,8 @@ def rewards_count(config: Config) -> bool:
 
 
 def check_graders(config: Config, first: Sequence[Task], reports: Sequence[RowCounts]) -> None:
-    """Refuse rows that need a judge if none is given, rows of a source without a rule, and rows with a missing ground
-    truth or one that the rule cannot read. first: a task of each table."""
+    """Raise ValueError for rows that need a judge if none is given, rows of a source without a rule, and rows with a
+    missing ground truth or one that the rule cannot read. first: a task of each table."""
     if config.reward.path is None and config.reward.model is None:
         if judged := next((report.judged for report in reports if report.judged), ""):
             fix = "Fix: reward.path=FILE.py or reward.model=FOLDER as the judge of every row; or set style to rule"
@@ -114,8 +115,8 @@ def to_rehearse(tasks: TaskTable, eval_tasks: Sequence[Task], players: Players) 
 
 
 async def _refuse_unearnable(pool: RewardPool, tasks: Sequence[Task]) -> None:
-    """Refuse a data source if its rule never gives the ground truth, in the format that the rule expects, more than an
-    empty answer."""
+    """Raise ValueError for a data source if its rule never gives the ground truth, in the format that the rule expects,
+    a higher score than an empty answer."""
     lowest: dict[str, tuple[Task, str]] = {}
     earned: set[str] = set()
     for task in tasks[1:]:

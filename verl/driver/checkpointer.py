@@ -41,8 +41,8 @@ POLL_S = 0.2  # between two checks whether the workers have written their state
 
 @dataclass(slots=True)
 class Cadence:
-    """Decide after which steps to save: after every `every_steps` steps, or by time if that is None. By time, at most
-    SAVE_EVERY_S of work can be lost and saving takes at most SAVE_SHARE of the time."""
+    """Decides after which steps to save: after every `every_steps` steps, or by time if that is None. By time, at most
+    SAVE_EVERY_S of work can be lost, and saving takes at most SAVE_SHARE of the time."""
 
     every_steps: int | None
     """Steps between two saves; None: by time."""
@@ -57,8 +57,8 @@ class Cadence:
         self._worked_from_s = self._asked_s = self.clock()
 
     def due(self, number: int) -> bool:
-        """Return whether to save after step `number`. By time: whether a next step of the same length would end too
-        late."""
+        """Return whether to save after step `number`. By time it is due if a save after one more step of the same
+        length would be too late."""
         now_s = self.clock()
         step_s, worked_s, self._asked_s = now_s - self._asked_s, now_s - self._worked_from_s, now_s
         if self.every_steps is not None:
@@ -71,7 +71,7 @@ class Cadence:
 
 
 class Checkpointer:
-    """Saves and restores the state of a run. trained: the roles that have an optimizer, the exported one first ·
+    """Saves and restores the state of a run. trained: the roles that have an optimizer; the first one is exported ·
     needed_bytes: the approximate size of one checkpoint."""
 
     def __init__(
@@ -95,10 +95,10 @@ class Checkpointer:
     async def save(self, state: DriverState, *, last: bool = False, best: float | None = None) -> None:
         """Commit a checkpoint after `state.step` steps. If it cannot be written (disk full, I/O), a warning is printed:
         nothing of it remains, earlier checkpoints are untouched, and the run continues; with `last` the OSError is
-        raised. Workers that do not answer within run.wait_timeout_s, or within the time that a slow disk needs, are a
-        TimeoutError.
+        raised. Raise TimeoutError if workers do not answer within run.wait_timeout_s, or within the time that a slow
+        disk needs.
 
-        Workers in processes of their own (torchrun's too) keep a copy of their state and write it while training
+        Workers in processes of their own (torchrun's too) make a copy of their state and write it while training
         continues. The checkpoint gets its name when all of it is on disk. `settle` waits for that, and so does the next
         save."""
         await self.settle()
@@ -118,9 +118,8 @@ class Checkpointer:
             self._under_way = asyncio.ensure_future(self._commit(write, state, began_s, last=False))
 
     async def hold(self, step: int) -> None:
-        """Keep a copy of the models before the updates of step `step` + 1 if these updates may last longer than the
-        grace of a stop. No copy is needed where the state is on disk, and none is kept where the hosts have no room for
-        it."""
+        """Copy the models before the updates of step `step` + 1 if these updates may last longer than the grace of a
+        stop. No copy is made if the state is on disk already, or if the hosts do not have enough memory."""
         self._why_not = ""
         if self._learner.why_together():
             return
@@ -190,7 +189,8 @@ class Checkpointer:
             await task
 
     async def close(self) -> None:
-        """Wait at most CLOSE_S for the checkpoint that is being written. Its failure does not fail the run."""
+        """Wait at most CLOSE_S for the checkpoint that is being written. The run does not fail if the checkpoint
+        does."""
         if self._under_way is not None:
             await asyncio.wait({self._under_way}, timeout=CLOSE_S)
             if not self._under_way.cancel():
@@ -278,8 +278,8 @@ class Checkpointer:
         await self._learner.waits.wait(write, who="driver", what=what, timeout_s=longest_s)
 
     async def restore(self) -> DriverState | None:
-        """Restore weights, optimizers and generators from the checkpoint. Return the rest of the state for the caller
-        to restore."""
+        """Restore weights, optimizers and generators from the checkpoint. Return the rest of the state, which the
+        caller restores; None without a checkpoint."""
         state, checkpoint = self._claimed.state, self._claimed.resumed
         if state is None or checkpoint is None:
             return None

@@ -1,4 +1,4 @@
-"""The rows that each rank computes: from refs to one plan per rank. Pure functions over scalars.
+"""The division of rows over ranks: from refs to one share per rank. Pure functions over numbers.
 
 A group stays on one rank (its answers share a prompt, and a preference pair is compared inside a term), so a rank's
 share is whole groups. Shares are balanced by predicted cost. Every rank gets the same number of micro-batches: in a
@@ -15,7 +15,7 @@ from verl.types import Refs
 
 T = TypeVar("T")
 ATTENTION_TOKENS = 8192.0
-"""A row of so many tokens costs twice what its tokens cost alone: attention is quadratic."""
+"""The length of a row at which attention, which is quadratic, costs as much as everything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +27,17 @@ class Share:
     rows: tuple[int, ...]
     """The positions of these rows among all rows."""
     num_microbatches: int
-    """The same on every rank; 0 on a single rank, which cuts by the token budget."""
+    """The number of micro-batches, the same on every rank; 0 with a single rank, which follows the token budget."""
     idle: bool = False
-    """No row was left for this rank. It computes the one row that it gets with weight 0, since the collectives of a
-    pass need every rank."""
+    """The rank has no row of its own. It computes one row with weight 0, since the collectives of a pass need every
+    rank."""
 
 
 def shares(refs: Refs, ranks: int, *, max_tokens: int, shares_prefix: bool = True) -> list[Share]:
-    """One share per rank: groups whole, costs as equal as can be (longest group first, to the rank with least so far).
+    """Return one share per rank, of whole groups and with costs as equal as possible: in the order of their cost, the
+    highest first, groups are given to the rank with the lowest cost so far.
 
-    With one rank the rows stay in their order. `max_tokens` is the token budget of a micro-batch."""
+    With one rank the rows keep their order. `max_tokens` is the token budget of a micro-batch."""
     if not refs:
         return [Share(refs, (), 0) for _ in range(ranks)]
     places: dict[str, list[int]] = {}
@@ -61,7 +62,7 @@ def shares(refs: Refs, ranks: int, *, max_tokens: int, shares_prefix: bool = Tru
 
 
 def in_order(parts: Sequence[tuple[Share, Sequence[T]]]) -> list[T]:
-    """Return the results of the ranks' rows in the order of the rows before they were shared out."""
+    """Return the results of all shares in the order of the rows before they were divided."""
     found = {at: value for share, values in parts for at, value in zip(share.rows, values)}
     return [found[at] for at in range(len(found))]
 

@@ -32,15 +32,15 @@ class DriverHost:
     folder: str
     """The driver's working folder."""
     versions: tuple[tuple[str, str], ...]
-    """(what, version) of Python, torch and verl."""
+    """(name, version) of Python, torch and verl."""
     run_dir: Path | None = None
     """The run directory; None: the run has none."""
     mark: str = ""
     """The content of the mark file in the run directory."""
 
     def enter(self) -> None:
-        """Change to the driver's folder in another process, for relative paths. ValueError if Python, torch or verl
-        differs, or if this node sees another run directory."""
+        """Change to the driver's folder in another process, for relative paths. Raise ValueError if Python, torch or
+        verl differs, or if this node sees another run directory."""
         here = socket.gethostname()
         for (name, ours), (_, theirs) in zip(versions(), self.versions, strict=True):
             if ours != theirs:
@@ -70,7 +70,7 @@ def driver_host(run_dir: Path | None) -> DriverHost:
 
 
 def versions() -> tuple[tuple[str, str], ...]:
-    """Return (what, version) of Python, torch and verl. Two commits of verl, or a changed file, are two versions."""
+    """Return (name, version) of Python, torch and verl. Two commits of verl, or a changed file, are two versions."""
     source = hashlib.sha256()
     for path in sorted(p for p in SOURCE.rglob("[!.]*") if BUILT.isdisjoint((p.suffix, *p.parts)) and p.is_file()):
         source.update(str(path.relative_to(SOURCE)).encode() + path.read_bytes())

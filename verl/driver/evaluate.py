@@ -1,4 +1,4 @@
-"""Evaluation: a rollout of its own, which takes no slot of the scheduler and uses the live weights."""
+"""Evaluation: a rollout of its own with the present weights, which uses no slot of the scheduler."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ async def evaluate(run: EvaluatedRun, number: int) -> Metrics:
 
 
 def eval_metrics(mode: str, found: list[Trajectory], sources: list[str], repeats: int) -> Metrics:
-    """Compute the metrics of the trajectories that have a valid reward. Without any there is an invalid share and no
-    accuracy, never a zero. graded_share is the share of scores that are neither 0 nor 1: with such scores the mean is
-    no accuracy."""
+    """Compute the metrics of the trajectories that have a valid reward. If none has one, the result has a share of
+    invalid answers and no accuracy, never a zero. graded_share is the share of scores that are neither 0 nor 1: with
+    such scores the mean is no accuracy."""
     by_source: dict[str, list[float]] = defaultdict(list)
     lengths: list[int] = []
     for t, source in zip(found, sources, strict=True):

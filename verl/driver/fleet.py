@@ -29,10 +29,11 @@ class Members(Protocol):
 
 
 class Fleet:
-    """Adds and removes replicas of a run. members: None if the run has one engine, in its own process · urls: the
-    addresses of the servers, by their numbers (empty: the run starts them) · start_of: returns a function that connects
-    to a URL or, without one, starts the server of a number; ValueError if that is refused · tell: records an event of
-    the run."""
+    """Adds and removes rollout replicas of a run.
+
+    members: None if the run has one engine, in its own process · urls: the addresses of the servers, by their numbers
+    (empty: the run starts them) · start_of: returns a function that connects to a URL or, without one, starts the
+    server of a number; raises ValueError if that is refused · tell: records an event of the run."""
 
     def __init__(
         self,
@@ -49,8 +50,8 @@ class Fleet:
         self._task: asyncio.Task[None] | None = None
 
     async def add(self, url: str = "") -> int:
-        """Add a running server of the run's own kind or, without a URL, start one, and return its number. It gets
-        requests after the next publish, which it must take and verify like every other replica. ValueError: the request
+        """Add a running server of the run's own kind or, without a URL, start one. Return its number. It gets requests
+        after the next publish, which it must take and verify like every other replica. Raise ValueError if the request
         is refused."""
         url = url.strip().rstrip("/")
         async with self._alone:
@@ -72,7 +73,7 @@ class Fleet:
 
     async def remove(self, number: int) -> None:
         """Remove a replica: it gets no new requests, and its requests continue on other replicas. A server that the run
-        did not start keeps running. ValueError: no such replica, or no other replica serves."""
+        did not start keeps running. Raise ValueError if there is no such replica, or no other one serves."""
         async with self._alone:
             if self._members is None:
                 raise Refused(f"replica {number} is the only one of this run")

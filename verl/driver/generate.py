@@ -39,7 +39,7 @@ from verl.types import derive_seed
 from verl.workers.waits import Waits
 
 ANSWERS = "responses"
-"""The column of the answers in a file, a list for each row, as verl names it."""
+"""The column of the answers in the written file, a list for each row; the name is verl's."""
 
 
 def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, float]]:
@@ -101,7 +101,7 @@ def _tokenizer_of(config: Config) -> Any:
 
 
 async def _generate(config: Config, tokenizer: Any, prompts: Sequence[np.ndarray], n: int) -> list[Completion]:
-    """Return n completions of each prompt, one prompt's after the other's."""
+    """Return n completions of each prompt, in the order of the prompts."""
     # one server is enough; no router is started
     options = {key: value for key, value in config.rollout.engine_options.items() if key != "router"}
     config = replace(config, rollout=replace(config.rollout, engine_options=options))

@@ -1,8 +1,8 @@
-"""The identity of a run, recorded with every checkpoint: a run continues only as itself.
+"""The identity of a run, recorded with every checkpoint, so that a checkpoint continues only the run that wrote it.
 
-A key defines the run unless its field is declared as `adjustable`: the keys of speed, length, place and frequency are,
-not those of the objective and its data. A key that names files (CONTENT) is compared by their content, wherever they
-are."""
+A key defines the run unless its field is declared as `adjustable`: the keys of speed, length, place and frequency are
+adjustable, not those of the objective and its data. A key that names files (CONTENT) is compared by the content of the
+files, wherever they are."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _source(name: str | None) -> str | None:
 
 
 def _loop(name: str, in_driver: bool) -> str | None:
-    """Hash the source of an agent loop, in whichever process it runs."""
+    """Hash the source of an agent loop, whether it runs in the driver or in its own process."""
     return None if name == SINGLE_TURN else _source(name)
 
 
@@ -112,8 +112,8 @@ class Identity(msgspec.Struct):
     contents: dict[str, str] = {}
     """A hash for each key of CONTENT."""
     defaults: dict[str, str] = {}
-    """The values, as JSON, of the algorithm's settings where none is given. A run that was recorded before a setting
-    existed has its default: every new setting's default is what was computed before."""
+    """The default values, as JSON, of the algorithm's settings. A run that was recorded before a setting existed has
+    its default: the default of every new setting is what was computed before."""
 
 
 def identity_of(resolved: Resolved, command: str) -> Identity:
@@ -156,8 +156,8 @@ def _defaults(config: Config) -> dict[str, object]:
 
 
 def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str]]]:
-    """Compare two identities. Return a line per key that makes it another run, and {key: [old, new]} of the changed
-    keys that may change."""
+    """Compare two identities. Return a line for each key that makes them different runs, and {key: [old, new]} of the
+    changed keys that a resumed run may change."""
     others: list[str] = []
     changed: dict[str, list[str]] = {}
     for key in dict.fromkeys([*was.values, *now.values]):
@@ -196,8 +196,8 @@ def may_change(key: str) -> bool:
 
 
 def _fixed_options(key: str, was: Identity, now: Identity) -> dict[str, list[str]]:
-    """Return {name: [old, new]} of the changed options that the engine does not let a run change. With another engine
-    all options are others."""
+    """Return {name: [old, new]} of the changed options that the engine does not let a run change. If the engine is
+    another one, all options count as changed."""
     section, _, name = key.partition(".")
     engine = was.values.get(f"{section}.engine")
     row = TABLES[section].get(str(_read(engine or ""))) if name == "engine_options" else None

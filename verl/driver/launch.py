@@ -42,10 +42,10 @@ from verl.workers.group import Cluster, WorkerDied, first_cause
 from verl.workers.torchrun import is_spare, launched, take_part
 
 Deaths = list[tuple[str, str]]
-"""The deaths that an attempt at a run may follow: (first cause, line with the crash record)."""
+"""The deaths of processes that ended earlier attempts at a run: (first cause, line with the crash record)."""
 GC_THRESHOLD = 50_000
-"""New objects before cycles are looked for. The loop makes hardly any, and at Python's 700 every burst of trajectories
-pays for a dozen searches."""
+"""The number of new objects after which Python searches for cycles. The loop makes hardly any cycles, and with Python's
+700 every burst of trajectories would cause a dozen searches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ def run_rl(
     quiet: bool = False,
     progress: LiveProgress | None = None,
 ) -> Finished:
-    """Train to the end. Raises the first cause of a failure, after a crash record is written and every child has
-    ended."""
+    """Train to the end of the run. Raise the first cause of a failure, after a crash record is written and every child
+    process has ended."""
     validate(resolved.config)
     plan = make_plan(resolved.config)
     _refuse_small_disk(resolved.config, plan.checkpoint_bytes * plan.checkpoints_kept)
@@ -169,7 +169,7 @@ def _begun(run: Run | SupervisedRun, title: str) -> None:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Let Python search for cycles of objects rarely, and not among the objects that exist now."""
+    """Inside the context Python searches for cycles of objects rarely, and not among the objects that exist now."""
     thresholds, thawed = gc.get_threshold(), not gc.get_freeze_count()
     gc.collect()
     if thawed:  # else every full collection walks all long-lived objects, which takes 0.1 s
@@ -291,8 +291,8 @@ def _refuse_small_disk(config: Config, needed_bytes: int) -> None:
 
 @contextmanager
 def _crash_recorded(resolved: Resolved, at_start: bool = False) -> Iterator[None]:
-    """Write a record of the error that ends the block, and add its path to the error as a note. A start that is refused
-    gets none: it leaves a run directory as it was."""
+    """Write a record of the error that ends the block, and add its path to the error as a note. A refused start gets no
+    record, so that it leaves a run directory unchanged."""
     try:
         yield
     except Stopped:

@@ -1,4 +1,4 @@
-"""The RL loop: one, for on-policy, one-step-off and fully asynchronous."""
+"""The RL loop, the same for on-policy, one-step-off and fully asynchronous runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from verl.driver.step import experience_and_update
 
 
 async def train(run: Run) -> None:
-    """Groups are admitted while slots are free; a batch is taken by deadline; staleness 0 == synchronous."""
+    """Train to the end of the run. Groups are admitted while slots are free; a batch is taken by deadline; staleness 0
+    is the synchronous run."""
     async with run.groups as groups:  # rollouts.py: agent loops, rewards streamed, retries; a crash cancels all
         await run.start()
         await run.evaluate_first()

@@ -1,4 +1,4 @@
-"""Versions of LoRA sets on top of the policy: each is published again with every version of the weights under it."""
+"""Publishes LoRA sets on top of the policy: each set is published again with every version of the weights under it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LoraPublisher:
         return report
 
     async def close(self, name: str) -> None:
-        """Drop a set everywhere, and publish it no more."""
+        """Drop a set from all replicas, and do not publish it again."""
         if self._open.pop(name, None) is not None:
             await asyncio.wait_for(asyncio.wrap_future(self.trainer.close_set(name)), self.timeout_s)
             await asyncio.wait_for(self.drop(name), self.timeout_s)

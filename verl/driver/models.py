@@ -84,7 +84,7 @@ def workers_around(context: ModelContext, engine: ModelEngine, spec: RoleSpec) -
 
 
 def policy_optim(config: Config, updates: int) -> OptimSpec:
-    """Return the optimizer of the trained model for a run of so many optimizer steps."""
+    """Return the optimizer of the trained model for a run of `updates` optimizer steps."""
     o = config.optim
     return OptimSpec(
         lr=o.lr,
@@ -101,7 +101,7 @@ def policy_optim(config: Config, updates: int) -> OptimSpec:
 
 
 def critic_optim(config: Config, updates: int) -> OptimSpec:
-    """Return the optimizer of the value model for a run of so many optimizer steps. The rate is constant after the
+    """Return the optimizer of the value model for a run of `updates` optimizer steps. The rate is constant after the
     warm-up."""
     o, c = config.optim, config.critic
     return OptimSpec(
@@ -200,8 +200,8 @@ def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: 
 
 
 def refuse_other_words(ours: Tokenizer, theirs: Tokenizer, what: str, *, texts: int = 1000, tokens: int = 8) -> None:
-    """Raise a ValueError if the tokenizers split text differently: texts of `tokens` random tokens get different
-    ids."""
+    """Raise ValueError if the tokenizers split text differently: `texts` texts of `tokens` random tokens each must get
+    the same ids from both."""
     for text, a in drawn_texts(ours, texts=texts, tokens=tokens):
         if a != (b := tuple(theirs(text, add_special_tokens=False)["input_ids"])):
             why = f"its tokenizer reads {text!r} as {list(b)}, the policy's as {list(a)}"
@@ -209,7 +209,7 @@ def refuse_other_words(ours: Tokenizer, theirs: Tokenizer, what: str, *, texts: 
 
 
 def drawn_texts(ours: Tokenizer, *, texts: int, tokens: int = 8) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield texts of so many random tokens, each with the ids that it is tokenised to."""
+    """Yield `texts` texts of `tokens` random tokens each, with the ids into which the tokenizer splits them."""
     ids, rng = sorted(ours.get_vocab().values()), random.Random(0)
     for _ in range(texts):
         text = str(ours.decode(rng.choices(ids, k=tokens)))
@@ -240,7 +240,7 @@ def reward_model(context: ModelContext) -> ModelWorkers | None:
 
 
 def _tokenizer_of(config: Config, key: str, folder: Path) -> Tokenizer:
-    """Load the tokenizer of another model; ValueError if its vocabulary differs from the policy's."""
+    """Load the tokenizer of another model. Raise ValueError if its vocabulary differs from the policy's."""
     ours = load_tokenizer(config.model.tokenizer_path or config.model.path, trust_remote_code=False)
     theirs = load_tokenizer(folder, trust_remote_code=False)
     if ours.get_vocab() != theirs.get_vocab():
@@ -264,8 +264,8 @@ def asks_ahead(config: Config) -> bool:
 
 
 def asked_ahead(config: Config, algorithm: Algorithm, models: Mapping[str, ModelWorkers]) -> dict[str, EarlyOutputs]:
-    """Return the frozen models that compute a group's rows as soon as it is complete: those that share their place with
-    no other model."""
+    """Return the frozen models that compute a group's rows as soon as the group is complete: those that share their
+    devices with no other model."""
     made: dict[str, EarlyOutputs] = {}
     asked = (
         algorithm.outputs_by_role(config.step.updates_per_step * config.step.epochs_per_step)

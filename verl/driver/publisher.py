@@ -1,4 +1,5 @@
-"""Versions of the policy: published in order, verified, and live before anything is sampled under them."""
+"""Publishes versions of the policy: in order, verified, and live on the replicas before anything is sampled with
+them."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ class Publisher:
     trainer: ModelWorkers
     """The workers that hold the weights."""
     replicas: Sequence[RolloutEngine]
-    """The engines that get them; it grows when replicas join."""
+    """The rollout engines that get the weights; more are appended when replicas join."""
     waits: Waits
     """The waits of the run, with their reports."""
     timeout_s: float
     """Limit of one publish."""
     exclusive: bool
-    """Rollout waits during an update, so a publish can read the trainer's weights in place."""
+    """Rollout pauses during an update, so a publish can read the trainer's weights in place."""
     partial_rollout: bool
     """Running requests continue under new weights, on replicas that support it."""
     note: Callable[[str], None]
@@ -43,7 +44,7 @@ class Publisher:
     version: int = field(default=0, init=False)
     """The number of publishes so far."""
     _asked: int = field(default=0, init=False)
-    """Replicas of the latest publish."""
+    """The number of replicas that got the latest publish."""
     _modes: list[PauseMode] = field(default_factory=list, init=False)
     """For each replica that gets weights: running requests wait during a publish, or continue."""
     _formats: list[WireFormat] = field(default_factory=list, init=False)
@@ -54,7 +55,7 @@ class Publisher:
     _metrics: Metrics = field(default_factory=dict, init=False)
 
     async def start(self, version: int) -> None:
-        """Ask the replicas for their capabilities, and make the weights of `version` live on them."""
+        """Read the capabilities of the replicas, and publish the weights of `version` to them."""
         can = list[Capabilities]()
 
         async def ask() -> None:
@@ -70,7 +71,8 @@ class Publisher:
         self._report(await self._awaited(self._enqueue(version), version))
 
     def join(self, able: Capabilities) -> None:
-        """Include the next of `replicas` in every publish from now on. Publishes are in a format for all replicas."""
+        """Include the next of `replicas` in every publish from now on. Later publishes are in a format that all
+        replicas read."""
         self._formats.append(able.weights)
         if (form := WireFormat.widest(self._formats)) != self._wire_format:
             self._wire_format = self.trainer.wire_format = form

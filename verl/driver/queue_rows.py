@@ -1,4 +1,4 @@
-"""The rows that a driver has put into the queue: the only code that puts them there and drops them."""
+"""The rows that a driver has put into the queue. No other code puts rows there or drops them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def owner_of_row(sample_id: str) -> str:
 
 @dataclass(eq=False)
 class QueueRows:
-    """Puts and drops the rows of one queue, with the media that they refer to. `owner` names the rows that are dropped
-    and may be put again under the same ids: a group."""
+    """Puts the rows of one queue and drops them, with the media that they refer to. The `owner` of rows is a group: its
+    rows are dropped before they are put again under the same ids."""
 
     queue: TransferQueue
     waits: Waits

@@ -41,18 +41,18 @@ def build_recorder(
 
 @dataclass(eq=False)
 class SampleRecorder:
-    """Worker: writes the rows of a step. While the disk is full or faulty rows wait,
-    the newest steps up to MOST_WAITING tokens. Each call returns lines for the user: one when samples begin to wait,
-    and one for each lost step. The calls get `truths`: task id -> ground truth of the tasks."""
+    """A worker that writes the rows of a step to samples/. If they cannot be written (disk full), the rows of the
+    newest steps, up to MOST_WAITING tokens, are kept until they can. Each call returns lines for the user: one when
+    samples begin to wait, and one for each lost step. `truths` in the calls is task id -> ground truth."""
 
     queue: TransferQueue
     """The queue with the columns."""
     run_dir: Path
     """The run directory."""
     decode: DecodeFn
-    """Text of a response."""
+    """Converts the ids of a response to text."""
     decode_prompt: DecodeFn | None = None
-    """Text of a prompt with its special tokens; None: `decode`."""
+    """Converts the ids of a prompt to text with its special tokens; None: `decode`."""
     groups_per_step: int = 0
     """Groups of a step that are written; 0: all."""
     media: MediaStore | None = None
@@ -67,7 +67,8 @@ class SampleRecorder:
         return lines + self._write(step, self._rows(step, refs, samples, truths), "train")
 
     def _keep_media(self, step: int, samples: Sequence[Sample]) -> list[str]:
-        """Copy the media of these rows into the run's store, which replay reads. Returns a line if it is full."""
+        """Copy the media of these rows into the run's store, which replay reads. Return a line for the user if it is
+        full."""
         references = {m for sample in samples for segment in sample.segments for m in segment.media}
         if not references or self.media is None or self.queue.media is None:
             return []
@@ -83,7 +84,7 @@ class SampleRecorder:
         return self._write(step, [self._row(step, s, {}, prompts, truths) for s in samples], "eval")
 
     def finish(self) -> list[str]:
-        """Try for the last time to write the rows that wait."""
+        """Write the rows that wait, if that is possible now; return lines for the user about those that are lost."""
         lines = self._drain(stuck=True) if self._waiting else []
         if self._waiting:
             lost = ", ".join(str(step) for step, _, _ in self._waiting)

@@ -39,8 +39,8 @@ COMPARED_METRICS = ("actor/pg_loss", "actor/grad_norm", "actor/entropy")
 
 
 def replay(args: Sequence[str], number: int) -> int:
-    """Replay step `number`. Return 0 if it is equal and 1 if something differs (printed); ValueError with the reason if
-    the step cannot be replayed."""
+    """Replay step `number`. Return 0 if it is equal and 1 if something differs (printed). Raise ValueError with the
+    reason if the step cannot be replayed."""
     run_dir = _recorded(args)
     recorded = sample_steps(run_dir)
     if number not in recorded:
@@ -129,7 +129,7 @@ async def put_recorded(rows: QueueRows, samples: Sequence[Sample], media: MediaS
 
 
 def recorded_sample(row: SampleRow, reads_feedback: bool) -> Sample:
-    """Return a recorded row as a sample. reads_feedback: its teacher reads it."""
+    """Return a recorded row as a sample. reads_feedback: its teacher reads the feedback of the environment."""
     adapter, segments = unpacked_segments(row.segments) if row.segments else (None, _segments(row))
     known = facts_of(row) | {"copies": 1}  # the step selects again
     known["adapter"] = row.adapter or adapter  # in older files only the segments have it

@@ -110,13 +110,13 @@ class Reporter:
     # -- metrics -------------------------------------------------------------------------------------------------------
 
     def keep(self, step: Step) -> None:
-        """Write the records that a checkpoint follows from, before it: a kill right after its commit loses no
-        record."""
+        """Write all records of the run so far to disk before a checkpoint, so that a kill right after its commit loses
+        none."""
         self.sinks.keep(step.number, reduce(step.metrics))
         self.events.flush(fsync=True)
 
     def log(self, step: Step, *, tokens: int, more: Mapping[str, float]) -> dict[str, float]:
-        """Close the step's ledger and pass its values to the sinks; RunEnded if a health rule stops the run."""
+        """Close the step's ledger, pass its values to the sinks, and return them."""
         step.ledger.stop()
         wall_s = step.ledger.wall_s
         values = {**reduce(step.metrics), **step.ledger.metrics(), **more, "training/global_step": float(step.number)}
@@ -142,8 +142,8 @@ class Reporter:
         return values
 
     def write_report(self) -> Path | None:
-        """Write the page of the run and return its path. None if the disk has no room or a record is damaged, which
-        fails no run."""
+        """Write the page of the run and return its path. Return None if the disk has no space or a record is damaged;
+        the run continues."""
         try:
             return write_report(self.run_dir, self._warn_once)
         except (OSError, ValueError, KeyError, TypeError) as e:
@@ -159,8 +159,8 @@ class Reporter:
         return due(number, self.config.track.report_every_steps)
 
     def check_health(self) -> None:
-        """Record the alarms of the step, and print those that begin and those that have ended, which is after
-        QUIET_STEPS steps without them; RunEnded if one stops the run."""
+        """Record the alarms of the step. Print those that begin, and those that have ended: QUIET_STEPS steps without
+        them. Raise RunEnded if an alarm stops the run."""
         alarms, number = check_health(self.history, self.config.health), len(self.history)
         for alarm in alarms:
             if alarm.name not in self._raised:
@@ -177,7 +177,7 @@ class Reporter:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     async def finish_recording(self) -> None:
-        """Write the rows that wait and end the recorder, before its cluster ends."""
+        """Write the rows that wait, and end the recorder before its cluster ends."""
         if self._recording is not None:
             self._record_now.set()
             await asyncio.gather(self._recording, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The workers of a run by role, and the one way in which the driver waits for them."""
+"""The workers of a run by role, and how the driver waits for their results."""
 
 from __future__ import annotations
 

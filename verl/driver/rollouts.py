@@ -33,7 +33,7 @@ from verl.workers.waits import Waits
 
 
 class RunEnded(RuntimeError):
-    """The run cannot go on as configured: data or draw budget exhausted, too many invalid rewards."""
+    """The run cannot continue as configured: data or draw budget exhausted, too many invalid rewards."""
 
 
 class Draws(Protocol):
@@ -68,7 +68,7 @@ class RolloutStats:
     sampled: int = 0
     """Sampled tokens."""
     unread: int = 0
-    """Those of them that are no text."""
+    """Sampled tokens that are no text."""
 
 
 def _none(ids: np.ndarray) -> int:
@@ -77,8 +77,9 @@ def _none(ids: np.ndarray) -> int:
 
 @dataclass(slots=True)
 class InvalidShare:
-    """Ends a run in which too many trajectories get no valid reward: more than `limit` beyond chance (three standard
-    deviations). It is checked after `least` trajectories and over at least `span`, for steps of any size."""
+    """Ends a run with too many trajectories without a valid reward: more than `limit` beyond chance (three standard
+    deviations). It is checked after at least `least` trajectories, and counts are kept over at least `span`, so that it
+    works for steps of any size."""
 
     limit: float
     least: int
@@ -114,7 +115,7 @@ class InvalidShare:
 
 @dataclass(eq=False, kw_only=True)
 class RolloutManager:
-    """Plays the groups of a run. The driver's event loop owns it."""
+    """Runs the agent loops and rewards of a run's groups. It belongs to the driver's event loop."""
 
     scheduler: Scheduler
     cursor: Draws
@@ -134,7 +135,7 @@ class RolloutManager:
     inform: Callable[[Task, Trajectory], Task] | None = None
     """Adds the text that the teacher reads about an attempt to its task."""
     ahead: Sequence[EarlyOutputs] = ()
-    """Frozen models that begin with a group's rows when it is complete."""
+    """Frozen models that compute a group's rows as soon as it is complete."""
     unread: Callable[[np.ndarray], int] = _none
     """Counts the sampled ids that are no text."""
 
@@ -162,8 +163,8 @@ class RolloutManager:
         await self._cancel([*self._running.values(), *self.rows.pending])
 
     async def take(self, step: int) -> Refs:
-        """Return the groups of this step: complete, scored, selected, within their deadline. The wait has a
-        deadline."""
+        """Return the groups of this step: complete, scored, selected, within their deadline. Raise an error if the wait
+        exceeds its own deadline."""
         self._number = step + 1
         while True:
             self.check()
@@ -203,7 +204,7 @@ class RolloutManager:
         self._changed.set()
 
     async def drain(self) -> None:
-        """Wait until nothing is generated any more (before the engine sleeps)."""
+        """Wait until no request is in progress (before the engine sleeps)."""
         while self._running:
             await self.waits.wait(
                 asyncio.wait(list(self._running.values()), return_when=asyncio.ALL_COMPLETED),
@@ -295,14 +296,14 @@ class RolloutManager:
         self._changed.set()
 
     async def _cancel(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Cancel tasks and wait until they have ended, so that no request of theirs is left in the engine."""
+        """Cancel tasks and wait until they have ended, so that none of their requests is left in the engine."""
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=self._wait_s)
 
     def fail(self, error: BaseException) -> None:
-        """Make `take` raise this error of something that it may be waiting for (a publish)."""
+        """Make `take` raise this error, for example of a publish, instead of waiting further."""
         self._failure = self._failure or error
         self._changed.set()
 
@@ -429,7 +430,7 @@ class RolloutManager:
 
 
 def reason_of(trajectory: Trajectory) -> str:
-    """Return the reason, in a word, why a trajectory has no valid reward. Errors read `reason: detail`."""
+    """Return the reason, as one word, why a trajectory has no valid reward. Errors have the form `reason: detail`."""
     return trajectory.error.partition(":")[0]
 
 

@@ -35,6 +35,8 @@ HISTORY = 200  # steps of metrics in a checkpoint, for the health rules
 
 @dataclass(slots=True, kw_only=True)
 class Run:
+    """The parts of an RL run, and the methods that its loop calls."""
+
     config: Config
     dir: Path
     total_steps: int
@@ -61,7 +63,7 @@ class Run:
     def version(self) -> int:
         return self.publisher.version
 
-    # -- the loop's own words ------------------------------------------------------------------------------------------
+    # -- the steps of the loop -----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Restore the checkpoint, if there is one, and publish its weights, verified, before anything is sampled."""
@@ -94,8 +96,8 @@ class Run:
             yield self._step
 
     async def publish(self, step: Step) -> None:
-        """Free the groups after the optimizer steps, and deliver the weights when a publish is due: before rollout
-        wakes if it is exclusive, else in the background and in order."""
+        """Free the groups after the optimizer steps, and publish the weights if a publish is due: with colocated
+        rollout before it wakes, else in the background and in order."""
         step.updated = True
         spent_s = step.ledger.seconds()
         await self.checkpointer.updated(sum(spent_s.get(phase, 0.0) for phase in ("update_critic", "update")))
@@ -130,7 +132,7 @@ class Run:
         await self.publisher.settle()
 
     async def finish(self, step: Step, refs: Refs) -> None:
-        """Evaluate, checkpoint, record, log."""
+        """End a step: evaluate, save a checkpoint if they are due, record the samples, log the metrics."""
         config = self.config.run
         last = step.number == self.total_steps
         if self.eval_tasks and (due(step.number, config.eval_every_steps) or (last and config.eval_after)):
@@ -153,8 +155,7 @@ class Run:
 
     @asynccontextmanager
     async def until_stopped(self, training: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
-        """Start the loop as a task, for the block to await. Raises Stopped, after the state is saved, if a signal ended
-        it."""
+        """Start the loop as a task, which the block awaits. If a signal ended it, save the state and raise Stopped."""
         self.stop.listen()
         try:
             with self.stop.abandonable(training, ", the state at its beginning is saved", self._why_not) as task:
@@ -205,7 +206,7 @@ class Run:
         self.reporter.check_health()
 
     async def close(self) -> None:
-        """Release everything, after any end of the run."""
+        """Close all parts of the run, whether it succeeded or failed."""
         until_s = time.monotonic() + 10.0
         try:
             await self.checkpointer.close()

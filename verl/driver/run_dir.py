@@ -163,9 +163,9 @@ def _resume_path(config: Config, run_dir: Path) -> tuple[Path | None, list[str]]
 
 
 def _refuse_another_model(config: Config, checkpoint: Path) -> None:
-    """Raise a ValueError if tensors of both models differ in shape, or one model has layers that the other does not
-    have, by the headers of their files. Families with other names in files than in modules are compared where names
-    agree."""
+    """Raise ValueError if tensors of both models differ in shape, or if one model has layers that the other does not
+    have, by the headers of their files. Some model families have other names in files than in modules; they are
+    compared where names agree."""
     if not any((checkpoint / "hf").glob("*.safetensors")):
         return
     folders = (checkpoint / "hf", find_model_folder(config.model.path))
@@ -186,7 +186,7 @@ def _refuse_another_model(config: Config, checkpoint: Path) -> None:
 def _as_itself(
     config: Config, run_dir: Path, checkpoint: Path, state: DriverState, now: Identity
 ) -> tuple[str, dict[str, list[str]]]:
-    """Return the parent and the changed keys. ValueError if `auto` would continue another run."""
+    """Return the parent and the changed keys. Raise ValueError if `auto` would continue another run."""
     others, changed = compare(state.identity, now)
     asked = Path(config.run.resume)
     if config.run.resume != "auto" and checkpoint.resolve() == asked.resolve():

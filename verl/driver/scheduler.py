@@ -37,7 +37,8 @@ OnExhausted = Literal["stop", "smaller"]
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The group may train while version <= last_version, that is up to and including step `due_step`."""
+    """The admission of a group, which may train while version <= last_version, that is up to and including step
+    `due_step`."""
 
     group_id: str
     version: int
@@ -54,7 +55,8 @@ class StepBatch:
     group_ids: tuple[str, ...]
     """In admission order."""
     dropped: tuple[str, ...]
-    """Over-sampled surplus that can no longer train: cancel the running groups and return their tasks to the cursor."""
+    """Over-sampled groups that can no longer train: running ones are to be cancelled, and their tasks return to the
+    cursor."""
     needed: int
     """Groups of a full step."""
     staleness: tuple[int, ...]
@@ -62,14 +64,14 @@ class StepBatch:
 
     @property
     def short(self) -> bool:
-        """The batch has fewer groups than a full step: denominators must count the groups that exist."""
+        """True if the batch has fewer groups than a full step: denominators must count the groups that exist."""
         return len(self.group_ids) < self.needed
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """No batch now. `why` is the event that must happen: a running group ends · a running group that is due at this
-    step ends · the driver admits · a publish commits. `Scheduler.why_waiting` returns a line for people."""
+    """There is no batch now. `why` is the event that must happen first: a running group ends · a running group that is
+    due at this step ends · the driver admits · a publish commits. `Scheduler.why_waiting` returns a line for people."""
 
     why: Literal["running", "deadline", "admission", "publish"]
 
@@ -83,7 +85,7 @@ class Exhausted:
     complete: int
     needed: int
     lost: Mapping[str, int]
-    """Reason -> groups, since the budget began."""
+    """Reason -> lost groups, since the budget began."""
 
     def __str__(self) -> str:
         what = "the tasks are used up" if self.cause == "data" else "the draw budget is spent"
@@ -103,6 +105,8 @@ class Resumed:
 
 @dataclass(slots=True)
 class _Held:
+    """A group that is running or complete, with the version and the time of its admission."""
+
     group_id: str
     version: int
     since_s: float
@@ -111,7 +115,8 @@ class _Held:
 
 @dataclass(slots=True)
 class _Budget:
-    """Draws that steps from `first_step` on may cost: the groups lost since the last publish (or short batch)."""
+    """The lost groups that count against the draw budget of the steps from `first_step` on: those since the last
+    publish (or short batch)."""
 
     first_step: int
     lost: Counter[str]
@@ -136,8 +141,9 @@ class Scheduler:
         max_draws_per_group: float | None = None,
         on_exhausted: OnExhausted = "stop",
     ) -> None:
-        """max_draws_per_group: groups drawn per group needed in a step before `Exhausted`; None: no limit (data without
-        a single acceptable group is then drawn for ever). Over-sampled groups are counted in addition."""
+        """Create the scheduler of a run that begins at step 0. max_draws_per_group: groups drawn per group needed in a
+        step before `Exhausted`; None: no limit (data without a single acceptable group is then drawn for ever).
+        Over-sampled groups are counted in addition."""
         if min(prompts_per_step, sync_every) < 1 or total_steps < 0:
             raise Refused(f"{prompts_per_step=}, {sync_every=} must be >= 1 and {total_steps=} >= 0")
         _check_shares(staleness, oversample, max_draws_per_group, on_exhausted)
@@ -176,7 +182,7 @@ class Scheduler:
 
     @property
     def publish_pending(self) -> bool:
-        """A publish that was due has not committed yet."""
+        """True if a publish that was due has not committed yet."""
         trained = self._trained_steps
         at_end = trained == self.total_steps and trained % self.sync_every != 0 and bool(self._unpublished)
         return self.version < self._version_at(trained) + at_end
@@ -203,8 +209,8 @@ class Scheduler:
         return max(0, self._room() - self._overdrawn() - len(self._groups))
 
     def _room(self) -> int:
-        """Return how many groups may be in flight: the slots, and the groups that can train by the deadline of this
-        version."""
+        """Return how many groups may be in flight, limited by the slots and by the number that can train before the
+        deadline of this version."""
         steps_left = self._due(self.version) - self.next_step + 1
         if steps_left <= 0:  # the last step of this version is taken: wait for the publish
             return 0
@@ -232,11 +238,11 @@ class Scheduler:
         return group_id in self._groups
 
     def no_more_tasks(self) -> None:
-        """Note that the cursor is at its end. Each released or dropped group clears this, since its task may be back in
-        it."""
+        """Record that the cursor is at its end. Each released or dropped group clears this, since its task may be drawn
+        again."""
         self._data_ended = True
 
-    # ---- what became of a group
+    # ---- outcomes of groups
 
     def complete(self, group_id: str) -> None:
         """Mark a group as scored, selected and admissible: ready to train."""
@@ -328,7 +334,7 @@ class Scheduler:
         return self._batch
 
     def trained(self, step: int) -> None:
-        """Note that the optimizer steps of `step` are done. Its groups keep their slots until the next publish has
+        """Record that the optimizer steps of `step` are done. Its groups keep their slots until the next publish has
         committed."""
         assert self._batch is not None and self._batch.step == step, f"step {step} is not the one in training"
         at = self._version_at(step)
@@ -336,8 +342,7 @@ class Scheduler:
         self._batch = None
 
     def published(self, version: int) -> None:
-        """Note that the publish has committed on the rollout side. It may commit while a later step is trained
-        already."""
+        """Record that the publish has committed on the rollout side. A later step may be in training already."""
         assert version == self.version + 1, f"published version {version} after {self.version}"
         assert self.publish_pending, f"publish of version {version} before its step is trained"
         self.version = version
@@ -393,9 +398,9 @@ class Scheduler:
         }
 
     def load_state(self, state: Mapping[str, Any], now_s: float) -> Resumed:
-        """Continue from `state`: same ids, original versions and deadlines. Staleness, oversample, total_steps and
-        budget may differ from the run that saved it; groups that cannot train any more under them are dropped, latest
-        admitted first."""
+        """Continue from `state`, with the same ids, original versions and deadlines. Staleness, oversample, total_steps
+        and budget may differ from the run that saved it; groups that cannot train any more under them are dropped,
+        latest admitted first."""
         assert not self._admitted, "load_state comes before the first admit"
         same = (state["prompts_per_step"], state["sync_every"]) == (self.prompts_per_step, self.sync_every)
         if state["unpublished"] and not same:

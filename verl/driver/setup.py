@@ -55,8 +55,8 @@ def with_native_dtype(config: Config) -> Config:
 
 
 def set_up_worker(config: Config, home: DriverHost | None, place: DevicePlace) -> None:
-    """Set up a process that works beside others at the same time. ValueError on a node that cannot work with the driver
-    of `home`, or that does not have the device."""
+    """Set up a process that works beside others at the same time. Raise ValueError on a node that cannot work with the
+    driver of `home`, or that does not have the device."""
     if home is not None:
         home.enter()
     if place.device != "cpu":
@@ -110,8 +110,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def unchecked_tokenizer(config: Config) -> Any:
-    """Load the tokenizer alone, for a process beside a driver that has checked the model's folder. Without the classes
-    of models its start takes half of the time."""
+    """Load the tokenizer without checks, for a process beside a driver that has checked the model's folder. Without the
+    classes of models its start takes half of the time."""
     return load_tokenizer(
         config.model.tokenizer_path or config.model.path,
         trust_remote_code=config.model.trust_remote_code,
@@ -121,7 +121,7 @@ def unchecked_tokenizer(config: Config) -> Any:
 
 def load_tokenizer_of(config: Config, *, needs_template: bool = True) -> Any:
     """Load the tokenizer, and check that it matches the model's folder. needs_template: the rows are messages, so a
-    missing chat template is an error now; else the first row of messages raises it."""
+    missing chat template is an error now; otherwise the first row of messages raises it."""
     tokenizer = unchecked_tokenizer(config)
     path = config.model.tokenizer_path or config.model.path
     if needs_template:
@@ -179,8 +179,8 @@ def decoder(tokenizer: Any, *, special_tokens: bool = False) -> Callable[[Sequen
 
 
 def unread_ids(config: Config, tokenizer: Any) -> Callable[[np.ndarray], int]:
-    """Return a function that counts the ids that are no text: beyond the vocabulary, holes in it, and special tokens
-    that have no part of their own, are not in the chat template, and end no answer."""
+    """Return a function that counts the ids that are no text: ids beyond the vocabulary, unused ids in it, and special
+    tokens that have no role of their own (such as pad), are not in the chat template, and end no answer."""
     known = np.zeros(max(tokenizer.get_vocab().values(), default=-1) + 1, bool)
     known[list(tokenizer.get_vocab().values())] = True
     template, ends = str(tokenizer.chat_template), stop_ids(config, tokenizer)
@@ -195,7 +195,8 @@ def pad_id(tokenizer: Any) -> int | None:
 
 
 def eos_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokenizer's end token and those of generation_config.json, or of config.json if that has none."""
+    """Return the tokenizer's end token and the end tokens in generation_config.json, or in config.json if it has
+    none."""
     found = [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         path = Path(config.model.path) / name

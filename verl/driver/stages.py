@@ -30,6 +30,8 @@ LogprobsOf = Callable[[list[Sample]], Awaitable[list[np.ndarray]]]
 
 @dataclass(slots=True)
 class SftStage:
+    """Conversations, with the loss of SFT."""
+
     table: ConversationTable
     terms: tuple[Term, ...] = SFT_TERMS
 
@@ -39,8 +41,8 @@ class SftStage:
 
 @dataclass(slots=True)
 class PreferenceStage:
-    """Pairs, or unpaired answers each with one mismatched answer (KTO's reference point: the answer of the next
-    row)."""
+    """Preference pairs; or unpaired answers, each with one mismatched answer as KTO's reference point: the answer of
+    the next row."""
 
     table: PairTable
     terms: tuple[Term, ...]
@@ -76,7 +78,8 @@ class PreferenceStage:
 
 @dataclass(slots=True)
 class RewardStage(PreferenceStage):
-    """Pairs for Bradley-Terry. Each answer ends in one trainable token without a text; its value is the score."""
+    """Pairs for a Bradley-Terry reward model. Each answer ends in one trainable token without text; its value is the
+    score."""
 
     end: TurnEnd = NO_TURN_END
 
@@ -85,7 +88,8 @@ class RewardStage(PreferenceStage):
 
 
 Stage = SftStage | PreferenceStage
-"""A data set and its objective. `rows(i, names)`: the samples of these entries and their columns [L] in row order."""
+"""A data set and its objective. `rows(indices, names)` returns the samples of these entries, and their columns [L] in
+the order of the rows."""
 
 
 @dataclass(slots=True)
@@ -165,8 +169,8 @@ def sample_of(row: Rendered, name: str, group: str | None = None) -> Sample:
 
 
 def scored_sample(row: Rendered, name: str, group: str, end: TurnEnd) -> Sample:
-    """Return the row as context, up to the position where a reward model is read in RL too, and one more token for the
-    score: a value is read at the token before its own."""
+    """Return a row as context up to the position at which a reward model is read in RL too, and one more token for the
+    score, since a value is computed from the token before its own."""
     first, behind = int(np.argmax(row.mask)), int(np.flatnonzero(row.mask)[-1]) + 1
     context = Sample(
         sample_id=name,
@@ -181,7 +185,7 @@ def scored_sample(row: Rendered, name: str, group: str, end: TurnEnd) -> Sample:
 
 
 def _mismatched(pair: Pair, other: Pair) -> Rendered:
-    """Return the prompt of one row with the answer of another."""
+    """Return the prompt of one row with the answer of another row."""
     a, b = int(np.argmax(pair.chosen.mask)), int(np.argmax(other.chosen.mask))
     return Rendered(
         np.concatenate([pair.chosen.ids[:a], other.chosen.ids[b:]]),

@@ -56,6 +56,8 @@ _AS_THEY_ARE = frozenset(SavedTrajectory.__struct_fields__) - {"score", "invalid
 
 
 class SavedGroup(msgspec.Struct):
+    """A group that is not trained yet, with its ended trajectories."""
+
     group_id: str
     task_id: str
     draw: Draw
@@ -65,7 +67,8 @@ class SavedGroup(msgspec.Struct):
 
 
 class DriverState(msgspec.Struct):
-    """Everything outside the workers that may influence a step after `step` of them were done."""
+    """The state of a run after `step` steps, without that of its workers: everything that may influence a later
+    step."""
 
     step: int
     rng: SavedRng
@@ -87,7 +90,7 @@ def write_state(path: Path, state: DriverState) -> None:
 
 
 def read_state(checkpoint: Path) -> DriverState:
-    """Read the state in a checkpoint folder. ValueError if this version cannot continue from it."""
+    """Read the state in a checkpoint folder. Raise ValueError if this version of verl cannot continue from it."""
     path = checkpoint / "state" / FILE
     if not path.is_file():
         raise Refused(

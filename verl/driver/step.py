@@ -32,7 +32,7 @@ RECORDED = ("logprobs", "entropy")  # outputs of the policy's first pass over a 
 
 @dataclass(slots=True)
 class Step:
-    """One turn of the driver."""
+    """One step of the driver: its number, times, metrics and trained rows."""
 
     index: int
     """Counts from 0; `number` = index + 1 names the step in logs and checkpoints."""
@@ -210,7 +210,8 @@ async def _experience(
 
 
 async def _log_failed(learner: Learner, step: Step, role: str, rows: Refs, broken: frozenset[str]) -> None:
-    """Log the counts of a role that may fail, and its samples without an output; ValueError for too many of them."""
+    """Log the counts of a role that may fail, and its samples without an output. Raise ValueError if there are too
+    many."""
     counted = await learner.done(learner.models[role].take_metrics(), f"{role}.take_metrics")
     step.log({f"{role}/{name}": metric for name, metric in counted.items()})
     if not all(r.taught for r in rows):
@@ -233,8 +234,8 @@ _PHASES = {"ref": "reference", "actor": "old_logprobs", "critic": "values"}  # v
 
 
 def _critic_is_warm(learner: Learner, step: Step, algorithm: Algorithm) -> bool:
-    """Return whether the policy is trained. In value pretraining it waits a number of steps, or until the critic
-    explains enough of the returns."""
+    """Return whether the policy is trained in this step. In value pretraining it is not for a number of steps, or until
+    the critic explains enough of the returns."""
     controllers, spec = learner.controllers, algorithm.critic
     if "critic" not in learner.models or spec is None or controllers.critic_warm:
         return True
@@ -314,7 +315,7 @@ def measured(columns: Columns, *, spec: Correction) -> Computed:
 
 
 def rollout_is_old(columns: Columns) -> Computed:
-    """Use the sampler's own policy as the old one (bypass mode)."""
+    """Use the log-probs of the sampler as the old ones (bypass mode)."""
     return {"old_logprobs": columns["rollout_logprobs"]}
 
 

@@ -31,8 +31,8 @@ class Stopped(RuntimeError):
 
 
 class StopRequest:
-    """The request to stop, set by a signal between `listen` and `close`. Signals are handled in the main thread only.
-    save_s: returns the duration of a save."""
+    """The request to stop a run, set by a signal between `listen` and `close`. Signals are handled in the main thread
+    only. save_s: returns the duration of a save."""
 
     def __init__(self, progress: LiveProgress, grace_s: float, save_s: Callable[[], float]) -> None:
         self.requested = ""  # the name of the signal
@@ -44,7 +44,7 @@ class StopRequest:
 
     @property
     def left_s(self) -> float:
-        """The part of the grace in which a step can still end."""
+        """The seconds of the grace in which a step can still end: without the time for a save."""
         return max(0.0, self._grace_s - self._save_s() - RESERVE_S)
 
     def listen(self) -> None:
@@ -78,9 +78,9 @@ class StopRequest:
     def abandonable(
         self, work: Coroutine[Any, Any, None], then: str, why_not: Callable[[], str]
     ) -> Iterator[asyncio.Task[None]]:
-        """Start work as a task, for the block to await, that is cancelled when the grace ends if it may be abandoned
-        then; the block ends without an error in that case. then: the consequence, as the end of a sentence · why_not:
-        returns why it may not be abandoned now; "" if it may."""
+        """Start work as a task, which the block awaits. After a signal the task is cancelled at the end of the grace if
+        it may be abandoned then; the block then ends without an error. then: the consequence, as the end of a printed
+        sentence · why_not: returns why the work may not be abandoned now; "" if it may."""
         task = asyncio.ensure_future(work)
         self._works.append((task, then, why_not))
         if self._given_up:
@@ -136,8 +136,8 @@ class StopRequest:
 
 
 async def unless_stopped(work: Coroutine[Any, Any, T]) -> T:
-    """Await the work of a verb that saves nothing. SIGTERM and Ctrl-C cancel it; Stopped is raised after it has cleaned
-    up."""
+    """Await the work of a verb that saves nothing. SIGTERM and Ctrl-C cancel it; raise Stopped when the cancelled work
+    has ended."""
     task, received, loop = asyncio.ensure_future(work), list[signal.Signals](), asyncio.get_running_loop()
 
     def on_signal(one: signal.Signals) -> None:

@@ -12,7 +12,8 @@ from verl.track.events import read_events
 
 
 def stretched(config: Config, records: Path, done: int, total_steps: int) -> list[str]:
-    """Return a line where the next step has another learning rate than it had with the steps of the attempt before.
+    """Return a line for the user if the next step has another learning rate than by the schedule of the attempt before;
+    else an empty list.
 
     A schedule has the length of the run: with more steps it is stretched, and the rate rises in its middle."""
     lengths = [event.data["total_steps"] for event in read_events(records, {"resumed"}) if "total_steps" in event.data]

@@ -29,6 +29,8 @@ TRAINER = "trainer"
 
 @dataclass(slots=True, kw_only=True)
 class SupervisedRun:
+    """The parts of an SFT, reward-model or preference run."""
+
     config: Config
     dir: Path
     total_steps: int
@@ -51,7 +53,7 @@ class SupervisedRun:
 
 
 async def fit(run: SupervisedRun) -> dict[str, float]:
-    """Train, and return the values of the last step."""
+    """Train to the end of the run, and return the values of the last step."""
     config = run.config.run
     values: dict[str, float] = {}
     await _restore(run)

@@ -29,7 +29,8 @@ def open_together(
     resolved: Resolved, command: str, drivers: Drivers, contents: Mapping[str, str] | None = None
 ) -> RunDir:
     """Open the run directory with `open_run_dir` in the first driver; the others use its result, and keep their records
-    in a temporary folder. ValueError if a driver runs something else or sees another folder."""
+    in a temporary folder. Raise ValueError if a driver runs another command or configuration, or sees another
+    folder."""
     claimed: RunDir | None = None
     error: Exception | None = None
     if drivers.number == 0:
@@ -68,9 +69,9 @@ def open_together(
 
 
 class SharedStore:
-    """A store that the first driver owns. All drivers write into one checkpoint, and all learn its outcome. They
-    exchange messages beside the calls of training, which may continue meanwhile: for the folder, after each has written
-    its part, and after the checkpoint has its name."""
+    """A checkpoint store that the first driver owns. All drivers write into one checkpoint, and all get its outcome.
+    They exchange messages apart from the calls of training, which may continue meanwhile: for the folder, after each
+    has written its part, and after the checkpoint has its name."""
 
     def __init__(self, store: CheckpointWriter | None, drivers: Drivers) -> None:
         self._store, self._drivers = store, drivers

@@ -1,4 +1,4 @@
-"""One trajectory: an agent loop, then its reward, then retries. A failure is an outcome of that trajectory."""
+"""Single trajectories: an agent loop, then its reward, then retries. A failure is an outcome of the trajectory."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class TrajectoryRunner:
 
     @property
     def longest_s(self) -> float:
-        """The longest duration of a trajectory without a reward for any other, whatever user code does."""
+        """The longest time, in seconds, that a trajectory can take while no other gets a reward, whatever user code
+        does."""
         return self.max_attempts * (self.timeout_s + self.reward_timeout_s)
 
     def stored(self, group: Group, sampling: Sampling) -> Trajectory | None:
