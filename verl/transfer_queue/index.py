@@ -344,6 +344,7 @@ def _at(numbers: Numbers) -> Numbers | slice:
 
 
 def encoded(message: object) -> bytes:
+    """Encode a request or an answer with msgpack."""
     return msgspec.msgpack.encode(message, enc_hook=_plain)
 
 
@@ -368,6 +369,7 @@ def full(found: Full, wanted: int) -> str:
 
 
 def never_fit(nbytes: int, what: str, limit: int, max_bytes: int) -> Rejected:
+    """Return the answer for bytes that are above the limit of an empty queue. what: `new rows` or `columns`."""
     return Rejected(
         f"{nbytes:,} bytes never fit into the queue: {what} may take {limit:,} "
         f"(queue.engine_options.max_bytes={max_bytes:,}); raise it, or let a step have fewer rows",

@@ -63,6 +63,8 @@ Reply = Space | Full | Answer
 
 @dataclass(slots=True)
 class _Segment:
+    """A segment as the keeper knows it."""
+
     number: int
     size: int
     owner: int | None  # the client that writes into it
@@ -207,6 +209,7 @@ class SegmentServer:
 
 
 def send_message(connection: socket.socket, message: bytes) -> None:
+    """Send a message, preceded by its length."""
     connection.sendall(LENGTH.pack(len(message)) + message)
 
 

@@ -1,10 +1,10 @@
-"""Weights through two buckets, in shared memory or on a GPU, with no whole version anywhere on their way: the trainer
-fills one while the replicas read the other. The sides share their state in a ledger, a file of shared memory beside the
-buckets.
+"""Weights through two buckets, in shared memory or on a GPU, so that a whole version is stored nowhere on the way: the
+trainer fills one bucket while the replicas read the other. Both sides keep their state in a ledger, a file of shared
+memory beside the buckets.
 
-A reading replica delays the trainer, and the trainer delays it: it overwrites its weights while it samples nothing, and
-samples again when the trainer has confirmed the version. The trainer does not wait for a replica that breaks off or is
-given up. A tensor is never split: a bucket is at least as large as the largest tensor."""
+Trainer and replicas delay each other. A replica overwrites its weights while it samples nothing, and samples again when
+the trainer has confirmed the version. The trainer does not wait for a replica that breaks off or is given up. A tensor
+is never split: a bucket is at least as large as the largest tensor."""
 
 from __future__ import annotations
 
@@ -165,7 +165,8 @@ class BucketOutlet:
     def stream(self, version: int, tensors: Iterable[Passed], readers: Readers) -> None:
         ledger, coming = self._ledger, iter(tensors)
         assert ledger is not None, "it was not announced"
-        ledger.begin(readers.turn, len(self._plan), 2 * readers.timeout_s)  # for another reader it may wait this long
+        # the sender may wait this long for another reader
+        ledger.begin(readers.turn, len(self._plan), 2 * readers.timeout_s)
         until_s = time.monotonic() + readers.timeout_s
         for number, names in enumerate(self._plan):
             self._wait(ledger, readers, number - 1, until_s)  # its content has been read
@@ -190,7 +191,7 @@ class BucketOutlet:
 
     def break_off(self, turn: int) -> None:
         if self._ledger is not None:
-            self._ledger.begin(turn, 0)  # also if it had not begun
+            self._ledger.begin(turn, 0)  # its readers need the turn, even if the stream had not begun
             self._ledger.end(BROKEN)
 
     def lose(self, turn: int, reader: int) -> None:
@@ -326,6 +327,7 @@ def _at(name: str, what: object) -> Path:
 
 
 def ledger_of(name: str) -> Path:
+    """Return the path of the ledger of the stream with this name."""
     return _at(name, "ledger")
 
 

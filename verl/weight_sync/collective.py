@@ -1,9 +1,9 @@
-"""Weights by broadcast: as over tcp.py, but all hosts that wait for a version receive it at once, in a group of
-torch.distributed of the trainer and one process of each host.
+"""Weights by broadcast: as over tcp.py, but all hosts that wait for a version receive it at once, in a
+torch.distributed group of the trainer and one process of each host.
 
-The group is kept from version to version while the same processes join; for others it is built anew. A host that is
-late gets a broadcast of its own; where one dies or breaks off, the others ask again and continue without it. After the
-last byte the trainer confirms the version that it holds; until then a host's file holds none."""
+The group is kept from version to version while the same processes join; for others a new one is built. A host that is
+late gets a broadcast of its own. If one dies or breaks off, the others send their requests again and continue without
+it. After the last byte the trainer confirms the version in its memory; until then a host's file counts as empty."""
 
 from __future__ import annotations
 

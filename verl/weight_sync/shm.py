@@ -1,8 +1,9 @@
-"""Weights through the shared memory of one host: the trainer writes a version, every replica maps and reads it.
+"""Weights through the shared memory of one host: the trainer writes a version, and every replica maps and reads it.
 
-A file records its version; a reader checks it before the first tensor and after the last, and copies each tensor that
-it keeps. Once all replicas have a version, or were given up, the next one is written over it; until then it is written
-beside it. Both ends keep a file mapped: mapping its memory anew takes as long as copying it."""
+A file records its version. A reader checks it before the first tensor and after the last, and copies each tensor that
+it keeps. Once all replicas have a version, or were given up, the next one is written into the same file; until then it
+is written into a second one. Both ends keep a file mapped, since mapping its memory again takes as long as copying
+it."""
 
 from __future__ import annotations
 
@@ -155,6 +156,7 @@ def _describe(found: mmap.mmap, index: bytes, first: int, handle: bytes = b"") -
 
 
 def num_bytes_of(entry: Entry) -> int:
+    """Return the size of a tensor in bytes."""
     return math.prod(entry.shape) * int(vars(torch)[entry.dtype].itemsize)
 
 

@@ -1,9 +1,9 @@
-"""Weights over the network: the trainer's host serves a version to every other host, once.
+"""Weights over the network: the trainer's host sends a version to every other host once.
 
-A version is stored in shared memory (shm.py), on the trainer's host and on each host with replicas: its first replica
-fetches the version, the others find it there. With `delta`, a host that has the version before gets the changes since,
-bit for bit: positions and values of each tensor, or the tensor where that is shorter; for that the trainer's host keeps
-the version before too. After the last tensor the sender confirms the version that it holds."""
+A version is stored in shared memory (shm.py), on the trainer's host and on each host with replicas: the first replica
+of a host fetches it there, and the others read it. With `delta`, a host that has the version before gets only the
+changes since, bit for bit: positions and values of each tensor, or the whole tensor if that is shorter. For that the
+trainer's host keeps the version before too. After the last tensor the sender confirms the version that it has."""
 
 from __future__ import annotations
 

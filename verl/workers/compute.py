@@ -105,6 +105,7 @@ class Compute:
 
 
 def build_compute(queue: TransferQueue, *, ranks: Sequence[Ranks]) -> list[Compute]:
+    """Build the workers without a model (`group.Build`)."""
     return [Compute(queue) for _ in ranks]
 
 

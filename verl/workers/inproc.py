@@ -240,6 +240,7 @@ class InprocCluster:
 
 
 def build_cluster(section: object, context: ClusterContext) -> InprocCluster:
+    """Build the cluster of cluster.backend=inproc."""
     return InprocCluster(context.layout.world_size)
 
 

@@ -62,7 +62,7 @@ AS_SAMPLED = View()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:
-    """The build arguments of a model's workers. The workers are built where they live."""
+    """The build arguments of a model's workers, which are built in their own processes."""
 
     name: str
     queue: TransferQueue
@@ -315,7 +315,7 @@ class Role:
         return self.publishing.send(version, probes, copy, form, parameters)
 
     def weights_manifest(self, form: WireFormat = AS_HELD) -> tuple[dict[str, Entry], str] | None:
-        """Return the manifest of all versions that `stream_weights` sends, and the address where they are read."""
+        """Return the manifest that all versions of `stream_weights` have, and the address at which they are read."""
         return self.publishing.manifest(form)
 
     def stream_weights(

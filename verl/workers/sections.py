@@ -10,6 +10,8 @@ from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, one_
 
 @dataclass(frozen=True)
 class ClusterConfig:
+    """The processes of a run: where they run, and the resources of each."""
+
     backend: Annotated[str, one_of("inproc|ray|torchrun")] = "inproc"
     """inproc: everything in this process · ray: workers and rollout replicas in processes of their own · torchrun: SFT,
     RM and DPO in the processes that torchrun started, where it is set automatically."""

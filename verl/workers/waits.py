@@ -16,7 +16,7 @@ from verl.track.files import write_atomic
 
 T = TypeVar("T")
 What = str | Callable[[], str]  # a function is called only when the text is needed
-NOTICE_S = 30.0  # a longer wait is written to a file for `verl doctor`, at most once in this time
+NOTICE_S = 30.0  # a longer wait is written to a file for `verl doctor`, at most once per this time
 GRACE_S = 5.0  # the time that a cancelled coroutine gets to end
 NAMED = 6  # the number of other waits that an error message lists
 

@@ -252,12 +252,15 @@ class RayGroup:
 
 
 class _Call:
+    """One call of all ranks: its pickled arguments by rank, and the future of its results."""
+
     def __init__(self, name: str, payloads: list[bytes]) -> None:
         self.future: Future[Any] = Future()
         self.name, self.payloads = name, payloads
 
 
 def pickled(method: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Pickle a method and its arguments. Raise Refused if that is impossible."""
     try:
         return pickle.dumps((method, args), protocol=5)
     except (pickle.PicklingError, AttributeError, TypeError) as e:

@@ -16,6 +16,7 @@ Where = tuple[str, int]
 
 
 def this_process() -> Where:
+    """Return the node and the number of this process."""
     import ray
 
     return ray.util.get_node_ip_address(), os.getpid()
