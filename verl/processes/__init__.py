@@ -1,1 +1,1 @@
-"""Start processes that end with the one that started them, and find, measure and kill processes."""
+"""Start processes that end with the process that started them; find, measure and kill processes."""

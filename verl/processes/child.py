@@ -21,24 +21,25 @@ from verl.processes.guard import END, KILL_S, Order
 
 START_S = 30.0  # for a guard to start the command
 NOTHING, SAME = subprocess.DEVNULL, None
-"""For stdin, stdout and stderr: /dev/null, and the one of this process."""
+"""Values for stdin, stdout and stderr: /dev/null, and the stream of this process."""
 Stream = int | IO[bytes] | None
 
 
 def command_line(order: Order) -> list[str]:
-    """Return the command that runs a guard: for a library that starts a command by itself."""
+    """Return the command that runs a guard, for libraries that start a command themselves."""
     return [*interpreter_line("verl.processes.guard", "-I", "-S"), json.dumps(order._asdict())]
 
 
 def interpreter_line(module: str, *options: str, python: str = sys.executable) -> list[str]:
-    """Return the command that runs `main` of a module of verl in a fresh interpreter with these options, without its
-    arguments. verl's folder is the last of its path: nothing in it hides the standard library."""
+    """Return the command, without arguments, that calls `main` of a module of verl in a new interpreter with these
+    options. verl's folder is the last entry of its path, so that it does not hide modules of the standard library."""
     begin = f"import sys; sys.path.append(sys.argv[1]); import {module} as module; module.main()"
     return [python, *options, "-c", begin, str(Path(__file__).parents[2])]
 
 
 class Child:
-    """A command under a guard. It ends, with all that it starts, by `end`, with this object, or with this process.
+    """A command that runs under a guard process. The command and all processes that it starts are ended by `end`, at
+    the end of this object, and at the end of this process.
 
     command: the command and its arguments; empty: only the processes of `also_end` are ended
     pass_fds: descriptors that the command gets, under the same numbers
@@ -105,12 +106,13 @@ class Child:
         return 128 - code if code is not None and code > 128 else code
 
     def also_end(self, pids: Sequence[int]) -> None:
-        """Kill these processes too when the command is ended; the guard's own pid is left out."""
+        """Kill these processes too when the command is ended. The guard's own pid is ignored."""
         lines = [f"{pid} {began}\n" for pid in pids if pid != self.guard_pid and (began := tree.started(pid))]
         self._control.sendall("".join(lines).encode())
 
     def wait(self, timeout_s: float) -> int | None:
-        """Wait for the command and all that it started to end. Return its exit code, or None when the time is over."""
+        """Wait until the command and all that it started have ended. Return its exit code, or None after
+        `timeout_s`."""
         try:
             self._guard.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -118,8 +120,8 @@ class Child:
         return self.exit_code
 
     def stop(self, timeout_s: float = 2 * KILL_S) -> int | None:
-        """End the command and all that it started, and wait for that. Return None if a process does not end in time
-        (it is in an uninterruptible system call)."""
+        """End the command and all that it started, and wait for that. Return its exit code, or None if a process does
+        not end in time because it is in an uninterruptible system call."""
         pid = self.pid
         self.end()
         if self.wait(timeout_s) is None:  # the guard does not answer: a user may have stopped it
@@ -134,15 +136,16 @@ class Child:
 
 
 def _order_end(control: socket.socket) -> None:
-    """Order the end in words: the socket stays open in forks of this process."""
+    """Order the guard to end everything. This needs a message, because closing the socket has no effect while forks of
+    this process have it open."""
     with contextlib.suppress(OSError):  # the guard has ended
         control.sendall(END + b"\n")
     control.close()
 
 
 def output_of(command: Sequence[str], *, timeout_s: float) -> tuple[int, str]:
-    """Run a short command and return its exit code and output; -1 and the reason if it takes too long. Raises OSError
-    if it cannot be started."""
+    """Run a short command and return its exit code and output; after `timeout_s`, -1 and the reason. Raise OSError if
+    it cannot be started."""
     try:
         done = subprocess.run(
             command, stdin=NOTHING, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s

@@ -1,11 +1,11 @@
-"""The guard of a command: a process that ends the command, and all that it starts, with the process that wanted it.
+"""The guard of a command: a process that ends the command, and all that it starts, when its parent ends.
 
     parent == control socket ==> guard -- fork --> command -- fork --> any other process
 
-It adopts the orphans of the command. It kills everything below it when the command ends, when the control socket is
-closed, or when the parent has ended, in whatever way; without a control socket also on SIGTERM. Its exit code is that
-of the command, or 128 and the number of the signal that ended it. It runs no code but its own, so it always answers.
-`child.command_line` has the way to start it. Standard library only.
+The guard adopts the orphans of the command. It kills all processes below it when the command ends, when the control
+socket is closed, and when the parent has ended in any way; without a control socket, also on SIGTERM. Its exit code is
+that of the command, or 128 and the number of the signal that ended the command. It executes no code of others, so it
+always responds. `child.command_line` returns the command that starts it. Standard library only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ END = b"end"  # the line with which a parent orders the end; without it, it was 
 
 
 class Order(NamedTuple):
-    """The work of a guard."""
+    """The task of a guard: the command that it runs, and when and how it ends the command."""
 
     command: list[str]
     """The command and its arguments; empty: the guard only ends processes that are named later."""
@@ -44,11 +44,13 @@ class Order(NamedTuple):
     """Descriptor of the control socket. The guard writes the command's pid on it (0: not started), and reads lines: a
     pid and a start time of another process to kill at the end, or END."""
     passed: tuple[int, ...] = ()
-    """Descriptors for the command. The guard closes its own copies: their other side has to notice its end."""
+    """Descriptors for the command. The guard closes its own copies, so that the other side notices the end of the
+    command."""
     grace_s: float = 0.0
     """Time between SIGTERM and SIGKILL; 0: no SIGTERM."""
     temporary: str = ""
-    """Prefix of a folder for the command's temporary files, which is removed with it; "": none."""
+    """Prefix of a folder for the command's temporary files, which is removed when the command has ended; "": no such
+    folder."""
     left_by_parent: str = ""
     """A folder of the parent to remove if the parent ends without an order to end; "": none."""
     shared_memory: str = ""
@@ -57,7 +59,7 @@ class Order(NamedTuple):
 
 
 def main() -> None:
-    """Run the order of the last argument."""
+    """Run a guard by the order in the last argument."""
     sys.exit(_Guard(Order(**json.loads(sys.argv[-1]))).run())
 
 
@@ -124,7 +126,7 @@ class _Guard:
         os.close(failed)
 
     def _wait(self, wake: int) -> None:
-        """Wait until the command ends or has to be ended."""
+        """Wait until the command has ended or must be ended."""
         control = self._order.control
         inputs = {control: self._control_state} if control >= 0 else {}
         looks = [Look(LOOK_S, self._parent_is_gone), Look(MAPS_S, self._look_at_shared_memory)]
@@ -156,7 +158,8 @@ class _Guard:
         return bool(found) and not self._ordered
 
     def _end(self) -> None:
-        """End the command and all others, first with SIGTERM if they have time, then with SIGKILL."""
+        """End the command and the further processes: with SIGTERM first if the order has a grace time, then with
+        SIGKILL."""
         self._look_at_shared_memory()
         if self._code is None and self._pid and self._order.grace_s:
             for pid in tree.descendants(os.getpid()):
@@ -175,7 +178,8 @@ class _Guard:
         return {pid for pid, began in self._others.items() if tree.started(pid) == began}
 
     def _look_at_shared_memory(self) -> bool:
-        """Note the files that the command has mapped. Return False: they are no reason to end it."""
+        """Record the files in /dev/shm that the command has mapped. Return False, since they are no reason to end
+        it."""
         for pid in tree.descendants(os.getpid()) if self._order.shared_memory else ():
             with contextlib.suppress(OSError):  # it ended
                 for line in Path(f"/proc/{pid}/maps").read_text().splitlines():

@@ -12,8 +12,10 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def over_limit_mb(limit_mb: float, pids: list[int], kernel_mb: float = 0.0) -> float | None:
-    """Return the memory in use by all of these processes if it is above the limit, otherwise None. kernel_mb: memory
-    that the kernel holds for them, which counts too."""
+    """Return the memory of these processes in MB if it is above the limit, otherwise None.
+
+    kernel_mb: memory that the kernel uses for them, which is added
+    """
     if sum(map(resident_mb, pids)) + kernel_mb <= limit_mb:
         return None
     used_mb = sum(map(proportional_mb, pids)) + kernel_mb  # slower, but counts memory that forks share once
@@ -21,7 +23,8 @@ def over_limit_mb(limit_mb: float, pids: list[int], kernel_mb: float = 0.0) -> f
 
 
 def sockets_mb(pid: int) -> float:
-    """Return how much the sockets in the network namespace of a process can hold, also closed ones with unread data."""
+    """Return the most memory in MB that the sockets in a process's network namespace can use, including closed sockets
+    with unread data."""
     try:
         used = int(Path(f"/proc/{pid}/net/sockstat").read_text().split()[2])  # "sockets: used 3"
         return used * int(Path("/proc/sys/net/core/wmem_default").read_text()) / 2**20
@@ -30,7 +33,8 @@ def sockets_mb(pid: int) -> float:
 
 
 def system_s(pids: list[int]) -> float:
-    """Return the seconds that the kernel worked for these processes, and for children that they waited for."""
+    """Return the processor time in seconds that the kernel used for these processes, and for children that they waited
+    for."""
     ticks = 0
     for pid in pids:
         with contextlib.suppress(OSError):  # it ended
@@ -43,15 +47,15 @@ class Machine(NamedTuple):
     """The memory of the machine in megabytes."""
 
     free_mb: float = math.inf
-    """Memory that programs could still take."""
+    """Memory that programs can still allocate."""
     total_mb: float = math.inf
     """All memory."""
     kernel_mb: float = 0.0
-    """Memory that the kernel holds and cannot give back."""
+    """Memory that the kernel uses and cannot release."""
 
 
 def machine() -> Machine:
-    """Return the memory of this machine, which is infinite where there is no /proc."""
+    """Return the memory of this machine; infinite values if there is no /proc."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         found = {line.split()[0]: int(line.split()[1]) / 1024 for line in lines}
@@ -61,7 +65,7 @@ def machine() -> Machine:
 
 
 def resident_mb(pid: int) -> float:
-    """Return the resident memory of a process; 0 if it has ended."""
+    """Return the resident memory of a process in MB; 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES / 2**20
     except OSError:
@@ -69,7 +73,7 @@ def resident_mb(pid: int) -> float:
 
 
 def anonymous_mb(pid: int) -> float:
-    """Return the resident memory of a process without the files that it has mapped; 0 if it has ended."""
+    """Return the resident memory of a process in MB, without mapped files; 0 if it has ended."""
     try:
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
         return (resident - shared) * PAGE_BYTES / 2**20
@@ -78,7 +82,7 @@ def anonymous_mb(pid: int) -> float:
 
 
 def proportional_mb(pid: int) -> float:
-    """Return the memory of a process, in which a shared page counts in parts for each process that shares it."""
+    """Return the memory of a process in MB, in which a page that is shared by n processes counts as 1/n."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))

@@ -17,15 +17,15 @@ PAUSE_S = 0.001  # between two rounds of killing
 
 
 def die_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when `parent`, which forked it, has ended. The fork has to be made by
-    the parent's main thread: the end of another thread counts as that of the parent."""
+    """Make the kernel send this process a signal when `parent`, which forked it, ends. The fork must have been made by
+    the parent's main thread: the kernel counts the end of the forking thread as that of the parent."""
     _prctl(PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Make processes below this one our children when they lose their parent, also those that left its session."""
+    """Make this process the parent of descendants that lose their own parent, including those that left its session."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -47,14 +47,14 @@ def wake_by_signals() -> int:
 
 
 def kill(send: Callable[[int, int], None], pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal by os.kill or os.killpg. A process that has ended, or is another user's, is no error."""
+    """Send a signal by os.kill or os.killpg. It is not an error if the process has ended or belongs to another user."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         send(pid, number)
 
 
 def reap() -> tuple[dict[int, int], bool]:
-    """Collect all children that have ended. Return their exit codes by pid (minus the signal that ended one), and
-    whether children are left."""
+    """Reap all children that have ended. Return their exit codes by pid (minus the signal that ended one), and True if
+    this process still has children."""
     found: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -66,8 +66,8 @@ def reap() -> tuple[dict[int, int], bool]:
 
 
 def end_all(within_s: float, others: Callable[[], set[int]] = set) -> dict[int, int]:
-    """Kill and reap all processes below this one, and kill those that `others` returns, until none is left or the time
-    is over. Return the exit codes of our children by pid."""
+    """Kill and reap all descendants of this process, and kill the processes that `others` returns, until none is left
+    or `within_s` is over. Return the exit codes of children by pid."""
     found: dict[int, int] = {}
     until_s = time.monotonic() + within_s
     while True:
@@ -109,8 +109,8 @@ def session_of(leader: int) -> set[int]:
 
 
 def started(pid: int) -> str:
-    """Return the start time of a process in ticks since boot, "" if it is none or a zombie. Pid and start time identify
-    a process: pids are used again."""
+    """Return the start time of a process in ticks since boot; "" if it does not exist or is a zombie. Pid and start
+    time together identify a process, since pids are reused."""
     with contextlib.suppress(OSError):
         fields = _fields(pid)
         return "" if fields[0] == "Z" else fields[19]
@@ -128,5 +128,6 @@ def _all() -> list[tuple[int, list[str]]]:
 
 
 def _fields(pid: int) -> list[str]:
-    """Return the fields of a process behind its name, which is in parentheses and may have spaces and parentheses."""
+    """Return the fields of /proc/PID/stat after the process name, which is in parentheses and may contain spaces and
+    parentheses."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,5 +1,7 @@
-"""The loop of a process that watches one child: it waits for the child's end, or for a reason to end it. Used by the
-guard of a command (guard.py) and by the guardian of a worker (sandbox/guardian.py). Standard library only."""
+"""The loop of a process that watches one child: it waits until the child ends, or until there is a reason to end it.
+
+The guard of a command (guard.py) and the guardian of a worker (sandbox/guardian.py) run it. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ Input = Literal["open", "closed", "end"]
 
 
 class Look(NamedTuple):
-    """A check that is repeated, also at the start and when the child has ended."""
+    """A check that is repeated, the first time at the start and the last time when the child has ended."""
 
     every_s: float
-    """Time between two checks."""
+    """Time between two checks in seconds."""
     has_to_end: Callable[[], bool]
     """Returns True if the child has to be ended."""
 
@@ -28,11 +30,14 @@ class Look(NamedTuple):
 def watch(
     pid: int, wake: int, inputs: Mapping[int, Callable[[], Input]], looks: Sequence[Look], *, ends_on_sigterm: bool
 ) -> int | None:
-    """Wait until the child `pid` has ended, or until an input, a look or SIGTERM is a reason to end it. Return the exit
-    code of the child, or minus the signal that ended it; None while it runs.
+    """Wait until the child `pid` has ended, or until an input, a check or SIGTERM is a reason to end it. Return the
+    exit code of the child, or minus the signal that ended it; None if it still runs.
 
-    pid: 0 without a child · wake: from `tree.wake_by_signals` · inputs: the function that reads a descriptor, by
-    descriptor"""
+    pid: 0 if there is no child
+    wake: the descriptor of `tree.wake_by_signals`
+    inputs: descriptor -> the function that reads it
+    looks: the repeated checks
+    """
     poller, due_s = select.poll(), [0.0] * len(looks)
     for fd in (wake, *inputs):
         poller.register(fd, select.POLLIN)

@@ -1,1 +1,2 @@
-"""The one place where user code runs: killable, memory-limited, self-healing worker processes around any callable."""
+"""Run user code in worker processes that can be killed, have limited memory and are replaced; run a model's code
+isolated."""

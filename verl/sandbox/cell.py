@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     Json = dict[str, Any]
 
 CHUNK_BYTES = 1 << 16
-FAR_S = 10**9  # seconds of CPU of a process that stays: each of its cells has its own limit
+FAR_S = 10**9  # CPU limit in seconds of a session's process: each of its cells has its own limit
 PR_SET_DUMPABLE, PR_SET_SECCOMP, NOBODY = 4, 22, 65534
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 0x20, 0x1000
 READY = {"status": "ready"}  # the first line of process 1
@@ -74,11 +74,12 @@ def serve_cell(channel: socket.socket) -> None:
 
 
 class _NoProcess(Exception):
-    """The machine has no process for the code. None of it was run."""
+    """The machine could not create a process for the code, so that no code was run."""
 
 
 class _Child:
-    """A fork that runs `work`, and our ends of its pipes: stdin, stdout, stderr, `sent` (its results) and `orders`."""
+    """A fork that runs `work`, with this process's ends of its pipes: stdin, stdout, stderr, `sent` (its results) and
+    `orders`."""
 
     def __init__(self, limits: Json, work: Callable[[], int]) -> None:
         sys.stdout.flush()
@@ -101,8 +102,8 @@ class _Child:
             os.set_blocking(fd, False)
 
     def watch(self, stdin: bytes, until: Callable[[dict[int, bytearray]], bool]) -> tuple[str, dict[int, bytearray]]:
-        """Write its input and read its output until it ends or `until` is true. Return the limit that it hit
-        ("timeout", "output" or ""), and its output by pipe."""
+        """Write the child's input and read its output until it ends or `until` is true. Return the limit that was
+        exceeded ("timeout", "output" or ""), and the output by descriptor."""
         deadline = time.monotonic() + self.limits["wall_s"]
         output = {fd: bytearray() for fd in (self.stdout, self.stderr, self.sent)}
         poller = select.poll()
@@ -179,7 +180,7 @@ def _kill_all() -> None:
 
 
 def _read(fd: int) -> bytes | None:
-    """Return some bytes of a pipe, b"" at its end, None when there are none now."""
+    """Return some bytes of a pipe; b"" at its end, None if there are none at present."""
     try:
         return os.read(fd, CHUNK_BYTES)
     except BlockingIOError:
@@ -216,7 +217,8 @@ class _Kernel:
 
 
 def _kept() -> Any:
-    """Return the module kept.py. In bubblewrap it is beside this file, and few sandboxes need it."""
+    """Return the module kept.py. In bubblewrap it is a file beside this one, and it is loaded on use, since few
+    sandboxes need it."""
     if __name__ != "__main__":
         from verl.sandbox import kept
 
@@ -238,7 +240,8 @@ def _answer(why: str, code: int, output: dict[int, bytearray], child: _Child) ->
 
 
 def _become_child(theirs: list[int], limits: Json, work: Callable[[], int]) -> None:
-    """Keep no descriptors but the pipes of this run (0 to 2; 3: results; 4: orders), set the limits, then do `work`."""
+    """Close all descriptors but the pipes of this run (0 to 2; 3: results; 4: orders), set the limits, call `work` and
+    exit."""
     code = 1
     try:
         os.setsid()
@@ -341,8 +344,9 @@ def _program(request: Json) -> int:
 
 
 def _cells() -> int:
-    """Run cells: read lines of JSON (code, seconds of CPU) from 4, and write 0 or 1 to 3 after each. The value of a
-    last expression is printed. A cell's limit of CPU cannot be raised past the hard limit; its wall time holds then."""
+    """Run the cells of a session: read lines of JSON (code, seconds of CPU) from 4, and write 0 or 1 to 3 after each.
+    The value of a last expression is printed. If a cell's CPU limit would be above the hard limit, only its wall time
+    is limited."""
     import ast
 
     module = types.ModuleType("__main__")
@@ -369,8 +373,11 @@ def _cells() -> int:
 
 
 def _guarded(work: Callable[[], None], *, at_end: bool) -> int:
-    """Do `work` and return the exit code that Python would have given. Tracebacks are printed without our own frames.
-    at_end: wait for its threads and run its exit handlers, as at the end of a program."""
+    """Call `work` and return the exit code that Python would return. Tracebacks are printed without frames of this
+    module.
+
+    at_end: also wait for its threads and run its exit handlers, as at the end of a program
+    """
     try:
         work()
         code = 0
@@ -402,7 +409,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def called(what: str, result: int) -> int:
-    """Return the result of a call of the C library. Raises OSError if it failed."""
+    """Return the result of a C library call. Raise OSError if the call failed."""
     if result < 0:
         raise OSError(number := ctypes.get_errno(), f"{what}: {os.strerror(number)}")
     return result
@@ -414,7 +421,8 @@ def mount(kind: str, at: str, options: str, flags: int = MS_NOSUID | MS_NODEV) -
 
 
 def make_zeros(path: str) -> None:
-    """Make a file of endless zeros in the place of /dev/zero: pages mapped of the device would count for no process."""
+    """Make a file of zeros in place of /dev/zero, since memory that is mapped from that device counts for no
+    process."""
     with open(path, "xb") as file:
         file.truncate(1 << 42)
     os.chmod(path, 0o444)
@@ -438,8 +446,10 @@ def drop_privileges() -> None:
 
 
 def main(channel: str, filter_fd: str, quota: str, *packages: str) -> None:
-    """Run the session inside bubblewrap: mount /tmp with its quota, drop privileges, install the filter of system
-    calls, then answer requests. quota: mount options of /tmp; "" if it is mounted already."""
+    """Serve in bubblewrap, with the right to mount.
+
+    quota: the mount options of /tmp; "" if it is mounted already
+    """
     if quota:
         mount("tmpfs", "/tmp", quota)
     os.chdir("/tmp")

@@ -28,7 +28,7 @@ TRIES = 3  # another start may take a new group for one that was left
 
 
 class Unavailable(Exception):
-    """No group can be made here. The text is the reason."""
+    """No group can be made on this machine. The text has the reason."""
 
 
 class GroupTree:
@@ -77,7 +77,8 @@ class MemoryGroup:
         self._files.write(self.path / "cgroup.procs", str(pid))
 
     def memory_taken_mb(self) -> float | None:
-        """Return how much memory its processes had when the kernel ended them for that, or None if it did not."""
+        """Return the memory in MB that its processes had when the kernel ended them for exceeding the limit; None if it
+        did not."""
         events = dict(line.split() for line in _read(self.path / "memory.events").splitlines())
         if events.get("oom_kill", "0") == "0":
             return None
@@ -100,7 +101,7 @@ class MemoryGroup:
         return True
 
     def forget(self) -> None:
-        """Give up the lock: the next start of sandboxes removes the group if it is still there."""
+        """Release the lock without removing the group: the next start of sandboxes removes it."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -114,8 +115,11 @@ class MemoryGroups:
 
     @staticmethod
     def found(mounts: str, membership: str, files: GroupTree) -> MemoryGroups:
-        """Return the groups that can be made here: one was made, held a process, and was removed. Groups of killed
-        runs are removed. Raises Unavailable. mounts, membership: the text of /proc/self/mountinfo and .../cgroup."""
+        """Return the groups of this machine, after testing that one can be made, can contain a process, and can be
+        removed. Groups of killed runs are removed. Raise Unavailable if the test fails.
+
+        mounts, membership: the text of /proc/self/mountinfo and .../cgroup
+        """
         groups = MemoryGroups(_home(*own_group(mounts, membership), files), files)
         groups._remove_left()
         try:
@@ -162,7 +166,7 @@ class MemoryGroups:
 
 
 def here() -> tuple[MemoryGroups | None, str]:
-    """Return the groups that this process can make, if any, and what bounds the memory of sandboxes, in words."""
+    """Return the groups that this process can make, or None, and a description of the memory limit of sandboxes."""
     try:
         mounts, membership = (Path(f"/proc/self/{name}").read_text() for name in ("mountinfo", "cgroup"))
         groups = MemoryGroups.found(mounts, membership, GroupTree())

@@ -40,7 +40,7 @@ Status = Literal["ok", "error", "timeout", "memory", "output", "killed"]
 
 
 class SandboxGone(RuntimeError):
-    """The sandbox itself failed, not the code in it. The text has the reason."""
+    """The sandbox failed for a reason that is not the code in it. The text has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +48,17 @@ class Limits:
     """The limits of one run, or of one cell of a session."""
 
     wall_s: float = 10.0
-    """Seconds from its start to its end."""
+    """Wall clock time in seconds."""
     cpu_s: float = 10.0
-    """Seconds of processor time of each process."""
+    """Processor time of each process in seconds."""
     memory_mb: int = 512
-    """Memory of each process, and of all of them together."""
+    """Memory of each process, and of all processes together, in MB."""
     processes: int = 32
-    """Processes at the same time; threads count too."""
+    """Number of processes and threads at the same time."""
     output_bytes: int = 1 << 16
-    """Bytes that it prints and returns."""
+    """Size of the printed output and the returned value together."""
     tmp_mb: int = 64
-    """Size of its /tmp."""
+    """Size of its /tmp in MB."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -71,7 +71,7 @@ class Ran:
     """How a run ended."""
 
     status: Status
-    """"ok", "error" (an exception, or an exit code above 0), "killed" (by a signal), or the limit that it hit."""
+    """"ok", "error" (an exception, or an exit code above 0), "killed" (by a signal), or the limit that was exceeded."""
     stdout: str = ""
     stderr: str = ""
     value: str | None = None
@@ -89,12 +89,13 @@ class _Link:
     cell: socket.socket
     """Carries requests to process 1 of the sandbox, and its answers."""
     guard: socket.socket
-    """Leads to the launcher, which ends the sandbox when this end is closed."""
+    """A socket to the launcher, which ends the sandbox when this end is closed."""
     ready: bool = False
-    """Process 1 has started: from then on its end counts as an act of the code."""
+    """True once process 1 has started. If it ends after that, the code is assumed to have ended it."""
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """Send a request and return the answer. Its key "gone" is true if the sandbox ended. Raises SandboxGone."""
+        """Send a request and return the answer. Its key "gone" is true if the sandbox ended. Raise SandboxGone if there
+        is no valid answer."""
         nonce = os.urandom(16).hex()
         try:
             self._await_ready()
@@ -116,8 +117,8 @@ class _Link:
                 raise SandboxGone(answer.get("why") or "the sandbox does not start")
 
     def _receive(self, limit_s: float, default: dict[str, Any], *, watch: bool = True) -> dict[str, Any]:
-        """Return the next line of process 1, or else the default with the reason of its end. With `watch` the
-        launcher checks its memory meanwhile."""
+        """Return the next line of process 1; if it ends or takes too long, the default with the reason. With `watch`,
+        the launcher checks the memory of the sandbox meanwhile."""
         got, deadline, watched = bytearray(), time.monotonic() + limit_s, not watch
         poller = select.poll()
         poller.register(self.cell, select.POLLIN)
@@ -143,7 +144,8 @@ class _Link:
         return default | {"status": "timeout", "why": f"no answer in {limit_s:g} s"}
 
     def _end(self) -> dict[str, Any]:
-        """Return the launcher's report of how process 1 ended. A launcher that ended took process 1 with it."""
+        """Return the launcher's report of how process 1 ended. If the launcher itself has ended, process 1 has ended
+        with it."""
         self.guard.settimeout(launcher.START_S)
         report = self.guard.recv(1 << 16)
         return dict(json.loads(report)) if report else {"status": "gone", "why": "the launcher of sandboxes ended"}
@@ -164,10 +166,10 @@ class SavedFiles:
 
 
 class CodeSandbox:
-    """Starts sandboxes, one per run or session.
+    """Starts sandboxes, one for each run or session.
 
     packages: folders of Python packages that the code may import
-    workspace: a folder; sessions begin with its files, or those of a folder in it, in their /tmp
+    workspace: a folder; the /tmp of a session begins with a copy of its files, or of those of a folder in it
     """
 
     def __init__(
@@ -198,7 +200,7 @@ class CodeSandbox:
         raise Refused(f"no sandbox for code works here ({'; '.join(self.refused)}). Fix: {fix}")
 
     def _why_not(self) -> str | None:
-        """Run something in the tier; return why it does not work here, or None if it does."""
+        """Run a program in the tier. Return the reason why that does not work on this machine, or None if it works."""
         if sys.platform != "linux" or platform.machine() != "x86_64":
             return f"the filter of system calls is written for Linux on x86_64, not {sys.platform} {platform.machine()}"
         if self.tier == "bubblewrap" and shutil.which("bwrap") is None:
@@ -211,7 +213,7 @@ class CodeSandbox:
         return None if ran.stdout == "42\n" else f"it ran, and gave {ran}"
 
     def described(self) -> str:
-        """Return the tier in words, with a warning if it isolates nothing."""
+        """Return a description of the tier, with a warning if it isolates nothing."""
         return (
             f"{NONE}. Warning: code that a model wrote may do all that this run may" if self.tier == NONE else self.tier
         )
@@ -221,7 +223,10 @@ class CodeSandbox:
         return self.run_all(code, [{"stdin": stdin}])[0]
 
     def call(self, code: str, function: str, arguments: Sequence[Any]) -> Ran:
-        """Call a function (or a method of `Solution`) that the code defines. arguments: values of JSON's types."""
+        """Call a function (or a method of `Solution`) that the code defines, in a sandbox of its own.
+
+        arguments: values of JSON types
+        """
         return self.run_all(code, [{"call": function, "arguments": list(arguments)}])[0]
 
     def run_all(
@@ -253,12 +258,13 @@ class CodeSandbox:
         return found
 
     def connect(self, base: str = "") -> _Link:
-        """Start a sandbox that stays even if the launcher ends. Raises SandboxGone."""
+        """Start a sandbox that continues even if the launcher ends. Raise SandboxGone if it does not start."""
         with self._lock:
             return self._new(base, stays=True)
 
     def _next(self, base: str) -> _Link:
-        """Return a sandbox for one program: without a base, the one that was started ahead. Raises SandboxGone."""
+        """Return a sandbox for one program: without a base, one that was started in advance. Raise SandboxGone if none
+        starts."""
         with self._lock:
             if base:
                 return self._new(base)
@@ -370,8 +376,8 @@ class Session:
         self.lost = False
 
     def run(self, code: str) -> Ran:
-        """Run a cell; its output ends with the value of its last expression. Raises SandboxGone, and ValueError for a
-        workspace or a snapshot that this session cannot begin with."""
+        """Run a cell. Its output ends with the value of its last expression. Raise SandboxGone if the sandbox fails,
+        and ValueError if the session cannot begin with its workspace or snapshot."""
         with self._lock:
             self.lost = False
             return ran_of(self._ask(self._begin(), {"kind": "cell", "code": code}))

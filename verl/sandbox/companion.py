@@ -1,10 +1,10 @@
-"""A process beside this one that runs user code as long as a run lasts, with messages in both directions.
+"""A process that runs user code for the whole run, with messages in both directions.
 
     this process == socket == companion (user code, under a guard) -- fork --> any other process
 
-Messages to it are pickles. Its own messages are bytes, which the reader decodes against a type: user code shares that
-process. Its event loop sends a beat every BEAT_S. A companion that is silent for too long, or takes too much memory, is
-ended with all that it started.
+Messages to the companion are pickles. Its own messages are bytes that the reader decodes by a type, since user code
+shares that process. Its event loop sends an empty frame (a beat) every BEAT_S. A companion that sends nothing for too
+long, or uses too much memory, is ended with all that it started.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ BEGIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verl.sand
 
 
 class FrameChannel(asyncio.Protocol):
-    """Either end of the channel: frames of bytes, each behind its length. An empty frame is a beat.
+    """One end of the channel. It sends and receives frames of bytes, each preceded by its length; an empty frame is a
+    beat.
 
-    received: number of frames that arrived, with beats
-    fault: why the channel was cut: the other side sent too much, or did not read its messages
+    received: number of frames that arrived, including beats
+    fault: why the channel was closed: the other side sent too much, or did not read its messages
     """
 
     def __init__(self) -> None:
@@ -116,8 +117,8 @@ Target = Callable[[Any, FrameChannel], Awaitable[None]]
 
 
 class Companion:
-    """A companion, built by `start`. Its `frames` have to be read until it has ended; `ended` is then the reason. It
-    belongs to one event loop."""
+    """The owner of a companion process, built by `start`. Its `frames` must be read until it has ended; `ended` is then
+    the reason. It belongs to one event loop."""
 
     def __init__(self, child: Child, channel: FrameChannel) -> None:
         self.ended = ""
@@ -144,12 +145,12 @@ class Companion:
         self._channel.send(pickle.dumps(message))
 
     def watch(self, silent_s: float, pid: int, memory_mb: float) -> None:
-        """From now on, end it if its event loop does not turn for `silent_s`, or if it takes `memory_mb` more memory of
-        its own than now. pid: its pid, which its own first message has."""
+        """From now on, end the companion if its event loop is blocked for `silent_s` seconds, or if its own memory
+        grows by `memory_mb` MB. pid: its process, as its first message reports it."""
         self._watch = asyncio.create_task(self._look(max(silent_s, LEAST_SILENT_S), pid, memory_mb))
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Yield its messages until it has ended; later ones are dropped."""
+        """Yield the messages of the companion until it has ended. Messages after `kill` are dropped."""
         async for body in self._channel.frames():
             if not self.ended:
                 yield body
@@ -160,7 +161,8 @@ class Companion:
             self._watch.cancel()
 
     async def _look(self, silent_s: float, pid: int, memory_mb: float) -> None:
-        """Count looks and not seconds: while this process itself is stopped, the companion is not late."""
+        """Check beats and memory repeatedly. Silence is counted in checks, not seconds: if this process itself is
+        stopped, that does not count."""
         received, silent, base_mb = -1, 0, anonymous_mb(pid)
         while True:
             await asyncio.sleep(LOOK_S)
@@ -177,7 +179,7 @@ class Companion:
         self._child.stop(CLOSE_S)
 
     async def kill(self, why: str) -> None:
-        """End it and all that it started; return when they have ended."""
+        """End the companion and all that it started, and wait for that."""
         self.ended = self.ended or why
         await asyncio.to_thread(self._child.stop, CLOSE_S)
 

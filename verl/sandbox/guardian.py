@@ -64,7 +64,7 @@ def _become_worker(guardian_pid: int, spec: dict[str, Any], output_fd: int, base
     nothing = os.open(os.devnull, os.O_RDONLY)
     for fd, onto in ((nothing, 0), (output_fd, 1), (output_fd, 2)):
         os.dup2(fd, onto)
-    channel_fd = os.dup(spec["channel_fd"])  # a low number: user code that closes all descriptors closes it too
+    channel_fd = os.dup(spec["channel_fd"])  # a low number, so that user code that closes all descriptors closes it too
     for fd in (nothing, output_fd, spec["channel_fd"]):
         os.close(fd)
     sys.path[:] = spec["sys_path"]
@@ -102,7 +102,7 @@ class _Guardian:
         return "open" if self._drain() else "closed"
 
     def _control_state(self) -> Input:
-        """Return the order to end the worker: the pool sends nothing, it closes the socket."""
+        """Return "end": the pool sends nothing, so a readable control socket has been closed."""
         return "end"
 
     def _memory_is_over(self) -> bool:
@@ -110,7 +110,8 @@ class _Guardian:
         return self._memory_mb is not None
 
     def _drain(self, at_end: bool = False) -> bool:
-        """Read some output and keep its end. Return False at end of file; with `at_end` also when none is left."""
+        """Read some output of the worker and keep the last part of it. Return False at end of file; with `at_end`, also
+        if there is no more at present."""
         try:
             got = os.read(self._output_fd, 1 << 18)
         except BlockingIOError:
@@ -119,7 +120,7 @@ class _Guardian:
         return bool(got)
 
     def _over_limit(self) -> float | None:
-        """Return the memory in use by the worker and its descendants if it is too much, otherwise None."""
+        """Return the memory of the worker and its descendants in MB if it is above the limit, otherwise None."""
         (base_mb,) = struct.unpack("d", self._baseline[:8])
         limit_mb = base_mb + self._limit_mb
         return memory.over_limit_mb(limit_mb, tree.descendants(os.getpid())) if base_mb else None

@@ -14,8 +14,8 @@ MAX_KEPT_BYTES = 32 << 20  # of a packed snapshot: as text it is a line of the s
 
 
 class SessionFiles:
-    """The files in /tmp that are not of the workspace, as text. The code may give them any name and kind: so they are
-    packed and unpacked inside, without privileges, and the packed text is not read outside."""
+    """Packs the files in /tmp that are not in the workspace as text, and unpacks them. The code may make files of any
+    name and kind, so this happens inside of the sandbox without privileges, and outside the text is never unpacked."""
 
     def __init__(self) -> None:
         self._first: dict[str, tuple[int, int, int]] = {}  # state of each file of the workspace, by path
@@ -78,12 +78,14 @@ class _Bounded(io.BytesIO):
 
 
 def _stamp(about: os.stat_result) -> tuple[int, int, int]:
-    """Return the state of a file, which changes when it is written: no code can set the last time."""
+    """Return values of a file's status that change whenever it is written. They include the change time, which no code
+    can set."""
     return about.st_mode, about.st_size, about.st_ctime_ns
 
 
 def _below(most: int) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield everything in /tmp by its path there, following no link. Raises ValueError for more than `most` entries."""
+    """Yield (path in /tmp, status) of everything in /tmp, without following links. Raise ValueError for more than
+    `most` entries."""
     todo = [""]
     while todo:
         folder = todo.pop()

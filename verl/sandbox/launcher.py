@@ -64,14 +64,14 @@ def main() -> None:
 
 
 class _Box:
-    """One sandbox.
+    """One sandbox, as the launcher manages it.
 
     guard: our end of the second socket; when the caller closes its own end, the sandbox is ended
-    memory_mb: for all of its processes together
+    memory_mb: the limit for all of its processes together
     folder: its files in tier "none", which shares the machine's network; "" in the other tiers
-    outer: `pid` is bubblewrap itself, which is outside of the sandbox
-    group: the cgroup that bounds its memory, where there is one
-    pid: the process whose exit ends the sandbox; 0 after that
+    outer: True if `pid` is bubblewrap itself, which is outside of the sandbox
+    group: the cgroup that limits its memory, or None
+    pid: the process with which the sandbox ends; 0 after that
     """
 
     def __init__(
@@ -83,12 +83,14 @@ class _Box:
         self._began: tuple[memory.Machine, float] | None = None  # the first measurement during this request
 
     def begin(self) -> None:
-        """Begin a request: growth before it is not counted as its own."""
+        """Begin a request: growth of memory before it does not count."""
         self._began = None
 
     def check_memory(self, now: memory.Machine) -> None:
-        """End the sandbox if it is over its memory. Memory that the kernel holds for it is in no sum of processes: its
-        sockets are counted, and other growth of the kernel is counted as its own if the kernel worked as long for it.
+        """End the sandbox if it uses more memory than its limit.
+
+        Memory that the kernel uses for it is in no process: that of its sockets is added, and other growth of the
+        kernel's memory counts as its own if the kernel has worked for it long enough to cause that growth.
         """
         pids = [self.pid, *tree.descendants(self.pid)] if self.pid else []
         inside = [] if self.folder else pids[self.outer :]
@@ -106,7 +108,7 @@ class _Box:
         self.report("memory", f"it used {used_mb:.0f} MB of {self.memory_mb:g}")
 
     def ended(self) -> None:
-        """Report why its process has ended, unless a reason was reported before."""
+        """Report why the process has ended, unless a reason was reported before."""
         self.pid = 0
         if self.group is not None and (used_mb := self.group.memory_taken_mb()) is not None:
             self._report_memory(used_mb)
@@ -115,7 +117,8 @@ class _Box:
             self.group.kill()
 
     def lost_mb(self, now: memory.Machine) -> float:
-        """Return how much less memory is free on the machine than at the first measurement of this request."""
+        """Return by how many MB the free memory of the machine has shrunk since the first measurement of this
+        request."""
         return self._began[0].free_mb - now.free_mb if self._began else 0.0
 
     def report(self, status: str, why: str) -> None:
@@ -139,7 +142,7 @@ class _Box:
 
 
 def free_memory(boxes: list[_Box], now: memory.Machine) -> None:
-    """End the sandbox that ran while most memory was taken, if the machine is about to run out of it."""
+    """If the machine is about to run out of memory, end the sandbox during whose request most memory was lost."""
     left = [box for box in boxes if box.pid and not box.reported]
     if left and now.free_mb < min(MIN_FREE_MB, now.total_mb / 32):
         box = max(left, key=lambda box: box.lost_mb(now))
@@ -148,7 +151,7 @@ def free_memory(boxes: list[_Box], now: memory.Machine) -> None:
 
 
 class _Sandboxes:
-    """The sandboxes that this process started, and one loop that waits for their sockets and their ends."""
+    """The sandboxes that this process started, with one loop that waits for their sockets and their ends."""
 
     def __init__(
         self, channel: socket.socket | None, folder: Path | None = None, groups: MemoryGroups | None = None
@@ -198,7 +201,7 @@ class _Sandboxes:
         del self._when_readable[fd]
 
     def _take_job(self) -> None:
-        """Read a job of the channel and start its sandbox; one that stays has a fork of this process to itself."""
+        """Read a job from the channel and start its sandbox; a session gets a fork of this process for itself."""
         assert self._channel is not None
         text, fds, _, _ = socket.recv_fds(self._channel, 1 << 16, 2)
         if not fds:
@@ -246,7 +249,7 @@ class _Sandboxes:
         theirs.close()
 
     def _take_order(self, box: _Box) -> None:
-        """Follow an order of the caller: watch the sandbox, stop watching it, or (a closed socket) end it."""
+        """Execute an order of the caller: watch the sandbox, stop watching it, or end it (a closed socket)."""
         orders = b""
         with contextlib.suppress(ConnectionResetError):  # the caller closed it with a report unread
             orders = box.guard.recv(64)
@@ -264,7 +267,7 @@ class _Sandboxes:
         self._watch(fd, lambda: self._reap(fd, pid, box))
 
     def _reap(self, fd: int, pid: int, box: _Box | None) -> None:
-        """Collect a process that has ended, and kill the processes that it left to us."""
+        """Reap a process that has ended, and kill the processes that it left behind."""
         self._unwatch(fd)
         os.close(fd)
         os.waitpid(pid, 0)
@@ -283,8 +286,8 @@ class _Sandboxes:
 
 
 def _forked(wanted: int, theirs: socket.socket, group: MemoryGroup | None, begin: Callable[[], None]) -> int:
-    """Fork into new namespaces (wanted=0: into none) and return the child's pid. The child calls `begin` once it is in
-    its group and its users are mapped."""
+    """Fork into new namespaces (into none if `wanted` is 0) and return the child's pid. The child calls `begin` when it
+    is in its group and its users are mapped."""
     mapped, go = os.pipe()
     pid = namespaces.clone(wanted) if wanted else os.fork()
     if pid == 0:

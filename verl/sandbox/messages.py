@@ -20,37 +20,37 @@ T = TypeVar("T")
 
 
 class BadResult(ValueError):
-    """Raised by `CallableSpec.convert` for a returned value that is no result. The text has the reason."""
+    """Raised by `CallableSpec.convert` for a returned value that cannot be converted. The text has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallableSpec:
-    """A user's callable."""
+    """A user's callable, and how it is called."""
 
     path: str
     """A `.py` file or an importable module."""
     name: str
     """The name of the callable in it."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Passed to every call; with `factory` once, to the named function."""
+    """Keyword arguments of every call; with `factory`, of the one call of the named function."""
     factory: bool = False
-    """The named function returns the callable."""
+    """True if the named function returns the callable."""
     parameters: tuple[str, ...] = ()
     """Names of the arguments that every call passes."""
     plural: tuple[str, ...] = ()
-    """Their names in a callable that takes lists instead; its lists have one item."""
+    """Names of these arguments in a callable that takes lists. It is called with lists of one item."""
     convert: Callable[[Any], Any] | None = None
-    """An importable function that makes plain data of a returned value, in the worker."""
+    """An importable function that converts a returned value to plain data, in the worker."""
     returns: Any = Any
-    """The type of that data; an answer of another shape counts as a crash."""
+    """The type of the converted data. An answer of another type counts as a crash."""
     gone: tuple[type[Exception], ...] = ()
-    """Exceptions that mean that something it needs no longer exists: such a call has the Failure "broken"."""
+    """Exceptions that mean that something the callable needs no longer exists. Such a call has the Failure "broken"."""
     section: str
-    """Its section of the configuration, for error messages."""
+    """The section of the configuration, for error messages."""
     called: str = "function"
-    """The word for the callable in error messages."""
+    """The noun for the callable in error messages."""
     given: str = "arguments"
-    """The word for its arguments in error messages."""
+    """The noun for its arguments in error messages."""
 
     def __str__(self) -> str:
         return f"{self.section}.path={self.path} {self.section}.name={self.name}"
@@ -60,18 +60,18 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     """The reason why a call has no value."""
 
     reason: Literal["timeout", "memory", "crash", "exception", "bad_result", "broken"]
-    """`broken` is no fault of the call: it raised one of `CallableSpec.gone`, or no worker was available."""
+    """`broken` is not a fault of the call: it raised one of `CallableSpec.gone`, or no worker was available."""
     detail: str
-    """The text for people."""
+    """A description for the user."""
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True):
-    """A worker has loaded the callable, or cannot."""
+    """The message that a worker has loaded the callable, or why it cannot."""
 
     pid: int
     """Process id of the worker."""
     error: str = ""
-    """Why the callable cannot be used."""
+    """Why the callable cannot be used; "" if it can."""
 
 
 class CallRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -84,12 +84,12 @@ class CallRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReturnedCall(msgspec.Struct, Generic[T], frozen=True, array_like=True, tag="returned"):
-    """A call that has a value."""
+    """The result of a call that returned a value."""
 
     number: int
     """The number of the request."""
     grown_mb: Finite
-    """Address space that the worker has gained since it was ready."""
+    """Growth of the worker's address space since it was ready, in MB."""
     took_s: Finite
     """Duration of the call."""
     value: T
@@ -97,12 +97,12 @@ class ReturnedCall(msgspec.Struct, Generic[T], frozen=True, array_like=True, tag
 
 
 class FailedCall(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """A call that has no value."""
+    """The result of a call that failed."""
 
     number: int
     """The number of the request."""
     grown_mb: Finite
-    """Address space that the worker has gained since it was ready."""
+    """Growth of the worker's address space since it was ready, in MB."""
     took_s: Finite
     """Duration of the call."""
     failure: Failure

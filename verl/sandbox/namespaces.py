@@ -46,7 +46,8 @@ def clone(namespaces: int = NEW_NAMESPACES) -> int:
 
 
 def map_users(pid: int) -> None:
-    """Map the child's users to users outside: 65534 to itself where we may, otherwise to our own user."""
+    """Map the child's users to users outside: 65534 to itself if we have the right to do so, otherwise to our own
+    user."""
     uid, gid, proc = os.geteuid(), os.getegid(), Path(f"/proc/{pid}")
     if uid == 0:
         with contextlib.suppress(PermissionError):
@@ -72,7 +73,8 @@ def enter(read_only: Sequence[str], tmp_mb: int, base: str) -> None:
 
 
 def stay_outside(folder: str) -> None:
-    """In a child of tier "none": keep all that it starts below it, without new privileges. Nothing else is isolated."""
+    """Prepare a child of tier "none": its descendants stay below it and cannot get new privileges. Nothing is
+    isolated."""
     tree.adopt_orphans()
     called("no new privileges", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     called("dumpable", libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
@@ -82,12 +84,13 @@ def stay_outside(folder: str) -> None:
 
 
 def keep_mounts() -> None:
-    """Keep all later mounts in this namespace."""
+    """Make later mounts visible in this namespace only."""
     called("private mounts", libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
 
 
 def quota_of(tmp_mb: int) -> str:
-    """Return the mount options of a folder in memory. The number of files is limited too: each takes memory."""
+    """Return the mount options of a folder in memory. They limit the number of files too, since each file takes
+    memory."""
     return f"size={tmp_mb}m,nr_inodes={64 * tmp_mb},mode=1777"
 
 
@@ -150,12 +153,13 @@ def _freeze(path: str, *, nodev: bool, recursive: bool) -> None:
 
 
 def landlock_version() -> int:
-    """Return the version of this kernel's Landlock, 0 where it has none."""
+    """Return the version of the kernel's Landlock; 0 without it."""
     return max(0, int(libc.syscall(LANDLOCK_CREATE, None, 0, 1)))
 
 
 def _landlock() -> None:
-    """Allow writing under /tmp only, and no connection and no signal to the outside. The mounts do most of this too."""
+    """Allow writing only below /tmp, and no connection or signal to the outside. The mounts enforce most of this
+    too."""
     version = landlock_version()
     if version == 0:
         return

@@ -1,7 +1,8 @@
-"""A pool of worker processes for calls of a user's callable: they can be killed, have limited memory, and are replaced.
+"""A pool of worker processes for calls of a user's callable. Workers can be killed, have limited memory, and are
+replaced.
 
-Every call ends in one value or Failure, and does not affect other calls. A call that crashes or runs out of memory in a
-worker that served others before is repeated once in a fresh worker. Calls that were sent behind a call that ended the
+Every call ends in one value or Failure, and does not affect other calls. If a call crashes a worker that had served
+other calls before, or exceeds its memory, the call is repeated once in a new worker. Calls that were waiting in that
 worker return to the front of the queue.
 """
 
@@ -42,7 +43,7 @@ class PoolStats:
 
 @dataclass(slots=True)
 class PoolLoad:
-    """How busy the workers were during some time."""
+    """The load of a pool's workers during some time."""
 
     workers: int
     """Number of workers."""
@@ -61,7 +62,8 @@ class PoolLoad:
 
     @property
     def workers_that_would_do(self) -> int:
-        """Return how many workers would finish within two calls of the last arrival; 0 if these are enough."""
+        """Return the number of workers that would finish all calls within two call times after the last arrival; 0 if
+        the present number suffices."""
         if not self.calls or self.queued_s / self.calls <= max(1.0, 2 * self.busy_s / self.calls):
             return 0
         needed = math.ceil(self.busy_s / (self.last_s - self.first_s + 2 * self.busy_s / self.calls))
@@ -78,18 +80,18 @@ class _Call(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class _Slot(Generic[T]):
-    """A place for one worker."""
+    """A place for one worker, with the calls that the worker has."""
 
     worker: CallWorker[T] | None = None
-    """None while there is none, or if none could be started."""
+    """The worker; None before its start, and if no worker could be started."""
     error: str = ""
     """Why no worker could be started."""
     calls: deque[_Call[T]] = field(default_factory=deque)
     """The calls that were sent to the worker, in order."""
     repeat: list[_Call[T]] = field(default_factory=list)
-    """At most one call, which the next worker repeats."""
+    """At most one call, which the next worker will repeat."""
     wake: asyncio.Future[None] | None = None
-    """Ends the wait of an idle slot."""
+    """The future on which an idle slot waits."""
 
 
 class WorkerPool(Generic[T]):
@@ -121,7 +123,7 @@ class WorkerPool(Generic[T]):
         self._load = PoolLoad(num_workers)
         self._slots: list[_Slot[T]] = [_Slot() for _ in range(num_workers)]
         self._idle: deque[_Slot[T]] = deque()
-        self._queue: deque[_Call[T]] = deque()  # first come, first served
+        self._queue: deque[_Call[T]] = deque()  # in order of arrival
         self._serving: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
         self._moved_s = 0.0  # when a call was last begun or ended
@@ -141,7 +143,7 @@ class WorkerPool(Generic[T]):
         return len(self._queue) + sum(max(0, len(slot.calls) - 1) for slot in self._slots)
 
     def take_load(self) -> PoolLoad:
-        """Return the load since the last call of this method."""
+        """Return the load since the previous call of this method."""
         found, self._load = self._load, PoolLoad(len(self._slots))
         return found
 
@@ -150,7 +152,7 @@ class WorkerPool(Generic[T]):
         assert not self._started, "a pool starts once"
         self._started = True
         try:
-            await self._fill(self._slots[0])  # one alone first: a bad file is loaded, and reported, once
+            await self._fill(self._slots[0])  # the first one alone, so that the error of a bad file is raised once
             if self._slots[0].worker is not None:
                 await asyncio.gather(*(self._fill(slot) for slot in self._slots[1:]))
             for slot in self._slots:
@@ -217,13 +219,14 @@ class WorkerPool(Generic[T]):
             wake.set_result(None)
 
     async def _serve(self, slot: _Slot[T]) -> None:
-        """Run the calls of the queue in the slot's worker, for ever; replace the worker when it is no longer fit."""
+        """Run calls of the queue in the slot's worker without end, and replace the worker when it is no longer
+        usable."""
         while True:
             if not slot.repeat and not self._queue:
                 slot.wake = asyncio.get_running_loop().create_future()
                 self._idle.append(slot)
                 await slot.wake
-                continue  # another one may have been quicker
+                continue  # another slot may have taken the call
             if slot.worker is None or not slot.worker.alive:  # a replacement failed, or it was killed while idle
                 await self._replace(slot)
             if slot.repeat:
@@ -263,7 +266,7 @@ class WorkerPool(Generic[T]):
             self._wake()
 
     def _begin(self, slot: _Slot[T]) -> None:
-        """Note that the first call of a slot, if there is one, runs from now on."""
+        """Record that the first call of a slot, if there is one, runs from now on."""
         self._moved_s = time.monotonic()
         if slot.calls and not slot.calls[0].begun:
             call, load = slot.calls[0], self._load
@@ -276,7 +279,7 @@ class WorkerPool(Generic[T]):
         self._give_up_soon(slot)
 
     def _give_up_soon(self, slot: _Slot[T]) -> None:
-        """If the caller of the running call no longer waits, end the call in a moment, unless it ends by itself."""
+        """If the caller of the running call no longer waits, end the call after ABANDONED_S, unless it ends before."""
         if slot.calls and slot.calls[0].outcome.done():
             asyncio.get_running_loop().call_later(ABANDONED_S, self._give_up, slot, slot.calls[0])
 
@@ -288,8 +291,8 @@ class WorkerPool(Generic[T]):
         return worker.calls >= self._max_calls or worker.leaks
 
     def _next_calls(self, worker: CallWorker[T] | None) -> list[_Call[T]]:
-        """Take calls from the front of the queue: one, or several quick ones that take about BATCH_S together, and
-        leave the other workers their share."""
+        """Take calls from the front of the queue: one call, or several quick calls that take about BATCH_S together,
+        but not more than this worker's share."""
         share = -(-len(self._queue) // len(self._slots))
         room = self._max_calls - worker.calls if worker is not None else 1
         size = max(1, min(int(BATCH_S / self._call_s), share, room, MAX_BATCH))
@@ -301,7 +304,8 @@ class WorkerPool(Generic[T]):
 
     @property
     def _turn_s(self) -> float:
-        """The longest time until a worker is free: two calls and two restarts. Past it, the pool itself is broken."""
+        """The longest time in seconds until a worker is free: two calls and two restarts. After it the pool itself has
+        failed."""
         return 2 * (self._timeout_s + KILL_WAIT_S + self._slowest_start_s) + self._start_timeout_s
 
     def _check_queue(self) -> None:
@@ -314,7 +318,7 @@ class WorkerPool(Generic[T]):
             self._watch = asyncio.get_running_loop().call_later(self._turn_s - still_s, self._check_queue)
 
     async def _replace(self, slot: _Slot[T]) -> None:
-        """End the slot's worker, then start a fresh one. On failure the slot stays empty and has the error."""
+        """End the slot's worker, then start a new one. If that fails, the slot has no worker but the error."""
         if slot.worker is not None:
             if slot.worker.healthy and self._spent(slot.worker):
                 self.stats.recycled += 1

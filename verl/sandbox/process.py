@@ -73,12 +73,12 @@ class Death(msgspec.Struct, frozen=True):
 
 
 OnAnswer = Callable[[bytes], bool]
-"""Takes an answer, and returns False if it was the last one."""
+"""A function that takes an answer, and returns False if it was the last one."""
 
 
 class WorkerChannel(asyncio.Protocol):
-    """Sends messages to a worker and receives its answers, in order. A protocol is quicker than a stream, and a step
-    makes thousands of calls."""
+    """Sends messages to a worker and receives its answers, in order. It is an asyncio protocol, which is faster than a
+    stream, since a step makes thousands of calls."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -249,7 +249,7 @@ class CallWorker(Generic[T]):
         deliver(outcome)
 
     def give_up(self) -> None:
-        """End the running call as one that is too late."""
+        """End the running call as if it were late."""
         self._channel.end("late")
 
     def _outcome(self, body: bytes) -> T | Failure:
@@ -264,7 +264,8 @@ class CallWorker(Generic[T]):
         return answer.failure if isinstance(answer, FailedCall) else answer.value
 
     async def stop(self) -> None:
-        """Let an idle worker end by itself (its atexit handlers run), then kill all that is left; kill a busy one."""
+        """Let an idle worker end by itself (its atexit handlers run), then kill all that is left of it; kill a busy
+        worker."""
         if self.healthy:
             self.healthy = False
             self._channel.close()
@@ -272,7 +273,7 @@ class CallWorker(Generic[T]):
         await self.kill()
 
     async def kill(self) -> Death:
-        """Kill the worker and all that it started; return when they have ended."""
+        """Kill the worker and all that it started, and wait for that. Return how it ended."""
         self.healthy = False
         self._channel.close()
         with contextlib.suppress(OSError):  # it has ended
@@ -322,7 +323,7 @@ class CallWorker(Generic[T]):
 
 
 async def start_worker(spec: CallableSpec, memory_limit_mb: float, start_timeout_s: float) -> CallWorker[Any]:
-    """Start a fresh interpreter and load the callable in it. Raises CannotLoad, and leaves no process then."""
+    """Start a new interpreter and load the callable in it. Raise CannotLoad if that fails; no process is left then."""
     try:
         packed = pickle.dumps(replace(spec, kwargs=dict(spec.kwargs), returns=Any))  # the type may not pickle
     except Exception as error:  # __reduce__ of the user's objects in kwargs

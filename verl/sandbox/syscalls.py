@@ -56,14 +56,15 @@ NUMBERS = {
     for line in ALLOWED.strip().splitlines()
     for name, _, number in (pair.partition("=") for pair in line.partition(":")[2].split() or line.split())
 }
-"""Number of each allowed call on x86_64, by name."""
+"""The number of each allowed call on x86_64, by name."""
 EPERM, EINVAL, ENOTTY, ENOSYS, ENOPROTOOPT, ESOCKTNOSUPPORT, EOPNOTSUPP, EAFNOSUPPORT = 1, 22, 25, 38, 92, 94, 95, 97
 NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 WORD, PROCESS_1 = 0xFFFFFFFF, 1
 
 
 class Check(NamedTuple):
-    """Refuse a call if (argument & mask) is one of `values`; with `unless`, if it is none of them."""
+    """A condition of a system call: refuse it if (argument & mask) is one of `values`; with `unless`, if it is none of
+    them."""
 
     argument: int
     values: tuple[int, ...]

@@ -39,8 +39,8 @@ class Unloadable(Exception):
 
 
 class Settler:
-    """Awaits results of async functions on one event loop that lives as long as the worker: a client session
-    or an object made at load time stays usable."""
+    """Runs the results of async functions on one event loop that lasts as long as the worker, so that client sessions
+    and objects made at load time stay usable."""
 
     def __init__(self) -> None:
         self._runner: Any = None  # asyncio.Runner: asyncio is imported only where it is needed
@@ -115,7 +115,7 @@ def _receive(requests: Any) -> bytes | None:
 
 
 def _tidy(recursion_limit: int, folder: str) -> None:
-    """Undo changes of a call that would affect the next one, and reap its children."""
+    """Undo changes by a call that would affect the next one, and reap its children."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     sys.setrecursionlimit(recursion_limit)
     for name, fd in (("stdout", 1), ("stderr", 2)):
@@ -129,7 +129,7 @@ def _tidy(recursion_limit: int, folder: str) -> None:
 
 
 def _has_output() -> bool:
-    """Return False if user code closed 1 or 2: later prints would fail."""
+    """Return False if user code closed descriptor 1 or 2, so that later prints would fail."""
     try:
         return bool(os.fstat(1) and os.fstat(2))
     except OSError:
@@ -251,7 +251,7 @@ def _check_call(
 
 
 def _where(error: BaseException) -> str:
-    """Return one line: the exception, and the innermost place of its traceback."""
+    """Return one line with the exception and the innermost line of its traceback."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} (at {error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)

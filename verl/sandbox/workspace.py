@@ -26,14 +26,14 @@ PREFIX = "verl-sandbox-"
 
 @dataclass(slots=True)
 class Base:
-    """A copy of a workspace."""
+    """A copy of a workspace, with the number of its users."""
 
     folder: str
-    """Holds `files`, the copy, and `at`, an empty folder to mount on."""
+    """The folder with `files`, the copy, and `at`, an empty folder to mount on."""
     digest: str
     """Hash of the copied files."""
     users: int = 0
-    """Sessions that use the copy now."""
+    """Number of sessions that use the copy at present."""
 
 
 class Workspaces:
@@ -62,7 +62,7 @@ class Workspaces:
         return found
 
     def take(self, name: str) -> Base:
-        """Return a copy of the named folder, which has to be given back. Raises ValueError if it cannot be copied."""
+        """Return a copy of the named folder, which must be given back. Raise ValueError if it cannot be copied."""
         with self._lock:
             base = self._bases.get(name)
             if base is None or not os.path.isdir(base.folder):
