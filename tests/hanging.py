@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from verl.cli import main
 from verl.config import backends
-from verl.model_engine import sharded, torch_engine
+from verl.model_engine import rank_engine, torch_engine
 from verl.model_engine.snapshot import Snapshot
 
 FOLDER = "HANGING"
@@ -27,7 +27,7 @@ FOLDER = "HANGING"
 
 def built(options: Any, context: Any) -> Any:
     folder = Path(os.environ[FOLDER])
-    engine = (sharded if dist.is_initialized() else torch_engine).build(options, context)
+    engine = (rank_engine if dist.is_initialized() else torch_engine).build(options, context)
     step, save = engine.optim_step, Snapshot.save
 
     def stepped() -> Any:
