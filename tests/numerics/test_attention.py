@@ -317,6 +317,23 @@ def test_the_flash_path_of_the_gpu_is_the_blocks_attention(share, window):
         torch.testing.assert_close(a, b)
 
 
+@each("window, share", product([None, 3], [True, False]))
+def test_a_run_of_queries_over_the_keys_of_all_is_its_part_of_the_whole(share, window):
+    """Through the blocks and through the flash path, wherever the run begins and ends."""
+    batch = pack(rows(), share_prefix=share)
+    t, device = batch.num_tokens, torch.device("cpu")
+    q, k, v = (torch.randn(t, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+    whole = attention.attend(attention.plan_attention(batch, device), q, k, v, 0.3, window)
+    for size in (1, 3, t // 2, t):
+        for first in range(0, t, size):
+            run = slice(first, min(first + size, t))
+            plan = attention.plan_attention(batch, device, queries=(run.start, run.stop))
+            torch.testing.assert_close(attention.attend(plan, q[run], k, v, 0.3, window), whole[run])
+            lengths = attention.make_varlen(batch, device, queries=(run.start, run.stop))
+            out = attention.attend_varlen(lengths, q[run], k, v, 0.3, window, plain_varlen)
+            torch.testing.assert_close(out, whole[run])
+
+
 def test_the_flash_kernels_take_the_arguments_we_give(monkeypatch):
     """No GPU here: torch's own signature is bound; flash_attn is not installed, its documented one is written out."""
     import inspect

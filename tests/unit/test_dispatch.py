@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from verl.batch import make_microbatches, pack, padded_rows
 from verl.driver.dispatch import count_microbatches, in_order, shares
+from verl.errors import Refused
 from verl.model_engine.base import EngineCapabilities
+from verl.model_engine.layout import Layout
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Ref, Refs, Sample, Segment, ref_of
 from verl.workers.inproc import InprocCluster
@@ -156,3 +158,13 @@ def test_streamed_rows_are_shared_out_and_their_scores_come_back_in_order(sizes,
     assert workers.score_rows(rows).result(60) == [float(n) for n in sizes]
     assert sorted(engine.seen) == sorted(given)
     workers.close()
+
+
+@pytest.mark.parametrize("layout", [Layout(world_size=2), Layout(world_size=2, tensor=2)])
+def test_a_lora_set_is_refused_where_several_ranks_have_the_model(layout, tmp_path):
+    """Also where they share the rows, of which there is one share."""
+    group = InprocCluster(2).start("actor", lambda *, ranks: [object()] * len(ranks), (), world_size=2)
+    can = EngineCapabilities(shares_prefix=True, max_tokens_per_microbatch=9, outputs=(), trains=True, one_pass=True)
+    with pytest.raises(Refused, match="published by a model on one rank; this one has 2"):
+        ModelWorkers(group, can, layout).open_set("a", tmp_path, tmp_path, None)
+    group.close()

@@ -44,14 +44,17 @@ def test_heads_that_share_keys_are_announced_where_torch_wants_it(release, monke
         assert out is q
 
 
-def test_the_parts_of_ranks_are_gathered_under_either_name(monkeypatch):
-    gathered = []
-    part = torch.ones(2)
-    for present, absent in (("all_gather_single", None), ("all_gather_into_tensor", "all_gather_single")):
+@pytest.mark.parametrize(
+    ("collective", "older"),
+    [("all_gather_single", "all_gather_into_tensor"), ("reduce_scatter_single", "reduce_scatter_tensor")],
+)
+def test_parts_of_ranks_are_gathered_and_summed_under_either_name(collective, older, monkeypatch):
+    called = []
+    for present, absent in ((collective, None), (older, collective)):
         if absent:
             monkeypatch.delattr(torch.distributed, absent, raising=False)
         monkeypatch.setattr(
-            torch.distributed, present, lambda out, part, group=None, name=present: gathered.append(name), raising=False
+            torch.distributed, present, lambda into, of, group=None, name=present: called.append(name), raising=False
         )
-        torch_compat.all_gather_single(torch.empty(4), part)
-    assert gathered == ["all_gather_single", "all_gather_into_tensor"]
+        getattr(torch_compat, collective)(torch.empty(4), torch.ones(2))
+    assert called == [collective, older]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.errors import Refused
+from verl.nn.torch_compat import all_gather_single, reduce_scatter_single
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """An attention function: q [Q, H, D], k and v [T, KV, D] -> [Q, H, D]."""
@@ -105,13 +106,13 @@ class _GatherRuns(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         out = x.new_empty(len(x) * group.size(), *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        all_gather_single(out, x.contiguous(), group=group)
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
         d_x = d_out.new_empty(len(d_out) // ctx.group.size(), *d_out.shape[1:])
-        dist.reduce_scatter_tensor(d_x, d_out.contiguous(), group=ctx.group)
+        reduce_scatter_single(d_x, d_out.contiguous(), group=ctx.group)
         return d_x, None
 
 

@@ -46,3 +46,10 @@ def all_gather_single(out: Tensor, part: Tensor, group: dist.ProcessGroup | None
     """Gather the parts of all ranks [n, ...] into `out` [ranks * n, ...]. The function has this name from 2.12 on."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, part, group=group)
+
+
+def reduce_scatter_single(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Write this rank's part [n, ...] of the sum of `whole` [ranks * n, ...] over all ranks into `part`. The function
+    has this name from 2.12 on."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(part, whole, group=group)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl.errors import Refused
-from verl.model_engine.base import ModelEngine, Publishes, Ranks
+from verl.model_engine.base import ModelEngine, Publishes
 from verl.model_engine.lora_source import LoraSource, read_lora
 from verl.parameter_set import POLICY_SET
 from verl.weight_sync.base import Outlet
@@ -19,20 +18,10 @@ class LoraSets:
         self._open: dict[str, tuple[LoraSource, WeightSender]] = {}
 
     def open(
-        self,
-        name: str,
-        folder: Path,
-        base: Path,
-        outlet: Outlet,
-        engine: ModelEngine,
-        sender: WeightSender,
-        ranks: Ranks,
+        self, name: str, folder: Path, base: Path, outlet: Outlet, engine: ModelEngine, sender: WeightSender
     ) -> None:
         """Read an adapter in PEFT's layout as a LoRA set on top of the engine's model. An open set of the same name is
-        replaced. base: the folder of a model that has the same tensor shapes · sender: the sender of the full set.
-        Raise Refused if the model has several ranks."""
-        if ranks.world_size > 1:
-            raise Refused(f"LoRA set {name!r}: it is published by a model on one rank; this one has {ranks.world_size}")
+        replaced. base: the folder of a model that has the same tensor shapes · sender: the sender of the full set."""
         parameters, factors = read_lora(name, folder, base)
         source = LoraSource(engine, parameters, factors)  # type: ignore[arg-type]
         self._open[name] = source, sender.for_set(outlet, parameters, engine)

@@ -13,6 +13,7 @@ import numpy as np
 
 from verl.batch import Columns
 from verl.driver.dispatch import Share, in_order, shares
+from verl.errors import Refused
 from verl.model_engine.base import EngineCapabilities
 from verl.model_engine.layout import Layout
 from verl.objective import Term
@@ -142,7 +143,10 @@ class ModelWorkers:
         return _then(self._submit(Role.score_rows, args), lambda found: in_order(list(zip(parts, found))))
 
     def open_set(self, name: str, folder: Path, base: Path, outlet: Outlet) -> Future[None]:
-        """Read a LoRA adapter as a parameter set on top of the model's weights, to be published with `of_set`."""
+        """Read a LoRA adapter as a parameter set on top of the model's weights, to be published with `of_set`.
+        Refused on several ranks, also those that share the tokens, matrices or layers of the same rows."""
+        if (ranks := self._group.world_size) > 1:
+            raise Refused(f"LoRA set {name!r}: it is published by a model on one rank; this one has {ranks}")
         return _then(self._group.submit(Role.open_set, Broadcast((name, folder, base, outlet))), lambda _: None)
 
     def close_set(self, name: str) -> Future[None]:

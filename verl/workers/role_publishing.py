@@ -30,7 +30,7 @@ class RolePublishing:
 
     def open_set(self, name: str, folder: Path, base: Path, outlet: Outlet) -> None:
         """Open an adapter as a LoRA set on top of the present weights, to be published through its own outlet."""
-        self.lora_sets.open(name, folder, base, outlet, self._engine, self._own_sender(), self._ranks)
+        self.lora_sets.open(name, folder, base, outlet, self._engine, self._own_sender())
 
     def send(
         self, version: int, probes: Sequence[np.ndarray], copy: bool, form: WireFormat, parameters: str
