@@ -72,24 +72,30 @@ class Ledger:
         return cls.HEAD + cls.OF_READER * reader + what
 
     def begin(self, turn: int, buckets: int, quiet_s: float = 0.0) -> None:
+        """Begin a turn, as the sender. quiet_s: the silence that readers must allow."""
         assert buckets < self.STEP
         self._words[self.QUIET] = math.ceil(quiet_s)
         self._words[self.FILLED], self._words[self.STATE], self._words[self.BUCKETS] = 0, COMING, buckets
         self._words[self.TURN] = turn  # last: the other words belong to this turn
 
     def fill(self, buckets: int) -> None:
+        """Record how many buckets the sender has filled."""
         self._words[self.FILLED] = buckets
 
     def end(self, state: int) -> None:
+        """Record that the version is `WHOLE` or `BROKEN`."""
         self._words[self.STATE] = state
 
     def give_up(self, turn: int, reader: int) -> None:
+        """Record that the sender waits no more for this reader."""
         self._words[self._word(reader, self.GIVEN_UP)] = turn
 
     def read(self, turn: int, reader: int, buckets: int) -> None:
+        """Record how many buckets this reader has read."""
         self._raise(self._word(reader, self.READ), turn * self.STEP + buckets)
 
     def leave(self, turn: int, reader: int) -> None:
+        """Record that this reader reads no more."""
         self._raise(self._word(reader, self.LEFT), turn)
 
     def _raise(self, word: int, value: int) -> None:

@@ -328,4 +328,4 @@ def _receive_message(peer: socket.socket, kind: type[T]) -> T:
 
 def build(options: Collective, context: SyncContext) -> LocalCheckpointEngine:
     outlet = CollectiveOutlet(host=options.host, backend=options.backend, gather_s=options.gather_s)
-    return engine_of(outlet, context, end, f"{PREFIX}-*-{outlet.tag}")  # of this host
+    return engine_of(outlet, context, end, f"{PREFIX}-*-{outlet.tag}")  # the files of this host

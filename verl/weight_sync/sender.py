@@ -58,12 +58,12 @@ class WeightSender:
         self._sent = 0
         self._last: dict[str, tuple[int | None, Tensor]] = {}  # last known checksum, some values
         self._moved_from: tuple[int, dict[str, Tensor]] = (-1, {})  # version and masters when a byte last changed
-        self._first: int | None = None  # version
+        self._first: int | None = None  # the first version that was sent
         self._measured: tuple[np.ndarray, np.ndarray] | None = None  # log-probs, and those of the own pass minus them
         self._parts: list[WeightPart] | None = None  # names, shapes and dtypes that the engine delivers, no tensors
         self._together: bool | None = None  # all ranks stage their parts; decided by the first version
         self._announced: WireFormat | None = None  # the format that a stream is laid out for
-        self._source: WeightSource | None = None  # the latest
+        self._source: WeightSource | None = None  # the version that was staged last
 
     def for_set(self, outlet: Outlet, parameters: ParameterSet, base: Publishes) -> WeightSender:
         """Return a sender of a LoRA set on top of this sender's full set. outlet: an outlet of its own. Raise Refused

@@ -350,4 +350,4 @@ def build(options: Tcp, context: SyncContext) -> LocalCheckpointEngine:
         buckets = RelayOutlet(options.bucket_mb << 20, host=options.host)
         return engine_of(buckets, context, end, f"{PREFIX}-*-{buckets.tag}")  # the files of this host
     outlet = TcpOutlet(host=options.host, delta=options.delta)
-    return engine_of(outlet, context, end, f"{PREFIX}-*-{outlet.tag}")  # of this host
+    return engine_of(outlet, context, end, f"{PREFIX}-*-{outlet.tag}")  # the files of this host

@@ -38,7 +38,7 @@ from verl.workers.torchrun import launched
 
 T = TypeVar("T")
 EXIT_S = 10.0  # the time that a process gets to end by itself after another one has died
-LOOK_EVERY_S = 0.05  # the pause between two checks whether the other processes have reached a meeting
+LOOK_EVERY_S = 0.05  # the pause between two checks of a meeting for the values of other processes
 
 
 class Meetings:

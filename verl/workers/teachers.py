@@ -36,7 +36,7 @@ class Teachers(ModelWorkers):
         self._members, self._pick, self._timeout_s = dict(members), pick, timeout_s
         self._shares = tuple(shares[name] for name in members) if pick == "mix" else ()
         self._counted: dict[str, Metric] = {}  # by the last call
-        # they are also counted in calls without rows for them; a teacher that hangs gets no further call
+        # dead teachers by name: they get no further call, and their rows count as rows without output
         self._dead: dict[str, Exception] = {}
 
     @property
