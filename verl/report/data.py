@@ -1,4 +1,4 @@
-"""The data of the report as plain JSON values: read from the run directory and reduced to the size of a page."""
+"""The data of the report as JSON values: read from the run directory, and reduced to the size of a page."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CARDS = (
 
 
 class RunReader:
-    """Reads one run directory repeatedly while it grows; unchanged samples are decoded once."""
+    """Reads a run directory repeatedly while the run continues. Samples are decoded again only if they have changed."""
 
     def __init__(self, run_dir: Path, note: Note = logger.warning) -> None:
         """note: called once with a line about each damaged file that is left out."""
@@ -180,8 +180,8 @@ def time_ledger(lines: Sequence[MetricLine]) -> dict[str, Any]:
 
 
 def summary(lines: Sequence[MetricLine]) -> list[dict[str, Any]]:
-    """Return one card per measurement, before -> after. Measurements at single steps compare the first with the last;
-    noisy per-step numbers compare the mean of the first steps with the mean of the last ones."""
+    """Return one card per measurement, with its value before and after. Values of single steps are compared first with
+    last; for noisy values the mean of the first steps is compared with the mean of the last ones."""
     cards = []
     word = held_out_word(line.values for line in lines)
     form, show = ("percent", "{:.1%}") if word == "accuracy" else ("number", "{:.4g}")

@@ -27,7 +27,8 @@ def serve_page(run_dir: Path, port: int = 0) -> None:
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Serves the report of a run directory, which it reads at most once per version, for any number of clients."""
+    """A server of the report of one run directory. It reads each version of the directory at most once, for all clients
+    together."""
 
     daemon_threads = True
 

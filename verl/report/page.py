@@ -1,4 +1,4 @@
-"""`report.html`: one self-contained page of a run. It makes no request; its data are embedded as JSON."""
+"""`report.html`: a self-contained page about a run. It loads nothing else; its data are embedded as JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def write_report(run_dir: Path, note: Note = logger.warning) -> Path:
 
 
 def render_page(payload: Mapping[str, Any], *, live: Mapping[str, Any] | None = None) -> str:
-    """Return the page with its data. `live`: {version, poll_s} if a server answers the page's polls."""
+    """Return the HTML page with its data.
+
+    live: {version, poll_s} if a server answers the page's polls
+    """
     room = files("verl.report")
     scripts = "\n".join((room / name).read_text("utf-8") for name in _SCRIPTS)
     assert "</script" not in scripts, "the page's own scripts may not close their tag"
@@ -47,6 +50,6 @@ def render_page(payload: Mapping[str, Any], *, live: Mapping[str, Any] | None = 
 
 
 def json_in_script(value: Any) -> str:
-    """Return JSON that cannot end the surrounding script element."""
+    """Return a value as JSON without character sequences that would end the script element around it."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(_UNSAFE)

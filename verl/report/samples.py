@@ -1,4 +1,4 @@
-"""The samples of the report: a bounded, deterministic choice with the text of every token."""
+"""Select the samples of the report: a bounded, deterministic selection, with the text of every token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ LIMITS: Mapping[Kind, SampleLimits] = {
 
 
 class SamplePicker:
-    """Chooses and packs the samples of a run; packed samples are kept until the file changes."""
+    """Selects the samples of a run and prepares them for the page. Prepared samples are cached until their file
+    changes."""
 
     def __init__(self, run_dir: Path, tokenizer_folders: Sequence[Path], note: Note = logger.warning) -> None:
         """note: called with a line about each damaged file that is left out."""
@@ -45,8 +46,8 @@ class SamplePicker:
         self._packed: dict[tuple[Kind, int], tuple[object, dict[str, Any]]] = {}
 
     def pick(self, last_step: int | None) -> dict[str, Any]:
-        """Return {files: [{kind, step, groups, ...}], note, decoded}. Steps after `last_step` belong to a past
-        attempt."""
+        """Return {files: [{kind, step, groups, ...}], note, decoded}. Steps after `last_step` belong to an earlier
+        attempt and are left out."""
         if self._decode is None:
             self._decode = find_decoder(self._run_dir, self._folders, self._note_of)
         files: list[dict[str, Any]] = []
@@ -113,8 +114,11 @@ def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
 def choose_groups(
     scalars: Sequence[Mapping[str, Any]], quota: int, rows_per_group: int, *, by_reward: bool
 ) -> list[list[str]]:
-    """Return the sample ids of the chosen groups. Training: equal distances over the mean reward, worst and best
-    included. Evaluation: the first tasks by id, so that every evaluation step shows the same ones."""
+    """Return the sample ids of the chosen groups.
+
+    by_reward: True (training): at equal distances of the mean reward, with the worst and the best; False (evaluation):
+        the first tasks by id, so that every evaluation shows the same ones
+    """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in scalars:
         groups.setdefault(row["group_id"], []).append(row)
@@ -186,8 +190,8 @@ def pack_row(row: SampleRow, decode: Decode | None) -> dict[str, Any]:
 
 
 def token_pieces(ids: Sequence[int], decode: Decode) -> list[str]:
-    """Return the text that each token adds. A token inside a character that later tokens complete adds "", and the last
-    of them adds the character; joined, the pieces are the decoded text."""
+    """Return the text that each token adds. If a character consists of several tokens, the last of them adds it and the
+    others add "". The joined pieces are the decoded text."""
     pieces: list[str] = []
     start = done = 0  # decode a short window: a piece depends on the tokens just before it
     for end in range(1, len(ids) + 1):
@@ -219,7 +223,7 @@ def find_decoder(run_dir: Path, folders: Sequence[Path], note: Note = logger.war
 
 
 def number(value: float, digits: int = 6) -> float | None:
-    """Round to significant digits; null for values that JSON does not have."""
+    """Return a number rounded to significant digits; None (null in JSON) for a value that JSON does not have."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
@@ -231,7 +235,7 @@ def clip(text: str, chars: int) -> str:
 
 
 def _fit(files: Sequence[dict[str, Any]], total_bytes: int) -> None:
-    """Keep groups in turns over the steps, latest step first, until the size limit is reached."""
+    """Keep groups in turn from each step, the latest step first, until the size limit is reached."""
     sizes = [[len(json.dumps(group)) for group in file["groups"]] for file in files]
     kept: list[list[int]] = [[] for _ in files]
     left = total_bytes

@@ -29,15 +29,15 @@ COLUMNS: Mapping[str, str] = MappingProxyType(
         "perf/time_per_step": "s/step",
     }
 )
-"""Metric -> its heading, in the order of what is looked at first. Those that no run has are left out."""
+"""Metric -> its heading, the most important first. Metrics that no run has are left out."""
 MOST_ROWS = 40
 LETTERS = "ABCDEFGH"
 CELL = 9  # characters of a column with its space
 
 
 def print_runs(paths: Sequence[Path], console: Console | None = None, note: Note = logger.warning) -> None:
-    """Print the metrics of one run, or of up to eight side by side: under each heading a column for every run. Below
-    the table are the metrics of the headings, and those for which the console is too narrow."""
+    """Print the metrics of one run, or of up to eight side by side: under each heading a column for every run. The
+    lines below the table explain the headings, and list those for which the console is too narrow."""
     console = console or Console()
     if len(paths) > len(LETTERS):
         raise Refused(f"verl show takes up to {len(LETTERS)} runs, and {len(paths)} are given")

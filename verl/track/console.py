@@ -168,13 +168,14 @@ class LiveProgress:
         os.close(nowhere)
 
     def newly_lost(self) -> str:
-        """Return why the output is closed, once. A terminal may refuse a write and hang up, in either order."""
+        """Return the reason why the output was closed, at the first call after that; else "". A terminal may refuse a
+        write before or after it hangs up."""
         why = "" if self._lost_reported else self.lost  # read once: the drawing thread may set it meanwhile
         self._lost_reported = self._lost_reported or bool(why)
         return why
 
     def close(self) -> None:
-        """Leave the last state on the screen. May be called again."""
+        """Print the last state and end the panel. May be called again."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -1,7 +1,6 @@
-"""The events of a run and their times: drawn, dispatched, scored, admitted, trained, published, saved. They are in
-`events/attempt_0000.log`.
+"""The events of a run with their times: drawn, dispatched, scored, admitted, trained, published, saved.
 
-One checksummed log per attempt; a line is
+Each attempt has one checksummed log, `events/attempt_0000.log`. A line is
 
     8c736521 {"kind":"trained","step":12,"attempt":0,"time_s":1767225600.25,"data":{"samples":["g3#0"]}}
 """
@@ -36,8 +35,8 @@ class Event:
 
 
 class EventLog(Log):
-    """The writer of one attempt. Call `flush(fsync=True)` before writing elsewhere anything that depends on the events.
-    The event `resumed` at a step voids the records of earlier attempts for this and later steps."""
+    """The writer of one attempt's events. Call `flush(fsync=True)` before something that depends on the events is
+    written elsewhere. The event `resumed` at a step makes earlier attempts' events of this and later steps invalid."""
 
     def __init__(
         self,
@@ -58,8 +57,8 @@ class EventLog(Log):
 
 
 def read_events(run_dir: Path, kinds: Collection[str] | None = None, note: Note = logger.warning) -> Iterator[Event]:
-    """Yield the records of a run in order of writing, also while the run continues, without those that a later attempt
-    voids. `note` is called with a line for each damaged record, which is left out."""
+    """Yield the events of a run in the order of writing, also while the run continues, without those that a later
+    attempt made invalid. Damaged records are left out, and `note` is called with a line for each."""
     files = _files(run_dir)
     began = {event.attempt: event.step for _, path in files for event in _events(path, {"resumed"}, lambda _: None)}
     for attempt, path in files:

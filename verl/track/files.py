@@ -19,9 +19,9 @@ _ABANDONED_S = 3600.0  # after so long without a write the writer is dead, also 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that gets the name `path` when the block is done. A reader, or a crash at any moment, finds
-    the old or the new file and never a part. Temporary file, fsync, rename, fsync of the folder; after a fault it is
-    removed."""
+    """Open a temporary file that is renamed to `path` at the end of the block. Readers, also after a crash, find the
+    old or the new file, never a part of it: the file is written, synced and renamed, and the folder is synced. After an
+    exception the temporary file is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
@@ -55,7 +55,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` durable."""
+    """Sync `folder`, so that renames and new names in it survive a crash of the machine."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,7 +1,9 @@
-"""The ways in which a run can fail, as a table of alarms over the metrics so far. It has no state of its own.
+"""Alarms for the ways in which a run can fail, as a table of conditions on the metrics so far. There is no further
+state.
 
-An alarm reads the last step of the history and, for a change, the steps before it. Several causes share one symptom
-(entropy falls, reward falls), so each message contains the numbers that distinguish them."""
+An alarm reads the last step of the history and, if it detects a change, the steps before. Different causes have the
+same symptom (entropy falls, reward falls), so each message has the numbers that distinguish them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ COMPONENT_PREFIX = "reward/component/"  # followed by a component of the reward:
 
 @dataclass(frozen=True)
 class HealthLimits:
-    """The thresholds of the table: keys health.* of the configuration. inf is never."""
+    """The thresholds of the alarms: keys health.* of the configuration. With inf an alarm is off."""
 
     mismatch_stop: Annotated[float, Meta(ge=0)] = 0.5  # k3 KL (rollout || trainer) per token above which the run stops.
     mismatch_warn: Annotated[float, Meta(ge=0)] = 0.05
@@ -54,7 +56,7 @@ class Seen(NamedTuple):
 
 
 class Row(NamedTuple):
-    """An alarm of the table."""
+    """One alarm: its metric, its condition and its message."""
 
     name: str
     metric: str
@@ -62,7 +64,7 @@ class Row(NamedTuple):
     """Returns whether the alarm is raised, or the values that its message shows."""
     level: Level = "warn"
     says: str = ""
-    """The key of its message, if that is not the name."""
+    """The key of its message; "": the name of the alarm."""
 
 
 def check_health(history: History, config: HealthLimits) -> list[Alarm]:
@@ -81,7 +83,7 @@ def check_health(history: History, config: HealthLimits) -> list[Alarm]:
 
 
 def scan(history: History, config: HealthLimits) -> Iterator[tuple[int, Alarm]]:
-    """Yield (index, alarm) for every step of a finished history, as `check_health` would have raised them during the
+    """Yield (index, alarm) for every step of a finished history: the alarms that `check_health` raised during the
     run."""
     for i in range(len(history)):
         for alarm in check_health(history[max(0, i - 2 * WINDOW) : i + 1], config):
@@ -89,7 +91,8 @@ def scan(history: History, config: HealthLimits) -> Iterator[tuple[int, Alarm]]:
 
 
 def entropy_collapses(s: Seen) -> Mapping[str, Any] | None:
-    """Entropy falls exponentially, fast enough to reach the floor within a window."""
+    """Return values for the message if entropy falls exponentially, so fast that it reaches the floor within a window;
+    else None."""
     recent = [v for v in s.recent("actor/entropy", 10) if v > 0]
     if len(recent) < MIN_PAST or recent[-1] < s.limits.entropy_floor:
         return None
@@ -103,7 +106,7 @@ def entropy_collapses(s: Seen) -> Mapping[str, Any] | None:
 
 
 def length_drifts(s: Seen) -> Mapping[str, Any] | None:
-    """Responses grow steadily without a gain in score."""
+    """Return values for the message if responses grow steadily without a gain in score; else None."""
     lengths, scores = s.recent("response_length/mean"), s.recent("critic/score/mean")
     if len(lengths) < 10 or len(scores) != len(lengths):
         return None
@@ -116,7 +119,8 @@ def length_drifts(s: Seen) -> Mapping[str, Any] | None:
 
 
 def component_dominates(s: Seen) -> Mapping[str, Any] | None:
-    """The score rises on one component while another is given up: the classic picture of a hacked reward."""
+    """Return values for the message if the score rises by one component of the reward while another falls, which is
+    typical of reward hacking; else None."""
     scores = s.recent("critic/score/mean")
     names = sorted(n for n in s.history[-1] if n.startswith(COMPONENT_PREFIX))
     if len(scores) < 10 or len(names) < 2:
@@ -148,13 +152,14 @@ def gradient_not_finite(s: Seen) -> Mapping[str, Any] | None:
 
 
 def teacher_disagrees(s: Seen) -> Mapping[str, Any] | None:
-    """The teacher's signal lowers the score, step after step."""
+    """Return values for the message if the teacher's signal lowers the score over the last steps; else None."""
     recent = s.recent("teacher/likes_right", MIN_PAST)
     return {"gap": -fmean(recent), "steps": MIN_PAST} if len(recent) == MIN_PAST and max(recent) < 0 else None
 
 
 def teacher_fails(s: Seen) -> Mapping[str, Any] | None:
-    """A teacher fails; among several, the message names the one that fails most."""
+    """Return values for the message if a teacher fails; of several, those of the one that fails most often. Else
+    None."""
     shares = {n: v for n, v in s.history[-1].items() if n.split("/")[:2] == ["teacher", "invalid"] and v > 0.05}
     if not shares:
         return None
@@ -262,7 +267,7 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _line(values: Sequence[float]) -> tuple[float, float]:
-    """Return the slope of the least-squares line over the index, and the share of the variance that it explains."""
+    """Return the slope of the least-squares line over the index, and the explained share of the variance."""
     middle, mean = (len(values) - 1) / 2, fmean(values)
     sxx = sum((i - middle) ** 2 for i in range(len(values)))
     sxy = sum((i - middle) * (v - mean) for i, v in enumerate(values))

@@ -26,16 +26,19 @@ from verl.track.files import sync_folder
 logger = logging.getLogger(__name__)
 Note = Callable[[str], None]  # called with a line for the user
 MOST_WAITING = 256  # records that a killed process may lose
-MOST_BYTES = 64 << 20  # of text that waits for disk space; further records are lost, and counted
+MOST_BYTES = 64 << 20  # bytes of text kept while the disk is full; further records are lost, and counted
 
 
 Hide = Callable[[str], str]
 
 
 class Log:
-    """The writer of one attempt, for several threads. `put` only keeps the record; the next `flush` makes its text, and
-    `flush(fsync=True)` makes all records durable. Opening cuts off the partial line of a crash. While the disk is full
-    or faulty the text waits, in order, for the next flush; `report` is called when this begins and when it ends."""
+    """The writer of one attempt's log, for several threads. `put` only stores the record in memory; the next `flush`
+    encodes and writes it, and `flush(fsync=True)` makes all records durable.
+
+    If the last line was cut by a crash, opening the log removes it. While the disk is full or faulty, the text is kept
+    in order for the next flush; `report` is called when this begins and when it ends.
+    """
 
     def __init__(
         self,
@@ -106,8 +109,7 @@ class Log:
             self._stuck, self._lost = False, 0
 
     def _encode(self) -> None:
-        """Encode all waiting records. A record that is no JSON is an error of ours, raised after the others are
-        encoded."""
+        """Encode all waiting records. If one cannot be encoded, raise its error after the others are encoded."""
         wrong: TypeError | None = None
         while self._waiting:
             try:
@@ -124,14 +126,17 @@ class Log:
 
 
 def whole_lines(path: Path, note: Note = logger.warning) -> Iterator[bytes]:
-    """Yield the lines of a log without their newline, also while it is written. A partial last line is left out.
-    Damaged lines before others are left out too, and `note` is called with a line about them: writers cut before they
-    append, so something else has changed them."""
+    """Yield the complete lines of a log without their newlines, also while it is being written. An incomplete last line
+    is left out.
+
+    Damaged lines before others are left out too, and `note` is called with a line about them: since a writer removes an
+    incomplete line before it appends, another program must have changed them.
+    """
     yield from (raw[:-1] for _, raw in _whole(path, note))
 
 
 def _whole(path: Path, note: Note) -> Iterator[tuple[int, bytes]]:
-    """Yield the whole lines of a log, each with the byte where it ends."""
+    """Yield each complete line of a log with the offset of its end in bytes."""
     if not path.is_file():
         return
     damaged: list[int] = []
@@ -165,15 +170,17 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cut off the text after the last whole line."""
+    """Remove the incomplete line at the end of a log."""
     kept = max((end for end, _ in _whole(path, lambda _: None)), default=0)
     if kept < path.stat().st_size:
         os.truncate(path, kept)
 
 
 def redone_from(began: Mapping[int, int], attempt: int) -> float:
-    """Return the first step of `attempt` that a later attempt did again; infinity if none did. `began`: attempt ->
-    step."""
+    """Return the first step of `attempt` that a later attempt repeated; infinity if none did.
+
+    began: attempt -> its first step
+    """
     return min((step for later, step in began.items() if later > attempt), default=math.inf)
 
 

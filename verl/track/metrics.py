@@ -1,4 +1,5 @@
-"""The numbers of a step: reduced once and kept in `metrics.jsonl`; and the ledger of the step's time."""
+"""The metrics of a step, reduced once and written to `metrics.jsonl`; and `TimeLedger`, which divides a step's time
+into phases."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ PHASE_COLORS: Mapping[str, str] = {
     "log": "#b0afa9",
     "other": "#6f6e69",
 }
-"""The phases of a step in the order in which they are shown; others may be used, `other` is what no phase covers."""
+"""The phases of a step, in the order in which they are shown. Others may be used; `other` is the time outside of all
+phases."""
 PHASES = tuple(PHASE_COLORS)
 
 _HEAD = ("step", "attempt", "time_s")
@@ -43,20 +45,20 @@ _WORDS = {"mean": "mean per {}", "sum": "sum over {}s", "max": "max over {}s", "
 
 
 def reduce(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Reduce metrics to numbers, after all their parts were merged. This is the only place. A mean of nothing is
-    NaN."""
+    """Return the reduced metrics as numbers, after all parts were merged. All metrics are reduced here. The mean of no
+    values is NaN."""
     return {name: float(metric.value) for name, metric in metrics.items()}
 
 
 def units_of(metrics: Mapping[str, Metric]) -> dict[str, str]:
-    """Return the unit and reduction of each number in words: `mean per token`, `max over sequences`. The report's
-    captions."""
+    """Return a text with the unit and reduction of each metric, as `mean per token` or `max over sequences`, for the
+    report's captions."""
     return {name: _WORDS[metric.kind].format(metric.unit) for name, metric in metrics.items()}
 
 
 def held_out_word(steps: Iterable[Mapping[str, float]]) -> str:
-    """Return the user's word for the mean of a run's held-out rewards: `accuracy` if all rewards are 0 or 1, else
-    `score`. In records without graded_share it depends on the means alone."""
+    """Return the word for the mean of a run's held-out rewards: `accuracy` if all rewards are 0 or 1, else `score`. For
+    records without graded_share this is decided by the means."""
     for values in steps:
         for name, value in values.items():
             mean = name.startswith("eval/") and "/acc/" in name
@@ -67,7 +69,7 @@ def held_out_word(steps: Iterable[Mapping[str, float]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MetricLine:
-    """The valid metrics of one step: those of the last attempt that did it."""
+    """The metrics of one step, as the last attempt that ran the step recorded them."""
 
     step: int
     attempt: int
@@ -76,8 +78,8 @@ class MetricLine:
 
 
 class MetricsLog:
-    """Writes one strict JSON object per call: step, attempt, time_s (epoch), then every metric under its own name, null
-    if it is not finite. It is on disk when `log` returns. Units are recorded when they first occur."""
+    """Writes one JSON object per call: step, attempt, time_s (epoch), then every metric by its name, null if it is not
+    finite. The line is on disk when `log` returns. The unit of a metric is recorded when it first occurs."""
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class MetricsLog:
         self._known: dict[str, str] = {}
 
     def keep(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the present metrics of a step to disk, until `log` writes all of them."""
+        """Write the present metrics of a step to disk as a precaution, until `log` writes the final ones."""
         head = {"step": step, "attempt": self._values.attempt, "time_s": self._clock()}
         with suppress(OSError):  # a full disk: `log` writes them later and reports it
             write_atomic(self._kept, json.dumps({**head, **_strict_values(values)}).encode() + b"\n")
@@ -152,12 +154,12 @@ def _strict_values(values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _number(value: float | str | None) -> float:
-    """Return a value of the log: NaN for null; the text "NaN" or "Infinity" is what earlier versions wrote."""
+    """Return a value of the log as a float. NaN is null; earlier versions wrote the texts "NaN" and "Infinity"."""
     return math.nan if value is None else float(value)
 
 
 def phase_order(names: Iterable[str]) -> list[str]:
-    """Sort phases as in `PHASES`; unknown phases follow by name, before `other`."""
+    """Return the phases in the order of `PHASES`; unknown phases follow by name, before `other`."""
     rank = {name: float(i) for i, name in enumerate(PHASES)}
     return sorted(names, key=lambda name: (rank.get(name, len(PHASES) - 1.5), name))
 

@@ -44,15 +44,16 @@ class SampleRow(Facts):
     response_ids: np.ndarray
     """[R] int64."""
     response_mask: np.ndarray
-    """[R] uint8: 1 where the policy sampled the token, or it is of a stored answer."""
+    """[R] uint8: 1 for tokens that the policy sampled and for those of a stored answer."""
     tokens: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Recorded name of a column (`recorded` in verl/columns.py) -> [R], without those that were not computed."""
+    """Recorded name of a column (`recorded` in verl/columns.py) -> its values [R]. Columns that were not computed are
+    left out."""
     version_min: int = -1
-    """The oldest weight version of a sampled token."""
+    """The oldest weight version of the sampled tokens; -1 if there are none."""
     version_max: int = -1
-    """The newest one."""
+    """The newest weight version of the sampled tokens; -1 if there are none."""
     ground_truth: str = ""
-    """The ground truth of the task; JSON if it is no text."""
+    """The ground truth of the task, as JSON if it is not a text."""
     context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """`Sample.context`; empty without one."""
     segments: bytes = b""
@@ -72,7 +73,8 @@ class SampleRow(Facts):
 
 
 TOKEN_FIELDS: Mapping[str, np.dtype] = {c.recorded: np.dtype(c.dtype) for c in recorded()}
-"""The arrays of `SampleRow.tokens`, each a column of the file with a null where a row has none."""
+"""The names and dtypes of the arrays in `SampleRow.tokens`. Each is a column of the file, which is null for rows
+without it."""
 
 _ARRAY_FIELDS: Mapping[str, np.dtype] = {
     "prompt_ids": np.dtype(np.int64),
@@ -86,7 +88,7 @@ _SCALARS = {bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 _FACTS: Mapping[str, pa.DataType] = {
     name: _SCALARS.get(hint, pa.string()) for name, hint in get_type_hints(Facts).items()
 }
-"""Facts as columns of the file: a mapping is JSON, every other type that is no number a text."""
+"""Facts as columns of the file. Mappings are stored as JSON, all other types but numbers as text."""
 _MAPPINGS = [name for name, hint in get_type_hints(Facts).items() if get_origin(hint) is Mapping]
 _TYPES: Mapping[str, pa.DataType] = {
     "step": pa.int64(),
@@ -99,13 +101,13 @@ _TYPES: Mapping[str, pa.DataType] = {
 }
 SCHEMA = pa.schema(list(_TYPES.items()))
 SCALARS = [name for name in _TYPES if name not in (*_ARRAY_FIELDS, *_TEXTS, "segments")]
-"""The columns that are cheap to read whole: all except texts and arrays."""
+"""The columns that are cheap to read as a whole: all but texts and arrays."""
 _DEFAULTS: Mapping[str, Callable[[], Any]] = {
     f.name: (lambda f=f: f.default) if f.default is not MISSING else f.default_factory  # type: ignore[misc]
     for f in fields(SampleRow)
     if f.default is not MISSING or f.default_factory is not MISSING
 }
-"""The values of columns that older files do not have, or that are null."""
+"""The values of columns that are null, or that files of older versions do not have."""
 
 
 class DamagedSamples(Refused):

@@ -1,4 +1,4 @@
-"""The receivers of a step's numbers. `metrics.jsonl` is always written; the others are displays."""
+"""The outputs for a step's metrics. `metrics.jsonl` is always written; the others only display them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verl.track.metrics import MetricsLog
 
 
 class Sink(Protocol):
-    """Receives `values`, the reduced metrics of `step`."""
+    """An output that receives `values`, the reduced metrics of `step`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -90,13 +90,13 @@ class WandbSink:
 
 class Sinks:
     """All sinks of a run as one. If a sink other than metrics.jsonl meets a full disk or a lost mount, this is reported
-    once and the sink is left out from then on: a dashboard does not end a run."""
+    once and the sink is no longer used, so that a dashboard cannot end a run."""
 
     def __init__(self, record: MetricsLog, shown: Mapping[str, Sink], report: Callable[[str], None]) -> None:
         self._record, self._shown, self._report = record, dict(shown), report
 
     def keep(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the present metrics of a step to disk; its `log` replaces them."""
+        """Write the present metrics of a step to disk as a precaution, until `log` writes the final ones."""
         self._record.keep(step, values)
 
     def log(self, step: int, values: Mapping[str, float], units: Mapping[str, str] | None = None) -> None:

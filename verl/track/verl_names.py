@@ -1,4 +1,4 @@
-"""The numbers of a step under the names that verl writes, for dashboards made for it. Used by verl's entry points."""
+"""The metrics of a step under the names that verl writes, for existing dashboards. verl's entry points use it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ SAME: Mapping[str, str] = {
     **{f"global_seqlen/{how}": "perf/total_num_tokens" for how in ("min", "max", "mean")},
     **{f"global_seqlen/balanced_{how}": "perf/total_num_tokens" for how in ("min", "max")},
 }
-"""verl's name -> ours. global_seqlen: tokens per data-parallel rank, of which there is one. An answer without a token
-is invalid here and never trained, so that every trained one counts as not aborted."""
+"""verl's name -> our name. global_seqlen is counted per data-parallel rank, of which there is one. Answers without a
+token are invalid and never trained here, so that no trained answer counts as aborted."""
 PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
-"""Phases that verl also gives in ms per token: of the answers for gen, of all for the others."""
+"""Phases of which verl also reports ms per token: per token of answers for gen, per token of all sequences for the
+others."""
 
 
 def verl_names(values: Mapping[str, float], answer_tokens: float) -> dict[str, float]:
