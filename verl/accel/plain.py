@@ -57,7 +57,7 @@ def _first_above(cdf: Tensor, target: Tensor, *, scale: bool) -> tuple[Tensor, T
     total = cdf[:, -1]
     target = torch.minimum(target * total if scale else target, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cdf, target[:, None], right=True).squeeze(1)
-    return index.clamp_(max=cdf.shape[1] - 1), target  # NaN is above everything; the core refuses it by its log-prob
+    return index.clamp_(max=cdf.shape[1] - 1), target  # NaN gives the last index; the caller detects it by its log-prob
 
 
 def _row(operation: str, call: Call, float32: float, bfloat16: float, traffic: float) -> Kernel:

@@ -100,7 +100,7 @@ def _checked(
     safetensors lacks, or tied weights that differ."""
     seen: set[str] = set()
     digests: dict[str, bytes] = {}
-    waiting: dict[str, torch.Tensor] = {}  # owner -> what came under an alias before it
+    waiting: dict[str, torch.Tensor] = {}  # owner -> the tensor that arrived under an alias before the owner's own
     owners = set(tied.values())
     for name, tensor in tensors:
         if name in seen:
@@ -254,14 +254,14 @@ def _copy_companions(source_dir: Path, directory: Path, tokenizer_dir: Path | No
     if template is not None:
         (directory / "chat_template.jinja").write_text(template)
         settings = directory / "tokenizer_config.json"
-        if settings.is_file():  # a template in there would be a second opinion
+        if settings.is_file():  # a template in this file might be used instead
             _write_json(settings, {k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"})
 
 
 def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
     for path in _matching(source, patterns):
         if not any(path.match(p) for p in _OURS):
-            shutil.copyfile(path, target / path.name)  # the file, where a hub cache has a link
+            shutil.copyfile(path, target / path.name)  # copies the file itself if a hub cache has a link
     if (extra := source / "additional_chat_templates").is_dir():
         shutil.copytree(extra, target / extra.name, dirs_exist_ok=True)
 

@@ -45,7 +45,7 @@ _LEFTOVER = re.compile(r"(step_\d+)\.(tmp|old|trash)-(.+)-(\d+)")
 _HASH_THREADS = 4
 _MOST_BYTES = 64 << 20  # the longest manifest that is read
 SLACK_BYTES = 16 << 20  # beside the checkpoints: directories, manifest, other writers on the same disk
-_ABANDONED_S = 3600.0  # after so long without a write the writer is dead, also on another host
+_ABANDONED_S = 3600.0  # after this time without a write the writer counts as dead, also on another host
 logger = logging.getLogger(__name__)
 
 
@@ -97,8 +97,10 @@ class CheckpointStore:
         keep_best: str | None = None,
         read_only: bool = False,
     ) -> None:
-        """keep_last: newest checkpoints kept · keep_every_steps: multiples of it are kept for ever (0: none) ·
-        keep_best: a key of `meta`; the checkpoint with its greatest value is kept until a better one is."""
+        """Open the checkpoints in `directory`, and remove what killed writers have left. keep_last: the number of
+        newest checkpoints that are kept · keep_every_steps: steps that are multiples of it are kept for ever (0: none)
+        · keep_best: a key of `meta`; the checkpoint with its greatest value is kept until a better one exists ·
+        read_only: change nothing."""
         if keep_last < 1:
             raise Refused(f"keep_last={keep_last}: at least the newest checkpoint is kept")
         if keep_every_steps < 0:
@@ -130,7 +132,7 @@ class CheckpointStore:
                 self._seal(tmp, step, meta)
                 self._commit(tmp, final)
             finally:
-                shutil.rmtree(tmp, ignore_errors=True)  # after a commit it is not there any more
+                shutil.rmtree(tmp, ignore_errors=True)  # after a commit it has another name
         self._prune(step)
 
     def _check_space(self, needed_bytes: int) -> None:
@@ -235,7 +237,7 @@ class CheckpointStore:
                 continue
             original = self.directory / match[1]
             if match[2] == "old" and not original.exists() and damage(path, quick=True) is None:
-                os.rename(path, original)  # it died before the new one had the name
+                os.rename(path, original)  # the writer died before the new checkpoint had its name
                 sync_folder(self.directory)
             else:
                 shutil.rmtree(path, ignore_errors=True)

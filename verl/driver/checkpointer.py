@@ -31,7 +31,7 @@ from verl.workers.model_workers import ModelWorkers
 
 T = TypeVar("T")
 BYTES_PER_S = 500e6  # assumed speed of a save before the first measurement
-SLOW_BYTES_PER_S = 100e6  # a save slower than this is given up
+SLOW_BYTES_PER_S = 100e6  # bytes per second; a slower save is given up
 LOOK_BACK = 5  # steps; the longest of their updates predicts the next one
 COPY_S = 1.0  # a copy shorter than this is made at every step; a longer one may take SAVE_SHARE of the update
 BUSY = 2.0  # how much slower a save is during an update in the same process

@@ -92,7 +92,7 @@ class Fleet:
         self._task = asyncio.create_task(self._listen(), name="replicas")
 
     async def close(self) -> None:
-        listening, self._task = self._task, None  # the task would keep this object and the publisher alive
+        listening, self._task = self._task, None  # a task would keep this object and the publisher in memory
         if listening is not None:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
@@ -100,7 +100,7 @@ class Fleet:
 
     async def _listen(self) -> None:
         while True:
-            with contextlib.suppress(OSError):  # the requesting command has a deadline
+            with contextlib.suppress(OSError):  # the command that made the request has a deadline
                 for path in sorted(self._folder.glob("*.ask")):
                     answer = await self._answer(path.read_text())
                     write_atomic(path.with_suffix(".answer"), json.dumps(answer).encode())
@@ -115,5 +115,5 @@ class Fleet:
             elif asked["verb"] == "remove":
                 await self.remove(int(asked["what"]))
             return {"lines": self.lines()}
-        except (ValueError, KeyError, TypeError, RuntimeError, TimeoutError) as e:  # not the run's error
+        except (ValueError, KeyError, TypeError, RuntimeError, TimeoutError) as e:  # the run does not fail
             return {"error": str(e) or type(e).__name__}

@@ -123,7 +123,7 @@ def identity_of(resolved: Resolved, command: str) -> Identity:
     preset = settled(config.algorithm.name, given, longest=longest)
     functions = {"algorithm.loss": preset.loss.fn, "algorithm.advantage": preset.estimator.fn}
     values = {k: v for k, v in values_of(config).items() if not k.startswith("algorithm.")} | _defaults(config)
-    values |= {f"algorithm.{k}": v for k, v in preset.settings().items() if k != "estimator"}  # it is the advantage
+    values |= {f"algorithm.{k}": v for k, v in preset.settings().items() if k != "estimator"}  # the advantage itself
     values |= {"algorithm.name": config.algorithm.name, **{k: short(fn) for k, fn in functions.items()}}
     for key, fn in functions.items():
         contents[key] = _source(fn) or "" if fn == short(fn) else _text_digest(short(fn))
@@ -133,7 +133,7 @@ def identity_of(resolved: Resolved, command: str) -> Identity:
     for key, text in texts.items():
         if key in resolved.masked:
             texts[key] = f"(environment) {_text_digest(text)[:12]}"
-    own = {k: given.get(k) for k in ("loss", "advantage")}  # they decide which settings there are
+    own = {k: given.get(k) for k in ("loss", "advantage")}  # these keys determine which settings exist
     unset = settled(config.algorithm.name, own, longest=longest).settings()
     defaults = {f"algorithm.{k}": json.dumps(v, sort_keys=True, default=str) for k, v in unset.items()}
     return Identity({"verb": command} | texts, contents, defaults)

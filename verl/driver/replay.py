@@ -131,8 +131,8 @@ async def put_recorded(rows: QueueRows, samples: Sequence[Sample], media: MediaS
 def recorded_sample(row: SampleRow, reads_feedback: bool) -> Sample:
     """Return a recorded row as a sample. reads_feedback: its teacher reads the feedback of the environment."""
     adapter, segments = unpacked_segments(row.segments) if row.segments else (None, _segments(row))
-    known = facts_of(row) | {"copies": 1}  # the step selects again
-    known["adapter"] = row.adapter or adapter  # in older files only the segments have it
+    known = facts_of(row) | {"copies": 1}  # the replayed step selects them again
+    known["adapter"] = row.adapter or adapter  # older files have it only in the segments
     known["taught"] = row.taught and not (reads_feedback and not len(row.context))
     return Sample(**known, segments=segments, context=row.context if len(row.context) else None)
 

@@ -27,7 +27,7 @@ from verl.workers.group import WorkerGroup
 from verl.workers.waits import Waits
 
 RECORD_AFTER_S = 0.1  # samples are written after the start of the next rollout, when the event loop has less work
-QUIET_STEPS = 20  # steps without an alarm after which it has ended
+QUIET_STEPS = 20  # an alarm has ended after this many steps without it
 OnStep = Callable[[int, Mapping[str, float]], None]
 
 

@@ -289,7 +289,7 @@ class RolloutManager:
         if self._running.get(group_id) is task:
             del self._running[group_id], self._done[group_id]
         if not task.cancelled():
-            broken = task.exception()  # retrieved in any case, else asyncio logs a warning
+            broken = task.exception()  # retrieve the exception in any case, else asyncio logs a warning
             self._failure = self._failure or broken
         elif not self._closed and self.scheduler.holds(group_id):
             self._failure = self._failure or RuntimeError(f"group {group_id} was cancelled, but not by the driver")

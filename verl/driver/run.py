@@ -76,7 +76,7 @@ class Run:
         self.fleet.open()
         if state is not None and state.scheduler is not None:
             await self.groups.restore(state.scheduler, state.groups)
-            if state.version > self.groups.scheduler.version:  # committed after that step began
+            if state.version > self.groups.scheduler.version:  # the publish committed after that step began
                 self.groups.on_published(state.version)
 
     async def evaluate_first(self) -> None:
@@ -167,7 +167,7 @@ class Run:
             if not self.stop.requested:
                 raise
         await self.settle()
-        if self._beginning is not None:  # a publish of that time has been delivered since
+        if self._beginning is not None:  # a publish that was under way then has committed since
             self._beginning.version = self.version
         raise await self.checkpointer.stopped(self._beginning, self.total_steps)
 

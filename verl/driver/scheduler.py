@@ -305,7 +305,7 @@ class Scheduler:
         step, taken = self.next_step, {g.group_id for g in chosen}
         overdue: list[_Held] = []
         later = 0
-        for group in self._groups.values():  # due steps ascend
+        for group in self._groups.values():  # the groups are sorted by due step
             if group.group_id in taken:
                 continue
             if (due := self._due(group.version)) <= step:

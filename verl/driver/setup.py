@@ -173,7 +173,7 @@ def decoder(tokenizer: Any, *, special_tokens: bool = False) -> Callable[[Sequen
     """Return a function from ids to text; without special tokens, as reward functions expect it."""
     own, fast = type(tokenizer), PreTrainedTokenizerFast
     plain = isinstance(tokenizer, fast) and (own.decode, own._decode) == (fast.decode, fast._decode)
-    if plain and not tokenizer.clean_up_tokenization_spaces:  # the Python layers only pass on, at four times the cost
+    if plain and not tokenizer.clean_up_tokenization_spaces:  # Python layers only add cost: four times
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=not special_tokens)
     return partial(tokenizer.decode, skip_special_tokens=not special_tokens)
 

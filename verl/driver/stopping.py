@@ -21,7 +21,7 @@ from verl.track.console import LiveProgress
 
 T = TypeVar("T")
 PREEMPTED, INTERRUPTED = 75, 130  # exit codes after SIGTERM (EX_TEMPFAIL) and after Ctrl-C
-RESERVE_S = 2.0  # of the grace, for work beside the save
+RESERVE_S = 2.0  # seconds of the grace that are left for work besides the save
 
 
 class Stopped(RuntimeError):
@@ -40,7 +40,7 @@ class StopRequest:
         self._progress, self._grace_s, self._save_s = progress, grace_s, save_s
         self._given_up = False
         self._handled: list[signal.Signals] = []
-        self._works: list[tuple[asyncio.Task[None], str, Callable[[], str]]] = []  # innermost last
+        self._works: list[tuple[asyncio.Task[None], str, Callable[[], str]]] = []  # the innermost is the last
 
     @property
     def left_s(self) -> float:

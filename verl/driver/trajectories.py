@@ -37,7 +37,7 @@ from verl.types import (
 )
 from verl.workers.waits import DeadlineExpired, Limit, Waits
 
-WALL_SHARE = 0.75  # of the time of an attempt; after it no further turn begins and the attempt ends as cut
+WALL_SHARE = 0.75  # share of an attempt's time after which no further turn begins and the attempt ends as truncated
 TOOL_FIELDS = ("tool_rewards", "rollout_reward_scores", "malformed_calls")
 """The entries of a loop's `extra_fields` that the reward function gets in `extra_info` (verl's names)."""
 

@@ -24,7 +24,7 @@ from verl.nn.linear_teacher import FIGURES, HeadWeights, divergence, top_k
 LM_OUTPUTS = (
     *("logprobs", "entropy", "sum_pi_squared"),
     *("hidden", "topk_ids", "topk_logprobs"),  # outputs of a teacher
-    *("logprobs_at", "divergence", *FIGURES),  # of a student: reads `teacher_ids`, `teacher_hidden`
+    *("logprobs_at", "divergence", *FIGURES),  # outputs of a student, which reads `teacher_ids` and `teacher_hidden`
 )
 SLICES = "the configuration refuses slices of a head here"
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")

@@ -25,7 +25,8 @@ class LoraSource:
     add them to the engine's present weights, which stay unchanged."""
 
     def __init__(self, engine: TorchEngine, parameters: ParameterSet, factors: Mapping[str, Tensor]) -> None:
-        """parameters: the set, with any base · factors: by the names that the set gives them."""
+        """Make a set the source of weights to publish. parameters: the set, with any base · factors: tensors by the
+        names that the set gives them."""
         self._engine, self.parameters, self.masters = engine, parameters, dict(factors)
         self._layers = low_ranks(parameters, factors, engine.model)
 

@@ -53,7 +53,7 @@ def reduce_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Tens
     inputs are replaced before any arithmetic."""
     device = next(iter(outputs.values())).device
     sequence_of = batch.sequence_of.to(device)
-    total = next(iter(outputs.values()))[:0].sum()  # 0, and a path for backward even where no term has a token
+    total = next(iter(outputs.values()))[:0].sum()  # 0, with a graph for the backward pass even if no term has a token
     metrics: dict[str, PendingMetric] = {}
     for term in terms:
         if term.unit != "sequence":

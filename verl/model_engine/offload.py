@@ -78,7 +78,7 @@ class Offload:
 
 
 class _Offloaded:
-    """The storage of one offloaded part. sizes: of the storages that are in it, in order; in the file each begins at a
+    """The storage of one offloaded part. sizes: the bytes of the storages in it, in order; in the file each begins at a
     multiple of `ALIGN_BYTES`."""
 
     def __init__(self, device: torch.device) -> None:

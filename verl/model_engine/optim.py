@@ -80,7 +80,7 @@ def step(optimizer: torch.optim.Optimizer, average: float) -> None:
     first = {p: p.clone() for p in every if AVERAGE not in optimizer.state.get(p, {})} if average else {}
     optimizer.step()
     for p in every if average else ():
-        if state := optimizer.state.get(p, {}):  # one that has had no gradient yet is its own average
+        if state := optimizer.state.get(p, {}):  # a parameter that has had no gradient yet equals its average
             state.setdefault(AVERAGE, first.get(p)).lerp_(p, 1 - decay)
 
 

@@ -75,7 +75,7 @@ class Passes:
                     pending.append(metrics)
                     found.append((rows, {name: value.detach() for name, value in outputs.items()}))
                 take(loss)
-        kept = self._room(batch, wanted)  # read when all passes are on their way: a read waits for the device
+        kept = self._room(batch, wanted)  # read after all passes are enqueued, since a read waits for the device
         for rows, detached in found:
             store_outputs(kept, detached, batch, rows)
         return StepOutput(read_pending(pending), kept)

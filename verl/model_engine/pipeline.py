@@ -158,7 +158,7 @@ class StagePasses(ShardedPasses):
     def _ready(self, batch: Batch, count: int, wanted: Sequence[str]) -> Iterator[Ready]:
         parts = self.cuts(batch, count)
         read = super(ShardedPasses, self)._outputs
-        flying: deque[tuple[Tensor | None, Tensor]] = deque()  # what came in and what went out of a forward pass
+        flying: deque[tuple[Tensor | None, Tensor]] = deque()  # received and sent states of forward passes
         for forward, i in one_forward_one_backward(self.local.stage, self._layout.pipeline, len(parts)):
             if forward:
                 part = part_of(batch, parts[i])

@@ -79,7 +79,7 @@ class ShardedModel(LocalModel):
         over = self.mesh["replicate", "shard"] if layout.replicate > 1 else self.mesh["shard"]
         experts, over_experts = self._spread_experts()
         for p in {*self.model.parameters()} - {*self.trained().parameters()}:
-            p.requires_grad_(False)  # of a head that is not trained
+            p.requires_grad_(False)  # parameters of a head that is not trained
         if layout.tokens > 1 and not self.settings.packed:
             key = f"parallel.{layout.tokens_key}={layout.tokens}"
             raise Refused(f"{key} wants model.engine_options.attention=auto")
@@ -115,7 +115,7 @@ class ShardedModel(LocalModel):
         made = {i: nn.Parameter(torch.empty_like(p, device=self.device), p.requires_grad) for i, p in before.items()}
         for module in self.root.modules():
             module._parameters.update({name: made.get(id(p), p) for name, p in module._parameters.items()})
-        self.root._apply(lambda t: t)  # FSDP looks at what it gathers from only then
+        self.root._apply(lambda t: t)  # only this makes FSDP gather from the new storage
 
     def _spread_experts(self) -> tuple[list[nn.Module], DeviceMesh | None]:
         """Return the modules of experts, and the mesh over which their parameters are sharded. It has fewer ranks than
@@ -260,7 +260,7 @@ class ShardedPasses(Passes):
         return found
 
     def _value_outputs(self, name: str, rows: Tensor, which: Which) -> dict[str, Tensor]:
-        return {n: x.clone() for n, x in super()._value_outputs(name, rows, which).items()}  # FSDP wants no view
+        return {n: x.clone() for n, x in super()._value_outputs(name, rows, which).items()}  # FSDP rejects views
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
         """Return the hidden states of this rank's tokens: a run of the batch if ranks share the tokens, else all."""
@@ -304,7 +304,7 @@ class ShardedPasses(Passes):
             try:
                 yield
             finally:
-                self.local.root.reshard()  # else the next pass would see these weights again, whatever became of them
+                self.local.root.reshard()  # else the next pass would use these weights, even if they have changed
 
 
 class ShardedState(EngineState):

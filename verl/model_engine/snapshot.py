@@ -85,7 +85,7 @@ def load_state(
         for full in (name for name in found if name.startswith("optimizer.")):
             key, name = full.removeprefix("optimizer.").split(".", 1)
             if (p := params.get(name)) is None:
-                continue  # another rank's
+                continue  # a parameter of another rank
             into[full] = torch.zeros((), device=p.device) if key == "step" else torch.empty_like(p)
             optimizer.state[p][key] = into[full]
     load_tensors(path, into)

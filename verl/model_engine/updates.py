@@ -25,7 +25,7 @@ class Updates:
             self.optimizer = make_adamw(local.trained(), self.spec)
             self.optimizer.param_groups = local.one_mesh_each(self.optimizer.param_groups)
         self.steps = self.skipped = 0
-        self.copied = 0  # the version that a lagging copy is of
+        self.copied = 0  # the version of the lagging copy
 
     def step(self, last: tuple[Batch, Sequence[str]] | None) -> Metrics:
         """Clip the gradient and do an optimizer step. last: the batch of the gradient and the names of its terms; the

@@ -47,7 +47,7 @@ class Block:
         if (window, dtype) not in self.masks:
             depth, device = self.k_index.shape[1], self.offset.device
             q = self.offset[:, None] + torch.arange(self.q_index.shape[1], device=device)  # [b, Q]
-            q = q.clamp(max=depth - 1)[..., None]  # a padded query sees something too: no NaN, not even unused
+            q = q.clamp(max=depth - 1)[..., None]  # a padded query attends to some key too, so that no NaN occurs
             k = torch.arange(depth, device=device)
             mask = (k <= q) if window is None else (k <= q) & (k > q - window)
             if dtype != torch.bool:
@@ -104,7 +104,7 @@ class AttentionPlan:
         if (heads, kv_heads) not in self.by_heads:
             device = self.blocks[0].offset.device
             h, kv = (torch.arange(n, device=device)[:, None] for n in (heads, kv_heads))
-            q = torch.cat([(b.q_index[:, None] * heads + h).flatten() for b in self.blocks])  # of each block [b, H, Q]
+            q = torch.cat([(b.q_index[:, None] * heads + h).flatten() for b in self.blocks])  # for each block [b, H, Q]
             k = torch.cat([(b.k_index[:, None] * kv_heads + kv).flatten() for b in self.blocks])
             real = np.concatenate([np.repeat(r[:, None], heads, 1).ravel() for r in self.real])  # on the host
             slots, pad = (torch.from_numpy(np.flatnonzero(x)).to(device) for x in (real, ~real))
@@ -181,7 +181,7 @@ class _Forest:
             return self
         starts = np.unique(np.concatenate([self.seg_start, sorted(added)]))
         first = np.searchsorted(starts, self.seg_start)  # [S + 1] the first part of each segment
-        parent = np.arange(len(starts) - 1) - 1  # the part before
+        parent = np.arange(len(starts) - 1) - 1  # the part before this one
         parent[first[:-1]] = np.where(self.parent >= 0, first[self.parent + 1] - 1, -1)
         return _Forest(starts, parent)
 
@@ -224,7 +224,9 @@ def _block_index(forest: _Forest, members: np.ndarray) -> tuple[np.ndarray, np.n
     lengths, depths = forest.lengths, forest.depths
     own, depth = lengths[members], int((depths + lengths)[members].max())
     q_index = np.zeros((len(members), int(own.max())), np.int64)
-    k_index = np.zeros((len(members), depth if depth <= 8 else -(-depth // 8) * 8), np.int64)  # GEMMs like it
+    k_index = np.zeros(
+        (len(members), depth if depth <= 8 else -(-depth // 8) * 8), np.int64
+    )  # a multiple of 8 makes matrix products faster
     row, at = np.arange(len(members)), members
     q_index[np.repeat(row, own), ranges(0 * row, own)] = ranges(forest.seg_start[members], own)
     while len(at):
@@ -339,7 +341,7 @@ def _attend_block(
         bias = block.mask(window, exact).expand(b, heads, width, depth).clone(memory_format=torch.contiguous_format)
         q, k, v = (x.flatten(0, 1) for x in (grouped, k, v))
         return _BatchedAttention.apply(q, k, v, bias.view(b * kv_heads, -1, depth), scale).flatten(0, 1)
-    if block.rooted and window is None:  # padding is last, where causal attention does not see it
+    if block.rooted and window is None:  # padding is at the end, which causal attention does not read
         k, v = k[:, :, :width], v[:, :, :width]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads != kv_heads)
     else:

@@ -63,7 +63,7 @@ class ExpertParallel:
         if way_back is None or not isinstance(out, Tensor):
             return None
         token, weights, (sent, came), size, x = way_back
-        if len(x) == 0:  # no token came: this rank's part in the backward pass is still that of the others
+        if len(x) == 0:  # no token arrived: this rank must still take part in the backward pass
             out = out + x.sum() + sum(p[:0].sum() for p in local)
         found = AllToAll.apply(out, self._group, came, sent)
         return found.new_zeros(size, found.shape[1]).index_add(0, token, found * weights[:, None])

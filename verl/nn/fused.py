@@ -84,7 +84,8 @@ def _attention_forward(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """hidden_states [1, T, hidden], cos and sin [1, T, D] -> [1, T, hidden]."""
+    """Compute an attention module's output [1, T, hidden] from hidden_states [1, T, hidden], cos and sin [1, T, D]. The
+    arguments are those of transformers' modules."""
     assert kwargs.get("past_key_values") is None, "packed attention is driven by a plan alone"
     window, rows = window_of(attention_mask), (hidden_states.shape[1], -1, self.head_dim)
     q, k, v = (project(hidden_states).view(rows) for project in (self.q_proj, self.k_proj, self.v_proj))

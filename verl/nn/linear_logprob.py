@@ -58,12 +58,12 @@ class _LinearLogprob(torch.autograd.Function):
         entropy = torch.empty_like(logprobs) if want_entropy else None
         sum_pi2 = torch.empty_like(logprobs) if want_sum_pi_squared else None
         apart = None if ids is None else logprobs.new_empty(n, ids.shape[1] + 1)
-        cast = weight.to(hidden.dtype)  # once, not once a chunk
+        cast = weight.to(hidden.dtype)  # once instead of once per chunk
         for at in chunks(n, weight):
             z = chunk_logits(hidden[at], cast, bias, temperature[at], cap)
             if apart is None or ids is None:
                 lse[at] = torch.logsumexp(z, -1)
-            else:  # the others summed by themselves: 1 - the sum of the named would cancel
+            else:  # sum the other ids directly: 1 - (sum of the named) would lose digits
                 apart[at] = torch.cat([z.gather(-1, ids[at]), rest_of(z, ids[at])], -1)
                 lse[at] = torch.logsumexp(apart[at], -1)
                 z.scatter_(-1, ids[at], apart[at, :-1])
@@ -80,7 +80,7 @@ class _LinearLogprob(torch.autograd.Function):
         rest = None if apart is None else apart[:, -1].clone()  # a view of what is returned would keep itself alive
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, here, ids, rest)
         ctx.cap = cap
-        ctx.set_materialize_grads(False)  # an output that no loss uses costs nothing
+        ctx.set_materialize_grads(False)  # no gradient is computed for an output that no loss uses
         if sum_pi2 is not None:
             ctx.mark_non_differentiable(sum_pi2)
         return logprobs, entropy, sum_pi2, apart
@@ -101,16 +101,16 @@ class _LinearLogprob(torch.autograd.Function):
         for at in chunks_of(needed, weight):
             h, d = hidden[at], d_logprob[at, None]
             z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
-            slope = 1 - (z * (temperature[at, None] / ctx.cap)) ** 2 if ctx.cap else None  # of the cap
+            slope = 1 - (z * (temperature[at, None] / ctx.cap)) ** 2 if ctx.cap else None  # the derivative of the cap
             logp = centred(z, lse[at])
             of_entropy = None if d_entropy is None else (entropy[at, None], d_entropy[at, None])
             if d_apart is None:
                 dz = _slope(logp, d, of_entropy)
-            else:  # the rest is shared by those that are not named: p / rest of its gradient each
+            else:  # each id that is not named gets the share p / rest of the gradient of the rest
                 named, of_rest = d_apart[at, :-1], d_apart[at, -1:]
                 every = d + d_apart[at].sum(-1, keepdim=True)
                 theirs = _slope(logp.gather(-1, ids[at]), every, of_entropy) + named
-                share = (logp - rest[at, None].clamp(min=NONE / 2)).exp_().mul_(of_rest)  # by its log: p may be 0
+                share = (logp - rest[at, None].clamp(min=NONE / 2)).exp_().mul_(of_rest)  # in logs, since p may be 0
                 dz = _slope(logp, every, of_entropy).add_(share).scatter_(-1, ids[at], theirs)
             dz.scatter_add_(-1, targets[at, None], d if here is None else d * here[at, None])
             dz /= temperature[at, None]

@@ -75,13 +75,13 @@ class _Read(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_values: Tensor, _: None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, temperature, lse = ctx.saved_tensors
-        needed = d_values != 0  # a NaN in the others reaches nothing
+        needed = d_values != 0  # a NaN in the other rows has no effect
         cast = weight.to(hidden.dtype)
         sums = HeadGradients(hidden, weight, bias, lse.dtype)
         for at in chunks_of(needed, weight):
             h, t = hidden[at], temperature[at, None]
             z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
-            slope = 1 - (z * (t / ctx.cap)) ** 2 if ctx.cap else None  # of the cap
+            slope = 1 - (z * (t / ctx.cap)) ** 2 if ctx.cap else None  # the derivative of the cap
             dz = ctx.reading.slope(centred(z, lse[at]), at, d_values[at]) / t
             sums.add(at, dz if slope is None else dz.mul_(slope), h, cast, needed[at])
         return *sums.found(weight, bias), None, None, None
@@ -113,9 +113,9 @@ class _Divergence:
     def values(self, logp: Tensor, at: Any) -> tuple[Tensor, Tensor]:
         s, t = logp, self._teacher(at)
         q = t.exp()
-        first = t.max(-1, keepdim=True).indices  # of a CPU twice as fast as argmax, and amax eight times
+        first = t.max(-1, keepdim=True).indices  # on a CPU twice as fast as argmax; amax is eight times as fast
         own, same = t.gather(-1, self.targets[at, None]), s.gather(-1, first) == s.amax(-1, keepdim=True)
-        x = q.mul_(t) if self.beta == 1 else q * t  # its memory serves again: a new chunk costs as much as its numbers
+        x = q.mul_(t) if self.beta == 1 else q * t  # reuse its memory: allocating a chunk takes as long as computing it
         figures = torch.cat([own, same.to(t.dtype), -x.sum(-1, keepdim=True)], -1)
         if self.beta == 0:
             return q.mul_(torch.sub(t, s, out=x)).sum(-1), figures

@@ -83,7 +83,7 @@ def refused(what: str, *, padded: bool) -> Iterator[None]:
     except (TypeError, AttributeError, LookupError, NotImplementedError, RuntimeError) as e:
         ours = isinstance(e, RuntimeError) and not isinstance(e, NotImplementedError)
         if ours and not re.search("shape|size of tensor", str(e)):
-            raise  # no memory, a dead rank
+            raise  # not a matter of the model: out of memory, a dead rank
         how, fix = ("padded", "There is no way to train it here.") if padded else ("packed", _WAY_OUT)
         raise Refused(f"{what} cannot be called on {how} sequences ({e}). {fix}") from e
 

@@ -61,7 +61,7 @@ class TensorParallel:
 
     def __init__(self, model: Any, mesh: DeviceMesh) -> None:
         self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
-        self._done: dict[int, nn.Parameter] = {}  # by the parameter before: tied ones stay tied
+        self._done: dict[int, nn.Parameter] = {}  # by the id of the original parameter, so that tied ones stay tied
         self._styles = _styles(model, self._size)
         embeddings, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self._slice = embeddings.num_embeddings // self._size
@@ -83,7 +83,7 @@ class TensorParallel:
 
     def finish(self) -> Vocabulary:
         """Return this rank's slice of the vocabulary. Call it after all modules are split."""
-        self._done.clear()  # they may be sharded further; these would keep them whole
+        self._done.clear()  # these references would keep unsharded tensors in memory
         return Vocabulary(self._first, lambda x: _Enter.apply(x, self._group), self._gather)
 
     def split(self, module: nn.Module) -> None:
@@ -118,7 +118,10 @@ class TensorParallel:
             if isinstance(p, DTensor):
                 module.__dict__[name] = p.to_local(grad_placements=partial)
         if self._styles.get(module) == _ROWS and "bias" in module.__dict__:
-            module.__dict__["_bias"], module.__dict__["bias"] = module.__dict__["bias"], None  # added once, to the sum
+            module.__dict__["_bias"], module.__dict__["bias"] = (
+                module.__dict__["bias"],
+                None,
+            )  # the bias is added once, after the sum
 
     def _hide(self, module: nn.Module, args: Any, out: Any) -> Any:
         bias = module.__dict__.pop("_bias", None)

@@ -156,7 +156,7 @@ class _PacedRun(VirtualRun):
         super().__init__(scheduler)
         self.group_s, self.step_update_s, self.shared = rollout_s / scheduler.prompts_per_step, update_s, shared
         self.drawn, self.free_at_s = 0, 0.0
-        self.ends: list[tuple[float, int]] = []  # of each step: the time, and the groups drawn so far
+        self.ends: list[tuple[float, int]] = []  # for each step: the time of its end, and the groups drawn so far
 
     def draw(self) -> str:
         self.drawn += 1

@@ -48,7 +48,7 @@ class Plan:
     checkpoint_bytes: int
     checkpoint_parts: dict[str, int]
     checkpoints_kept: int  # On disk at once, the one being written included.
-    checkpoints_made: str  # At which steps.
+    checkpoints_made: str  # The steps after which they are written.
     warnings: tuple[str, ...]
     cluster: ClusterPlan | None = None  # With it, `memory` is that of the fullest rank.
     teacher_share: float | None = None  # As a share of the FLOPs of the policy's update.

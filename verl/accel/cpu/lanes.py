@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
-LANE_WORK = 5e6  # multiply-adds per layer that take as long as dispatching the layer, which lanes cannot do at once
+LANE_WORK = 5e6  # multiply-adds that take as long as dispatching a layer, which only one lane does at a time
 WIDE_OPERATION = 2e7  # multiply-adds of a mean product from which all cores together finish it sooner
 MEMORY_BOUND_ROWS = 20  # below about this many rows a product waits for its weights
 
@@ -24,7 +24,7 @@ def compute_alone(others: int) -> None:
     torch's number is per thread, but set_num_threads also changes the number of threads that have not computed yet; a
     temporary thread restores that. `others` is an argument: a number read here could be the 1 that another lane has
     just set."""
-    torch.get_num_threads()  # at first use a thread takes over torch's number: have that behind us
+    torch.get_num_threads()  # at its first use a thread sets its number to torch's; make that happen now
     torch.set_num_threads(1)
     restore = threading.Thread(target=torch.set_num_threads, args=(others,))
     restore.start()

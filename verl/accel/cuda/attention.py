@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-KEYS_PER_SPLIT = 256  # at least: below it, merging costs more than the parts gain
+KEYS_PER_SPLIT = 256  # the fewest keys per part: with fewer, merging costs more than the parts save
 MAX_SPLITS = 64
 BLOCK_KEYS, BLOCK_BYTES = 64, 32768  # at most: keys that are read at once, from one page, and their bytes
 MERGED_AT_ONCE = 8  # partial results that are read at once
