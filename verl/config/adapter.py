@@ -38,7 +38,7 @@ _IGNORED = (  # parts that are in the weights too, and details of the adapter's 
 
 
 class _Lora(msgspec.Struct):
-    """The keys of adapter_config.json that are read, by PEFT's names."""
+    """The keys of adapter_config.json that are used, by PEFT's names."""
 
     base_model_name_or_path: str | None = None
     r: int = 8
@@ -56,7 +56,7 @@ class _Lora(msgspec.Struct):
         return next(given, self.lora_alpha) / (rank**0.5 if self.use_rslora else rank)
 
     def aims_at(self, module: str) -> bool:
-        """Return whether the adapter has factors for this module of the base."""
+        """Return True if the adapter has factors for this module of the base model."""
         layer, layers = re.search(r"\.(\d+)\.", module), self.layers_to_transform
 
         def among(given: list[str] | str | None) -> bool:
@@ -70,7 +70,7 @@ class _Lora(msgspec.Struct):
 
 @dataclass(slots=True)
 class AdaptedWeight:
-    """How one weight of the base changes: it is replaced by `whole`, or scale * B @ A is added to it."""
+    """The change of one weight of the base model: it is replaced by `whole`, or scale * B @ A is added to it."""
 
     whole: str = ""
     a: str = ""
@@ -83,8 +83,8 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_of(path: str, policy: str) -> str:
-    """Return the folder of an adapter's base, or the policy's folder where that base is not here; a model is its own
-    base."""
+    """Return the folder of an adapter's base model, or the policy's folder if that is not on this machine. The base of
+    a whole model is the model itself."""
     if not is_adapter(folder := Path(path).expanduser()):
         return path
     named = _read(folder).base_model_name_or_path or ""
@@ -93,12 +93,13 @@ def base_of(path: str, policy: str) -> str:
 
 
 def teacher_models(config: Config) -> dict[str, str]:
-    """Return the folder with the model sizes of each teacher that is computed in this run."""
+    """Return, for each teacher that this run computes itself, its model folder, or the folder of its base model if the
+    teacher is an adapter."""
     return {role: base_of(path, config.model.path) for role, path in config.teacher.folders().items()}
 
 
 def read_adapter(folder: Path, base: Path) -> dict[str, AdaptedWeight]:
-    """Return how the adapter changes each weight of the base, by name. ValueError for an adapter that is more than
+    """Return the change of each weight of the base model, by name. Raise ValueError for an adapter that is not plain
     LoRA, or that belongs to another model."""
     lora, headers, parts = _read(folder), read_weight_headers(folder), dict[str, AdaptedWeight]()
     if not (folder / WEIGHTS).is_file():
@@ -134,7 +135,7 @@ def _read(folder: Path) -> _Lora:
 def _misfits(
     lora: _Lora, parts: Mapping[str, AdaptedWeight], headers: Mapping[str, TensorHeader], base: Path
 ) -> Iterator[str]:
-    """Yield why the adapter does not belong to this base."""
+    """Yield the reasons why the adapter does not belong to this base model."""
     tied, theirs = describe_model(str(base)).tied, read_weight_headers(base)
     ranks = {lora.r, *(lora.rank_pattern or {}).values()}
     for name, part in parts.items():

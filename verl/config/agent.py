@@ -1,4 +1,4 @@
-"""Faults of `agent.*` that are found without a tokenizer and without loading a user's code."""
+"""Find faults of `agent.*` without a tokenizer and without loading a user's code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FILES = (".py", ".yaml", ".yml", ".json")
 
 
 def agent_faults(config: Config) -> Iterator[str]:
-    """Yield a line for a loop or a file of tools that is not there, and for a template that cannot render tools."""
+    """Yield a line for a loop or a file of tools that does not exist, and for a template that cannot render tools."""
     agent = config.agent
     name, _ = played_by(agent.loop, agent.tools)
     if name == TOOL_AGENT and not agent.tools:
@@ -44,7 +44,8 @@ def _is_missing(path: str) -> bool:
 
 
 def _template_faults(config: Config) -> Iterator[str]:
-    """Yield why the chat template shows no tools. Faults that only a rendering shows are found when the run starts."""
+    """Yield the reasons why the chat template does not show tools. Faults that only a rendering finds are reported when
+    the run starts."""
     own, folder = config.model.chat_template, config.model.tokenizer_path or config.model.path
     try:
         template = Path(own).expanduser().read_text() if own else chat_template_of(find_model_folder(folder))
@@ -62,7 +63,7 @@ def _template_faults(config: Config) -> Iterator[str]:
 
 
 def idle_agent_keys(values: Mapping[str, Any]) -> list[str]:
-    """Return the `agent.*` keys that are read only where tools or a loop of the user's play, if none does."""
+    """Return the `agent.*` keys that have no effect because the run has neither tools nor a user's loop."""
     if values["agent.tools"] or played_by(values["agent.loop"], ())[0] != SINGLE_TURN:
         return []
     return [key for key in leaves() if key.startswith("agent.") and key not in ("agent.loop", "agent.tools")]

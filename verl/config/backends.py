@@ -1,9 +1,11 @@
-"""Which engines there are, as data: a name, and where its parts are as `module:name`. Reading this imports no engine.
+"""The tables of engines: the name of each, and the places of its parts as `module:name`. Importing this imports no
+engine.
 
-A backend is one file and one row here. It brings `Options`, a dataclass of its own keys with their bounds (in a module
-without torch), `build(options, context)`, which makes the engine, and `memory(options, ...)`, what its options cost,
-for the plan. It may bring `faults(config, pools, roles)`, what cannot run with it, and names the options that a resumed
-run may change. `SECTION.engine` chooses the row, `SECTION.engine_options` is checked against the Options of that row.
+A backend is one file and one row here. It has `Options`, a dataclass of its own keys with their bounds (in a module
+without torch); `build(options, context)`, which makes the engine; and `memory(options, ...)`, the estimate of its
+memory for the plan. It may have `faults(config, pools, roles)`, which finds configurations that it cannot run, and name
+the options that a resumed run may change. `SECTION.engine` selects the row, and `SECTION.engine_options` is checked
+against the Options of that row.
 """
 
 from __future__ import annotations
@@ -30,27 +32,28 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoOptions:
-    """Options of a backend that has no keys of its own."""
+    """The options of a backend without keys of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """One engine of a table: where its parts are, and what it can do."""
+    """One engine of a table: the places of its parts, and its properties."""
 
     build: str
     """`module:function`: (options, context) -> the engine."""
     options: str = "verl.config.backends:NoOptions"
     """`module:class`: the dataclass of its keys."""
     memory: str = ""
-    """`module:function`: the bytes that the engine needs, for the plan. Empty: that of MEMORY for its section."""
+    """`module:function`: the bytes that the engine needs, for the plan. Empty: the function in MEMORY for its
+    section."""
     across_processes: str = ""
-    """The row that does the same for workers in processes of their own."""
+    """The row that replaces it if workers have processes of their own."""
     across_machines: str = ""
-    """The row that does the same for workers on several machines."""
+    """The row that replaces it if workers are on several machines."""
     one_machine: bool = False
-    """It serves the processes of one machine only."""
+    """True if it serves only the processes of one machine."""
     each_host: bool = False
-    """It brings weights into the shared memory of each machine."""
+    """True if it brings weights into the shared memory of each machine."""
     traits: str = "verl.rollout.base:IN_PROCESS"
     """`module:name`: the abilities of a rollout engine."""
     package: str = ""
@@ -152,12 +155,12 @@ CLUSTER: Table = {
 MEMORY: Mapping[str, str] = MappingProxyType(
     {"model": "verl.model_engine.memory:memory", "rollout": "verl.config.backends:full_length_memory"}
 )
-"""The estimate of an engine that brings none of its own."""
+"""Section -> the memory estimate for engines without their own."""
 TABLES: Mapping[str, Table] = MappingProxyType({"model": MODEL, "rollout": ROLLOUT, "queue": QUEUE, "sync": SYNC})
 
 
 def import_object(name: str) -> Any:
-    """Return the object at `module:name`. ValueError where the module has no such object."""
+    """Return the object at `module:name`. Raise ValueError if the module has no such object."""
     module, _, attribute = name.partition(":")
     try:
         found = importlib.import_module(module)
@@ -182,12 +185,12 @@ def traits_of(engine: str) -> Traits:
 def full_length_memory(
     options: NoOptions, *, max_concurrent_sequences: int, max_context_tokens: int, kv_bytes_per_token: int
 ) -> dict[str, int]:
-    """Return the bytes of an engine that holds every concurrent sequence at full length."""
+    """Return the bytes of an engine that keeps every concurrent sequence at full length."""
     return {"KV cache": max_concurrent_sequences * max_context_tokens * kv_bytes_per_token}
 
 
 def layout_of(config: Config) -> Layout:
-    """Return how the ranks of a model are arranged. ValueError for an arrangement that is impossible."""
+    """Return how the ranks of a model divide it. Raise ValueError for an impossible layout."""
     c, p = config.cluster, config.parallel
     return Layout(
         world_size=c.nodes * c.ranks_per_node if c.backend != "inproc" else config.cluster.virtual_ranks,
@@ -214,7 +217,7 @@ def engine_name(config: Config, section: str) -> str:
 
 
 def address_of(given: str | None) -> str | None:
-    """Return the address of a Ray that runs already, on one machine or many; None if the run starts its own."""
+    """Return the address of a running Ray cluster that the run should use; None if the run starts its own."""
     return given or os.environ.get("RAY_ADDRESS") or None
 
 
@@ -225,18 +228,18 @@ def _row(section: str, engine: str, cluster: str, ranks: int, address: str | Non
 
 
 def faults_of(config: Config, section: str, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
-    """Yield what cannot run with the chosen engine, a line per fault that the engine itself reports."""
+    """Yield the faults that the chosen engine itself finds, one per line."""
     if (found := backend_of(config, section).faults) != "":
         yield from import_object(found)(config, pools, roles)
 
 
 def options_of(config: Config, section: str) -> Any:
-    """Return the Options of the chosen engine, in its own type. The configuration is validated."""
+    """Return the Options of the chosen engine. The configuration must be validated."""
     return import_object(backend_of(config, section).options)(**vars(vars(config)[section]).get("engine_options", {}))
 
 
 def longest_sequence(config: Config) -> int:
-    """Return the tokens of the longest prompt and response, in training or evaluation."""
+    """Return the number of tokens of the longest prompt and response together, in training or evaluation."""
     return config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, config.eval.max_response_tokens or 0)
 
 
@@ -256,7 +259,7 @@ def rollout_caches(config: Config, *, bytes_per_token: int) -> dict[str, int]:
 
 
 def option_keys() -> Iterator[str]:
-    """Yield every key that some engine brings."""
+    """Yield every key of the engines' options."""
     for section, table in TABLES.items():
         for backend in table.values():
             fields = dataclasses.fields(import_object(backend.options))
@@ -264,7 +267,7 @@ def option_keys() -> Iterator[str]:
 
 
 def complete_options(values: dict[str, Any]) -> list[str]:
-    """Fill every `engine_options` with its engine's defaults, in place. Returns a line per fault."""
+    """Add the defaults of each section's engine to its `engine_options`, in place. Return a line for each fault."""
     given = values.get("algorithm.options", {})
     faults = [unknown_option(name, text_of(given[name])) for name in given if f"algorithm.{name}" in leaves()]
     for section, table in TABLES.items():

@@ -1,4 +1,4 @@
-"""Faults of where a run is placed (pools, roles, layout), found without Ray and without loading a model."""
+"""Check where a run is placed (pools, roles, layout), without Ray and without loading a model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from verl.workers.pools import MAIN, Pool, pools_of
 
 TRAINS = ("train", "sft", "rm", "dpo")
 NO_MODEL = ("rollout", "compute", "recorder")
-"""Roles that have no ranks of a model."""
+"""Roles without the ranks of a model."""
 DEVICES = ("xpu", "mtia")
-"""Resources that a pool may name and that torch knows by itself, beside cpu and cuda."""
+"""Resources, besides cpu and cuda, that a pool may name and that torch supports without a plugin."""
 ANYWHERE = ("cluster.backend", "cluster.virtual_ranks", "cluster.max_restarts", "cluster.start_timeout_s")
 
 
@@ -35,13 +35,13 @@ def placed_roles(config: Config) -> tuple[str, ...]:
 
 
 def places_of(config: Config, command: str = "train") -> tuple[dict[str, Pool], dict[str, str]]:
-    """Return the pools by their names, and the pool of each role. ValueError for a section that is contradictory."""
+    """Return the pools by name, and the pool of each role. Raise ValueError for a contradictory section."""
     roles = placed_roles(config) if command in ("train", "eval") else ("trainer", "compute")
     return pools_of(config.cluster, roles, device=default_device(config))
 
 
 def cluster_faults(config: Config, command: str) -> Iterator[str]:
-    """Yield a line per fault of keys that are each valid alone."""
+    """Yield a line for each fault of keys that are each valid by themselves."""
     yield from _missing_modules(config)
     if config.cluster.backend == "inproc":
         yield from _in_one_process(config)
@@ -99,7 +99,7 @@ def _address(config: Config) -> Iterator[str]:
 
 
 def _rows_of_ranks(config: Config, layout: Layout, command: str) -> Iterator[str]:
-    """Check that every data rank has a row in every optimizer step."""
+    """Yield a fault if a data rank would have no row in an optimizer step."""
     groups = config.step.prompts_per_step // config.step.updates_per_step
     prefix = "groups of an optimizer step (step.prompts_per_step / step.updates_per_step)"
     if command in ("sft", "rm", "dpo"):
@@ -111,8 +111,8 @@ def _rows_of_ranks(config: Config, layout: Layout, command: str) -> Iterator[str
 
 
 def _pools(config: Config, layout: Layout, pools: dict[str, Pool], roles: dict[str, str]) -> Iterator[str]:
-    """Check the size of each pool. A model has one process per rank and a replica has one; a pool runs them side by
-    side."""
+    """Yield the faults of pools whose size does not fit. A model has one process per rank, a replica has one; the
+    processes of a pool run at the same time."""
     for name, pool in pools.items():
         models = [role for role, at in roles.items() if at == name and role not in NO_MODEL]
         if pool.dtype and not models:
@@ -129,8 +129,8 @@ def _pools(config: Config, layout: Layout, pools: dict[str, Pool], roles: dict[s
 
 
 def _devices(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> Iterator[str]:
-    """Check that the models of each pool can compute on its device. torch would report it only after Ray has
-    started."""
+    """Yield a fault for each pool with a device on which its models cannot compute. torch would report it only after
+    Ray has started."""
     for name, pool in pools.items():
         models = [role for role, at in roles.items() if at == name and role not in ("compute", "recorder")]
         at, asked, device = (
@@ -151,7 +151,7 @@ def _devices(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> I
 
 
 def _transports(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> Iterator[str]:
-    """Check that rows and weights reach every process."""
+    """Yield a fault if rows or weights cannot reach every process."""
     far = address_of(config.cluster.address)
     several = [name for name, pool in pools.items() if pool.nodes > 1]
     if far is None:
@@ -169,7 +169,7 @@ def _transports(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -
 
 
 def apart(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str], why: str, fix: str) -> Iterator[str]:
-    """Yield the fault of weights that reach one machine only, where replicas may be on others."""
+    """Yield a fault if the sync engine reaches one machine only and replicas may be on others."""
     at, home, far = roles["rollout"], roles["actor"], address_of(config.cluster.address)
     if at != home:
         yield (

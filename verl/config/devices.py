@@ -1,4 +1,4 @@
-"""The device, the dtype and the offloading of models, as a configuration and this machine imply them. No torch."""
+"""Determine the device, the dtype and the offloading of models from a configuration and this machine. No torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from verl.workers.pools import MAIN, main_pool, pool_of
 
 
 def default_device(config: Config) -> str:
-    """Return the device of models in this process and of pools without a resource; `auto` is read from the kernel's
-    files."""
+    """Return the device of models in this process, and of pools without a resource. For `auto`, GPUs are found by files
+    of the kernel."""
     if config.model.device != "auto":
         return config.model.device
     return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
 
 
 def local_gpus() -> int:
-    """Return the number of NVIDIA GPUs of this machine that this process may use, from the kernel's files."""
+    """Return the number of NVIDIA GPUs that this process may use, from files of the kernel."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
@@ -28,12 +28,12 @@ def local_gpus() -> int:
 
 
 def on_cuda(config: Config) -> bool:
-    """Return whether the models that are in no pool of their own compute on CUDA."""
+    """Return True if models without a pool of their own compute on CUDA."""
     return main_pool(config.cluster, default_device(config)).computes_on == "cuda"
 
 
 def compute_dtype(config: Config) -> str:
-    """Return model.dtype, or for `auto` the dtype that this machine would choose, from the kernel's files."""
+    """Return model.dtype; for `auto`, the dtype that suits this machine, from files of the kernel."""
     if config.model.dtype != "auto":
         return config.model.dtype
     cpuinfo = Path("/proc/cpuinfo")
@@ -42,13 +42,13 @@ def compute_dtype(config: Config) -> str:
 
 
 def dtype_of(config: Config, role: str) -> str:
-    """Return the dtype that a model computes in: that of the pool where it is placed, else model.dtype."""
+    """Return the dtype in which a role's model computes: that of its pool, else model.dtype."""
     pool = config.cluster.pools.get(config.cluster.roles.get(role, MAIN), {})
     return str(pool.get("dtype") or compute_dtype(config))
 
 
 def device_type_of(config: Config, role: str) -> str:
-    """Return the type of the device that a model computes on: that of the pool where it is placed."""
+    """Return the type of the device of a role's pool."""
     device, name = default_device(config), config.cluster.roles.get(role, MAIN)
     given = config.cluster.pools.get(name)
     pool = main_pool(config.cluster, device) if given is None else pool_of(given, device)
@@ -66,8 +66,8 @@ def offloaded(config: Config, *, trained: bool) -> tuple[str, ...]:
 
 
 def drops_rollout_weights(config: Config) -> bool:
-    """Return whether a rollout engine frees its weights during training: where the model's own weights are offloaded
-    too, and every step ends with a publish. A server keeps its weights."""
+    """Return True if the rollout engine frees its weights during training: the trained model's weights are offloaded,
+    rollout and training share devices, and every step ends with a publish. A server keeps its weights."""
     given_way = "weights" in offloaded(config, trained=True) and config.pipeline.sync_every == 1
     shares = config.pipeline.staleness == 0 and config.pipeline.placement != "split"
     return given_way and shares and not traits_of(config.rollout.engine).server

@@ -1,5 +1,5 @@
-"""Lists and mappings of a resolved configuration. They compare, print and pickle like the built-in ones, and cannot be
-changed: a part of a run that would write into them would alter the settings of another part."""
+"""Immutable lists and mappings for a resolved configuration. They compare, print and pickle like the built-in ones.
+Without them, a part of a run that writes into one would change the settings of other parts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FrozenList(list[Any]):
 
 
 def frozen(value: Any) -> Any:
-    """Return a copy of a list, a mapping or both within each other that cannot be changed; any other value itself."""
+    """Return an immutable copy of a list or a mapping, with immutable items; any other value unchanged."""
     if isinstance(value, dict):
         return FrozenDict({name: frozen(below) for name, below in value.items()})
     if isinstance(value, list | tuple):

@@ -40,7 +40,7 @@ _WIDTH, _INDENT = 118, 44
 
 @functools.cache
 def key_texts() -> Mapping[str, str]:
-    """Return the documentation of each key from its declaration: the comment on its line and the docstring below it."""
+    """Return the documentation of each key: the comment on the line of its declaration, and the docstring below."""
     found = {f"{section}.{name}": text for section, cls in sections().items() for name, text in _field_texts(cls)}
     return MappingProxyType(found | of_algorithms())
 
@@ -65,8 +65,8 @@ def _field_texts(cls: type) -> Iterator[tuple[str, str]]:
 def render_keys(
     keys: Iterable[str], values: Mapping[str, Any] | None = None, origins: Mapping[str, str] | None = None
 ) -> str:
-    """Render one entry per key: its value (or default), its type and meaning, and the origin of a value that is not the
-    default. A blank line separates sections."""
+    """Return the text of the keys: for each its value (or default), type, meaning, and the origin of a value that is
+    not the default. A blank line separates sections."""
     lines: list[str] = []
     for key in keys:
         leaf, text, origin = leaves()[key], key_texts().get(key, ""), (origins or {}).get(key, "default")

@@ -48,9 +48,9 @@ PATH_KEYS = (
     *("model.path", "model.tokenizer_path", "model.chat_template", "data.train_files", "data.eval_files"),
     *("data.cache_dir", "run.root_dir", "run.resume", "reward.path", "teacher.path"),
 )
-"""Keys with paths, which may begin with ~, the home directory."""
+"""Keys with paths. They may begin with ~, the home directory."""
 CODE_KEYS = ("reward.path", "data.dataset_class", "agent.loop", "agent.tools", "model.chat_template")
-"""Keys of code files that may be in the folder of the recipe which names them."""
+"""Keys with files of code, which may be in the folder of the recipe."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ class Resolved:
 
 
 def without_environment(text: str, written: str) -> str:
-    """Return `text` with the values of environment variables replaced by `${oc.env:KEY}`, for each KEY that `written`
-    names."""
+    """Return `text` with the values of environment variables replaced by `${oc.env:KEY}`, for each KEY in `written`."""
     for name in set(_ENVIRONMENT.findall(written)):
         if len(value := os.environ.get(name, "")) >= 6:
             text = text.replace(value, shown := f"${{oc.env:{name}}}").replace(json.dumps(value)[1:-1], shown)
@@ -79,10 +78,12 @@ def without_environment(text: str, written: str) -> str:
 
 
 def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None = None) -> Resolved:
-    """Compose a configuration from a command line: `recipe=NAME|FILE.yaml`, our keys, verl's keys.
+    """Load the configuration of a command line: `recipe=NAME|FILE.yaml`, our keys, verl's keys.
 
-    verl_defaults: keys that are not given have verl's own defaults (for its entry points). Raises one ValueError with a
-    line per fault of a single key; faults of several keys together are found by `validate`.
+    verl_defaults: keys that are not given get verl's own defaults (for its entry points)
+
+    Raise one ValueError with a line for each fault of a single key. `validate` finds the faults of several keys
+    together.
     """
     recipe, args = _split_recipe(overrides)
     settings = list(_recipe_settings(recipe, ())) if recipe else []
@@ -106,7 +107,7 @@ def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None 
 
 @dataclass(frozen=True, slots=True)
 class _CommandLine:
-    """The settings of a command line. Without keys of the public verl these are its own keys alone."""
+    """The settings of a command line, with those that translate keys of the public verl."""
 
     settings: Sequence[Setting]
     faults: Sequence[str]
@@ -114,11 +115,11 @@ class _CommandLine:
     """The defaults of the public verl, for its entry points."""
     notes: Sequence[Note] = ()
     unknown: frozenset[str] = frozenset()
-    """Our keys without a value, since the keys of verl's that set them were refused."""
+    """Our keys without a value, because the verl keys that set them were refused."""
 
 
 def _read_line(args: Sequence[str], prompts_per_step: int | None, verl_defaults: VerlDefaults | None) -> _CommandLine:
-    """Read our keys, and translate the others if there are any."""
+    """Read our keys, and translate all other keys."""
     line = read_line(args)
     if not line.rest and verl_defaults is None:
         return _CommandLine(line.native, line.faults)
@@ -136,8 +137,11 @@ def _unknown(key: str, origin: str) -> Refused:
 
 
 def _also_wrong(values: dict[str, Any], command: Literal["train", "sft"], named: bool) -> list[str]:
-    """Return the further faults that `validate` finds in the keys that were read, so that a launch script is mended in
-    one go. named: the algorithm is known; lines about the default algorithm would be wrong."""
+    """Return the further faults that `validate` finds in the keys that could be read, so that the user sees all faults
+    at once.
+
+    named: True if the algorithm is known; otherwise lines about the default algorithm are left out
+    """
     try:
         validate(tree_of(values), command)
     except ValueError as exc:
@@ -147,9 +151,9 @@ def _also_wrong(values: dict[str, Any], command: Literal["train", "sft"], named:
 
 
 def _idle_agent(values: dict[str, Any], origins: dict[str, str], notes: list[Note]) -> list[str]:
-    """Return a line for each given `agent.*` key that nothing reads. One of verl's keys has no effect there, as in
-    verl: its note is changed in place, and the key has its default again. A recipe's keys may be without effect where
-    the command line takes its tools away."""
+    """Return a line for each given `agent.*` key without an effect. If a verl key has set it, there is no fault: its
+    note is changed in place and the key gets its default. If a recipe has set it, there is no fault if the command line
+    removes the recipe's tools or loop."""
     faults = []
     emptied = "command line" in (origins["agent.tools"], origins["agent.loop"])
     for key in idle_agent_keys(values):
@@ -164,8 +168,9 @@ def _idle_agent(values: dict[str, Any], origins: dict[str, str], notes: list[Not
 
 
 def _of_its_algorithm(recipe: list[Setting], given: Sequence[Setting]) -> list[Setting]:
-    """Return the recipe without its algorithm.* keys where the command line names another algorithm: they were chosen
-    for the recipe's own one. GSPO with GRPO's aggregation, for example, is an objective that was not requested."""
+    """Return the recipe; without its algorithm.* keys if the command line names another algorithm, since they were
+    chosen for the recipe's own. GSPO with GRPO's aggregation, for example, would be an objective that nobody
+    requested."""
     own, asked = ([s.value for s in layer if s.key == "algorithm.name"][-1:] for layer in (recipe, given))
     if not own or not asked or own == asked:
         return recipe
@@ -218,7 +223,8 @@ def _recipe_settings(recipe: str, chain: tuple[str, ...], folder: Path | None = 
 
 
 def _from_recipe_folder(key: str, value: Any, folder: Path | None) -> Any:
-    """Return a recipe's file of code as the one beside the recipe, where the current folder has none of that name."""
+    """Return a recipe's path of a code file; if the current folder has no such file, the path of the file beside the
+    recipe."""
     if isinstance(value, list):
         return [_from_recipe_folder(key, one, folder) for one in value] if key in CODE_KEYS else value
     if folder is None or key not in CODE_KEYS or not isinstance(value, str):
@@ -241,7 +247,7 @@ def _parse_recipe(name: str, text: str) -> dict[str, Any]:
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str, origin: str) -> Iterator[tuple[str, Any]]:
-    """Yield (leaf key, value) of nested sections; a mapping below a leaf is that leaf's value."""
+    """Yield (leaf key, value) of nested sections. A mapping below a leaf is the value of the leaf."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if leaf_of(key) is not None:
@@ -256,8 +262,8 @@ def _flatten(tree: Mapping[str, Any], prefix: str, origin: str) -> Iterator[tupl
 
 
 def _merge(settings: Sequence[Setting]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Merge the settings: the last one of a leaf wins, and mappings are merged. Returns values, origins and unreadable
-    keys."""
+    """Merge the settings: the last one of a leaf counts, and mappings are merged. Return (values, origins, faults of
+    unreadable keys)."""
     values = {key: copy.deepcopy(leaf.default) for key, leaf in leaves().items()}
     origins = dict.fromkeys(values, "default")
     faults = []
@@ -293,7 +299,7 @@ def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _converted(key: str, value: Any, origin: str, text: str | None = None) -> Any:
-    """Return `value` in the leaf's type; an interpolation stays as it is until all layers are merged."""
+    """Return `value` in the leaf's type; an interpolation unchanged, until all layers are merged."""
     if isinstance(value, str) and "${" in value:
         return value
     try:
@@ -334,7 +340,7 @@ def _resolve(values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
 
 
 def _from_environment(values: Mapping[str, Any]) -> set[str]:
-    """Return the keys with an environment variable in their value, directly or through another key."""
+    """Return the keys with an environment variable in their value, directly or by an interpolation of another key."""
     found, texts = set[str](), {key: str(value) for key, value in values.items() if "${" in str(value)}
     while more := {
         key
@@ -346,7 +352,7 @@ def _from_environment(values: Mapping[str, Any]) -> set[str]:
 
 
 def _fit_lengths(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Set lengths that are not given, in place: to the room that the model has, where it is less than their default."""
+    """Reduce lengths that are not given to the context of the model if their defaults exceed it, in place."""
     room = context_tokens(values["model.path"])
     if room is None:
         return
@@ -364,7 +370,7 @@ def _fit_lengths(values: dict[str, Any], origins: dict[str, str]) -> None:
 
 
 def _fill_horizon(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Set the constant that an aggregation divides by, in place: to the longest response, where it is not given."""
+    """Set the constant by which an aggregation divides to the longest response if it is not given, in place."""
     preset, key = PRESETS.get(values["algorithm.name"]), "algorithm.horizon_tokens"
     aggregation = values["algorithm.aggregation"] or (preset.loss.aggregation if preset else None)
     if aggregation == BY_HORIZON and values[key] is None:
@@ -394,7 +400,7 @@ def _interpolated(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict
 
 
 def dump_config(resolved: Resolved) -> str:
-    """Return the YAML of the whole tree with the origin of each value as a comment: `config.yaml` of the run
+    """Return the YAML of the whole tree, with the origin of each value as a comment: `config.yaml` of the run
     directory."""
     lines = ["# The resolved configuration. On the right, where each value came from."]
     values = values_of(resolved.config) | dict(resolved.masked)
@@ -415,7 +421,7 @@ def _line(text: str, origin: str) -> str:
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:
-    """Read the tree from a `config.yaml`, with today's environment. Keys that the file does not name have their
+    """Read the tree from a `config.yaml`, with the present environment. Keys that the file does not have get their
     defaults."""
     try:
         tree = yaml.safe_load(bounded_yaml(Path(path).read_text(encoding="utf-8")))

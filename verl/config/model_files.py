@@ -31,7 +31,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The sizes of a model and properties of its folder."""
+    """The sizes of a model, and properties of its folder."""
 
     folder: str
     architecture: str
@@ -47,12 +47,12 @@ class ModelFacts:
     tied: bool
     has_output_head: bool
     parameters: int
-    """Trained numbers; tied ones count once."""
+    """The number of trained parameters; tied ones count once."""
     body_parameters: int
-    """The same without a language-model head of its own, as critics and reward models have it."""
+    """The number of parameters without a separate language-model head, as critics and reward models have."""
     embedding_parameters: int
     expert_parameters: int
-    """The part of `parameters` that belongs to experts."""
+    """The number of `parameters` that belong to experts."""
     stored_dtype: str
     stored_bytes: int
     has_chat_template: bool
@@ -60,7 +60,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """The header of one tensor of a safetensors file, with the file and the offset of its bytes."""
+    """The header of one tensor of a safetensors file, with the file and the offset of the tensor's bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -74,8 +74,8 @@ class TensorHeader:
 
 
 def find_model_folder(path: str, key: str = "model.path") -> Path:
-    """Return the folder itself, or that of a hub id in the local Hugging Face cache. Nothing is downloaded. ValueError,
-    naming the key, if there is none."""
+    """Return the folder `path`, or that of a hub id in the local Hugging Face cache. Nothing is downloaded. Raise
+    ValueError, with the key, if there is none."""
     folder = Path(path).expanduser()
     found = folder if folder.is_dir() else cached_model_folder(path)
     if found is not None:
@@ -87,7 +87,7 @@ def find_model_folder(path: str, key: str = "model.path") -> Path:
 
 
 def cached_model_folder(path: str) -> Path | None:
-    """Return the snapshot that `main` of a hub id points to in the local Hugging Face cache."""
+    """Return the snapshot in the local Hugging Face cache to which `main` of a hub id points; None if there is none."""
     if not _HUB_ID.fullmatch(path) or Path(path).is_dir():
         return None
     cache = _hub_cache() / f"models--{path.replace('/', '--')}"
@@ -102,7 +102,7 @@ def _hub_cache() -> Path:
 
 
 def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
-    """Return everything that sizes depend on. ValueError for a folder that cannot be trained."""
+    """Return all facts of a model on which sizes depend. Raise ValueError for a folder that cannot be trained."""
     folder = find_model_folder(path)
     refuse_adapter(folder)
     full = read_model_config(folder)
@@ -145,8 +145,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
 
 
 def context_tokens(path: str) -> int | None:
-    """Return the positions that the model of a folder has; None if it does not declare them, or no model can be
-    read."""
+    """Return the number of positions of a folder's model; None if it does not declare them, or cannot be read."""
     try:
         return _context_tokens(text_config(read_model_config(find_model_folder(path))))
     except (ValueError, OSError):
@@ -158,7 +157,7 @@ def _context_tokens(config: Mapping[str, Any]) -> int | None:
 
 
 def rope_note(path: str, longest: int | None) -> str | None:
-    """Return the note on a RoPE that transformers chooses by the longest row of a pass (nn/rope.py), else None."""
+    """Return a note if transformers chooses the model's RoPE by the longest row of a pass (nn/rope.py), else None."""
     config = text_config(read_model_config(find_model_folder(path)))
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     each = [of for of in given.values() if isinstance(of, dict)] or [given]
@@ -176,19 +175,20 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a config.json that describes the language model: a section of it in vision-language models."""
+    """Return the part of a config.json that describes the language model. In vision-language models it is a section."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
 
 def declared_tie(config: Mapping[str, Any]) -> bool | None:
-    """Return whether a config.json ties the output layer to the embedding; None where it does not declare it."""
+    """Return True if a config.json ties the output layer to the embedding; None if it does not declare it."""
     declared = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings"))
     return None if declared is None else bool(declared)
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Refuse a folder that holds an adapter, alone or beside a whole model; and one that holds two whole models."""
+    """Raise ValueError for a folder with an adapter, alone or beside a whole model, and for a folder with two whole
+    models."""
     adapter = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin") if (folder / name).is_file()]
     files = (p.name for pattern in ("*.safetensors", "pytorch_model*.bin") for p in folder.glob(pattern))
     weights = sorted(name for name in files if not name.startswith("adapter_"))
@@ -212,7 +212,7 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def refuse_quantised(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> None:
-    """Refuse quantised weights: they cannot be trained."""
+    """Raise ValueError for quantised weights, which cannot be trained."""
     fix = "take the model's weights in bfloat16, float16 or float32 (the folder that this one was quantised from)"
     quantised = config.get("quantization_config")
     if isinstance(quantised, dict):
@@ -259,7 +259,8 @@ def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def refuse_foreign(folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool) -> None:
-    """Refuse a folder with weights in files elsewhere, or with a configuration that names code of a hub."""
+    """Raise ValueError for a folder with weights in files elsewhere, or with a configuration that names code of a
+    hub."""
     for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (folder / name).is_file():
             _indexed(folder / name)
@@ -283,7 +284,7 @@ def _hub_code(config: Any) -> str | None:
 
 
 def _indexed(index: Path) -> frozenset[str]:
-    """Return the files that an index names, each of which is in its folder."""
+    """Return the files that an index names. Raise ValueError if one is not in its folder."""
     weight_map = json_object(index, index.read_bytes()).get("weight_map", {})
     names = frozenset(map(str, weight_map.values())) if isinstance(weight_map, dict) else frozenset({""})
     for name in names:
@@ -293,13 +294,13 @@ def _indexed(index: Path) -> frozenset[str]:
 
 
 def check_weights_file(file: Path) -> None:
-    """Refuse a safetensors file that cannot be read."""
+    """Raise ValueError for a safetensors file that cannot be read."""
     _file_headers(file)
 
 
 def _file_headers(file: Path) -> dict[str, TensorHeader]:
-    """Return the headers of one file. A file that is cut short (a broken download), or has another header, is
-    refused."""
+    """Return the headers of one file by tensor. Raise ValueError for a truncated file (an interrupted download), or a
+    file with an invalid header."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         first = stream.read(8)
@@ -319,7 +320,7 @@ def _file_headers(file: Path) -> dict[str, TensorHeader]:
 
 
 def _tensor_header(file: Path, name: str, entry: Any, first: int) -> tuple[TensorHeader, int]:
-    """Return a tensor's header, and its last byte counted from the `first` byte of the file's tensors."""
+    """Return a tensor's header, and the offset of its end from `first`, the first byte of the file's tensors."""
     try:
         begin, stop = entry["data_offsets"]
         shape, dtype = tuple(entry["shape"]), str(entry["dtype"])

@@ -22,11 +22,14 @@ from verl.config.model_files import (
 from verl.errors import Refused
 
 COMPARED_BYTES = 1 << 24
-"""Bytes that are read at a time when two tensors are compared."""
+"""The number of bytes that are read at a time to compare two tensors."""
 
 
 def check_folder(folder: Path, tokenizer_folder: Path | None = None, template: str | None = None) -> None:
-    """Refuse a folder with a tie or tokenizer that does not match its weights. template: another chat template."""
+    """Raise ValueError for a folder in which the tie or the tokenizer does not match the weights.
+
+    template: another chat template than that of the folder
+    """
     check_tie(folder)
     where = tokenizer_folder or folder
     if (file := where / "tokenizer.json").is_file():
@@ -44,7 +47,8 @@ def check_tie(folder: Path) -> None:
 
 
 def refuse_other_head(folder: Path, tensors: Mapping[str, TensorHeader]) -> None:
-    """Refuse a head beside the embedding that it is tied to, where their numbers differ: it would not be loaded."""
+    """Raise ValueError if the folder has a head that differs from the embedding to which the configuration ties it: the
+    head would not be loaded."""
     heads = [name for name in tensors if name.endswith(HEAD)]
     for head in heads:
         body = [name for name in tensors if EMBEDDING.search(name) and tensors[name].shape == tensors[head].shape]
@@ -57,7 +61,7 @@ def refuse_other_head(folder: Path, tensors: Mapping[str, TensorHeader]) -> None
 
 
 def _equal(a: TensorHeader, b: TensorHeader) -> bool:
-    """Return whether two tensors of one shape hold the same numbers; only these two are read."""
+    """Return True if two tensors of one shape have equal values. Only these two tensors are read."""
     with a.file.open("rb") as first, b.file.open("rb") as second:
         first.seek(a.begin)
         second.seek(b.begin)
@@ -71,7 +75,7 @@ def _equal(a: TensorHeader, b: TensorHeader) -> bool:
 
 
 def _numbers(data: bytes, dtype: str) -> Any:
-    """Return the numbers as floats, or the bytes where numpy has no such type."""
+    """Return the values as floats; as bytes if numpy has no such dtype."""
     if dtype == "BF16":
         return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
     return np.frombuffer(data, {"F16": "<f2", "F32": "<f4", "F64": "<f8"}.get(dtype, "u1"))
@@ -89,8 +93,8 @@ def _vocabulary(tokenizer: Mapping[str, Any]) -> tuple[dict[str, int], dict[int,
 def refuse_other_vocabulary(
     folder: Path, rows: int, tokens: Mapping[str, int], special: Mapping[int, str], template: str
 ) -> None:
-    """Refuse a token that the embedding has no row for. Special tokens of other members of a family (an image's
-    placeholder) are let through where the chat template does not write them."""
+    """Raise ValueError for a token without a row in the embedding. Special tokens for other models of a family (a
+    placeholder for images) are accepted if the chat template does not write them."""
     beyond = [(i, text) for text, i in tokens.items() if i >= rows and (i not in special or special[i] in template)]
     if beyond:
         last, text = max(beyond)
@@ -101,7 +105,7 @@ def refuse_other_vocabulary(
 
 
 def folder_lines(folder: Path) -> Iterator[str]:
-    """Yield notes on a tokenizer's folder: which of two chat templates is used."""
+    """Yield notes about a tokenizer's folder: which one of two chat templates is used."""
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if not file.is_file() or not config.is_file():
         return

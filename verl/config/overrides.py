@@ -1,6 +1,8 @@
-"""A command line as settings of our keys: each `key=value` in Hydra's grammar, and values that it cannot read.
+"""Read a command line as settings of our keys: `key=value` in Hydra's grammar, and values that this grammar cannot
+read.
 
-Arguments with keys of the public verl are left for `compat/`, which is imported only for them."""
+Arguments with keys of the public verl are left for `compat/`, which is imported only if there are some.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ _NO_SPACE = re.compile(r"[{,]\s*[\w.-]+:[^\s]")  # {a:1} is Hydra's mapping; YAM
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument. `text` is the value as written; `error` is why Hydra could not read it."""
+    """One argument of the command line. `text` is the value as written, `error` the reason why Hydra could not read
+    it."""
 
     key: str
     value: Any
@@ -39,14 +42,14 @@ VerlDefaults = Literal["rl", "sft"]
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """The treatment of one of verl's keys on this command line."""
+    """How one verl key of this command line was translated."""
 
     key: str
     value: str
     action: Literal["mapped", "ignored", "refused"]
     text: str
     targets: tuple[str, ...] = ()
-    """The keys of ours that it sets."""
+    """Our keys that it sets."""
 
     def __str__(self) -> str:
         became = f"-> {self.text}" if self.action == "mapped" else f"{self.action}: {self.text}"
@@ -55,7 +58,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A command line."""
+    """The arguments of a command line, by kind."""
 
     native: list[Setting] = field(default_factory=list)
     """Our keys, in order."""
@@ -102,7 +105,7 @@ def _keys_of_section(argument: Argument) -> Iterator[Argument]:
 
 
 def argument_of(key: str, value: Any) -> Argument:
-    """Return a key of a file or of a mapping as an argument."""
+    """Return a key and a value, from a file or a mapping, as an argument."""
     return Argument(key, value, "null" if value is None else str(value))
 
 
@@ -144,8 +147,9 @@ def _is_text(key: str) -> bool:
 
 
 def _as_written(key: str, text: str) -> Any:
-    """Return a value that Hydra's grammar cannot read (letters beyond ASCII, `=`, braces inside): a list or a mapping
-    in YAML's flow style, else the text itself. None for neither, or for an open quote or interpolation."""
+    """Return a value that Hydra's grammar cannot read (with letters beyond ASCII, `=`, or braces inside): a list or a
+    mapping in YAML's flow style, else the text itself. Return None if it cannot be read so, or has an open quote or an
+    interpolation."""
     if text[:1] in ("'", '"') or "${" in text:
         return None
     if text[:1] not in ("[", "{") or _is_text(key):
@@ -157,7 +161,7 @@ def _as_written(key: str, text: str) -> Any:
 
 
 def _from_file(key: str, text: str) -> tuple[Any, str]:
-    """Return (value, text) of `key=@FILE`: the file's text for a key that is text, else its YAML."""
+    """Return (value, text) of `key=@FILE`: the file's text if the key is a text, else its YAML."""
     file, fix = Path(text[1:]).expanduser(), f"a text that begins with @ is quoted: {key}='\"{text}\"'"
     try:
         content = file.read_text(encoding="utf-8").removesuffix("\n")

@@ -1,4 +1,4 @@
-"""Backends of a run that the project itself has never run on this kind of device, by its own records."""
+"""Find the backends of a run that the project itself has not yet run on this kind of device, by its records."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from verl.config.schema import Config
 
 SECTIONS = ("model", "rollout", "queue", "sync")
 ANY_DEVICE = ("queue", "cluster")
-"""The sections whose backends keep no tensors on a device: one record counts for all devices."""
+"""The sections with backends that keep no tensors on a device, so that one record counts for all devices."""
 
 
 def proven() -> dict[str, list[str]]:
-    """Return the devices that each backend was run on, by `section.engine`; written by `bench/status.py`."""
+    """Return, for each `section.engine`, the devices on which it was run. `bench/status.py` writes these records."""
     return json.loads(Path(__file__).with_name("proven.json").read_text())
 
 
 def unproven(config: Config, sections: tuple[str, ...] = SECTIONS) -> list[str]:
-    """Return one line that names what this run uses and the project never ran on its device, or no line."""
+    """Return one line that names the backends of this run without a record for its device; [] if all have one."""
     device, records = default_device(config), proven()
     used = [(section, engine_name(config, section)) for section in sections] + [("cluster", config.cluster.backend)]
     missing = [

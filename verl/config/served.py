@@ -1,4 +1,4 @@
-"""Faults of a rollout engine that is a server: its placement and its capabilities, checked before it starts."""
+"""Find faults of a rollout engine that is a server: its placement and its abilities, before it starts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ HERE = ("localhost", "127.0.0.1", "::1")
 
 
 def urls_of(config: Config) -> tuple[str, ...]:
-    """Return one URL per replica; an empty tuple where the run starts the servers."""
+    """Return the URL of each replica; an empty tuple if the run starts the servers."""
     return tuple(filter(None, (url.strip().rstrip("/") for url in (config.rollout.url or "").split(","))))
 
 
 def reachable(engine: str, python: object, url: object) -> bool:
-    """Return whether an engine can be used: in this process, or as a server that is given or installed."""
+    """Return True if an engine can be used: in this process, or as a server with a URL or an installed package."""
     if engine not in ROLLOUT or not (traits := traits_of(engine)).server:
         return engine in ROLLOUT
     found = importlib.util.find_spec(traits.package) if traits.package else None
@@ -34,7 +34,7 @@ def reachable(engine: str, python: object, url: object) -> bool:
 
 
 def rollout_faults(config: Config, command: str) -> Iterator[str]:
-    """Yield a line per fault of the rollout engine, whether it is a server or not."""
+    """Yield a line for each fault of the rollout engine."""
     yield from faults_of(config, "rollout", {}, {})
     r, urls = config.rollout, urls_of(config)
     traits, engine = traits_of(r.engine), f"rollout.engine={r.engine}"
@@ -76,13 +76,13 @@ def rollout_faults(config: Config, command: str) -> Iterator[str]:
 
 
 def _trained() -> str:
-    """Return the names of the engines that take a trainer's weights."""
+    """Return, as text, the names of the engines that can take a trainer's weights."""
     *names, last = (name for name in ROLLOUT if not traits_of(name).own_weights)
     return f"{', '.join(names)} or {last}"
 
 
 def _own_weights(config: Config, traits: Traits, engine: str, command: str) -> Iterator[str]:
-    """Yield the faults of servers that take no weights while they run, or that score no prompts."""
+    """Yield the faults of servers that cannot take weights while they run, or that cannot score prompts."""
     r, canary = config.rollout, config.sync.canary
     if traits.own_weights and command == "train":
         fix = f"use it with verl eval or verl generate, and train with {_trained()}"
@@ -102,7 +102,8 @@ def _own_weights(config: Config, traits: Traits, engine: str, command: str) -> I
 
 
 def _draws(config: Config, traits: Traits, engine: str, command: str) -> Iterator[str]:
-    """Yield the fault of sampling parameters for which the server reports no log-probs: every answer would fail."""
+    """Yield a fault for sampling parameters with which the server returns no log-probs, so that every answer would
+    fail."""
     r, e, run = config.rollout, config.eval, config.run
     asked = {} if command == "eval" else {"rollout": (r.temperature, r.top_p, r.top_k, r.min_p)}
     during = run.eval_before or run.eval_after or run.eval_every_steps > 0
@@ -122,7 +123,7 @@ def _draws(config: Config, traits: Traits, engine: str, command: str) -> Iterato
 
 
 def _vocab(config: Config) -> int:
-    """Return the size of the model's vocabulary; 1 where another line reports the fault of the folder."""
+    """Return the size of the model's vocabulary; 1 if the folder cannot be read, which another line reports."""
     try:
         return describe_model(config.model.path).vocab
     except ValueError:
@@ -130,7 +131,10 @@ def _vocab(config: Config) -> int:
 
 
 def _urls(urls: tuple[str, ...], given: str, replicas: int, sync: str, shared: bool) -> Iterator[str]:
-    """Yield the faults of given URLs. shared: weights reach the server on any machine."""
+    """Yield the faults of given URLs.
+
+    shared: True if weights reach a server on any machine
+    """
     for url in urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -1,4 +1,5 @@
-"""The typed tree of schema.py as data: its leaf keys with type and default, and how values enter it (msgspec)."""
+"""The tree of schema.py as data: its keys with type and default, and the conversion of values to these types
+(msgspec)."""
 
 from __future__ import annotations
 
@@ -28,17 +29,17 @@ _PLAIN = re.compile(r"[\w./-]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One key: `section.name`, its type with its bounds, and its default."""
+    """One key, `section.name`: its type with bounds, and its default."""
 
     key: str
     hint: Any
     default: Any
     adjustable: bool = False
-    """A run may be continued with another value of it."""
+    """True if a run may be continued with another value of the key."""
 
     @property
     def is_mapping(self) -> bool:
-        """Return whether free keys are allowed below it: `reward.kwargs.x=1`."""
+        """True if any keys are allowed below it: `reward.kwargs.x=1`."""
         return typing.get_origin(self.hint) is dict
 
     @property
@@ -47,13 +48,13 @@ class Leaf:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Return the words that the key may be, if it is one of a few."""
+        """The allowed words of the key; empty if it is not a choice of words."""
         return next((tuple(meta.extra["words"]) for meta in _metas(self.hint) if meta.extra), ())
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One assignment of one layer. `text`: the value as written on the command line."""
+    """The value that one layer assigns to a key. `text`: the value as it was written on the command line."""
 
     key: str
     value: Any
@@ -79,7 +80,8 @@ def leaves() -> Mapping[str, Leaf]:
 
 @functools.cache
 def _algorithm_settings() -> Mapping[str, Any]:
-    """Return key and type of every `algorithm.NAME` that a spec brings. Its value is in AlgorithmConfig.options."""
+    """Return the type of each setting `algorithm.NAME` that a spec declares. Its value is in
+    AlgorithmConfig.options."""
     words = {key: kind.split(" ")[0].split("[")[0] for key, kind in setting_types().items()}
     hints = {"float": float | None, "int": int | None, "bool": bool | None}
     return MappingProxyType({f"algorithm.{key}": hints.get(word, str | None) for key, word in words.items()})
@@ -91,8 +93,8 @@ def sections() -> Mapping[str, type]:
 
 
 def leaf_of(key: str) -> tuple[Leaf, tuple[str, ...]] | None:
-    """Return the leaf that `key` sets and the path below it (() unless the leaf is a mapping); None if there is no such
-    key."""
+    """Return the leaf to which `key` belongs and the path below it, () unless the leaf is a mapping; None if there is
+    no such key."""
     found = leaves().get(key)
     if found is not None:
         return found, ()
@@ -107,10 +109,10 @@ def leaf_of(key: str) -> tuple[Leaf, tuple[str, ...]] | None:
 
 
 def convert(value: Any, hint: Any, text: str | None = None) -> Any:
-    """Return `value` as `hint`, or raise ValueError with the reason. text: as written, for a name that reads as a
-    number.
+    """Return `value` as the type `hint`, or raise ValueError with the reason.
 
-    Nothing is rounded or guessed: 1.5 is no int, 1 no bool, "3" no number; 2.0 is the int 2, a string alone a list.
+    text: the value as written, for a name that YAML would read as a number. Nothing is rounded or guessed: 1.5 is not
+        an int, 1 not a bool, "3" not a number; but 2.0 is the int 2, and a string by itself a list of one
     """
     plain = _plain_type(hint)
     kind = typing.get_origin(plain) or plain
@@ -136,7 +138,7 @@ def convert(value: Any, hint: Any, text: str | None = None) -> Any:
 
 
 def _listed(text: str) -> list[Any]:
-    """Return the list that is written in `text` ("[0.9,0.95]", quoted once more than it needs), else `text` alone."""
+    """Return the list that is written in `text` ("[0.9,0.95]", perhaps in quotes), else a list of `text`."""
     if text.startswith("[") and text.endswith("]"):
         try:
             found = yaml.safe_load(text)
@@ -174,14 +176,14 @@ def _metas(hint: Any) -> Iterator[msgspec.Meta]:
 
 
 def _plain_type(hint: Any) -> Any:
-    """Return the type of a value that is not null, without its bounds."""
+    """Return a type without null and without its bounds."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = typing.get_args(hint)[0]
     return hint.__origin__ if typing.get_origin(hint) is Annotated else hint
 
 
 def type_name(hint: Any) -> str:
-    """Return a type in words: `int | None` -> "int or null", `list[str]` -> "list of str"."""
+    """Return a type as words for the user: `int | None` -> "int or null", `list[str]` -> "list of str"."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return f"{type_name(_plain_type(hint))} or null"
     plain = _plain_type(hint)
@@ -192,7 +194,7 @@ def type_name(hint: Any) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return the value as YAML in flow style on one line; a string is plain where it reads back as itself."""
+    """Return a value as one line of YAML in flow style. A string is not quoted if YAML reads it back unchanged."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{text_of(k)}: {text_of(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -210,8 +212,8 @@ def text_of(value: Any) -> str:
 
 
 def tree_of(values: Mapping[str, Any]) -> Config:
-    """Build the tree from one value per leaf, each of its leaf's type. Leaves that are not named have their default.
-    Its lists and mappings cannot be changed either."""
+    """Return the tree with these values, one per leaf and of the leaf's type. Other leaves have their defaults. Lists
+    and mappings in it are immutable."""
     settings = {key.partition(".")[2]: values[key] for key in _algorithm_settings() if key in values}
     every = {key: leaf.default for key, leaf in leaves().items()} | dict(values)  # all are frozen by `changed`
     given = {key: value for key, value in every.items() if key not in _algorithm_settings()}
@@ -220,8 +222,8 @@ def tree_of(values: Mapping[str, Any]) -> Config:
 
 
 def changed(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the configuration with other values of these keys, `section.name`; a configuration itself never changes.
-    The settings of an algorithm are in `algorithm.options`."""
+    """Return a copy of the configuration with other values of these keys, `section.name`. The settings of an algorithm
+    are in `algorithm.options`."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, name = key.split(".")

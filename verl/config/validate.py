@@ -1,4 +1,5 @@
-"""Everything that can be known to be wrong before anything expensive starts. Each fault is one line with the fix."""
+"""Find all faults of a configuration that can be known before anything expensive starts. Each fault is one line with
+its fix."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ SAMPLES: Collection[str] = ("train", "eval", "generate")
 
 
 def validate(config: Config, command: Command = "train") -> None:
-    """Refuse a configuration that cannot run: one ValueError with a line per fault."""
+    """Raise one ValueError with a line per fault if the configuration cannot run."""
     found = [*_values(config), *_settings(config)]
     if not found:
         found += _sizes(config, command)
@@ -48,7 +49,7 @@ def validate(config: Config, command: Command = "train") -> None:
 
 
 def _values(config: Config) -> Iterator[str]:
-    """Check each key by itself, as `load_config` does: the tree may have been changed since."""
+    """Yield the faults of single keys. `load_config` checks them too, but the tree may have been changed since."""
     values = values_of(config)
     for key, value in values.items():
         try:
@@ -91,7 +92,7 @@ def _divisors(number: int) -> str:
 
 
 def _settings(config: Config) -> Iterator[str]:
-    """Yield the faults of algorithm.* that the specs of the preset find."""
+    """Yield the faults of algorithm.* by the specs of the preset."""
     unknown = [name for name in config.algorithm.options if name not in knobs()]
     try:
         if not unknown:
@@ -174,7 +175,7 @@ def _teacher(config: Config) -> Iterator[str]:
 
 
 def _together(config: Config, columns: Collection[str]) -> Iterator[str]:
-    """Yield the faults of several teachers together, or of a policy that teaches itself."""
+    """Yield the faults of several teachers, or of a policy that is its own teacher."""
     t, name = config.teacher, config.algorithm.name
     if t.path is not None and t.paths:
         yield f"teacher.path={t.path} beside teacher.paths: name it there, or leave one of them out"
@@ -202,7 +203,7 @@ def _together(config: Config, columns: Collection[str]) -> Iterator[str]:
 
 
 def _folder(config: Config, columns: Collection[str], path: str) -> Iterator[str]:
-    """Yield why the teacher in this folder cannot be used."""
+    """Yield the reasons why the teacher in this folder cannot be used."""
     t, key = config.teacher, "teacher.path" if not config.teacher.paths else "teacher.paths"
     try:
         base = base_of(path, config.model.path)
@@ -295,7 +296,7 @@ def _reward(config: Config) -> Iterator[str]:
 
 
 def _is_no_module(path: str) -> bool:
-    """Return whether `path` is neither a file nor a module, as far as it can be determined without importing one."""
+    """Return True if `path` is neither a file nor a module, as far as that is known without importing one."""
     top = path.removeprefix("pkg://").partition(".")[0]
     return not Path(path).is_file() and (not top.isidentifier() or find_spec(top) is None)
 
