@@ -94,7 +94,7 @@ def rotate_and_store_cost(
 def add_norm_cost(
     residual: Tensor, delta: Tensor | None, delta_weight: Tensor | None, weight: Tensor, eps: float
 ) -> Cost:
-    """Return the work of reading the residual and what is added to it, and writing it and the result."""
+    """Return the work of reading residual and delta, and of writing the new residual and the normed result."""
     weights = weight.nbytes + (0 if delta_weight is None else delta_weight.nbytes)
     return Cost((2 if delta is None else 4) * residual.nbytes + weights, 10 * residual.numel())
 

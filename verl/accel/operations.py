@@ -40,7 +40,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """The place where an operation will run."""
+    """The device, the dtype and the model sizes with which an operation will run."""
 
     device: torch.device
     dtype: torch.dtype

@@ -1,6 +1,6 @@
 """Write safetensors files one tensor at a time.
 
-The library's `save_file` wants every tensor of the file on the CPU at once, holds the GIL for the whole write, hides a
+The library's `save_file` needs every tensor of the file on the CPU at once, holds the GIL for the whole write, hides a
 full disk in an error of its own type and creates files that only their owner can read. The format is an 8-byte length,
 a JSON header and the bytes; readers are the library's.
 """

@@ -271,7 +271,8 @@ def damage(path: Path, *, quick: bool = False) -> str | None:
 
 
 def _read_manifest(path: Path) -> _Manifest | str:
-    """Return the manifest of a checkpoint folder, or a description of its damage, whatever file has its name."""
+    """Return the manifest of a checkpoint folder, or a description of its damage if the file of that name is anything
+    else."""
     file = path / MANIFEST
     try:
         if not stat.S_ISREG((found := file.stat()).st_mode):

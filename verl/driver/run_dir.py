@@ -65,7 +65,7 @@ class RunDir:
     """The folder for the records of a driver that is not the first."""
 
     setup_lines: tuple[str, ...] = ()
-    """Lines `what: how` about loops and graders, for the report."""
+    """Lines for the report about loops and graders, each with a part and how it runs."""
 
     def begun(self, total_steps: int) -> dict[str, Any]:
         """Return the data of this attempt's first event."""

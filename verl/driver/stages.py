@@ -94,7 +94,8 @@ the order of the rows."""
 
 @dataclass(slots=True)
 class Reference:
-    """Log-probs of the frozen start policy, [sum of trainable tokens] float32, of every entry of every row."""
+    """Log-probs of the frozen start policy for every entry of every row: [sum of trainable tokens] float32, row by
+    row."""
 
     values: np.ndarray
     starts: np.ndarray

@@ -179,7 +179,7 @@ class Computes(Protocol):
     def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
         """Return the given columns: logprobs, entropy, values, sum_pi_squared [L], or scores [R]. A teacher also has
         hidden [L, H], topk_ids [L, k], topk_logprobs [L, k + 1]; a student logprobs_at [L, k + 1], divergence [L] and
-        its figures (nn/linear_teacher.py). average: use the moving average of the weights, where the optimizer keeps
+        its figures (nn/linear_teacher.py). average: use the moving average of the weights, if the optimizer keeps
         one."""
         ...
 

@@ -224,9 +224,7 @@ def _block_index(forest: _Forest, members: np.ndarray) -> tuple[np.ndarray, np.n
     lengths, depths = forest.lengths, forest.depths
     own, depth = lengths[members], int((depths + lengths)[members].max())
     q_index = np.zeros((len(members), int(own.max())), np.int64)
-    k_index = np.zeros(
-        (len(members), depth if depth <= 8 else -(-depth // 8) * 8), np.int64
-    )  # a multiple of 8 makes matrix products faster
+    k_index = np.zeros((len(members), depth if depth <= 8 else -(-depth // 8) * 8), np.int64)  # for fast GEMMs
     row, at = np.arange(len(members)), members
     q_index[np.repeat(row, own), ranges(0 * row, own)] = ranges(forest.seg_start[members], own)
     while len(at):

@@ -118,10 +118,7 @@ class TensorParallel:
             if isinstance(p, DTensor):
                 module.__dict__[name] = p.to_local(grad_placements=partial)
         if self._styles.get(module) == _ROWS and "bias" in module.__dict__:
-            module.__dict__["_bias"], module.__dict__["bias"] = (
-                module.__dict__["bias"],
-                None,
-            )  # the bias is added once, after the sum
+            module.__dict__["_bias"], module.__dict__["bias"] = module.__dict__["bias"], None  # added after the sum
 
     def _hide(self, module: nn.Module, args: Any, out: Any) -> Any:
         bias = module.__dict__.pop("_bias", None)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run on disk, and what does not fit: the disk, the memory."""
+"""The checkpoints of a run on disk, and warnings about a disk or a memory that is too small."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def checkpoints_made(every_steps: int | None) -> str:
 
 
 def small_disk(config: Config, needed_bytes: int) -> Iterator[str]:
-    """Yield a warning if the disk does not hold the checkpoints beside its present content. Its own are replaced."""
+    """Yield a warning if the disk has no space for the checkpoints beside its present content. The run's own are
+    replaced."""
     needed_bytes += SLACK_BYTES
     run_dir = Path(config.run.root_dir) / config.run.name
     there = sum(p.stat().st_size for p in (run_dir / "checkpoints").rglob("*") if p.is_file())

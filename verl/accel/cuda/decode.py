@@ -1,4 +1,4 @@
-"""The conditions of the Triton kernels: what a device and a model need so that they run."""
+"""The conditions under which the Triton kernels run: requirements on the device and on the sizes of the model."""
 
 from __future__ import annotations
 
