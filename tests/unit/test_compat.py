@@ -17,7 +17,7 @@ from verl.config.compat.rules import JOINT
 from verl.config.compat.table import find_row, key_rows, keys_table
 from verl.config.compat.translate import render_notes, verl_default_values
 from verl.config.load import load_config
-from verl.config.overrides import parse_argument
+from verl.config.overrides import parse_argument, read_line
 from verl.config.tree import leaf_of
 from verl.config.validate import Command, validate
 from verl.data.files import RawRow
@@ -992,6 +992,14 @@ def test_hydras_own_ways_of_saying_keys(tmp_path: Path) -> None:
     assert found["algorithm.options.correction_high"] == 3.0
     groups = ["model=hf_model", "optim=megatron", "engine=megatron", "actor@actor_rollout_ref.actor=megatron_actor"]
     assert overrides_of("--config-path=config", "--config-name=ppo_trainer.yaml", *groups) == {"model.engine": "torch"}
+
+
+def test_a_word_of_hydras_may_be_the_name_of_a_section_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "data.yaml").write_text("data: {train_batch_size: 64}\n")
+    line = read_line(["--config-name", "data", "run.seed=1", "--config-path", "run.seed", "data"])
+    assert line.rest == ["--config-name", "data", "--config-path", "run.seed", "data"] and not line.faults
+    given = ["model.path=m", "data.train_files=[f]", f"--config-path={tmp_path}", "--config-name", "data"]
+    assert load_config(given).config.step.prompts_per_step == 64
 
 
 def test_a_config_path_alone_reads_the_file_that_the_entry_point_names(tmp_path: Path) -> None:

@@ -145,6 +145,63 @@ def test_a_publish_that_breaks_in_the_background_is_reported_once() -> None:
     assert asyncio.run(run()) == 0 and failed == [broken]
 
 
+class Slow(Sync):
+    """Delivers after a while, and records when."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def publish(self, *args: Any, version: int, **given: Any) -> Any:
+        done = super().publish(*args, version=version, **given)
+
+        async def deliver() -> SyncReport:
+            self.seen.append(f"{version} begins")
+            await asyncio.sleep(0.01)
+            self.seen.append(f"{version} ends")
+            return await done
+
+        return asyncio.ensure_future(deliver())
+
+
+def test_a_set_is_changed_between_two_publishes_whoever_waits_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, committed, failed = list[str](), list[int](), list[BaseException]()
+
+    async def opened(self: Any, name: str, folder: Path, replicas: Any) -> Any:
+        seen.append(f"{name} begins")
+        await asyncio.sleep(0.01)
+        seen.append(f"{name} ends")
+
+    async def closed(self: Any, name: str) -> None:
+        await opened(self, f"end of {name}", Path(), ())
+
+    monkeypatch.setattr(LoraPublisher, "open", opened)
+    monkeypatch.setattr(LoraPublisher, "close", closed)
+
+    async def run() -> None:
+        made = publisher_of(Replica(True), engine=Slow(seen))
+        await made.start(0)
+
+        async def steps() -> None:
+            for _ in range(4):
+                await made.settle()
+                made.publish(lambda report: committed.append(report.version), failed.append)
+            await made.settle()
+
+        training = asyncio.ensure_future(steps())
+        await asyncio.sleep(0.005)  # the loop waits for its first publish
+        impatient = asyncio.ensure_future(made.publish_adapter("c", Path()))
+        await asyncio.sleep(0)
+        impatient.cancel()
+        await asyncio.gather(made.publish_adapter("a", Path()), made.publish_adapter("b", Path()), made.drop_set("a"))
+        await training
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+    assert committed == [1, 2, 3, 4] and not failed
+    assert seen[1::2] == [begin.replace("begins", "ends") for begin in seen[::2]]
+    assert sorted(seen[::2]) == sorted(f"{what} begins" for what in (0, 1, 2, 3, 4, "a", "b", "end of a"))
+
+
 class Silent(Sync):
     """Answers the first publish, and no other."""
 

@@ -72,8 +72,9 @@ def read_line(args: Sequence[str]) -> Line:
     """Read the arguments with keys of ours. A mapping for a whole section (`run={seed: 1}`) is read as its keys."""
     line = Line()
     for word in args:
-        key = word.partition("=")[0].lstrip("+")
-        if leaf_of(key) is None and key not in sections():
+        name, equals, _ = word.partition("=")
+        key = name.lstrip("+")
+        if not equals or (leaf_of(key) is None and key not in sections()):  # `--config-name data`: a word of Hydra's
             line.rest.append(word)
             continue
         try:

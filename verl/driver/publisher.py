@@ -4,10 +4,10 @@ them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.driver.lora_publisher import LoraPublisher
 from verl.rollout.base import AS_HELD, Capabilities, PauseMode, RolloutEngine, WireFormat
@@ -15,6 +15,8 @@ from verl.types import Metric, Metrics
 from verl.weight_sync.base import CheckpointEngine, SyncReport
 from verl.workers.model_workers import START_TIMEOUT_S, ModelWorkers
 from verl.workers.waits import Waits
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -98,21 +100,31 @@ class Publisher:
         """Publish a LoRA adapter in PEFT's layout as a parameter set of this name, for requests with
         `parameters=name`. It is verified as the policy's weights are, and published again with each later version of
         them. Raise an error if no replica takes it."""
-        await self.settle()
-        opening = asyncio.ensure_future(self.lora.open(name, folder, self.replicas[: len(self._modes)]))
-        self._under_way = asyncio.ensure_future(_ended(opening))
-        return await opening
+        return await self._between(lambda: self.lora.open(name, folder, self.replicas[: len(self._modes)]))
 
     async def drop_set(self, name: str) -> None:
         """Drop a LoRA set from all replicas. It is published no more."""
-        await self.settle()
-        await self.lora.close(name)
+        await self._between(lambda: self.lora.close(name))
+
+    async def _between(self, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Change the sets while no publish is under way: the next one waits until the change has ended. A caller that
+        is cancelled ends its own change, and no publish."""
+        while (task := self._under_way) is not None and not task.done():
+            await asyncio.wait({task})
+        if task is not None:
+            task.result()  # of a failed publish
+        changing = asyncio.ensure_future(change())
+        self._under_way = asyncio.ensure_future(_ended(changing))
+        return await changing
 
     async def settle(self) -> None:
-        """Wait for the publish under way."""
-        if self._under_way is not None:
-            task, self._under_way = self._under_way, None
-            await self.waits.wait(task, who="driver", what="the publish under way", timeout_s=3 * self.timeout_s)
+        """Wait for the publish under way, or the change of a set. Several callers may wait."""
+        while (task := self._under_way) is not None:
+            try:
+                await self.waits.wait(task, who="driver", what="the publish under way", timeout_s=3 * self.timeout_s)
+            finally:
+                if self._under_way is task:
+                    self._under_way = None
 
     async def close(self) -> None:
         if self._under_way is not None:

@@ -110,9 +110,10 @@ def stage_parts(
         if rank == 0:
             path = [outlet.begin(version, shapes)]
     dist.broadcast_object_list(path)
-    file, delivered = outlet.opened(path[0], version, shapes), list[DeliveredSlice]()
+    delivered = list[DeliveredSlice]()
     checked = {name for number, name in enumerate(shapes) if checks(number)}
     with agreed(None):
+        file = outlet.opened(path[0], version, shapes)
         for part in engine.weight_parts():
             if part.mine is not None:
                 kept = converted(form, part.name, part.mine)
