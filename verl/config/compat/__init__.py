@@ -1,1 +1,1 @@
-"""verl's own keys, accepted everywhere: mapped to ours, ignored with a reason, or refused with what to do instead."""
+"""Translate verl's own keys: each is mapped to ours, ignored with a reason, or refused with the key to use instead."""

@@ -11,7 +11,7 @@ from verl.errors import Refused
 
 _LOSS, _TEACHERS = "distillation.distillation_loss.", "distillation.teacher_models."
 _CLAMPS = {f"{_LOSS}loss_max_clamp": "clamp", f"{_LOSS}log_prob_min_clamp": "floor"}
-"""verl's key -> ours behind teacher_ or divergence_."""
+"""verl's key -> the end of our key, after teacher_ or divergence_."""
 _SETTINGS = tuple(_LOSS + name for name in ("loss_mode", "topk", "use_policy_gradient", "use_task_rewards"))
 _COEF = f"{_LOSS}distillation_loss_coef"
 _BUCKET = "all other tokens are one more outcome here; verl leaves them out"
@@ -19,19 +19,22 @@ _BETAS = {
     "forward_kl_topk": (0.0, _BUCKET),
     "reverse_kl_topk": (1.0, f"the likeliest tokens are the teacher's here, the policy's in verl; {_BUCKET}"),
 }
-"""Loss mode -> beta of the divergence, and what is unlike verl's."""
+"""Loss mode -> (beta of the divergence, the difference from verl's loss)."""
 
 
 def keys_of(given: Given) -> list[str]:
-    """Return the given keys that count with distillation.enabled=True only."""
+    """Return the keys that have an effect only with distillation.enabled=True."""
     named = [key for key in given.values if key.startswith(_TEACHERS)]
     return [*_CLAMPS, *(key for key in named if key.endswith((".model_path", ".key"))), *_SETTINGS, _COEF]
 
 
 def distilled(given: Given) -> Result:
-    """Return our settings. The policy gradient of k1 is opd; the forward and the reverse KL over the likeliest tokens
-    are gkd_topk; with rewards they are a term beside GRPO's loss. Other losses of verl's are refused, and so is a
-    missing key for which verl's versions have different defaults."""
+    """Return the settings of our keys for verl's distillation.
+
+    The policy gradient of k1 becomes opd, the forward and the reverse KL over the likeliest tokens gkd_topk; with
+    rewards they are a term in addition to GRPO's loss. Other losses of verl are refused, and so is a missing key with
+    different defaults in verl's versions.
+    """
     mode, k, by_gradient, rewarded = (given.value(key) for key in _SETTINGS)
     for key in (_SETTINGS[0], *_SETTINGS[2:]):
         if given.value(key) is None:
@@ -74,8 +77,8 @@ def _options(values: Mapping[str, Any]) -> Result:
 
 
 def _teachers(given: Given) -> Result:
-    """Return the settings of the teachers. One teacher serves every row; several are selected by the value of
-    `teacher_key` in the row. verl drops its default entry, teacher_model, if others are named."""
+    """Return the settings of the teachers. A single teacher serves every row; of several, the value of `teacher_key` in
+    the row selects one. As in verl, the default entry teacher_model is left out if others are named."""
     paths = {key: given.value(key) for key in given.values if key.startswith(_TEACHERS) and key.endswith(".model_path")}
     paths = {key.removesuffix("model_path") + "key": path for key, path in paths.items() if path is not None}
     if len(paths) < 2:

@@ -1,4 +1,4 @@
-"""One command line in verl's keys, in the form that the rules read."""
+"""The keys of one command line in verl's spelling, in the form that the rules read."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ Result = dict[str, Any]
 
 
 _SCHEDULES = {"veomni": "cosine", "automodel": "cosine", "torchtitan": "linear"}
-"""The default schedules of verl's optimizer groups; the groups that are not here have a constant rate."""
+"""The default schedules of verl's optimizer groups. Groups that are not listed have a constant rate."""
 
 _MODEL_ENGINE = (
     *("optim", "optim@optim", "engine", "engine@engine", "engine.strategy", "model_engine", f"{ACTOR}strategy"),
     "actor@actor_rollout_ref.actor",
 )
-"""The keys with which a command line of verl's names its model engine."""
+"""The keys with which verl's command lines select the model engine."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """The keys of one command line. `values`: verl's keys; `native`: ours; `recipe_prompts`: the recipe's batch size.
+    """The keys of one command line.
 
-    Null means that a key is not given. A value with which no rule can compute is refused when it is read."""
+    values: verl's keys
+    native: our keys
+    recipe_prompts: the batch size of the recipe
+
+    A key with the value null counts as not given. A value that its rule cannot use is refused when it is read.
+    """
 
     values: Mapping[str, Any]
     defaults: Mapping[str, Any]
@@ -35,12 +40,12 @@ class Given:
     native: Mapping[str, Any]
     recipe_prompts: int | None
     ignored: dict[str, str] = field(default_factory=dict)
-    """Keys without an effect on this command line, with the reason."""
+    """Keys without an effect on this command line -> the reason."""
     remarks: dict[str, str] = field(default_factory=dict)
     """Remarks to print beside the value of a mapped key."""
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Return the value as given, else None."""
+        """Return the given value, else `default`."""
         row, value = find_row(key), self.values.get(key, default)
         return value if row is None else row.check(value)
 
@@ -50,15 +55,17 @@ class Given:
         return row is not None and row.joint == rule
 
     def get(self, key: str) -> Any:
-        """Return the value as given, else verl's default if the entry point takes those, else None."""
+        """Return the given value; else verl's default if the entry point uses verl's defaults; else None."""
         return self.value(key, self.defaults.get(key) if self.use_defaults else None)
 
     def need(self, key: str) -> Any:
-        """Return the value as given, else verl's default in any case: the meaning of the key beside the given ones."""
+        """Return the given value, else verl's default for every entry point. It is for keys that determine the meaning
+        of given ones."""
         return self.value(key, self.defaults.get(key))
 
     def first(self, *keys: str) -> Any:
-        """Return the value of the first of several spellings that is given, or that has a default to be used."""
+        """Return the value of the first of several spellings that is given, or else that `get` returns a default
+        for."""
         found = [k for k in keys if k in self.values] or [k for k in keys if self.get(k) is not None]
         return self.get(found[0]) if found else None
 

@@ -1,4 +1,4 @@
-"""Read a command line of verl's as single keys: Hydra's options, groups (`a@b=c`), mappings and a user's file."""
+"""Read a command line in verl's form as single keys: Hydra's options, groups (`a@b=c`), mappings and a user's file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from verl.errors import Refused
 _OPTIONS = {f"--config-{what}": f"--config-{what}" for what in ("path", "name", "dir")}
 _OPTIONS |= {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir"}
 _OF_VERL = re.compile(r"(?:[a-z]+_)*?(?:ppo|sft)_(?:(megatron|veomni|torchtitan|automodel)_)?trainer(?:_engine)?")
-"""verl's own files, and the model engine that they stand for."""
+"""The names of verl's own configuration files, with the model engine that they select."""
 
 
 def parse_arguments(args: Sequence[str | Argument], problems: list[str], main: str | None = None) -> list[Argument]:
-    """Return the keys in order of precedence: those of a file, then those of the command line. Each unreadable
-    argument adds a line to `problems`. `main`: the file that a --config-path without a name means."""
+    """Return the arguments as single keys in order of precedence: those of a file, then those of the command line. Each
+    unreadable argument adds a line to `problems`.
+
+    main: the name of the file if --config-path is given without a name
+    """
     options, rest = _options(args)
     found: list[Argument] = []
     for word in (None, *rest):
@@ -66,7 +69,8 @@ def _of_options(options: Mapping[str, str], main: str | None) -> list[Argument]:
 
 
 def _of_file(folder: Path, name: str, chain: tuple[str, ...]) -> Iterator[Argument]:
-    """Return the keys of folder/name.yaml, after those of its base files. Of verl's own files the engine counts."""
+    """Yield the keys of folder/name.yaml, after those of its base files. Of verl's own files only the model engine is
+    read."""
     name = name.removesuffix(".yaml")
     path, packaged = folder / f"{name}.yaml", _OF_VERL.fullmatch(name)
     if name in chain:
@@ -97,7 +101,7 @@ def _of_file(folder: Path, name: str, chain: tuple[str, ...]) -> Iterator[Argume
 
 
 def _singles(argument: Argument) -> Iterable[Argument]:
-    """Return a mapping of keys as single keys; a mapping that is a value stays one."""
+    """Return the keys of a mapping as single keys. A mapping that is itself the value of a key is not divided."""
     key, value = argument.key, argument.value
     own = leaf_of(key) is not None or ((row := find_row(key)) is not None and row.key == key and not _below(key))
     if not isinstance(value, Mapping) or own:
@@ -107,5 +111,5 @@ def _singles(argument: Argument) -> Iterable[Argument]:
 
 
 def _below(key: str) -> bool:
-    """Return whether the table has keys below this one."""
+    """Return True if the table has keys below this one."""
     return find_row(f"{key}.x") is not None

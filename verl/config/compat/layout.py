@@ -1,5 +1,5 @@
-"""Rules of placement: verl's nodes, devices and parallel sizes. They never change the objective, so a script that wants
-eight devices runs in one process on a machine without them, and prints that."""
+"""Rules of placement: verl's nodes, devices and parallel sizes. They never change the objective, so on a machine
+without the requested devices the run is one process, and a message reports that."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SEQUENCE = (
     "ulysses_sequence_parallel_size",
     *("engine.ulysses_sequence_parallel_size", "engine.ulysses_parallel_size", "engine.context_parallel_size"),
 )
-"""The devices that share a sequence in verl."""
+"""verl's keys for the number of devices that share a sequence."""
 
 SHARES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"parallel.tensor": TENSOR, "parallel.sequence": SEQUENCE, "parallel.pipeline": PIPELINE, "parallel.expert": EXPERT}
@@ -54,7 +54,7 @@ OFFLOAD: Mapping[str, str] = MappingProxyType(
 
 
 def offload(given: Given) -> Result:
-    """Return the settings of offloading. On a CPU the tensors are in host memory already."""
+    """Return the settings of offloading; none on a CPU, where the tensors are in host memory already."""
     if local_gpus() == 0 or given.native.get("model.device", "auto") == "cpu":
         given.ignore(
             "a CPU's are in host memory already (model.engine_options.offload_* puts them into files)", *OFFLOAD
@@ -103,13 +103,13 @@ def device(given: Given) -> Result:
 
 
 def over_ray(given: Given) -> bool:
-    """Return whether the run uses Ray, as `layout` decides."""
+    """Return True if the run uses Ray, by the same decision as in `layout`."""
     asked = given.native.get("cluster.backend")
     return asked == "ray" or (asked is None and _there(given))
 
 
 def _there(given: Given) -> bool:
-    """Return whether the requested devices exist without further settings."""
+    """Return True if the requested devices exist, on this machine or in the Ray cluster with a given address."""
     sizes = [given.values.get(key, 1) for key in (NODES, DEVICES)]
     if not all(isinstance(size, int) for size in sizes) or find_spec("ray") is None:
         return False
@@ -131,7 +131,7 @@ def _size(given: Given, key: str) -> int:
 
 
 def own_size(given: Given) -> Result:
-    """Refuse a size among Megatron's overrides that is not the one of the layout's own key beside them."""
+    """Refuse a size among Megatron's overrides that differs from the layout's own key for it."""
     inner = ".override_transformer_config."
     for key in (key for key in given.values if inner in key and given.reads(key, "own_size")):
         beside = key.replace(inner, ".")

@@ -74,8 +74,8 @@ def objective(given: Given) -> Result:
 
 
 def _critic_is_like_ours(given: Given) -> None:
-    """Refuse settings with which verl's critic differs from ours: its aggregation is the actor's, its rate that of its
-    optimizer group."""
+    """Refuse settings of verl's critic that ours does not have: an aggregation other than the mean over tokens (verl's
+    default is the actor's), and a schedule that is not constant (the default of some of verl's model engines)."""
     mode, style = "critic.loss_agg_mode", "critic.optim.lr_scheduler_type"
     how = given.value(mode, given.need(f"{ACTOR}loss_agg_mode"))
     if how != "token-mean":
@@ -86,7 +86,8 @@ def _critic_is_like_ours(given: Given) -> None:
 
 
 def correction(given: Given) -> Result:
-    """Map algorithm.rollout_correction. verl bounds its k1 statistics on sampler/trainer, we on trainer/sampler."""
+    """Map algorithm.rollout_correction. verl bounds its k1 statistics of sampler/trainer; ours are of
+    trainer/sampler."""
     key, option = "algorithm.rollout_correction.", "algorithm.options.correction_"
     level, normalize = given.value(f"{key}rollout_is"), f"{key}rollout_is_batch_normalize"
     out: Result = {}
@@ -142,7 +143,8 @@ def _rejected(key: str, stat: str, text: str) -> str:
 
 
 def aggregation(given: Given) -> Result:
-    """Map the aggregation. verl's constant is the width of the responses, which is the limit if none is given."""
+    """Map the aggregation. verl's constant is the width of the responses; if it is not given, that is the response
+    limit."""
     mode, factor = given.get(f"{ACTOR}loss_agg_mode"), f"{ACTOR}loss_scale_factor"
     by_token = given.value(f"{ACTOR}use_token_level_loss")
     if by_token is not None:  # of an older verl, which had these two
@@ -164,7 +166,8 @@ def aggregation(given: Given) -> Result:
 
 
 def _clip(given: Given) -> Result:
-    """Map the clip ratios. clip_ratio sets both sides; verl itself reads clip_ratio_low and _high only."""
+    """Map the clip ratios. clip_ratio sets both sides, although verl itself reads only clip_ratio_low and
+    clip_ratio_high."""
     single = given.value(f"{ACTOR}clip_ratio")
     if single is None:
         sides = {side: given.get(f"{ACTOR}clip_ratio_{side}") for side in ("low", "high")}
@@ -201,7 +204,8 @@ def kl_reward(given: Given) -> Result:
 
 
 def filter(given: Given) -> Result:
-    """Map DAPO's dynamic sampling. verl: max_num_gen_batches batches of gen_batch_size per step, 0 without limit."""
+    """Map DAPO's dynamic sampling. In verl it generates at most max_num_gen_batches batches of gen_batch_size per step;
+    0 is no limit."""
     name = "algorithm.filter_groups."
     if not given.need(f"{name}enable"):
         given.ignore("only read with filter_groups.enable", f"{name}metric", f"{name}max_num_gen_batches")
@@ -220,7 +224,8 @@ def filter(given: Given) -> Result:
 
 
 def _critic(given: Given) -> Result:
-    """Map the critic, which is updated together with the policy: keys that verl has for it alone must agree."""
+    """Map the critic. Ours is updated together with the policy, so verl's keys for the critic's epochs, mini-batch and
+    Adam settings must have the actor's values."""
     trains = given.value("critic.enable")
     estimator = given.get("algorithm.adv_estimator") or given.native.get("algorithm.name")
     own, mode = ("ppo_epochs", "ppo_mini_batch_size", "optim.betas", "optim.eps"), "critic.loss_agg_mode"
@@ -258,7 +263,8 @@ def pf_ppo(given: Given) -> Result:
 
 
 def critic_without_estimator(values: Mapping[str, Any], native: Mapping[str, Any]) -> list[str]:
-    """Refuse keys of a critic without an estimator: verl's default is PPO, which would become another objective."""
+    """Return a fault for keys of a critic without an estimator: verl would train PPO, and this run another
+    objective."""
     if "algorithm.adv_estimator" in values or "algorithm.name" in native:
         return []
     said = (

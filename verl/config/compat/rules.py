@@ -1,6 +1,8 @@
-"""Rules over several of verl's keys (`@name` in table.tsv): batch sizes, KL, clipping, schedules, async modes.
+"""Rules that map several of verl's keys together (`@name` in table.tsv): batch sizes, KL, clipping, schedules, async
+modes.
 
-Each rule reads the given keys and returns values for our keys; a contradiction is a ValueError with the fix.
+Each rule reads the given keys and returns values for our keys. For contradictory keys it raises ValueError with the
+fix.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ TURNS = f"{ROLLOUT}multi_turn."
 
 
 def _rollout_engine(given: Given) -> Result:
-    """Map the engine. Another engine samples the same policy: on a CPU ours replaces one that is not here. On a machine
-    with GPUs that would cost hours of them, so it has to be allowed."""
+    """Map the rollout engine. If it is not installed, a CPU run uses ours, which samples the same policy. On a machine
+    with GPUs ours would be much slower, so the user must allow it."""
     key, fallback = f"{ROLLOUT}name", "rollout.fallback"
     name = given.value(key)
     here = name is None or reachable(name, given.native.get("rollout.python"), given.native.get("rollout.url"))
@@ -69,8 +71,8 @@ def _rollout_engine(given: Given) -> Result:
 
 
 def _sync(given: Given) -> Result:
-    """Map the transport of weights. Every transport delivers the same weights, so one that is not installed is not
-    requested."""
+    """Map the transport of weights. All transports deliver the same weights, so one that is not installed is left
+    out."""
     ways = {"naive": "local", "nccl": "collective", "nixl": "nixl"}
     backend, bucket, found = str(given.value(BACKEND)), given.value(BUCKET), dict[str, object]()
     if bucket is not None and given.native.get("sync.engine") in ("shm", "tcp"):
@@ -176,7 +178,8 @@ def _schedule(given: Given) -> Result:
 
 
 def _tokens(given: Given) -> Result:
-    """Map the tokens of a micro-batch. verl counts them per device of a sequence parallel group, we in whole rows."""
+    """Map the tokens of a micro-batch. verl counts them per device of a sequence parallel group; we count whole
+    rows."""
     keys = (f"{ACTOR}ppo_max_token_len_per_gpu", "data.max_token_len_per_gpu")
     budget = given.first(*keys)
     groups = [n for key in layout.SEQUENCE if isinstance(n := given.values.get(key), int) and n > 1]
@@ -219,7 +222,7 @@ def _eval_steps(given: Given) -> Result:
 
 
 _OLD_BUFFERS = ("reward_model.overlong_buffer.", "custom_reward_function.overlong_buffer.")
-"""Where older scripts of DAPO give the buffer of answers that are too long."""
+"""The sections in which older DAPO scripts have the settings of the overlong buffer."""
 
 
 def _overlong(given: Given) -> Result:
@@ -247,7 +250,7 @@ def _overlong(given: Given) -> Result:
 
 
 def _limits(given: Given) -> tuple[int | None, int | None]:
-    """Return the limits of prompt and response that this command line gives."""
+    """Return the limits of prompt and response on this command line."""
     prompt = given.own("data.max_prompt_tokens", given.first("data.max_prompt_length", f"{ROLLOUT}prompt_length"))
     answer = given.first("data.max_response_length", f"{ROLLOUT}response_length")
     return prompt, given.own("rollout.max_response_tokens", answer)
@@ -266,7 +269,7 @@ def _context(given: Given) -> Result:
 
 
 def _positions(given: Given) -> Result:
-    """Refuse more positions than the model's folder has. With fewer the model computes the same."""
+    """Refuse more positions than the model has. Fewer positions do not change what the model computes."""
     prefix = "actor_rollout_ref.model.override_config."
     path = given.native.get("model.path", given.get("actor_rollout_ref.model.path"))
     has = context_tokens(str(path))
@@ -313,7 +316,8 @@ def _logger(given: Given) -> Result:
 
 
 def _reward_model(given: Given) -> Result:
-    """Map the reward model. Alone it is the reward. verl gives a custom function its address, which is refused here."""
+    """Map the reward model. Without a custom function it is the reward. With one it is refused, since verl gives the
+    function the address of a server with the model."""
     forms = {"reward.reward_model.": ("model_path",), "reward_model.": ("model.path", "model_path")}
     on = [
         (prefix, [prefix + path for path in paths]) for prefix, paths in forms.items() if given.value(f"{prefix}enable")
@@ -336,8 +340,8 @@ def _reward_model(given: Given) -> Result:
 
 
 def _async(given: Given) -> Result:
-    """Map the asynchronous modes. Legacy keys map one to one; V1 modes generate num_warmup_batches ahead, with partial
-    rollout."""
+    """Map the asynchronous modes. Legacy keys map one to one; V1 modes generate num_warmup_batches batches in advance,
+    with partial rollout."""
     v1, partial_key = "trainer.v1.", "async_training.partial_rollout"
     bound_key = f"{v1}sampler.max_off_policy_threshold"
     staleness, partial = given.value("async_training.staleness_threshold"), given.value(partial_key)
@@ -364,7 +368,7 @@ def _async(given: Given) -> Result:
 
 
 def _tools(given: Given) -> Result:
-    """Map the files of tools, from any of verl's keys for them. Their schemas are rendered, and the loop runs them."""
+    """Map the files of tools, under any of verl's keys for them."""
     given.ignore("rows with tools are played in turns, the others are one answer", f"{TURNS}enable")
     owners = (TURNS, "data.")
     found = [given.value(owner + key) for owner in owners for key in ("tool_config_path", "function_tool_path")]
@@ -375,14 +379,15 @@ def _tools(given: Given) -> Result:
 
 
 def _turns(given: Given) -> Result:
-    """Map the number of the model's turns; users (tools) have a turn between two of them."""
+    """Map the limit on turns of the model. A limit on turns of the user (the tools) allows one more turn of the
+    model."""
     assistant, user, turns = (given.value(f"{TURNS}max_{of}turns") for of in ("assistant_", "user_", ""))
     most = [n for n in (assistant, turns, None if user is None else user + 1) if n is not None]
     return {"agent.max_turns": min(most)} if most else {}
 
 
 def _dataset(given: Given) -> Result:
-    """Map a dataset class of the user's, by its file or module and its name."""
+    """Map a user's dataset class, given as a file or module and the name of the class."""
     path, name = (given.value(f"data.custom_cls.{key}") for key in ("path", "name"))
     if path is None:
         given.ignore("only read with data.custom_cls.path", "data.custom_cls.path", "data.custom_cls.name")
@@ -393,7 +398,7 @@ def _dataset(given: Given) -> Result:
 
 
 def _loop(given: Given) -> Result:
-    """Map the agent loop: one of ours by verl's name, or the class that a file of loops has for a name."""
+    """Map the agent loop: one of ours by verl's name, or the class of a name in a file of agent loops."""
     key, file_key = f"{ROLLOUT}agent.default_agent_loop", f"{ROLLOUT}agent.agent_loop_config_path"
     name, file = given.value(key), given.value(file_key)
     ours = {"single_turn_agent": "single_turn", "tool_agent": "tool_agent"}
@@ -411,7 +416,7 @@ def _loop(given: Given) -> Result:
 
 
 def _loops_of(key: str, file: Path) -> dict[str, str]:
-    """Return the class of every name in verl's file of agent loops: `- {name: NAME, _target_: module.Class}`."""
+    """Return name -> class of verl's file of agent loops: `- {name: NAME, _target_: module.Class}`."""
     if not file.is_file():
         raise Refused(f"{key}={file}: no such file")
     try:
@@ -455,4 +460,4 @@ _RULES = (
     *layout.RULES,
 )
 JOINT: Mapping[str, Callable[[Given], Result]] = MappingProxyType({rule.__name__.lstrip("_"): rule for rule in _RULES})
-"""By the name that the table has after its @."""
+"""The rules by name, as the table has it after the @."""

@@ -69,13 +69,14 @@ DISTILLATION: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-"""Our keys for the fields of TRL's GKDConfig and DistillationConfig. They are no aliases: typing one is refused with
-a line that names ours."""
+"""Our keys for the fields of TRL's GKDConfig and DistillationConfig. They are not aliases: such a field on the command
+line is refused, with a message that names our key."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """One row of the table. `targets` are our keys; the head of table.tsv describes `rule`, `text` and the defaults."""
+    """One row of the table. `targets` are our keys; the first lines of table.tsv describe `rule`, `text` and the
+    defaults."""
 
     key: str
     action: Action
@@ -87,16 +88,17 @@ class KeyRow:
 
     @property
     def harmless(self) -> list[str]:
-        """Return the values at which a refused key has no effect."""
+        """The values with which a refused key has no effect."""
         return self.rule.removeprefix("except:").split(",") if self.rule else []
 
     @property
     def joint(self) -> str:
-        """Return the name of the function of rules.py that reads this key."""
+        """The name of the function of rules.py that reads this key; "" if there is none."""
         return self.rule[1:].partition(":")[0] if self.rule.startswith("@") else ""
 
     def check(self, value: Any) -> Any:
-        """Return `value` as the rule computes with it: a number, a switch, or our word for one of verl's."""
+        """Return `value` as its rule uses it: a number, a switch, or our word for verl's. Raise ValueError for another
+        value."""
         kind = self.rule.partition(":")[2]
         if value is None or not kind:
             return value
@@ -152,8 +154,8 @@ _TEACHER = re.compile(r"(distillation\.teacher_models\.)(?!teacher_model\.)\w+\.
 
 @functools.lru_cache(maxsize=4096)
 def find_row(key: str) -> KeyRow | None:
-    """Return the row of `key`: its own, else the first `prefix.*` above it. Every teacher has the rows of
-    `teacher_model`."""
+    """Return the row of `key`, or of the first `prefix.*` that it begins with; None if there is none. Every teacher has
+    the rows of `teacher_model`."""
     rows = key_rows()
     if key in rows:
         return rows[key]
@@ -168,7 +170,7 @@ def find_row(key: str) -> KeyRow | None:
 
 
 def same_value(value: Any, text: str) -> bool:
-    """Return whether a parsed value is that of `text` in the table (0 and 0.0, None and null, True and true)."""
+    """Return True if a parsed value equals `text` of the table (0 and 0.0, None and null, True and true)."""
     if value is None or isinstance(value, bool):
         return text.lower() == {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int | float):

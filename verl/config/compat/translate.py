@@ -1,7 +1,7 @@
-"""Translate the arguments of a command line that are not keys of ours to settings of our tree.
+"""Translate the arguments of a command line that are not our keys to settings of our keys.
 
-A key of ours always wins over one of verl's that sets the same value, so that `bash run_verl.sh rollout.engine=native`
-does what it says.
+If one of our keys and one of verl's set the same value, ours is used, so that `bash run_verl.sh rollout.engine=native`
+has the expected effect.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ from verl.config.tree import Setting, leaf_of, text_of
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """The result. `settings`: values of our keys; `defaults`: verl's, which any recipe overrides; `unknown`: our keys
-    without a value, since the keys of verl's that set them were refused."""
+    """The result of a translation.
+
+    settings: values of our keys
+    defaults: verl's defaults, which every recipe overrides
+    unknown: our keys without a value, because the verl keys that set them were refused
+    """
 
     settings: list[Setting]
     defaults: list[Setting]
@@ -41,12 +45,13 @@ def translated(
     prompts_per_step: int | None = None,
     verl_defaults: VerlDefaults | None = None,
 ) -> tuple[Translation, list[str]]:
-    """Return the settings, and a line for each key that is unknown, unreadable, refused or contradicted.
+    """Return the translation, and a line for each key that is unknown, unreadable, refused or contradictory.
 
-    `rest`: the arguments with keys of verl's, and Hydra's options; `native`: our keys on the same command line, after
-    which the settings of a file that `rest` names are overridden. `prompts_per_step`: of the recipe, for a mini batch
-    size given without a batch size. `verl_defaults`: mapped keys that are not given take verl's own default (the entry
-    `python -m verl.trainer.main_ppo` does this).
+    rest: the arguments with verl's keys, and Hydra's options
+    native: our keys on the same command line. The settings of a file that `rest` names are added before them, so that
+        they override the file's
+    prompts_per_step: of the recipe, for a mini batch size that is given without a batch size
+    verl_defaults: mapped keys that are not given get verl's own defaults (as `python -m verl.trainer.main_ppo` does)
     """
     of_file: list[Setting] = []
     foreign: dict[str, Argument] = {}
@@ -97,7 +102,7 @@ def _plain(text: str) -> Any:
 
 @dataclass
 class _Work:
-    """The state of one translation, from the given keys to `found`, `by_default`, `notes` and `problems`."""
+    """The state of one translation: from the given keys to `found`, `by_default`, `notes` and `problems`."""
 
     foreign: Mapping[str, Argument]
     native: Mapping[str, Any]
@@ -135,7 +140,8 @@ class _Work:
             self._joint(rule)
 
     def _resolved(self, key: str, value: Any) -> Any:
-        """Replace `${...}` of one of verl's keys by its value. Other interpolations are left for our own tree."""
+        """Replace `${...}` with one of verl's keys by the value of that key. Other interpolations are resolved later,
+        in our own tree."""
         row = find_row(key)
         if not isinstance(value, str) or "${" not in value or row is None or row.action == "ignored":
             return value
@@ -151,7 +157,7 @@ class _Work:
         return value
 
     def _native(self, row: KeyRow) -> bool:
-        """Return whether our own keys set all targets of this row."""
+        """Return True if our own keys set all targets of this row."""
         return all(target in self.native for target in row.targets)
 
     def _note(self, row: KeyRow, action: Action, text: str) -> None:
@@ -206,7 +212,10 @@ class _Work:
                 self._mapped(rows[key], (t for t in rows[key].targets if t in results), view.remarks.get(key, ""))
 
     def _set(self, target: str, value: Any, keys: Sequence[str]) -> None:
-        """Set one of our keys. `keys`: the keys of verl's that require it; none: verl's default."""
+        """Set one of our keys.
+
+        keys: the verl keys that require the value; empty: it is verl's default
+        """
         if target in self.native:
             return
         if not keys:
@@ -220,7 +229,7 @@ class _Work:
 
 
 def render_notes(notes: Sequence[Note]) -> str:
-    """Return a few lines for a long launch script: mapped keys one by one, ignored ones grouped by their reason."""
+    """Return the text about a translation: mapped keys one by one, ignored keys grouped by reason."""
     lines = [str(n) for n in notes if n.action == "mapped"]
     reasons: dict[str, list[str]] = {}
     for note in notes:
