@@ -49,8 +49,8 @@ def _joined(rows: list[Ref]) -> Ref:
 
 
 def batch_metrics(refs: Refs, stats: RolloutStats, version: int, *, max_prompt_tokens: int) -> Metrics:
-    """Compute scores, lengths, groups and staleness of the trained trajectories, turns of all that have ended, and the
-    released groups. The names are those of verl if it has the metric."""
+    """Compute scores, lengths, groups and staleness of the trained trajectories, the turns of all with a valid reward,
+    and the released groups. The names are those of verl if it has the metric."""
     train = _trajectories(refs.of("train"))
     out: Metrics = {
         **spread("critic/rewards", (t.reward for t in train), "sequence"),
