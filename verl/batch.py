@@ -149,9 +149,8 @@ OBSERVED = -2
 
 
 def observed(sample: Sample) -> Sample:
-    """Return the row with the environment's tokens behind the policy's first token as loss tokens too, except those
-    that the template is known to have written. Everything before, a prompt and the history of a rewritten row, is
-    context."""
+    """Return the row with the environment's tokens after the policy's first token as loss tokens too, except those that
+    the template is known to have written. The tokens before (a prompt, the history of a rewritten row) stay context."""
     sides = {name: channel for s in sample.segments for name, channel in s.side.items()}
     out, drawn = list[Segment](), False
     for s in sample.segments:

@@ -29,8 +29,11 @@ class TermValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One additive part of a loss: the sum over its unit of weight x value. The unit `observation` covers the tokens
-    that the environment wrote between the policy's turns, where all other terms have the weight 0."""
+    """One additive part of a loss: the sum of weight x value over its unit.
+
+    The unit `observation` covers the tokens that the environment wrote between the policy's turns, which have weight 0
+    in all other terms.
+    """
 
     name: str
     fn: Callable[[Columns], TermValue]
@@ -45,9 +48,9 @@ class Term:
     """True if its values depend on statistics of the whole optimizer step. It is then evaluated first on all log-probs,
     and dL/dlogp becomes its weights."""
     corrected: Literal["no", "token", "geometric"] = "no"
-    """Its weights are multiplied by the column `is_weights`, if present, token by token or by its geometric mean over
+    """How its weights are multiplied by the column `is_weights`, if present: per token, or by the geometric mean over
     the sequence."""
     denominator: str = "after_rejection"
-    """The tokens that its aggregation counts: those before or after a rejection (column `keep`)."""
+    """The tokens that its aggregation counts: those before, or those after a rejection (column `keep`)."""
     sees_rejected: bool = False  # Rejected tokens are in its mask, with weight 0.
     silent: bool = False  # Its loss is not a metric.

@@ -14,7 +14,7 @@ SetKind = Literal["full", "lora"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSet:
-    """A set of parameters that is published with versions of its own."""
+    """A set of parameters that is published with its own version numbers."""
 
     id: str
     """The name by which requests and publishes refer to it."""

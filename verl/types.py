@@ -334,11 +334,11 @@ class Refs(tuple[Ref, ...]):
         return Refs(r for r in self if r.purpose == purpose)
 
     def sampled(self) -> Refs:
-        """The refs of samples that the policy sampled, without the stored answers."""
+        """The refs of samples that the policy sampled; stored answers are left out."""
         return Refs(r for r in self if not r.stored)
 
     def rewarded(self) -> Refs:
-        """The refs of samples that take part in advantages: all but the stored answers without a reward."""
+        """The refs of samples that take part in advantages. Stored answers without a reward are left out."""
         return Refs(r for r in self if not r.stored or r.reward == r.reward)
 
     def groups(self) -> dict[str, Refs]:

@@ -476,8 +476,8 @@ def _owners(
 
 
 def _sampled(c: Completion, turn: Mapping[str, np.ndarray], first: int, end: int) -> list[Segment]:
-    """Return tokens first:end of a completion, one segment per weight version, with their side channels and the
-    turn's."""
+    """Return tokens first:end of a completion, one segment per weight version, with the side channels of call and
+    turn."""
     segments = []
     for version, start, stop in c.spans:
         a, b = max(start, first), min(stop, end)

@@ -436,7 +436,7 @@ def _shows(render: Callable[[], str], *names: str) -> bool:
 
 
 def _shows_role(r: Renderer, messages: list[dict[str, Any]], role: str) -> bool:
-    """Return whether the one message with this role is rendered, and not under the role of the assistant."""
+    """Return True if the message with this role is rendered, under a role other than the assistant's."""
     try:
         text = r.text(messages, prompt=True)
     except RenderError:

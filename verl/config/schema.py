@@ -110,7 +110,7 @@ class AlgorithmConfig:
     tree.py); what few algorithms have is set as options.NAME (`verl show algorithm=NAME`)."""
 
     def given(self) -> dict[str, Any]:
-        """The settings that are given, by key; the preset has the others."""
+        """The settings that are not null, by key. The preset has the others."""
         every = {**self.options, "loss": self.loss, "advantage": self.advantage}
         return {key: value for key, value in every.items() if value is not None}
 

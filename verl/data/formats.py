@@ -79,7 +79,7 @@ class Players(NamedTuple):
     names: tuple[str, ...] = ("single_turn",)
     """The loops that a row may select."""
     tools: tuple[dict[str, Any], ...] = ()
-    """Schemas of the run's tools."""
+    """The schemas of the run's tools."""
     teachers: tuple[str, ...] = ()
     """The teachers, one of which each row must name; empty if there is at most one."""
     hint_key: str | None = None

@@ -234,9 +234,9 @@ class CodeSandbox:
     ) -> list[Ran]:
         """Run the code once per case ({stdin} or {call, arguments}) and return the results in order.
 
-        Each case has a process of its own. All share one sandbox and its /tmp; after a case that ended the sandbox, a
-        fresh one is used. No case starts after `within_s`, so there may be fewer results than cases. base: a copy of a
-        workspace; /tmp begins with its files.
+        Each case has a process of its own. All share one sandbox and its /tmp; if a case ends the sandbox, the next one
+        uses a new one. No case starts after `within_s` seconds, so there may be fewer results than cases.
+        base: a copy of a workspace; /tmp begins with its files
         """
         link: _Link | None = None
         found: list[Ran] = []
@@ -383,8 +383,8 @@ class Session:
             return ran_of(self._ask(self._begin(), {"kind": "cell", "code": code}))
 
     def snapshot(self) -> SavedFiles:
-        """Return the files as they are now, for other sessions over the same workspace, on any machine. Raises
-        ValueError for more than `tmp_mb` MB (32 MB when packed), and for files that cannot be read."""
+        """Return the files as they are now. Other sessions over the same workspace, on any machine, can begin with
+        them. Raise ValueError for more than `tmp_mb` MB (32 MB when packed), and for files that cannot be read."""
         with self._lock:
             answer = self._ask(self._begin(), {"kind": "keep"})
             if answer["status"] != "ok":

@@ -189,8 +189,8 @@ class CallWorker(Generic[T]):
 
     @property
     def leaks(self) -> bool:
-        """True once it has gained half of its memory limit: it is replaced before another call fails for that. The
-        worker process ends by the same rule."""
+        """True if its address space has grown by half of the memory limit. It is then replaced, before that makes
+        another call fail. The worker process ends by the same rule."""
         return self.grown_mb >= self._memory_limit_mb / 2
 
     async def load(self, frame: bytes, timeout_s: float) -> None:
@@ -221,8 +221,8 @@ class CallWorker(Generic[T]):
         """Call the user's callable with each of the pickled arguments, one after the other.
 
         `deliver` gets the outcome of each call when it ends, in order. A call that takes more than `timeout_s` of wall
-        clock time is killed with all that it started. A call that ends the worker, or makes it unfit, is the last that
-        is delivered: the calls behind it were not begun.
+        clock time is killed with all that it started. If a call ends the worker, or makes it unusable, its outcome is
+        the last one delivered, and the remaining calls have not begun.
         """
         first = self.calls = self.calls + 1
         self.healthy = False  # until all are answered; stays so if the caller is cancelled

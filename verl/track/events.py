@@ -74,7 +74,7 @@ def _events(path: Path, kinds: Collection[str] | None, note: Note) -> Iterator[E
 
 
 def next_attempt(run_dir: Path) -> int:
-    """Return the number of the attempt that starts now: 0 in a new run directory."""
+    """Return the number of the attempt that starts now; 0 in a new run directory."""
     used = [attempt for attempt, _ in _files(run_dir)]
     last = list(deque(records(run_dir / METRICS_FILE, lambda _: None), maxlen=1))  # a supervised run records no events
     by_metrics = [int(record["attempt"]) for record in last if isinstance(record.get("attempt"), int)]
