@@ -19,14 +19,14 @@ from aiohttp.test_utils import TestServer
 from handmade_model import write_model
 from safetensors.numpy import load_file, save_file
 from served import Served, crashing, silent
-from test_rollout_client import PROMPT, context_of, greedy, reader
+from test_rollout_client import PROMPT, context_of, greedy, reader, reset
 
 from verl.config.adapter import CONFIG, WEIGHTS, read_adapter
 from verl.model_engine.lora_source import read_lora
 from verl.rollout import adapters
 from verl.rollout.adapters import write_nothing, write_set
 from verl.rollout.api import Deadlines
-from verl.rollout.base import Capabilities, GenerateRequest, ServerPlace
+from verl.rollout.base import Capabilities, GenerateRequest, ReplicaLost, ServerPlace
 from verl.rollout.client import ServedEngine
 from verl.rollout.http import ServerLate
 from verl.rollout.router import Router
@@ -296,6 +296,39 @@ def test_new_weights_end_all_sets_after_their_requests(base: Path, tmp_path: Pat
         await engine.load_weights(weights(2, "U"), on_inflight="keep")
         assert (await running).stop_reason == "abort", "it could not finish"
         await engine.resume()
+        await engine.load_weights(version_of(folder, base, 3, of="U"))
+        running = await begun(double, engine.generate(asks("u", tokens=40)))
+        double.going.clear()
+        engine.gate.asleep.add("kv")
+        await engine.load_weights(weights(3, "T"), on_inflight="keep")
+        assert (await running).stop_reason == "abort", "nor in a server that sleeps"
+
+    with_server(body, base)
+
+
+def test_an_update_waits_for_no_request_that_waits_for_it_after_its_connection_broke(
+    base: Path, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "a", base, "q_proj")
+
+    async def body(engine: ServedEngine, double: Adapted) -> None:
+        await engine.load_weights(version_of(folder, base, 1))
+        probed, updated = asyncio.Event(), asyncio.Event()
+
+        async def breaks(request: web.Request) -> None:
+            if (await request.json())["token_ids"] == PROMPT.tolist():
+                return reset(request)
+            probed.set()
+            await updated.wait()
+
+        double.faults[GENERATE] = breaks
+        running = asyncio.ensure_future(engine.generate(asks("r")))
+        await probed.wait()
+        assert await asyncio.wait_for(engine.load_weights(weights(1, "V"), on_inflight="keep"), 10) == 1
+        del double.faults[GENERATE]
+        updated.set()
+        with pytest.raises(ValueError, match="no LoRA set 'a' is live on these weights"):
+            await running
 
     with_server(body, base)
 
@@ -380,6 +413,32 @@ def test_a_request_waits_while_its_set_is_published_on_new_weights(base: Path, t
             assert not asked.done()
             await publish(router, folder, base, 2, of="V")
             assert (await asked).spans == ((2, 0, 2),)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_sets_that_are_published_together_are_verified_each_by_its_own_canary(base: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", base, "q_proj")
+
+    async def run() -> None:
+        async with two_replicas(base) as (router, _, _):
+            one, other = router.replicas
+            await asyncio.wait_for(one.load_weights(version_of(folder, base, 1)), 10)
+            second = asyncio.ensure_future(one.load_weights(version_of(folder, base, 5, name="b")))
+            await asyncio.sleep(0.05)
+            router.published({})  # that of the policy, known late
+            assert not one.sets
+            one.mark_verified()
+            assert one.sets == {"a": 1}
+            assert await second == 5 and one.sets == {"a": 1}
+            one.mark_verified()
+            assert one.sets == {"a": 1, "b": 5}
+            await other.load_weights(version_of(folder, base, 1))
+            waiting = asyncio.ensure_future(other.load_weights(version_of(folder, base, 5, name="b")))
+            await asyncio.sleep(0.05)
+            other.lose(SyncError("its canary failed"))
+            with pytest.raises(ReplicaLost):
+                await waiting
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

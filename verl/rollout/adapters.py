@@ -107,8 +107,8 @@ class ServerAdapters:
             await ended(calls, None)
 
     async def abort(self) -> None:
-        """End the running requests of all sets with the tokens that they have."""
-        calls = [one for one in self._calls.pending.values() if one.request.parameters != POLICY_SET.id and one.asked]
+        """End the requests of all sets with the tokens that they have."""
+        calls = [one for one in self._calls.pending.values() if one.request.parameters != POLICY_SET.id]
         await self._calls.abort_and_wait(calls)
 
     async def base_changed(self) -> None:

@@ -120,7 +120,10 @@ class ServerAnswers:
         if begun is not None and not begun.mixes:
             begun.keep(self._connection.version, self._connection.version)
             known = len(begun.ids)
-        answer = await self._answer(call)
+        try:
+            answer = await self._answer(call)
+        finally:
+            call.asked = False  # before it is sent again it may wait for an update, which must not wait for it
         if begun is not None and known and len(answer.spans) > 1:  # an update came between: sample from the beginning
             begun.keep(0, -1)
             return await self._attempt(call)

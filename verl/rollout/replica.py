@@ -109,6 +109,9 @@ class Replica(EngineWrapper):
         """Load weights. Answers that they sample are held back until `mark_verified`."""
         of, parameters = self.supervisor.live(), set_of(source)
         if not parameters.whole:
+            while not of.judged.is_set():  # one at a time: a verification names no set
+                await of.judged.wait()
+            self.supervisor.check(of)
             of.judging = parameters.id, source.version
             of.judged.clear()
             return await of.engine.load_weights(source, on_inflight=on_inflight)

@@ -101,7 +101,8 @@ class Router(EngineWrapper):
             self.replicas[i].lose(ReplicaLost(why))
         ready = [one for one in self.replicas if one.ready and one.number not in failed]
         for one in ready:
-            one.mark_verified()
+            if one.supervisor.current.judging is None:  # a LoRA set is verified by its own publish
+                one.mark_verified()
         self._verified = max((one.version for one in ready), default=self._verified)
         self._serve(frozenset(one.number for one in ready))
 

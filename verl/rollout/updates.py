@@ -107,7 +107,8 @@ class ServerUpdates:
         try:
             await self._gate.wake(("weights",))  # freed weights have no memory to be written to
             if mode == "keep":  # the policy's requests go on under the new weights, those of LoRA sets cannot
-                await (self._adapters.abort() if self._gate.paused else self._adapters.finish())
+                stopped = self._gate.paused or self._gate.asleep
+                await (self._adapters.abort() if stopped else self._adapters.finish())
             await self._gate.stop_sampling(mode, what)
         except (ServerGone, ServerLate, ServerRefused):
             if connection.launch is None or not updates:
