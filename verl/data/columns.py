@@ -68,7 +68,7 @@ def refuse_unasked(row: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_schemas(row: Mapping[str, Any], where: str, read: str) -> None:
-    """Raise ValueError for a column of tool schemas other than `read`, the one that is used."""
+    """Raise ValueError for a column of tool schemas that is not `read`, the column that is used."""
     for key, value in row.items():
         if key != read and isinstance(value, list | str) and value and are_schemas(value) and value != row.get(read):
             prefix = f"column {key!r} holds the schemas of tools and is not read ({read!r} is)"

@@ -87,9 +87,9 @@ class RowCounts:
     example: str = ""
     """The place and the error of the first refused row."""
     characters: dict[str, list[int]] = field(default_factory=dict)
-    """By file: [characters of the messages, those without a token]."""
+    """File -> [number of characters in its messages, number of those without a token]."""
     lost: dict[str, str] = field(default_factory=dict)
-    """By file: the first characters without a token."""
+    """File -> an example of its characters without a token."""
     special: Found = field(default_factory=dict)
     """Special tokens in the messages' text."""
     judged: str = ""

@@ -52,7 +52,10 @@ class RunReader:
     """Reads a run directory repeatedly while the run continues. Samples are decoded again only if they have changed."""
 
     def __init__(self, run_dir: Path, note: Note = logger.warning) -> None:
-        """note: called once with a line about each damaged file that is left out."""
+        """Open the run directory.
+
+        note: a function that is called once with a line about each damaged file, which is left out
+        """
         if not is_run_dir(run_dir):
             known = f"{METRICS_FILE}, {CONFIG_FILE} nor events/"
             raise Refused(f"{run_dir} is not a run directory: it has neither {known}")

@@ -40,7 +40,10 @@ class SamplePicker:
     changes."""
 
     def __init__(self, run_dir: Path, tokenizer_folders: Sequence[Path], note: Note = logger.warning) -> None:
-        """note: called with a line about each damaged file that is left out."""
+        """Prepare to read the samples of a run.
+
+        note: a function that is called with a line about each damaged file, which is left out
+        """
         self._run_dir, self._folders, self._note_of = run_dir, tokenizer_folders, note
         self._decode: Decode | None = None
         self._packed: dict[tuple[Kind, int], tuple[object, dict[str, Any]]] = {}

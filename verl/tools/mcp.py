@@ -71,11 +71,11 @@ class McpServer:
     """One server of `agent.tools=[servers.json]`, which all of its tools share."""
 
     name: str
-    """Its name in the file."""
+    """The server's name in the file."""
     entry: Mapping[str, Any]
-    """Its entry in the file."""
+    """The server's entry in the file."""
     listed: Sequence[Mapping[str, Any]] = ()
-    """Its tools at the start of the run."""
+    """The server's tools at the start of the run."""
     changed: str = ""
     """A note to add to the next call's result if the server's list of tools has changed; else ""."""
     limit_s: float = 4 * START_S
