@@ -443,6 +443,31 @@ def test_sets_that_are_published_together_are_verified_each_by_its_own_canary(ba
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_a_set_is_dropped_also_where_a_replica_is_lost_and_without_any_the_cause_is_named(
+    base: Path, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "a", base, "q_proj")
+
+    async def run() -> None:
+        async with two_replicas(base) as (router, doubles, _):
+            await publish(router, folder, base, 1)
+            one, other = router.replicas
+
+            async def lost(name: str) -> None:
+                raise ReplicaLost("it ended meanwhile")
+
+            one.engine.drop_set = lost  # type: ignore[method-assign]
+            await router.drop_set("a")
+            assert "a" not in doubles[1].names
+            router.set_published("a")
+            for replica in (one, other):
+                replica.lose(ReplicaLost("its host is gone"))
+            with pytest.raises(ReplicaLost, match="no rollout replica serves: its host is gone"):
+                await router.generate(asks("r"))
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_no_answer_of_an_unverified_version_counts(base: Path, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", base, "q_proj")
 

@@ -182,14 +182,18 @@ class Router(EngineWrapper):
         """Drop a LoRA set everywhere. Requests for it are refused from now on."""
         self._sets.discard(name)
         live = [one for one in self.replicas if one.number in self._serving]
-        await asyncio.gather(*(one.drop_set(name) for one in live))
+        results = await asyncio.gather(*(one.drop_set(name) for one in live), return_exceptions=True)
+        for error in results:
+            if isinstance(error, BaseException) and not isinstance(error, ReplicaLost):  # a lost one has no sets
+                raise error
 
     def set_published(self, name: str) -> None:
         """Record that a LoRA set was published: requests for it wait while no replica has it on its new weights."""
         self._sets.add(name)
 
     async def _having(self, what: str, parameters: str) -> frozenset[int]:
-        """Return the serving replicas that have a parameter set, verified. Wait for a published one."""
+        """Return the serving replicas that have a parameter set, verified. Wait for a published one. Raise ValueError
+        if none of the serving replicas has it."""
         if parameters == POLICY_SET.id:
             return self._serving
         with contextlib.suppress(TimeoutError):
@@ -198,6 +202,8 @@ class Router(EngineWrapper):
                     if found := frozenset(i for i in self._serving if parameters in self.replicas[i].sets):
                         return found
                     await asyncio.sleep(0.02)
+        if not self._serving:
+            return self._serving
         there = ", ".join(sorted(self._sets)) or "none"
         raise ValueError(f"{what}: no replica has a LoRA set {parameters!r} (published are: {there}); publish it")
 
