@@ -113,3 +113,17 @@ def test_a_source_whose_truths_no_answer_could_earn_is_refused() -> None:
         ValueError, match=r"row 7: its own ground truth '72 apples' gets the lowest score.*'#### 72 apples'"
     ):
         asyncio.run(start("72 apples", "seventy-two"))
+
+
+def test_a_reward_function_gets_lists_and_mappings_that_it_may_change(tmp_path: Path) -> None:
+    source = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, limits):\n"
+    source += "    limits['seen'].append(solution_str)\n    assert type(limits) is dict\n    return 0.0\n"
+    (tmp_path / "mine.py").write_text(source)
+    given = {"reward.path": str(tmp_path / "mine.py"), "reward.kwargs": {"limits": {"seen": []}}}
+    config = changed(Config(), {**given, "reward.num_workers": 1})
+
+    async def start() -> None:
+        reward, _ = await reward_of(config, None, None, [task_of("mine", "4")])
+        await reward.close()
+
+    asyncio.run(start())

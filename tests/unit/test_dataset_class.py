@@ -13,6 +13,7 @@ import pytest
 from handmade_model import write_model
 from translating import translate
 
+from verl.config.frozen import frozen
 from verl.config.load import load_config
 from verl.config.schema import DataConfig
 from verl.config.validate import validate
@@ -63,6 +64,16 @@ def test_a_subclass_that_changes_nothing_gives_the_rows_of_the_files(tmp_path: P
         assert ours.prompt_ids.tolist() == theirs.prompt_ids.tolist() and ours.ground_truth == theirs.ground_truth
         assert ours.row["level"] == i and "raw_prompt" not in ours.row and "dummy_tensor" not in ours.row
     assert len(tasks(tmp_path, tokenizer, "class Mine(RLHFDataset):\n    pass\n", max_rows=2)) == 2
+
+
+def test_a_class_gets_the_arguments_of_the_chat_template_at_all_levels(tmp_path: Path, tokenizer: Any) -> None:
+    source = """
+    class Mine(RLHFDataset):
+        def _build_messages(self, example):
+            return [{"role": "user", "content": str(self.config.apply_chat_template_kwargs.a.b[0])}]
+    """
+    files, cfg = config_of(tmp_path, source)
+    assert texts(load_tasks(files, tokenizer, cfg, template_kwargs=frozen({"a": {"b": [7]}})))[0] == "7"
 
 
 def test_what_a_subclass_overrides_is_what_is_read(tmp_path: Path, tokenizer: Any) -> None:

@@ -37,3 +37,13 @@ def frozen(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return FrozenList([frozen(one) for one in value])
     return value
+
+
+def thawed(value: Any) -> Any:
+    """Return a copy of a list or a mapping with built-in types at all levels, for users' code and for libraries that
+    take no subclasses (OmegaConf); any other value unchanged."""
+    if isinstance(value, dict):
+        return {name: thawed(below) for name, below in value.items()}
+    if isinstance(value, list):
+        return [thawed(one) for one in value]
+    return value

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import fsspec
 
 from verl.chat.template import Tokenizer
+from verl.config.frozen import thawed
 from verl.config.schema import DataConfig
 from verl.data.files import DataFile, expand_files
 from verl.data.user_dataset import parts_of, write_rows
@@ -86,7 +87,7 @@ def _options(cfg: DataConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
             "truncation": cfg.truncation,
             "shuffle": cfg.shuffle,
             "seed": cfg.seed,
-            "apply_chat_template_kwargs": kwargs,
+            "apply_chat_template_kwargs": thawed(kwargs),
         },
         **{"return_raw_chat": True, "return_raw_input_ids": False, "return_full_prompt": False, "use_shm": False},
         **{"image_key": "images", "video_key": "videos", "reward_fn_key": "data_source", "pad_mode": "no_padding"},

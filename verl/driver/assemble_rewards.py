@@ -10,6 +10,7 @@ import numpy as np
 
 from verl.algorithms.filters import Truncation
 from verl.algorithms.presets import settled
+from verl.config.frozen import thawed
 from verl.config.schema import Config
 from verl.data.formats import Players
 from verl.data.render import RowCounts
@@ -35,11 +36,11 @@ async def reward_of(
     with stage=batch is added later, in the experience stage (driver/step.py). tasks: rows on which the function is
     tried, to find one that always raises, and a rule by which even the ground truth gets no reward (`to_rehearse`
     selects them)."""
-    r = config.reward
+    r, kwargs = config.reward, thawed(config.reward.kwargs)
     pool: RewardPool | None = None
     if r.path is not None or scorer is None:
         pool = RewardPool(
-            grader_spec(r.path, r.name, r.kwargs) if r.path else grader_spec(kwargs=r.kwargs),
+            grader_spec(r.path, r.name, kwargs) if r.path else grader_spec(kwargs=kwargs),
             num_workers=r.num_workers,
             timeout_s=r.timeout_s,
             memory_limit_mb=r.memory_limit_mb,
