@@ -488,6 +488,7 @@ def test_checkpoints_of_a_run_and_the_disk_that_holds_them(folder: Path, tmp_pat
         (("pipeline.staleness=1",), 120, 60, 120),  # the longer one of the two
         (("pipeline.staleness=1",), 60, 120, 120),
         (("pipeline.staleness=3",), 60, 120, 120),  # more staleness gains nothing
+        (("pipeline.staleness=8", "pipeline.placement=colocated"), 60, 120, 180),  # also where little is left to sample
         (("pipeline.staleness=0.5",), 120, 60, 120),  # half a step is sampled during the update, which is all of it
         (("pipeline.staleness=0.5",), 100, 100, 150),  # half of it
         (("pipeline.sync_every=2",), 120, 60, 180),  # shared devices

@@ -6,6 +6,7 @@ random runs."""
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 
 from verl.config.schema import Config
@@ -182,7 +183,7 @@ def pace_of(config: Config, rollout_s: float, update_s: float) -> Pace:
     p = config.pipeline
     scheduler = Scheduler(
         prompts_per_step=config.step.prompts_per_step,
-        total_steps=STEPS * p.sync_every,
+        total_steps=(STEPS + 1 + math.ceil(p.staleness)) * p.sync_every,  # no look-ahead is missing at the end
         sync_every=p.sync_every,
         staleness=p.staleness,
         oversample=p.oversample,
