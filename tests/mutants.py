@@ -593,6 +593,12 @@ MUTANTS = (
     Mutant("driver/replay.py", "into.drop([REPLAY])", "pass", MEDIA),
     Mutant("weight_sync/wire_format.py", "wanted = form.dtype_of(name)", "wanted = form.dtype", WIRE),
     Mutant("weight_sync/wire_format.py", "not held.is_floating_point or not", "not", WIRE),
+    Mutant(
+        "checkpoint/safetensors_file.py",
+        'return memoryview(view).cast("B")',
+        "return plain.reshape(-1).view(torch.uint8).numpy().data",
+        WIRE,
+    ),
     Mutant("weight_sync/version_folder.py", "spans[inner - 1] == (0, shape[inner - 1])", "True", SLICES),
     Mutant("weight_sync/together.py", "if one.checksum is not None and checksum(", "if False and checksum(", SLICES),
     Mutant("weight_sync/together.py", "!= prod(tensor.shape)", "> prod(tensor.shape)", SLICES),

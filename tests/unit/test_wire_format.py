@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from families import QWEN3_MOE
 from torch import nn
 from transformers import DeepseekV3Config, Qwen3Config
 
+from verl.checkpoint.safetensors_file import host_bytes
 from verl.driver.publisher import Publisher
 from verl.rollout.base import AS_HELD, IN_PROCESS, Capabilities, WireFormat, capabilities_of
 from verl.rollout.weight_format import format_of_module, format_of_server
+from verl.weight_sync.base import checksum
 from verl.weight_sync.wire_format import converted
 
 BF16, F32 = WireFormat("bfloat16"), WireFormat("float32")
@@ -98,3 +101,11 @@ def test_a_publish_is_sent_in_the_format_of_all_replicas_that_have_joined() -> N
     made.join(able(BF16))
     made.join(able(F32))
     assert trainer.wire_format == F32
+
+
+def test_a_checksum_leaves_the_storage_of_a_tensor_as_it_is():
+    """An offloaded engine moves its tensors away after a publish: their storages change their size."""
+    for tensor in (torch.randn(8, 4), torch.randn(8, 4).t(), torch.randn(6, dtype=torch.bfloat16), torch.empty(0)):
+        expected = zlib.crc32(tensor.clone().contiguous().view(torch.uint8).numpy().tobytes())
+        assert checksum(tensor) == expected and tensor.untyped_storage().resizable()
+        assert bytes(host_bytes(tensor)) == tensor.clone().contiguous().view(torch.uint8).numpy().tobytes()

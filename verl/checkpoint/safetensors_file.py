@@ -7,6 +7,7 @@ a JSON header and the bytes; readers are the library's.
 
 from __future__ import annotations
 
+import ctypes
 import json
 from pathlib import Path
 
@@ -28,9 +29,16 @@ _HEADER_BYTES = 1 << 18
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a dense tensor in row-major order: a view if possible, else a copy of this tensor."""
+    """Return the bytes of a dense tensor in row-major order: a view if possible, else a copy of this tensor.
+
+    A numpy array over the tensor would fix the size of its storage for ever, and an offloaded part of a model
+    (model_engine/offload.py) could no longer be moved away."""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    if not plain.nbytes:
+        return memoryview(b"")
+    view = (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr())
+    view.tensor = plain  # type: ignore[attr-defined]  # it lives as long as its bytes are used
+    return memoryview(view).cast("B")
 
 
 class Shard:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from torch import Tensor, uint8
+from torch import Tensor
 from torch.nn import Module
 
+from verl.checkpoint.safetensors_file import host_bytes
 from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import PauseMode, RolloutEngine
 from verl.weight_sync.canary import Probed, difference, fault
@@ -301,8 +302,7 @@ def open_stream(source: WeightSource) -> TensorStream:
 
 def checksum(tensor: Tensor) -> int:
     """Return the crc32 of the tensor's bytes."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return zlib.crc32(flat.view(uint8).numpy().data) if flat.numel() else 0
+    return zlib.crc32(host_bytes(tensor))
 
 
 def dtype_name(tensor: Tensor) -> str:
