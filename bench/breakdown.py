@@ -109,7 +109,6 @@ def rollout(model: Any, prompts: list[list[int]], lengths: list[int], gflops: fl
     async def run() -> float:
         context = RolloutContext(hf_config=model.config, max_context_tokens=512, dtype=torch.float32)
         engine = build(Options(), context, lanes=1, compiled=compiled)
-
         await engine.load_weights(FolderWeights(model))
         wall = 0.0
         for number in range(2):  # the first is not counted

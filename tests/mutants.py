@@ -571,7 +571,7 @@ MUTANTS = (
     ),
     # -- verdicts: the run itself, the weights that arrived, the answer that is right
     Mutant("driver/identity.py", "elif old != new and not may_change(key):", "elif old != new:", IDENTITY),
-    Mutant("driver/identity.py", "if k not in row.may_change}", "if False}", IDENTITY),
+    Mutant("driver/identity.py", "and k not in row.may_change]", "and False]", IDENTITY),
     Mutant("driver/identity.py", "if was.contents.get(key) != now.contents.get(key):", "if old != new:", IDENTITY),
     Mutant("driver/identity.py", "if key in resolved.masked:", "if False:", IDENTITY),
     Mutant("weight_sync/canary.py", "if not found <= allowed:", "if not found <= 1e9:", CANARY),
@@ -601,7 +601,7 @@ MUTANTS = (
     ),
     Mutant("weight_sync/version_folder.py", "spans[inner - 1] == (0, shape[inner - 1])", "True", SLICES),
     Mutant("weight_sync/together.py", "if one.checksum is not None and checksum(", "if False and checksum(", SLICES),
-    Mutant("weight_sync/together.py", "!= prod(tensor.shape)", "> prod(tensor.shape)", SLICES),
+    Mutant("weight_sync/together.py", "!= tensor.numel()", "> tensor.numel()", SLICES),
     Mutant(
         "reward/shaping.py",
         "found = np.where(truncated, coef if coef < 0 else scaled, score)",

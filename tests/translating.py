@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl.config.compat.translate import Translation, translated
-from verl.config.overrides import VerlDefaults, read_line
+from verl.config.compat.translate import translated
+from verl.config.overrides import Translation, VerlDefaults, read_line
 
 
 def translate(

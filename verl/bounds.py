@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import MISSING, field
 from typing import Annotated, Any
 
@@ -23,7 +22,7 @@ PositiveShare = Annotated[float, Meta(gt=0, le=1)]
 Betas = Annotated[list[Annotated[float, Meta(ge=0, lt=1)]], Meta(min_length=2, max_length=2)]
 
 
-def adjustable(default: Any = MISSING, *, factory: Callable[[], Any] | Any = MISSING) -> Any:
+def adjustable(default: Any = MISSING, *, factory: Any = MISSING) -> Any:
     """Return a field for a key (or section of keys) that may change when a run is continued. All other keys define the
     run."""
     return field(default=default, default_factory=factory, metadata={"adjustable": True})

@@ -239,11 +239,17 @@ def evaluate_verb(args: list[str]) -> int:
     return 0
 
 
+def _own_arguments(args: list[str], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return {name: value} of a verb's own arguments, and the other arguments."""
+    given = {key: value for key, _, value in (a.partition("=") for a in args) if key in names}
+    return given, [a for a in args if a.partition("=")[0] not in given]
+
+
 def generate_verb(args: list[str]) -> int:
-    given = {key: value for key, _, value in (a.partition("=") for a in args) if key in ("prompt", "n")}
+    given, rest = _own_arguments(args, ("prompt", "n"))
     if "prompt" not in given:
         raise Refused('give a prompt: verl generate model.path=DIR prompt="2+2="')
-    resolved = _load([a for a in args if a.partition("=")[0] not in given])
+    resolved = _load(rest)
     _refuse_agents(resolved)
     count = given.get("n", "1")
     if not count.isdigit() or int(count) < 1:
@@ -283,17 +289,18 @@ def plan_verb(args: list[str]) -> int:
     from verl.config.validate import validate
     from verl.planner.clock import pace_of
     from verl.planner.plan import make_plan
-    from verl.planner.text import pace_lines, render_plan
+    from verl.planner.text import pace_line, render_plan
 
-    given = {key: value for key, _, value in (a.partition("=") for a in args) if key in ("rollout_s", "update_s")}
-    resolved = _load([a for a in args if a.partition("=")[0] not in given])
+    times = ("rollout_s", "update_s")
+    given, rest = _own_arguments(args, times)
+    resolved = _load(rest)
     validate(resolved.config)
-    times_s = [_seconds(key, given[key]) for key in ("rollout_s", "update_s") if key in given]
+    times_s = [_seconds(key, given[key]) for key in times if key in given]
     if len(times_s) == 1:
         raise Refused("give both times of a step: rollout_s=SECONDS update_s=SECONDS")
     print(render_plan(make_plan(resolved.config)))
     if times_s:
-        print(pace_lines(resolved.config, pace_of(resolved.config, *times_s)))
+        print(pace_line(resolved.config, pace_of(resolved.config, *times_s)))
     return 0
 
 

@@ -33,7 +33,7 @@ class ParameterSet:
     def __post_init__(self) -> None:
         if not self.id:
             raise Refused("a set of parameters has the name '': give it another one")
-        if self.kind == "full":
+        if self.whole:
             assert self.base is None and not self.rank and not self.targets, f"{self.id}: a full set is its own base"
             return
         if self.id == POLICY_SET.id:

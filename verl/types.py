@@ -301,6 +301,11 @@ class Sample(Facts):
         return sum(len(s.ids) for s in self.segments)
 
     @property
+    def media(self) -> tuple[str, ...]:
+        """The references of its media, in order."""
+        return tuple(reference for segment in self.segments for reference in segment.media)
+
+    @property
     def loss_tokens(self) -> int:
         """The number of trained tokens: the sampled and stored ones without the first token of the row, which has no
         predictor."""

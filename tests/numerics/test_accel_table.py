@@ -247,7 +247,6 @@ def test_the_first_row_that_loads_is_chosen_and_the_reasons_are_kept(monkeypatch
     use = Use(torch.device("cpu"), torch.float32)
     assert choose("rms_norm", use).kernel.name == COMPILED  # type: ignore[union-attr]
     assert choose("rms_norm", use, without=(COMPILED,)).call is plain.plain_rms_norm  # type: ignore[union-attr]
-    assert choose("rms_norm", use, only="torch").call is plain.plain_rms_norm  # type: ignore[union-attr]
     assert choose("rms_norm", Use(torch.device("meta"), torch.bfloat16)).kernel.name == "torch"  # type: ignore[union-attr]
     assert choose("slot_attention", Use(torch.device("cpu"), torch.float64)) is None
     monkeypatch.setattr("verl.accel.cpu.rows.load_kernels", lambda dtype: "no C compiler here")

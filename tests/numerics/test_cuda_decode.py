@@ -176,7 +176,7 @@ def test_a_step_moves_little_beside_weights_and_kv(rows: int, tokens: int) -> No
     config = Qwen3Config(**sizes, head_dim=128, intermediate_size=3072, vocab_size=151936, tie_word_embeddings=True)
     meta, dtype = torch.device("meta"), torch.bfloat16
     ops = choose_ops(torch.device("cpu"), dtype, compiled=False, products=SingleProducts(Plain, keeps=True))
-    model = Model(config, 4096, meta, ops)
+    model = Model(config, 4096, meta)
     model.weights = weights_of(Storage(model.shape, dtype, dtype, meta), ops)
     model.rotary.reserve(4096)
     pool = torch.empty(28, 2, 1 + rows * tokens // 256, 256, 8, 128, dtype=dtype, device=meta)

@@ -153,7 +153,7 @@ def test_no_row_and_one_row():
     torch.testing.assert_close(one, weight.sum(1).log_softmax(0)[2:3])
 
 
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", [kind for kind in DEVICES if kind != "cpu"])
 def test_the_sizes_of_a_device_change_no_result(kind, monkeypatch):
     """A chunk of the CPU and one of a GPU give the same numbers, to the order of a sum in float32."""
     torch.manual_seed(0)

@@ -12,10 +12,11 @@ from families import GEMMA3, QWEN3, QWEN3_MOE, VOCAB
 from rollouts import finish, native_core, source_of
 from transformers import AutoModelForCausalLM
 
+from verl.accel.plain import plain_sample
 from verl.rollout.base import Completion, GenerateRequest
 from verl.rollout.embedded.core import EngineCore
 from verl.rollout.embedded.requests import ActiveRequest
-from verl.rollout.embedded.sampler import SamplingMetadata, sample, sample_captured
+from verl.rollout.embedded.sampler import SamplingMetadata, sample
 from verl.rollout.native import paged
 from verl.rollout.native.paged import gathered_paged
 from verl.rollout.native.runner import NativeRunner
@@ -202,7 +203,7 @@ def test_drawing_without_the_host_is_drawing(vocab: int) -> None:
     drawn = SamplingMetadata(
         temperature, np.zeros(40, np.int64), np.ones(40, np.float32), np.zeros(40, np.float32), rng.random(40)
     )
-    ids, logprobs = sample_captured(logits, torch.from_numpy(temperature), torch.from_numpy(drawn.uniform))
+    ids, logprobs = plain_sample(logits, torch.from_numpy(temperature), torch.from_numpy(drawn.uniform))
     expected_ids, expected = sample(logits, drawn)
-    assert torch.equal(ids, expected_ids)
-    torch.testing.assert_close(logprobs, expected, atol=1e-6, rtol=0)
+    assert torch.equal(ids.long(), expected_ids)
+    torch.testing.assert_close(logprobs.float(), expected, atol=1e-6, rtol=0)

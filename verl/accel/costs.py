@@ -34,6 +34,12 @@ def linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
     return Cost(read + out * x.element_size(), 2 * out * x.shape[1])
 
 
+def _seen_tokens(positions: Tensor, window: int) -> int:
+    """Return the number of keys that all rows together see: those up to their positions [n], or the last `window`."""
+    seen = positions + 1
+    return int((seen.clamp(max=window) if window else seen).sum())
+
+
 def slot_attention_cost(
     qkv: Tensor,
     qk_norm: Tensor | None,
@@ -50,8 +56,7 @@ def slot_attention_cost(
 ) -> Cost:
     """Return the work for the keys and values that each row sees: all up to its position, or the last `window`."""
     (n, kv_heads), dim = keys.shape[:2], keys.shape[3]
-    seen = positions + 1
-    tokens = int((seen.clamp(max=window) if window else seen).sum())
+    tokens = _seen_tokens(positions, window)
     read = 2 * tokens * kv_heads * dim * keys.element_size()
     ends = qkv.nbytes + n * (heads + 2 * kv_heads) * dim * qkv.element_size() + n * dim * 4
     return Cost(read + ends, 4 * tokens * heads * dim + 6 * qkv.numel())
@@ -70,8 +75,7 @@ def page_attention_cost(
     sinks: Tensor | None = None,
 ) -> Cost:
     """Return the work for the keys and values that each row sees: all up to its position, or the last `window`."""
-    seen = positions + 1
-    tokens = int((seen.clamp(max=window) if window else seen).sum())
+    tokens = _seen_tokens(positions, window)
     read = 2 * tokens * keys.shape[2] * keys.shape[3] * keys.element_size()
     return Cost(read + 2 * q.nbytes, 4 * tokens * q.shape[1] * q.shape[2])
 

@@ -96,13 +96,12 @@ def kernels_of(operation: str, use: Use) -> list[Kernel]:
     return [kernel for kernel in KERNELS if kernel.operation == operation and kernel.serves(use)]
 
 
-def choose(operation: str, use: Use, *, only: str | None = None, without: tuple[str, ...] = ()) -> Choice | None:
-    """Return the first kernel that this machine and model have, or None if there is none.
-
-    only: rows of this name. without: no rows of these names."""
+def choose(operation: str, use: Use, *, without: tuple[str, ...] = ()) -> Choice | None:
+    """Return the first kernel that this machine and model have, without the rows of the names `without`; None if there
+    is none."""
     passed: dict[str, str] = {}
     for kernel in kernels_of(operation, use):
-        if kernel.name in without or (only is not None and kernel.name != only):
+        if kernel.name in without:
             continue
         found = kernel.load(use)
         if not isinstance(found, str):
@@ -113,9 +112,8 @@ def choose(operation: str, use: Use, *, only: str | None = None, without: tuple[
 
 def lines_of(device: torch.device, dtype: torch.dtype) -> list[str]:
     """Return a line for each operation: its kernel on a device in a dtype, and why no better one."""
-    lines = []
+    lines, use = [], Use(device, dtype)
     for name in OPERATIONS:
-        use = Use(device, dtype)
         choice = choose(name, use)
         if choice is None:
             reasons = [f"{k.name}: {k.load(use)}" for k in kernels_of(name, use)]

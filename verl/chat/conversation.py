@@ -152,8 +152,8 @@ def _end_by_the_next(messages: Sequence[Message], i: int, audit: TemplateAudit) 
 
 
 def _row_without_thinking(r: Renderer, messages: Sequence[Message], i: int, audit: TemplateAudit) -> Rendered:
-    """Return `_turn_row`. If that refuses a turn without reasoning whose prompt opens a reasoning block, return the row
-    rendered with enable_thinking=false, if the template then renders exactly that prompt followed by the turn."""
+    """Return the row of `_turn_row`. It may refuse a turn without reasoning because the prompt opens a reasoning block:
+    then return the row rendered with enable_thinking=false, if that is exactly the prompt followed by the turn."""
     try:
         return _turn_row(r, messages, i, audit)
     except RowRefused:

@@ -21,7 +21,7 @@ def dropped(
 
     Texts of messages must occur in the order of the messages, texts of system messages and schemas anywhere. White
     space may differ, and text may be escaped as in JSON.
-    whole: the indices of turns whose reasoning must be in the rendering; templates drop the reasoning of others
+    whole: the indices of turns with reasoning that must be in the rendering; templates drop the reasoning of others
     """
     rendering = _Rendering(text)
     for tool in tools or ():

@@ -267,7 +267,7 @@ def opening_of(name: str, prompt: str) -> str:
 
 def format_of(template: str, asked: str = "auto") -> str:
     """Return the name of the format that a chat template shows; if several fit, the one with the most marks. Raise
-    ValueError if none fits, or if `asked` is the name of no format."""
+    ValueError if none fits, or if there is no format with the name `asked`."""
     known = ", ".join(FORMATS)
     if asked != "auto":
         if asked not in FORMATS:

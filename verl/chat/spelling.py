@@ -18,7 +18,7 @@ class Spelling:
     """The names and forms in which a chat template reads the content of messages."""
 
     parts: frozenset[str] = frozenset()
-    """Roles whose text the template reads from a list of content parts only."""
+    """Roles for which the template reads text only from a list of content parts."""
     text_arguments: bool = False
     """The template expects the arguments of a call as JSON text instead of an object."""
     reasoning: str = REASONING_KEYS[0]

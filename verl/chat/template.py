@@ -179,7 +179,7 @@ def refuse_dropped(
     repeated may occur by chance; messages with such texts are also rendered with unique texts, once for each shape of
     messages.
 
-    whole: the indices of turns whose reasoning must be in the rendering
+    whole: the indices of turns with reasoning that must be in the rendering
     """
     lacks = dropped(text, messages, r.tools, whole)
     if audit is not None and holds_ambiguous(messages):
@@ -342,8 +342,8 @@ def _keeps(r: Renderer, messages: list[Message], message: Message) -> bool:
 
 
 def _doubles(r: Renderer) -> bool:
-    """Return True if the template writes a second `<think>` before a turn whose content has a `<think>` block, but none
-    if the block is given as reasoning."""
+    """Return True if the template writes a second `<think>` before a turn that has a `<think>` block in its content,
+    but none if the block is given as reasoning."""
     prefix = {**PLAIN, "reasoning_content": "six sevens, forty-two"}
     try:
         block, reasoning = (r.text([USER, turn], prompt=False).count("<think>") for turn in (THINK, prefix))

@@ -62,7 +62,8 @@ class Backend:
     """(a Python module, the message if it is missing)."""
     faults: str = ""
     """`module:function`: (config, pools by name, pool of each role) -> a line for each fault of a configuration with
-    this engine. A run in one process has neither pools nor roles. Empty: none of its own."""
+    this engine. Rollout engines, and all engines of a run in one process, get neither pools nor roles. Empty: none of
+    its own."""
     may_change: tuple[str, ...] | None = None
     """The options that a resumed run may change. None: all of them."""
 

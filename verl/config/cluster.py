@@ -73,11 +73,13 @@ def _missing_modules(config: Config) -> Iterator[str]:
     """Yield a line for each Python module that is not installed and that a chosen engine requires."""
     chosen = {"cluster.backend": CLUSTER[config.cluster.backend]}
     chosen |= {f"{section}.engine": TABLES[section][vars(config)[section].engine] for section in TABLES}
-    found = {row.requires: key for key, row in reversed(chosen.items()) if row.requires is not None}
-    for (module, message), key in reversed(found.items()):
+    found: dict[tuple[str, str], str] = {}
+    for key, row in chosen.items():
+        if row.requires is not None:
+            found.setdefault(row.requires, key)
+    for (module, message), key in found.items():
         if find_spec(module) is None:
-            section, _, name = key.partition(".")
-            yield f"{key}={vars(vars(config)[section])[name]}: {message}"
+            yield f"{key}={values_of(config)[key]}: {message}"
 
 
 def _in_one_process(config: Config) -> Iterator[str]:
@@ -111,8 +113,8 @@ def _rows_of_ranks(config: Config, layout: Layout, command: str) -> Iterator[str
 
 
 def _pools(config: Config, layout: Layout, pools: dict[str, Pool], roles: dict[str, str]) -> Iterator[str]:
-    """Yield the faults of pools whose size does not fit. A model has one process per rank, a replica has one; the
-    processes of a pool run at the same time."""
+    """Yield a line for each pool that has too few or too many processes for its models and replicas. A model needs one
+    process per rank, a replica needs one; all processes of a pool run at the same time."""
     for name, pool in pools.items():
         models = [role for role, at in roles.items() if at == name and role not in NO_MODEL]
         if pool.dtype and not models:

@@ -27,6 +27,12 @@ def local_gpus() -> int:
     return len([*Path("/dev").glob("nvidia[0-9]*")])
 
 
+def colocated(config: Config) -> bool:
+    """Return True if rollout and training use the same devices in turn."""
+    asked = config.pipeline.placement
+    return asked == "colocated" or (asked == "auto" and config.pipeline.staleness == 0)
+
+
 def on_cuda(config: Config) -> bool:
     """Return True if models without a pool of their own compute on CUDA."""
     return main_pool(config.cluster, default_device(config)).computes_on == "cuda"

@@ -30,7 +30,7 @@ from verl.bounds import bounded_yaml
 from verl.config.agent import idle_agent_keys, idle_line
 from verl.config.backends import complete_options
 from verl.config.model_files import cached_model_folder, context_tokens
-from verl.config.overrides import Note, VerlDefaults, parse_argument, read_line
+from verl.config.overrides import Note, Translation, VerlDefaults, parse_argument, read_line
 from verl.config.schema import Config
 from verl.config.tree import Setting, convert, leaf_of, leaves, sections, text_of, tree_of, values_of
 from verl.config.validate import validate
@@ -88,9 +88,9 @@ def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None 
     recipe, args = _split_recipe(overrides)
     settings = list(_recipe_settings(recipe, ())) if recipe else []
     prompts = [s.value for s in settings if s.key == "step.prompts_per_step" and isinstance(s.value, int)]
-    line = _read_line(args, prompts[-1] if prompts else None, verl_defaults)
+    line, unread = _read_line(args, prompts[-1] if prompts else None, verl_defaults)
     values, origins, wrong = _merge([*line.defaults, *_of_its_algorithm(settings, line.settings), *line.settings])
-    faults = [*line.faults, *wrong]
+    faults = [*unread, *wrong]
     masked: dict[str, Any] = {}
     try:
         masked = _resolve(values, origins)
@@ -105,28 +105,17 @@ def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None 
     return Resolved(tree_of(values), origins, tuple(notes), masked, verl_names=verl_defaults is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class _CommandLine:
-    """The settings of a command line, with those that translate keys of the public verl."""
-
-    settings: Sequence[Setting]
-    faults: Sequence[str]
-    defaults: Sequence[Setting] = ()
-    """The defaults of the public verl, for its entry points."""
-    notes: Sequence[Note] = ()
-    unknown: frozenset[str] = frozenset()
-    """Our keys without a value, because the verl keys that set them were refused."""
-
-
-def _read_line(args: Sequence[str], prompts_per_step: int | None, verl_defaults: VerlDefaults | None) -> _CommandLine:
-    """Read our keys, and translate all other keys."""
+def _read_line(
+    args: Sequence[str], prompts_per_step: int | None, verl_defaults: VerlDefaults | None
+) -> tuple[Translation, list[str]]:
+    """Read our keys, and translate all other keys. Return also a line for each fault."""
     line = read_line(args)
     if not line.rest and verl_defaults is None:
-        return _CommandLine(line.native, line.faults)
+        return Translation(line.native), line.faults
     from verl.config.compat.translate import translated
 
     made, faults = translated(line.rest, line.native, prompts_per_step=prompts_per_step, verl_defaults=verl_defaults)
-    return _CommandLine(made.settings, [*line.faults, *faults], made.defaults, made.notes, made.unknown)
+    return made, [*line.faults, *faults]
 
 
 def _unknown(key: str, origin: str) -> Refused:
@@ -168,9 +157,8 @@ def _idle_agent(values: dict[str, Any], origins: dict[str, str], notes: list[Not
 
 
 def _of_its_algorithm(recipe: list[Setting], given: Sequence[Setting]) -> list[Setting]:
-    """Return the recipe; without its algorithm.* keys if the command line names another algorithm, since they were
-    chosen for the recipe's own. GSPO with GRPO's aggregation, for example, would be an objective that nobody
-    requested."""
+    """Return the settings of a recipe. If the command line names another algorithm, leave out the recipe's algorithm.*
+    keys, which were chosen for its own algorithm: GSPO with GRPO's aggregation, for example, is another objective."""
     own, asked = ([s.value for s in layer if s.key == "algorithm.name"][-1:] for layer in (recipe, given))
     if not own or not asked or own == asked:
         return recipe

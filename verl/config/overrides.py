@@ -40,13 +40,16 @@ VerlDefaults = Literal["rl", "sft"]
 """The entry point of the public verl that was called: its defaults apply to keys that are not given."""
 
 
+Action = Literal["mapped", "ignored", "refused"]
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """How one verl key of this command line was translated."""
 
     key: str
     value: str
-    action: Literal["mapped", "ignored", "refused"]
+    action: Action
     text: str
     targets: tuple[str, ...] = ()
     """Our keys that it sets."""
@@ -54,6 +57,18 @@ class Note:
     def __str__(self) -> str:
         became = f"-> {self.text}" if self.action == "mapped" else f"{self.action}: {self.text}"
         return f"{self.key}={self.value} {became}"
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A command line as settings of our keys."""
+
+    settings: Sequence[Setting]
+    defaults: Sequence[Setting] = ()
+    """The defaults of the public verl, for its entry points; every recipe overrides them."""
+    notes: Sequence[Note] = ()
+    unknown: frozenset[str] = frozenset()
+    """Our keys without a value, because the verl keys that set them were refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +115,13 @@ def _keys_of_section(argument: Argument) -> Iterator[Argument]:
     if leaf_of(argument.key) is not None or not isinstance(argument.value, Mapping):
         yield argument
         return
-    for name, value in argument.value.items():
-        if name != "_target_":
-            yield argument_of(f"{argument.key}.{name}", value)
+    yield from keys_below(argument)
+
+
+def keys_below(argument: Argument) -> list[Argument]:
+    """Return the items of a mapping as arguments."""
+    items = argument.value.items()
+    return [argument_of(f"{argument.key}.{name}", below) for name, below in items if name != "_target_"]
 
 
 def argument_of(key: str, value: Any) -> Argument:

@@ -1,5 +1,5 @@
-"""The position of a run in its data: a cursor whose state can be saved and restored, and to which draws can be
-returned.
+"""The position of a run in its data. The state of this cursor can be saved and restored, and a draw that was not used
+can be returned to it.
 
 A draw is identified by a serial number. The number alone determines the task of the draw, so the whole state is (next
 number, returned numbers) and does not depend on how the run was interleaved or interrupted. With a curriculum, the

@@ -19,7 +19,7 @@ COLUMN = re.compile(
 )
 """Names of columns that hold media, in lower case with underscores."""
 MAY_HOLD = re.compile(rf"(.*_)?({_KIND}|media|screenshots?|figures?|frames?|clips?|speech|wav|file_?name)(_.*)?")
-"""Names of columns whose text counts as a medium if it is the name of a media file."""
+"""Names of columns in which a text is an image or another medium if it is the name of a media file."""
 ABOUT = re.compile(rf"(.*_)?({_KIND})(_.*)?")
 """Names of columns that describe a medium."""
 PLACEHOLDER = re.compile(

@@ -183,7 +183,7 @@ class RenderJob:
                 counts.lost[file] = f"{lost[:20]!r} of {text[:60]!r} ({where})"
 
     def count_columns(self, raw: RawRow, messages: Sequence[Message], counts: RowCounts) -> None:
-        """Note the columns with system messages, reasoning or prompts whose text is in none of the row's messages."""
+        """Count the columns with a system message, reasoning or a prompt that is in none of the row's messages."""
         for column in unread_system(raw.row, messages):
             counts.unread.setdefault(OWN_SYSTEM.format(column), raw.where)
         whole = any(raw.row.get(key) is not None for key in (self.cfg.messages_key, "conversations"))

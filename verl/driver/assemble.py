@@ -20,7 +20,7 @@ from verl.algorithms.specs import GKDTopK, function
 from verl.checkpoint.latest import beyond
 from verl.config.backends import CLUSTER, backend_of, import_object, layout_of, longest_sequence, options_of, traits_of
 from verl.config.cluster import placed_roles
-from verl.config.devices import drops_rollout_weights
+from verl.config.devices import colocated, drops_rollout_weights
 from verl.config.load import Resolved
 from verl.config.schema import AlgorithmConfig, Config
 from verl.config.tree import changed
@@ -256,10 +256,8 @@ def from_threads(report: Callable[[BaseException], None]) -> Callable[[BaseExcep
 def _placement(
     config: Config, replicas: Sequence[RolloutEngine], waits: Waits, note: Callable[[str], None]
 ) -> Placement:
-    asked = config.pipeline.placement
-    colocated = asked == "colocated" or (asked == "auto" and _in_step(config))
     drops, free = drops_rollout_weights(config), free_bytes_of(config)
-    return Placement(replicas, colocated, drops, waits, config.run.wait_timeout_s, note, free)
+    return Placement(replicas, colocated(config), drops, waits, config.run.wait_timeout_s, note, free)
 
 
 def _in_step(config: Config) -> bool:

@@ -172,7 +172,7 @@ def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str
         elif old != new and not may_change(key):
             others.append(f"{key}: {old} -> {new}")
         elif old != new and (fixed := _fixed_options(key, was, now)):
-            others += [f"{key}.{name}: {given[0]} -> {given[1]}" for name, given in fixed.items()]
+            others += fixed
         elif old != new:
             changed[key] = [old, new]
     return others, changed
@@ -191,23 +191,23 @@ def _read(text: str) -> object:
 
 
 def may_change(key: str) -> bool:
-    """Return whether a resumed run may change the key; of `engine_options` perhaps not every option."""
+    """Return True if a resumed run may change the key; of `engine_options` perhaps not every option."""
     return key in leaves() and leaves()[key].adjustable
 
 
-def _fixed_options(key: str, was: Identity, now: Identity) -> dict[str, list[str]]:
-    """Return {name: [old, new]} of the changed options that the engine does not let a run change. If the engine is
+def _fixed_options(key: str, was: Identity, now: Identity) -> list[str]:
+    """Return a line for each changed option that the engine does not let a run change. If the engine is
     another one, all options count as changed."""
     section, _, name = key.partition(".")
     engine = was.values.get(f"{section}.engine")
     row = TABLES[section].get(str(_read(engine or ""))) if name == "engine_options" else None
     if row is None or row.may_change is None or engine != now.values.get(f"{section}.engine"):
-        return {}
+        return []
     old, new = (_read(one.values.get(key, "{}")) for one in (was, now))
     if not (isinstance(old, dict) and isinstance(new, dict)):
-        return {}
-    changed = {k: [json.dumps(old.get(k)), json.dumps(new.get(k))] for k in {**old, **new} if old.get(k) != new.get(k)}
-    return {k: given for k, given in changed.items() if k not in row.may_change}
+        return []
+    fixed = [k for k in {**old, **new} if old.get(k) != new.get(k) and k not in row.may_change]
+    return [f"{key}.{k}: {json.dumps(old.get(k))} -> {json.dumps(new.get(k))}" for k in fixed]
 
 
 def _digest(files: Iterable[Path]) -> str:

@@ -53,7 +53,7 @@ class Publisher:
     """For each replica that gets weights: the format in which it reads them."""
     _wire_format: WireFormat = field(default=AS_HELD, init=False)
     """The format of all publishes from now on."""
-    _under_way: asyncio.Task[None] | None = field(default=None, init=False)
+    _under_way: asyncio.Task[Any] | None = field(default=None, init=False)
     _metrics: Metrics = field(default_factory=dict, init=False)
 
     async def start(self, version: int) -> None:
@@ -114,7 +114,7 @@ class Publisher:
         if task is not None:
             task.result()  # of a failed publish
         changing = asyncio.ensure_future(change())
-        self._under_way = asyncio.ensure_future(_ended(changing))
+        self._under_way = asyncio.ensure_future(asyncio.wait({changing}))
         return await changing
 
     async def settle(self) -> None:
@@ -182,8 +182,3 @@ class Publisher:
             "sync/seconds": Metric(report.whole_s, 1, "step", "sum"),
         }
         self._metrics |= {f"sync/{part}_s": Metric(s, 1, "step", "sum") for part, s in report.seconds.items()}
-
-
-async def _ended(task: asyncio.Future[Any]) -> None:
-    """Wait for the end of a task, whatever its result is."""
-    await asyncio.wait({task})

@@ -31,7 +31,7 @@ class QueueRows:
         """Store samples, after earlier rows of the owner are dropped, and return their refs."""
         if dropping := self._dropping.get(owner):
             await asyncio.shield(dropping)
-        media = {s.sample_id: names for s in samples if (names := [m for part in s.segments for m in part.media])}
+        media = {s.sample_id: s.media for s in samples if s.media}
         if media and self.queue.media is None:
             raise ValueError(f"{next(iter(media))} has media, and this queue stores none; use queue.engine=shared")
         refs = await self.queue.put(samples)

@@ -69,7 +69,7 @@ class SampleRecorder:
     def _keep_media(self, step: int, samples: Sequence[Sample]) -> list[str]:
         """Copy the media of these rows into the run's store, which replay reads. Return a line for the user if it is
         full."""
-        references = {m for sample in samples for segment in sample.segments for m in segment.media}
+        references = {m for sample in samples for m in sample.media}
         if not references or self.media is None or self.queue.media is None:
             return []
         try:

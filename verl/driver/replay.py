@@ -118,7 +118,7 @@ async def _replay(run_dir: Path, number: int) -> list[str]:
 
 async def put_recorded(rows: QueueRows, samples: Sequence[Sample], media: MediaStore) -> Refs:
     """Put recorded samples into the queue, with their media from the run's store."""
-    references, into = {m for sample in samples for part in sample.segments for m in part.media}, rows.queue.media
+    references, into = {m for sample in samples for m in sample.media}, rows.queue.media
     if not references or into is None:
         return await rows.put(samples)
     copy_media(media, into, references, REPLAY)

@@ -26,7 +26,6 @@ LM_OUTPUTS = (
     *("hidden", "topk_ids", "topk_logprobs"),  # outputs of a teacher
     *("logprobs_at", "divergence", *FIGURES),  # outputs of a student, which reads `teacher_ids` and `teacher_hidden`
 )
-SLICES = "the configuration refuses slices of a head here"
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 _TIED = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
 
@@ -129,7 +128,7 @@ def lm_outputs(
         out = {name: value for name, value in found.items() if name in wanted and value is not None}
     if "hidden" in wanted:
         out["hidden"] = hidden
-    assert vocabulary is None or out.keys() >= {*wanted}, SLICES
+    assert vocabulary is None or out.keys() >= {*wanted}, "the configuration refuses slices of a head here"
     if "topk_ids" in wanted:
         ids, named, own = top_k(hidden, head, temperature, k, targets if "logprobs" in wanted else None)
         out |= {"topk_ids": ids, "topk_logprobs": named} | ({} if own is None else {"logprobs": own})

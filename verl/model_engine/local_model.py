@@ -101,8 +101,9 @@ class LocalModel:
         return every
 
     def _model_weights(self) -> Iterator[tuple[str, Tensor]]:
+        saved = self.model.state_dict()
         yield from self.model.named_parameters()
-        yield from ((name, b) for name, b in self.model.named_buffers() if name in self.model.state_dict())
+        yield from ((name, b) for name, b in self.model.named_buffers() if name in saved)
 
     def weight_parts(self) -> Iterator[WeightPart]:
         """Yield the parts of `Publishes.weight_parts`."""

@@ -49,8 +49,8 @@ def reduce_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Tens
     """Return the sum over terms of sum(w * value), and the metrics of the terms. This is the engine's only reduction,
     and it never waits for the device.
 
-    The mask of a term is its column `m/TERM`, or without that column the tokens whose weight is not 0. Outside the mask
-    inputs are replaced before any arithmetic."""
+    The mask of a term is its column `m/TERM`; without that column it is True where the weight is not 0. Inputs outside
+    the mask are replaced before any arithmetic."""
     device = next(iter(outputs.values())).device
     sequence_of = batch.sequence_of.to(device)
     total = next(iter(outputs.values()))[:0].sum()  # 0, with a graph for the backward pass even if no term has a token

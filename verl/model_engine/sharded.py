@@ -154,7 +154,7 @@ class ShardedModel(LocalModel):
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)
         for p in self._counted():
             if p.grad is not None:
-                split = _split(p, "tensor")
+                split = _split_by_tensor(p)
                 norm = torch.linalg.vector_norm(part_of_rank(p.grad), dtype=torch.float64)
                 squares[int(split)] += norm.square()
         dist.all_reduce(squares, group=self.mesh.get_group("shard"))
@@ -401,10 +401,10 @@ def part_of_rank(p: Any) -> Tensor:
     return part
 
 
-def _split(p: Any, axis: str) -> bool:
-    """Return True if the ranks along that axis hold different parts."""
+def _split_by_tensor(p: Any) -> bool:
+    """Return True if the ranks of tensor parallelism have different parts of a parameter."""
     names = p.device_mesh.mesh_dim_names
-    return axis in names and isinstance(p.placements[names.index(axis)], Shard)
+    return "tensor" in names and isinstance(p.placements[names.index("tensor")], Shard)
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:

@@ -335,7 +335,7 @@ def _attend_block(
         shares = torch.softmax(scores + block.mask(window, scores.dtype), -1).to(v.dtype)
         return (shares.view(b, kv_heads, -1, depth) @ v).reshape(-1, v.shape[-1])
     if depth <= device_facts(q.device.type).kept_score_keys:
-        exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+        exact = torch.promote_types(q.dtype, torch.float32)
         bias = block.mask(window, exact).expand(b, heads, width, depth).clone(memory_format=torch.contiguous_format)
         q, k, v = (x.flatten(0, 1) for x in (grouped, k, v))
         return _BatchedAttention.apply(q, k, v, bias.view(b * kv_heads, -1, depth), scale).flatten(0, 1)

@@ -52,7 +52,7 @@ class _LinearLogprob(torch.autograd.Function):
             here = (targets >= 0) & (targets < len(weight))
             targets = targets.clamp(0, len(weight) - 1)
         n = hidden.shape[0]
-        exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        exact = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(n, dtype=exact, device=hidden.device)
         lse = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs) if want_entropy else None
@@ -173,7 +173,7 @@ def _over_slices(
     of_ranks = iter(vocabulary.gather(torch.stack(known)).unbind(1))  # each [ranks, n]
     z, parts = next(of_ranks).sum(0), next(of_ranks)
     lse = torch.logsumexp(parts, 0)
-    log_share = (parts - lse).clamp_(min=-1e30)
+    log_share = (parts - lse).clamp_(min=NONE)
     share = log_share.exp()
     entropy = None if entropy is None else (share * (next(of_ranks) - log_share)).sum(0)
     sum_pi2 = None if sum_pi2 is None else (share.square() * next(of_ranks)).sum(0)
@@ -200,7 +200,7 @@ def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatur
     """Return the logits [n, V] of hidden [n, H] in float32 (float64 stays), capped, then divided by each row's
     temperature."""
     z = hidden @ weight.T
-    z = z if z.dtype == torch.float64 else z.float()
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
     if bias is not None:
         z += bias
     if cap:

@@ -59,8 +59,7 @@ class _Read(torch.autograd.Function):
         reading: _Divergence,
     ) -> tuple[Tensor, Tensor]:
         cast, parts = weight.to(hidden.dtype), []
-        lse = torch.empty(len(hidden), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
-        lse = lse.to(hidden.device)
+        lse = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for at in chunks(len(hidden), weight) or [slice(0, 0)]:
             z = chunk_logits(hidden[at], cast, bias, temperature[at], cap)
             lse[at] = torch.logsumexp(z, -1)

@@ -9,6 +9,7 @@ import heapq
 import math
 from dataclasses import dataclass
 
+from verl.config.devices import colocated
 from verl.config.schema import Config
 from verl.driver.scheduler import Exhausted, Scheduler, StepBatch
 
@@ -48,7 +49,7 @@ class VirtualRun:
         return 0.0
 
     def may_take(self) -> bool:
-        """Return whether the next batch may be taken now."""
+        """Return True if the next batch may be taken now."""
         return not self.publishing
 
     def admitted(self, group_id: str, version: int) -> None:
@@ -188,8 +189,7 @@ def pace_of(config: Config, rollout_s: float, update_s: float) -> Pace:
         staleness=p.staleness,
         oversample=p.oversample,
     )
-    shared = p.placement == "colocated" or (p.placement == "auto" and p.staleness == 0)
-    run = _PacedRun(scheduler, rollout_s, update_s, shared)
+    run = _PacedRun(scheduler, rollout_s, update_s, colocated(config))
     while len(run.ends) < (STEPS - 1) * p.sync_every:
         run.admit()
         run.take()

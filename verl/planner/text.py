@@ -43,11 +43,12 @@ def render_plan(plan: Plan) -> str:
     return "\n".join(text) + "\n"
 
 
-def pace_lines(config: Config, pace: Pace) -> str:
+def pace_line(config: Config, pace: Pace) -> str:
     """Return the predicted pace of a run as a line, with the share of the time in which the rollout waits."""
     alone_s, p = pace.rollout_s + pace.update_s, config.pipeline
-    gained = "nothing overlaps" if pace.step_s > 0.995 * alone_s else f"{alone_s / pace.step_s:.2f} times as many as"
-    gained += "" if gained[0] == "n" else f" one after the other ({3600 / alone_s:,.1f})"
+    gained = f"{alone_s / pace.step_s:.2f} times as many as one after the other ({3600 / alone_s:,.1f})"
+    if pace.step_s > 0.995 * alone_s:
+        gained = "nothing overlaps"
     return (
         f"pace      rollout {pace.rollout_s:g} s, update {pace.update_s:g} s, pipeline.staleness={p.staleness:g}: "
         f"{3600 / pace.step_s:,.1f} steps per hour, {gained}; rollout is idle {pace.rollout_idle_share:.0%} of the time"

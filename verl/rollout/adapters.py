@@ -20,15 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import save_file
-
 from verl.config.adapter import CONFIG, WEIGHTS
 from verl.config.model_files import read_weight_headers
 from verl.errors import Refused
 from verl.leftovers import OwnFolder
 from verl.parameter_set import POLICY_SET, ParameterSet, check_base, set_of
-from verl.rollout.base import Capabilities, PauseMode, RolloutContext, WeightReader
+from verl.rollout.base import Capabilities, PauseMode, RolloutContext, WeightReader, check_live
 from verl.rollout.calls import RunningCalls, ended
 from verl.rollout.connection import ServerConnection
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
@@ -63,9 +60,7 @@ class ServerAdapters:
         """Return the name at the server of a parameter set, and its version. `what` names the caller in errors."""
         if name == POLICY_SET.id:
             return self._connection.model, self._connection.version
-        if name not in self._sets:
-            there = ", ".join(sorted(self._sets)) or "none"
-            raise ValueError(f"{what}: no LoRA set {name!r} is live on these weights (there are: {there}); publish it")
+        check_live(what, name, self._sets)
         return self._sets[name].there, self._sets[name].version
 
     async def load(self, source: WeightReader, mode: PauseMode) -> int:
@@ -164,12 +159,12 @@ class ServerAdapters:
 
 def write_set(folder: Path, parameters: ParameterSet, tensors: Iterable[tuple[str, object]], base: str) -> None:
     """Write the factors of a LoRA set as the folder of an adapter, in PEFT's layout."""
-    from safetensors.torch import save_file as save_tensors
+    from safetensors.torch import save_file
 
     config = {"peft_type": "LORA", "r": parameters.rank, "lora_alpha": parameters.scale * parameters.rank}
     config |= {"target_modules": list(parameters.targets), "bias": "none", "base_model_name_or_path": base}
     (folder / CONFIG).write_text(json.dumps(config | {"inference_mode": True}))
-    save_tensors({name: t.detach().cpu().clone() for name, t in tensors}, folder / WEIGHTS)  # type: ignore[attr-defined]
+    save_file({name: t.detach().cpu().clone() for name, t in tensors}, folder / WEIGHTS)  # type: ignore[attr-defined]
 
 
 def check_adaptable(context: RolloutContext, able: Capabilities) -> None:
@@ -192,12 +187,12 @@ def projection_of(base: Path) -> Mapping[str, tuple[int, ...]]:
 
 def write_nothing(folder: Path, base: Path) -> None:
     """Write an adapter that adds zeros to a projection of each layer of this model."""
+    import torch
+
     targets = projection_of(base)
     kind = next(iter(targets)).rpartition(".")[2]
-    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": [kind], "bias": "none"}
-    (folder / CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": str(base), "inference_mode": True}))
-    zeros = dict[str, np.ndarray]()
+    nothing = ParameterSet(id="nothing", kind="lora", rank=1, targets=(kind,))
+    zeros = dict[str, object]()
     for module, (out, into) in targets.items():
-        for factor, shape in (("A", (1, into)), ("B", (out, 1))):
-            zeros[f"base_model.model.{module}.lora_{factor}.weight"] = np.zeros(shape, np.float32)
-    save_file(zeros, folder / WEIGHTS)
+        zeros |= zip(nothing.factors(module), (torch.zeros(1, into), torch.zeros(out, 1)))
+    write_set(folder, nothing, zeros.items(), str(base))

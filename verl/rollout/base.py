@@ -1,13 +1,11 @@
 """The protocol of rollout engines: tokens in, tokens out. An engine has no notion of chat, rewards or groups.
-
-No torch is imported here.
-"""
+No torch is imported here."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -269,15 +267,19 @@ def check_positive(**sizes: int) -> None:
             raise Refused(f"{name}={value}: must be at least 1")
 
 
-NO_ADAPTERS = "this rollout engine loads no adapters"
-
-
 def check_inputs(able: Capabilities, what: str, parameters: str, media: Sequence[str]) -> None:
     """Raise ValueError for a LoRA set or media that the engine does not take."""
     if parameters != POLICY_SET.id and not able.lora_rank:
-        raise ValueError(f"{what}: adapter={parameters!r}, but {NO_ADAPTERS}; leave it out")
+        raise ValueError(f"{what}: adapter={parameters!r}, but this rollout engine loads no adapters; leave it out")
     if media and not able.media:
         raise ValueError(f"{what}: media={list(media)}, but this rollout engine takes no media; remove them")
+
+
+def check_live(what: str, name: str, sets: Collection[str]) -> None:
+    """Raise ValueError if `name` is a LoRA set that is not among the live `sets`. `what` names the caller."""
+    if name not in {POLICY_SET.id, *sets}:
+        known = ", ".join(sorted(sets)) or "none"
+        raise ValueError(f"{what}: no LoRA set {name!r} is live on these weights (there are: {known}); publish it")
 
 
 def checked_ids(what: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:

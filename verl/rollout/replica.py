@@ -78,11 +78,11 @@ class Replica(EngineWrapper):
             except Exception as e:
                 self.supervisor.check(of, e)  # requests also fail because their engine was closed
                 raise
-            verified = partial(of.verified_of, request.parameters)
-            if any(version > verified() for version, _, _ in found.spans):
+            latest = max((version for version, _, _ in found.spans), default=-1)
+            if latest > of.verified_of(request.parameters):
                 await self._wait_verified(of)
             self.supervisor.check(of)  # an answer of a lost engine does not count
-            if request.parameters != POLICY_SET.id and any(version > verified() for version, _, _ in found.spans):
+            if request.parameters != POLICY_SET.id and latest > of.verified_of(request.parameters):
                 raise ValueError(f"{request.id}: LoRA set {request.parameters!r} was refused as it failed its canary")
         except ReplicaLost:
             if begun is not None:  # tokens that were not verified here are dropped

@@ -75,9 +75,7 @@ class Router(EngineWrapper):
         begun = PartialAnswer(mixes=self._mixes) if len(self._serving) > 1 and policy else None
         request = replace(request, begun=begun, on_tokens=None)  # a lost replica's tokens may be sampled again
         while True:
-            chosen = self._choose(
-                prefix_key, self._serving if policy else await self._having(request.id, request.parameters)
-            )
+            chosen = self._choose(prefix_key, await self._having(request.id, request.parameters))
             self._running[request.id] = chosen
             self._load[chosen] += 1
             try:

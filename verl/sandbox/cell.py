@@ -278,7 +278,7 @@ def _become_child(theirs: list[int], limits: Json, work: Callable[[], int]) -> N
 
 
 class _Shared(mmap.mmap):
-    """An `mmap` whose anonymous shared memory is an unlinked file in /tmp, so that it counts against the quota of
+    """An `mmap` that places anonymous shared memory in an unlinked file in /tmp, so that it counts against the quota of
     /tmp."""
 
     def __new__(

@@ -94,8 +94,8 @@ class _Link:
     """True once process 1 has started. If it ends after that, the code is assumed to have ended it."""
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """Send a request and return the answer. Its key "gone" is true if the sandbox ended. Raise SandboxGone if there
-        is no valid answer."""
+        """Send a request and return the answer. The key "gone" of the answer is true if the sandbox ended. Raise
+        SandboxGone if there is no valid answer."""
         nonce = os.urandom(16).hex()
         try:
             self._await_ready()

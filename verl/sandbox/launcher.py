@@ -142,7 +142,8 @@ class _Box:
 
 
 def free_memory(boxes: list[_Box], now: memory.Machine) -> None:
-    """If the machine is about to run out of memory, end the sandbox during whose request most memory was lost."""
+    """If the machine is about to run out of memory, end the sandbox with the request during which
+    the free memory of the machine fell most."""
     left = [box for box in boxes if box.pid and not box.reported]
     if left and now.free_mb < min(MIN_FREE_MB, now.total_mb / 32):
         box = max(left, key=lambda box: box.lost_mb(now))

@@ -91,8 +91,8 @@ class WorkerChannel(asyncio.Protocol):
         self._since_s = self._timeout_s = 0.0
 
     def ask(self, frames: Sequence[bytes], take_answer: OnAnswer, timeout_s: float) -> asyncio.Future[End]:
-        """Send frames and return a future. Its value is "answered" when every frame has an answer, "gone" if the
-        worker ended or sent a malformed answer, and "late" if one answer took longer than `timeout_s`."""
+        """Send frames and return a future of the outcome: "answered" when every frame has an answer, "gone" if the
+        worker ended or sent a malformed answer, "late" if one answer took longer than `timeout_s`."""
         self._question = self._loop.create_future()
         self._on_answer, self._expected = take_answer, len(frames)
         self._received.clear()

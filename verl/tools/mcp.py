@@ -207,7 +207,7 @@ class McpServer:
 
     async def _own(self) -> McpSession:
         """Open a session for one trajectory. If the caller stops waiting, the next caller gets the session: otherwise a
-        server whose start takes longer than a call may take could never be used."""
+        server that needs longer to start than a call may take could never be used."""
         begun = [one for one in self._begun if not one.done() or _of_use(one)]
         begun.sort(key=asyncio.Task.done)
         attempt, self._begun = begun.pop() if begun else self._attempt(), begun

@@ -4,17 +4,18 @@ in the queue is an owner of their content."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
 import threading
-import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-LOCK_S, LOOK_S = 60.0, 0.002  # the longest wait for a folder's lock; the pause between two attempts
+from verl.file_lock import file_lock
+
+LOCK_S = 60.0  # the longest wait for a folder's lock
 
 
 def media_hash(content: bytes) -> str:
@@ -106,10 +107,11 @@ class FolderMedia:
         return content
 
     def hold(self, references: Iterable[str], owner: str) -> None:
-        names = sorted(set(references))
-        if names and not self.root.is_dir():
+        if not (names := sorted(set(references))):
+            return
+        if not self.root.is_dir():
             raise _missing(names)
-        with self._locked() if names else contextlib.nullcontext(None):
+        with self._locked():
             if missing := [reference for reference in names if not self._path(reference).exists()]:
                 raise _missing(missing)
             for reference in names:
@@ -117,7 +119,9 @@ class FolderMedia:
 
     def drop(self, owners: Iterable[str]) -> None:
         folders = [folder for owner in owners if (folder := self._owner(owner)).is_dir()]
-        with self._locked() if folders else contextlib.nullcontext(None):
+        if not folders:
+            return
+        with self._locked():
             for folder in folders:
                 names = os.listdir(folder) if folder.is_dir() else []  # another process may have dropped it
                 shutil.rmtree(folder, ignore_errors=True)
@@ -142,21 +146,11 @@ class FolderMedia:
         with contextlib.suppress(FileExistsError):
             os.link(self._path(reference), folder / reference)
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> AbstractContextManager[None]:
         """Lock the folder against other processes and threads. Raise TimeoutError if another one keeps the lock for
         `LOCK_S`."""
-        until_s = time.monotonic() + LOCK_S
-        with (self.root / "lock").open("a") as lock:
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > until_s:
-                        raise TimeoutError(f"{self.root}: another process kept its lock for {LOCK_S:g} s") from None
-                    time.sleep(LOOK_S)
-            yield
+        late = TimeoutError(f"{self.root}: another process kept its lock for {LOCK_S:g} s")
+        return file_lock(self.root / "lock", LOCK_S, late)
 
 
 def _missing(references: Sequence[str]) -> ValueError:

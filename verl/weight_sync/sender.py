@@ -184,11 +184,15 @@ class WeightSender:
         masters = sampled_values(engine.masters)
         changed, alarms = self._compare(version, record, masters)
         self._sent += 1
-        parameters, identity = self._parameters, "" if self._base is not None else weights_identity(masters)
-        if self._base is not None:
+        parameters, identity = self._parameters, ""
+        if self._base is None:
+            identity = weights_identity(masters)
+        else:
             parameters = replace(parameters, base=weights_identity(sampled_values(self._base.masters)))
-        at = WeightSource(version, self._outlet.transport, address, manifest)
-        self._source = source = replace(at, parameters=parameters, identity=identity)
+        source = WeightSource(
+            version, self._outlet.transport, address, manifest, parameters=parameters, identity=identity
+        )
+        self._source = source
         return Sent(source, probe, record.num_bytes, changed, alarms, seconds)
 
     def _tensors(

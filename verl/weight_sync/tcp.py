@@ -8,15 +8,14 @@ trainer's host keeps the version before too. After the last tensor the sender co
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 import secrets
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
@@ -25,9 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.checkpoint.safetensors_file import host_bytes
+from verl.file_lock import file_lock
 from verl.weight_sync.base import Entry, SyncContext, SyncError, TensorStream, dtype_name
 from verl.weight_sync.connections import (
-    LOOK_S,
     PIECE_BYTES,
     QUIET_S,
     connected,
@@ -263,21 +263,11 @@ def open_weights(address: str) -> HostStream:
     return HostStream(address)
 
 
-@contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
+def _one_at_a_time() -> AbstractContextManager[None]:
     """Let one of this user's processes on this host fetch at a time; the others wait and then find the result. Raise
     SyncError after `FETCH_S`."""
-    until_s = time.monotonic() + FETCH_S
-    with (SHM / f"verl-fetch.{os.getuid()}.lock").open("a") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until_s:
-                    raise SyncError(f"another process of this host was fetching weights for {FETCH_S:g} s") from None
-                time.sleep(LOOK_S)
-        yield
+    late = SyncError(f"another process of this host was fetching weights for {FETCH_S:g} s")
+    return file_lock(SHM / f"verl-fetch.{os.getuid()}.lock", FETCH_S, late)
 
 
 def _send(peer: socket.socket, now: ShmStream, changes: Changes) -> None:
@@ -294,7 +284,7 @@ def _send(peer: socket.socket, now: ShmStream, changes: Changes) -> None:
     index = msgspec.msgpack.encode(parts)
     peer.sendall(ANSWER.pack(version, len(index)) + index)
     for tensor in payload:
-        content = _bytes(tensor) if tensor.numel() else memoryview(b"")
+        content = host_bytes(tensor)
         for start in range(0, len(content), PIECE_BYTES):
             peer.sendall(content[start : start + PIECE_BYTES])
     peer.sendall(VERSION.pack(now.version))
@@ -306,7 +296,7 @@ def _changes(before: Tensor, now: Tensor) -> tuple[Tensor, Tensor] | None:
     if before.shape != now.shape or before.dtype != now.dtype or now.numel() > torch.iinfo(POSITION).max:
         return None
     size = now.element_size()
-    old, new = (np.frombuffer(_bytes(tensor) if tensor.numel() else b"", np.uint8) for tensor in (before, now))
+    old, new = (np.frombuffer(host_bytes(tensor), np.uint8) for tensor in (before, now))
     eights = len(new) // 8  # most of them are unchanged: they are skipped first
     a, b = (whole[: 8 * eights].view(np.int64) for whole in (old, new))
     at = np.flatnonzero(a != b)
@@ -337,12 +327,8 @@ def _read(peer: socket.socket, part: SentTensor, before: Tensor | None) -> Tenso
 def _fetched(peer: socket.socket, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     out = torch.empty(shape, dtype=dtype)
     if math.prod(shape):
-        filled(peer, _bytes(out))
+        filled(peer, memoryview(out.view(-1).view(torch.uint8).numpy().data))
     return out
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
 def build(options: Tcp, context: SyncContext) -> LocalCheckpointEngine:

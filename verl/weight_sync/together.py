@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
@@ -126,7 +125,7 @@ def stage_parts(
         slices[one.name].append(one)
     mine, fault = VersionRecord(), ""
     with agreed(None):
-        for name in (name for number, name in enumerate(shapes) if number % world == rank):
+        for name in list(shapes)[rank::world]:
             tensor = file.read(name)
             fault = fault or difference_of(name, tensor, slices[name])
             mine.note(name, tensor, check=name in checked)
@@ -147,8 +146,8 @@ def stage_parts(
 def difference_of(name: str, tensor: Tensor, slices: Sequence[DeliveredSlice]) -> str:
     """Return an error text if the slices do not cover the staged tensor exactly once, or do not read as they were
     written, else ""."""
-    if (found := sum(one.num_elements for one in slices)) != prod(tensor.shape):
-        return f"{name} has {prod(tensor.shape)} elements, and its ranks delivered {found}"
+    if (found := sum(one.num_elements for one in slices)) != tensor.numel():
+        return f"{name} has {tensor.numel()} elements, and its ranks delivered {found}"
     changed = [one for one in slices if one.checksum is not None and checksum(tensor[one.index]) != one.checksum]
     if changed:
         fix = "the file system between the ranks does not keep what they write: set sync.engine=tcp, or another folder"

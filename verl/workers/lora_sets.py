@@ -6,7 +6,6 @@ from pathlib import Path
 
 from verl.model_engine.base import ModelEngine, Publishes
 from verl.model_engine.lora_source import LoraSource, read_lora
-from verl.parameter_set import POLICY_SET
 from verl.weight_sync.base import Outlet
 from verl.weight_sync.sender import WeightSender
 
@@ -29,9 +28,6 @@ class LoraSets:
     def close(self, name: str) -> None:
         del self._open[name]
 
-    def publishing(self, name: str, engine: ModelEngine, sender: WeightSender | None) -> tuple[Publishes, WeightSender]:
-        """Return (source, sender) of a parameter set. engine and sender: those of the full set."""
-        if name != POLICY_SET.id:
-            return self._open[name]
-        assert sender is not None, "this role publishes nothing"
-        return engine, sender
+    def publishing(self, name: str) -> tuple[Publishes, WeightSender]:
+        """Return (source, sender) of an open set."""
+        return self._open[name]

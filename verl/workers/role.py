@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from verl.workers.inproc import SharedEngine, VirtualRank
 from verl.workers.rank_batch import RankStep, batch_of_step, informed
 from verl.workers.role_publishing import RolePublishing, is_first
 from verl.workers.role_saving import RoleSaving
-
-if TYPE_CHECKING:  # it imports torch.distributed, which a process without an engine does not need
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +124,7 @@ class Role:
         hf_export: HfExport | None = None,
         turn_end: TurnEnd = NO_TURN_END,
     ) -> None:
-        self.name, self.queue, self.engine, self.ranks = name, queue, engine, ranks or OneRank()
+        self.queue, self.engine, self.ranks = queue, engine, ranks or OneRank()
         self.share_prefix, self._turn_end = share_prefix, turn_end
         self.publishing = RolePublishing(name, engine, sender, self.ranks)
         self.saving = RoleSaving(name, engine, hf_export, self.ranks)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from verl.model_engine.base import ModelEngine, Ranks
+from verl.model_engine.base import ModelEngine, Publishes, Ranks
 from verl.parameter_set import POLICY_SET
 from verl.rollout.base import WireFormat
 from verl.weight_sync.base import Entry, Outlet, Readers, Sent
@@ -37,7 +37,7 @@ class RolePublishing:
     ) -> Sent | None:
         """Send the present weights of a set in the format that the replicas read. The first rank returns the
         receipt."""
-        source, sender = self.lora_sets.publishing(parameters, self._engine, self.sender)
+        source, sender = self._publishing(parameters)
         sender.set_format(form)
         with self._engine.awake("weights"):
             if parameters == POLICY_SET.id:
@@ -70,7 +70,12 @@ class RolePublishing:
 
     def release(self, version: int, parameters: str) -> None:
         """Release a version of a set that all living replicas have."""
-        self.lora_sets.publishing(parameters, self._engine, self.sender)[1].release(version)
+        self._publishing(parameters)[1].release(version)
+
+    def _publishing(self, parameters: str) -> tuple[Publishes, WeightSender]:
+        """Return (source, sender) of a parameter set."""
+        whole = parameters == POLICY_SET.id
+        return (self._engine, self._own_sender()) if whole else self.lora_sets.publishing(parameters)
 
     def _own_sender(self) -> WeightSender:
         assert self.sender is not None, f"{self._role} publishes nothing"

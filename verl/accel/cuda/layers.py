@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 GATE_BLOCK = 1024
-MAX_WIDTH = 16384  # a row of a norm is one block
 GELU = 1.5957691216057308  # 2 sqrt(2 / pi): gelu_tanh(x) = x sigmoid(GELU (x + 0.044715 x^3))
 
 

@@ -40,8 +40,9 @@ def _reduce_block(
 
 @triton.jit
 def _first_above(mass, target, M: tl.constexpr):
-    """Return the first index whose cumulative mass [rows, M] float64 is above the target [rows], and the target less
-    the mass before it. The index has positive mass; a target at or beyond the total is brought below it."""
+    """Return, for each row, the first index at which the cumulative mass [rows, M] float64 is above the target [rows],
+    and the target minus the mass before that index. The index has positive mass; a target at or beyond the total is
+    brought below it."""
     i = tl.arange(0, M)[None, :]
     cumulative = tl.cumsum(mass, 1)
     total = tl.max(tl.where(mass > 0, cumulative, 0.0), 1)

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from verl.bounds import bounded_yaml
 from verl.config.compat.table import find_row
-from verl.config.overrides import Argument, argument_of, parse_argument
+from verl.config.overrides import Argument, argument_of, keys_below, parse_argument
 from verl.config.tree import leaf_of
 from verl.errors import Refused
 
@@ -106,8 +106,7 @@ def _singles(argument: Argument) -> Iterable[Argument]:
     own = leaf_of(key) is not None or ((row := find_row(key)) is not None and row.key == key and not _below(key))
     if not isinstance(value, Mapping) or own:
         return [argument]
-    parts = (argument_of(f"{key}.{name}", below) for name, below in value.items() if name != "_target_")
-    return [single for part in parts for single in _singles(part)]
+    return [single for part in keys_below(argument) for single in _singles(part)]
 
 
 def _below(key: str) -> bool:

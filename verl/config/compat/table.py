@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from types import MappingProxyType
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 from verl.algorithms.presets import knobs, written
 from verl.config.backends import option_keys
+from verl.config.overrides import Action
 from verl.config.tree import leaves
 from verl.errors import Refused
 from verl.names import nearest
 
-Action = Literal["mapped", "ignored", "refused"]
 DISTILLATION: Mapping[str, str] = MappingProxyType(
     {
         "teacher_model_name_or_path": "teacher.path=FOLDER",

@@ -18,24 +18,9 @@ from verl.config.compat.given import Given
 from verl.config.compat.hydra_args import parse_arguments
 from verl.config.compat.objective import critic_without_estimator
 from verl.config.compat.rules import JOINT
-from verl.config.compat.table import Action, KeyRow, find_row, key_rows, same_value, unknown_key
-from verl.config.overrides import Argument, Note, VerlDefaults, native_setting
+from verl.config.compat.table import KeyRow, find_row, key_rows, same_value, unknown_key
+from verl.config.overrides import Action, Argument, Note, Translation, VerlDefaults, native_setting
 from verl.config.tree import Setting, leaf_of, text_of
-
-
-@dataclass(frozen=True, slots=True)
-class Translation:
-    """The result of a translation.
-
-    settings: values of our keys
-    defaults: verl's defaults, which every recipe overrides
-    unknown: our keys without a value, because the verl keys that set them were refused
-    """
-
-    settings: list[Setting]
-    defaults: list[Setting]
-    notes: list[Note]
-    unknown: frozenset[str] = frozenset()
 
 
 def translated(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl.errors import Refused
 from verl.parameter_set import POLICY_SET, OfSet, ParameterSet, check_base, set_of
-from verl.rollout.base import Completion, DecodeFn, Scores, WeightReader, WireFormat
+from verl.rollout.base import Completion, DecodeFn, Scores, WeightReader, WireFormat, check_live
 from verl.rollout.embedded.requests import REASONS, ActiveRequest, News, RunningRequests
 from verl.rollout.embedded.sampler import SamplingMetadata
 
@@ -232,9 +232,7 @@ class EngineCore:
 
     def check_set(self, what: str, name: str) -> None:
         """Raise ValueError for a LoRA set that is not live."""
-        if name != POLICY_SET.id and name not in self.sets:
-            there = ", ".join(sorted(self.sets)) or "none"
-            raise ValueError(f"{what}: no LoRA set {name!r} is live on these weights (there are: {there}); publish it")
+        check_live(what, name, self.sets)
 
     def in_sets(self, name: str | None = None) -> bool:
         """Return True if requests of this LoRA set (None: of any) are waiting or resident."""

@@ -6,11 +6,10 @@ Python objects are used only for rows that finish or that have stop strings.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from verl.parameter_set import POLICY_SET
 from verl.rollout.base import Completion, DecodeFn, GenerateRequest
 from verl.rollout.embedded.sampler import SamplingMetadata, stream_of, uniforms
 from verl.types import StopReason
@@ -58,9 +57,10 @@ class ActiveRequest:
         """Return the completion with the tokens of `ids`."""
         ends = [start for _, start in self.span_starts[1:]] + [len(self.ids)]
         spans = tuple((v, start, end) for (v, start), end in zip(self.span_starts, ends) if end > start)
-        found = Completion(self.asked.id, self.ids, self.logprobs, spans, reason, stop, self.cached_tokens)
         name = self.asked.parameters
-        return found if name == POLICY_SET.id else replace(found, parameters=name)
+        return Completion(
+            self.asked.id, self.ids, self.logprobs, spans, reason, stop, self.cached_tokens, parameters=name
+        )
 
 
 News = tuple[ActiveRequest, np.ndarray, np.ndarray]  # ids [t], log-probs [t]

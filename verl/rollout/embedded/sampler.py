@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.accel import plain
 from verl.accel.plain import inverse_cdf
 from verl.rollout.base import Scores
 
@@ -81,13 +80,6 @@ def sample(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
         if greedy.any():
             ids = torch.where(torch.from_numpy(greedy).to(logits.device), logits.argmax(dim=-1), ids)
     return ids, probs.gather(1, ids[:, None]).squeeze(1).log_()
-
-
-def sample_captured(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Do the same as `sample` without truncation, with tensors only, so that a CUDA graph can contain it: logits [n, V]
-    float32, temperature [n] (0 is greedy), uniform [n] float64."""
-    ids, logprobs = plain.plain_sample(logits, temperature, uniform)
-    return ids.long(), logprobs.float()
 
 
 def score_logits(logits: Tensor, given: Tensor, temperature: float, top: int = 0) -> tuple[Tensor, Tensor, Tensor]:

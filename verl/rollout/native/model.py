@@ -20,7 +20,6 @@ from verl.accel.operations import Call
 from verl.rollout.native.architecture import Shape, rotary_frequencies, shape_of
 from verl.rollout.native.kv import SlotCache
 from verl.rollout.native.layers import add_normed
-from verl.rollout.native.ops import NativeOps
 from verl.rollout.native.weights import Layer, Weights
 
 MAX_PADDING = 2.0  # padded over real tokens within one batched attention call of a prefill
@@ -63,11 +62,10 @@ class Chunk:
 
 
 class Model:
-    """The forward passes of a decoder (prefill and decode) with replaceable weights. `ops` are the kernels that they
-    use."""
+    """The forward passes of a decoder (prefill and decode) with replaceable weights."""
 
-    def __init__(self, config: Any, max_context_tokens: int, device: torch.device, ops: NativeOps) -> None:
-        self.shape, self.device, self.ops = shape_of(config, max_context_tokens), device, ops
+    def __init__(self, config: Any, max_context_tokens: int, device: torch.device) -> None:
+        self.shape, self.device = shape_of(config, max_context_tokens), device
         self.rotary = RotaryTable(rotary_frequencies(config, self.shape.head_dim), device)
         self.weights: Weights | None = None
 

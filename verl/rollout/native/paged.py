@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from verl.accel.plain import plain_sample
 from verl.nn.flash import flash_attn
 from verl.rollout.embedded.core import Sampled
-from verl.rollout.embedded.sampler import SamplingMetadata, sample, sample_captured, to_host
+from verl.rollout.embedded.sampler import SamplingMetadata, sample, split_draws, to_host
 from verl.rollout.native.architecture import Shape
 from verl.rollout.native.fused import decode_hidden
 from verl.rollout.native.kv import round_up
@@ -211,8 +212,7 @@ class PagedDecode:
         if sampling.truncated.any():
             return to_host(*sample(self._model.live.logits(self._hidden(self._inputs[:, :n], width)), sampling))
         both = (self._replay if self._captures else self._sample)(self._inputs[:, :size], width)
-        ids, logprobs = both[:, :n].cpu().numpy()
-        return ids.astype(np.int64), logprobs.astype(np.float32)
+        return split_draws(both[:, :n])
 
     def _replay(self, inputs: Tensor, width: int) -> Tensor:
         """Run `_sample` as a graph, which is captured at the first call with these sizes."""
@@ -241,8 +241,7 @@ class PagedDecode:
         temperature, uniform = inputs[2:].view(torch.float64)
         if self._ops is not None:
             return self._ops.sample(logits, temperature, uniform)
-        ids, logprobs = sample_captured(logits.float(), temperature.float(), uniform)
-        return torch.stack((ids.double(), logprobs.double()))
+        return plain_sample(logits.float(), temperature.float(), uniform)
 
     def _hidden(self, inputs: Tensor, width: int) -> Tensor:
         """Return the final hidden states [n, hidden]. A step that is not fused reads `width` pages per row."""

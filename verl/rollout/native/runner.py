@@ -26,7 +26,7 @@ from verl.rollout.native.kv import Prefix, SlotCache, round_up
 from verl.rollout.native.model import Model
 from verl.rollout.native.ops import DecodeOps, choose_decode_ops, choose_ops
 from verl.rollout.native.options import Options
-from verl.rollout.native.paged import PageCache, PagedDecode, whole_pages
+from verl.rollout.native.paged import PAGE, PageCache, PagedDecode, whole_pages
 from verl.rollout.native.prefill import Prefiller
 from verl.rollout.native.weights import Storage, Weights, weights_of
 
@@ -61,7 +61,7 @@ class NativeRunner:
         self.compute_dtype = torch.float32 if emulates else context.dtype
         self.ops = choose_ops(device, self.compute_dtype, compiled=compiled, products=products)
         self._fixed_rows = self._deterministic and not self.ops.products.exact_rows
-        self.model = Model(context.hf_config, self.max_context_tokens, device, self.ops)
+        self.model = Model(context.hf_config, self.max_context_tokens, device)
         self.vocab_size = self.model.shape.vocab
         self._lanes = Lanes((lanes or torch.get_num_threads()) if device.type == "cpu" else 1)
         self._prompts = Prefiller(self.model, self._lanes, self.compute_dtype, options, self._deterministic)
@@ -81,7 +81,7 @@ class NativeRunner:
 
     def _choose_decode_ops(self) -> DecodeOps | str:
         s = self.model.shape
-        sizes = {"head_dim": s.head_dim, "hidden": s.hidden, "page": whole_pages(1)}
+        sizes = {"head_dim": s.head_dim, "hidden": s.hidden, "page": PAGE}
         return choose_decode_ops(Use(self._device, self.compute_dtype, sizes))
 
     def _make_cache(self, max_kv_tokens: int | None, in_pages: bool, ops: DecodeOps | None) -> None:
