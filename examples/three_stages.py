@@ -72,7 +72,7 @@ def three_stages(overrides: list[str]) -> int:
                 f"data.eval_files=[{home}/data/pairs_heldout.jsonl]",
                 "run.name=three_stages/rm",
                 f"run.total_steps={given.get('rm_steps', '250')}",
-                "supervised.rows_per_step=32",
+                "step.prompts_per_step=32",
                 "optim.lr=5e-4",
                 "optim.schedule=linear",
                 "optim.warmup_steps=10",

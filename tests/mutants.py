@@ -63,6 +63,7 @@ DISPATCH = "tests/unit/test_dispatch.py tests/unit/test_workers.py tests/contrac
 
 MASKS = "tests/numerics/test_term_masks.py"
 TERMS = "tests/numerics/test_preference_terms.py"
+MOVED = "tests/unit/test_moved.py tests/e2e/test_older_runs.py"
 IDENTITY = "tests/unit/test_identity.py tests/e2e/test_run_identity.py"
 CANARY = "tests/contracts/test_canary.py"
 SETS = "tests/contracts/test_weight_sync_contract.py"
@@ -574,6 +575,8 @@ MUTANTS = (
     Mutant("driver/identity.py", "and k not in row.may_change]", "and False]", IDENTITY),
     Mutant("driver/identity.py", "if was.contents.get(key) != now.contents.get(key):", "if old != new:", IDENTITY),
     Mutant("driver/identity.py", "if key in resolved.masked:", "if False:", IDENTITY),
+    Mutant("driver/identity.py", "    was = _moved(was)\n", "", MOVED),
+    Mutant("config/moved.py", "not move.commands or command in move.commands", "True", MOVED),
     Mutant("weight_sync/canary.py", "if not found <= allowed:", "if not found <= 1e9:", CANARY),
     Mutant(
         "weight_sync/canary.py",

@@ -58,7 +58,7 @@ def command(verb: str, root: Path, model: Path, rows: Path, *more: str) -> list[
         "data.train_files": f"[{rows}]",
         "data.eval_files": f"[{rows}]",
         "data.max_tokens_per_row": 64,
-        "supervised.rows_per_step": 5,
+        "step.prompts_per_step": 5,
         "optim.lr": 1e-3,
     }
     given = {a.partition("=")[0] for a in more}

@@ -39,7 +39,7 @@ def test_the_size_that_is_planned_is_the_size_on_disk(tmp_path, arithmetic_data)
     wrong = []
     for k, (verb, model, more) in enumerate(cases):
         rows = arithmetic_data[:1] if verb == "train" else [pairs]
-        own = ("run.total_steps=1", f"run.name={k}", "supervised.rows_per_step=2", "data.max_tokens_per_row=64", *more)
+        own = ("run.total_steps=1", f"run.name={k}", "step.prompts_per_step=2", "data.max_tokens_per_row=64", *more)
         if verb == "sft":
             rows = [tmp_path / "sft.jsonl"]
             rows[0].write_text('{"prompt": "1+1=", "completion": "2"}\n' * 4)

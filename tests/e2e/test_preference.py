@@ -54,7 +54,7 @@ def args(root, model, files, *more):
         "data.eval_files": f"[{files}]",
         "data.cache_dir": root / "cache",
         "data.max_tokens_per_row": 64,
-        "supervised.rows_per_step": 8,
+        "step.prompts_per_step": 8,
         "optim.lr": 3e-3,
         "track.sinks": "[jsonl]",
         "step.max_tokens_per_microbatch": 512,
@@ -346,7 +346,7 @@ def test_a_language_model_is_no_reward_model(tmp_path, tiny_model, arithmetic_da
 
 def test_two_ranks_measure_and_train_what_one_does(tmp_path, tiny_model, pairs):
     """Also where the last evaluation rows are fewer than the ranks: an idle rank counts for nothing."""
-    shape = ("run.total_steps=2", "supervised.rows_per_step=3", "supervised.eval_rows=4")
+    shape = ("run.total_steps=2", "step.prompts_per_step=3", "data.max_eval_rows=4")
     one = train("dpo", tmp_path / "one", tiny_model, pairs, *shape)
     two = train("dpo", tmp_path / "two", tiny_model, pairs, *shape, "cluster.virtual_ranks=2")
     assert one.evals.keys() == two.evals.keys() and len(one.evals) > 3

@@ -38,7 +38,7 @@ def test_sft_reward_models_and_preferences_refuse_a_packing_that_leaks(tmp_path,
         "model.dtype=float32",
         "data.max_tokens_per_row=64",
         "run.total_steps=1",
-        "supervised.rows_per_step=1",
+        "step.prompts_per_step=1",
         f"data.cache_dir={tmp_path}/c",
     ]
     monkeypatch.setattr(attention, "plan_attention", one_tree)

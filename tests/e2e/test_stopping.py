@@ -178,7 +178,7 @@ IN_UPDATES = {
     "grpo": ("train", RL),
     "ppo on virtual ranks": ("train", (*RL, "algorithm.name=ppo", "cluster.virtual_ranks=2")),
     "async": ("train", (*RL, "pipeline.staleness=1")),
-    "sft": ("sft", ("supervised.rows_per_step=4", "data.max_tokens_per_row=32")),
+    "sft": ("sft", ("step.prompts_per_step=4", "data.max_tokens_per_row=32")),
 }
 
 
@@ -240,7 +240,7 @@ def test_a_stop_in_the_first_update_loses_nothing_and_saves_nothing(tmp_path, ti
     """What is on disk at its beginning needs no copy: the model, or the checkpoint that the run went on from."""
     for last in (0, 2):
         (tmp_path / "update").write_text(str(last + 1))
-        more = (f"run.total_steps={last + 1}", "supervised.rows_per_step=4", "data.max_tokens_per_row=32")
+        more = (f"run.total_steps={last + 1}", "step.prompts_per_step=4", "data.max_tokens_per_row=32")
         args = args_of("sft", tmp_path / "r", tiny_model, arithmetic_data, "run.grace_s=2", *more)
         log = tmp_path / "log"
         process = hanging(tmp_path, "sft", args, log)

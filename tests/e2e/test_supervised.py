@@ -28,7 +28,7 @@ def test_the_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path, tiny_m
         "data.eval_files": f"[{path}]",
         "data.cache_dir": tmp_path / "cache",
         "data.max_tokens_per_row": 64,
-        "supervised.rows_per_step": 3,
+        "step.prompts_per_step": 3,
         "optim.lr": 1e-12,
         "track.sinks": "[jsonl]",
     }

@@ -104,7 +104,7 @@ def taught(tmp_path_factory) -> tuple[Path, Path]:
     tool_arithmetic.write_tools(home / "tools.yaml", fail_share=0.2)
     (home / "bit.py").write_text(BIT)
     args = ["recipe=tool_arithmetic_warmup", f"model.path={base}", f"data.train_files=[{home}/data/sft.jsonl]"]
-    sizes = ["supervised.rows_per_step=32", "run.total_steps=120", "run.threads=1", "optim.lr=4e-3"]
+    sizes = ["step.prompts_per_step=32", "run.total_steps=120", "run.threads=1", "optim.lr=4e-3"]
     warm = run_supervised(load_config([*args, *sizes, f"run.root_dir={home}"]), "sft")
     return home, quickstart.last_export(warm.dir)
 

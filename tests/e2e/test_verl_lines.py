@@ -36,7 +36,7 @@ SMALL = (
         "data.truncation=left",
     ),
     *("data.max_rows=8", "data.max_eval_rows=2", "data.num_workers=0", "eval.samples_per_prompt=1", "run.resume=auto"),
-    *("supervised.rows_per_step=2", "data.max_tokens_per_row=600", "data.filter_overlong_prompts=false"),
+    *("data.max_tokens_per_row=600", "data.filter_overlong_prompts=false"),
 )
 """What is smaller here; the algorithm, its rewards and its schedule are the script's own."""
 

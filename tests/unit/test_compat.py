@@ -370,7 +370,7 @@ def test_sft_script() -> None:
     optim.betas=[0.9,0.95] optim.clip_grad=0.5 engine=fsdp engine.ulysses_sequence_parallel_size=2
     trainer.total_epochs=2 trainer.logger=console trainer.experiment_name=s trainer.default_local_dir=/ck/s""")
     c = load_config(args, verl_defaults="sft").config
-    assert (c.supervised.rows_per_step, c.data.max_tokens_per_row) == (32, 2048)
+    assert (c.step.prompts_per_step, c.data.max_tokens_per_row) == (32, 2048)
     assert c.step.max_tokens_per_microbatch == 16384, "8192 for each of two devices that share a sequence"
     assert (c.optim.lr, c.optim.warmup_ratio, c.optim.schedule, c.optim.clip_grad_norm) == (2e-5, 0.1, "cosine", 0.5)
     assert c.optim.min_lr_ratio == pytest.approx(0.1) and c.optim.betas == [0.9, 0.95]
@@ -398,7 +398,7 @@ TRANSFORMS = [
     (["trainer.total_training_steps=null"], {"run.total_steps": None}),
     (
         ["data.train_batch_size=8", f"{ACTOR}ppo_mini_batch_size=8"],
-        {"step.prompts_per_step": 8, "supervised.rows_per_step": 8, "step.updates_per_step": 1},
+        {"step.prompts_per_step": 8, "step.updates_per_step": 1},
     ),
     (
         [
@@ -407,12 +407,7 @@ TRANSFORMS = [
             "async_training.require_batches=4",
             "rollout.total_rollout_steps=1280",
         ],
-        {
-            "step.prompts_per_step": 128,
-            "supervised.rows_per_step": 128,
-            "step.updates_per_step": 4,
-            "run.total_steps": 10,
-        },
+        {"step.prompts_per_step": 128, "step.updates_per_step": 4, "run.total_steps": 10},
     ),
     ([f"{ACTOR}use_kl_loss=False", f"{ACTOR}kl_loss_coef=0.001"], {"algorithm.kl_loss_coef": 0.0}),
     ([f"{ACTOR}kl_loss_coef=0.001"], {"algorithm.kl_loss_coef": 0.0}),
@@ -534,7 +529,6 @@ TRANSFORMS = [
         ],
         {
             "step.prompts_per_step": 64,
-            "supervised.rows_per_step": 64,
             "step.updates_per_step": 4,
             "pipeline.staleness": 1,
             "pipeline.partial_rollout": True,
@@ -564,7 +558,6 @@ TRANSFORMS = [
         ],
         {
             "step.prompts_per_step": 32,
-            "supervised.rows_per_step": 32,
             "algorithm.filter_groups": True,
             "algorithm.on_exhausted": "stop",
             "algorithm.filter_metric": None,
@@ -639,7 +632,6 @@ TRANSFORMS = [
             "algorithm.name": "ppo",
             "critic.warmup_steps": 7,
             "step.prompts_per_step": 64,
-            "supervised.rows_per_step": 64,
             "step.updates_per_step": 4,
             "model.engine": "torch",
         },
@@ -1008,9 +1000,7 @@ def test_a_config_path_alone_reads_the_file_that_the_entry_point_names(tmp_path:
     alone = [f"--config-path={tmp_path}", "model.path=m", "algorithm.adv_estimator=grpo"]
     step = load_config([*alone, f"{ACTOR}ppo_mini_batch_size=8"], verl_defaults="rl").config.step
     assert (step.prompts_per_step, step.samples_per_prompt) == (64, 4)
-    assert (
-        load_config(["-cp", str(tmp_path), "model.path=m"], verl_defaults="sft").config.supervised.rows_per_step == 32
-    )
+    assert load_config(["-cp", str(tmp_path), "model.path=m"], verl_defaults="sft").config.step.prompts_per_step == 32
     assert load_config(["--config-path=config", *alone[1:], f"{ACTOR}ppo_mini_batch_size=8"], verl_defaults="rl")
     (tmp_path / "ppo_trainer.yaml").unlink()
     with pytest.raises(ValueError, match=f"--config-path={tmp_path}: no ppo_trainer.yaml there; give --config-name"):

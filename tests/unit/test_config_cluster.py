@@ -296,8 +296,8 @@ def test_every_model_is_told_the_device_the_precision_and_the_neighbours_of_its_
 
 
 def test_ranks_beyond_the_rows_of_a_supervised_step(folder: Path) -> None:
-    (line,) = faults(folder, *FOUR, "supervised.rows_per_step=3", command="sft")
-    assert "4 data ranks" in line and "supervised.rows_per_step=3" in line
+    (line,) = faults(folder, *FOUR, "step.prompts_per_step=3", command="sft")
+    assert "4 data ranks" in line and "step.prompts_per_step=3" in line
 
 
 def test_architectures(folder: Path) -> None:

@@ -35,11 +35,7 @@ def test_help_of_a_verb_has_its_keys_with_default_and_meaning(capsys: pytest.Cap
         assert not [key for key, _ in shown if key_texts().get(key, "") not in flat]
         assert not [line for line in page.splitlines() if len(line) > 120 and " " in line.strip()]
     keys = {verb: {key.partition(".")[0] for key in keys_of_verb(verb)} for verb in VERBS}
-    assert (
-        keys["train"]
-        == keys["plan"]
-        == {key.partition(".")[0] for key in leaves()} - {"supervised", "preference", "serve"}
-    )
+    assert keys["train"] == keys["plan"] == {key.partition(".")[0] for key in leaves()} - {"preference", "serve"}
     assert "preference" in keys["dpo"] and "rollout" not in keys["sft"] and not keys["doctor"]
 
 

@@ -105,8 +105,8 @@ def _rows_of_ranks(config: Config, layout: Layout, command: str) -> Iterator[str
     groups = config.step.prompts_per_step // config.step.updates_per_step
     prefix = "groups of an optimizer step (step.prompts_per_step / step.updates_per_step)"
     if command in ("sft", "rm", "dpo"):
-        groups = config.supervised.rows_per_step
-        prefix = f"rows of a step (supervised.rows_per_step={groups})"
+        groups = config.step.prompts_per_step
+        prefix = f"rows of a step (step.prompts_per_step={groups})"
     if layout.data > groups and not [*cannot(layout)]:
         fix = "some would be idle: raise it, lower cluster.ranks_per_node, or share the model with parallel.tensor"
         yield f"{layout.world_size} ranks are {layout.data} data ranks, but there are {groups} {prefix}; {fix}"

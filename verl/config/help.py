@@ -15,13 +15,14 @@ from types import MappingProxyType
 from typing import Any
 
 from verl.algorithms.presets import setting_texts
+from verl.config.moved import moved_line
 from verl.config.tree import leaves, sections, text_of
 from verl.errors import Refused
 from verl.names import did_you_mean
 
 _LOOP = ("run", "model", "data", "rollout", "sync")
-_SUPERVISED = ("run", "model", "data", "supervised", "step", "optim", "health", "track")
-_RL = tuple(name for name in sections() if name not in ("supervised", "preference", "serve"))
+_SUPERVISED = ("run", "model", "data", "step", "optim", "health", "track")
+_RL = tuple(name for name in sections() if name not in ("preference", "serve"))
 SECTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "train": _RL,
@@ -93,6 +94,8 @@ def named_keys(words: Iterable[str]) -> list[str]:
     for word in words:
         of_word = [key for key in leaves() if key == word or key.startswith(f"{word}.")]
         if not of_word:
+            if (moved := moved_line(word)) is not None:
+                raise Refused(f"{word} is no key: {moved}")
             near = did_you_mean(word, [*sections(), *leaves()])
             raise Refused(f"{word} is no section and no key; {near}Sections: {', '.join(sections())}")
         found += of_word

@@ -13,7 +13,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -30,6 +30,7 @@ from verl.bounds import bounded_yaml
 from verl.config.agent import idle_agent_keys, idle_line
 from verl.config.backends import complete_options
 from verl.config.model_files import cached_model_folder, context_tokens
+from verl.config.moved import MOVED, moved_values
 from verl.config.overrides import Note, Translation, VerlDefaults, parse_argument, read_line
 from verl.config.schema import Config
 from verl.config.tree import Setting, convert, leaf_of, leaves, sections, text_of, tree_of, values_of
@@ -234,14 +235,17 @@ def _parse_recipe(name: str, text: str) -> dict[str, Any]:
     return {str(k): v for k, v in tree.items()}
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str, origin: str) -> Iterator[tuple[str, Any]]:
-    """Yield (leaf key, value) of nested sections. A mapping below a leaf is the value of the leaf."""
+def _flatten(
+    tree: Mapping[str, Any], prefix: str, origin: str, also: Collection[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield (leaf key, value) of nested sections. A mapping below a leaf is the value of the leaf. also: further keys
+    that are leaves."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if leaf_of(key) is not None:
+        if key in also or leaf_of(key) is not None:
             yield key, value
         elif isinstance(value, Mapping):
-            yield from _flatten(value, f"{key}.", origin)
+            yield from _flatten(value, f"{key}.", origin, also)
         elif value is not None or key not in sections():
             raise _unknown(key, origin)
 
@@ -408,16 +412,17 @@ def _line(text: str, origin: str) -> str:
     return f"{text:<{_ORIGIN_COLUMN}}  # {' '.join(origin.split())}"
 
 
-def read_config(path: str | os.PathLike[str]) -> Config:
-    """Read the tree from a `config.yaml`, with the present environment. Keys that the file does not have get their
-    defaults."""
+def read_config(path: str | os.PathLike[str], command: str = "train") -> Config:
+    """Read the tree from the `config.yaml` of a run of `verl COMMAND`, with the present environment. Keys that the file
+    does not have get their defaults, and keys of earlier versions set those that replace them (moved.py)."""
     try:
         tree = yaml.safe_load(bounded_yaml(Path(path).read_text(encoding="utf-8")))
     except (ValueError, yaml.YAMLError) as exc:
         raise Refused(f"{path}: {' '.join(str(exc).split())}") from exc
     if not isinstance(tree, dict):
         raise Refused(f"{path}: must be a mapping of sections ({', '.join(sections())})")
-    values = {key: _converted(key, value, str(path)) for key, value in _flatten(tree, "", str(path))}
+    written = moved_values(dict(_flatten(tree, "", str(path), MOVED)), command)
+    values = {key: _converted(key, value, str(path)) for key, value in written.items()}
     for key, (plain, _) in _interpolated(values, dict.fromkeys(values, str(path))).items():
         values[key] = _converted(key, plain, str(path))
     return tree_of(values)

@@ -93,7 +93,7 @@ class DataConfig:
     shuffle: bool = True
     seed: int | None = None  # Of the shuffle. Null: run.seed.
     max_rows: PositiveInt | None = None
-    max_eval_rows: PositiveInt | None = None
+    max_eval_rows: PositiveInt | None = None  # Null: all; where supervised, the first 256 are evaluated.
     num_workers: NonNegativeInt = adjustable(2)  # Processes that render, tokenise and filter.
     cache_dir: str | None = adjustable(None)  # Tokenised rows by content hash. Null: ~/.cache/verl.
     system_prompt: str | None = None  # Prepended when a row has no system message.
@@ -117,7 +117,7 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class StepConfig:
-    prompts_per_step: PositiveInt = 64  # Groups taken per step.
+    prompts_per_step: PositiveInt = 64  # Groups taken per step; rows, where supervised.
     samples_per_prompt: PositiveInt = 8
     updates_per_step: PositiveInt = 1  # Optimizer steps per step; each takes an equal share of the groups.
     epochs_per_step: PositiveInt = 1  # Passes over the step's samples (verl: ppo_epochs).
@@ -227,12 +227,6 @@ class TrackConfig:
 
 
 @dataclass(frozen=True)
-class SupervisedConfig:
-    rows_per_step: PositiveInt = 64
-    eval_rows: NonNegativeInt = 256
-
-
-@dataclass(frozen=True)
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -251,7 +245,6 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     health: HealthLimits = adjustable(factory=HealthLimits)
     track: TrackConfig = adjustable(factory=TrackConfig)
-    supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     cluster: ClusterConfig = adjustable(factory=ClusterConfig)
     parallel: ParallelConfig = adjustable(factory=ParallelConfig)

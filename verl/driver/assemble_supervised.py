@@ -89,7 +89,7 @@ async def _run_of(
     config, (stage, eval_stage, summary) = resolved.config, stages
     for line in (f"data: {summary}", *(template_lines(config, tokenizer) if command != "rm" else ())):
         progress.message(line)
-    num_steps = total_steps_of(config, len(stage.table), config.supervised.rows_per_step)
+    num_steps = total_steps_of(config, len(stage.table), config.step.prompts_per_step)
     head: Literal["lm", "score"] = "score" if command == "rm" else "lm"
     share, waits = command != "sft", Waits((claimed.records or claimed.path) / "waits.json")
     crash_dir, roles = claimed.path / "crash", (TRAINER, "compute")
@@ -170,9 +170,9 @@ def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage 
     )
     row = preference(p.loss)
     paired, needs_gap = command == "rm" or row.paired, p.use_margin if command == "rm" else row.needs_gap
-    if not paired and config.supervised.rows_per_step < 2:
+    if not paired and config.step.prompts_per_step < 2:
         raise Refused(
-            "supervised.rows_per_step=1: kto compares rows with the other rows of a step; set at least 2 (64 is usual)"
+            "step.prompts_per_step=1: kto compares rows with the other rows of a step; set at least 2 (64 is usual)"
         )
     kind: dict[str, Any] = {"paired": paired, "needs_gap": needs_gap, "template_kwargs": kwargs, "stops": stops}
     pairs = [load_pairs(f, tokenizer, config.data, max_rows=n, **kind) if f else None for f, n in files]

@@ -23,6 +23,7 @@ from verl.config.adapter import base_of
 from verl.config.backends import TABLES
 from verl.config.load import Resolved
 from verl.config.model_files import find_model_folder
+from verl.config.moved import MOVED, moved_values
 from verl.config.schema import Config
 from verl.config.tree import leaves, values_of
 from verl.data.files import expand_files, fingerprint
@@ -157,7 +158,8 @@ def _defaults(config: Config) -> dict[str, object]:
 
 def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str]]]:
     """Compare two identities. Return a line for each key that makes them different runs, and {key: [old, new]} of the
-    changed keys that a resumed run may change."""
+    changed keys that a resumed run may change. Both are by present keys, also if an earlier version recorded `was`."""
+    was = _moved(was)
     others: list[str] = []
     changed: dict[str, list[str]] = {}
     for key in dict.fromkeys([*was.values, *now.values]):
@@ -176,6 +178,18 @@ def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str
         elif old != new:
             changed[key] = [old, new]
     return others, changed
+
+
+def _moved(was: Identity) -> Identity:
+    """Return the identity by the present keys."""
+    if not MOVED.keys() & was.values.keys():
+        return was
+    read = {key: _read(text) for key, text in was.values.items()}
+    texts = {
+        key: was.values[key] if key in read and value is read[key] else json.dumps(value, sort_keys=True, default=str)
+        for key, value in moved_values(read, str(read["verb"])).items()
+    }
+    return Identity(texts, was.contents, was.defaults)
 
 
 def _default(key: str) -> str:

@@ -25,6 +25,8 @@ from verl.types import Metrics, Refs, merge_metrics
 from verl.workers.model_workers import OptimizerStep
 
 TRAINER = "trainer"
+EVAL_ROWS = 256
+"""The evaluation rows that are used if `data.max_eval_rows` is null."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +68,7 @@ async def fit(run: SupervisedRun) -> dict[str, float]:
             raise stopped
         step, beginning = Step(index), _state(run, index)
         with step.clock("data"):
-            draws = [run.cursor.next() for _ in range(run.config.supervised.rows_per_step)]
+            draws = [run.cursor.next() for _ in range(run.config.step.prompts_per_step)]
             refs = await put_rows(run.learner, run.stage, [d.index for d in draws], [f"s{d.draw}" for d in draws])
         with step.clock("checkpoint"):
             await run.checkpointer.hold(index)
@@ -116,8 +118,8 @@ async def evaluate_rows(run: SupervisedRun) -> Metrics:
     stage, learner = run.eval_stage, run.learner
     if stage is None:
         return {}
-    count = min(len(stage.table), run.config.supervised.eval_rows)
-    rows_at_once = max(1, run.config.supervised.rows_per_step)
+    limit, rows_at_once = run.config.data.max_eval_rows, run.config.step.prompts_per_step
+    count = min(len(stage.table), EVAL_ROWS if limit is None else limit)
     inputs = inputs_of(stage.terms)
     parts = []
     for at in range(0, count, rows_at_once):

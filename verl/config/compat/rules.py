@@ -105,7 +105,7 @@ def _batch(given: Given) -> Result:
         if mini is None and given.own("step.prompts_per_step") is None:
             raise Refused(f"data.train_batch_size=0: give {mini_key}, or step.prompts_per_step")
         prompts = None if mini is None else mini * (batches or 1)
-    out = {} if prompts is None else {"step.prompts_per_step": prompts, "supervised.rows_per_step": prompts}
+    out = {} if prompts is None else {"step.prompts_per_step": prompts}
     prompts = given.own("step.prompts_per_step", given.recipe_prompts if prompts is None else prompts)
     if mini is not None:
         if prompts is None:

@@ -13,6 +13,7 @@ from typing import Any, cast, get_args
 
 from verl.algorithms.presets import knobs, written
 from verl.config.backends import option_keys
+from verl.config.moved import moved_line
 from verl.config.overrides import Action
 from verl.config.tree import leaves
 from verl.errors import Refused
@@ -184,6 +185,8 @@ def same_value(value: Any, text: str) -> bool:
 def unknown_key(key: str, origin: str = "", value: str = "VALUE") -> str:
     """Return the line for an unknown key, with the nearest keys of both vocabularies."""
     said = f"unknown key {key!r}" + (f" ({origin})" if origin else "")
+    if (moved := moved_line(key, value)) is not None:
+        return f"{said}: {moved}"
     below = [name for name in leaves() if name.startswith(f"{key}.")]
     if below:
         return f"{said}: a section; its keys are {', '.join(below)}"
