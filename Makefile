@@ -8,7 +8,7 @@ TASK ?= arithmetic
 # On two, processors waited a quarter of the time for one test each.
 TEST_WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
-.PHONY: setup browser bubblewrap test test-distributed test-ranks test-clusters test-runs queue-package nixl-package triton-package mooncake-package test-all test-pythons test-mutants vllm-env test-vllm quickstart bench lint clean
+.PHONY: setup browser bubblewrap test test-distributed test-ranks test-clusters test-runs queue-package nixl-package triton-package mooncake-package test-all test-pythons test-gpu test-mutants vllm-env test-vllm quickstart bench lint clean
 
 setup: $(VENV)/.stamp
 
@@ -89,6 +89,13 @@ mooncake-package: setup
 	{ { apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 libnl-3-200 libnl-route-3-200; } \
 	>/dev/null 2>&1; $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	mooncake-transfer-engine-non-cuda==0.3.13.post1; } || echo "no Mooncake here: it is not tested"
+
+# The tests that compare on a device, on one card, at most eight minutes; in this environment, or that of GPU_PYTHON with
+# its CUDA build of torch. GPU_TESTS="--no-install --only decode" goes to the script.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+GPU_TESTS ?=
+test-gpu:
+	$(GPU_PYTHON) tests/gpu.py $(GPU_TESTS)
 
 test-mutants: setup  # does the suite notice a wrong line? Half an hour on two cores
 	$(BIN)/python tests/mutants.py

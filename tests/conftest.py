@@ -19,9 +19,15 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 import pytest
 from each import FULL_GRID
+from on_device import missing_device
 
 DATA = Path(__file__).parent / "data"
 MANY_OBJECTS = 50_000
+
+
+def pytest_configure(config):
+    if reason := missing_device():
+        pytest.exit(reason, returncode=2)
 
 
 def pytest_collection_modifyitems(items):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from on_device import DEVICE, ON_CPU
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.accel.cuda.rows import KERNELS
@@ -17,6 +18,8 @@ from verl.rollout.native.ops import DecodeOps
 
 def fix_bf16_products(patch: pytest.MonkeyPatch) -> None:
     """The interpreter of Triton 3.9 keeps bf16 as its bits in uint16, and multiplies these integers in tl.dot."""
+    if not ON_CPU:
+        return
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -102,5 +105,5 @@ class Traffic:
 
 def interpreted_ops() -> DecodeOps:
     """The rows of Triton for a decode step, which the interpreter runs on a CPU."""
-    calls = {row.operation: row.load(Use(torch.device("cpu"), torch.float32)) for row in KERNELS}
+    calls = {row.operation: row.load(Use(DEVICE, torch.float32)) for row in KERNELS}
     return DecodeOps(**{field.name: calls[field.name] for field in fields(DecodeOps)})  # type: ignore[arg-type]

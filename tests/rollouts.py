@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from on_device import DEVICE
 
 from verl.accel.cpu.kernels import Kernels, load_kernels
 from verl.accel.cpu.linear import Packed, PanelProducts
@@ -21,7 +22,7 @@ from verl.rollout.native.runner import NativeRunner
 
 
 def context_of(config: Any, rows: int = 16, **given: Any) -> RolloutContext:
-    known = {"max_context_tokens": 256, "dtype": torch.float32, "max_concurrent_sequences": rows}
+    known = {"max_context_tokens": 256, "dtype": torch.float32, "max_concurrent_sequences": rows, "device": DEVICE}
     return RolloutContext(hf_config=config, **{**known, **given})
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from on_device import RUN
 from started import Started
 
 from verl.config.load import load_config
@@ -39,6 +40,7 @@ def small_args(root: Path, model: Path, data: Sequence[Path], *more: str) -> lis
         "reward.num_workers": 1,
         "run.eval_before": "false",
         "run.eval_after": "false",
+        **RUN,
     }
     if len(data) > 1:
         base["data.eval_files"] = f"[{data[1]}]"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from on_device import DEVICE, close_to
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from verl.rollout import hf
@@ -90,7 +91,7 @@ class Source:
 
 
 def build(kind: str, model: str = "qwen3", *, max_prefill_tokens: int = 8192, **given: Any) -> Any:
-    defaults = {"max_context_tokens": 512, "dtype": torch.float32}
+    defaults = {"max_context_tokens": 512, "dtype": torch.float32, "device": DEVICE}
     context = RolloutContext(hf_config=reference(model).config, **{**defaults, **given})
     if kind == "hf":
         return hf.build(hf.Options(), context, max_prefill_tokens=max_prefill_tokens)
@@ -219,6 +220,7 @@ every_engine = pytest.mark.parametrize("kind", KINDS)
 # ---- numbers -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize(("kind", "model"), PAIRS)
 def test_greedy_equals_hf_generate(kind: str, model: str) -> None:
     ragged = prompts((3, 17, 1, 40, 8, 8, 25))
@@ -230,11 +232,12 @@ def test_greedy_equals_hf_generate(kind: str, model: str) -> None:
             assert c.ids.tolist() == hf_greedy(prompt, 24, model)
             assert (c.stop_reason, c.spans) == ("length", ((0, 0, 24),))
             assert c.ids.dtype == np.int64 and c.logprobs.dtype == np.float32
-            np.testing.assert_allclose(c.logprobs, hf_logprobs(prompt, c.ids, 1.0, model), atol=1e-5)
+            np.testing.assert_allclose(c.logprobs, hf_logprobs(prompt, c.ids, 1.0, model), atol=close_to(1e-5))
 
     with_engine(build(kind, model), body, weights=Source(reference(model)))
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize(("kind", "model"), PAIRS)
 def test_logprobs_are_those_of_the_temperature(kind: str, model: str) -> None:
     ragged = prompts((5, 19, 11), seed=1)
@@ -247,11 +250,13 @@ def test_logprobs_are_those_of_the_temperature(kind: str, model: str) -> None:
         }
         for name, c in (await generate_all(engine, jobs)).items():
             i, t = name.split()
-            np.testing.assert_allclose(c.logprobs, hf_logprobs(ragged[int(i)], c.ids, float(t), model), atol=1e-5)
+            expected = hf_logprobs(ragged[int(i)], c.ids, float(t), model)
+            np.testing.assert_allclose(c.logprobs, expected, atol=close_to(1e-5))
 
     with_engine(build(kind, model), body, weights=Source(reference(model)))
 
 
+@pytest.mark.on_device
 @every_engine
 def test_score_equals_hf(kind: str) -> None:
     ids = prompts((50,))[0]
@@ -260,12 +265,13 @@ def test_score_equals_hf(kind: str) -> None:
         for t in (0.7, 1.0):
             scored = await engine.score(ids, temperature=t)
             assert scored.shape == (49,) and scored.dtype == np.float32
-            np.testing.assert_allclose(scored, hf_logprobs(ids[:1], ids[1:], t), atol=1e-5)
+            np.testing.assert_allclose(scored, hf_logprobs(ids[:1], ids[1:], t), atol=close_to(1e-5))
         assert (await engine.score(ids[:1])).shape == (0,)
 
     with_engine(build(kind, max_prefill_tokens=16), body)
 
 
+@pytest.mark.on_device
 @every_engine
 def test_samples_follow_the_distribution(kind: str) -> None:
     prompt = prompts((6,), seed=3)[0]
@@ -312,6 +318,7 @@ TRUNCATIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.on_device
 @every_engine
 def test_truncation_and_its_logprobs(kind: str) -> None:
     prompt = prompts((7,))[0]
@@ -327,11 +334,12 @@ def test_truncation_and_its_logprobs(kind: str) -> None:
             sampling = jobs[name][1]
             logits = hf_logits(np.concatenate([prompt, c.ids])).numpy()[len(prompt) - 1 : -1]
             expected = [processed(row, sampling)[token] for row, token in zip(logits, c.ids)]
-            np.testing.assert_allclose(c.logprobs, expected, atol=1e-5, err_msg=str(sampling))
+            np.testing.assert_allclose(c.logprobs, expected, atol=close_to(1e-5), err_msg=str(sampling))
 
     with_engine(build(kind), body)
 
 
+@pytest.mark.on_device
 @every_engine
 def test_a_seed_gives_its_tokens_whatever_the_batch(kind: str) -> None:
     rng = np.random.default_rng(5)
@@ -348,7 +356,7 @@ def test_a_seed_gives_its_tokens_whatever_the_batch(kind: str) -> None:
     for names, rows in ((list(reversed(jobs)), 12), (list(jobs), 3), (["7"], 1), (["3", "7", "1"], 2)):
         for name, c in run(names, rows).items():
             assert c.ids.tolist() == base[name].ids.tolist()
-            np.testing.assert_allclose(c.logprobs, base[name].logprobs, atol=1e-5)
+            np.testing.assert_allclose(c.logprobs, base[name].logprobs, atol=close_to(1e-5))
     again = run(list(jobs), 12)
     assert all((again[n].logprobs == base[n].logprobs).all() for n in jobs), "the same calls give the same bits"
 
@@ -373,6 +381,7 @@ def decode(ids: Any) -> str:
     return "".join(PIECES[i % len(PIECES)] for i in ids)
 
 
+@pytest.mark.on_device
 @every_engine
 def test_eos_stop_ids_and_limits(kind: str) -> None:
     prompt = prompts((9,), seed=2)[0]
@@ -438,6 +447,7 @@ def test_stop_strings_across_token_boundaries(kind: str) -> None:
     with_engine(build(kind, decode=decode), body)
 
 
+@pytest.mark.on_device
 @every_engine
 def test_the_context_can_be_filled_to_its_last_token(kind: str) -> None:
     prompt = prompts((20,))[0]
@@ -455,6 +465,7 @@ def test_the_context_can_be_filled_to_its_last_token(kind: str) -> None:
 # ---- control -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.on_device
 @every_engine
 @meets
 def test_abort_returns_partial_tokens(kind: str) -> None:
@@ -509,6 +520,7 @@ def test_pause(kind: str, mode: str) -> None:
     with_engine(build(kind), body)
 
 
+@pytest.mark.on_device
 @every_engine
 @meets
 def test_update_in_flight_has_exact_spans(kind: str) -> None:
@@ -529,12 +541,12 @@ def test_update_in_flight_has_exact_spans(kind: str) -> None:
     (_, start, switch), (_, resumed, end) = c.spans
     assert [v for v, _, _ in c.spans] == [0, 1] and (start, end) == (0, 480) and resumed == switch
     assert c.ids[:switch].tolist() == hf_greedy(prompt, 480)[:switch]
-    np.testing.assert_allclose(c.logprobs[:switch], hf_logprobs(prompt, c.ids, 1.0)[:switch], atol=1e-5)
+    np.testing.assert_allclose(c.logprobs[:switch], hf_logprobs(prompt, c.ids, 1.0)[:switch], atol=close_to(1e-5))
     cache = DynamicCache()
     old(torch.from_numpy(np.concatenate([prompt, c.ids[: switch - 1]]))[None], past_key_values=cache)
     for i in range(switch, min(480, switch + 60)):
         logits = new(torch.tensor([[c.ids[i - 1]]]), past_key_values=cache).logits[0, -1]
-        assert c.ids[i] == logits.argmax() and abs(c.logprobs[i] - torch.log_softmax(logits, -1).max()) < 1e-5
+        assert c.ids[i] == logits.argmax() and abs(c.logprobs[i] - torch.log_softmax(logits, -1).max()) < close_to(1e-5)
 
 
 class Held(Source):
@@ -611,6 +623,7 @@ def test_update_that_waits_or_aborts(kind: str, mode: str) -> None:
     with_engine(build(kind), body)
 
 
+@pytest.mark.on_device
 @every_engine
 def test_no_stale_prefix_after_an_update(kind: str) -> None:
     prompt = prompts((30,))[0]
@@ -717,6 +730,7 @@ def test_an_update_while_nothing_runs_takes_no_memory_of_its_own(kind: str, mode
         assert (c.ids == fresh[name].ids).all() and (c.logprobs == fresh[name].logprobs).all()
 
 
+@pytest.mark.on_device
 @every_engine
 def test_weights_are_a_snapshot(kind: str) -> None:
     """The trainer goes on changing its parameters; the version in use must not change with them."""
@@ -733,6 +747,7 @@ def test_weights_are_a_snapshot(kind: str) -> None:
     with_engine(build(kind), body, weights=Source(live))
 
 
+@pytest.mark.on_device
 @every_engine
 def test_sleep_and_wake(kind: str) -> None:
     prompt = prompts((9,))[0]
@@ -745,11 +760,12 @@ def test_sleep_and_wake(kind: str) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.generate(GenerateRequest("w", prompt, greedy(5))), 0.02)
         assert stats_of(engine)["sampled_tokens"] == sampled
-        np.testing.assert_allclose(await engine.score(prompt), hf_logprobs(prompt[:1], prompt[1:], 1.0), atol=1e-5)
+        expected = hf_logprobs(prompt[:1], prompt[1:], 1.0)
+        np.testing.assert_allclose(await engine.score(prompt), expected, atol=close_to(1e-5))
         await engine.wake()
         c = await task  # its KV was dropped and recomputed on the way
         assert c.ids.tolist() == hf_greedy(prompt, 60) and c.stop_reason == "length"
-        np.testing.assert_allclose(c.logprobs, hf_logprobs(prompt, c.ids, 1.0), atol=1e-5)
+        np.testing.assert_allclose(c.logprobs, hf_logprobs(prompt, c.ids, 1.0), atol=close_to(1e-5))
 
         assert await engine.sleep(2) >= sum(p.nbytes for p in reference().parameters())
         with pytest.raises(ValueError, match="no weights"):
@@ -908,6 +924,7 @@ def test_a_failure_while_draining_reaches_the_waiter(kind: str, monkeypatch: pyt
     with_engine(build(kind), body)
 
 
+@pytest.mark.on_device
 @every_engine
 def test_non_finite_weights_stop_the_engine(kind: str) -> None:
     broken = AutoModelForCausalLM.from_config(CONFIGS["qwen3"]())

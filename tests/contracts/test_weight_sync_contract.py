@@ -28,6 +28,7 @@ from adapters import write_adapter
 from each import FULL_GRID, each
 from families import QWEN3_MOE
 from gpu_memory import fake_gpu
+from on_device import DEVICE, ON_CPU
 from transformers import AutoModelForCausalLM
 
 from verl.algorithms.losses import nll
@@ -124,7 +125,7 @@ TERMS = (Term(name="nll", fn=nll, aggregate="token-mean"),)
 def trainer(cls: type[TorchEngine] = TorchEngine, *, tied: bool = True, lr: float = 0.05) -> TorchEngine:
     tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
     model = tiny.qwen3(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, seed=1, tied=tied)
-    return cls(model, EngineSettings(optim=OptimSpec(lr=lr, weight_decay=0.0), dtype="float32"))
+    return cls(model, EngineSettings(optim=OptimSpec(lr=lr, weight_decay=0.0), dtype="float32", device=str(DEVICE)))
 
 
 WORLDS: list[World] = []  # of a test, whose threads end with it
@@ -173,7 +174,7 @@ class World:
     def rollout(self, kind: str = "native", **more: Any) -> Any:
         config = copy.deepcopy(self.engine.model.config)  # the trainer has switched its attention
         config._attn_implementation = "sdpa"
-        given = {"max_context_tokens": 64, "dtype": torch.float32, **more}
+        given = {"max_context_tokens": 64, "dtype": torch.float32, "device": DEVICE, **more}
         return ROLLOUTS[kind](RolloutContext(hf_config=config, **given))
 
     def submit_update(self, actor: Any = None) -> Any:
@@ -312,8 +313,9 @@ def marked(backends: Iterable[str]) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch) -> None:
-    """Of sync.engine=ipc; there is none here."""
-    fake_gpu(monkeypatch)
+    """Of sync.engine=ipc, on a machine without one."""
+    if ON_CPU:
+        fake_gpu(monkeypatch)
 
 
 @pytest.fixture(params=marked(BACKENDS))
@@ -354,6 +356,7 @@ EVERY_WAY = list(product([True, False], ROLLOUTS, [True, False]))
 EACH_TWO = [(tied, kind, tied == (kind == "native")) for tied, kind, exclusive in EVERY_WAY if exclusive]
 
 
+@pytest.mark.on_device
 @each("tied, kind, exclusive", EVERY_WAY if FULL_GRID else EACH_TWO)
 def test_after_a_large_step_the_rollout_scores_as_the_trainer_does(backend, kind, tied, exclusive):
     async def test():
@@ -392,6 +395,7 @@ class Notes(Replica):
         return await self.inner.load_weights(Reads(source, change), on_inflight=on_inflight)
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("model", ["tied", "untied", "experts"])
 def test_what_arrives_is_what_was_sent_bit_for_bit(backend, model):
     """Experts are fused in one tensor; attention and gates are fused in the engine."""
@@ -399,9 +403,8 @@ def test_what_arrives_is_what_was_sent_bit_for_bit(backend, model):
     async def test():
         made = AutoModelForCausalLM.from_config(copy.deepcopy(QWEN3_MOE)) if model == "experts" else None
         spec = OptimSpec(lr=0.05, weight_decay=0.0)
-        engine = (
-            TorchEngine(made, EngineSettings(optim=spec, dtype="float32")) if made else trainer(tied=model == "tied")
-        )
+        settings = EngineSettings(optim=spec, dtype="float32", device=str(DEVICE))
+        engine = TorchEngine(made, settings) if made else trainer(tied=model == "tied")
         world = World(engine, backend)
         replica, beside = Notes(world.rollout()), world.rollout()
         local = LocalCheckpointEngine(probes=PROBES, tolerance=TOLERANCE)
@@ -410,7 +413,7 @@ def test_what_arrives_is_what_was_sent_bit_for_bit(backend, model):
             sent = dict(world.engine.weights())
             assert replica.came.keys() == sent.keys()
             for name, tensor in sent.items():
-                bits = (found.detach().contiguous().view(torch.uint8) for found in (replica.came[name], tensor))
+                bits = (found.detach().cpu().contiguous().view(torch.uint8) for found in (replica.came[name], tensor))
                 assert replica.came[name].dtype == tensor.dtype and torch.equal(*bits), name
             group = InprocGroup("actor", [Role("actor", world.queue, engine, sender=WeightSender(local.outlet()))])
             given = {"exclusive": True, "on_inflight": ["wait"], "timeout_s": 60}
@@ -423,6 +426,7 @@ def test_what_arrives_is_what_was_sent_bit_for_bit(backend, model):
     run(test)
 
 
+@pytest.mark.on_device
 @each("kind, dtype", product(ROLLOUTS, ["bfloat16", "float32"]))
 def test_weights_travel_in_the_format_that_the_replica_reads(backend, kind, dtype):
     """A bfloat16 replica gets the bits of the masters cast to it, half of the bytes, and computes what it would compute
@@ -442,7 +446,7 @@ def test_weights_travel_in_the_format_that_the_replica_reads(backend, kind, dtyp
             masters = dict(world.engine.weights())
             assert replica.came.keys() == masters.keys() and report.verified_tensors == len(masters)
             for name, tensor in masters.items():
-                bits = (t.contiguous().view(torch.uint8) for t in (replica.came[name], tensor.detach().to(to)))
+                bits = (t.cpu().contiguous().view(torch.uint8) for t in (replica.came[name], tensor.detach().to(to)))
                 assert replica.came[name].dtype == to and torch.equal(*bits), name
             assert report.num_bytes * (4 // to.itemsize) == sum(t.nbytes for t in masters.values())
             given = {"exclusive": True, "on_inflight": ["wait"], "timeout_s": 60}

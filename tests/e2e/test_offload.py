@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from each import FULL_GRID
+from on_device import DEVICE, ON_CPU
 from safetensors.torch import load_file
 from small_runs import same_tensors, small_args, small_run
 
@@ -38,7 +39,9 @@ def test_the_weights_are_those_of_a_run_without(more, tmp_path, tiny_model, arit
 
 def tensor_bytes() -> int:
     storages = (
-        t.untyped_storage() for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.device.type == "cpu"
+        t.untyped_storage()
+        for t in gc.get_objects()
+        if issubclass(type(t), torch.Tensor) and t.device.type == DEVICE.type
     )
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -82,6 +85,28 @@ def test_no_more_is_held_than_training_or_rollout_want(tmp_path, arithmetic_data
     goes = peak(monkeypatch, tmp_path / "goes", *more, *ALL)
     assert stays > 8.5 * size, stays / size
     assert goes < 4 * size + largest + size / 2, goes / size  # half: activations, and what the queue holds
+
+
+CONTEXT_BYTES = 96 << 20  # on a GPU: workspaces of its libraries, whatever the model
+
+
+@pytest.mark.on_device
+@pytest.mark.parametrize("more", [(), tuple(ALL)], ids=["stays", "goes"])
+def test_the_peak_is_at_most_a_tenth_above_the_plan(more, tmp_path, arithmetic_data, monkeypatch):
+    """On a GPU the peak is that of its allocator; on a CPU that of the moments at which tensors are counted."""
+    tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
+    model = tiny.qwen3(tokenizer, hidden=384, layers=4, heads=4, kv_heads=2, ffn=1024, seed=1)
+    folder = tiny.save(model, tokenizer, tmp_path / "model")
+    given = (folder, arithmetic_data[:1], "run.total_steps=2", *more)
+    planned = make_plan(load_config(small_args(tmp_path / "run", *given)).config).memory.peak_bytes
+    if ON_CPU:
+        found = peak(monkeypatch, tmp_path / "run", *given)
+    else:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        small_run(tmp_path / "run", *given)
+        found = torch.cuda.max_memory_allocated() - CONTEXT_BYTES
+    assert 2 * 4 * model.num_parameters() < found < 1.1 * planned, (found, planned)
 
 
 def test_the_plan_knows_what_is_away(tmp_path, tiny_model, arithmetic_data):

@@ -65,6 +65,7 @@ MORE_CUTS = [
 
 # One run is cut at all of these: inside an epoch, at its end, and one step before the last; for sync_every=2 also in
 # the middle of a period
+@pytest.mark.on_device
 @pytest.mark.parametrize(
     "more,cuts",
     [((), (1, 3, 5)), (CRITIC, (3,)), (REFILL, (3,)), *(MORE_CUTS if FULL_GRID else [])],
@@ -120,6 +121,7 @@ def test_changed_data_is_refused_at_resume(tmp_path, tiny_model, arithmetic_data
         small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=2", "data.max_rows=32", *fork)
 
 
+@pytest.mark.on_device
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("staleness", [0, 1], ids=["sync", "async"])
 def test_kill_nine_at_random_moments_loses_and_doubles_nothing(tmp_path, tiny_model, arithmetic_data, staleness):

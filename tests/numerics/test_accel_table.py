@@ -202,6 +202,7 @@ def check_draw(ours: Tensor, theirs: Tensor, exact: list[Tensor], error: float) 
     compare(ours[1], torch.log_softmax(scaled, -1).gather(1, ours[0].cpu().long()[:, None])[:, 0], error)
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.operation}-{k.name}")
 def test_every_row_is_its_operation(kernel: Kernel) -> None:
     devices = [ON[kind] for kind in kernel.devices or ("cpu",) if kind in ON]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from interpreted import Launches, fix_bf16_products, interpreted_ops
+from on_device import close_to
 from rollouts import finish
 from test_rollout_numerics import CONFIGS, engine, logprobs_of, reference
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,23 +68,26 @@ def exact(module: Any, prompt: np.ndarray, ids: np.ndarray, temperature: float) 
     return torch.log_softmax(logits / temperature, -1).gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_equals_transformers(name: str) -> None:
     """Over the end of a page (16 and 32 tokens), within and beyond a window of 24."""
     module = reference(CONFIGS[name])
     for prompt, completion in answers(fused(CONFIGS[name], module), Sampling(max_tokens=6, temperature=0.7)).values():
         np.testing.assert_allclose(
-            completion.logprobs, exact(module, prompt, completion.ids, 0.7), atol=1e-6, rtol=5e-7
+            completion.logprobs, exact(module, prompt, completion.ids, 0.7), atol=close_to(1e-6), rtol=5e-7
         )
 
 
+@pytest.mark.on_device
 def test_a_row_in_several_parts_equals_transformers() -> None:
     module = reference(CONFIGS["qwen3"])
     core = fused(CONFIGS["qwen3"], module, max_context_tokens=512, max_prefill_tokens=512)
     for prompt, completion in answers(core, Sampling(max_tokens=6, temperature=0.0), (300, 254)).values():
-        np.testing.assert_allclose(completion.logprobs, exact(module, prompt, completion.ids, 1.0), atol=1e-6)
+        np.testing.assert_allclose(completion.logprobs, exact(module, prompt, completion.ids, 1.0), atol=close_to(1e-6))
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 def test_bfloat16_is_as_far_from_float32_as_the_plain_path(name: str) -> None:
     """Norms are rounded at the same places, so bf16 through the kernels is not a coarser bf16."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from each import each
+from on_device import DEVICE
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from verl.algorithms.losses import nll, ppo_clip
@@ -45,7 +46,7 @@ def model():
 
 
 def engine(model, **options) -> TorchEngine:
-    options = {"dtype": "float64", "optim": OptimSpec(lr=1e-2, weight_decay=0.1), **options}
+    options = {"dtype": "float64", "optim": OptimSpec(lr=1e-2, weight_decay=0.1), "device": str(DEVICE), **options}
     return TorchEngine(copy.deepcopy(model), EngineSettings(**options))
 
 
@@ -80,13 +81,13 @@ def batch_of(rows: list[Sample], name="loss") -> Batch:
 
 def gradients(e: TorchEngine, batch: Batch, terms=NLL) -> dict[str, torch.Tensor]:
     e.forward_backward(batch, terms)
-    found = {n: p.grad.clone() for n, p in e.local.trained().named_parameters() if p.grad is not None}
+    found = {n: p.grad.cpu().clone() for n, p in e.local.trained().named_parameters() if p.grad is not None}
     e.optimizer.zero_grad()
     return found
 
 
 def params(e: TorchEngine) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in e.model.named_parameters()}
+    return {n: p.detach().cpu().clone() for n, p in e.model.named_parameters()}
 
 
 def assert_equal(got, expected, exact=False, **tolerance):
@@ -103,6 +104,7 @@ def assert_equal(got, expected, exact=False, **tolerance):
 # -- against plain torch ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.on_device
 @each("clip, budget", product([0.01, 1e9, 0.0], [10_000, 25]))
 def test_updates_equal_a_plain_loop_over_padded_rows(model, clip, budget):
     """Clipping, decay groups, warm-up and the aggregation of two micro-batch budgets, for three updates in float64."""
@@ -142,6 +144,7 @@ def test_updates_equal_a_plain_loop_over_padded_rows(model, clip, budget):
 # -- precision -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.on_device
 def test_gradient_checkpointing_changes_nothing(model):
     assert_equal(
         gradients(engine(model, gradient_checkpointing=True), batch_of(samples())),
@@ -205,6 +208,7 @@ def test_no_noise_in_the_forward_pass():
 # -- temperature -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.on_device
 def test_ratio_is_one_when_the_rollout_used_the_same_temperature(model):
     """T in {0.3, 0.7, 1, 1.5}, one per row: behaviour log-probs from full logits of the model itself."""
     rows = samples(temperatures=(0.3, 0.7, 1.0, 1.5))
@@ -241,6 +245,7 @@ def moments_of(e: TorchEngine) -> dict[str, torch.Tensor]:
     return {f"{n}/{k}": v.clone() for n, entry in held.items() for k, v in entry.items()}
 
 
+@pytest.mark.on_device
 def test_a_non_finite_gradient_reaches_neither_weights_nor_moments(model, tmp_path):
     e = engine(model, dump_dir=tmp_path / "dump", optim=OptimSpec(lr=1e-2, max_skipped_updates=1))
     e.forward_backward(batch_of(samples()), NLL)
@@ -267,6 +272,7 @@ def test_a_non_finite_gradient_reaches_neither_weights_nor_moments(model, tmp_pa
     assert all(p.grad is None for p in e.model.parameters()), "the gradient does not leak into the next update"
 
 
+@pytest.mark.on_device
 def test_only_skips_in_a_row_stop_the_run(model):
     e = engine(model, optim=OptimSpec(lr=1e-2, max_skipped_updates=1))
     for _ in range(3):
@@ -301,6 +307,7 @@ def test_state_continues_bitwise_with_the_same_rates(model, tmp_path):
         engine(make(tied=False), optim=spec, dtype="float32").load(tmp_path / "fresh")
 
 
+@pytest.mark.on_device
 def test_nothing_to_train_on_is_a_zero_gradient_and_no_nan(model):
     e = engine(model, optim=OptimSpec(lr=1e-2, weight_decay=0.0))
     batch = batch_of(samples())
@@ -316,6 +323,7 @@ def test_nothing_to_train_on_is_a_zero_gradient_and_no_nan(model):
 # -- heads and outputs -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.on_device
 def test_a_critic_trains_its_body_and_scores_the_last_token(model, tmp_path):
     e, rows = engine(model, head="value"), samples()
     batch = batch_of(rows)
@@ -335,7 +343,7 @@ def test_a_critic_trains_its_body_and_scores_the_last_token(model, tmp_path):
     split.load(tmp_path / "critic")
     assert_equal(gradients(split, batch, fit), found)
     got = split.infer(batch, ("values", "scores"))
-    body, head = copy.deepcopy(e.model).eval(), e.value_head
+    body, head = copy.deepcopy(e.model).eval(), copy.deepcopy(e.value_head).cpu()
     body.set_attn_implementation("sdpa")
     plain = make().double()
     plain.load_state_dict(body.state_dict())
@@ -348,6 +356,7 @@ def test_a_critic_trains_its_body_and_scores_the_last_token(model, tmp_path):
         torch.testing.assert_close(got["scores"][r], values[-1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.on_device
 def test_outputs_are_what_was_asked_in_batch_order(model):
     e, batch = engine(model, max_tokens_per_microbatch=20), pack(samples())
     found = e.infer(batch, ("entropy", "logprobs", "sum_pi_squared"))

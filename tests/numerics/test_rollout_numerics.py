@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from each import check_each
+from on_device import close_to
 from rollouts import context_of, finish, native_core, products_of, source_of
 from transformers import (
     AutoModelForCausalLM,
@@ -140,6 +141,7 @@ def logprobs_of(module: Any, prompt: np.ndarray, ids: np.ndarray, temperature: f
     return torch.log_softmax(logits, -1).gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("compiled, short", [(True, 256), (True, 0), (False, 0)])
 def test_float32_matches_transformers(compiled: bool, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl.rollout.native.prefill.SHORT_PROMPT", short)
@@ -149,9 +151,11 @@ def test_float32_matches_transformers(compiled: bool, short: int, monkeypatch: p
         # prompts of 90 tokens in passes of 64: chunks with a past as well
         core = engine(CONFIGS[name], module, compiled=compiled)
         for i, c in sampled(core, 0.7).items():
-            np.testing.assert_allclose(c.logprobs, logprobs_of(module, PROMPTS[int(i)], c.ids, 0.7), atol=1e-5)
+            expected = logprobs_of(module, PROMPTS[int(i)], c.ids, 0.7)
+            np.testing.assert_allclose(c.logprobs, expected, atol=close_to(1e-5))
         scored = core.runner.score(PROMPTS[1], 0.7).logprobs
-        np.testing.assert_allclose(scored, logprobs_of(module, PROMPTS[1][:1], PROMPTS[1][1:], 0.7), atol=1e-5)
+        expected = logprobs_of(module, PROMPTS[1][:1], PROMPTS[1][1:], 0.7)
+        np.testing.assert_allclose(scored, expected, atol=close_to(1e-5))
 
     check_each(CONFIGS, check)
 

@@ -43,6 +43,7 @@ def set_up_process(config: Config) -> None:
     np.random.seed(config.run.seed % 2**32)
     torch.manual_seed(config.run.seed)
     if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs on a GPU
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
