@@ -66,7 +66,7 @@ def compile_launch(kernel: Any, given: dict[str, Any], target: GPUTarget) -> dic
 
 def launch_all(dtype: torch.dtype, dim: int) -> None:
     """Call every operation once with the sizes of a Qwen3 layer, and the others' features."""
-    from verl.accel.cuda import attention, experts, layers, rotary, sampling
+    from verl.accel.cuda import attention, experts, layers, products, rotary, sampling
 
     rows, heads, kv_heads, page, ffn, vocab = 4, 16, 8, 256, 3072, 151936
 
@@ -89,7 +89,10 @@ def launch_all(dtype: torch.dtype, dim: int) -> None:
     for activation in ("silu", "gelu_tanh"):
         layers.gated(empty(rows, 2 * ffn), activation)
     order, starts = empty(8 * rows, kind=torch.int64), empty(129, kind=torch.int64)
-    experts.expert_products(x, empty(128, 1536, 1024), order, starts, 8)
+    each = experts.expert_products(x, empty(128, 1536, 1024), order, starts, 8)
+    experts.expert_sum(each, empty(rows, 8, kind=torch.float32))
+    products.exact_product(x, empty(ffn, 1024), None, None)
+    products.exact_product(x, empty(1024, 1024), weight, x)
     numbers = empty(rows, kind=torch.float64)
     sampling.draw_tokens(empty(rows, vocab), numbers, numbers)
 

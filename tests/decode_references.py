@@ -76,6 +76,10 @@ def expert_products(x: Tensor, weights: Tensor, order: Tensor, starts: Tensor, e
     return torch.einsum("pc,pnc->pn", x.repeat_interleave(each, 0), weights[of_pair])
 
 
+def expert_sum(each: Tensor, share: Tensor) -> Tensor:
+    return torch.einsum("nkc,nk->nc", each.unflatten(0, share.shape), share)
+
+
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -113,3 +117,8 @@ def expert_products_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) 
     starts = torch.searchsorted(of_pair[order], torch.arange(experts + 1))
     x, weights = torch.randn(18, depth, generator=rng), torch.randn(experts, width, depth, generator=rng) / depth**0.5
     return (x.to(dtype), weights.to(dtype), order, starts, each), {}
+
+
+def expert_sum_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    rows, chosen, width = ((1, 1, 70), (5, 2, 64), (3, 8, 1030), (2, 3, 16))[size % 4]
+    return (torch.randn(rows * chosen, width, generator=rng).to(dtype), torch.rand(rows, chosen, generator=rng)), {}

@@ -59,6 +59,7 @@ PACK = "tests/unit/test_batch.py tests/numerics/test_split.py"
 LOSSES, CLIENT = "tests/unit/test_router_losses.py", "tests/unit/test_rollout_client.py"
 PLACES = "tests/unit/test_config_cluster.py"
 CUDA, CUDA_ENGINE = "tests/numerics/test_cuda_kernels.py", "tests/numerics/test_cuda_decode.py"
+EXACT_ROWS = "tests/numerics/test_exact_rows.py"
 DISPATCH = "tests/unit/test_dispatch.py tests/unit/test_workers.py tests/contracts/test_worker_group_contract.py"
 
 MASKS = "tests/numerics/test_term_masks.py"
@@ -1132,7 +1133,12 @@ MUTANTS = (
     ),
     Mutant("accel/cuda/experts.py", "pair // EACH", "pair", CUDA),
     Mutant("accel/cuda/sampling.py", "tl.where(temperature == 0, greedy, drawn)", "drawn", CUDA),
-    Mutant("rollout/native/fused.py", "share[:, None].to(x.dtype)", "share[:, None].to(x.dtype) * 2", CUDA_ENGINE),
+    Mutant("accel/cuda/experts.py", "n * CHOSEN + k", "n * CHOSEN", CUDA),
+    Mutant("accel/cuda/attention.py", "exact_splits_of(longest) if exact_rows else", "", EXACT_ROWS),
+    Mutant("accel/cuda/products.py", "(n[:, None] < N) & inside", "(n[:, None] < N)", CUDA),
+    Mutant("accel/cuda/products.py", "    if ADDED:", "    if ADDED and BIASED:", EXACT_ROWS),
+    Mutant("rollout/native/ops.py", "exact_rows=True)", "exact_rows=False)", EXACT_ROWS),
+    Mutant("rollout/embedded/sampler.py", "both[:, index] = joined", "both[:, : len(index)] = joined", EXACT_ROWS),
     Mutant("rollout/native/fused.py", "pairs.argsort(stable=True)", "pairs.argsort(descending=True)", CUDA_ENGINE),
     Mutant("rollout/native/fused.py", '"window": layer.window', '"window": 0', CUDA_ENGINE),
     Mutant(

@@ -126,6 +126,8 @@ CASES: Mapping[str, Case] = {
     "rotate_and_store": Case(references.rotate_and_store_inputs, references.rotate_and_store, changed=(5, 6)),
     "add_norm": Case(references.add_norm_inputs, references.add_norm, changed=(0,)),
     "expert_products": Case(references.expert_products_inputs, references.expert_products),
+    "expert_sum": Case(references.expert_sum_inputs, references.expert_sum),
+    "exact_linear": Case(linear_inputs, lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)),
     "trained_rms_norm": Case(norm_inputs, gradient=True),
     "trained_swiglu": Case(swiglu_inputs, gradient=True),
     "trained_rotation": Case(rotation_inputs, gradient=True),
@@ -147,8 +149,8 @@ def moved(value: Any, to: Any) -> Any:
 
 
 def as_function(operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`linear` gives a layout; its function is the product."""
-    if operation != "linear":
+    """`linear` and `exact_linear` give a layout; its function is the product."""
+    if operation not in ("linear", "exact_linear"):
         return call
     return lambda x, weight, bias: call().make(weight, bias)(x)
 

@@ -10,6 +10,7 @@ import torch
 from interpreted import Launches, fix_bf16_products, interpreted_ops
 from on_device import close_to
 from rollouts import finish
+from test_no_waits import NoReads
 from test_rollout_numerics import CONFIGS, engine, logprobs_of, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config
@@ -149,15 +150,17 @@ class Declared(TorchDispatchMode):
                 len(qkv), qkv.shape[1] // keys.shape[3] - 2 * keys.shape[2], keys.shape[3]
             ),
             "add_norm": lambda residual, *rest: residual,
-            "gated": lambda both, activation: both[:, ::2],
+            "gated": lambda both, activation: both[:, : both.shape[1] // 2].contiguous(),
             "sample": lambda logits, *rest: logits.new_empty(2, len(logits)),
-            "expert_products": None,
+            "expert_products": lambda x, weights, order, *rest: x.new_empty(len(order), weights.shape[1]),
+            "expert_sum": lambda each, share: each.new_empty(len(share), each.shape[1]),
         }
 
         def counted(name: str, result: Any) -> Any:
             def call(*args: Any, **named: Any) -> Any:
                 args = tuple(self._positions if i == 4 and name == "page_attention" else a for i, a in enumerate(args))
-                self.bytes += self._rows[name].traffic * OPERATIONS[name].cost(*args, **named).bytes
+                if name != "expert_products":  # its work depends on numbers of rows, which only the device knows
+                    self.bytes += self._rows[name].traffic * OPERATIONS[name].cost(*args, **named).bytes
                 return result(*args)
 
             return call
@@ -194,6 +197,24 @@ def test_a_step_moves_little_beside_weights_and_kv(rows: int, tokens: int) -> No
     kv = 2 * 28 * 8 * 128 * 2 * rows * tokens
     assert weights > 1.19e9 and declared.bytes > weights + kv
     assert declared.bytes < 1.15 * (weights + kv), declared.bytes / (weights + kv)
+
+
+def test_a_step_with_experts_reads_nothing_from_the_device() -> None:
+    """Of `meta` no number can be read: how many rows each expert has stays on the device, so a graph can contain it."""
+    meta, dtype, config = torch.device("meta"), torch.bfloat16, CONFIGS["qwen3 moe"]
+    ops = choose_ops(torch.device("cpu"), dtype, compiled=False, products=SingleProducts(Plain, keeps=True))
+    model = Model(config, 512, meta)
+    model.weights = weights_of(Storage(model.shape, dtype, dtype, meta), ops)
+    model.rotary.reserve(512)
+    s, at = model.shape, torch.zeros(6, dtype=torch.int64, device=meta)
+    pool = torch.empty(s.layers, 2, 7, 16, s.kv_heads, s.head_dim, dtype=dtype, device=meta)
+    declared = Declared(torch.full((6,), 40))
+    with declared, NoReads():
+        table = torch.zeros(6, 4, dtype=torch.int32, device=meta)
+        hidden = decode_hidden(declared.ops(), model, pool, table, at, at)
+    assert any(s.experts) and hidden.shape == (6, s.hidden)
+    with pytest.raises((AssertionError, NotImplementedError, RuntimeError)), NoReads():
+        model.forward(at, lambda i, layer, qkv: qkv[:, : s.heads * s.head_dim])  # the plain experts read
 
 
 def test_what_the_kernels_lack_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from decode_references import pages_of
 from interpreted import Traffic, fix_bf16_products
-from test_accel_table import CASES, check_row
+from test_accel_table import CASES, as_function, check_row
 from torch import Tensor
 
 from verl.accel.cuda.rows import KERNELS
@@ -227,6 +227,6 @@ def test_bytes_that_move_are_those_that_are_declared(row: Kernel, monkeypatch: p
     cost = OPERATIONS[row.operation].cost(*args, **rest)
     call = row.load(Use(torch.device("cpu"), torch.float16))
     assert not isinstance(call, str)
-    traffic = Traffic(monkeypatch)
-    call(*args, **rest)
+    function, traffic = as_function(row.operation, call), Traffic(monkeypatch)
+    function(*args, **rest)
     assert 0.95 * cost.bytes <= traffic.bytes <= row.traffic * cost.bytes, (traffic.bytes, cost.bytes)

@@ -73,6 +73,7 @@ def page_attention_cost(
     window: int = 0,
     cap: float = 0.0,
     sinks: Tensor | None = None,
+    exact_rows: bool = False,
 ) -> Cost:
     """Return the work for the keys and values that each row sees: all up to its position, or the last `window`."""
     tokens = _seen_tokens(positions, window)
@@ -109,3 +110,8 @@ def expert_products_cost(x: Tensor, weights: Tensor, order: Tensor, starts: Tens
     used = int((starts[1:] > starts[:-1]).sum())
     out = len(order) * width
     return Cost(x.nbytes + used * width * depth * weights.element_size() + out * x.element_size(), 2 * out * depth)
+
+
+def expert_sum_cost(each: Tensor, share: Tensor) -> Cost:
+    """Return the work of reading each result once."""
+    return Cost(each.nbytes + share.nbytes + each.nbytes // share.shape[1], 2 * each.numel())

@@ -44,7 +44,8 @@ OPERATIONS: Mapping[str, Operation] = {
         Operation(
             "page_attention",
             "(q [n, H, D], keys and values [pages, PAGE, K, D], table int32 [n, W], positions [n], scale, window, cap, "
-            "sinks) -> [n, H, D]: each row over the keys of its pages up to its position, -1 for an empty row",
+            "sinks, exact_rows) -> [n, H, D]: each row over the keys of its pages up to its position, -1 for an empty "
+            "row; with exact_rows the bits of a row do not depend on the number of rows",
             costs.page_attention_cost,
         ),
         Operation(
@@ -64,6 +65,16 @@ OPERATIONS: Mapping[str, Operation] = {
             "(x [P / each, C], weights [E, N, C], order [P], starts [E + 1], each) -> [P, N]: row p // each times the "
             "weights of the expert e of pair p; the pairs of e are order[starts[e] : starts[e + 1]]",
             costs.expert_products_cost,
+        ),
+        Operation(
+            "expert_sum",
+            "(each [n k, C], share float32 [n, k]) -> [n, C]: the sum of each row's k results, weighted by its shares",
+            costs.expert_sum_cost,
+        ),
+        Operation(
+            "exact_linear",
+            "() -> Products: as linear, and the bits of a row of a product depend on that row alone",
+            costs.linear_cost,
         ),
         Operation(
             "linear", "() -> Products: the layout of the weights of matrix products, and the product", costs.linear_cost

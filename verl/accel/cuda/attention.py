@@ -166,7 +166,12 @@ def splits_of(rows: int, kv_heads: int, max_tokens: int, processors: int) -> int
     """Return the most parts into which a row's keys are split, a power of two: enough to fill the card's `processors`
     twice with `rows` rows, and no more than the longest row has."""
     wanted = -(-2 * processors // (rows * kv_heads))
-    return triton.next_power_of_2(max(1, min(wanted, max_tokens // KEYS_PER_SPLIT, MAX_SPLITS)))
+    return min(triton.next_power_of_2(max(1, wanted)), exact_splits_of(max_tokens))
+
+
+def exact_splits_of(max_tokens: int) -> int:
+    """Return the most parts into which a row's keys are split if this must not depend on the number of rows."""
+    return triton.next_power_of_2(max(1, min(max_tokens // KEYS_PER_SPLIT, MAX_SPLITS)))
 
 
 def processors_of(device: torch.device) -> int:
@@ -188,15 +193,19 @@ def attend_pages(
     cap: float = 0.0,
     sinks: Tensor | None = None,
     splits: int | None = None,
+    exact_rows: bool = False,
 ) -> Tensor:
     """Attend with q [n, H, D] to keys and values [pages, PAGE, K, D] of the pages table [n, W] int32, up to and with
     `positions` [n] (below 0: an empty row, the result is 0) -> [n, H, D]. A row sees its last `window` tokens (0: all);
     scores pass through cap tanh(score / cap) (0: no cap); `sinks` [H] are logits without a value. A row is split into
-    at most `splits` parts, a power of two (None: as `splits_of` chooses)."""
+    at most `splits` parts, a power of two (None: as `splits_of` chooses, or with `exact_rows` `exact_splits_of`, with
+    which the bits of a row do not depend on the number of rows)."""
     n, heads, dim = q.shape
     page, kv_heads = keys.shape[1:3]
     if splits is None:
-        splits = splits_of(n, kv_heads, table.shape[1] * page, processors_of(q.device))
+        longest = table.shape[1] * page
+        card = processors_of(q.device)
+        splits = exact_splits_of(longest) if exact_rows else splits_of(n, kv_heads, longest, card)
     out = torch.empty_like(q)
     partial = q.new_empty(n, heads, splits if splits > 1 else 0, dim, dtype=torch.float32)
     stats = q.new_empty(n, heads, splits if splits > 1 else 0, 2, dtype=torch.float32)

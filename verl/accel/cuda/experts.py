@@ -1,4 +1,5 @@
-"""One product per expert, for pairs of a row and an expert: the number of pairs of each stays on the device.
+"""One product per expert, for pairs of a row and an expert, and the sum of a row's pairs: the number of pairs of each
+expert stays on the device.
 
 Needs Triton.
 """
@@ -8,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_PAIRS, BLOCK_OUT, BLOCK_IN = 16, 64, 128
+BLOCK_SUM = 1024
 
 
 @triton.jit
@@ -76,4 +78,24 @@ def expert_products(x: Tensor, weights: Tensor, order: Tensor, starts: Tensor, e
         num_warps=4,
         num_stages=3,
     )
+    return out
+
+
+@triton.jit
+def _expert_sum(each, share, out, C, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    """The kernel of `expert_sum`: BLOCK columns of one row per program."""
+    n, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in range(CHOSEN):
+        pair = n * CHOSEN + k
+        total += tl.load(share + pair).to(tl.float32) * tl.load(each + pair * C + c, mask=c < C, other=0.0)
+    tl.store(out + n * C + c, total.to(out.dtype.element_ty), mask=c < C)
+
+
+def expert_sum(each: Tensor, share: Tensor) -> Tensor:
+    """Return [n, C]: for each row the sum of its experts' results each [n k, C], weighted by share [n, k]."""
+    (n, chosen), width = share.shape, each.shape[1]
+    out = each.new_empty(n, width)
+    block = min(BLOCK_SUM, triton.next_power_of_2(width))
+    _expert_sum[n, triton.cdiv(width, block)](each, share, out, width, CHOSEN=chosen, BLOCK=block, num_warps=4)
     return out

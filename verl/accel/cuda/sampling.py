@@ -21,7 +21,7 @@ def _scaled(logits, temperature, at, inside):
     return tl.div_rn(x, tl.where(temperature == 0, 1.0, temperature))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _reduce_block(
     logits, temperatures, most, best, mass, V, N, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -52,7 +52,7 @@ def _first_above(mass, target, M: tl.constexpr):
     return index, target - tl.max(tl.where(i == index[:, None] - 1, cumulative, 0.0), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _draw(
     logits,
     temperatures,
@@ -96,6 +96,7 @@ def draw_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     n]: ids (exact in float64) and their log-probs in the distribution that they were drawn from (greedy: at temperature
     1)."""
     n, vocab = logits.shape
+    logits, temperature, uniform = logits.contiguous(), temperature.contiguous(), uniform.contiguous()
     block = min(VOCAB_BLOCK, triton.next_power_of_2(vocab))
     blocks, programs = triton.cdiv(vocab, block), triton.cdiv(n, ROWS_AT_ONCE)
     most, mass = logits.new_empty(2, n, blocks, dtype=torch.float32)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.accel.operations import Call
 from verl.accel.plain import inverse_cdf
 from verl.rollout.base import Scores
 
@@ -82,6 +83,22 @@ def sample(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
     return ids, probs.gather(1, ids[:, None]).squeeze(1).log_()
 
 
+def draw_rows(logits: Tensor, sampling: SamplingMetadata, kernel: Call, *, separately: bool = False) -> Tensor:
+    """Sample a token per row of logits [n, V], with top-k, top-p and min-p by `sample` and all other rows by `kernel`
+    (the operation `sample`), so that the bits of a row do not depend on the settings of other rows. With `separately`
+    `sample` is called once per row, since on a GPU its bits depend on the number of rows. Return ids and
+    log-probs as the kernel does: float64 [2, n]."""
+    cut = np.flatnonzero(sampling.truncated)
+    if len(cut) == len(logits) and not separately:
+        return joined_draws(*sample(logits, sampling))
+    given = (torch.from_numpy(column).to(logits.device) for column in (sampling.temperature, sampling.uniform))
+    both: Tensor = kernel(logits, *given)
+    for rows in (cut[:, None] if separately else [cut]) if len(cut) else []:
+        index = torch.from_numpy(rows).to(logits.device)
+        both[:, index] = joined_draws(*sample(logits[index], sampling.of(rows)))
+    return both
+
+
 def score_logits(logits: Tensor, given: Tensor, temperature: float, top: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-prob of each of the ids `given` [t] under logits [t, V], float32 [t], and the `top` most likely
     ids [t, top] with their log-probs."""
@@ -96,9 +113,13 @@ def scores_of(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Scores:
 
 
 def to_host(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Copy ids and log-probs [n] to the host in one transfer (as float64, exact for both), the only device
-    synchronisation of a step. Return int64 [n] and float32 [n]."""
-    return split_draws(torch.stack((ids.double(), logprobs.double())))
+    """Copy ids and log-probs [n] to the host in one transfer. Return int64 [n] and float32 [n]."""
+    return split_draws(joined_draws(ids, logprobs))
+
+
+def joined_draws(ids: Tensor, logprobs: Tensor) -> Tensor:
+    """Return ids and log-probs [n] as the operation `sample` does: float64 [2, n], exact for both."""
+    return torch.stack((ids.double(), logprobs.double()))
 
 
 def split_draws(both: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -50,5 +50,5 @@ def _fed_forward(ops: DecodeOps, block: FeedForward | Experts, x: Tensor) -> Ten
     order = pairs.argsort(stable=True)
     starts = torch.searchsorted(pairs[order], torch.arange(len(up) + 1, device=x.device))
     inner = ops.gated(ops.expert_products(x, up, order, starts, block.chosen), block.experts[0].activation)
-    each = ops.expert_products(inner, down, order, starts, 1).view(len(x), block.chosen, -1)
-    return torch.bmm(share[:, None].to(x.dtype), each)[:, 0]
+    mixed: Tensor = ops.expert_sum(ops.expert_products(inner, down, order, starts, 1), share)
+    return mixed

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 
@@ -36,6 +37,11 @@ class DecodeOps:
     gated: Call
     sample: Call
     expert_products: Call
+    expert_sum: Call
+
+    def with_exact_rows(self) -> DecodeOps:
+        """Return the kernels with which the bits of a row do not depend on the other rows or their number."""
+        return replace(self, page_attention=partial(self.page_attention, exact_rows=True))
 
 
 def choose_decode_ops(use: Use) -> DecodeOps | str:
@@ -51,19 +57,27 @@ def choose_decode_ops(use: Use) -> DecodeOps | str:
 
 
 def choose_ops(
-    device: torch.device, dtype: torch.dtype, *, compiled: bool = True, products: Products | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    compiled: bool = True,
+    products: Products | None = None,
+    exact_rows: bool = False,
 ) -> NativeOps:
     """Choose the kernels for activations of `dtype`. Without `compiled` those of kernels.c are left out. `products` is
-    the layout of weights, None: the best one."""
+    the layout of weights, None: the best one, or with `exact_rows` one whose rows do not depend on each other, if there
+    is any."""
     use, without = Use(device, dtype), () if compiled else (COMPILED,)
     norm, gated, sample, linear = (choose(n, use, without=without) for n in ("rms_norm", "gated", "sample", "linear"))
     attention = choose("slot_attention", use, without=without)
     assert norm and gated and sample and linear, "torch computes these in every dtype"
+    layout: Products = products or linear.call()
+    exact = choose("exact_linear", use) if exact_rows and products is None and not layout.exact_rows else None
     return NativeOps(
         rms_norm=norm.call,
         gated=gated.call,
         sample=sample.call,
         slot_attention=None if attention is None else attention.call,
-        products=products or linear.call(),
+        products=layout if exact is None else exact.call(),
         missing="; ".join(norm.passed_over.values()) or None,
     )

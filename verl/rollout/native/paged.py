@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from verl.accel.plain import plain_sample
 from verl.nn.flash import flash_attn
 from verl.rollout.embedded.core import Sampled
-from verl.rollout.embedded.sampler import SamplingMetadata, sample, split_draws, to_host
+from verl.rollout.embedded.sampler import SamplingMetadata, draw_rows, split_draws
 from verl.rollout.native.architecture import Shape
 from verl.rollout.native.fused import decode_hidden
 from verl.rollout.native.kv import round_up
@@ -163,7 +163,7 @@ class PageCache:
 class PagedDecode:
     """The decode step (`step`) of up to `max_rows` rows: a CUDA graph per bucket of rows, direct calls on other
     devices. `ops` are the kernels of a fused step; without them torch computes it, over as many pages as the longest
-    row has."""
+    row has. `separately`: rows with top-k, top-p or min-p are drawn one by one."""
 
     def __init__(
         self,
@@ -173,10 +173,11 @@ class PagedDecode:
         max_rows: int,
         max_context_tokens: int,
         ops: DecodeOps | None,
+        separately: bool,
     ) -> None:
         self._model, self.cache, self._ops, device = model, cache, ops, model.device
         cuda = device.type == "cuda"
-        self._kernel = paged_kernel(device, dtype)
+        self._kernel, self._separately = paged_kernel(device, dtype), separately
         # without the operations of a fused step, experts read on the host how many rows each of them got
         self._captures = cuda and (ops is not None or not any(model.shape.experts))
         self._max_context_tokens = max_context_tokens
@@ -210,7 +211,9 @@ class PagedDecode:
         if self._ops is None:
             width = min(width, 1 << (int(positions.max()) // PAGE).bit_length())
         if sampling.truncated.any():
-            return to_host(*sample(self._model.live.logits(self._hidden(self._inputs[:, :n], width)), sampling))
+            logits = self._model.live.logits(self._hidden(self._inputs[:, :n], width))
+            kernel = plain_sample if self._ops is None else self._ops.sample
+            return split_draws(draw_rows(logits, sampling, kernel, separately=self._separately))
         both = (self._replay if self._captures else self._sample)(self._inputs[:, :size], width)
         return split_draws(both[:, :n])
 

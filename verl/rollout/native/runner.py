@@ -21,7 +21,7 @@ from verl.rollout.base import RolloutContext, Scores, WeightReader, WireFormat
 from verl.rollout.embedded.core import Admitted, Sampled
 from verl.rollout.embedded.receive import receive
 from verl.rollout.embedded.requests import ActiveRequest
-from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, scores_of, split_draws, to_host
+from verl.rollout.embedded.sampler import SamplingMetadata, draw_rows, score_logits, scores_of, split_draws
 from verl.rollout.native.kv import Prefix, SlotCache, round_up
 from verl.rollout.native.model import Model
 from verl.rollout.native.ops import DecodeOps, choose_decode_ops, choose_ops
@@ -59,21 +59,23 @@ class NativeRunner:
         # a CPU that emulates bf16 keeps the rounded weights in fp32: the same numbers, ten times sooner
         emulates = context.dtype == torch.bfloat16 and not native_bf16(device) if emulate_bf16 is None else emulate_bf16
         self.compute_dtype = torch.float32 if emulates else context.dtype
-        self.ops = choose_ops(device, self.compute_dtype, compiled=compiled, products=products)
-        self._fixed_rows = self._deterministic and not self.ops.products.exact_rows
         self.model = Model(context.hf_config, self.max_context_tokens, device)
         self.vocab_size = self.model.shape.vocab
+        in_pages = device.type == "cuda" if paged is None else paged
+        chosen = self._choose_decode_ops() if in_pages and device.type == "cuda" and decode_ops is None else decode_ops
+        self.without_fused = chosen if isinstance(chosen, str) else None
+        fused = chosen if isinstance(chosen, DecodeOps) else None
+        exact = self._deterministic and fused is not None
+        self.ops = choose_ops(device, self.compute_dtype, compiled=compiled, products=products, exact_rows=exact)
+        self._fixed_rows = self._deterministic and not self.ops.products.exact_rows
+        self._separately = self._deterministic and device.type == "cuda"
         self._lanes = Lanes((lanes or torch.get_num_threads()) if device.type == "cpu" else 1)
         self._prompts = Prefiller(self.model, self._lanes, self.compute_dtype, options, self._deterministic)
-        on_cuda = device.type == "cuda"
-        in_pages = (on_cuda if paged is None else paged) and not self._fixed_rows
-        chosen = self._choose_decode_ops() if in_pages and on_cuda and decode_ops is None else decode_ops
-        self.without_fused = chosen if isinstance(chosen, str) else None
-        ops = None if isinstance(chosen, str) else chosen
-        # capped scores: not every paged kernel supports them
-        self._make_cache(
-            options.max_kv_tokens, in_pages and (ops is not None or not self.model.shape.attention_cap), ops
-        )
+        if fused is None:  # over the pages of the longest row, and not every paged kernel supports capped scores
+            in_pages = in_pages and not self._deterministic and not self.model.shape.attention_cap
+        elif self._deterministic:
+            fused, in_pages = fused.with_exact_rows(), not self._fixed_rows
+        self._make_cache(options.max_kv_tokens, in_pages, fused)
         self._needs = np.zeros(self.max_rows, np.int64)  # tokens of KV that each resident row can have at its end
         self._longest = self._ahead = 0  # length of the longest resident row now, and the longest possible at the end
         self._decoded = 0
@@ -97,7 +99,7 @@ class NativeRunner:
         self._paged: PagedDecode | None = None
         if in_pages:
             pages = PageCache(*kind, rows, longest, self._max_kv_tokens)
-            self._paged = PagedDecode(self.model, pages, self.compute_dtype, rows, longest, ops)
+            self._paged = PagedDecode(self.model, pages, self.compute_dtype, rows, longest, ops, self._separately)
 
     @property
     def weight_format(self) -> WireFormat:
@@ -271,16 +273,7 @@ class NativeRunner:
         return _joined(drawn)
 
     def _sample(self, logits: Tensor, sampling: SamplingMetadata) -> Sampled:
-        """Sample each row by the same code regardless of the settings of other rows, so that its bits depend on it
-        alone."""
-        cut = np.flatnonzero(sampling.truncated)
-        if len(cut) == len(logits):
-            return to_host(*sample(logits, sampling))
-        given = self._on_device(sampling.temperature), self._on_device(sampling.uniform)
-        ids, logprobs = split_draws(self.ops.sample(logits, *given))
-        if len(cut):
-            ids[cut], logprobs[cut] = to_host(*sample(logits[torch.from_numpy(cut)], sampling.of(cut)))
-        return ids, logprobs
+        return split_draws(draw_rows(logits, sampling, self.ops.sample, separately=self._separately))
 
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
         self._needs[holes] = self._needs[sources]
