@@ -124,7 +124,7 @@ bench: setup
 	$(BIN)/python bench/laptop.py
 	$(BIN)/python bench/ragged.py
 	$(BIN)/python bench/breakdown.py
-	$(BIN)/python bench/gpu.py
+	$(BIN)/python bench/gpu.py --record
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

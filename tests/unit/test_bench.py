@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rich.console import Console
 
-from bench import agents, branches, breakdown, environments, gpu, limits, ragged, report, results, slow_tools
+from bench import agents, branches, breakdown, environments, limits, ragged, report, results, slow_tools
 from bench.peers import countdown
 from verl.models import tiny
 
@@ -333,13 +333,6 @@ def test_the_keys_of_verls_arm_exist(monkeypatch):
     spec = laptop.spec_of(laptop.read_settings([]), laptop.Start(Path("model"), Path("rows")), "verl", "float32")
     config = load_config(overrides(spec)).config
     assert config.run.total_steps == 7 and config.data.shuffle is False and config.optim.lr == laptop.LR
-
-
-def test_the_gpu_bench_runs_wherever_torch_does() -> None:
-    bench = gpu.Bench("tiny", "cpu", scale=16)
-    found = [row for part in ("decode", "prefill", "update") for row in getattr(bench, part)()]
-    assert len(found) == len(gpu.ROWS) + 3
-    assert all(float(rate.replace(",", "")) > 0 for _, rate, limit, _ in found if limit)
 
 
 def test_the_breakdown_adds_up_to_the_whole() -> None:

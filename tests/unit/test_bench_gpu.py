@@ -1,0 +1,75 @@
+"""bench/gpu.py at toy sizes on a CPU: every part gives its numbers, alone too, and records of parts are kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from bench import gpu
+from bench.gpu_parts import TINY, Bench, Row, busy_share, line_of
+
+
+@pytest.mark.parametrize("part", ["decode", "prefill", "publish", "update", "idle", "step"])
+def test_a_part_alone_gives_numbers_with_a_limit(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found, late = gpu.measure("tiny", ["limits", part], "cpu", TINY, time.monotonic() + 600)
+    assert not late and [row.part for row in found[:3]] == ["limits"] * 3
+    own = [row for row in found if row.part == part]
+    assert len(own) == {"decode": 4, "prefill": 1, "publish": 2, "update": 2, "idle": 2, "step": 4}[part]
+    if part == "idle":  # a CPU's profiler does not see the engine's thread
+        assert all(row.note for row in own if row.value is None)
+        return
+    assert all(row.value and row.value > 0 for row in own), own
+    assert own[0].share is not None and own[0].share > 0
+    assert all(line_of(row, "tiny") in capsys.readouterr().out for row in own[-1:])
+
+
+def test_what_would_begin_too_late_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--device", "cpu", "--tiny", "--only", "decode,update", "--limit-s", "0"]) == 1
+    assert "python bench/gpu.py --shapes tiny --only limits,decode,update" in capsys.readouterr().out
+
+
+def test_shares_of_rates_and_of_times() -> None:
+    assert Row("decode", "x", 50.0, "tokens/s", 200.0).share == 0.25
+    assert Row("step", "x", 4.0, "s", 1.0).share == 0.25
+    assert Row("step", "x", None, "s", 1.0).share is None and Row("step", "x", 1.0, "s").share is None
+
+
+def test_time_that_is_covered_counts_once() -> None:
+    assert busy_share([(0, 4), (2, 6), (8, 9), (3, 5)], 0, 10) == pytest.approx(0.7)
+    assert busy_share([(0, 2), (9, 20)], 1, 10) == pytest.approx(2 / 9)
+    assert busy_share([], 0, 10) == 0.0 and busy_share([(0, 1)], 1, 1) == 0.0
+
+
+def test_the_limit_of_decoding_reads_weights_and_keys_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench("tiny", "cpu", TINY)
+
+    async def rate(rows: int, context: int) -> float:
+        return 1.0
+
+    monkeypatch.setattr(bench, "_decode_rate", rate)
+    found = {row.what: row.limit for row in bench.decode()}
+    kv = 2 * 2 * 2 * 2 * 16  # key and value of 2 layers, 2 heads of 16, in 2 bytes
+    assert found["3 x 40"] == pytest.approx(3 * bench.bytes_per_s / (2 * bench.params + 3 * 40 * kv))
+    monkeypatch.setattr(bench, "_free_bytes", lambda: 1e3)
+    assert all(row.value is None and "it needs" in row.note for row in bench.decode())
+
+
+def test_a_record_keeps_the_parts_of_earlier_runs(tmp_path: Path) -> None:
+    gpu.record("tiny", [Row("decode", "1 x 40", 5.0, "tokens/s", 10.0)], tmp_path, "cpu", "abc")
+    path = gpu.record("tiny", [Row("update", "full", None, "tokens/s", note="out of memory")], tmp_path, "cpu", "def")
+    found = json.loads(path.read_text())
+    assert {name: part["commit"] for name, part in found["parts"].items()} == {"decode": "abc", "update": "def"}
+    text = gpu.section([found])
+    assert "tiny decode: 1 x 40, tokens/s | 5 | 10 | 50%" in text and "not run: out of memory" in text
+    assert gpu.NEVER in gpu.section([])
+
+
+def test_numbers_of_a_cpu_are_not_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--device", "cpu", "--record"])
+    with pytest.raises(SystemExit):
+        gpu.main(["--only", "decoding"])
+    assert "decoding: there are the shapes" in capsys.readouterr().err
