@@ -104,13 +104,16 @@ class Scripted(BaseEngine):
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: Any, of: Any = None, *, max_context_tokens: int = 256, **options: Any) -> AsyncIterator[Any]:
+async def serving(
+    engine: Any, of: Any = None, *, max_context_tokens: int = 256, grace_s: float = 0.0, **options: Any
+) -> AsyncIterator[Any]:
     """-> client, service. The engine is closed with it."""
     of = of or tokenizer()
     service = Service(
         engine=engine,
         texts=texts_of(of),
-        options=ServeConfig(**{"grace_s": 0.0, **options}),
+        options=ServeConfig(**options),
+        grace_s=grace_s,
         vocab_size=320,
         max_context_tokens=max_context_tokens,
     )
@@ -143,7 +146,7 @@ class Running:
         context = RolloutContext(hf_config=self.module.config, max_context_tokens=self._room, dtype=torch.float32)
         self.engine = native.build(Options(), context, lanes=1)
         await self.engine.load_weights(FolderWeights(self.module, 0))
-        options = ServeConfig(port=0, control=True, grace_s=0.0, max_sequences=10_000)
+        options = ServeConfig(port=0, control=True, max_sequences=10_000)
         self.service = Service(
             engine=self.engine,
             texts=texts_of(tokenizer()),

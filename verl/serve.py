@@ -119,6 +119,7 @@ async def _serve(config: Config, sock: socket.socket) -> None:
             engine=engine,
             texts=texts,
             options=config.serve,
+            grace_s=config.run.grace_s,
             vocab_size=vocab_size,
             max_context_tokens=able.max_context_tokens,
         )

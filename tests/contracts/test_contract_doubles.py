@@ -74,7 +74,7 @@ class Running:
         self.engine = native.build(Options(), context, lanes=1)
         await self.engine.load_weights(FolderWeights(module, 0))
         vocab = module.config.vocab_size
-        options = ServeConfig(port=0, grace_s=0.0, max_sequences=10_000)
+        options = ServeConfig(port=0, max_sequences=10_000)
         if self.kind == "openai":
             given: dict[str, Any] = {"vocab_size": vocab, "max_context_tokens": 512, "texts": texts_of(tokenizer())}
             app = make_app(Service(engine=self.engine, options=options, **given))

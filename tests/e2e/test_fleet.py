@@ -44,7 +44,7 @@ def served(folder: Path) -> Iterator[str]:
         context = RolloutContext(hf_config=config, max_context_tokens=64, dtype=torch.float32)
         engine = native.build(Options(), context, lanes=1)
         await engine.load_weights(FolderWeights(AutoModelForCausalLM.from_pretrained(folder), 0))
-        options = ServeConfig(port=0, control=True, grace_s=0.0)
+        options = ServeConfig(port=0, control=True)
         sizes = {"vocab_size": config.vocab_size, "max_context_tokens": 64}
         service = Service(engine=engine, texts=texts_of(tokenizer()), options=options, **sizes)
         with bound(options) as sock:

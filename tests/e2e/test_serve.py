@@ -127,7 +127,7 @@ def _ask(url: str, results: list[Any], tokens: int) -> None:
 
 @pytest.mark.parametrize("grace_s", [30, 0])
 def test_a_server_that_is_told_to_end_answers_first(folder, tmp_path, grace_s):
-    with server_process(folder, tmp_path / "log", f"serve.grace_s={grace_s}") as (process, url):
+    with server_process(folder, tmp_path / "log", f"run.grace_s={grace_s}") as (process, url):
         results: list[Any] = []
         asking = threading.Thread(target=_ask, args=(url, results, 500))
         asking.start()

@@ -41,6 +41,8 @@ def test_old_values_become_those_that_are_computed_with():
         ("rm", {"supervised.eval_rows": 0, "data.max_eval_rows": None}, {"data.max_eval_rows": None}),
         ("sft", {"supervised.eval_rows": 4, "data.max_eval_rows": None}, {"data.max_eval_rows": 4}),
         ("sft", {"supervised.eval_rows": 4, "data.max_eval_rows": 2}, {"data.max_eval_rows": 2}),
+        ("serve", {"serve.grace_s": 3.0, "run.grace_s": 25.0}, {"run.grace_s": 3.0}),
+        ("train", {"serve.grace_s": 3.0, "run.grace_s": 25.0}, {"run.grace_s": 25.0}),
         ("eval", {"supervised.eval_rows": 4}, {}),
     ]
     for command, was, now in cases:

@@ -43,6 +43,7 @@ def _eval_rows(old: int, present: int | None) -> int | None:
 MOVED: Mapping[str, Move] = MappingProxyType(
     {
         "supervised.rows_per_step": Move("step.prompts_per_step={value}", commands=SUPERVISED),
+        "serve.grace_s": Move("run.grace_s={value}", commands=("serve",)),
         "supervised.eval_rows": Move("data.max_eval_rows={value}", _eval_rows, SUPERVISED),
     }
 )

@@ -59,7 +59,9 @@ class RunConfig:
     eval_before: bool = adjustable(True)
     eval_after: bool = adjustable(True)
     threads: PositiveInt | None = adjustable(None)  # CPU threads for torch. Null: all cores.
-    grace_s: NonNegative = adjustable(25.0)  # From SIGTERM or Ctrl-C to a saved state; a longer step is given up.
+    grace_s: NonNegative = adjustable(25.0)
+    """From SIGTERM or Ctrl-C to a saved state; a longer step is given up. `verl serve`: to the end; answers that are
+    not ready by then are cut short."""
     wait_timeout_s: Positive = adjustable(600.0)  # Deadline of a wait in the loop (call, publish, batch).
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt
+from verl.bounds import NonNegativeInt, Positive, PositiveInt
 from verl.errors import Refused
 
 
@@ -23,7 +23,6 @@ class ServeConfig:
     max_sequences: PositiveInt = 1024  # Answers generated at one time; a request beyond them gets status 429.
     max_body_mb: Positive = 8.0
     request_timeout_s: Positive = 600.0  # An answer that takes longer is given up: 504.
-    grace_s: NonNegative = 25.0  # From SIGTERM to the end; answers that are not ready by then are cut short.
 
 
 def check_serve(serve: ServeConfig) -> None:

@@ -77,6 +77,8 @@ class Service:
     options: ServeConfig
     vocab_size: int
     max_context_tokens: int
+    grace_s: float = 0.0
+    """Seconds that running answers have to end after the server was stopped."""
     metrics: Metrics = field(default_factory=Metrics)
     threads: Threads = field(default_factory=Threads)
     starts: Turns = field(default_factory=Turns)
@@ -304,7 +306,7 @@ class Service:
     async def drain(self) -> None:
         """Refuse new requests. Running ones get `grace_s` to end, and are aborted then."""
         self.draining = True
-        if not await self._idle(self.options.grace_s):
+        if not await self._idle(self.grace_s):
             with contextlib.suppress(RuntimeError):  # the calls of a failed engine have ended with its error
                 await self.engine.abort()
             await self._idle(ABORT_TIMEOUT_S)
