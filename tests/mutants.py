@@ -577,6 +577,7 @@ MUTANTS = (
     Mutant("driver/identity.py", "if was.contents.get(key) != now.contents.get(key):", "if old != new:", IDENTITY),
     Mutant("driver/identity.py", "if key in resolved.masked:", "if False:", IDENTITY),
     Mutant("driver/identity.py", "    was = _moved(was)\n", "", MOVED),
+    Mutant("driver/identity.py", 'else f"{function} {found.strip()}"', "else found", MOVED),
     Mutant("config/moved.py", "not move.commands or command in move.commands", "True", MOVED),
     Mutant("weight_sync/canary.py", "if not found <= allowed:", "if not found <= 1e9:", CANARY),
     Mutant(

@@ -21,7 +21,7 @@ RL = (
     *("step.max_tokens_per_microbatch=512", "rollout.max_response_tokens=12", "reward.num_workers=1"),
 )
 COMMANDS = {
-    "train": ("train", (*RL, "reward.path=/inputs/grade.py", "reward.name=short")),
+    "train": ("train", (*RL, "reward.path=/inputs/grade.py:short")),
     "sft": ("sft", (*COMMON, "data.max_tokens_per_row=64", "run.eval_every_steps=1", "step.prompts_per_step=3")),
 }
 """The command lines of the older runs, by present keys."""

@@ -345,7 +345,7 @@ class GRPOTrainer:
             self.args.append(f"data.eval_files=[{self._file(eval_data, 'eval')}]")
         if reward is not None:
             path, name = _importable(reward)
-            self.args += [f"reward.path={path}", f"reward.name={name}"]
+            self.args += [f"reward.path={path}:{name}"]
         self.args += list(overrides)
 
     def train(self, steps: int | None = None) -> Finished:

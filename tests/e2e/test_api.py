@@ -290,7 +290,7 @@ def test_a_reward_of_an_unguarded_script_is_refused_with_the_line(tmp_path):
         process = Started([str(tmp_path / f"{name}.py")], log := tmp_path / f"{name}.log", entry=script)
         said.append((process.wait(120), log.read_text()))
     assert said[0][0] == 1 and 'below `if __name__ == "__main__":`' in said[0][1]
-    assert said[1][0] == 0 and "reward.name=compute_score" in said[1][1]
+    assert said[1][0] == 0 and "guarded.py:compute_score" in said[1][1]
 
 
 def test_a_model_of_transformers_is_taken_with_its_weights_of_now(tiny_model):

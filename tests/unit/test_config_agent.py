@@ -185,4 +185,4 @@ def test_a_recipe_names_code_that_lies_beside_it(
 
 def test_a_reward_that_is_no_module_is_refused_by_plan(base: list[str]) -> None:
     assert "reward.path=my_rewards: no such file or module" in told([*base, "reward.path=my_rewards"])
-    assert told([*base, "reward.path=verl.recipes.arithmetic", "reward.name=compute_score"]) == ""
+    assert told([*base, "reward.path=verl.recipes.arithmetic:compute_score"]) == ""

@@ -136,7 +136,7 @@ FAULTS = [
     (["run.name=../x"], "folder name"),
     (["run.wait_timeout_s=0"], "must be > 0"),
     (["reward.path=/no/reward.py"], "no such file"),
-    (["reward.name=a-b"], "name of a function"),
+    (["reward.path=verl.recipes.arithmetic:a-b"], "no name of a function"),
     (["reward.overlong_buffer_tokens=5000"], "last part of that length"),
     (
         ["reward.overlong_buffer_tokens=50", "algorithm.options.overlong_tokens=40"],

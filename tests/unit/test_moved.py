@@ -41,6 +41,9 @@ def test_old_values_become_those_that_are_computed_with():
         ("rm", {"supervised.eval_rows": 0, "data.max_eval_rows": None}, {"data.max_eval_rows": None}),
         ("sft", {"supervised.eval_rows": 4, "data.max_eval_rows": None}, {"data.max_eval_rows": 4}),
         ("sft", {"supervised.eval_rows": 4, "data.max_eval_rows": 2}, {"data.max_eval_rows": 2}),
+        ("train", {"reward.name": "short", "reward.path": "a.py"}, {"reward.path": "a.py:short"}),
+        ("train", {"reward.name": "compute_score", "reward.path": "a.py"}, {"reward.path": "a.py"}),
+        ("train", {"reward.name": "short", "reward.path": None}, {"reward.path": None}),
         ("serve", {"serve.grace_s": 3.0, "run.grace_s": 25.0}, {"run.grace_s": 3.0}),
         ("train", {"serve.grace_s": 3.0, "run.grace_s": 25.0}, {"run.grace_s": 25.0}),
         ("eval", {"supervised.eval_rows": 4}, {}),
@@ -67,12 +70,13 @@ def begun_today(tmp_path, monkeypatch):
 
     def identity(name: str, *more: str) -> Identity:
         command, args = COMMANDS[name]
-        rows, args = tmp_path / "rows.jsonl", [a.replace("/inputs", str(tmp_path)) for a in args]
+        rows, args = tmp_path / "rows.jsonl", [a.replace("/inputs", str(tmp_path)) for a in (*args, *more)]
         files = [f"model.path={tmp_path}/model", f"data.train_files=[{rows}]", f"data.eval_files=[{rows}]"]
         own = [*files, f"data.cache_dir={tmp_path}"]
-        now, was = identity_of(load_config([*own, *args, *more]), command), older(name)
+        now, was = identity_of(load_config([*own, *args]), command), older(name)
         assert now.contents.keys() == was.contents.keys()
-        return Identity(now.values, was.contents, now.defaults)  # the files of that run are not here
+        files_of_then = {key: " ".join([*text.split()[:-1], was.contents[key]]) for key, text in now.contents.items()}
+        return Identity(now.values, files_of_then, now.defaults)
 
     return identity
 
@@ -82,6 +86,8 @@ def test_an_older_run_is_compared_by_the_present_keys(begun_today):
         # the older run, more arguments of today, the keys that make it another run
         ("train", [], []),
         ("train", ["step.prompts_per_step=8"], ["step.prompts_per_step"]),
+        ("train", ["reward.path=/inputs/grade.py:other"], ["reward.path"]),
+        ("train", ["reward.path=/inputs/grade.py"], ["reward.path"]),
         ("sft", ["data.max_eval_rows=4"], []),
         ("sft", [], ["data.max_eval_rows"]),
         ("sft", ["data.max_eval_rows=4", "step.prompts_per_step=64"], ["step.prompts_per_step"]),

@@ -182,8 +182,8 @@ def test_what_is_no_score_is_an_invalid_with_its_reason_and_text(grader: str) ->
 def test_load_errors_name_the_reward_keys(tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
     cases: list[tuple[str, str, dict[str, Any], str]] = [
-        ("", "compute_score", {}, f"reward.path={file} reward.name=compute_score: .*bad.py has no 'compute_score'"),
-        ("def compute_scores(**k): return 1", "compute_score", {}, "did you mean reward.name=compute_scores"),
+        ("", "compute_score", {}, f"reward.path={file}:compute_score: .*bad.py has no 'compute_score'"),
+        ("def compute_scores(**k): return 1", "compute_score", {}, "did you mean reward.path=.*bad.py:compute_scores"),
         ("def f(data_source, solution_str): return 1", "f", {}, "cannot be called with .data_source"),
         ("def f(**k): return 1", "f", {"extra_info": 1}, "reward.kwargs has extra_info, which every call sets"),
     ]

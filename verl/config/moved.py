@@ -13,6 +13,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from verl.config.schema import COMPUTE_SCORE
 from verl.config.tree import leaf_of
 
 SUPERVISED = ("sft", "rm", "dpo")
@@ -40,9 +41,15 @@ def _eval_rows(old: int, present: int | None) -> int | None:
     return min(given, default=None)
 
 
+def _grader(name: str, path: str | None) -> str | None:
+    """The function had a key of its own."""
+    return path if path is None or name == COMPUTE_SCORE else f"{path}:{name}"
+
+
 MOVED: Mapping[str, Move] = MappingProxyType(
     {
         "supervised.rows_per_step": Move("step.prompts_per_step={value}", commands=SUPERVISED),
+        "reward.name": Move("reward.path=FILE.py:{value}", _grader),
         "serve.grace_s": Move("run.grace_s={value}", commands=("serve",)),
         "supervised.eval_rows": Move("data.max_eval_rows={value}", _eval_rows, SUPERVISED),
     }

@@ -28,6 +28,8 @@ from verl.rollout.server.options import ServeConfig
 from verl.track.health import HealthLimits
 from verl.workers.sections import ClusterConfig, ParallelConfig
 
+COMPUTE_SCORE, BY_DATA_SOURCE = "compute_score", "verl.reward.compute"
+"""The name of a reward function that is not given, and the module of the rules."""
 Sink = Annotated[str, one_of("console|jsonl|tensorboard|wandb")]
 FIRST_RUN = (
     *("model.path", "data.train_files", "data.eval_files", "data.max_prompt_tokens", "reward.path", "algorithm.name"),
@@ -180,8 +182,8 @@ class PipelineConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     path: str | None = None
-    """A Python file or `module` with the reward function. Null: by data_source, as verl.reward.compute_score."""
-    name: str = "compute_score"
+    """`FILE.py:function` or `module:function`; without `:function` it is compute_score. Null: by data_source, as
+    verl.reward.compute_score."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     timeout_s: Positive = adjustable(30.0)
     memory_limit_mb: PositiveInt = adjustable(2048)
@@ -194,6 +196,13 @@ class RewardConfig:
     """stream: each answer is scored as it ends, beside the rollout · batch: all at once in the experience stage."""
     overlong_buffer_tokens: NonNegativeInt = 0  # DAPO soft penalty over the last so many tokens of the budget. 0: off.
     overlong_penalty: NonNegative = 1.0
+
+    def grader(self) -> tuple[str, str]:
+        """Return the file or module of the reward function, and its name."""
+        path = BY_DATA_SOURCE if self.path is None else self.path
+        file, colon, name = path.rpartition(":")
+        named = colon and "/" not in name and not name.endswith(".py")  # pkg://module, /data:1/grade.py
+        return (file, name) if named else (path, COMPUTE_SCORE)
 
 
 @dataclass(frozen=True)

@@ -280,10 +280,11 @@ def _reward(config: Config) -> Iterator[str]:
     if isinstance(whole, int) and r.overlong_buffer_tokens > whole:
         prefix = f"reward.overlong_buffer_tokens={r.overlong_buffer_tokens} is above {key}={whole}"
         yield f"{prefix}: it is the last part of that length"
-    if r.path is not None and ("/" in r.path or r.path.endswith(".py")) and not Path(r.path).is_file():
-        signature = f"def {r.name}(data_source, solution_str, ground_truth, extra_info=None)"
+    file, name = r.grader()
+    if ("/" in file or file.endswith(".py")) and not Path(file).is_file():
+        signature = f"def {name}(data_source, solution_str, ground_truth, extra_info=None)"
         yield f"reward.path={r.path}: no such file; a Python file with `{signature}`"
-    elif r.path is not None and _is_no_module(r.path):
+    elif _is_no_module(file):
         yield f"reward.path={r.path}: no such file or module; FILE.py, or a module in the current folder or PYTHONPATH"
     if r.model is not None and not (Path(r.model).expanduser() / "config.json").is_file():
         yield _no_reward_model(r.model)
@@ -291,8 +292,8 @@ def _reward(config: Config) -> Iterator[str]:
         yield "reward.stage=batch needs reward.model: function rewards are always scored as answers end"
     elif r.stage == "batch" and r.path is None and config.data.eval_files:
         yield "reward.stage=batch has no score for evaluations: reward.stage=stream, or reward.path for what they do"
-    if not r.name.isidentifier():
-        yield f"reward.name={r.name!r}: must be the name of a function in reward.path"
+    if not name.isidentifier():
+        yield f"reward.path={r.path}: {name!r} is no name of a function; give FILE.py:function"
 
 
 def _is_no_module(path: str) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from verl.algorithms.filters import Truncation
 from verl.algorithms.presets import settled
 from verl.config.frozen import thawed
-from verl.config.schema import Config
+from verl.config.schema import BY_DATA_SOURCE, Config
 from verl.data.formats import Players
 from verl.data.render import RowCounts
 from verl.data.source import TaskTable
@@ -40,7 +40,7 @@ async def reward_of(
     pool: RewardPool | None = None
     if r.path is not None or scorer is None:
         pool = RewardPool(
-            grader_spec(r.path, r.name, kwargs) if r.path else grader_spec(kwargs=kwargs),
+            grader_spec(*r.grader(), kwargs),
             num_workers=r.num_workers,
             timeout_s=r.timeout_s,
             memory_limit_mb=r.memory_limit_mb,
@@ -72,7 +72,7 @@ async def reward_of(
 
 def by_rules(config: Config) -> bool:
     """Return whether rows are scored by the rule of their data_source."""
-    return config.reward.path in (None, "verl.reward.compute") and config.reward.model is None
+    return config.reward.grader()[0] == BY_DATA_SOURCE and config.reward.model is None
 
 
 def rewards_count(config: Config) -> bool:

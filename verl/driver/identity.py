@@ -24,7 +24,7 @@ from verl.config.backends import TABLES
 from verl.config.load import Resolved
 from verl.config.model_files import find_model_folder
 from verl.config.moved import MOVED, moved_values
-from verl.config.schema import Config
+from verl.config.schema import COMPUTE_SCORE, Config, RewardConfig
 from verl.config.tree import leaves, values_of
 from verl.data.files import expand_files, fingerprint
 from verl.data.formats import SINGLE_TURN, played_by
@@ -69,6 +69,13 @@ def _source(name: str | None) -> str | None:
     return f"{function} {_digest([found])}" if found and found.is_file() else _text_digest(name)
 
 
+def _grader(reward: RewardConfig) -> str | None:
+    """Hash the source of the reward function, with its name if that is not the usual one."""
+    file, function = reward.grader()
+    found = None if reward.path is None else _source(file)
+    return found if found is None or function == COMPUTE_SCORE else f"{function} {found.strip()}"
+
+
 def _loop(name: str, in_driver: bool) -> str | None:
     """Hash the source of an agent loop, whether it runs in the driver or in its own process."""
     return None if name == SINGLE_TURN else _source(name)
@@ -99,7 +106,7 @@ CONTENT: Mapping[str, Callable[[Config], str | None]] = MappingProxyType(
         "teacher.paths": lambda c: (
             "\n".join(f"{n} {_teacher(p, c.model.path)}" for n, p in c.teacher.paths.items()) or None
         ),
-        "reward.path": lambda c: _source(c.reward.path),
+        "reward.path": lambda c: _grader(c.reward),
         "reward.model": lambda c: _model(c.reward.model),
     }
 )
@@ -185,11 +192,14 @@ def _moved(was: Identity) -> Identity:
     if not MOVED.keys() & was.values.keys():
         return was
     read = {key: _read(text) for key, text in was.values.items()}
+    values, contents = moved_values(read, str(read["verb"])), dict(was.contents)
+    if (path := values.get("reward.path")) != read.get("reward.path"):  # with its function, as `_grader`
+        contents["reward.path"] = f"{str(path).rpartition(':')[2]} {contents['reward.path'].strip()}"
     texts = {
         key: was.values[key] if key in read and value is read[key] else json.dumps(value, sort_keys=True, default=str)
-        for key, value in moved_values(read, str(read["verb"])).items()
+        for key, value in values.items()
     }
-    return Identity(texts, was.contents, was.defaults)
+    return Identity(texts, contents, was.defaults)
 
 
 def _default(key: str) -> str:

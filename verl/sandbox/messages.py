@@ -53,7 +53,7 @@ class CallableSpec:
     """The noun for its arguments in error messages."""
 
     def __str__(self) -> str:
-        return f"{self.section}.path={self.path} {self.section}.name={self.name}"
+        return f"{self.section}.path={self.path}:{self.name}"
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):

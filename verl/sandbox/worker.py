@@ -176,7 +176,7 @@ def load(spec: CallableSpec, settler: Settler) -> Callable[..., Any]:
             known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
             near = get_close_matches(spec.name, known, n=1)
             defined = f"it defines: {', '.join(known[:8]) or 'no function'}"
-            hint = f"did you mean {spec.section}.name={near[0]}?" if near else defined
+            hint = f"did you mean {spec.section}.path={spec.path}:{near[0]}?" if near else defined
             raise Unloadable(f"{module.__file__} has no {spec.name!r}; {hint}")
         found = getattr(found, part)
     if not callable(found):

@@ -397,6 +397,16 @@ def _dataset(given: Given) -> Result:
     return {"data.dataset_class": f"{str(path).removeprefix('pkg://')}:{name}"}
 
 
+def _reward_function(given: Given) -> Result:
+    """Map a user's reward function, given as a file or module and its name."""
+    prefixes = [f"{of}custom_reward_function." for of in ("reward.", "")]
+    path, name = (given.first(*(prefix + key for prefix in prefixes)) for key in ("path", "name"))
+    if path is None:
+        given.ignore("only read with custom_reward_function.path", *(p + k for p in prefixes for k in ("path", "name")))
+        return {}
+    return {"reward.path": str(path) if name is None else f"{path}:{name}"}
+
+
 def _loop(given: Given) -> Result:
     """Map the agent loop: one of ours by verl's name, or the class of a name in a file of agent loops."""
     key, file_key = f"{ROLLOUT}agent.default_agent_loop", f"{ROLLOUT}agent.agent_loop_config_path"
@@ -455,6 +465,7 @@ _RULES = (
     _tools,
     _turns,
     _dataset,
+    _reward_function,
     _loop,
     *objective.RULES,
     *layout.RULES,
