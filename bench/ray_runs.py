@@ -31,7 +31,7 @@ from bench.results import Spread, Table
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "runs" / "bench" / "ray_runs"
-RAY = ("cluster.backend=ray", "cluster.ranks_per_node=2", "cluster.cpus_per_rank=1", "rollout.replicas=2")
+RAY = ("cluster.backend=ray", "cluster.ranks_per_node=2", "cluster.pools.main.cpus_per_rank=1", "rollout.replicas=2")
 BEGINS = "3 of 3"  # of RL, after the warm-up
 WAIT_S = 60.0  # run.wait_timeout_s of the runs that are struck: a process that is silent for half of it is given up
 END_S = 300.0

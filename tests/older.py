@@ -19,10 +19,16 @@ COMMON = (
 RL = (
     *(*COMMON, "data.max_prompt_tokens=16", "step.prompts_per_step=4", "step.samples_per_prompt=4"),
     *("step.max_tokens_per_microbatch=512", "rollout.max_response_tokens=12", "reward.num_workers=1"),
+    "reward.path=/inputs/grade.py:short",
+)
+RAY = (
+    *("cluster.backend=ray", "cluster.ranks_per_node=2", "cluster.pools.main.cpus_per_rank=0.5"),
+    "cluster.pools.main.env={KEEP: 1}",
 )
 COMMANDS = {
-    "train": ("train", (*RL, "reward.path=/inputs/grade.py:short")),
+    "train": ("train", RL),
     "sft": ("sft", (*COMMON, "data.max_tokens_per_row=64", "run.eval_every_steps=1", "step.prompts_per_step=3")),
+    "ray": ("train", (*RL, *RAY)),
 }
 """The command lines of the older runs, by present keys."""
 

@@ -40,8 +40,8 @@ def test_a_device_holds_no_more_than_training_or_rollout_want(ray_session, tmp_p
             arithmetic_data[:1],
             *("algorithm.name=ppo", "algorithm.kl_loss_coef=0.01", "run.total_steps=2"),
             *("rollout.engine_options.prefix_cache_tokens=0", "rollout.replicas=2"),
-            *("cluster.backend=ray", "cluster.ranks_per_node=2", "cluster.cpus_per_rank=0.5"),
-            f"cluster.env={{{watched.FOLDER}: {notes}}}",
+            *("cluster.backend=ray", "cluster.ranks_per_node=2", "cluster.pools.main.cpus_per_rank=0.5"),
+            f"cluster.pools.main.env={{{watched.FOLDER}: {notes}}}",
             *given,
         )
         return watched.peaks(notes)

@@ -47,10 +47,10 @@ def test_a_fault(ray_session, tmp_path, tiny_model, arithmetic_data, monkeypatch
                 tmp_path,
                 tiny_model,
                 arithmetic_data,
-                f"cluster.env={{{VARIABLE}: '{kind} {phase} {tmp_path}/r'}}",
+                f"cluster.pools.main.env={{{VARIABLE}: '{kind} {phase} {tmp_path}/r'}}",
                 f"run.wait_timeout_s={40 if kind == 'stopped' else 120}",
                 f"cluster.max_restarts={int(repaired)}",
-                *("cluster.backend=ray", f"cluster.ranks_per_node={ranks}", "cluster.cpus_per_rank=0.5"),
+                *("cluster.backend=ray", f"cluster.ranks_per_node={ranks}", "cluster.pools.main.cpus_per_rank=0.5"),
                 *("run.save_every_steps=1", "run.eval_every_steps=2", "run.eval_before=false", "track.sinks=[jsonl]"),
             ),
         ]

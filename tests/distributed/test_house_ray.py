@@ -64,6 +64,6 @@ def test_the_driver_of_a_run_over_two_ranks_holds_and_reads_no_column(
     ray_session, tmp_path, tiny_model, arithmetic_data, monkeypatch
 ):
     house = House(monkeypatch)
-    over = ("cluster.backend=ray", "cluster.ranks_per_node=2", "cluster.cpus_per_rank=0.5")
+    over = ("cluster.backend=ray", "cluster.ranks_per_node=2", "cluster.pools.main.cpus_per_rank=0.5")
     small_run(tmp_path, tiny_model, arithmetic_data, "run.total_steps=2", "algorithm.kl_loss_coef=0.1", *over)
     house.held_no_column(tmp_path / "r", steps=2)

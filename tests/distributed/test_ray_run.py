@@ -262,7 +262,9 @@ def test_a_stop_in_an_update_that_does_not_end_saves_what_was_before_it(
     """On both ranks, which have made an optimizer step of the third turn; the checkpoint before it is two turns old."""
     (tmp_path / "update").write_text("3")
     more = (*SHAPE, "run.save_every_steps=0", "run.grace_s=2")
-    args = small_args(tmp_path, tiny_model, arithmetic_data[:1], *more, f"cluster.env={{HANGING: '{tmp_path}'}}")
+    args = small_args(
+        tmp_path, tiny_model, arithmetic_data[:1], *more, f"cluster.pools.main.env={{HANGING: '{tmp_path}'}}"
+    )
     run = start(args, "tests.hanging")
     end_s = time.monotonic() + 180
     while not (tmp_path / "in_update").exists():

@@ -72,7 +72,7 @@ def test_the_average_of_the_weights_is_that_of_one_process(layout, kept):
 def test_the_others_teach_on_when_one_of_them_is_killed(ray_session, tmp_path, tiny_model, tiny_teacher, capsys):
     config = config_of("opd", tiny_model, tiny_teacher, 1, 64)
     config = changed(config, {"teacher.path": None, "teacher.paths": {"a": str(tiny_teacher), "b": str(tiny_model)}})
-    config = changed(config, {"cluster.backend": "ray", "cluster.cpus_per_rank": 3.0})
+    config = changed(config, {"cluster.backend": "ray", "cluster.pools": {"main": {"cpus_per_rank": 3.0}}})
     config = changed(config, {"pipeline.max_invalid_share": 0.6})
     config = changed(config, {"step.updates_per_step": 1, "step.epochs_per_step": 1})
     learner = offline_learner(config, 2, tmp_path / "crash")

@@ -102,12 +102,21 @@ FAULTS = [
         (*FOUR, "cluster.pools={big: {ranks_per_node: 4, dtype: float32}}", "cluster.roles={rollout: big}"),
         *("cluster.pools.big.dtype=float32", "rollout.dtype"),
     ),
-    ((*FOUR, "cluster.pools={main: {nodes: 1}}"), "cluster.pools.main", "another name"),
-    ((*FOUR, "cluster.cpus_per_rank=0"), "cluster.pools.main: its ranks hold nothing"),
+    ((*FOUR, "cluster.pools={main: {nodes: 1}}"), "cluster.pools.main.nodes: of this pool it is cluster.nodes"),
+    ((*FOUR, "cluster.pools.main.dtype=float32"), "cluster.pools.main.dtype", "model.dtype"),
+    ((*FOUR, "cluster.pools.main.gpu_per_rank=1"), "gpu_per_rank: unknown; did you mean gpus_per_rank"),
+    ((*FOUR, "cluster.pools.main=4"), "cluster.pools.main=4"),
+    ((*FOUR, "cluster.pools.main.cpus_per_rank=-1"), "cluster.pools.main={'cpus_per_rank': -1}", ">= 0"),
+    ((*FOUR, "cluster.pools.main.cpus_per_rank=0"), "cluster.pools.main: its ranks hold nothing"),
     ((*FOUR, "cluster.pools={few: {ranks_per_node: 2}}", "cluster.roles={ref: few}"), "few has 2 ranks", "pool 4"),
     ((*FOUR, "rollout.replicas=5"), "rollout.replicas=5", "4 ranks of the pool main"),
-    ((*FOUR, "cluster.gpus_per_rank=1.5"), "cluster.gpus_per_rank=1.5: above 1", "use 1 or 2"),
-    ((*FOUR, "cluster.gpus_per_rank=2"), "cluster.gpus_per_rank=2: the roles of a pool share", "actor,", "use 1, or"),
+    ((*FOUR, "cluster.pools.main.gpus_per_rank=1.5"), "cluster.pools.main.gpus_per_rank=1.5: above 1", "use 1 or 2"),
+    (
+        (*FOUR, "cluster.pools.main.gpus_per_rank=2"),
+        "cluster.pools.main.gpus_per_rank=2: the roles of a pool share",
+        "actor,",
+        "use 1, or",
+    ),
     (
         (*FOUR, "cluster.pools={big: {resource: npu, resource_per_rank: 2.5}}", "cluster.roles={rollout: big}"),
         *("cluster.pools.big.resource_per_rank=2.5: above 1", "use 2 or 3"),
@@ -206,16 +215,27 @@ def test_a_pool_that_no_model_could_compute_on(folder: Path, monkeypatch: pytest
         (*two, kl, "cluster.pools={chips: {ranks_per_node: 2, resource: rack7, gpus_per_rank: 1}}", home),
         (*two, kl, "cluster.pools={chips: {ranks_per_node: 2, resource: rack7, device: cpu}}", home),
         (*two, *cuda, kl, "cluster.pools={chips: {ranks_per_node: 2, device: cpu}}", home),
-        (*two, "model.device=auto", "cluster.resource=xpu"),
-        (*two, "model.device=auto", "cluster.gpus_per_rank=1"),
+        (*two, "model.device=auto", "cluster.pools.main.resource=xpu"),
+        (*two, "model.device=auto", "cluster.pools.main.gpus_per_rank=1"),
         (*two, "cluster.pools={some: {resource: rack7}}", "cluster.roles={compute: some, recorder: some}"),
     ):
         assert faults(folder, *args) == [], args
     wrong = []
     for args, *words in (
-        ((*two, *cuda, "cluster.gpus_per_rank=0"), "cluster.gpus_per_rank=0: actor would compute on cpu", "=cuda"),
-        ((*two, "cluster.gpus_per_rank=0.5"), "cluster.gpus_per_rank=0.5: actor would", "model.device=cpu"),
-        ((*two, "cluster.resource=npu"), "cluster.resource=npu: actor would compute on npu, and model.device=cpu"),
+        (
+            (*two, *cuda, "cluster.pools.main.gpus_per_rank=0"),
+            "cluster.pools.main.gpus_per_rank=0: actor would compute on cpu",
+            "=cuda",
+        ),
+        (
+            (*two, "cluster.pools.main.gpus_per_rank=0.5"),
+            "cluster.pools.main.gpus_per_rank=0.5: actor would",
+            "model.device=cpu",
+        ),
+        (
+            (*two, "cluster.pools.main.resource=npu"),
+            "cluster.pools.main.resource=npu: actor would compute on npu, and model.device=cpu",
+        ),
         (
             (*two, kl, "cluster.pools={chips: {ranks_per_node: 2, resource: rack7}}", home),
             "cluster.pools.chips.resource=rack7: ref computes there, and torch has no device of this name",
@@ -418,7 +438,7 @@ def test_the_page_has_every_key() -> None:
 
 def test_frozen_models_go_to_the_least_loaded_pool() -> None:
     def lives(pools: dict[str, object], **roles: str) -> dict[str, str]:
-        section = ClusterConfig(ranks_per_node=2, gpus_per_rank=1.0, pools=pools, roles=roles)
+        section = ClusterConfig(ranks_per_node=2, pools=pools | {"main": {"gpus_per_rank": 1.0}}, roles=roles)
         found = pools_of(section, ("actor", "critic", "ref", "reward_model", "compute"), device="cuda")[1]
         return {role: found[role] for role in ("actor", "critic", "ref", "reward_model")}
 

@@ -577,7 +577,7 @@ def test_a_value_of_the_environment_is_not_in_what_a_command_says_of_its_end(mon
     from verl import cli
 
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
-    args = ["train", "model.path=m", "cluster.env={KEY: '${oc.env:JUDGE_KEY}'}"]
+    args = ["train", "model.path=m", "cluster.pools.main.env={KEY: '${oc.env:JUDGE_KEY}'}"]
     for error, code in ((Refused, 2), (ValueError, 1), (KeyError, 1), (OSError, 1)):
 
         def refused(rest, error=error):

@@ -85,7 +85,12 @@ def test_golden_lines_of_a_cluster(folder: Path) -> None:
         plan_of(
             folder,
             *("algorithm.name=ppo", "algorithm.kl_loss_coef=0.1", "step.updates_per_step=2", "rollout.replicas=4"),
-            *("cluster.address=auto", "cluster.nodes=2", "cluster.ranks_per_node=4", "cluster.gpus_per_rank=1"),
+            *(
+                "cluster.address=auto",
+                "cluster.nodes=2",
+                "cluster.ranks_per_node=4",
+                "cluster.pools.main.gpus_per_rank=1",
+            ),
             *(
                 "cluster.pools={wide: {ranks_per_node: 8, cpus_per_rank: 2, resource: npu}}",
                 "cluster.roles={ref: wide}",

@@ -135,11 +135,7 @@ def _devices(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> I
     Ray has started."""
     for name, pool in pools.items():
         models = [role for role, at in roles.items() if at == name and role not in ("compute", "recorder")]
-        at, asked, device = (
-            "cluster" if name == MAIN else f"cluster.pools.{name}",
-            config.model.device,
-            pool.computes_on,
-        )
+        at, asked, device = f"cluster.pools.{name}", config.model.device, pool.computes_on
         known = device in ("cpu", "cuda", *DEVICES) or (device.isidentifier() and find_spec(f"torch_{device}"))
         if models and not known:
             key = "device" if pool.device else "resource"

@@ -49,15 +49,16 @@ def compute_dtype(config: Config) -> str:
 
 def dtype_of(config: Config, role: str) -> str:
     """Return the dtype in which a role's model computes: that of its pool, else model.dtype."""
-    pool = config.cluster.pools.get(config.cluster.roles.get(role, MAIN), {})
-    return str(pool.get("dtype") or compute_dtype(config))
+    name = config.cluster.roles.get(role, MAIN)
+    own = None if name == MAIN else config.cluster.pools.get(name, {}).get("dtype")
+    return str(own or compute_dtype(config))
 
 
 def device_type_of(config: Config, role: str) -> str:
     """Return the type of the device of a role's pool."""
     device, name = default_device(config), config.cluster.roles.get(role, MAIN)
     given = config.cluster.pools.get(name)
-    pool = main_pool(config.cluster, device) if given is None else pool_of(given, device)
+    pool = main_pool(config.cluster, device) if name == MAIN or given is None else pool_of(given, device)
     return pool.computes_on
 
 

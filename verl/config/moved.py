@@ -46,11 +46,21 @@ def _grader(name: str, path: str | None) -> str | None:
     return path if path is None or name == COMPUTE_SCORE else f"{path}:{name}"
 
 
+def _to_main(name: str, default: object) -> Move:
+    """Move a key of the pool `main`; its default is left out."""
+    given = f"cluster.pools.main.{name}={{value}}"
+    return Move(given, lambda old, present: present if old == default else old)
+
+
 MOVED: Mapping[str, Move] = MappingProxyType(
     {
         "supervised.rows_per_step": Move("step.prompts_per_step={value}", commands=SUPERVISED),
         "reward.name": Move("reward.path=FILE.py:{value}", _grader),
         "serve.grace_s": Move("run.grace_s={value}", commands=("serve",)),
+        "cluster.cpus_per_rank": _to_main("cpus_per_rank", 1),
+        "cluster.gpus_per_rank": _to_main("gpus_per_rank", None),
+        "cluster.resource": _to_main("resource", ""),
+        "cluster.env": _to_main("env", {}),
         "supervised.eval_rows": Move("data.max_eval_rows={value}", _eval_rows, SUPERVISED),
     }
 )
@@ -75,9 +85,9 @@ def moved_values(values: Mapping[str, Any], command: str) -> dict[str, Any]:
 
 
 def _with(value: Any, below: tuple[str, ...], convert: Callable[[Any], Any]) -> Any:
-    """Return `value` with the item at the path `below` converted; an item that becomes None is left out."""
+    """Return `value` with the item at the path `below` converted; an item that becomes None or empty is left out."""
     if not below:
         return convert(value)
     items = dict(value or {})
     made = _with(items.pop(below[0], None), below[1:], convert)
-    return items if made is None else {**items, below[0]: made}
+    return items if made is None or made == {} else {**items, below[0]: made}

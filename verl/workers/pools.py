@@ -16,6 +16,13 @@ from verl.names import did_you_mean
 from verl.workers.sections import ClusterConfig
 
 MAIN = "main"
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        **{key: f"cluster.{key}" for key in ("nodes", "ranks_per_node")},
+        **{key: f"model.{key}" for key in ("device", "dtype")},
+    }
+)
+"""The fields of the pool `main` that are keys of their own."""
 FROZEN = ("ref", "reward_model")
 LOAD: Mapping[str, int] = MappingProxyType(
     {"actor": 4, "critic": 4, "trainer": 4, "rollout": 2, "compute": 0, "recorder": 0}
@@ -140,16 +147,9 @@ def _ranks_on(pool: Pool, has: Mapping[str, float]) -> int:
 
 
 def main_pool(section: ClusterConfig, device: str) -> Pool:
-    """Return the pool `main`. Its models use `device` if the section does not name the resources of a rank."""
-    by_itself = 1.0 if device == "cuda" and not section.resource else 0.0
-    return Pool(
-        nodes=section.nodes,
-        ranks_per_node=section.ranks_per_node,
-        cpus_per_rank=section.cpus_per_rank,
-        gpus_per_rank=by_itself if section.gpus_per_rank is None else section.gpus_per_rank,
-        resource=section.resource,
-        env=section.env,
-    )
+    """Return the pool `main`, with as many ranks as every model."""
+    given, ranks = section.pools.get(MAIN, {}), {key: getattr(section, key) for key in ("nodes", "ranks_per_node")}
+    return pool_of({**given, **ranks} if isinstance(given, Mapping) else given, device)
 
 
 def pool_of(given: object, device: str) -> Pool:
@@ -163,20 +163,20 @@ def pool_of(given: object, device: str) -> Pool:
 def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tuple[dict[str, Pool], dict[str, str]]:
     """Return ({name: pool}, {role: name of its pool}) for these roles and `rollout`. Raise Refused with one line for
     each contradiction in the section."""
-    pools = {MAIN: main_pool(section, device)}
+    pools: dict[str, Pool] = {}
     faults = []
     keys = [field.name for field in fields(Pool)]
-    for name, given in section.pools.items():
-        at = f"cluster.pools.{name}"
+    for name in dict.fromkeys((MAIN, *section.pools)):
+        at, given = f"cluster.pools.{name}", section.pools.get(name, {})
         unknown = [key for key in given if key not in keys] if isinstance(given, Mapping) else []
         faults += [f"{at}.{key}: unknown; {did_you_mean(key, keys)}There are: {', '.join(keys)}" for key in unknown]
         try:
-            pools[name] = pool_of(given, device)
+            pools[name] = main_pool(section, device) if name == MAIN else pool_of(given, device)
         except msgspec.ValidationError as e:
             faults.append(f"{at}={given}: {e}")
             pools[name] = Pool()
-        if name == MAIN:
-            faults.append(f"{at}: the pool `main` is cluster.nodes, cluster.ranks_per_node, ...; give it another name")
+        if name == MAIN and isinstance(given, Mapping):
+            faults += [f"{at}.{key}: of this pool it is {other}" for key, other in ELSEWHERE.items() if key in given]
     faults += [
         f"cluster.pools.{name}: its ranks hold nothing; give cpus_per_rank, gpus_per_rank or resource"
         for name, pool in pools.items()
@@ -208,7 +208,7 @@ def _devices(pools: Mapping[str, Pool], lives: Mapping[str, str]) -> Iterator[st
     for name, pool in pools.items():
         here = [role for role, at in lives.items() if at == name]
         for key, amount in (("gpus_per_rank", pool.gpus_per_rank), ("resource_per_rank", pool.resource_per_rank)):
-            at = f"cluster.{key}" if name == MAIN else f"cluster.pools.{name}.{key}"
+            at = f"cluster.pools.{name}.{key}"
             if amount > 1 and amount != int(amount):
                 fix = f"use {math.floor(amount)} or {math.ceil(amount)}"
                 yield f"{at}={amount:g}: above 1 a rank holds whole devices; {fix}"

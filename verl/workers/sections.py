@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, one_of
+from verl.bounds import NonNegativeInt, Positive, PositiveInt, one_of
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,11 @@ class ClusterConfig:
     address: str | None = None  # A running Ray cluster (`auto`, or HOST:PORT). Null: a new one on this machine.
     nodes: PositiveInt = 1
     ranks_per_node: PositiveInt = 1  # Ranks of every model on each node; all of them train together.
-    cpus_per_rank: NonNegative = 1.0
-    gpus_per_rank: NonNegative | None = None  # Null: 1 where model.device is cuda; models compute on it if above 0.
-    resource: str = ""  # Another accelerator, by its name in torch and in this Ray; one for each rank.
-    env: dict[str, str | int | float] = field(default_factory=dict)  # Environment variables of the workers' processes.
     pools: dict[str, Any] = field(default_factory=dict)
-    """More pools: {NAME: {nodes, ranks_per_node, cpus_per_rank, gpus_per_rank, resource, device, env, dtype}}; the keys
-    above are the pool `main`, with model.dtype as its dtype. Where model.device is cuda, gpus_per_rank is 1 in a pool
-    that names neither a resource nor a device."""
+    """{NAME: {nodes, ranks_per_node, cpus_per_rank (1), gpus_per_rank, resource, resource_per_rank, device, env,
+    dtype}}. The pool `main` is always there; its nodes, ranks, device and dtype are cluster.nodes,
+    cluster.ranks_per_node, model.device and model.dtype. Where model.device is cuda, gpus_per_rank is 1 in a pool that
+    names neither a resource nor a device; models compute on a GPU if it is above 0."""
     roles: dict[str, str] = field(default_factory=dict)  # {ROLE: POOL}; `rollout` is a role; the rest lives in `main`.
     start_timeout_s: Positive = 60.0  # The longest wait for the nodes of the pools.
     max_restarts: NonNegativeInt = 3  # Restarts from the last checkpoint after a process has died.
