@@ -8,7 +8,7 @@ TASK ?= arithmetic
 # On two, processors waited a quarter of the time for one test each.
 TEST_WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
-.PHONY: setup browser bubblewrap test test-distributed test-ranks test-clusters test-runs queue-package nixl-package triton-package mooncake-package test-all test-pythons test-gpu test-mutants vllm-env test-vllm quickstart bench lint clean
+.PHONY: setup browser bubblewrap test test-processes style types test-distributed test-ranks test-clusters test-runs queue-package nixl-package triton-package mooncake-package test-all test-pythons test-gpu test-mutants vllm-env test-vllm quickstart bench lint clean
 
 setup: $(VENV)/.stamp
 
@@ -31,7 +31,11 @@ bubblewrap:
 	{ apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap; } >/dev/null 2>&1 || \
 	echo "no bubblewrap, and it could not be installed: its tier of the code sandbox is not tested"
 
-test: setup browser bubblewrap triton-package lint
+# mypy is one process (a minute where nothing is cached): beside the tests, so that no processor waits for it.
+test: setup browser bubblewrap triton-package style
+	$(MAKE) --no-print-directory -j 2 types test-processes
+
+test-processes: setup
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal
 
 # Many ranks, Ray, kills: ten minutes on two cores. What starts processes waits for them half of its time, so three parts
@@ -112,9 +116,13 @@ vllm-env: setup
 test-vllm: vllm-env
 	VLLM_PYTHON=$(VLLM_ENV)/bin/python $(BIN)/python -m pytest -q -p no:unraisableexception -p no:threadexception $(VLLM_TESTS)
 
-lint: setup
+lint: style types
+
+style: setup
 	$(BIN)/ruff format --check verl tests examples bench
 	$(BIN)/ruff check verl tests examples bench
+
+types: setup
 	$(BIN)/mypy
 
 quickstart: setup

@@ -6,6 +6,7 @@ The Jinja strings are ours; they imitate the behaviour (not the text) of publish
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from verl.chat.audited import audited_once
 from verl.chat.conversation import render_conversation
 from verl.chat.template import RowRefused, audit_template, render_prompt
 
@@ -276,6 +278,20 @@ def test_qwen3_history_loses_its_reasoning_and_the_trained_turn_keeps_it() -> No
     )
     assert trained("qwen3", rows) == [THINK + "<|im_end|>"] * 2
     assert "weigh" not in tokenizer_of("qwen3").decode(rows[1].ids[~rows[1].mask])
+
+
+def test_an_audit_that_is_measured_once_is_of_the_template_and_arguments_of_now() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    cases: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+        ({}, ()),
+        ({}, (5,)),
+        ({"enable_thinking": False}, ()),
+        ({"today": datetime.date(2026, 1, 2)}, ()),
+    ]
+    for name in ("qwen3", "r1", "qwen3"):
+        tokenizer.chat_template = tokenizer_of(name).chat_template
+        for kwargs, stops in cases * 2:
+            assert audited_once(tokenizer, kwargs, stops) == audit_template(tokenizer, kwargs, stops)
 
 
 def test_qwen3_without_thinking_trains_the_answer_after_the_closed_block() -> None:

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from verl.agent_loop.load_tools import load_tools
 from verl.algorithms.presets import knobs
+from verl.bounds import fast_yaml
 from verl.cli import USAGE
 from verl.config.backends import TABLES, Backend, import_object, option_keys, options_of
 from verl.config.frozen import frozen
@@ -629,3 +630,25 @@ def test_yaml_that_repeats_itself_without_bound_is_one_line_wherever_it_is_read(
             read()
         (line,) = [line for line in str(caught.value).splitlines() if re.search("aliases make|too deeply", line)]
         assert "f.yaml" in line and len(line.replace(str(tmp_path), "")) < 300
+
+
+YAML = ["", "a: 1\nb: [x, 2.5, null, yes, 1e3, 2026-01-02]", "a: &x {b: 1}\nc: *x", 'a: "\\ud83d\\ude00 \\x07"']
+
+
+@pytest.mark.parametrize("text", [*YAML, "a: b: c", "a: [", "\0"])
+def test_yaml_is_read_fast_as_it_is_read_by_python(text: str) -> None:
+    found: list[Any] = []
+    for read in (yaml.safe_load, fast_yaml):
+        try:
+            found.append(read(text))
+        except yaml.YAMLError as e:
+            found.append(str(e))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "- " * 100_000 + "a", "{a: " * 100_000])
+def test_deep_yaml_does_not_end_the_process(text: str) -> None:
+    with pytest.raises(RecursionError):
+        fast_yaml(text)
+    assert repr(fast_yaml("- " * 200 + "a")) == "[" * 200 + "'a'" + "]" * 200
+    fast_yaml("\n".join(" " * i + "a:" for i in range(1900)))

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.chat import render_prompt
+from verl.chat.audited import audited_once
 from verl.chat.messages import read_messages
-from verl.chat.template import TemplateAudit, audit_template
 from verl.errors import Refused
 
 NO_MEDIA = "this model takes no images, videos or sounds; remove them from the rows"
-
-
-@functools.lru_cache(maxsize=4)
-def _audited(tokenizer: Any, template: str, kwargs: str) -> TemplateAudit:
-    """Return the audit of a template; each is measured once per process. template: its source; kwargs: its arguments as
-    JSON."""
-    return audit_template(tokenizer, json.loads(kwargs))
 
 
 class RendersMessages:
@@ -46,7 +37,7 @@ class RendersMessages:
             raise Refused(NO_MEDIA)
         given = messages.tolist() if hasattr(messages, "tolist") else list(messages)
         read, kwargs = read_messages(given, "apply_chat_template", "messages"), self.config.model.template_kwargs
-        audit = _audited(self.tokenizer, str(self.tokenizer.chat_template), json.dumps(kwargs, sort_keys=True))
+        audit = audited_once(self.tokenizer, kwargs)
         ids: list[int] = render_prompt(self.tokenizer, read, kwargs, list(tools or ()) or None, audit=audit).tolist()
         return ids[len(self._system_prompt(kwargs)) :] if remove_system_prompt else ids
 

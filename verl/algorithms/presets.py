@@ -432,7 +432,7 @@ def settled(name: str, given: Mapping[str, Any] | None = None, *, longest: int |
     stated = {k: v for k, v in (given or {}).items() if v is not None}
     settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stated.items()}
     loss, advantage = settings.pop("loss", None), settings.pop("advantage", None)
-    known = knobs()
+    known = knobs() if settings else {}
     found = [unknown_option(key) for key in settings if key not in known]
     if loss is not None:
         if loss not in LOSSES and not re.fullmatch(r"[\w.]+:\w+", loss):

@@ -17,7 +17,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from verl.chat import TemplateAudit, audit_template, load_tokenizer, require_chat_template
+from verl.chat import TemplateAudit, load_tokenizer, require_chat_template
+from verl.chat.audited import audited_once
 from verl.chat.dates import date_line
 from verl.chat.template import Renderer
 from verl.checkpoint.loadable import check_loadable
@@ -217,7 +218,7 @@ def stop_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
 
 def _audited(config: Config, tokenizer: Any, stops: tuple[int, ...]) -> TemplateAudit | None:
     """Return the measured behaviour of the chat template; None without a template."""
-    return audit_template(tokenizer, config.model.template_kwargs, stops) if tokenizer.chat_template else None
+    return audited_once(tokenizer, config.model.template_kwargs, stops) if tokenizer.chat_template else None
 
 
 def end_lines(config: Config, tokenizer: Any) -> list[str]:

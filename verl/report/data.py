@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from verl.bounds import fast_yaml
 from verl.errors import Refused
 from verl.report.samples import SamplePicker, number
 from verl.track.events import read_events
@@ -76,7 +77,7 @@ class RunReader:
         """Return the text of the configuration and its tree; both empty if it is damaged."""
         try:
             text = path.read_text("utf-8") if path.is_file() else ""
-            tree = yaml.safe_load(text) or {}
+            tree = fast_yaml(text) or {}
         except (OSError, ValueError, yaml.YAMLError, RecursionError) as e:
             self._note(f"{path} cannot be read, and is left out: {' '.join(str(e).split())[:200]}")
             return "", {}

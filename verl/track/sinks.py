@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
-import yaml
-
+from verl.bounds import fast_yaml
 from verl.config.schema import Config
 from verl.errors import Refused
 from verl.track.console import LiveProgress
@@ -72,7 +71,7 @@ class WandbSink:
             project=config.track.project,
             name=config.run.name,
             dir=str(run_dir),
-            config=yaml.safe_load(recorded.read_text("utf-8")) if recorded.is_file() else asdict(config),
+            config=fast_yaml(recorded.read_text("utf-8")) if recorded.is_file() else asdict(config),
             id=identity.read_text(),
             resume=None if offline else "allow",
             mode="offline" if offline else None,
