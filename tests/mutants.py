@@ -58,6 +58,7 @@ RUN = "tests/e2e/test_controllers.py tests/e2e/test_train.py tests/e2e/test_resu
 PACK = "tests/unit/test_batch.py tests/numerics/test_split.py"
 LOSSES, CLIENT = "tests/unit/test_router_losses.py", "tests/unit/test_rollout_client.py"
 PLACES = "tests/unit/test_config_cluster.py"
+AHEAD = "tests/unit/test_look_ahead.py"
 CUDA, CUDA_ENGINE = "tests/numerics/test_cuda_kernels.py", "tests/numerics/test_cuda_decode.py"
 EXACT_ROWS = "tests/numerics/test_exact_rows.py"
 DISPATCH = "tests/unit/test_dispatch.py tests/unit/test_workers.py tests/contracts/test_worker_group_contract.py"
@@ -1140,6 +1141,11 @@ MUTANTS = (
     Mutant("accel/cuda/products.py", "    if ADDED:", "    if ADDED and BIASED:", EXACT_ROWS),
     Mutant("rollout/native/ops.py", "exact_rows=True)", "exact_rows=False)", EXACT_ROWS),
     Mutant("rollout/embedded/sampler.py", "both[:, index] = joined", "both[:, : len(index)] = joined", EXACT_ROWS),
+    Mutant("rollout/embedded/core.py", "positions += ahead", "pass", AHEAD),
+    Mutant("rollout/embedded/core.py", "running.sampling(0, n, ahead)", "running.sampling(0, n)", AHEAD),
+    Mutant("rollout/embedded/core.py", "places[sources] = holes", "pass", AHEAD),
+    Mutant("rollout/embedded/core.py", "np.argsort(launched.rows)[", "np.flatnonzero(launched.rows >= 0)[0 * ", AHEAD),
+    Mutant("rollout/native/paged.py", "np.where(rows.drawn_by < 0, given, rows.drawn_by)", "given", AHEAD),
     Mutant("rollout/native/fused.py", "pairs.argsort(stable=True)", "pairs.argsort(descending=True)", CUDA_ENGINE),
     Mutant("rollout/native/fused.py", '"window": layer.window', '"window": 0', CUDA_ENGINE),
     Mutant(

@@ -34,6 +34,40 @@ class Admitted:
     """Samples the next token of each of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The rows of a decode step: all resident ones, in their order."""
+
+    tokens: np.ndarray
+    """The last token of each row [n], where `drawn_by` does not name its draw."""
+    positions: np.ndarray
+    """The context position of that token [n]; -1 for a row that ends with it; its results are not used."""
+    drawn_by: np.ndarray | None
+    """The row of the step before that draws this token [n], -1 if it is in `tokens`; None: all are in `tokens`."""
+    sampling: SamplingMetadata
+    """The settings of the token that is drawn."""
+
+
+@dataclass(slots=True)
+class Launched:
+    """A decode step with tokens that are not read yet."""
+
+    rows: np.ndarray
+    """The place where the request of each of its rows is resident now [n]; -1: its token is dropped, since the request
+    has ended."""
+    read: Callable[[], Sampled]
+    """Waits for the step."""
+
+    def moved(self, resident: int, removed: np.ndarray, sources: np.ndarray, holes: np.ndarray) -> int:
+        """Follow the rows after some of the `resident` ones were removed and others moved into the holes. Return how
+        many of its tokens are surplus now."""
+        places = np.arange(resident)
+        places[removed] = -1
+        places[sources] = holes
+        before, self.rows = self.rows, np.where(self.rows < 0, -1, places[self.rows])
+        return int(((before >= 0) & (self.rows < 0)).sum())
+
+
 @runtime_checkable
 class ReadsFormat(Protocol):
     """A `Runner` that reads weights in a format of its own. Any other runner gets them in the trainer's own dtypes."""
@@ -69,6 +103,9 @@ class Runner(Protocol):
     max_rows: int
     max_context_tokens: int
     vocab_size: int
+    looks_ahead: bool
+    """True if the next step is launched before the tokens of the last one are read, so that the device does not wait
+    for the host."""
 
     @property
     def ready(self) -> bool:
@@ -92,8 +129,9 @@ class Runner(Protocol):
         """Make some of the first waiting requests resident in rows `resident`.., or return None if none is ready."""
         ...
 
-    def decode(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
-        """Compute one token of each of the first n rows, tokens and positions [n], and sample the next ones."""
+    def decode(self, rows: DecodeRows) -> Callable[[], Sampled]:
+        """Compute one token of each of the first n rows, and sample the next ones. Return a function that waits for
+        them."""
         ...
 
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
@@ -130,7 +168,8 @@ class EngineCore:
         self.sets: dict[str, int] = {}  # the versions of the LoRA sets on top of it, by id
         self.waiting: deque[ActiveRequest] = deque()
         self.running = RunningRequests(runner.max_rows, eos_token_ids, decode)
-        self._submitted = self._steps = self._sampled = 0
+        self._submitted = self._steps = self._sampled = self._surplus = 0
+        self._launched: Launched | None = None
 
     @property
     def busy(self) -> bool:
@@ -158,13 +197,14 @@ class EngineCore:
         while True:
             done += self.step()
             if not self.busy or interrupted():
-                return done
+                return done + self.settle()
             if (done or self.running.followed) and time.perf_counter() - since >= every_s:
                 deliver(done, self.running.news())
                 done, since = [], time.perf_counter()
 
     def step(self) -> list[Finished]:
-        """Run one bounded prefill pass for requests that can be admitted, then sample a token for every row."""
+        """Run one bounded prefill pass for requests that can be admitted, then launch a token for every row. Read it at
+        once, or if the runner looks ahead, read that of the step before."""
         done: list[Finished] = []
         running = self.running
         self._steps += 1
@@ -172,13 +212,49 @@ class EngineCore:
             admission = self.runner.admit(self.waiting, running.n)
             if admission is not None:
                 done += self._admit(admission)
-        if n := running.n:
-            drawn = self.runner.decode(running.last[:n].copy(), running.positions(), running.sampling(0, n))
-            done += self._append(0, *drawn)
+        before, self._launched = self._launched, self._launch()
+        if before is not None:
+            done += self._read(before)
+        if not (self.runner.looks_ahead and running.n):
+            done += self.settle()
         return done
+
+    def settle(self) -> list[Finished]:
+        """Read the step that is launched, if there is one, and return the requests that end with it. Weights
+        and requests change between steps after this alone."""
+        launched, self._launched = self._launched, None
+        return self._read(launched) if launched is not None else []
+
+    def _launch(self) -> Launched | None:
+        """Launch a step of all resident rows. A row whose last token is not read yet takes it from the draw of the
+        launched step, unless it is known to end with that token. Return None if there is nothing to compute."""
+        running, before = self.running, self._launched
+        n, positions, drawn_by = running.n, running.positions(), None
+        ahead: np.ndarray | int = 0
+        if not n:
+            return None
+        if before is not None:
+            drawn_by = np.full(n, -1)
+            live = np.flatnonzero(before.rows >= 0)
+            drawn_by[before.rows[live]] = live
+            ahead = drawn_by >= 0
+            positions += ahead
+            positions[running.count[:n] + ahead >= running.limit[:n]] = -1
+            if positions.max() < 0:
+                return None
+        sampling = running.sampling(0, n, ahead)
+        read = self.runner.decode(DecodeRows(running.last[:n].copy(), positions, drawn_by, sampling))
+        return Launched(np.where(positions < 0, -1, np.arange(n)), read)
+
+    def _read(self, launched: Launched) -> list[Finished]:
+        """Append the tokens of a launched step to the requests that are still resident, and return those that end."""
+        ids, logprobs = launched.read()
+        order = np.argsort(launched.rows)[int((launched.rows < 0).sum()) :]
+        return self._append(0, ids[order], logprobs[order]) if len(order) else []
 
     def abort(self, requests: set[ActiveRequest] | None) -> list[Finished]:
         """Stop these requests (None: all) and return them with their tokens."""
+        assert self._launched is None, "a step is settled first"
         stopped = set(self.requests()) if requests is None else requests
         done = [(request, request.completion("abort")) for request in self.waiting if request in stopped]
         self.waiting = deque(request for request in self.waiting if request not in stopped)
@@ -206,6 +282,7 @@ class EngineCore:
 
     def _now(self, source: WeightReader) -> int:
         """Record that the weights of `source` are live, drop the LoRA sets of the last ones, and return the version."""
+        assert self._launched is None, "a step is settled first"
         assert not self.in_sets(), "requests of LoRA sets finish before their base changes"
         for name in list(self.sets):
             self.drop_set(name)
@@ -248,6 +325,7 @@ class EngineCore:
     def sleep(self, level: int) -> int:
         """Free KV (level 1) and weights (level 2), and return the number of bytes. Resident requests become waiting
         ones again, and keep their tokens."""
+        assert self._launched is None, "a step is settled first"
         preempted = [self.running.save(row) for row in range(self.running.n)]
         self.running.remove(np.arange(self.running.n))
         self.waiting.extendleft(sorted(preempted, key=lambda request: -request.order))
@@ -255,7 +333,7 @@ class EngineCore:
         return freed + self.runner.drop_weights() if level >= 2 else freed
 
     def stats(self) -> dict[str, int]:
-        counts = {"steps": self._steps, "sampled_tokens": self._sampled}
+        counts = {"steps": self._steps, "sampled_tokens": self._sampled, "surplus_tokens": self._surplus}
         return {**counts, "resident": self.running.n, "waiting": len(self.waiting), **self.runner.stats()}
 
     def _admit(self, admission: Admitted) -> list[Finished]:
@@ -290,7 +368,10 @@ class EngineCore:
 
     def _remove(self, rows: np.ndarray) -> None:
         if len(rows):
+            resident = self.running.n
             sources, holes = self.running.remove(rows)
+            if self._launched is not None:
+                self._surplus += self._launched.moved(resident, rows, sources, holes)
             tokens = int(self.running.positions().max()) + 1 if self.running.n else 0
             self.runner.move(sources, holes, self.running.n, tokens)
 

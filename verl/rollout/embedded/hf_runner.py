@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,16 +19,18 @@ from verl.nn.lora import LowRank, low_ranks, with_low_ranks
 from verl.nn.rope import fix_rope
 from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import RolloutContext, Scores, WeightReader, WireFormat, check_positive
-from verl.rollout.embedded.core import Admitted, Sampled, check_context
+from verl.rollout.embedded.core import Admitted, DecodeRows, Sampled, check_context
 from verl.rollout.embedded.receive import Destination, receive
 from verl.rollout.embedded.requests import ActiveRequest
-from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, scores_of, to_host
+from verl.rollout.embedded.sampler import sample, score_logits, scores_of, to_host
 from verl.rollout.weight_format import format_of_module
 
 
 class HfRunner:
     """The runner of the hf engine: a module of transformers and its cache. `module` is for a model that
     AutoModelForCausalLM cannot build."""
+
+    looks_ahead = False  # a batch is static
 
     def __init__(self, context: RolloutContext, module: nn.Module | None, *, max_prefill_tokens: int) -> None:
         check_positive(max_prefill_tokens=max_prefill_tokens)
@@ -136,11 +139,12 @@ class HfRunner:
         return Admitted([0] * len(prompts), lambda sampling: to_host(*sample(logits, sampling)))
 
     @torch.inference_mode()
-    def decode(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
-        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
-        ids, at = (torch.from_numpy(column)[:, None].to(self._device) for column in (tokens, positions))
-        self._counts["decode_tokens"] += len(tokens)
-        return to_host(*sample(self._forward(ids, at), sampling))
+    def decode(self, rows: DecodeRows) -> Callable[[], Sampled]:
+        n = len(rows.tokens)
+        self._mask = torch.cat([self._mask, self._mask.new_ones(n, 1)], dim=1)
+        ids, at = (torch.from_numpy(column)[:, None].to(self._device) for column in (rows.tokens, rows.positions))
+        self._counts["decode_tokens"] += n
+        return partial(to_host, *sample(self._forward(ids, at), rows.sampling))
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Compute ids at positions, both [n, t], and return the logits [n, V] after the last id of each row."""

@@ -133,10 +133,10 @@ class RunningRequests:
         self.requests.append(request)
         self.n += 1
 
-    def sampling(self, lo: int, hi: int) -> SamplingMetadata:
-        """Return the sampling settings of the next token of rows lo..hi-1."""
+    def sampling(self, lo: int, hi: int, ahead: np.ndarray | int = 0) -> SamplingMetadata:
+        """Return the sampling settings of the next token of rows lo..hi-1, or with `ahead` 1 of the token after it."""
         r = self._rows[lo:hi]
-        uniform = uniforms(r["stream"], r["count"])
+        uniform = uniforms(r["stream"], r["count"] + ahead)
         return SamplingMetadata(r["temperature"], r["top_k"], r["top_p"], r["min_p"], uniform)
 
     def positions(self) -> np.ndarray:

@@ -17,8 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from verl.accel.plain import plain_sample
 from verl.nn.flash import flash_attn
-from verl.rollout.embedded.core import Sampled
-from verl.rollout.embedded.sampler import SamplingMetadata, draw_rows, split_draws
+from verl.rollout.embedded.core import DecodeRows, Sampled
+from verl.rollout.embedded.sampler import draw_rows, split_draws
 from verl.rollout.native.architecture import Shape
 from verl.rollout.native.fused import decode_hidden
 from verl.rollout.native.kv import round_up
@@ -28,7 +28,8 @@ from verl.rollout.native.weights import Layer
 
 WITH_CACHE = "flash_attn_with_kvcache"
 PAGE = 256  # tokens: flash attention asks for multiples of it
-PADDING = np.array([[0], [-1], [np.float64(1).view(np.int64)], [0]])  # the inputs of a padding row; position -1: none
+# the inputs of a padding row, whose position is -1
+PADDING = np.array([[0], [0], [-1], [np.float64(1).view(np.int64)], [0]])
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 Pages = tuple[Tensor, Tensor]  # block table int32 [n, W], tokens seen int32 [n]
@@ -82,15 +83,14 @@ class PageCache:
         self._width = -(-max_tokens // PAGE)
         self._pages = 1 + min(max_slots * self._width, -(-pool_tokens // PAGE))
         self.table = torch.zeros(max_slots, self._width, dtype=torch.int32, device=device)
-        self._host = torch.zeros(max_slots, self._width, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.pool: Tensor | None = None  # address and size never change while it exists: graphs read it
         self.clear()
 
     def clear(self) -> None:
         """Free all pages and the memory."""
         self.pool = None
-        self._own, self._held = self._host.numpy(), np.zeros(len(self._host), np.int64)  # pages per slot
-        self._own[:] = 0
+        self._own = np.zeros(self.table.shape, np.int32)
+        self._held = np.zeros(len(self._own), np.int64)  # pages per slot
         self._users = np.zeros(self._pages, np.int64)
         self._free = list(range(self._pages - 1, 0, -1))
         self._stale = True  # the table on the device is outdated
@@ -123,13 +123,15 @@ class PageCache:
             self._users[page] = hi - lo
         self._stale = True
 
-    def extend(self, positions: np.ndarray) -> None:
-        """Give each of slots 0..n-1 the page of its token at `positions` [n], and update the table on the device."""
+    def extend(self, positions: np.ndarray, staged: Tensor) -> None:
+        """Give each of slots 0..n-1 the page of its token at `positions` [n], and update the table on the device by way
+        of `staged`, memory of the host that does not change before the copy has ended."""
         needed = positions // PAGE + 1
         for slot in np.flatnonzero(needed > self._held[: len(needed)]).tolist():
             self._extend(slot, int(needed[slot]))
         if self._stale:
-            self.table.copy_(self._host, non_blocking=True)
+            staged.numpy()[:] = self._own
+            self.table.copy_(staged, non_blocking=True)
             self._stale = False
 
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int) -> None:
@@ -160,10 +162,33 @@ class PageCache:
         return page
 
 
+class Transfers:
+    """The host's memory for what one step gets and returns. The next step but one uses it again."""
+
+    def __init__(self, columns: int, table: Tensor) -> None:
+        pinned = table.device.type == "cuda"
+        self.inputs = torch.zeros(columns, len(table), dtype=torch.int64, pin_memory=pinned)
+        self.table = torch.zeros(table.shape, dtype=table.dtype, pin_memory=pinned)
+        self.drawn = torch.zeros(2, len(table), dtype=torch.float64, pin_memory=pinned)
+        self._ended = torch.cuda.Event() if pinned else None
+
+    def receive(self, both: Tensor) -> None:
+        """Copy ids and log-probs, float64 [2, n], to the host after the step has computed them."""
+        self.drawn[:, : both.shape[1]].copy_(both, non_blocking=True)
+        if self._ended is not None:
+            self._ended.record()
+
+    def wait(self) -> None:
+        """Wait for the last step that used this memory, but not for steps that were launched after it."""
+        if self._ended is not None:
+            self._ended.synchronize()
+
+
 class PagedDecode:
-    """The decode step (`step`) of up to `max_rows` rows: a CUDA graph per bucket of rows, direct calls on other
+    """The decode step (`launch`) of up to `max_rows` rows: a CUDA graph per bucket of rows, direct calls on other
     devices. `ops` are the kernels of a fused step; without them torch computes it, over as many pages as the longest
-    row has. `separately`: rows with top-k, top-p or min-p are drawn one by one."""
+    row has. `separately`: rows with top-k, top-p or min-p are drawn one by one. The drawn ids stay on the device, where
+    the next step takes them."""
 
     def __init__(
         self,
@@ -182,9 +207,10 @@ class PagedDecode:
         self._captures = cuda and (ops is not None or not any(model.shape.experts))
         self._max_context_tokens = max_context_tokens
         self._sizes = [b for b in BUCKETS if b < max_rows] + [max_rows]
-        # one transfer per step: tokens and positions, and the bits of temperatures and uniforms, which are float64
-        self._host = torch.zeros(4, max_rows, dtype=torch.int64, pin_memory=cuda)
-        self._inputs = torch.zeros(4, max_rows, dtype=torch.int64, device=device)
+        # one transfer per step, below the ids that the last step drew: tokens, the places of the tokens in the first
+        # two rows, positions, and the bits of temperatures and uniforms, which are float64
+        self._inputs = torch.zeros(1 + len(PADDING), max_rows, dtype=torch.int64, device=device)
+        self._transfers = [Transfers(len(PADDING), cache.table) for _ in range(2)]
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by (rows, pages that are read)
         self._memory: Any = None  # shared by the graphs
         # one stream for all captures: a library's workspace belongs to a stream
@@ -196,61 +222,74 @@ class PagedDecode:
         self._memory = None  # dies with the last graph
 
     @torch.inference_mode()
-    def step(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
-        """Decode one token in each of slots 0..n-1, from tokens and positions [n], and sample the next ones."""
-        n = len(tokens)
-        self.cache.extend(positions)
+    def launch(self, rows: DecodeRows) -> Callable[[], Sampled]:
+        """Decode one token in each of slots 0..n-1, and sample the next ones. Return a function that waits for them."""
+        n, sampling = len(rows.tokens), rows.sampling
+        self._transfers.reverse()
+        host = self._transfers[0]
+        host.wait()
+        self.cache.extend(rows.positions, host.table)
         self._model.rotary.reserve(self._max_context_tokens)
         size = next(b for b in self._sizes if b >= n)
-        columns = self._host.numpy()
-        columns[:2, :n] = tokens, positions
-        columns[2:, :n].view(np.float64)[:] = sampling.temperature, sampling.uniform
+        columns, given = host.inputs.numpy(), np.arange(n) + self._inputs.shape[1]
+        places = given if rows.drawn_by is None else np.where(rows.drawn_by < 0, given, rows.drawn_by)
+        columns[:3, :n] = rows.tokens, places, rows.positions
+        columns[3:, :n].view(np.float64)[:] = sampling.temperature, sampling.uniform
         columns[:, n:size] = PADDING
-        self._inputs.copy_(self._host, non_blocking=True)
+        self._inputs[1:].copy_(host.inputs, non_blocking=True)
         width = self.cache.table.shape[1]
         if self._ops is None:
-            width = min(width, 1 << (int(positions.max()) // PAGE).bit_length())
+            width = min(width, 1 << (max(0, int(rows.positions.max())) // PAGE).bit_length())
         if sampling.truncated.any():
-            logits = self._model.live.logits(self._hidden(self._inputs[:, :n], width))
+            logits = self._model.live.logits(self._hidden(n, width))
             kernel = plain_sample if self._ops is None else self._ops.sample
-            return split_draws(draw_rows(logits, sampling, kernel, separately=self._separately))
-        both = (self._replay if self._captures else self._sample)(self._inputs[:, :size], width)
-        return split_draws(both[:, :n])
+            both = draw_rows(logits, sampling, kernel, separately=self._separately)
+        else:
+            both = (self._replay if self._captures else self._sample)(size, width)[:, :n]
+        self._inputs[0, :n].copy_(both[0])
+        host.receive(both)
 
-    def _replay(self, inputs: Tensor, width: int) -> Tensor:
+        def read() -> Sampled:
+            host.wait()
+            return split_draws(host.drawn[:, :n])
+
+        return read
+
+    def _replay(self, size: int, width: int) -> Tensor:
         """Run `_sample` as a graph, which is captured at the first call with these sizes."""
-        key = inputs.shape[1], width
+        key = size, width
         if key not in self._graphs:
             assert self._stream is not None
             self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
             with torch.cuda.stream(self._stream):  # libraries allocate and choose their kernels before the capture
                 for _ in range(2):
-                    self._sample(inputs, width)
+                    self._sample(size, width)
             torch.cuda.current_stream(self._model.device).wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             # the trainer's thread may allocate on the same device meanwhile
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
-                both = self._sample(inputs, width)
+                both = self._sample(size, width)
             self._memory = graph.pool()
             self._graphs[key] = graph, both
         graph, both = self._graphs[key]
         graph.replay()
         return both
 
-    def _sample(self, inputs: Tensor, width: int) -> Tensor:
-        """Return ids and log-probs as float64 [2, n] for inputs int64 [4, n] (the rows of `PADDING`). Nothing here may
-        synchronise with the host."""
-        logits = self._model.live.logits(self._hidden(inputs, width))
-        temperature, uniform = inputs[2:].view(torch.float64)
+    def _sample(self, size: int, width: int) -> Tensor:
+        """Return ids and log-probs as float64 [2, size] for the first `size` rows of the inputs. Nothing here may
+        synchronise with the host or change the inputs."""
+        logits = self._model.live.logits(self._hidden(size, width))
+        temperature, uniform = self._inputs[4:, :size].view(torch.float64)
         if self._ops is not None:
             return self._ops.sample(logits, temperature, uniform)
         return plain_sample(logits.float(), temperature.float(), uniform)
 
-    def _hidden(self, inputs: Tensor, width: int) -> Tensor:
+    def _hidden(self, n: int, width: int) -> Tensor:
         """Return the final hidden states [n, hidden]. A step that is not fused reads `width` pages per row."""
-        model, pool, n = self._model, self.cache.pool, inputs.shape[1]
+        model, pool = self._model, self.cache.pool
         assert pool is not None
-        tokens, positions = inputs[:2]
+        places, positions = self._inputs[2:4, :n]
+        tokens = self._inputs.view(-1).index_select(0, places)
         if self._ops is not None:
             return decode_hidden(self._ops, model, pool, self.cache.table[:n], tokens, positions)
         pages = torch.where(positions[:, None] >= 0, self.cache.table[:n, :width], 0)  # [n, W]

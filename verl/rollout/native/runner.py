@@ -18,7 +18,7 @@ from verl.errors import Refused
 from verl.nn.precision import native_bf16
 from verl.parameter_set import POLICY_SET
 from verl.rollout.base import RolloutContext, Scores, WeightReader, WireFormat
-from verl.rollout.embedded.core import Admitted, Sampled
+from verl.rollout.embedded.core import Admitted, DecodeRows, Sampled
 from verl.rollout.embedded.receive import receive
 from verl.rollout.embedded.requests import ActiveRequest
 from verl.rollout.embedded.sampler import SamplingMetadata, draw_rows, score_logits, scores_of, split_draws
@@ -38,7 +38,7 @@ MIN_LANE_ROWS = 8  # rows of a decode step that one lane gets at least
 
 class NativeRunner:
     """The runner of the native engine. `products` (the layout of weights), `emulate_bf16` (compute bf16 weights in
-    float32), `paged` (KV in pages) and `decode_ops` are chosen for the machine if they are None."""
+    float32), `paged` (KV in pages), `decode_ops` and `look_ahead` are chosen for the machine if they are None."""
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class NativeRunner:
         emulate_bf16: bool | None = None,
         paged: bool | None = None,
         decode_ops: DecodeOps | None = None,
+        look_ahead: bool | None = None,
     ) -> None:
         device = self._device = torch.device(context.device)
         self._facts = device_facts(device.type)
@@ -76,6 +77,9 @@ class NativeRunner:
         elif self._deterministic:
             fused, in_pages = fused.with_exact_rows(), not self._fixed_rows
         self._make_cache(options.max_kv_tokens, in_pages, fused)
+        # a step on a CPU ends before the host continues, so a surplus token would be computed for nothing
+        self.looks_ahead = device.type == "cuda" and in_pages if look_ahead is None else look_ahead
+        self._drawn = np.zeros(0, np.int64)  # the ids of the last step over slots
         self._needs = np.zeros(self.max_rows, np.int64)  # tokens of KV that each resident row can have at its end
         self._longest = self._ahead = 0  # length of the longest resident row now, and the longest possible at the end
         self._decoded = 0
@@ -228,11 +232,21 @@ class NativeRunner:
             logits = logits.index_select(0, self._on_device(owner))
         return self._sample(logits, sampling)
 
-    def decode(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
-        n = len(tokens)
+    def decode(self, rows: DecodeRows) -> Callable[[], Sampled]:
+        n = len(rows.tokens)
         self._decoded += n
         if self._paged is not None:
-            return self._paged.step(tokens, positions, sampling)
+            return self._paged.launch(rows)
+        tokens, positions = rows.tokens, rows.positions
+        if rows.drawn_by is not None:
+            tokens = np.where(rows.drawn_by < 0, tokens, self._drawn[rows.drawn_by])
+            positions = positions.clip(min=0)  # a row that ends writes what is not read
+        drawn = self._decode_slots(tokens, positions, rows.sampling)
+        self._drawn = drawn[0]
+        return lambda: drawn
+
+    def _decode_slots(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
+        n = len(tokens)
         with torch.inference_mode():
             self._longest = int(positions.max()) + 1
             self._reserve(n, live=n)
