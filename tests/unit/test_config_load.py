@@ -141,8 +141,9 @@ def test_our_keys_keep_their_order_beside_a_file_and_keys_of_verl(tmp_path: Path
 
 def test_the_tree_stays_small() -> None:
     """All settable keys are counted, whichever part of verl declares them. Options are read by one engine or by few
-    algorithms, and are counted apart. The aim is 150 keys: a new one should replace another."""
-    assert len(leaves()) <= 199
+    algorithms, and are counted apart. The aim is 150 keys: a new one should replace another. There were 191 when
+    training of LoRA adapters was next, which may add 8."""
+    assert len(leaves()) <= 191 + 8
     assert len({*option_keys()}) <= 39 and sum(knobs().values()) <= 62
     assert len(set(FIRST_RUN)) == 12 and set(FIRST_RUN) <= set(leaves())
     said = " ".join(USAGE.split())
