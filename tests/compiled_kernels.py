@@ -93,6 +93,7 @@ def launch_all(dtype: torch.dtype, dim: int) -> None:
     experts.expert_sum(each, empty(rows, 8, kind=torch.float32))
     products.exact_product(x, empty(ffn, 1024), None, None)
     products.exact_product(x, empty(1024, 1024), weight, x)
+    products.float32_product(x, empty(ffn, 1024))
     numbers = empty(rows, kind=torch.float64)
     sampling.draw_tokens(empty(rows, vocab), numbers, numbers)
 

@@ -60,7 +60,7 @@ LOSSES, CLIENT = "tests/unit/test_router_losses.py", "tests/unit/test_rollout_cl
 PLACES = "tests/unit/test_config_cluster.py"
 AHEAD = "tests/unit/test_look_ahead.py"
 CUDA, CUDA_ENGINE = "tests/numerics/test_cuda_kernels.py", "tests/numerics/test_cuda_decode.py"
-EXACT_ROWS = "tests/numerics/test_exact_rows.py"
+EXACT_ROWS, HEAD_DTYPE = "tests/numerics/test_exact_rows.py", "tests/numerics/test_head_dtype.py"
 DISPATCH = "tests/unit/test_dispatch.py tests/unit/test_workers.py tests/contracts/test_worker_group_contract.py"
 
 MASKS = "tests/numerics/test_term_masks.py"
@@ -1139,6 +1139,14 @@ MUTANTS = (
     Mutant("accel/cuda/attention.py", "exact_splits_of(longest) if exact_rows else", "", EXACT_ROWS),
     Mutant("accel/cuda/products.py", "(n[:, None] < N) & inside", "(n[:, None] < N)", CUDA),
     Mutant("accel/cuda/products.py", "    if ADDED:", "    if ADDED and BIASED:", EXACT_ROWS),
+    Mutant("model_engine/passes.py", "rounded_weight(weight, self.compute)", "weight", HEAD_DTYPE),
+    Mutant("nn/precision.py", "return weight + (exact.to", "return weight.detach() + (exact.to", HEAD_DTYPE),
+    Mutant(
+        "rollout/native/ops.py",
+        "float32) if exact_head else use, without",
+        "float32) if 0 else use, without",
+        HEAD_DTYPE,
+    ),
     Mutant("rollout/native/ops.py", "exact_rows=True)", "exact_rows=False)", EXACT_ROWS),
     Mutant("rollout/embedded/sampler.py", "both[:, index] = joined", "both[:, : len(index)] = joined", EXACT_ROWS),
     Mutant("rollout/embedded/core.py", "positions += ahead", "pass", AHEAD),

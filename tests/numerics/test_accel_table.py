@@ -116,6 +116,10 @@ def linear_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs
     return (x, weight, torch.randn(out, generator=rng).to(dtype) if size % 2 else None), {}
 
 
+def float32_linear_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    return linear_inputs(rng, size, dtype)[0][:2], {}
+
+
 CASES: Mapping[str, Case] = {
     "rms_norm": Case(norm_inputs),
     "gated": Case(gate_inputs),
@@ -127,6 +131,7 @@ CASES: Mapping[str, Case] = {
     "add_norm": Case(references.add_norm_inputs, references.add_norm, changed=(0,)),
     "expert_products": Case(references.expert_products_inputs, references.expert_products),
     "expert_sum": Case(references.expert_sum_inputs, references.expert_sum),
+    "float32_linear": Case(float32_linear_inputs, lambda x, weight: x @ weight.T),
     "exact_linear": Case(linear_inputs, lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)),
     "trained_rms_norm": Case(norm_inputs, gradient=True),
     "trained_swiglu": Case(swiglu_inputs, gradient=True),

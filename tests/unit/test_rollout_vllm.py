@@ -70,6 +70,7 @@ def test_the_line_that_starts_it_on_a_cpu() -> None:
         # a prefill that is split kills the engine where requests have seeds
         **{"--no-enable-chunked-prefill": "", "--max-num-batched-tokens": "4096"},
     }
+    assert flags(Options(), float32_head=True)["--hf-overrides"] == '{"head_dtype": "float32"}'
     long = flags(Options(), max_context_tokens=9000, hf_config=Qwen3Config(max_position_embeddings=9000))
     assert (long["--max-model-len"], long["--max-num-batched-tokens"]) == ("9000", "9000")
 
@@ -289,6 +290,9 @@ def test_weights_go_to_a_server_through_shared_memory(tmp_path: Path, tiny_model
         (["rollout.engine=vllm", "rollout.url='http://localhost:1,http://localhost:2'"], "set rollout.replicas=2"),
         (["rollout.engine=vllm", "rollout.python=/bin/sh", "sync.engine=disk"], "set sync.engine=shm, or leave it out"),
         (["rollout.engine=vllm", "rollout.python=/bin/sh", "run.deterministic=true"], "run.deterministic=true with"),
+        (["rollout.engine=hf", "model.head_dtype=float32"], "head_dtype=float32 with rollout.engine=hf"),
+        (["rollout.engine=trtllm", "rollout.python=/bin/sh", "model.head_dtype=float32"], "set rollout.engine=native"),
+        (["rollout.engine=vllm", "rollout.url=http://127.0.0.1:1", "model.head_dtype=float32"], "is not started here"),
         (["rollout.engine=vllm", "rollout.engine_options.tensor_paralel_size=2"], "did you mean tensor_parallel_size"),
         (["rollout.engine=vllm", "rollout.engine_options.gpu_memory_utilization=2"], "gpu_memory_utilization=2"),
     ],

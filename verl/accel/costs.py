@@ -34,6 +34,12 @@ def linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
     return Cost(read + out * x.element_size(), 2 * out * x.shape[1])
 
 
+def float32_linear_cost(x: Tensor, weight: Tensor) -> Cost:
+    """Return the work of x [n, K] W^T -> [n, N] for a weight [N, K], with a result of 4 bytes per number."""
+    out = len(x) * len(weight)
+    return Cost(x.nbytes + weight.nbytes + 4 * out, 2 * out * x.shape[1])
+
+
 def _seen_tokens(positions: Tensor, window: int) -> int:
     """Return the number of keys that all rows together see: those up to their positions [n], or the last `window`."""
     seen = positions + 1

@@ -10,6 +10,7 @@ from verl.accel import trained
 from verl.accel.linear import Plain, SingleProducts
 from verl.accel.operations import Call, Kernel, Use
 
+WEIGHT_ROWS = 8192  # rows of a weight that are converted at once
 BLOCK = 256  # tokens per block of the two-level inverse CDF: cumsum is scalar on CPU, a block sum is vectorised
 
 
@@ -60,6 +61,14 @@ def _first_above(cdf: Tensor, target: Tensor, *, scale: bool) -> tuple[Tensor, T
     return index.clamp_(max=cdf.shape[1] - 1), target  # NaN gives the last index; the caller detects it by its log-prob
 
 
+def plain_float32_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x [n, K] times weight [N, K] transposed, multiplied and returned in float32 at least. The weight is
+    converted block by block."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    x = x.to(exact)
+    return torch.cat([x @ part.to(exact).T for part in weight.split(WEIGHT_ROWS)], dim=1)
+
+
 def _row(operation: str, call: Call, float32: float, bfloat16: float, traffic: float) -> Kernel:
     def load(use: Use) -> Call:
         return call
@@ -77,6 +86,7 @@ KERNELS = (
     _row("gated", plain_gated, 2e-5, 2e-2, traffic=2),
     _row("sample", plain_sample, 3e-5, 3e-5, traffic=6),
     _row("linear", _products, 2e-4, 4e-2, traffic=1),
+    _row("float32_linear", plain_float32_linear, 2e-4, 2e-4, traffic=6),
     _row("trained_rms_norm", trained.trained_rms_norm, 2e-6, 2e-2, traffic=3),
     _row("trained_swiglu", trained.trained_swiglu, 2e-6, 2e-2, traffic=2),
     _row("trained_rotation", trained.trained_rotation, 2e-6, 2e-2, traffic=3),

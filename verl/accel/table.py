@@ -77,6 +77,11 @@ OPERATIONS: Mapping[str, Operation] = {
             costs.linear_cost,
         ),
         Operation(
+            "float32_linear",
+            "(x [n, K], weight [N, K] of x's dtype) -> x W^T [n, N] in float32, of float32 products",
+            costs.float32_linear_cost,
+        ),
+        Operation(
             "linear", "() -> Products: the layout of the weights of matrix products, and the product", costs.linear_cost
         ),
         Operation(

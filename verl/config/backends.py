@@ -100,6 +100,7 @@ ROLLOUT: Table = {
         options="verl.rollout.native.options:Options",
         memory="verl.rollout.native.options:memory",
         faults="verl.rollout.native.options:native_faults",
+        traits="verl.rollout.native.options:NATIVE",
     ),
     "hf": Backend(build="verl.rollout.hf:build"),
     "vllm": _server("vllm", "VLLM", memory="verl.rollout.vllm:memory"),

@@ -77,6 +77,9 @@ class ModelConfig:
     dtype: Annotated[str, one_of("auto|bfloat16|float32")] = "auto"
     """Compute precision over float32 masters. auto: bfloat16 where the device computes it natively, else float32 (a CPU
     without AVX512-BF16 or AMX emulates bfloat16, many times slower)."""
+    head_dtype: Annotated[str, one_of("auto|float32")] = "auto"
+    """Precision of the head's product and logits, in training and in the rollout. auto: `dtype`. With float32 too, its
+    weights and hidden states are rounded to `dtype`."""
     device: Annotated[str, one_of("auto|cpu|cuda")] = adjustable("auto")
     gradient_checkpointing: bool = adjustable(False)
     engine: str = adjustable("torch")

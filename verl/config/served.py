@@ -38,6 +38,9 @@ def rollout_faults(config: Config, command: str) -> Iterator[str]:
     yield from faults_of(config, "rollout", {}, {})
     r, urls = config.rollout, urls_of(config)
     traits, engine = traits_of(r.engine), f"rollout.engine={r.engine}"
+    if config.model.head_dtype == "float32" and (r.url is not None or not traits.float32_head):
+        why = "a server that runs is not started here" if traits.float32_head else "it multiplies the head as the rest"
+        yield f"model.head_dtype=float32 with {engine}: {why}; set rollout.engine=native, or leave it out"
     if not traits.server:
         servers = " or ".join(name for name in ROLLOUT if traits_of(name).server)
         for key, value in (("python", r.python), ("url", r.url)):

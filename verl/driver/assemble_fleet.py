@@ -76,6 +76,7 @@ def rollout_engine(
         device=device,
         max_concurrent_sequences=r.max_concurrent_sequences,
         deterministic=config.run.deterministic,
+        float32_head=config.model.head_dtype == "float32",
         place=server_place(config, replica, peers or Peers()),
     )
     return import_object(ROLLOUT[r.engine].build)(options_of(config, "rollout"), context)

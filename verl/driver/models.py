@@ -307,6 +307,7 @@ def role_spec(
             head=head,
             optim=optim,
             dtype=dtype_of(config, name),
+            head_dtype=config.model.head_dtype,
             device=context.devices.get(name, context.device),
             max_tokens_per_microbatch=config.step.max_tokens_per_microbatch,
             gradient_checkpointing=config.model.gradient_checkpointing,

@@ -122,6 +122,8 @@ class EngineContext:
     optim: OptimSpec | None = None
     """None for a frozen model."""
     dtype: str = "bfloat16"
+    head_dtype: str = "auto"
+    """float32: a language-model head multiplies in float32."""
     device: str = "cpu"
     max_tokens_per_microbatch: int = 16384
     gradient_checkpointing: bool = False

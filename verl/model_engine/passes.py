@@ -24,7 +24,7 @@ from verl.model_engine.pending import Pending, read_pending
 from verl.nn import attention
 from verl.nn.fused import FUSED_TYPES, fuse, unfuse
 from verl.nn.linear_teacher import HeadWeights
-from verl.nn.precision import computing_in, rounded
+from verl.nn.precision import computing_in, rounded, rounded_weight
 from verl.objective import Term
 
 VALUE_OUTPUTS = ("values", "scores")
@@ -167,11 +167,13 @@ class Passes:
         def read(rows: Tensor, which: Which) -> dict[str, Tensor]:
             lm_head = local.model.get_output_embeddings()
             bias = lm_head.bias if isinstance(lm_head, nn.Linear) else None
-            head = HeadWeights(
-                local.local(lm_head.weight), None if bias is None else local.local(bias), self._logit_cap
-            )
+            weight, rows = local.local(lm_head.weight), rows.to(self.compute)
+            if local.settings.head_dtype == "float32" and self.compute != self._precision.master:
+                # of the numbers that the rollout's head multiplies
+                weight, rows = rounded_weight(weight, self.compute), rows.to(self._precision.master)
+            head = HeadWeights(weight, None if bias is None else local.local(bias), self._logit_cap)
             given: Any = {"vocabulary": local.vocabulary, "teacher": self._teacher, "k": self._top_k}
-            return lm_outputs(rows.to(self.compute), head, batch, which, wanted, **given)
+            return lm_outputs(rows, head, batch, which, wanted, **given)
 
         return self._read(batch, self._hidden(batch), batch.target_from, read)
 

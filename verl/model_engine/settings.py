@@ -28,6 +28,7 @@ class EngineSettings:
     optim: OptimSpec | None = None
     """None for a frozen model."""
     dtype: str = "bfloat16"
+    head_dtype: str = "auto"
     device: str = "cpu"
     max_tokens_per_microbatch: int = 16384
     attention_mode: str = "auto"

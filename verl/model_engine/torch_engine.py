@@ -161,6 +161,7 @@ def build(
         head=c.head,
         optim=c.optim and replace(c.optim, max_skipped_updates=options.max_skipped_updates),
         dtype=c.dtype,
+        head_dtype=c.head_dtype,
         device=c.device,
         max_tokens_per_microbatch=c.max_tokens_per_microbatch,
         attention_mode=options.attention,

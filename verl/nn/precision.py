@@ -22,6 +22,13 @@ def computing_in(dtype: torch.dtype, master: torch.dtype, device: torch.device) 
     return nullcontext() if dtype == master else torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
+def rounded_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight with its values rounded to `dtype`, in its own dtype. The gradient of the result is that of the
+    weight, exactly."""
+    exact = weight.detach()
+    return weight + (exact.to(dtype).to(exact.dtype) - exact)  # both are exact: the numbers are close
+
+
 @contextmanager
 def rounded(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> Iterator[None]:
     """Inside the context the parameters have values rounded to `dtype`, in their own dtype; afterwards their exact

@@ -104,8 +104,7 @@ class Traits:
     """
 
     server: bool = False
-    """The engine is a server in a process of its own, with every cluster.backend. Other engines run in a process of the
-    run."""
+    """It is a server in a process of its own, with every cluster.backend. Others run in a process of the run."""
     package: str = ""
     """The Python package that the environment of a server needs. A server without one runs already, at a URL."""
     public_keys: Mapping[str, str] = field(default_factory=dict)
@@ -114,11 +113,9 @@ class Traits:
     logprobs: Literal["processed", "raw"] = "processed"
     """The kind of log-probs that it returns. processed: with temperature and truncation applied."""
     raw_logprobs_only: bool = False
-    """Its log-probs are those at temperature 1 over the whole vocabulary. Requests with other sampling settings are
-    refused."""
+    """Its log-probs are at temperature 1 over the whole vocabulary. Other sampling settings are refused."""
     max_candidates: int = 0
-    """A truncated draw (top_k, top_p, min_p) has a log-prob only if it chooses from at most this many tokens. 0: no
-    limit."""
+    """The most tokens from which a truncated draw (top_k, top_p, min_p) with a log-prob may choose. 0: no limit."""
     score_temperatures: tuple[float, ...] | None = None
     """The temperatures at which it scores prompts. None: any. Temperature 0 (greedy) is scored at temperature 1."""
     ranks_tokens: bool = False
@@ -131,6 +128,8 @@ class Traits:
     """It ends an answer at a stop string."""
     seeds: bool = True
     """A seed gives the same tokens whatever else is in the batch."""
+    float32_head: bool = False
+    """It can multiply the head in float32 beside other weights in bfloat16."""
     spans: bool = True
     """Every token is labelled with the version that sampled it, so the weights may change during a request."""
     reports_tokens: bool = False
@@ -252,6 +251,8 @@ class RolloutContext:
     """The number of requests that are decoded together."""
     deterministic: bool = False
     """The result of a sequence is bitwise independent of what else is in the batch."""
+    float32_head: bool = False
+    """The head multiplies in float32, and the logits are float32."""
     place: ServerPlace | None = None
     """The place of the server, for an engine that is one."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from verl.errors import Refused
 from verl.rollout.base import RolloutContext
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def build(
 ) -> EmbeddedEngine:
     """Return the engine without weights. `module` is for a model that AutoModelForCausalLM cannot build from the
     config; the engine then owns it."""
+    if context.float32_head:
+        raise Refused("model.head_dtype=float32: the hf engine multiplies the head as the rest; leave it out")
     from verl.rollout.embedded.front import EmbeddedEngine  # not above: a plan reads the options without torch
     from verl.rollout.embedded.hf_runner import HfRunner
 

@@ -123,4 +123,6 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
         "sampling-mask-max-tokens": SGLANG.max_candidates,
         "enable-deterministic-inference": options.deterministic_inference,
     }
+    if context.float32_head:
+        given["enable-fp32-lm-head"] = True
     return [python, "-m", "sglang.launch_server", *flags(given, options.args)]

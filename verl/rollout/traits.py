@@ -26,10 +26,17 @@ VLLM = Traits(
     streams_weights=True,
     takes_weight_version=True,
     tensor_names="saved",
+    float32_head=True,
 )
 
 VERL_SERVE = replace(
-    VLLM, package="", public_keys={}, draws_by_position=True, prepares_weights=True, tensor_names="model"
+    VLLM,
+    package="",
+    public_keys={},
+    float32_head=False,
+    draws_by_position=True,
+    prepares_weights=True,
+    tensor_names="model",
 )
 """The traits of `verl serve`: those of vLLM's API, and it samples by position and reads new weights while it
 samples."""
@@ -47,6 +54,7 @@ SGLANG = Traits(
     weights_from="disk",
     in_flight_update=True,
     takes_weight_version=True,
+    float32_head=True,
 )
 
 TRTLLM = Traits(

@@ -176,6 +176,8 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
         "worker-extension-cls": "verl_weights.Extension",
         "enforce-eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
     }
+    if context.float32_head:
+        given["hf-overrides"] = json.dumps({"head_dtype": "float32"})
     if options.max_lora_rank is not None:
         wanted = options.max_lora_rank
         if (rank := next((r for r in RANKS if r >= wanted), None)) is None:

@@ -1,6 +1,7 @@
 """Matrix products whose bits of a row depend on that row alone: one tiling and one order of additions for all numbers
 of rows. Needs Triton."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,8 +48,21 @@ def _exact_product(
 def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """Return x [M, C] times weight [N, C] transposed, plus bias [N], plus residual [M, N], which is overwritten by the
     result; None: nothing is added."""
+    out = x.new_empty(len(x), len(weight)) if residual is None else residual
+    _launch(x, weight, bias, residual, out)
+    return out
+
+
+def float32_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x [M, C] times weight [N, C] transposed in float32. Products of bfloat16 numbers are exact in it."""
+    out = x.new_empty(len(x), len(weight), dtype=torch.float32)
+    _launch(x, weight, None, None, out)
+    return out
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
+    """Launch the kernel of `exact_product`, which writes `out`."""
     (rows, depth), width = x.shape, len(weight)
-    out = x.new_empty(rows, width) if residual is None else residual
     if rows:
         _exact_product[triton.cdiv(width, BLOCK_OUT), triton.cdiv(rows, BLOCK_ROWS)](
             x.contiguous(),
@@ -67,7 +81,6 @@ def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tens
             num_warps=4,
             num_stages=3,
         )
-    return out
 
 
 class Exact:

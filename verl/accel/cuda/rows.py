@@ -34,5 +34,6 @@ KERNELS = (
     _row("sample", "sampling", "draw_tokens", 3e-5, 3e-5, traffic=2.1),
     _row("expert_products", "experts", "expert_products", 2e-5, 4e-2, traffic=1.1),
     _row("expert_sum", "experts", "expert_sum", 2e-6, 2e-2),
+    _row("float32_linear", "products", "float32_product", 2e-4, 2e-4, traffic=1.1),
     _row("exact_linear", "products", "exact_products", 2e-4, 4e-2, traffic=1.1),
 )

@@ -23,6 +23,8 @@ class NativeOps:
     """None if no kernel exists: torch computes attention for blocks of rows then."""
     products: Products
     """The layout of the weights of matrix products, with its kernel."""
+    float32_linear: Call | None
+    """The product of the head if it is of float32 beside other weights in half precision."""
     missing: str | None
     """The reason why better kernels for this device are not used; None if they are."""
 
@@ -63,21 +65,26 @@ def choose_ops(
     compiled: bool = True,
     products: Products | None = None,
     exact_rows: bool = False,
+    float32_head: bool = False,
 ) -> NativeOps:
     """Choose the kernels for activations of `dtype`. Without `compiled` those of kernels.c are left out. `products` is
     the layout of weights, None: the best one, or with `exact_rows` one whose rows do not depend on each other, if there
-    is any."""
+    is any. `float32_head`: the head's product and the logits are float32."""
     use, without = Use(device, dtype), () if compiled else (COMPILED,)
-    norm, gated, sample, linear = (choose(n, use, without=without) for n in ("rms_norm", "gated", "sample", "linear"))
+    norm, gated, linear = (choose(n, use, without=without) for n in ("rms_norm", "gated", "linear"))
+    exact_head = float32_head and dtype != torch.float32
+    sample = choose("sample", replace(use, dtype=torch.float32) if exact_head else use, without=without)
     attention = choose("slot_attention", use, without=without)
     assert norm and gated and sample and linear, "torch computes these in every dtype"
     layout: Products = products or linear.call()
     exact = choose("exact_linear", use) if exact_rows and products is None and not layout.exact_rows else None
+    head = choose("float32_linear", use) if exact_head else None
     return NativeOps(
         rms_norm=norm.call,
         gated=gated.call,
         sample=sample.call,
         slot_attention=None if attention is None else attention.call,
         products=layout if exact is None else exact.call(),
+        float32_linear=None if head is None else head.call,
         missing="; ".join(norm.passed_over.values()) or None,
     )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
 from verl.errors import Refused
-from verl.rollout.base import check_positive
+from verl.rollout.base import IN_PROCESS, check_positive
 
 if TYPE_CHECKING:
     from verl.config.schema import Config
     from verl.workers.pools import Pool
 
+NATIVE = replace(IN_PROCESS, float32_head=True)
+"""The traits of the native engine."""
 KEPT_KV_BYTES = 64 << 20
 """KV up to this size is not freed by sleep on a CPU: allocating its pages again would slow down a short step."""
 

@@ -67,7 +67,14 @@ class NativeRunner:
         self.without_fused = chosen if isinstance(chosen, str) else None
         fused = chosen if isinstance(chosen, DecodeOps) else None
         exact = self._deterministic and fused is not None
-        self.ops = choose_ops(device, self.compute_dtype, compiled=compiled, products=products, exact_rows=exact)
+        self.ops = choose_ops(
+            device,
+            self.compute_dtype,
+            compiled=compiled,
+            products=products,
+            exact_rows=exact,
+            float32_head=context.float32_head,
+        )
         self._fixed_rows = self._deterministic and not self.ops.products.exact_rows
         self._separately = self._deterministic and device.type == "cuda"
         self._lanes = Lanes((lanes or torch.get_num_threads()) if device.type == "cpu" else 1)

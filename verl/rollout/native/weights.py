@@ -3,7 +3,7 @@ per version."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -41,7 +41,7 @@ class Weights:
     embed_scale: float
     layers: tuple[Layer, ...]
     norm: Norm
-    head: Linear
+    head: Callable[[Tensor], Tensor]  # hidden states [T, hidden] to logits [T, V]
     logit_cap: float
     tensors: tuple[Tensor, ...]  # in the plain layout: all tensors that the ones above are views of
     params: int  # number of weights that one token is multiplied with: of the experts, only the chosen ones
@@ -208,6 +208,14 @@ def _tied_head(storage: Storage) -> FilledLinear | None:
     return head
 
 
+def _float32_head(storage: Storage, ops: NativeOps) -> Callable[[Tensor], Tensor] | None:
+    """Return the head that multiplies in float32, if it is asked for. It reads the received tensor and keeps no copy,
+    since that tensor is overwritten by later versions."""
+    if ops.float32_linear is None:
+        return None
+    return partial(ops.float32_linear, weight=storage.tensors["embed" if storage.shape.tied else "head.weight"])
+
+
 def weights_of(storage: Storage, ops: NativeOps) -> Weights:
     """Make the weights for the forward pass from a filled storage. Tensors that change their layout are removed from
     the storage one by one."""
@@ -256,8 +264,8 @@ def weights_of(storage: Storage, ops: NativeOps) -> Weights:
         for i in range(s.layers)
     )
     tied_head = _tied_head(storage)
-    head = tied_head or (linear(t["embed"]) if s.tied else named("head"))
-    kept = sum(tensor.nbytes for key, tensor in t.items() if layout.keeps or key == "embed")
+    head = _float32_head(storage, ops) or tied_head or (linear(t["embed"]) if s.tied else named("head"))
+    kept = sum(tensor.nbytes for key, tensor in t.items() if layout.keeps or key in ("embed", "head.weight"))
     kept += 0 if tied_head is None else tied_head.nbytes
     return Weights(
         joined=join_layers(layers, s, layout),
