@@ -93,7 +93,7 @@ def failures_of(module: Any, given: dict[str, Callable[[], Any]]) -> list[str]:
         if not name.startswith("test_") or not wanted & given.keys():
             continue
         axes: list[list[dict[str, Any]]] = []
-        for mark in getattr(test, "pytestmark", []):
+        for mark in (m for m in getattr(test, "pytestmark", []) if m.name == "parametrize"):
             keys = mark.args[0].split(",") if isinstance(mark.args[0], str) else list(mark.args[0])
             rows = [dict(zip(keys, v if len(keys) > 1 else (v,), strict=True)) for v in mark.args[1]]
             free = [{k: v for k, v in row.items() if k not in given} for row in rows]
