@@ -21,6 +21,7 @@ import pytest
 import torch
 from contracts import test_queue_contract, test_rollout_contract, test_weight_sync_contract
 from each import FULL_GRID
+from serving import Running
 from small_runs import metrics_of, small_args, small_run, tensors_of, trained
 
 from verl.algorithms import presets, specs
@@ -210,6 +211,72 @@ def test_a_rollout_engine_is_one_file_and_one_row(
     assert ours.keys() == native.keys() and all(
         np.array_equal(ours[i].response_ids, native[i].response_ids) for i in ours
     )
+
+
+# -- a rollout engine behind a server ---------------------------------------------------------------------------------
+
+TOY_SERVER = '''
+"""A server with an API of its own, as far as its requests differ from those of `verl serve`."""
+
+from dataclasses import dataclass, replace
+
+from verl.rollout.api import Deadlines, Expected
+from verl.rollout.base import capabilities_of
+from verl.rollout.client import ServedEngine
+from verl.rollout.traits import VERL_SERVE
+from verl.rollout.vllm_api import VerlApi
+
+TRAITS = replace(VERL_SERVE, resumable_stream=False)
+asked = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    api_key: str | None = None
+    politeness: int = 1
+
+
+class ToyApi(VerlApi):
+    def __init__(self, politeness):
+        self.traits, self._politeness = TRAITS, politeness
+
+    def body(self, model, name, prompt, sampling, room):
+        asked.append(self._politeness)
+        return super().body(model, name, prompt, sampling, room)
+
+
+def build(options, context):
+    able = capabilities_of(TRAITS, max_context_tokens=context.max_context_tokens)
+    api, at = ToyApi(options.politeness), context.place.url
+    return ServedEngine(context, Expected(name="the toy"), api, at, able, Deadlines(), options.api_key)
+'''
+
+
+def test_an_engine_behind_a_server_is_one_file_and_one_row(
+    touched, monkeypatch, tmp_path, tiny_model, arithmetic_data, plain
+):
+    """Its traits are in its own file. It trains what the native engine trains, over HTTP and shared memory."""
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "toy_server.py").write_text(TOY_SERVER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "toy_server", raising=False)
+    names = {name: f"toy_server:{part}" for name, part in (("build", "build"), ("options", "Options"))}
+    monkeypatch.setitem(backends.ROLLOUT, "toy", Backend(**names, traits="toy_server:TRAITS"))  # type: ignore[arg-type]
+    touched.add("backends.rollout[toy]")
+    args = small_args(tmp_path, tiny_model, arithmetic_data[:1], *TWO_STEPS, "rollout.engine=toy")
+    with pytest.raises(ValueError, match=r"set rollout.url=http://"):
+        validate(load_config(args).config)
+    served = Running(AutoModelForCausalLM.from_pretrained(tiny_model))
+    try:
+        chosen = ("rollout.engine=toy", f"rollout.url={served.url}", "rollout.engine_options.politeness=3")
+        assert small_run(tmp_path, tiny_model, arithmetic_data[:1], *TWO_STEPS, *chosen).steps == 2
+    finally:
+        served.stop()
+    assert set(importlib.import_module("toy_server").asked) == {3}
+    assert trained(tmp_path / "toy") == trained(plain)
+    ours, native = tensors_of(tmp_path / "toy", 2), tensors_of(plain, 2)
+    assert all(torch.allclose(ours[n].double(), native[n].double(), atol=1e-5) for n in native)
 
 
 # -- a model engine ----------------------------------------------------------------------------------------------------
