@@ -71,6 +71,29 @@ KEY = {
         )
     },
 }
+VERB = {
+    "rollout/base.py": {
+        '    async def score_top(self, ids: np.ndarray, top: int) -> Scores:\n        raise ValueError("score_top': (
+            "    async def toy_rank(self, ids: np.ndarray) -> int:\n"
+            '        raise ValueError("toy_rank: this rollout engine has none")\n\n'
+        ),
+        '    async def pause(self, mode: PauseMode = "keep") -> None:\n        """Stop sampling': (
+            "    async def toy_rank(self, ids: np.ndarray) -> int:\n"
+            '        """Return the length of a sequence."""\n        ...\n\n'
+        ),
+    },
+    "rollout/wrapper.py": {
+        '    async def drop_set(self, name: str) -> None:\n        await self.forward("drop_set"': (
+            "    async def toy_rank(self, ids: np.ndarray) -> int:\n"
+            '        return int(await self.forward("toy_rank", ids))\n\n'
+        )
+    },
+    "rollout/embedded/front.py": {
+        "    async def score_top(self, ids: np.ndarray, top: int) -> Scores:\n": (
+            "    async def toy_rank(self, ids: np.ndarray) -> int:\n        return len(ids)\n\n"
+        )
+    },
+}
 CHANGES = {
     # the row of the table -> the edits, how many files they may be
     "metric of a step": (METRIC, 1),
@@ -78,6 +101,7 @@ CHANGES = {
     "format of tool calls": (CALLS, 1),
     "advantage estimator, loss per token": (LOSS, 3),
     "configuration key": (KEY, 2),
+    "method of rollout engines": (VERB, 3),
 }
 
 USER = '''
@@ -92,12 +116,26 @@ home, model = Path(sys.argv[1]), sys.argv[2]
 import verl
 
 assert Path(verl.__file__).parent == home / "verl"
+import numpy as np
 from small_runs import metrics_of, small_run
+
+from verl.driver.run import Run
 
 rows = home / "rows.jsonl"
 rows.write_text("".join(json.dumps({"toy_asks": f"{n}+1=", "toy_wants": str(n + 1)}) + "\\n" for n in range(10, 26)))
 toys = ("algorithm.name=toy", "algorithm.options.leak=0.5", "run.toy_scale=7", "run.total_steps=1")
-small_run(home / "runs", model, [rows], *toys)
+finish, ranks, through = Run.finish, [], []
+
+
+async def finished(self, step, refs):
+    await finish(self, step, refs)
+    ranks.append(await self.rollout.toy_rank(np.arange(5)))
+    through.append(type(self.rollout).__name__)
+
+
+Run.finish = finished
+small_run(home / "runs", model, [rows], *toys, "rollout.replicas=2")
+assert ranks == [5] and through == ["Router"], (ranks, through)
 found = metrics_of(home / "runs" / "r")[1]
 print(json.dumps({k: found[k] for k in ("toy/even_share", "toy/scale", "actor/grad_norm")}))
 
