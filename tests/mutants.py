@@ -575,7 +575,12 @@ MUTANTS = (
     # -- verdicts: the run itself, the weights that arrived, the answer that is right
     Mutant("driver/identity.py", "elif old != new and not may_change(key):", "elif old != new:", IDENTITY),
     Mutant("driver/identity.py", "and k not in row.may_change]", "and False]", IDENTITY),
-    Mutant("driver/identity.py", "if was.contents.get(key) != now.contents.get(key):", "if old != new:", IDENTITY),
+    Mutant(
+        "driver/identity.py",
+        "if _users_code(key, old, was.contents.get(key)) != _users_code(key, new, now.contents.get(key)):",
+        "if old != new:",
+        IDENTITY,
+    ),
     Mutant("driver/identity.py", "if key in resolved.masked:", "if False:", IDENTITY),
     Mutant("driver/identity.py", "    was = _moved(was)\n", "", MOVED),
     Mutant("driver/identity.py", 'else f"{function} {found.strip()}"', "else found", MOVED),

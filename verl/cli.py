@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -70,7 +72,8 @@ def _help(verb: str) -> int:
     """Print the verb's own lines of the usage, then its keys."""
     from verl.config.help import keys_of_verb, render_keys
 
-    print("\n".join(line.strip() for line in USAGE.splitlines() if line.startswith(f"  {verb} ")))
+    own = re.findall(rf"^  {verb} .*\n(?: {{12,}}.*\n)*", USAGE, re.MULTILINE)  # with the lines that continue one
+    print(textwrap.dedent("".join(own)), end="")
     if keys := keys_of_verb(verb):
         print("\nKeys with their defaults (what a recipe and this command line make of them: verl show config)\n")
         print(render_keys(keys))

@@ -135,6 +135,23 @@ def test_a_module_is_hashed_without_being_imported(made, tmp_path, monkeypatch):
     assert "reward.path" in compare(start, made("reward.path=my_package.losses"))[0][0]
 
 
+def test_code_of_verl_itself_is_compared_by_its_name(made, tmp_path):
+    """Another version may have changed a module of verl; a run that names it is still the same run."""
+    (tmp_path / "tools.py").write_text("x = 1\n")
+    tools = f"agent.tools=[{tmp_path}/tools.py,verl.tools.mcp]"
+    start = made("reward.path=verl.recipes.arithmetic", tools)
+    older = type(start)(start.values, {**start.contents, "reward.path": " of then"}, start.defaults)
+    mine, ours = older.contents["agent.tools"].split("\n")
+    older.contents["agent.tools"] = f"{mine}\n of then"
+    assert mine != ours and compare(older, start) == ([], {})
+    assert compare(older, made("reward.path=verl.recipes.arithmetic:compute_score", tools)) == ([], {})
+    other = made("reward.path=verl.recipes.tool_arithmetic", tools)
+    assert [line.partition(":")[0] for line in compare(older, other)[0]] == ["reward.path"]
+    (tmp_path / "tools.py").write_text("x = 2\n")
+    (said,) = compare(older, made("reward.path=verl.recipes.arithmetic", tools))[0]
+    assert said.startswith("agent.tools") and "another content" in said, "the user's own"
+
+
 def test_a_module_is_the_same_however_the_command_was_started(tmp_path):
     """`python -m verl` finds verl in the working directory, the script `verl` where it is installed."""
     said = []

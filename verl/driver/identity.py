@@ -21,7 +21,7 @@ from verl.algorithms.sections import POLICY, is_url
 from verl.algorithms.specs import short
 from verl.config.adapter import base_of
 from verl.config.backends import TABLES
-from verl.config.load import Resolved
+from verl.config.load import CODE_KEYS, Resolved
 from verl.config.model_files import find_model_folder
 from verl.config.moved import MOVED, moved_values
 from verl.config.schema import COMPUTE_SCORE, Config, RewardConfig
@@ -175,7 +175,7 @@ def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str
         if _read(old) == _read(new):  # 2 and 2.0 are one value
             new = old
         if key in CONTENT:
-            if was.contents.get(key) != now.contents.get(key):
+            if _users_code(key, old, was.contents.get(key)) != _users_code(key, new, now.contents.get(key)):
                 same = " (the same name, another content)" if old == new else ""
                 others.append(f"{key}: {old} -> {new}{same}")
         elif old != new and not may_change(key):
@@ -200,6 +200,18 @@ def _moved(was: Identity) -> Identity:
         for key, value in values.items()
     }
     return Identity(texts, contents, was.defaults)
+
+
+def _users_code(key: str, value: str, content: str | None) -> str | None:
+    """Return the content of a key with names in place of the sources of verl's own modules, which differ between
+    versions."""
+    named, lines = _read(value), (content or "").split("\n")
+    if key not in CODE_KEYS or content is None:
+        return content
+    for i, entry in enumerate(named if isinstance(named, list) else [named]):
+        if str(entry).startswith("verl.") and not str(entry).endswith(".py"):
+            lines[i] = str(entry).removesuffix(f":{COMPUTE_SCORE}")
+    return "\n".join(lines)
 
 
 def _default(key: str) -> str:
