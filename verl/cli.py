@@ -33,7 +33,8 @@ USAGE = """usage: verl VERB [key=value ...]
   generate  model.path=DIR prompt=TEXT [n=1]   answers to one prompt
   serve     model.path=DIR [serve.port=8000]   the model behind OpenAI's and vLLM's HTTP
   plan      (as train) [rollout_s=S update_s=S] every derived size and the memory, without loading anything; with the
-                                               two times of a step also how they overlap
+            [card_gib=G]                       two times of a step also how they overlap; whether a card of G GiB
+                                               has the memory
   replicas  RUN list | add [URL] | remove N    servers that join and leave a run while it goes on
   show      RUN [RUN ...] | --live RUN         the steps of runs; a page that follows a run
   show      algorithms | algorithm=NAME | keys | recipes | config [SECTION|KEY ...] [key=value ...]
@@ -111,11 +112,13 @@ def guarded(work: Callable[[], int], args: Sequence[str] = ()) -> int:
 
         if isinstance(e, Stopped):
             return _fail(_hidden(str(e), args), e.code)
-        if not _expected(e):
+        if not _expected(e) and _out_of_memory(first_cause(e)) is None:
             print(_hidden(traceback.format_exc(), args), file=sys.stderr, end="")  # its notes are at the end
         elif record := crash_record_of(e):
             print(record, file=sys.stderr)
         cause = first_cause(e)
+        if (line := _out_of_memory(cause)) is not None:
+            return _fail(line, 1)
         name = "" if _expected(cause) and str(cause) else f"{type(cause).__name__}: "
         return _fail(_hidden(f"{name}{cause}", args), 1)
 
@@ -136,6 +139,16 @@ def _expected(e: BaseException) -> bool:
     return isinstance(
         e, RunEnded | SyncError | DeadlineExpired | WorkerDied | ReplicaLost | FloatingPointError | OSError
     )
+
+
+def _out_of_memory(cause: BaseException) -> str | None:
+    """Return the line for an allocation that failed on a device, with the keys that lower its memory."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(cause, torch.OutOfMemoryError):
+        return None
+    why = " ".join(str(cause).partition("If reserved but")[0].split())
+    fix = "lower step.max_tokens_per_microbatch or rollout.max_concurrent_sequences"
+    return f"{why} {fix}, or set model.gradient_checkpointing=true (verl plan has the memory of each phase)"
 
 
 def _fail(text: str, code: int = 2) -> int:
@@ -290,31 +303,36 @@ def serve_verb(args: list[str]) -> int:
 
 def plan_verb(args: list[str]) -> int:
     from verl.config.validate import validate
+    from verl.planner.card import supposed_card
     from verl.planner.clock import pace_of
     from verl.planner.plan import make_plan
-    from verl.planner.text import pace_line, render_plan
+    from verl.planner.text import card_line, pace_line, render_plan
 
     times = ("rollout_s", "update_s")
-    given, rest = _own_arguments(args, times)
+    given, rest = _own_arguments(args, (*times, "card_gib"))
     resolved = _load(rest)
     validate(resolved.config)
-    times_s = [_seconds(key, given[key]) for key in times if key in given]
+    times_s = [_positive(key, given[key], "the seconds of one step") for key in times if key in given]
     if len(times_s) == 1:
         raise Refused("give both times of a step: rollout_s=SECONDS update_s=SECONDS")
-    print(render_plan(make_plan(resolved.config)))
+    plan = make_plan(resolved.config)
+    print(render_plan(plan))
+    if "card_gib" in given:
+        card = supposed_card(_positive("card_gib", given["card_gib"], "the GiB of memory of a card"))
+        print(card_line(resolved.config, plan, card))
     if times_s:
         print(pace_line(resolved.config, pace_of(resolved.config, *times_s)))
     return 0
 
 
-def _seconds(key: str, text: str) -> float:
+def _positive(key: str, text: str, meaning: str) -> float:
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise Refused(f"{key}={text}: the seconds of one step, above 0")
-    return seconds
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise Refused(f"{key}={text}: {meaning}, above 0")
+    return number
 
 
 def show_verb(args: list[str]) -> int:

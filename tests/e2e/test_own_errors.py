@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from small_runs import small_args
 from started import Started, program
 
@@ -43,6 +44,24 @@ def test_a_value_error_of_numpy_in_a_step_is_no_typo_of_the_user(args, tmp_path)
     assert any("Traceback" in line for line in before) and any("in broken" in line for line in before)
     found = json.loads(path.read_text())
     assert "in broken" in "".join(found["traceback"]) and found["first_cause"] == SHAPES
+
+
+def test_memory_that_is_not_there_is_one_line_with_the_keys_that_help(args, tmp_path, capsys, monkeypatch):
+    def full(*_given, **_named):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.02 GiB "
+            "is free. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=...\nSee the docs"
+        )
+
+    monkeypatch.setattr("verl.model_engine.torch_engine.TorchEngine.forward_backward", full)
+    assert main(["train", *args()]) == 1
+    *before, record, last = capsys.readouterr().err.strip().splitlines()
+    assert last.startswith("error: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10")
+    for key in ("step.max_tokens_per_microbatch", "rollout.max_concurrent_sequences", "model.gradient_checkpointing"):
+        assert key in last
+    assert "Traceback" not in "".join(before) and "reserved" not in last
+    (path,) = (tmp_path / "r" / "crash").glob("*.json")
+    assert record == f"{CRASH_RECORD}{path}" and "in full" in "".join(json.loads(path.read_text())["traceback"])
 
 
 @pytest.mark.parametrize("verb", ["train", "eval"])
@@ -96,7 +115,7 @@ def test_a_refusal_is_one_line_whatever_raised_it(capsys):
 
 
 CATCHES = {  # where the command line, the driver and the workers catch a ValueError, and why it is not a step's
-    "cli.py _seconds": "a text of the command line that is no number, which is refused",
+    "cli.py _positive": "a text of the command line that is no number, which is refused",
     "driver/fleet.py Fleet._answer": "an error of a request of `verl replicas`, and its answer",
     "driver/identity.py _read": "a text that is no JSON",
     "driver/reporter.py Reporter.write_report": "a damaged record: it is printed, and the run continues",

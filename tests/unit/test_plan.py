@@ -413,7 +413,9 @@ def test_a_peak_above_the_memory_of_the_device_is_said_where_the_run_starts(fold
     for less, device, count in ((1, "cuda", 1), (0, "cuda", 0), (1, "cpu", 0)):
         said.clear()
         free = plan.memory.peak_bytes - less
-        monkeypatch.setattr(torch.cuda, "mem_get_info", partial(tuple, (free, 2**60)))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", partial(tuple, (free, plan.memory.peak_bytes)))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
         resolved = replace(resolved, config=changed(resolved.config, {"model.device": device}))
         launch.run_rl(resolved, quiet=True, progress=progress)
         assert [f"warning: {plan.memory.peak_phase} wants" in line for line in said] == [True] * count, said

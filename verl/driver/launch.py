@@ -25,11 +25,12 @@ from verl.driver.loop import train
 from verl.driver.reporter import OnStep
 from verl.driver.run import Run
 from verl.driver.run_dir import is_mine
-from verl.driver.setup import free_bytes_of
+from verl.driver.setup import card_of
 from verl.driver.stopping import Stopped, unless_stopped
 from verl.driver.supervised import SupervisedRun, fit
 from verl.errors import CRASH_RECORD, Refused, crash_record_of
-from verl.planner.disk import checkpoint_bytes, checkpoints_kept, small_disk, small_memory
+from verl.planner.card import card_lines, check_card
+from verl.planner.disk import checkpoint_bytes, checkpoints_kept, small_disk
 from verl.planner.plan import make_plan
 from verl.planner.text import render_plan
 from verl.rollout.base import ReplicaLost
@@ -82,8 +83,9 @@ def run_rl(
     progress = progress or LiveProgress()
     if not quiet:
         progress.message(render_plan(plan))
-    if (free := free_bytes_of(resolved.config)) is not None:
-        for line in small_memory(plan.memory, free()):
+    if (card := card_of(resolved.config)) is not None:
+        check_card(resolved.config, plan.memory, card)
+        for line in card_lines(plan.memory, card):
             progress.message(f"warning: {line}")
     text, died = plan.to_json(), Deaths()
     for number in range(resolved.config.cluster.max_restarts + 1):

@@ -29,6 +29,7 @@ from verl.config.schema import Config
 from verl.data.source import LoadReport
 from verl.driver.driver_host import DriverHost
 from verl.errors import Refused
+from verl.planner.card import CardFacts
 from verl.rollout.base import Capabilities
 from verl.workers.group import DevicePlace
 from verl.workers.pools import main_pool
@@ -95,6 +96,15 @@ def free_bytes_of(config: Config) -> Callable[[], int] | None:
     if config.cluster.backend != "inproc" or device_of(config) != "cuda":
         return None
     return lambda: torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+def card_of(config: Config) -> CardFacts | None:
+    """Return the card of this process; None without one, or if another process uses it."""
+    free = free_bytes_of(config)
+    if free is None:
+        return None
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    return CardFacts(name, torch.cuda.mem_get_info()[1], free(), capability)
 
 
 def native_dtype(device: str) -> str:

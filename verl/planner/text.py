@@ -6,6 +6,7 @@ from verl.bounds import counted, size_text
 from verl.config.backends import SYNC
 from verl.config.model_files import ModelFacts
 from verl.config.schema import Config
+from verl.planner.card import CardFacts, card_lines, check_card
 from verl.planner.clock import Pace
 from verl.planner.cluster import ClusterPlan
 from verl.planner.memory import MemoryEstimate
@@ -53,6 +54,14 @@ def pace_line(config: Config, pace: Pace) -> str:
         f"pace      rollout {pace.rollout_s:g} s, update {pace.update_s:g} s, pipeline.staleness={p.staleness:g}: "
         f"{3600 / pace.step_s:,.1f} steps per hour, {gained}; rollout is idle {pace.rollout_idle_share:.0%} of the time"
     )
+
+
+def card_line(config: Config, plan: Plan, card: CardFacts) -> str:
+    """Return a line that compares the peak with a card."""
+    check_card(config, plan.memory, card)
+    warned = [f"\nwarning: {line}" for line in card_lines(plan.memory, card)]
+    share = plan.memory.peak_bytes / card.total_bytes
+    return f"card      {card.name}: the peak ({plan.memory.peak_phase}) takes {share:.0%} of it{''.join(warned)}"
 
 
 def _model_line(m: ModelFacts) -> str:
