@@ -1206,6 +1206,7 @@ def test_a_published_adapter_follows_every_version_of_the_policy_on_all_replicas
         one = partial(LocalCheckpointEngine, probes=PROBES, tolerance=TOLERANCE)
         given = {"base": world.folder / "base", "timeout_s": 30.0, "note": notes.append, "after": AfterPublish}
         given |= {"published": router.set_published, "drop": router.drop_set}
+        given |= {"waits": Waits()}
         lora = LoraPublisher(trainer=world.policy, new_engine=one, **given)
         given = {"waits": Waits(), "timeout_s": 30.0, "note": notes.append, "exclusive": False, "partial_rollout": True}
         publisher = Publisher(

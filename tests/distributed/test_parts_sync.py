@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import uuid
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from cases import EXPERTS, engine
+from far_hosts import host
 from forked import run
 
 from verl.model_engine.layout import Layout
 from verl.rollout.base import AS_HELD, WireFormat
-from verl.weight_sync import disk, shm, tcp
-from verl.weight_sync.base import SyncError, open_stream
+from verl.weight_sync import disk, nixl, shm, tcp
+from verl.weight_sync.base import CheckedReader, SyncError, checksum, open_stream, with_whole_checksums
 from verl.weight_sync.sender import WeightSender
 from verl.weight_sync.version_folder import FolderParts, slice_runs
 
@@ -118,12 +125,14 @@ def test_a_full_shared_memory_is_the_error_of_every_rank(name: str, monkeypatch:
     assert len({*run(2, publish)}) == 1
 
 
-def test_ranks_of_several_hosts_gather_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_several_hosts_gather_where_nothing_takes_their_slices(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def publish(rank: int) -> Any:
         monkeypatch.setattr(shm, "this_host", lambda: f"host {rank}")
         made, sender = engine("qwen3, tied", "actor", Layout(world_size=2)), WeightSender(shm.ShmOutlet(name))
         sent = sender.send(made, 0, PROBES, copy=False, first=rank == 0)
-        assert not sender._together
+        assert sender._together is None
         whole = dict(made.weights())
         if sent is None:
             return None
@@ -161,6 +170,221 @@ def test_versions_of_parts_reach_another_host_with_their_changes(
 
     first, _ = run(2, publish)
     assert first[1] < first[0] / 10 and first[2] < first[0] / 10, "changes alone"
+
+
+def apart(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this rank be on a host of its own."""
+    monkeypatch.setattr(shm, "this_host", lambda: f"host {rank}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_slices_of_several_hosts_make_the_version_that_one_process_stages(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank gathers. Later versions are sent as changes, which each rank finds in its slices."""
+    model, of = LAYOUTS[layout]
+    form = BF16 if layout != "three" else AS_HELD
+
+    def publish(rank: int) -> Any:
+        apart(rank, monkeypatch)
+        made, outlet = engine(model, "actor", of), tcp.TcpOutlet(host="127.0.0.1", delta=layout == "slices")
+        sender, found = WeightSender(outlet, verify_first=2), []
+        sender.set_format(form)
+        for version in range(3):
+            whole = {n: t.clone() for n, t in made.weights()}
+            with monkeypatch.context() as alone:
+                alone.setattr(made, "weights", lambda: pytest.fail("a rank gathers"))
+                sent = sender.send(made, version, PROBES, copy=False, first=rank == 0)
+            if sent is not None:
+                read = {n: (str(t.dtype), bits(t)) for n, t in CheckedReader(sent.source).tensors()}
+                expected = {n: t.to(getattr(torch, form.dtype_of(n) or "float32")) for n, t in whole.items()}
+                assert read == {n: (str(t.dtype), bits(t)) for n, t in expected.items()} and list(read) == list(whole)
+                found.append((sent.source.manifest, sent.num_bytes, sent.changed, sent.alarms))
+                served = with_whole_checksums(sent.source, open_stream(sent.source))
+                checked = {n: e.checksum for n, e in served.items() if e.checksum is not None}
+                assert checked == {n: checksum(expected[n]) for n in checked} and (len(checked) > 3 or version == 2)
+            dist.barrier()
+            sender.release(version)
+            with torch.no_grad():
+                for p in made.masters.values():
+                    if p.numel() and version == 0:
+                        p.view(-1)[0] += 1.0
+        files = [path for path in shm.SHM.glob(f"{shm.PREFIX}-{os.getpid()}-{outlet.tag}-*")]
+        shm.remove(f"{shm.PREFIX}-{os.getpid()}-{outlet.tag}")
+        return found, len([path for path in files if "-slices-" in path.name])
+
+    (first, _), *others = results = run(of.world_size, publish)
+    assert [found for found, _ in others] == [[]] * (of.world_size - 1)
+    assert max(kept for _, kept in results) == (2 if layout == "slices" else 1), "a released version is written over"
+
+    def alone(rank: int) -> Any:
+        made, sender = engine(model, "actor", None), WeightSender(shm.ShmOutlet(f"{shm.PREFIX}-{os.getpid()}-alone"))
+        sender.set_format(form)
+        sent = sender.send(made, 0, PROBES, copy=False)
+        shm.remove(f"{shm.PREFIX}-{os.getpid()}-alone")
+        return sent.source.manifest, sent.num_bytes
+
+    ((expected, num_bytes),) = run(1, alone)
+    manifests = [manifest for manifest, *_ in first]
+    assert [(number, changed, alarms) for _, number, changed, alarms in first] == [
+        (num_bytes, True, ()),
+        (num_bytes, True, ()),
+        (num_bytes, False, ()),
+    ]
+    assert [{n: replace(e, slices=()) for n, e in found.items()} for found in manifests] == [
+        {n: replace(e, checksum=None) for n, e in expected.items()}
+    ] * 3
+    held = {n for n, e in expected.items() if e.tied_to is None and np.prod(e.shape)}
+    assert {n for n, e in manifests[0].items() if e.slices} == held
+    for name in held:
+        assert sum(np.prod([b - a for a, b in s.spans]) for s in manifests[0][name].slices) == np.prod(
+            expected[name].shape
+        )
+
+
+HARMS = {
+    "another byte": r"version 0: model.norm.weight\[\d+:\d+\], the slice of rank 1, changed between",
+    "lost on the way": "version 0: rank 1: it did not deliver its slice of model.norm.weight",
+    "of another version": "version 0: rank 1: it holds version 7 by now",
+    "gone": "version 0: rank 1: the trainer's weights cannot be fetched from",
+    "breaks off": "version 0: rank 1: version 0: the trainer's weights ended on the way",
+    "a table without it": r"version 0: model.norm.weight has \d+ elements, and its ranks delivered",
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_or_missing_slice_of_one_rank_is_refused_by_name(harm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def publish(rank: int) -> str:
+        apart(rank, monkeypatch)
+        made, outlet = engine("qwen3, tied", "actor", Layout(world_size=2)), tcp.TcpOutlet(host="127.0.0.1")
+        number = [part.name for part in made.weight_parts() if part.mine is not None].index("model.norm.weight")
+        send, join = tcp._send, outlet.join_slices
+
+        def harmful(peer: Any, now: shm.ShmStream, changes: Any) -> None:
+            views = dict(now.views())
+            if harm == "another byte":
+                views[str(number)].add_(1)
+            elif harm == "lost on the way":
+                del views[str(number)]
+                monkeypatch.setattr(now, "views", lambda: iter(views.items()))
+            elif harm == "of another version":
+                now.hold(7)
+            elif harm == "breaks off":
+                monkeypatch.setattr(tcp, "host_bytes", lambda tensor: pytest.fail("it dies"))
+            send(peer, now, changes)
+
+        def told(place: str, table: Any) -> str:
+            if harm == "gone":
+                table.ranks[1].address = "127.0.0.1:9/" + table.ranks[1].address.rpartition("/")[2]
+            address = join(place, table)
+            if harm == "a table without it":
+                table.ranks[1].slices = [one for one in table.ranks[1].slices if one[0] != "model.norm.weight"]
+                outlet._table = 0, msgspec.msgpack.encode(table)
+            return address
+
+        monkeypatch.setattr(outlet, "join_slices", told)
+        if rank == 1:
+            monkeypatch.setattr(tcp, "_send", harmful)
+        sent = WeightSender(outlet).send(made, 0, PROBES, copy=False, first=rank == 0)
+        found = ""
+        if sent is not None:
+            with pytest.raises(SyncError) as error:
+                dict(CheckedReader(sent.source).tensors())
+            found = str(error.value)
+        dist.barrier()
+        shm.remove(f"{shm.PREFIX}-*-{outlet.tag}")
+        return found
+
+    first, _ = run(2, publish)
+    assert re.match(HARMS[harm], first), first
+
+
+@pytest.mark.parametrize("harm", ["missing", "twice", "moved", "no room", "no table"])
+def test_slices_that_are_no_version_are_an_error_of_every_rank(harm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def publish(rank: int) -> str:
+        apart(rank, monkeypatch)
+        made, outlet = engine("qwen3, tied", "actor", Layout(world_size=2)), tcp.TcpOutlet(host="127.0.0.1")
+        sender, parts = WeightSender(outlet), made.weight_parts
+
+        def harmed() -> Iterator[Any]:
+            for part in parts():
+                if part.name != "model.norm.weight" or harm not in ("missing", "twice", "moved"):
+                    yield part
+                elif harm == "moved":  # over the slice of the other rank
+                    yield replace(part, index=(slice(0, len(part.mine)),))
+                else:
+                    yield from [replace(part, mine=None)] if harm == "missing" else [part, part]
+
+        if rank == 1:
+            made.weight_parts = harmed
+        full = OSError(28, "0 MB of weights do not fit")
+        if harm == "no room" and rank == 1:
+            monkeypatch.setattr(shm.ShmOutlet, "stage", lambda *args: (_ for _ in ()).throw(full))
+        if harm == "no table":
+            monkeypatch.setattr(outlet, "join_slices", lambda *args: (_ for _ in ()).throw(full))
+        with pytest.raises(SyncError) as error:
+            sender.send(made, 0, PROBES, copy=False, first=rank == 0)
+        shm.remove(f"{shm.PREFIX}-*-{outlet.tag}")
+        return str(error.value)
+
+    said = {*run(2, publish)}
+    assert len(said) == 1
+    wanted = {
+        "missing": "and its ranks delivered",
+        "twice": "and its ranks delivered",
+        "moved": "version 0: model.norm.weight: two slices that its ranks delivered overlap",
+        "no room": "version 0: rank 1 could not store its slices: [Errno 28] 0 MB of weights do not fit",
+        "no table": "version 0: [Errno 28] 0 MB of weights do not fit",
+    }
+    assert wanted[harm] in said.pop()
+
+
+def test_weights_that_are_not_finite_in_one_slice_are_those_of_a_diverged_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def publish(rank: int) -> bool:
+        apart(rank, monkeypatch)
+        made, outlet = engine("qwen3, tied", "actor", Layout(world_size=2)), tcp.TcpOutlet(host="127.0.0.1")
+        if rank == 1:
+            with torch.no_grad():
+                next(p for p in made.masters.values() if p.numel()).view(-1)[-1] = torch.inf
+        refused = pytest.raises(FloatingPointError, match="hold NaN or infinity") if rank == 0 else nullcontext()
+        with refused:
+            WeightSender(outlet).send(made, 0, [], copy=False, first=rank == 0)
+        shm.remove(f"{shm.PREFIX}-*-{outlet.tag}")
+        return True
+
+    assert run(2, publish) == [True, True]
+
+
+@pytest.mark.skipif(find_spec("nixl") is None, reason="the package nixl is not installed (make nixl-package)")
+def test_slices_are_read_from_the_memory_of_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another process, whose shared memory is another folder."""
+
+    def publish(rank: int, reader: Any) -> list[tuple[str, str]]:
+        os.environ["UCX_TLS"] = "tcp,sm,self"
+        apart(rank, monkeypatch)
+        made, outlet = engine("qwen3, tied", "actor", Layout(world_size=2)), nixl.NixlOutlet(host="127.0.0.1")
+        sender, found = WeightSender(outlet), []
+        sender.set_format(BF16)
+        for version in range(3):
+            whole = {n: t.to(getattr(torch, BF16.dtype_of(n) or "float32")) for n, t in made.weights()}
+            sent = sender.send(made, version, [], copy=False, first=rank == 0)
+            if version == 2 and rank == 1:
+                outlet._current[0].hold(7)
+            dist.barrier()
+            if sent is not None:
+                raw = [(n, str(t.dtype), tuple(t.shape), bits(t)) for n, t in whole.items()]
+                found.append((reader.ask(sent.source.address), hashlib.sha256(repr(raw).encode()).hexdigest()))
+            dist.barrier()
+        shm.remove(f"{shm.PREFIX}-{os.getpid()}-{outlet.tag}")
+        return found
+
+    with host("nixl;", tmp_path / "there") as reader:
+        first, _ = run(2, lambda rank: publish(rank, reader))
+    for version, (said, digest) in enumerate(first[:2]):
+        assert said.startswith(f"{version} {digest} {2 * (version + 1)} |"), "read from both ranks"
+    assert first[2][0].startswith("error version 2: rank 1: it holds version 7 by now |")
 
 
 def test_a_slice_is_written_where_it_belongs() -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small_runs import small_args
 
-from verl.driver import publisher
+from verl.config.load import load_config
+from verl.config.tree import changed
+from verl.driver import assemble, publisher
 from verl.driver.lora_publisher import LoraPublisher
 from verl.driver.publisher import Publisher
 from verl.rollout.base import AS_HELD
-from verl.weight_sync.base import SyncReport
+from verl.weight_sync.base import StreamingOutlet, SyncReport
 from verl.workers.waits import DeadlineExpired, Waits
 
 
@@ -60,7 +65,50 @@ def publisher_of(
 def no_sets() -> LoraPublisher:
     """Publishes no LoRA set."""
     given: dict[str, Any] = {"trainer": None, "new_engine": None, "after": None, "published": None, "drop": None}
-    return LoraPublisher(base=Path(), timeout_s=60.0, note=print, **given)
+    return LoraPublisher(base=Path(), timeout_s=60.0, note=print, waits=Waits(), **given)
+
+
+@pytest.mark.parametrize("late", ["open", "close", "drop"])
+def test_a_lora_set_that_is_late_is_named_with_what_it_waits_for(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of an error without a word."""
+
+    async def test() -> None:
+        never, done = asyncio.Event(), Future[None]()
+        done.set_result(None)
+
+        async def drop(name: str) -> None:
+            await never.wait() if late == "drop" else None
+
+        def workers(call: str) -> Any:
+            return lambda *given: Future() if call == late else done
+
+        trainer: Any = SimpleNamespace(open_set=workers("open"), close_set=workers("close"), of_set=lambda name: None)
+        made = replace(no_sets(), trainer=trainer, drop=drop, timeout_s=0.05)
+        made.new_engine = lambda: SimpleNamespace(outlet=lambda: None)  # type: ignore
+        monkeypatch.setattr(made, "_publish", lambda *given: asyncio.sleep(0, "report"))
+        monkeypatch.setattr(made, "published", lambda name: None)
+        wanted = {
+            "open": "trainer's workers to open",
+            "close": "trainer's workers to close",
+            "drop": "replicas to drop",
+        }
+        what = f"the publisher of LoRA sets waited 0.05 s for the {wanted[late]} LoRA set 'a'"
+        with pytest.raises(DeadlineExpired, match=what):
+            assert await made.open("a", Path(), []) == "report"
+            await made.close("a")
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("engine", ["shm", "ipc", "tcp"])
+def test_lora_sets_are_published_whole_where_weights_pass_through_buckets(
+    engine: str, tmp_path: Path, tiny_model: Any, arithmetic_data: Any
+) -> None:
+    config = load_config(small_args(tmp_path, tiny_model, arithmetic_data)).config
+    config = changed(config, {"sync.engine": engine, "sync.engine_options": {"bucket_mb": 8}, "cluster.backend": "ray"})
+    parts: Any = SimpleNamespace(drop_set=None, message=print)
+    made = assemble._publisher(config, parts, [], parts, [], parts, Waits(), parts)
+    assert not isinstance(made.lora.new_engine().outlet(), StreamingOutlet)
 
 
 def test_the_parts_of_a_publish_are_metrics_of_the_step() -> None:

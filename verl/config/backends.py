@@ -54,6 +54,8 @@ class Backend:
     """True if it serves only the processes of one machine."""
     each_host: bool = False
     """True if it brings weights into the shared memory of each machine."""
+    for_sets: str = ""
+    """The row that publishes LoRA sets in its place, since it cannot send a version whole."""
     traits: str = "verl.rollout.base:IN_PROCESS"
     """`module:name`: the abilities of a rollout engine."""
     package: str = ""
@@ -127,6 +129,7 @@ SYNC: Table = {
         options="verl.weight_sync.options:Ipc",
         one_machine=True,
         faults="verl.weight_sync.faults:ipc_faults",
+        for_sets="shm",
     ),
     "tcp": Backend(
         build="verl.weight_sync.tcp:build",

@@ -217,12 +217,14 @@ def _publisher(
     progress: LiveProgress,
 ) -> Publisher:
     whole = {key: value for key, value in config.sync.engine_options.items() if key != "bucket_mb"}
-    of_sets = changed(config, {"sync.engine_options": whole})
+    engine = backend_of(config, "sync").for_sets or config.sync.engine
+    of_sets = changed(config, {"sync.engine": engine, "sync.engine_options": whole})
     lora = LoraPublisher(
         trainer=actor,
         base=Path(config.model.path).expanduser(),
         new_engine=partial(checkpoint_engine, of_sets, probes),
         after=AfterPublish,
+        waits=waits,
         timeout_s=config.run.wait_timeout_s,
         note=progress.message,
         published=rollout.set_published if isinstance(rollout, Router) else lambda name: None,

@@ -11,6 +11,7 @@ from typing import Any
 from verl.rollout.base import RolloutEngine
 from verl.weight_sync.base import CheckpointEngine, SyncReport
 from verl.workers.model_workers import ModelWorkers
+from verl.workers.waits import Waits
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +35,8 @@ class LoraPublisher:
     """Makes the transport of one set, which stages whole versions."""
     after: Callable[[RolloutEngine, asyncio.Future[Any]], RolloutEngine]
     """Makes a replica that takes weights only after this publish has ended (`AfterPublish`)."""
+    waits: Waits
+    """The waits of the run, with their reports."""
     timeout_s: float
     """Limit of one publish."""
     note: Callable[[str], None]
@@ -49,7 +52,7 @@ class LoraPublisher:
         error if no replica takes it; the set is dropped then."""
         engine = self.new_engine()
         opening = self.trainer.open_set(name, folder, self.base, engine.outlet())
-        await asyncio.wait_for(asyncio.wrap_future(opening), self.timeout_s)
+        await self._wait(asyncio.wrap_future(opening), f"the trainer's workers to open LoRA set {name!r}")
         before = self._open.get(name)
         version = -1 if before is None else before.version
         self._open[name] = opened = OpenSet(engine, self.trainer.of_set(name), version)
@@ -64,8 +67,9 @@ class LoraPublisher:
     async def close(self, name: str) -> None:
         """Drop a set from all replicas, and do not publish it again."""
         if self._open.pop(name, None) is not None:
-            await asyncio.wait_for(asyncio.wrap_future(self.trainer.close_set(name)), self.timeout_s)
-            await asyncio.wait_for(self.drop(name), self.timeout_s)
+            closing = asyncio.wrap_future(self.trainer.close_set(name))
+            await self._wait(closing, f"the trainer's workers to close LoRA set {name!r}")
+            await self._wait(self.drop(name), f"the replicas to drop LoRA set {name!r}")
 
     def follow(
         self, publish: asyncio.Future[Any], replicas: Sequence[RolloutEngine]
@@ -83,6 +87,10 @@ class LoraPublisher:
                 self.note(f"warning: LoRA set {name!r} was not published: {result}")
             elif result.failed_replicas:
                 self.note(f"warning: LoRA set {name!r} is missing: {result.failed_replicas}")
+
+    async def _wait(self, job: Awaitable[Any], what: str) -> None:
+        """Await a job. Raise DeadlineExpired, which names it, after `timeout_s`."""
+        await self.waits.wait(job, who="the publisher of LoRA sets", what=lambda: what, timeout_s=self.timeout_s)
 
     def _publish(self, opened: OpenSet, replicas: Sequence[RolloutEngine]) -> asyncio.Future[SyncReport]:
         opened.version += 1

@@ -17,7 +17,15 @@ from verl.rollout.base import PauseMode, RolloutContext, Traits, WeightReader
 from verl.rollout.http import ServerRefused
 from verl.rollout.wire import ServerAnswer, version_of
 from verl.types import Sampling
-from verl.weight_sync.base import Bucket, CheckedReader, InBuckets, SyncError, WeightSource, open_stream
+from verl.weight_sync.base import (
+    Bucket,
+    CheckedReader,
+    InBuckets,
+    SyncError,
+    WeightSource,
+    open_stream,
+    with_whole_checksums,
+)
 
 SEGMENTS = "verl.weight_sync.shm:open_weights"
 
@@ -241,7 +249,8 @@ def _segment_of(sent: WeightSource) -> WeightSource | None:
         return None
     if stream.version != sent.version:
         raise SyncError(f"version {sent.version}: the sender holds version {stream.version} by now")
-    return replace(sent, transport=SEGMENTS, address=path)
+    manifest = with_whole_checksums(sent, stream)
+    return replace(sent, transport=SEGMENTS, address=path, manifest=manifest)
 
 
 async def deliver_buckets(api: Api, post: Post, sent: WeightSource) -> None:

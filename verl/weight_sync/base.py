@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -28,6 +28,23 @@ class SyncError(RuntimeError):
     """A publish did not deliver the weights that the trainer has: names, bytes or log-probs differ."""
 
 
+Proof = int | tuple[int, ...] | None
+"""A checksum of a tensor or those of its slices; None: it is not checked."""
+Spans = tuple[tuple[int, int], ...]
+"""The position of a slice in a tensor: (start, stop) on every axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceEntry:
+    """A slice of a tensor in a manifest."""
+
+    rank: int
+    """The rank that staged it."""
+    spans: Spans
+    checksum: int
+    """crc32 of its bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of a manifest."""
@@ -37,7 +54,25 @@ class Entry:
     tied_to: str | None = None
     """The name of the tensor that this one is tied to and is delivered as; None: it is delivered under its own name."""
     checksum: int | None = None
-    """crc32 of the bytes that the sender staged; None where this version does not check them."""
+    """crc32 of the bytes that the sender staged; None where this version does not check them, or checks slices."""
+    slices: tuple[SliceEntry, ...] = ()
+    """The slices of a tensor that no rank had whole, in a version that checks them."""
+
+    @property
+    def proof(self) -> Proof:
+        """The checksum of the tensor, or those of its slices. None: this version does not check it."""
+        return self.checksum if not self.slices else tuple(one.checksum for one in self.slices)
+
+    def difference(self, name: str, tensor: Tensor) -> str:
+        """Return an error text if the bytes of a tensor are not those that were staged, else ""."""
+        why = "changed between its manifest and its delivery; an optimizer step overtook the publish"
+        if self.checksum is not None and checksum(tensor) != self.checksum:
+            return f"{name} {why}"
+        for one in self.slices:
+            if checksum(slice_at(tensor, one.spans)) != one.checksum:
+                place = ", ".join(f"{start}:{stop}" for start, stop in one.spans)
+                return f"{name}[{place}], the slice of rank {one.rank}, {why}"
+        return ""
 
 
 Parts = Mapping[str, Sequence[tuple[str, tuple[int, ...], int]]]
@@ -305,9 +340,27 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(host_bytes(tensor))
 
 
+def slice_at(tensor: Tensor, spans: Spans) -> Tensor:
+    """Return the slice of a tensor at that position, in place."""
+    return tensor[tuple(slice(*span) for span in spans)]
+
+
 def dtype_name(tensor: Tensor) -> str:
     """Return the dtype's name without the `torch.` prefix."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def with_whole_checksums(sent: WeightSource, stream: TensorStream) -> dict[str, Entry]:
+    """Return the manifest of a version for readers that compare whole tensors: an entry with checksums of slices gets
+    the checksum of the whole tensor in the stream, after its slices were compared. Raise SyncError if one differs."""
+    manifest = dict(sent.manifest)
+    if any(entry.slices for entry in manifest.values()):
+        for name, tensor in stream.tensors():
+            if name in manifest and manifest[name].slices:
+                if why := manifest[name].difference(name, tensor):
+                    raise SyncError(f"version {sent.version}: {why}")
+                manifest[name] = replace(manifest[name], checksum=checksum(tensor), slices=())
+    return manifest
 
 
 async def check_canary(
@@ -367,11 +420,8 @@ class CheckedReader:
                     f"{at}: {name} is {list(tensor.shape)} {dtype_name(tensor)}, its manifest says "
                     f"{list(entry.shape)} {entry.dtype}"
                 )
-            if entry.checksum is not None and checksum(tensor) != entry.checksum:
-                raise SyncError(
-                    f"{at}: {name} changed between its manifest and its delivery; an optimizer step overtook the "
-                    "publish"
-                )
+            if why := entry.difference(name, tensor):
+                raise SyncError(f"{at}: {why}")
             self.delivered.add(name)
             spent_s += time.perf_counter() - began
             yield name, tensor

@@ -122,6 +122,7 @@ class CollectiveOutlet(TcpOutlet):
     before."""
 
     transport = "verl.weight_sync.collective:open_weights"
+    per_rank = False  # the first rank broadcasts
 
     def __init__(self, *, host: str | None = None, backend: str = "gloo", gather_s: float = 2.0) -> None:
         super().__init__(host=host)

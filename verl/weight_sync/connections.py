@@ -3,6 +3,7 @@ of a known length."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import select
@@ -51,10 +52,21 @@ def listening(host: str | None, key: str, ask: struct.Struct, answer: Callable[.
     new thread calls answer(peer, *the other fields). host: the address to listen on; None: that of this machine's
     default route."""
     host = host or _way_out()
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener = _listener(host)
     _send_at_once(listener)  # which accepted connections inherit
     threading.Thread(target=_accept, args=(listener, key.encode(), ask, answer), name="weights", daemon=True).start()
     return f"{host}:{listener.getsockname()[1]}"
+
+
+def has_address(host: str) -> bool:
+    """Return True if this machine has that address."""
+    with contextlib.suppress(OSError), _listener(host):
+        return True
+    return False
+
+
+def _listener(host: str) -> socket.socket:
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def _accept(listener: socket.socket, key: bytes, ask: struct.Struct, answer: Callable[..., None]) -> None:

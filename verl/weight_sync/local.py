@@ -169,7 +169,7 @@ class LocalCheckpointEngine:
             version=sent.source.version,
             num_tensors=len(entries),
             num_bytes=sent.num_bytes,
-            verified_tensors=sum(e.checksum is not None for e in entries),
+            verified_tensors=sum(e.proof is not None for e in entries),
             canary_mean_abs=max(canary for canary, _ in took),
             changed=sent.changed,
             failed_replicas=failed,

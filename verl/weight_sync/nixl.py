@@ -13,11 +13,12 @@ import socket
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from verl.weight_sync.base import SyncContext, SyncError
@@ -25,6 +26,7 @@ from verl.weight_sync.connections import has_input, received
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Nixl
 from verl.weight_sync.shm import PREFIX, VERSION_BYTES, ShmStream, blank, end
+from verl.weight_sync.slices import SLICED, RankSlices, SlicedVersion, slices_in
 from verl.weight_sync.tcp import ANSWER, FETCH_S, NOTHING, VERSION, HostStream, TcpOutlet, request_version
 
 LOOK_S = 0.0005
@@ -85,27 +87,47 @@ class NixlOutlet(TcpOutlet):
 class NixlStream(HostStream):
     """A `HostStream` that reads the trainer's memory."""
 
+    ranks_at_once = 1  # a whole share of a rank is in memory until it is put in its place
+
     def _newer(self, here: ShmStream | None, place: Callable[[str], Path]) -> ShmStream:
+        if self._address.startswith(SLICED):
+            return self._assembled(here, place)
         peer, version, index = request_version(self._address, NOTHING)
         with peer:
             if here is not None and version <= here.version:
                 return here
             found = msgspec.msgpack.decode(index, type=MemoryRegion)
             into = blank(place(str(version % 2)), found.num_bytes)
-            try:
-                _read(found, into.memory[VERSION_BYTES:], peer, version)
-                peer.sendall(DONE)
-                (holds,) = VERSION.unpack(received(peer, VERSION.size))
-            except _errors() as e:
-                raise SyncError(f"version {version}: the trainer's memory could not be read: {e}") from e
-        if holds != version:
-            raise SyncError(f"version {version} was written over by {holds} while it was read")
+            _read_version(found, into.memory[VERSION_BYTES:], peer, version)
         into.hold(version)
         return into
+
+    def _slices(self, table: SlicedVersion, here: ShmStream | None, of: RankSlices) -> Iterator[tuple[str, Tensor]]:
+        peer, version, index = request_version(of.address, NOTHING)
+        with peer:
+            if version != table.version:
+                raise SyncError(f"it holds version {version} by now")
+            found = msgspec.msgpack.decode(index, type=MemoryRegion)
+            memory = torch.empty(found.num_bytes, dtype=torch.uint8)
+            _read_version(found, memory[VERSION_BYTES:], peer, version)
+        return slices_in(memory, of.entries(table.tensors))
 
 
 def open_weights(address: str) -> NixlStream:
     return NixlStream(address)
+
+
+def _read_version(found: MemoryRegion, into: Tensor, peer: socket.socket, version: int) -> None:
+    """Read the trainer's memory into `into`. Raise SyncError if that fails, or if the trainer does not confirm the
+    version afterwards."""
+    try:
+        _read(found, into, peer, version)
+        peer.sendall(DONE)
+        (holds,) = VERSION.unpack(received(peer, VERSION.size))
+    except _errors() as e:
+        raise SyncError(f"version {version}: the trainer's memory could not be read: {e}") from e
+    if holds != version:
+        raise SyncError(f"version {version} was written over by {holds} while it was read")
 
 
 def _read(found: MemoryRegion, into: Tensor, peer: socket.socket, version: int) -> None:

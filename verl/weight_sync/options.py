@@ -31,8 +31,8 @@ class Tcp:
     """The options of sync.engine=tcp."""
 
     host: str | None = None
-    """The address by which replicas reach the trainer's first rank. None: the address of its machine's default
-    route."""
+    """The address by which replicas reach the trainer's first rank. None: the address of its machine's default route,
+    as for ranks on other machines."""
     delta: bool = False
     """Send to hosts that have the version before only the elements that changed: for slow links."""
     bucket_mb: PositiveInt | None = None

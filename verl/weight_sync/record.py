@@ -37,6 +37,15 @@ class VersionRecord:
         """Record a tensor, in the format in which it is sent. check: also record a checksum of its bytes."""
         self.manifest[name] = replace(entry_of(tensor), checksum=checksum(tensor) if check else None)
         self.values[name] = some_values(tensor)
+        self._note_size(name, tensor)
+
+    def note_slice(self, name: str, tensor: Tensor, count: int) -> None:
+        """Record the slice of a tensor that this rank delivers, by up to `count` of its values. Its manifest is made of
+        the slices of all ranks."""
+        self.values[name] = some_values(tensor, count)
+        self._note_size(name, tensor)
+
+    def _note_size(self, name: str, tensor: Tensor) -> None:
         self.num_bytes += tensor.nbytes
         if tensor.is_floating_point() and tensor.numel():
             self.extremes[name] = torch.stack(tensor.aminmax()).double()
@@ -50,6 +59,18 @@ class VersionRecord:
         self.manifest |= other.manifest
         self.values |= other.values
         self.extremes |= other.extremes
+        self.num_bytes += other.num_bytes
+
+    def add_slices(self, other: VersionRecord) -> None:
+        """Add the record of another rank, which is of other slices of the same tensors."""
+        for name, values in other.values.items():
+            self.values[name] = torch.cat([self.values[name], values]) if name in self.values else values
+        for name, ends in other.extremes.items():
+            least, largest = ends
+            if name in self.extremes:
+                before = self.extremes[name]
+                least, largest = torch.minimum(before[0], least), torch.maximum(before[1], largest)  # NaN stays
+            self.extremes[name] = torch.stack([least, largest])
         self.num_bytes += other.num_bytes
 
     @property
@@ -79,10 +100,10 @@ def entry_of_part(part: WeightPart, form: WireFormat) -> Entry:
     return Entry(part.shape, str(wire_dtype(form, part.name, part.dtype)).removeprefix("torch."))
 
 
-def some_values(tensor: Tensor) -> Tensor:
-    """Return a copy of up to `SAMPLED_VALUES` values, float64, on the tensor's device."""
+def some_values(tensor: Tensor, count: int = SAMPLED_VALUES) -> Tensor:
+    """Return a copy of up to `count` values, float64, on the tensor's device."""
     flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLED_VALUES)][:SAMPLED_VALUES].to(torch.float64, copy=True)
+    return flat[:: max(1, flat.numel() // count)][:count].to(torch.float64, copy=True)
 
 
 def weights_identity(values: Mapping[str, Tensor]) -> str:

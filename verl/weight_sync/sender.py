@@ -21,6 +21,7 @@ from verl.weight_sync.base import (
     InPlace,
     Outlet,
     Passed,
+    Proof,
     Readers,
     Sent,
     StreamingOutlet,
@@ -29,7 +30,8 @@ from verl.weight_sync.base import (
 )
 from verl.weight_sync.canary import Probed, no_model
 from verl.weight_sync.record import VersionRecord, entry_of_part, on_host, some_values, weights_identity
-from verl.weight_sync.together import PartsOutlet, possible, stage_parts
+from verl.weight_sync.slices import SlicesOutlet
+from verl.weight_sync.together import Stage, staging
 from verl.weight_sync.wire_format import converted
 
 CHECKED_SHARE = 16  # after the first versions every 16th tensor gets a checksum, different ones in each version
@@ -56,12 +58,13 @@ class WeightSender:
         self._parameters, self._base = parameters, base
         self._verify_first = verify_first
         self._sent = 0
-        self._last: dict[str, tuple[int | None, Tensor]] = {}  # last known checksum, some values
+        self._last: dict[str, tuple[Proof, Tensor]] = {}  # last known checksum, some values
         self._moved_from: tuple[int, dict[str, Tensor]] = (-1, {})  # version and masters when a byte last changed
         self._first: int | None = None  # the first version that was sent
         self._measured: tuple[np.ndarray, np.ndarray] | None = None  # log-probs, and those of the own pass minus them
         self._parts: list[WeightPart] | None = None  # names, shapes and dtypes that the engine delivers, no tensors
-        self._together: bool | None = None  # all ranks stage their parts; decided by the first version
+        self._together: Stage | None = None  # how all ranks stage their parts
+        self._decided = False  # by the first version
         self._announced: WireFormat | None = None  # the format that a stream is laid out for
         self._source: WeightSource | None = None  # the version that was staged last
 
@@ -124,12 +127,11 @@ class WeightSender:
         copy: the weights may change before all replicas have them. Raise FloatingPointError for weights of a diverged
         model, which is not a fault of the delivery."""
         form = AS_HELD if isinstance(self._outlet, InPlace) and not copy else self._format
-        if self._together is None:
-            self._together = possible(self._outlet)
-        if self._together:
-            assert isinstance(self._outlet, PartsOutlet)
+        if not self._decided:
+            self._together, self._decided = staging(self._outlet), True
+        if self._together is not None:
             began, shapes = time.perf_counter(), self._shapes_of(engine, form)
-            address, record = stage_parts(self._outlet, engine, version, shapes, form, self._checks)
+            address, record = self._together(engine, version, shapes, form, self._checks)
             seconds = {"gather": 0.0, "stage": time.perf_counter() - began}
             if first:
                 return self._sent_of(engine, version, probes, form, record, address, seconds)
@@ -174,11 +176,11 @@ class WeightSender:
     ) -> Sent:
         """Check a staged version on the trainer's side and return its receipt."""
         manifest = record.manifest
-        assert {n: replace(e, checksum=None) for n, e in manifest.items()} == self._shapes_of(engine, form), (
-            "the engine delivers other tensors"
-        )
+        assert {n: replace(e, checksum=None, slices=()) for n, e in manifest.items()} == self._shapes_of(
+            engine, form
+        ), "the engine delivers other tensors"
         for name, owner in engine.tied.items():
-            manifest[name] = replace(manifest[owner], checksum=None, tied_to=owner)
+            manifest[name] = replace(manifest[owner], checksum=None, slices=(), tied_to=owner)
         probe = self._probed(engine, version, probes)
         self._refuse_diverged(version, record, probe)
         masters = sampled_values(engine.masters)
@@ -214,8 +216,10 @@ class WeightSender:
         return self._sent < self._verify_first or number % CHECKED_SHARE == self._sent % CHECKED_SHARE
 
     def release(self, version: int) -> None:
-        """Release what was staged last: all replicas have this version, or were given up. This runs in the process that
-        staged it, since the driver may not see that memory or folder."""
+        """Release what was staged last: all replicas have this version, or were given up. This runs in the processes
+        that staged it, since the driver may not see that memory or folder."""
+        if isinstance(self._outlet, SlicesOutlet) and self._outlet.per_rank:
+            self._outlet.release_slices(version)
         if self._source is not None:
             open_stream(self._source).release(version)
 
@@ -267,7 +271,7 @@ class WeightSender:
         last, self._last = self._last, {}
         changed = last.keys() != record.values.keys()
         for name, values in record.values.items():
-            known = record.manifest[name].checksum
+            known = record.manifest[name].proof
             if name in last:
                 before, seen = last[name]
                 changed |= known is not None and before is not None and known != before

@@ -32,6 +32,7 @@ PREFIX = f"verl-weights.{PIDS}"
 """Prefix of the files of processes in this process-id namespace; containers that share the memory have one each. An
 older verl reads the word after `verl-weights-` as a process id, and removes files of processes that do not exist."""
 HEAD_BYTES, VERSION_BYTES = 32, 8  # version, bytes of the index, offset of the tensors, bytes of a handle; one word
+FIRST_AT = 16  # of the offset of the tensors
 TAIL_BYTES = 8  # the version that all replicas have
 ALIGN_BYTES = 64
 WRITING = -1  # the version of a file that is being written

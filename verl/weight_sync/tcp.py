@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +33,7 @@ from verl.weight_sync.connections import (
     QUIET_S,
     connected,
     filled,
+    has_address,
     listening,
     received,
     tag_of,
@@ -50,8 +52,10 @@ from verl.weight_sync.shm import (
     remove_at_exit,
     remove_stale_segments,
 )
+from verl.weight_sync.slices import SLICED, RankSlices, SlicedVersion, assemble, slice_at
 
 NOTHING = -1  # the version of a host that has none
+TABLE = -2  # requests the table of a version in slices
 FETCH_S = 600.0  # to wait for another process of this host that fetches
 ASK = struct.Struct("<32sq")  # the key, and the version that the replica has
 ANSWER = struct.Struct("<qq")  # the version, and the bytes of the index
@@ -81,9 +85,11 @@ class TcpOutlet(OneHostParts):
     the address by which replicas reach this machine; None: that of its default route."""
 
     transport = "verl.weight_sync.tcp:open_weights"
+    per_rank = True
 
     def __init__(self, *, host: str | None = None, delta: bool = False) -> None:
         self._host, self._delta = host, delta
+        self._table: tuple[int, bytes] = (NOTHING, b"")  # of the latest version in slices
         self._key, self._address = secrets.token_hex(16), ""
         self._shm: ShmOutlet | None = None
         self._held: tuple[ShmStream, Changes] | None = None  # a version, and the changes since the one before
@@ -94,18 +100,36 @@ class TcpOutlet(OneHostParts):
         return tag_of(self._key)
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
-        if not self._address:
-            self._serve()
-        assert self._shm is not None
-        self._shm.stage(version, shapes, tensors)
+        self._memory().stage(version, shapes, tensors)
         return self.end(version)
 
     def begin(self, version: int, shapes: Mapping[str, Entry]) -> str:
         """Allocate the segment of a version, without tensors, and return its path."""
-        if not self._address:
-            self._serve()
-        assert self._shm is not None
-        return self._shm.begin(version, shapes)
+        return self._memory().begin(version, shapes)
+
+    def begin_slices(self, version: int) -> str:
+        """Return "": each rank stores its slices in the memory of its own host."""
+        return ""
+
+    def stage_slices(
+        self, place: str, rank: int, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]
+    ) -> str:
+        """Store the slices of this rank and return the address at which this process serves them."""
+        if rank and self._host is not None and not has_address(self._host):
+            self._host = None  # it is of the first rank's machine
+        self._memory("-slices").stage(version, shapes, tensors)
+        return self.end(version)
+
+    def join_slices(self, place: str, table: SlicedVersion) -> str:
+        """Serve the table of a version, of which all ranks have stored their slices, and return its address."""
+        self._memory("-slices")
+        self._table = table.version, msgspec.msgpack.encode(table)
+        return SLICED + self._address
+
+    def release_slices(self, version: int) -> None:
+        """Mark the slices of this rank as read by all replicas: their memory may be reused."""
+        if self._held is not None:
+            self._held[0].release(version)
 
     def end(self, version: int) -> str:
         """Mark the version as whole, with `delta` find what changed since the version before, and return the
@@ -120,17 +144,28 @@ class TcpOutlet(OneHostParts):
         self._held = (now, changes)
         return self._address
 
+    def _memory(self, kind: str = "") -> ShmOutlet:
+        """Return the outlet into this host's memory; serve it from now on. kind: the end of its name, for segments that
+        are no whole versions."""
+        if not self._address:
+            self._serve()
+        if self._shm is None:
+            self._shm = ShmOutlet(f"{PREFIX}-{os.getpid()}-{self.tag}{kind}", two=self._delta)
+        return self._shm
+
     def _serve(self) -> None:
         at = listening(self._host, self._key, ASK, self._answer)
         self._address = f"{at}/{self._key}"
-        self._shm = ShmOutlet(f"{PREFIX}-{os.getpid()}-{self.tag}", two=self._delta)
 
     def _answer(self, peer: socket.socket, has: int) -> None:
         """Send the latest version to one host, or `NOTHING` if no version is whole. A connection that the host closes
         is not an error."""
         with peer, contextlib.suppress(OSError):
             peer.settimeout(QUIET_S)
-            if self._held is not None and self._held[0].version > NOTHING:
+            if has == TABLE:
+                version, table = self._table
+                peer.sendall(ANSWER.pack(version, len(table)) + table)
+            elif self._held is not None and self._held[0].version > NOTHING:
                 self._send_version(peer, has)
             else:
                 peer.sendall(ANSWER.pack(NOTHING, 0))
@@ -190,6 +225,9 @@ class HostStream(TensorStream):
     """The `TensorStream` of a sender's version in this host's shared memory, which is fetched first if the host does
     not have it."""
 
+    ranks_at_once = 8
+    """The number of ranks that slices are read from at the same time."""
+
     def __init__(self, address: str) -> None:
         self._address, self._tag = address, tag_of(address.rpartition("/")[2])
         self._found: ShmStream | None = None
@@ -231,6 +269,8 @@ class HostStream(TensorStream):
         """Fetch the trainer's version and return its file. `place` returns the path of the file for a turn ("0", "1").
         Return `here`, the file that this host has, if its version is the same or later: on the trainer's own host a
         version is staged before it is published."""
+        if self._address.startswith(SLICED):
+            return self._assembled(here, place)
         has, before = (NOTHING, None) if here is None else (here.version, dict(here.views()))
         stream = TcpStream(self._address, has, before)
         try:
@@ -238,6 +278,30 @@ class HostStream(TensorStream):
                 return here
             outlet = ShmOutlet(place(str(stream.version % 2)).name.rpartition("-")[0])
             return ShmStream(Path(outlet.stage(stream.version, stream.shapes, stream.tensors())))
+        finally:
+            stream.close()
+
+    def _assembled(self, here: ShmStream | None, place: Callable[[str], Path]) -> ShmStream:
+        """Read the slices of the trainer's version from every rank. The result is as that of `_newer`."""
+        peer, version, found = request_version(self._address.removeprefix(SLICED), TABLE)
+        peer.close()
+        if here is not None and version <= here.version:
+            return here
+        table = msgspec.msgpack.decode(found, type=SlicedVersion)
+        outlet = ShmOutlet(place(str(version % 2)).name.rpartition("-")[0])
+        return assemble(table, outlet, partial(self._slices, table, here), at_once=self.ranks_at_once)
+
+    def _slices(self, table: SlicedVersion, here: ShmStream | None, of: RankSlices) -> Iterator[tuple[str, Tensor]]:
+        """Yield the slices of one rank. here: the version that this host has, of which the rank may send changes."""
+        has, before = NOTHING, dict[str, Tensor]()
+        if here is not None and here.version == table.version - 1:
+            views, has = dict(here.views()), here.version
+            before = {str(number): slice_at(views[name], spans) for number, (name, spans) in enumerate(of.slices)}
+        stream = TcpStream(of.address, has, before)
+        try:
+            if stream.version != table.version:
+                raise SyncError(f"it holds version {stream.version} by now")
+            yield from stream.tensors()
         finally:
             stream.close()
 
@@ -319,7 +383,7 @@ def _read(peer: socket.socket, part: SentTensor, before: Tensor | None) -> Tenso
     if part.how == "same":
         return before
     positions, values = _fetched(peer, (part.count,), POSITION), _fetched(peer, (part.count,), dtype)
-    now = before.clone()  # a reader may still use it
+    now = before.clone(memory_format=torch.contiguous_format)  # a reader may still use it
     now.view(-1)[positions.long()] = values
     return now
 

@@ -1,11 +1,12 @@
-"""A version that all ranks stage together: each rank writes its own slices into a place that all of them see, the
-shared memory of their host or a folder of several hosts. Nothing is gathered, and no rank has a whole tensor outside of
-that place."""
+"""A version that all ranks stage together, without gathering: each rank writes its own slices into a place that all of
+them see, the shared memory of their host or a folder of several hosts, or stores them where readers fetch them
+(slices.py). No rank has a whole tensor outside of that place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
@@ -13,9 +14,32 @@ from torch import Tensor
 
 from verl.model_engine.base import Publishes
 from verl.rollout.base import WireFormat
-from verl.weight_sync.base import Entry, SyncError, checksum
-from verl.weight_sync.record import VersionRecord
+from verl.weight_sync.base import Entry, SliceEntry, Spans, SyncError, checksum, slice_at
+from verl.weight_sync.record import SAMPLED_VALUES, VersionRecord
+from verl.weight_sync.slices import (
+    RankSlices,
+    SlicedVersion,
+    SlicesOutlet,
+    coverage_fault,
+    held_parts,
+    own_slices,
+    spans_of,
+)
 from verl.weight_sync.wire_format import converted
+
+
+class Stage(Protocol):
+    """Stages one version. Returns (address, record of all tensors) on the first rank; the others get ("", an empty
+    record). checks: for the number of a tensor, True if it gets a checksum. All ranks call this."""
+
+    def __call__(
+        self,
+        engine: Publishes,
+        version: int,
+        shapes: Mapping[str, Entry],
+        form: WireFormat,
+        checks: Callable[[int], bool],
+    ) -> tuple[str, VersionRecord]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +47,8 @@ class DeliveredSlice:
     """A slice of a tensor that one rank has written."""
 
     name: str
-    index: tuple[slice, ...]
+    spans: Spans
     """Its position in the whole tensor."""
-    num_elements: int
     checksum: int | None
     """crc32 of its bytes in the format in which they are sent; None where this version does not check the tensor."""
 
@@ -71,13 +94,19 @@ class PartsOutlet(Protocol):
         ...
 
 
-def possible(outlet: object) -> bool:
-    """Return True if several ranks see the place of the first one, and the outlet takes parts. All ranks call this, and
-    agree."""
-    if not isinstance(outlet, PartsOutlet) or not (dist.is_available() and dist.is_initialized()):
-        return False
-    if dist.get_world_size() < 2:
-        return False
+def staging(outlet: object) -> Stage | None:
+    """Return how several ranks stage a version in this outlet: in one place if all of them see the place of the first
+    one, else each its slices if the outlet takes these. None: there is one rank, or the first one gathers. All ranks
+    call this, and agree."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
+        return None
+    if isinstance(outlet, PartsOutlet) and _one_place(outlet):
+        return partial(stage_parts, outlet)
+    return partial(stage_slices, outlet) if isinstance(outlet, SlicesOutlet) and outlet.per_rank else None
+
+
+def _one_place(outlet: PartsOutlet) -> bool:
+    """Return True if all ranks see the place of the first one."""
     from verl.checkpoint.shards import agreed  # it loads torch's checkpoints, which a process without ranks never needs
 
     place = [""]
@@ -96,11 +125,8 @@ def stage_parts(
     form: WireFormat,
     checks: Callable[[int], bool],
 ) -> tuple[str, VersionRecord]:
-    """Stage one version. Returns (address, record of all tensors) on the first rank; the others get ("", an empty
-    record). checks: for the number of a tensor, True if it gets a checksum. All ranks call this.
-
-    The record is of the bytes that were staged: each rank reads some of the whole tensors after all slices are written,
-    and compares them with the slices that the ranks delivered."""
+    """Stage one version in one place, as a `Stage`. The record is of the bytes that were staged: each rank reads some
+    of the whole tensors after all slices are written, and compares them with the slices that the ranks delivered."""
     from verl.checkpoint.shards import agreed
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -118,7 +144,7 @@ def stage_parts(
                 kept = converted(form, part.name, part.mine)
                 file.write(part.name, part.index, kept)
                 crc = checksum(kept) if part.name in checked else None
-                delivered.append(DeliveredSlice(part.name, part.index, kept.numel(), crc))
+                delivered.append(DeliveredSlice(part.name, spans_of(part.index, part.shape), crc))
         file.flush()
     slices: dict[str, list[DeliveredSlice]] = {name: [] for name in shapes}
     for one in (one for of_rank in _gathered(delivered) for one in of_rank):
@@ -130,8 +156,7 @@ def stage_parts(
             fault = fault or difference_of(name, tensor, slices[name])
             mine.note(name, tensor, check=name in checked)
     mine.finish()
-    if faults := [found for found in _gathered(fault) if found]:
-        raise SyncError(f"version {version}: {faults[0]}")
+    _raise_any(version, fault)
     every: list[Any] | None = [None] * world if rank == 0 else None
     dist.gather_object(mine, every)
     whole = VersionRecord()
@@ -143,12 +168,84 @@ def stage_parts(
     return outlet.end(version), whole
 
 
+def stage_slices(
+    outlet: SlicesOutlet,
+    engine: Publishes,
+    version: int,
+    shapes: Mapping[str, Entry],
+    form: WireFormat,
+    checks: Callable[[int], bool],
+) -> tuple[str, VersionRecord]:
+    """Stage one version in slices, as a `Stage`. The entries of the manifest have the checksums of slices. Raise
+    SyncError on all ranks if one cannot store its slices, or if they do not cover all tensors."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    checked = {name for number, name in enumerate(shapes) if checks(number)}
+    entries, slices = own_slices(engine, form)
+    record, sums = VersionRecord(), list[int | None]()
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for number, (part, mine) in enumerate(held_parts(engine)):
+            kept = converted(form, part.name, mine).cpu()
+            sums.append(checksum(kept) if part.name in checked else None)
+            record.note_slice(part.name, kept, max(1, SAMPLED_VALUES // world))
+            yield str(number), kept
+
+    place = _of_first(version, lambda: outlet.begin_slices(version))
+    stage = partial(outlet.stage_slices, place, rank, version, entries, tensors())
+    address, fault = _tried(stage) if slices else ("", "")
+    _raise_any(version, f"rank {rank} could not store its slices: {fault}" if fault else "")
+    every: list[Any] | None = [None] * world if rank == 0 else None
+    dist.gather_object((RankSlices(rank, address, slices), sums, record), every)
+
+    def join() -> str:
+        of_ranks = [of_rank for of_rank, _, _ in every or () if of_rank.slices]
+        table = SlicedVersion(version, {name: (e.dtype, e.shape) for name, e in shapes.items()}, of_ranks)
+        if table.fault:
+            raise SyncError(table.fault)
+        return outlet.join_slices(place, table)
+
+    whole = VersionRecord(dict(shapes))
+    for of_rank, of_slices, found in every or ():
+        whole.add_slices(found)
+        for (name, spans), crc in zip(of_rank.slices, of_slices, strict=True):
+            if crc is not None:
+                entry = whole.manifest[name]
+                whole.manifest[name] = replace(entry, slices=(*entry.slices, SliceEntry(of_rank.rank, spans, crc)))
+    address = _of_first(version, join)
+    return (address, whole) if rank == 0 else ("", VersionRecord())
+
+
+def _tried(fn: Callable[[], str]) -> tuple[str, str]:
+    """Return (the result, "") or ("", the text of the error)."""
+    try:
+        return fn(), ""
+    except (OSError, SyncError) as e:
+        return "", str(e)
+
+
+def _of_first(version: int, fn: Callable[[], str]) -> str:
+    """Return the result of the first rank, which alone calls the function. Raise its error on all ranks."""
+    found = [_tried(fn) if dist.get_rank() == 0 else ("", "")]
+    dist.broadcast_object_list(found)
+    ((result, fault),) = found
+    if fault:
+        raise SyncError(f"version {version}: {fault}")
+    return result
+
+
+def _raise_any(version: int, fault: str) -> None:
+    """Raise the first error text of all ranks, on all of them."""
+    if faults := [found for found in _gathered(fault) if found]:
+        raise SyncError(f"version {version}: {faults[0]}")
+
+
 def difference_of(name: str, tensor: Tensor, slices: Sequence[DeliveredSlice]) -> str:
     """Return an error text if the slices do not cover the staged tensor exactly once, or do not read as they were
     written, else ""."""
-    if (found := sum(one.num_elements for one in slices)) != tensor.numel():
-        return f"{name} has {tensor.numel()} elements, and its ranks delivered {found}"
-    changed = [one for one in slices if one.checksum is not None and checksum(tensor[one.index]) != one.checksum]
+    if fault := coverage_fault(name, tensor.shape, [one.spans for one in slices]):
+        return fault
+    checked = [one for one in slices if one.checksum is not None]
+    changed = [one for one in checked if checksum(slice_at(tensor, one.spans)) != one.checksum]
     if changed:
         fix = "the file system between the ranks does not keep what they write: set sync.engine=tcp, or another folder"
         return f"{name} does not read as it was written, in {len(changed)} of its {len(slices)} slices; {fix}"
