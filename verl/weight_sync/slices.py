@@ -133,7 +133,7 @@ def held_parts(engine: Publishes) -> Iterator[tuple[WeightPart, Tensor]]:
     return ((part, part.mine) for part in engine.weight_parts() if part.mine is not None)
 
 
-def assemble(
+def put_together(
     table: SlicedVersion,
     outlet: ShmOutlet,
     read: Callable[[RankSlices], Iterable[tuple[str, Tensor]]],

@@ -52,7 +52,7 @@ from verl.weight_sync.shm import (
     remove_at_exit,
     remove_stale_segments,
 )
-from verl.weight_sync.slices import SLICED, RankSlices, SlicedVersion, assemble, slice_at
+from verl.weight_sync.slices import SLICED, RankSlices, SlicedVersion, put_together, slice_at
 
 NOTHING = -1  # the version of a host that has none
 TABLE = -2  # requests the table of a version in slices
@@ -289,7 +289,7 @@ class HostStream(TensorStream):
             return here
         table = msgspec.msgpack.decode(found, type=SlicedVersion)
         outlet = ShmOutlet(place(str(version % 2)).name.rpartition("-")[0])
-        return assemble(table, outlet, partial(self._slices, table, here), at_once=self.ranks_at_once)
+        return put_together(table, outlet, partial(self._slices, table, here), at_once=self.ranks_at_once)
 
     def _slices(self, table: SlicedVersion, here: ShmStream | None, of: RankSlices) -> Iterator[tuple[str, Tensor]]:
         """Yield the slices of one rank. here: the version that this host has, of which the rank may send changes."""
