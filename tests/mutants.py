@@ -1163,6 +1163,12 @@ MUTANTS = (
     Mutant("rollout/embedded/core.py", "places[sources] = holes", "pass", AHEAD),
     Mutant("rollout/embedded/core.py", "np.argsort(launched.rows)[", "np.flatnonzero(launched.rows >= 0)[0 * ", AHEAD),
     Mutant("rollout/native/paged.py", "np.where(rows.drawn_by < 0, given, rows.drawn_by)", "given", AHEAD),
+    Mutant("accel/uniforms.py", "z ^ _shifted(z, 31)", "z ^ (z >> 31)", CUDA),
+    Mutant("accel/cuda/sampling.py", "other=0) + 1).to(tl.uint64", "other=0)).to(tl.uint64", CUDA),
+    Mutant("accel/cuda/truncation.py", "ties = k - above", "ties = k - above + 1", CUDA),
+    Mutant("accel/cuda/truncation.py", "tl.cumsum(tied, 0) - tied", "tl.cumsum(tied, 0)", CUDA),
+    Mutant("accel/cuda/truncation.py", "tl.minimum(ties, wanted)", "wanted", CUDA),
+    Mutant("accel/cuda/truncation.py", "tl.where(x == 0, 0.0, x)", "x", CUDA),
     Mutant("rollout/native/fused.py", "pairs.argsort(stable=True)", "pairs.argsort(descending=True)", CUDA_ENGINE),
     Mutant("rollout/native/fused.py", '"window": layer.window', '"window": 0', CUDA_ENGINE),
     Mutant(

@@ -7,15 +7,18 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from on_device import DEVICE
 
 from verl.accel.cpu.kernels import Kernels, load_kernels
 from verl.accel.cpu.linear import Packed, PanelProducts
 from verl.accel.linear import Plain, Products, SingleProducts
+from verl.accel.uniforms import GAMMA, MIX_1, MIX_2
 from verl.rollout.base import Completion, GenerateRequest, RolloutContext
 from verl.rollout.embedded.core import EngineCore
 from verl.rollout.embedded.requests import ActiveRequest
+from verl.rollout.embedded.sampler import SamplingMetadata
 from verl.rollout.native.engine import build
 from verl.rollout.native.options import Options
 from verl.rollout.native.runner import NativeRunner
@@ -72,6 +75,26 @@ def finish(core: EngineCore, requests: Iterable[ActiveRequest] = ()) -> dict[str
     while core.busy:
         done |= {c.request_id: c for _, c in core.step()}
     return done
+
+
+def draws_of(uniform: Any, temperature: Any = 1.0, top_k: Any = 0, top_p: Any = 1.0, min_p: Any = 0.0) -> Any:
+    """The sampling settings of rows with these uniform numbers [n], from streams that give them at position 5."""
+    n, z = len(uniform), (np.asarray(uniform, np.float64) * 2.0**53).astype(np.uint64) << np.uint64(11)
+    for shift, factor in ((31, MIX_2), (27, MIX_1), (30, 1)):  # the inverse of `mixed`
+        z = _unshifted(z, shift) * np.uint64(pow(factor, -1, 2**64))
+    columns = ((temperature, np.float32), (top_k, np.int64), (top_p, np.float32), (min_p, np.float32))
+    filled = [np.broadcast_to(np.asarray(value, kind), n).copy() for value, kind in columns]
+    drawn = SamplingMetadata(*filled, z - np.uint64(6 * GAMMA % 2**64), np.full(n, 5))
+    assert (drawn.uniform == uniform).all()
+    return drawn
+
+
+def _unshifted(z: np.ndarray, shift: int) -> np.ndarray:
+    """The y with y ^ (y >> shift) = z."""
+    y = z.copy()
+    for _ in range(64 // shift):
+        y = z ^ (y >> np.uint64(shift))
+    return y
 
 
 class Interrupted:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from interpreted import Launches, fix_bf16_products, interpreted_ops
 from on_device import close_to
-from rollouts import finish
+from rollouts import draws_of, finish
 from test_rollout_numerics import CONFIGS, engine, logprobs_of, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config
@@ -23,7 +23,6 @@ from verl.accel.table import OPERATIONS
 from verl.rollout.base import GenerateRequest
 from verl.rollout.embedded.core import DecodeRows, EngineCore
 from verl.rollout.embedded.requests import ActiveRequest
-from verl.rollout.embedded.sampler import SamplingMetadata
 from verl.rollout.native import paged
 from verl.rollout.native.engine import slower_notes
 from verl.rollout.native.fused import decode_hidden
@@ -89,6 +88,20 @@ def test_a_row_in_several_parts_equals_transformers() -> None:
 
 
 @pytest.mark.on_device
+def test_rows_with_top_k_are_part_of_the_step() -> None:
+    """Beside a row without it, with the draws of the host."""
+    module, rng = reference(CONFIGS["qwen3"]), np.random.default_rng(0)
+    prompts, drawn = [rng.integers(0, 67, 9) for _ in range(2)], []
+    plain = engine(CONFIGS["qwen3"], module, rows=5, compiled=False, layout="plain")
+    for core in (fused(CONFIGS["qwen3"], module), plain):
+        settings = (Sampling(max_tokens=4, seed=i, temperature=1.5, top_k=3 * i, top_p=1 - 0.2 * i) for i in range(2))
+        asked = (GenerateRequest(str(i), prompts[i], s) for i, s in enumerate(settings))
+        drawn.append(finish(core, map(ActiveRequest, asked)))
+    for name, one in drawn[1].items():
+        assert drawn[0][name].ids.tolist() == one.ids.tolist()
+        np.testing.assert_allclose(drawn[0][name].logprobs, one.logprobs, atol=2e-6)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 def test_bfloat16_is_as_far_from_float32_as_the_plain_path(name: str) -> None:
     """Norms are rounded at the same places, so bf16 through the kernels is not a coarser bf16."""
@@ -129,9 +142,9 @@ def test_a_layer_is_ten_launches_at_most(name: str, max_context_tokens: int, mon
     assert names.count("_attend_part") == names.count("_rotate_and_store") == names.count("_gated") == layers
     assert names.count("_merge_parts") == merged * layers and names.count("_add_norm") == 2 * layers + 1
     assert sum(n in ("mm", "addmm", "addmm_") for n in names) == 4 * layers + 1
-    once = {"index_select", "mul_", "div_", "tanh_", "_reduce_block", "_draw"}  # embedding and its scale, cap, draw
+    once = {"index_select", "mul_", "div_", "tanh_", "_truncate", "_draw_uniforms", "_reduce_block", "_draw"}
     assert len([n for n in names if n not in once]) == (9 + merged) * layers + 2, names
-    assert sum(n in once for n in names) <= 8
+    assert sum(n in once for n in names) <= 10  # embedding and its scale, tokens, cap, draw
 
 
 class Declared(TorchDispatchMode):
@@ -151,6 +164,8 @@ class Declared(TorchDispatchMode):
             ),
             "add_norm": lambda residual, *rest: residual,
             "gated": lambda both, activation: both[:, : both.shape[1] // 2].contiguous(),
+            "truncate": lambda logits, *rest: logits,
+            "uniforms": lambda streams, positions: streams.double(),
             "sample": lambda logits, *rest: logits.new_empty(2, len(logits)),
             "expert_products": lambda x, weights, order, *rest: x.new_empty(len(order), weights.shape[1]),
             "expert_sum": lambda each, share: each.new_empty(len(share), each.shape[1]),
@@ -192,7 +207,9 @@ def test_a_step_moves_little_beside_weights_and_kv(rows: int, tokens: int) -> No
     with declared:
         table = torch.zeros(rows, tokens // 256, dtype=torch.int32, device=meta)
         hidden = decode_hidden(declared.ops(), model, pool, table, at, at)
-        declared.ops().sample(model.live.logits(hidden), at.float(), at.double())
+        ops_of = declared.ops()
+        logits = ops_of.truncate(model.live.logits(hidden), at.double(), at, at.double(), at.double())
+        ops_of.sample(logits, at.double(), ops_of.uniforms(at, at))
     weights = sum(tensor.nbytes for tensor in model.live.tensors)
     kv = 2 * 28 * 8 * 128 * 2 * rows * tokens
     assert weights > 1.19e9 and declared.bytes > weights + kv
@@ -209,10 +226,9 @@ def launched_on_meta(name: str, ops: DecodeOps | None, patch: pytest.MonkeyPatch
     cache = paged.PageCache(model.shape, dtype, meta, 3, 256, 3 * 256)
     s = model.shape
     cache.fill(0, 3, torch.empty(s.layers, 2, s.kv_heads, 20, s.head_dim, dtype=dtype, device=meta))
-    step = paged.PagedDecode(model, cache, dtype, 3, 256, ops, separately=False)
+    step = paged.PagedDecode(model, cache, dtype, 3, 256, ops)
     patch.setattr(paged.Transfers, "receive", lambda host, both: sent.append(both))
-    drawn = SamplingMetadata(*(np.ones(3, np.float32), np.zeros(3, np.int64), np.ones(3, np.float32)),
-                             np.zeros(3, np.float32), np.full(3, 0.5))  # fmt: skip
+    drawn = draws_of(np.full(3, 0.5), 1.0, [0, 0, 5 if ops else 0])
     tokens = np.zeros(3, np.int64)
     step.launch(DecodeRows(tokens, np.full(3, 20), None, drawn))
     step.launch(DecodeRows(tokens, np.array([21, -1, 21]), np.array([0, 1, -1]), drawn))

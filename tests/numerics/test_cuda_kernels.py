@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import decode_references as references
@@ -10,18 +11,22 @@ import pytest
 import torch
 from decode_references import pages_of
 from interpreted import Traffic, fix_bf16_products
+from rollouts import draws_of
 from test_accel_table import CASES, as_function, check_row
 from torch import Tensor
 
+from verl.accel import plain
 from verl.accel.cuda.rows import KERNELS
 from verl.accel.operations import Kernel, Use
 from verl.accel.table import OPERATIONS
-from verl.rollout.embedded.sampler import SamplingMetadata, sample, stream_of, uniforms
+from verl.accel.uniforms import plain_uniforms, uniforms
+from verl.rollout.embedded.sampler import sample, stream_of
 
 pytest.importorskip("triton", reason="no Triton here (make triton-package)")
-from verl.accel.cuda import attention, experts, layers, rotary, sampling
+from verl.accel.cuda import attention, experts, layers, rotary, sampling, truncation
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+CUT = plain.plain_truncate
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = list(TOLERANCE)
 
@@ -144,10 +149,7 @@ def test_activation_and_gate(activation: str, dtype: torch.dtype) -> None:
 
 def drawn(logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """(ids and log-probs of the host's sampler, [2, n] of the kernels)."""
-    n = len(logits)
-    rows = SamplingMetadata(
-        temperature, np.zeros(n, np.int64), np.ones(n, np.float32), np.zeros(n, np.float32), uniform
-    )
+    rows = draws_of(uniform, temperature)
     ours = sampling.draw_tokens(logits, torch.from_numpy(temperature).double(), torch.from_numpy(uniform))
     return sample(logits, rows), ours
 
@@ -168,12 +170,43 @@ def test_ten_thousand_draws_are_those_of_the_host(monkeypatch: pytest.MonkeyPatc
     assert count == 10_000
 
 
+def test_ten_thousand_uniforms_are_those_of_the_host() -> None:
+    """By torch and by the kernel, bit for bit, also for the ends of both counters."""
+    streams = np.array([stream_of(seed, seed % 7) for seed in range(9_998)] + [0, 2**64 - 1], np.uint64)
+    positions = np.concatenate([np.arange(9_998), [2**40, 2**31 - 1]])
+    expected = torch.from_numpy(uniforms(streams, positions))
+    given = torch.from_numpy(streams.view(np.int64)), torch.from_numpy(positions)
+    assert torch.equal(plain_uniforms(*given), expected)
+    assert torch.equal(sampling.draw_uniforms(*given), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_top_k_top_p_and_min_p_without_a_sort(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every combination over several blocks; equal logits, of which those with lower ids are kept; -0 is 0."""
+    monkeypatch.setattr(truncation, "VOCAB_BLOCK", 64)
+    torch.manual_seed(0)
+    every = [*product([0, 3], [1.0, 0.9], [0.0, 0.1]), (1, 0.3, 1.0), (200, 0.3, 0.0), (40, 1e-6, 0.0)]
+    logits = (torch.randn(len(every), 75) * 3).to(dtype)
+    logits[::2] = logits[::2].round()
+    logits[::4] = torch.where(logits[::4] == 0, -0.0, logits[::4])
+    logits[1::4, 60:] = -torch.inf
+    temperature = torch.tensor([0.5, 1.0, 2.0])[torch.arange(len(every)) % 3].double()
+    top_k, top_p, min_p = (torch.tensor(column) for column in zip(*every, strict=True))
+    settings = top_k, top_p.double(), min_p.double()
+    ours = truncation.truncate(logits.clone(), temperature, *settings)
+    exact = CUT(logits.double(), temperature, *settings)
+    assert torch.equal(ours.double(), exact)
+    assert torch.isfinite(exact).any(1).all() and (~torch.isfinite(exact)).any(1).sum() >= 10
+    greedy = truncation.truncate(logits.clone(), torch.zeros_like(temperature), *settings)
+    assert torch.equal(greedy, logits)
+
+
 def test_ends_of_the_distribution() -> None:
     """A uniform of 0 and just below 1, ids without probability at both ends, ties, and NaN."""
     low, top = -torch.inf, np.nextafter(1.0, 0.0)
     rows = [[low, 0, 1, low], [low, 0, 1, low], [2, 2, 2, 2], [5, 5, 1, 5], [low, low, 0, low], [0, torch.nan, 0, 0]]
     temperature = np.array([1, 1, 1, 0, 0.5, 1], np.float32)
-    (ids, logprobs), ours = drawn(torch.tensor(rows), temperature, np.array([0, top, 0.5, 0.9, top, 0.3]))
+    (ids, logprobs), ours = drawn(torch.tensor(rows), temperature, np.array([0, top, 0.5, 0.9, top, 0.375]))
     assert ours[0, :5].tolist() == ids[:5].tolist() == [1, 2, 2, 0, 2]
     torch.testing.assert_close(ours[1, :5].float(), logprobs[:5], atol=1e-6, rtol=0)
     assert torch.isnan(ours[1, 5]) and 0 <= ours[0, 5] < 4
@@ -216,6 +249,9 @@ def large_inputs(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (torch.randn(3, 4000).half(), "silu"), {}
     if name == "sample":
         return (torch.randn(2, 20_000).half(), torch.ones(2), torch.rand(2, dtype=torch.float64)), {}
+    if name == "truncate":
+        logits, ones = torch.randn(2, 20_000).half(), torch.ones(2, dtype=torch.float64)
+        return (logits, ones, torch.tensor([5, 9]), ones, 0 * ones), {}
     if name == "add_norm":
         return (*torch.randn(2, 5, 2000).half(), None, torch.randn(2000).half(), 1e-5), {}
     return CASES[name].inputs(torch.Generator().manual_seed(1), 3 if name == "rotate_and_store" else 1, torch.float16)

@@ -8,10 +8,11 @@ import torch
 from each import check_each, each
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollouts import draws_of
 
 from verl.accel.cpu import kernels as module
 from verl.accel.cpu.kernels import Kernels, load_kernels
-from verl.rollout.embedded.sampler import SamplingMetadata, sample
+from verl.rollout.embedded.sampler import sample
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCE)
@@ -118,18 +119,6 @@ def attention_case(kernels, sizes):
             close(a[:, :, :151], b[:, :, :151], kernels.dtype)
 
 
-def draw_of(temperature, uniform):
-    n = len(uniform)
-    off = np.zeros(n, np.int64)
-    return SamplingMetadata(
-        np.asarray(temperature, np.float32),
-        off,
-        np.ones(n, np.float32),
-        np.zeros(n, np.float32),
-        np.asarray(uniform, np.float64),
-    )
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -140,7 +129,7 @@ def test_draws_equal_torchs(kernels, seed, vocab, spread):
     rng = np.random.default_rng(seed)
     n = 32
     logits = (spread * torch.randn(n, vocab, generator=torch.Generator().manual_seed(seed))).to(kernels.dtype)
-    draw = draw_of(rng.choice([0.0, 0.6, 1.0, 1.7], n), np.concatenate([[0.0, 1 - 2**-53], rng.random(n - 2)]))
+    draw = draws_of(np.concatenate([[0.0, 1 - 2**-53], rng.random(n - 2)]), rng.choice([0.0, 0.6, 1.0, 1.7], n))
     ids, logprobs = kernels.sample(logits, draw.temperature, draw.uniform)
     expected_ids, expected = sample(logits, draw)
     same = ids == expected_ids.numpy()

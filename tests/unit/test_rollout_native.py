@@ -21,7 +21,7 @@ import torch
 from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollouts import context_of, native_core, products_of
+from rollouts import context_of, draws_of, native_core, products_of
 from rollouts import finish as run_out
 from transformers import (
     AutoModelForCausalLM,
@@ -35,13 +35,14 @@ from transformers import (
 
 from verl.accel.cpu import lanes as lanes_module
 from verl.accel.cpu.lanes import Lanes
+from verl.accel.uniforms import uniforms
 from verl.rollout import hf
 from verl.rollout.base import Completion, GenerateRequest
 from verl.rollout.embedded.core import EngineCore
 from verl.rollout.embedded.hf_runner import HfRunner
 from verl.rollout.embedded.receive import receive
 from verl.rollout.embedded.requests import ActiveRequest, find_stop
-from verl.rollout.embedded.sampler import SamplingMetadata, sample, stream_of, uniforms
+from verl.rollout.embedded.sampler import SamplingMetadata, sample, stream_of
 from verl.rollout.native import engine as native
 from verl.rollout.native import kv as kv_module
 from verl.rollout.native import weights as weights_module
@@ -357,10 +358,8 @@ def test_lanes_compute_on_one_thread_and_leave_the_others_alone() -> None:
 
 
 def draws(n: int, uniform: Any, **columns: float) -> SamplingMetadata:
-    given = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **columns}
-    kinds = {"top_k": np.int64}
-    arrays = {name: np.full(n, value, kinds.get(name, np.float32)) for name, value in given.items()}
-    return SamplingMetadata(uniform=np.full(n, uniform, np.float64), **arrays)
+    drawn: SamplingMetadata = draws_of(np.full(n, uniform, np.float64), **columns)
+    return drawn
 
 
 @each("vocab", [3, 512, 513, 1000, 4096])
@@ -391,13 +390,8 @@ def test_an_impossible_id_is_never_drawn(vocab: int, uniform: float) -> None:
 
 def test_rows_are_drawn_each_in_its_own_way() -> None:
     logits = torch.randn(6, 40)
-    draw = SamplingMetadata(
-        np.array([0.0, 1.0, 0.5, 1.0, 2.0, 0.0], np.float32),
-        np.array([0, 2, 0, 0, 0, 3]),
-        np.array([1, 1, 0.3, 1, 1, 0.1], np.float32),
-        np.array([0, 0, 0, 0.5, 0, 0], np.float32),
-        np.full(6, 0.9),
-    )
+    temperature, top_k, top_p = [0.0, 1.0, 0.5, 1.0, 2.0, 0.0], [0, 2, 0, 0, 0, 3], [1, 1, 0.3, 1, 1, 0.1]
+    draw = draws_of(np.full(6, 0.9), temperature, top_k, top_p, [0, 0, 0, 0.5, 0, 0])
     ids, logprobs = sample(logits, draw)
     for row in range(6):
         alone_id, alone_logprob = sample(logits[row : row + 1], draw.of(slice(row, row + 1)))

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from families import GEMMA3, QWEN3, QWEN3_MOE, VOCAB
-from rollouts import finish, native_core, source_of
+from rollouts import draws_of, finish, native_core, source_of
 from transformers import AutoModelForCausalLM
 
 from verl.accel.plain import plain_sample
 from verl.rollout.base import Completion, GenerateRequest
 from verl.rollout.embedded.core import EngineCore
 from verl.rollout.embedded.requests import ActiveRequest
-from verl.rollout.embedded.sampler import SamplingMetadata, sample
+from verl.rollout.embedded.sampler import sample
 from verl.rollout.native import paged
 from verl.rollout.native.paged import gathered_paged
 from verl.rollout.native.runner import NativeRunner
@@ -200,9 +200,7 @@ def test_drawing_without_the_host_is_drawing(vocab: int) -> None:
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(size=(40, vocab)).astype(np.float32))
     temperature = rng.choice(np.array([0.0, 0.7, 1.0], np.float32), 40)
-    drawn = SamplingMetadata(
-        temperature, np.zeros(40, np.int64), np.ones(40, np.float32), np.zeros(40, np.float32), rng.random(40)
-    )
+    drawn = draws_of(rng.random(40), temperature)
     ids, logprobs = plain_sample(logits, torch.from_numpy(temperature), torch.from_numpy(drawn.uniform))
     expected_ids, expected = sample(logits, drawn)
     assert torch.equal(ids.long(), expected_ids)

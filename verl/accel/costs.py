@@ -27,6 +27,16 @@ def sample_cost(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Cost:
     return Cost(logits.nbytes + temperature.nbytes + uniform.nbytes + 16 * len(logits), 5 * logits.numel())
 
 
+def truncate_cost(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Cost:
+    """Return the work if every row is truncated: its logits are read and most of them written."""
+    settings = sum(column.nbytes for column in (temperature, top_k, top_p, min_p))
+    return Cost(2 * logits.nbytes + settings, 8 * logits.numel())
+
+
+def uniforms_cost(streams: Tensor, positions: Tensor) -> Cost:
+    return Cost(3 * streams.nbytes, 10 * streams.numel())
+
+
 def linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
     """Return the work of x [n, K] W^T + b -> [n, N] for a weight [N, K]."""
     out = len(x) * len(weight)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from verl.accel import trained
 from verl.accel.linear import Plain, SingleProducts
 from verl.accel.operations import Call, Kernel, Use
+from verl.accel.uniforms import plain_uniforms
 
 WEIGHT_ROWS = 8192  # rows of a weight that are converted at once
 BLOCK = 256  # tokens per block of the two-level inverse CDF: cumsum is scalar on CPU, a block sum is vectorised
@@ -33,6 +34,25 @@ def plain_sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor
     probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
     ids = torch.where(greedy, logits.argmax(dim=-1), inverse_cdf(probs, uniform))
     return torch.stack((ids.double(), probs.gather(1, ids[:, None]).squeeze(1).log_().double()))
+
+
+def plain_truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Write -inf into logits [n, V] for the ids that top-k, then top-p of the rest, then min-p of all drop, each at the
+    temperature [n]; top_k [n] of 0, top_p of 1, min_p of 0 and a temperature of 0 drop none. Of equal logits those with
+    lower ids are kept. Return the logits."""
+    greedy = temperature == 0
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    x = x / torch.where(greedy, 1.0, temperature).to(x.dtype)[:, None]
+    ordered, order = x.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(x.shape[1], device=x.device)
+    keep = rank < torch.where(top_k > 0, top_k, x.shape[1])[:, None]
+    probs = torch.softmax(ordered.masked_fill_(~keep, -torch.inf), dim=-1).double()
+    before = probs.cumsum(-1) - probs  # probability of the ids ranked above
+    # top_p = 1 keeps all: a float64 sum may round above 1 before the last id
+    keep &= before < torch.where(top_p < 1, top_p, torch.inf)[:, None]
+    keep = torch.zeros_like(keep).scatter_(1, order, keep)
+    keep &= x >= x.amax(dim=-1, keepdim=True) + min_p.to(x.dtype).log()[:, None]  # log 0 = -inf: off
+    return logits.masked_fill_(~keep & ~greedy[:, None], -torch.inf)
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -85,6 +105,8 @@ KERNELS = (
     _row("rms_norm", plain_rms_norm, 2e-6, 2e-2, traffic=3),
     _row("gated", plain_gated, 2e-5, 2e-2, traffic=2),
     _row("sample", plain_sample, 3e-5, 3e-5, traffic=6),
+    _row("truncate", plain_truncate, 0.0, 0.0, traffic=40),
+    _row("uniforms", plain_uniforms, 0.0, 0.0, traffic=12),
     _row("linear", _products, 2e-4, 4e-2, traffic=1),
     _row("float32_linear", plain_float32_linear, 2e-4, 2e-4, traffic=6),
     _row("trained_rms_norm", trained.trained_rms_norm, 2e-6, 2e-2, traffic=3),

@@ -35,6 +35,17 @@ OPERATIONS: Mapping[str, Operation] = {
             costs.sample_cost,
         ),
         Operation(
+            "truncate",
+            "(logits [n, V], temperature [n], top_k int64 [n], top_p and min_p float64 [n]) -> logits, with -inf for "
+            "the ids that a row does not draw from; 0, 1 and 0 are off, and a temperature of 0 drops none",
+            costs.truncate_cost,
+        ),
+        Operation(
+            "uniforms",
+            "(streams [n], positions [n], both int64) -> float64 [n] in [0, 1): the uniform number of each draw",
+            costs.uniforms_cost,
+        ),
+        Operation(
             "slot_attention",
             "(qkv [n, (H + 2K) D], qk_norm float32 [H + K, D] or None, turns complex64 [positions, D/2], "
             "positions [n], keys and values [n, K, capacity, D], heads, eps, scale, window, cap) -> [n, H D]: one new "

@@ -31,6 +31,8 @@ KERNELS = (
     _row("rotate_and_store", "rotary", "rotate_and_store", 2e-6, 2e-2, traffic=1.1),
     _row("add_norm", "layers", "add_norm", 2e-6, 2e-2, traffic=1.1),
     _row("gated", "layers", "gated", 2e-5, 2e-2),
+    _row("truncate", "truncation", "truncate", 0.0, 0.0),
+    _row("uniforms", "sampling", "draw_uniforms", 0.0, 0.0),
     _row("sample", "sampling", "draw_tokens", 3e-5, 3e-5, traffic=2.1),
     _row("expert_products", "experts", "expert_products", 2e-5, 4e-2, traffic=1.1),
     _row("expert_sum", "experts", "expert_sum", 2e-6, 2e-2),

@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verl.accel.uniforms import GAMMA, MIX_1, MIX_2
+
 VOCAB_BLOCK = 4096
+UNIFORMS = 128  # numbers of one program
 ROWS_AT_ONCE = 1  # rows of one program: one fills a card soonest, many suit the interpreter
 
 
@@ -89,6 +92,30 @@ def _draw(
     logit = _scaled(logits, temperature, n * V + chosen, inside)
     tl.store(out + n, chosen.to(tl.float64), mask=inside)
     tl.store(out + N + n, (logit - highest).to(tl.float64) - tl.log(total), mask=inside)
+
+
+@triton.jit
+def _draw_uniforms(
+    streams, positions, out, N, GAMMA: tl.constexpr, MIX_1: tl.constexpr, MIX_2: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The kernel of `draw_uniforms`, for BLOCK rows."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < N
+    z = tl.load(streams + n, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    z += (tl.load(positions + n, mask=inside, other=0) + 1).to(tl.uint64, bitcast=True) * GAMMA
+    z = (z ^ (z >> 30)) * MIX_1
+    z = (z ^ (z >> 27)) * MIX_2
+    z = (z ^ (z >> 31)) >> 11
+    tl.store(out + n, z.to(tl.float64) * (1.0 / 9007199254740992), mask=inside)  # 2^53
+
+
+def draw_uniforms(streams: Tensor, positions: Tensor) -> Tensor:
+    """Return the uniform number of each draw, float64 [n], from streams and positions int64 [n], bit for bit those of
+    verl.accel.uniforms."""
+    out = streams.new_empty(len(streams), dtype=torch.float64)
+    programs = triton.cdiv(len(streams), UNIFORMS)
+    _draw_uniforms[programs,](streams, positions, out, len(streams), GAMMA, MIX_1, MIX_2, BLOCK=UNIFORMS)
+    return out
 
 
 def draw_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from verl.rollout.base import Completion, DecodeFn, GenerateRequest
-from verl.rollout.embedded.sampler import SamplingMetadata, stream_of, uniforms
+from verl.rollout.embedded.sampler import SamplingMetadata, stream_of
 from verl.types import StopReason
 
 RUNNING, EOS, STOP, LENGTH, CONTEXT_FULL = range(5)  # codes of a row; the names are those of types.StopReason
@@ -136,8 +136,8 @@ class RunningRequests:
     def sampling(self, lo: int, hi: int, ahead: np.ndarray | int = 0) -> SamplingMetadata:
         """Return the sampling settings of the next token of rows lo..hi-1, or with `ahead` 1 of the token after it."""
         r = self._rows[lo:hi]
-        uniform = uniforms(r["stream"], r["count"] + ahead)
-        return SamplingMetadata(r["temperature"], r["top_k"], r["top_p"], r["min_p"], uniform)
+        drawn = r["stream"], r["count"] + ahead
+        return SamplingMetadata(r["temperature"], r["top_k"], r["top_p"], r["min_p"], *drawn)
 
     def positions(self) -> np.ndarray:
         """Return the context position [n] of each row's last token, which is also the number of tokens with resident

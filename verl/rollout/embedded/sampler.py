@@ -13,43 +13,35 @@ import torch
 from torch import Tensor
 
 from verl.accel.operations import Call
-from verl.accel.plain import inverse_cdf
+from verl.accel.plain import inverse_cdf, plain_truncate
+from verl.accel.uniforms import GAMMA, mixed, uniforms
 from verl.rollout.base import Scores
 
 MASK = 2**64 - 1
-GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64
-
-
-def _mixed(z: np.ndarray) -> np.ndarray:
-    """Return the output function of splitmix64 for each uint64."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
-    return z ^ (z >> np.uint64(31))
 
 
 def stream_of(seed: int, position: int = 0) -> np.uint64:
     """Return a request's stream of random numbers from its seed, mixed so that neighbouring seeds share nothing. The
     stream begins at `position`."""
-    return np.uint64((int(_mixed(np.array([seed & MASK], np.uint64))[0]) + position * GAMMA) & MASK)
-
-
-def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return a uniform number in [0, 1) per row, float64 [n], from streams uint64 [n] and the position [n] of the drawn
-    token in its response."""
-    z = _mixed(streams + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GAMMA))
-    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return np.uint64((int(mixed(np.array([seed & MASK], np.uint64))[0]) + position * GAMMA) & MASK)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """The sampling settings of n rows, and the uniform number of each. They are numpy arrays, so a check of them does
-    not synchronise with the device."""
+    """The sampling settings of n rows, and where the uniform number of each is from. They are numpy arrays, so a check
+    of them does not synchronise with the device."""
 
     temperature: np.ndarray  # [n] float32, 0 is greedy
     top_k: np.ndarray  # [n] int64, 0 is off
     top_p: np.ndarray  # [n] float32, 1 is off
     min_p: np.ndarray  # [n] float32, 0 is off
-    uniform: np.ndarray  # [n] float64
+    stream: np.ndarray  # [n] uint64
+    position: np.ndarray  # [n] int64, of the drawn token in its response
+
+    @property
+    def uniform(self) -> np.ndarray:
+        """A uniform number in [0, 1) per row, float64 [n]."""
+        return uniforms(self.stream, self.position)
 
     @property
     def truncated(self) -> np.ndarray:
@@ -58,7 +50,7 @@ class SamplingMetadata:
 
     def of(self, rows: slice | np.ndarray) -> SamplingMetadata:
         """Return the settings of these rows."""
-        columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.uniform)
+        columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.stream, self.position)
         return SamplingMetadata(*(column[rows] for column in columns))
 
 
@@ -130,29 +122,9 @@ def split_draws(both: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _truncate(logits: Tensor, rows: np.ndarray, sampling: SamplingMetadata) -> Tensor:
-    """Return the logits with -inf for the ids that top-k, then top-p of the rest, then min-p drop in `rows`. Of equal
-    logits those with lower ids are kept."""
+    """Return the logits, already divided by the temperature, with -inf for the ids that `rows` do not draw from."""
     index = torch.from_numpy(rows).to(logits.device)
     part = logits.index_select(0, index)  # [m, V]
-    keep = torch.ones_like(part, dtype=torch.bool)
-    top_k, top_p = sampling.top_k[rows], sampling.top_p[rows]
-    if ((top_k > 0) | (top_p < 1)).any():
-        keep = _keep_top(part, np.where(top_k > 0, top_k, part.shape[1]), top_p)
-    if (sampling.min_p[rows] > 0).any():
-        floor = torch.from_numpy(sampling.min_p[rows]).to(part.device).log()  # log 0 = -inf: off
-        keep &= part >= part.amax(dim=-1, keepdim=True) + floor[:, None]
-    return logits.index_copy(0, index, part.masked_fill_(~keep, -torch.inf))
-
-
-def _keep_top(part: Tensor, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
-    """Return which logits of part [m, V] are kept, bool [m, V]: the k largest, and of them the fewest of the largest
-    with a probability of at least top_p together."""
-    ordered, order = part.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(part.shape[1], device=part.device)
-    keep = rank < torch.from_numpy(top_k).to(part.device)[:, None]
-    probs = torch.softmax(ordered.masked_fill_(~keep, -torch.inf), dim=-1).double()
-    before = probs.cumsum(-1) - probs  # probability of the ids ranked above
-    # top_p = 1 keeps all: a float64 sum may round above 1 before the last id
-    share = torch.from_numpy(np.where(top_p < 1, top_p, np.inf)).to(part.device)[:, None]
-    keep &= before < share
-    return torch.zeros_like(keep).scatter_(1, order, keep)
+    given = (sampling.top_k[rows], sampling.top_p[rows].astype(np.float64), sampling.min_p[rows].astype(np.float64))
+    limits = [torch.from_numpy(column).to(logits.device) for column in given]
+    return logits.index_copy(0, index, plain_truncate(part, torch.ones_like(limits[1]), *limits))

@@ -37,6 +37,8 @@ class DecodeOps:
     rotate_and_store: Call
     add_norm: Call
     gated: Call
+    truncate: Call
+    uniforms: Call
     sample: Call
     expert_products: Call
     expert_sum: Call

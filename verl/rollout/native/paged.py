@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from verl.accel.plain import plain_sample
+from verl.accel.plain import plain_sample, plain_truncate
+from verl.accel.uniforms import plain_uniforms
 from verl.nn.flash import flash_attn
 from verl.rollout.embedded.core import DecodeRows, Sampled
-from verl.rollout.embedded.sampler import draw_rows, split_draws
+from verl.rollout.embedded.sampler import split_draws
 from verl.rollout.native.architecture import Shape
 from verl.rollout.native.fused import decode_hidden
 from verl.rollout.native.kv import round_up
@@ -29,7 +30,8 @@ from verl.rollout.native.weights import Layer
 WITH_CACHE = "flash_attn_with_kvcache"
 PAGE = 256  # tokens: flash attention asks for multiples of it
 # the inputs of a padding row, whose position is -1
-PADDING = np.array([[0], [0], [-1], [np.float64(1).view(np.int64)], [0]])
+ONE = np.float64(1).view(np.int64)
+PADDING = np.array([[0], [0], [-1], [0], [0], [0], [ONE], [ONE], [0]])
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 Pages = tuple[Tensor, Tensor]  # block table int32 [n, W], tokens seen int32 [n]
@@ -187,8 +189,7 @@ class Transfers:
 class PagedDecode:
     """The decode step (`launch`) of up to `max_rows` rows: a CUDA graph per bucket of rows, direct calls on other
     devices. `ops` are the kernels of a fused step; without them torch computes it, over as many pages as the longest
-    row has. `separately`: rows with top-k, top-p or min-p are drawn one by one. The drawn ids stay on the device, where
-    the next step takes them."""
+    row has. The drawn ids stay on the device, where the next step takes them."""
 
     def __init__(
         self,
@@ -198,17 +199,16 @@ class PagedDecode:
         max_rows: int,
         max_context_tokens: int,
         ops: DecodeOps | None,
-        separately: bool,
     ) -> None:
         self._model, self.cache, self._ops, device = model, cache, ops, model.device
         cuda = device.type == "cuda"
-        self._kernel, self._separately = paged_kernel(device, dtype), separately
+        self._kernel = paged_kernel(device, dtype)
         # without the operations of a fused step, experts read on the host how many rows each of them got
         self._captures = cuda and (ops is not None or not any(model.shape.experts))
         self._max_context_tokens = max_context_tokens
         self._sizes = [b for b in BUCKETS if b < max_rows] + [max_rows]
         # one transfer per step, below the ids that the last step drew: tokens, the places of the tokens in the first
-        # two rows, positions, and the bits of temperatures and uniforms, which are float64
+        # two rows, positions, stream and position of the draw, top-k; and as bits of float64 temperature, top-p, min-p
         self._inputs = torch.zeros(1 + len(PADDING), max_rows, dtype=torch.int64, device=device)
         self._transfers = [Transfers(len(PADDING), cache.table) for _ in range(2)]
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by (rows, pages that are read)
@@ -233,19 +233,18 @@ class PagedDecode:
         size = next(b for b in self._sizes if b >= n)
         columns, given = host.inputs.numpy(), np.arange(n) + self._inputs.shape[1]
         places = given if rows.drawn_by is None else np.where(rows.drawn_by < 0, given, rows.drawn_by)
-        columns[:3, :n] = rows.tokens, places, rows.positions
-        columns[3:, :n].view(np.float64)[:] = sampling.temperature, sampling.uniform
+        draws = sampling.stream.view(np.int64), sampling.position, sampling.top_k
+        columns[:6, :n] = rows.tokens, places, rows.positions, *draws
+        columns[6:, :n].view(np.float64)[:] = sampling.temperature, sampling.top_p, sampling.min_p
         columns[:, n:size] = PADDING
         self._inputs[1:].copy_(host.inputs, non_blocking=True)
         width = self.cache.table.shape[1]
         if self._ops is None:
             width = min(width, 1 << (max(0, int(rows.positions.max())) // PAGE).bit_length())
-        if sampling.truncated.any():
-            logits = self._model.live.logits(self._hidden(n, width))
-            kernel = plain_sample if self._ops is None else self._ops.sample
-            both = draw_rows(logits, sampling, kernel, separately=self._separately)
-        else:
-            both = (self._replay if self._captures else self._sample)(size, width)[:, :n]
+        # without the operations of a fused step, top-k and others are a sort, which no other step should contain
+        cuts = self._ops is None and bool(sampling.truncated.any())
+        both = self._replay(size, width) if self._captures and not cuts else self._sample(size, width, cuts)
+        both = both[:, :n]
         self._inputs[0, :n].copy_(both[0])
         host.receive(both)
 
@@ -275,14 +274,19 @@ class PagedDecode:
         graph.replay()
         return both
 
-    def _sample(self, size: int, width: int) -> Tensor:
+    def _sample(self, size: int, width: int, cuts: bool = False) -> Tensor:
         """Return ids and log-probs as float64 [2, size] for the first `size` rows of the inputs. Nothing here may
-        synchronise with the host or change the inputs."""
+        synchronise with the host or change the inputs. With `cuts` a step that is not fused applies top-k, top-p and
+        min-p."""
         logits = self._model.live.logits(self._hidden(size, width))
-        temperature, uniform = self._inputs[4:, :size].view(torch.float64)
+        stream, position, top_k = self._inputs[4:7, :size]
+        temperature, top_p, min_p = self._inputs[7:, :size].view(torch.float64)
         if self._ops is not None:
-            return self._ops.sample(logits, temperature, uniform)
-        return plain_sample(logits.float(), temperature.float(), uniform)
+            logits = self._ops.truncate(logits, temperature, top_k, top_p, min_p)
+            return self._ops.sample(logits, temperature, self._ops.uniforms(stream, position))
+        if cuts:
+            logits = plain_truncate(logits.float(), temperature, top_k, top_p, min_p)
+        return plain_sample(logits.float(), temperature.float(), plain_uniforms(stream, position))
 
     def _hidden(self, n: int, width: int) -> Tensor:
         """Return the final hidden states [n, hidden]. A step that is not fused reads `width` pages per row."""

@@ -110,7 +110,7 @@ class NativeRunner:
         self._paged: PagedDecode | None = None
         if in_pages:
             pages = PageCache(*kind, rows, longest, self._max_kv_tokens)
-            self._paged = PagedDecode(self.model, pages, self.compute_dtype, rows, longest, ops, self._separately)
+            self._paged = PagedDecode(self.model, pages, self.compute_dtype, rows, longest, ops)
 
     @property
     def weight_format(self) -> WireFormat:
