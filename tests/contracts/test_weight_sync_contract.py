@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -122,9 +122,14 @@ PARTS = {"gather", "stage", "transfer", "load", "pause"}
 TERMS = (Term(name="nll", fn=nll, aggregate="token-mean"),)
 
 
-def trainer(cls: type[TorchEngine] = TorchEngine, *, tied: bool = True, lr: float = 0.05) -> TorchEngine:
+@cache
+def _fresh(tied: bool) -> Any:
     tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
-    model = tiny.qwen3(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, seed=1, tied=tied)
+    return tiny.qwen3(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, seed=1, tied=tied)
+
+
+def trainer(cls: type[TorchEngine] = TorchEngine, *, tied: bool = True, lr: float = 0.05) -> TorchEngine:
+    model = copy.deepcopy(_fresh(tied))  # in half of the time of building it
     return cls(model, EngineSettings(optim=OptimSpec(lr=lr, weight_decay=0.0), dtype="float32", device=str(DEVICE)))
 
 

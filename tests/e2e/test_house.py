@@ -87,8 +87,9 @@ def test_the_walk_sees_what_is_hidden():
 
 
 def test_one_process_imports_nothing_of_many(tmp_path, tiny_model, arithmetic_data):
-    """Nor what only several ranks of a model need."""
+    """Nor what only several ranks of a model need, nor the translator of verl's keys."""
     many = ("ray", "verl.model_engine.sharded", "verl.model_engine.pipeline", "verl.workers.spmd", "verl.workers.ray")
+    many += ("verl.config.compat",)
     args = small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=1")
     code = f"import sys; from verl.cli import main; assert main({['train', *args]!r}) == 0; "
     code += f"print('found', [name for name in {many!r} if name in sys.modules])"

@@ -108,7 +108,7 @@ def test_no_torch_no_transformers() -> None:
 
 
 def test_a_line_of_our_keys_does_not_pass_the_translator_of_verls(tmp_path: Path) -> None:
-    """One process reads all lines; only the last has a key of verl's."""
+    """One process reads all lines; only the last has a key of verl's. e2e/test_house has a whole run."""
     (tmp_path / "r.yaml").write_text("step: {prompts_per_step: 8}\n")
     native = ["recipe=gsm8k_grpo", f"recipe={tmp_path}/r.yaml", "++run.seed=3 algorithm.clip_low=0.1", "run={seed: 3}"]
     lines = [[MODEL, *line.split(" ", line.count(" ") * ("{" not in line))] for line in native]
@@ -116,7 +116,6 @@ def test_a_line_of_our_keys_does_not_pass_the_translator_of_verls(tmp_path: Path
     code = f"""
 import sys
 from verl.config.load import load_config
-from verl.driver import launch
 for line in {lines!r}:
     load_config(line)
     print(any(name.startswith("verl.config.compat") for name in sys.modules))

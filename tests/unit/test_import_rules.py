@@ -49,16 +49,17 @@ def parsed(path: Path) -> ast.Module:
 def imports(path: Path, *, top_level: bool) -> frozenset[str]:
     """Modules that a file imports; with `top_level` only those that importing the file imports."""
     tree = parsed(path)
-    lazy = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for n in ast.walk(f)}
-    typed = {
-        id(n)
-        for i in ast.walk(tree)
-        if isinstance(i, ast.If) and any(isinstance(n, ast.Name) and n.id == "TYPE_CHECKING" for n in ast.walk(i.test))
-        for n in ast.walk(i)
-    }
+    skipped: set[int] = set()
+    for node in ast.walk(tree) if top_level else ():
+        later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        typed = isinstance(node, ast.If) and any(
+            isinstance(n, ast.Name) and n.id == "TYPE_CHECKING" for n in ast.walk(node.test)
+        )
+        if (later or typed) and id(node) not in skipped:
+            skipped |= {id(n) for n in ast.walk(node)}
     found: set[str] = set()
     for node in ast.walk(tree):
-        if top_level and (id(node) in lazy or id(node) in typed):
+        if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -50,7 +50,7 @@ class HfRunner:
         self._resident = POLICY_SET.id  # the parameter set of the resident rows
         self._counts = {"prefill_tokens": 0, "decode_tokens": 0, "reused_tokens": 0}
 
-    @property
+    @cached_property  # `isinstance` with a protocol reads it too
     def weight_format(self) -> WireFormat:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(copy.deepcopy(self._config), dtype=self._dtype)
