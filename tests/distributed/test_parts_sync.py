@@ -21,10 +21,11 @@ import torch.distributed as dist
 from cases import EXPERTS, engine
 from far_hosts import host
 from forked import run
+from fsspec.implementations.local import LocalFileSystem
 
 from verl.model_engine.layout import Layout
 from verl.rollout.base import AS_HELD, WireFormat
-from verl.weight_sync import disk, nixl, shm, tcp
+from verl.weight_sync import disk, nixl, objects, shm, tcp
 from verl.weight_sync.base import CheckedReader, SyncError, checksum, open_stream, with_whole_checksums
 from verl.weight_sync.sender import WeightSender
 from verl.weight_sync.version_folder import FolderParts, slice_runs
@@ -385,6 +386,82 @@ def test_slices_are_read_from_the_memory_of_every_rank(tmp_path: Path, monkeypat
     for version, (said, digest) in enumerate(first[:2]):
         assert said.startswith(f"{version} {digest} {2 * (version + 1)} |"), "read from both ranks"
     assert first[2][0].startswith("error version 2: rank 1: it holds version 7 by now |")
+
+
+@pytest.mark.parametrize("layout", ["two", "copies", "experts"])
+def test_each_rank_uploads_its_slices_to_an_object_store(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of one host too. The two latest versions stay, and a damaged file of a rank is refused by its name."""
+    model, of = LAYOUTS[layout]
+    (tmp_path / "there").mkdir()
+
+    def publish(rank: int) -> Any:
+        made, outlet = engine(model, "actor", of), objects.ObjectOutlet(f"file://{tmp_path}/there")
+        sender = WeightSender(outlet)
+        sender.set_format(BF16)
+        whole = {n: t.to(getattr(torch, BF16.dtype_of(n) or "float32")) for n, t in made.weights()}
+        made.weights = lambda: pytest.fail("a rank gathers")
+        for version in range(3):
+            sent = sender.send(made, version, PROBES, copy=False, first=rank == 0)
+        dist.barrier()
+        if sent is None:
+            return None
+        folder = Path(sent.source.address.removeprefix("file://"))
+        stored = sorted(path.name for path in folder.iterdir()), sorted(path.name for path in folder.parent.iterdir())
+        read = {n: (str(t.dtype), bits(t)) for n, t in CheckedReader(sent.source).tensors()}
+        assert read == {n: (str(t.dtype), bits(t)) for n, t in whole.items()}
+        objects.open_weights(sent.source.address).end()
+        raw = (last := folder / stored[0][-2]).read_bytes()
+        said = []
+        for content in (raw[:-1] + bytes([raw[-1] ^ 1]), None):
+            last.unlink() if content is None else last.write_bytes(content)
+            with pytest.raises(SyncError) as error:
+                dict(CheckedReader(sent.source).tensors())
+            said.append(str(error.value))
+        return stored, said
+
+    (stored, said), *_ = run(of.world_size, publish)
+    files, versions = stored
+    assert versions == ["version_1", "version_2"] and files[-1] == objects.INDEX
+    holders = [int(name.removeprefix("rank_").removesuffix(".safetensors")) for name in files[:-1]]
+    assert len(holders) == of.world_size // of.replicate and holders[0] == 0
+    at = f"version 2: rank {holders[-1]}: version 2"
+    assert re.match(
+        rf"{at}: .*rank_0000{holders[-1]}.safetensors is not what was written: version 2, \d+ bytes", said[0]
+    )
+    assert re.match(rf"{at} is not at .*rank_0000{holders[-1]}.safetensors: it was never whole", said[1])
+
+
+def test_an_upload_of_one_rank_that_fails_is_the_error_of_all_and_leaves_the_version_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+
+    def publish(rank: int) -> Any:
+        made = engine("qwen3, tied", "actor", Layout(world_size=2))
+        sender, put = WeightSender(objects.ObjectOutlet(f"file://{tmp_path}/there")), LocalFileSystem.put_file
+        before = sender.send(made, 0, [], copy=False, first=rank == 0)
+
+        def breaks(*given: Any, **named: Any) -> None:
+            raise ConnectionResetError("the store went away")
+
+        if rank == 1:
+            monkeypatch.setattr(LocalFileSystem, "put_file", breaks)
+        with pytest.raises(SyncError) as error:
+            sender.send(made, 1, [], copy=False, first=rank == 0)
+        monkeypatch.setattr(LocalFileSystem, "put_file", put)
+        if before is not None:
+            assert len(dict(CheckedReader(before.source).tensors())) == len(before.source.delivered)
+            objects.open_weights(before.source.address).end()
+        dist.barrier()
+        after = sender.send(made, 2, [], copy=False, first=rank == 0)
+        return str(error.value), after and sorted(path.name for path in Path(after.source.address[7:]).parent.iterdir())
+
+    (said, stored), (of_other, _) = run(2, publish)
+    assert said == of_other and stored == ["version_0", "version_2"], "the remains of the one that broke are deleted"
+    at = r"version 1: rank 1 could not store its slices: file://.*/version_1"
+    assert re.match(rf"{at} could not be written: ConnectionResetError: the store went away", said)
 
 
 def test_a_slice_is_written_where_it_belongs() -> None:

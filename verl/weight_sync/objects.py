@@ -1,9 +1,10 @@
 """Weights through an object store, or any other storage with an fsspec URL: s3://, gs://, file://, memory:// (one
 process).
 
-A version is a model folder (version_folder.py), uploaded file by file. `verl_version.json`, the list of its files, is
-uploaded last, and a reader refuses a version without it. The two latest versions are kept. A host fetches a version
-once, into its shared memory (tcp.py), and compares size and checksum; its other replicas read it there."""
+A version is a model folder (version_folder.py), uploaded file by file; of a trainer with several ranks it is one file
+of slices for each rank (slices.py), which that rank uploads. `verl_version.json`, the list of its files, is uploaded
+last, and a reader refuses a version without it. The two latest versions are kept. A host fetches a version once, into
+its shared memory (tcp.py), and compares size and checksum; its other replicas read it there."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import tempfile
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from verl.errors import Refused
 from verl.weight_sync.base import Entry, Parts, SyncContext, SyncError, dtype_name, saved_parts
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.shm import ShmOutlet, ShmStream, end
+from verl.weight_sync.slices import RankSlices, SlicedVersion, put_together
 from verl.weight_sync.tcp import HostStream
 from verl.weight_sync.version_folder import (
     KEPT,
@@ -44,12 +47,18 @@ INDEX, PROBE = "verl_version.json", "verl_probe"
 PIECE_BYTES = 16 << 20
 
 
+FileFacts = tuple[int, int]
+
+
 class VersionIndex(msgspec.Struct):
     """The content of `verl_version.json`."""
 
     version: int
-    files: dict[str, tuple[int, int]]
+    files: dict[str, FileFacts]
     """Name -> (bytes, crc32)."""
+    slices: SlicedVersion | None = None
+    """The table of a version in slices, in which the address of a rank is the name of its file. None: the version is a
+    model folder."""
 
 
 class ObjectOutlet:
@@ -57,39 +66,93 @@ class ObjectOutlet:
     versions · model: as in `disk.DiskOutlet`."""
 
     transport = "verl.weight_sync.objects:open_weights"
+    per_rank = True
 
     def __init__(self, root: str, model: Path | None = None) -> None:
         self._root, self._model = root, model
         self._under, self._latest = "", -1
         self._whole: list[str] = []
+        self._coming = ""  # a version in slices that has begun
         self._parts: Parts | None = None
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
-        if version <= self._latest or not self._under:  # the run was reset: hosts that have that number fetch anew
-            self._under = f"{self._root}/{uuid.uuid4().hex}"
-        self._latest, address = version, f"{self._under}/version_{version}"
+        address = self._address(version)
         if self._parts is None:
             self._parts = saved_parts(skeleton(self._model) if self._model else None, shapes)
-        made = version_folder(Path(tempfile.gettempdir()))
-        try:
-            layout = file_layout(version, shapes, self._parts)
-            begin_folder(made, layout, self._model)
-            fill_folder(made, layout, shapes, tensors)
-            with _store_at(address, "written") as (fs, path):
-                _put(fs, made, path, version)
-                self._whole.append(path)
-                while len(self._whole) > KEPT:
-                    _delete_version(fs, self._whole.pop(0))
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+        with _filled(version, shapes, self._parts, self._model, tensors) as made, _store_at(address, "written") as at:
+            _put(*at, made, version)
+            self._keep(*at)
         return address
 
+    def begin_slices(self, version: int) -> str:
+        """Return the URL of a version, after the remains of one that was not published are deleted."""
+        address = self._address(version)
+        with _store_at(address, "written") as (fs, path):
+            if self._coming:
+                _delete_version(fs, self._coming)
+            self._coming = path
+            _make(fs, path)
+        return address
 
-def _put(fs: Any, folder: Path, path: str, version: int) -> None:
+    def stage_slices(
+        self, place: str, rank: int, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]
+    ) -> str:
+        """Upload the slices of this rank. Returns the file's name, its bytes and its crc32, joined by slashes."""
+        name = f"rank_{rank:05}.safetensors"
+        with _filled(version, shapes, {}, None, tensors) as made, _store_at(place, "written") as (fs, path):
+            size, crc = _facts(made / WEIGHTS)
+            fs.put_file(str(made / WEIGHTS), f"{path}/{name}")
+        return f"{name}/{size}/{crc}"
+
+    def join_slices(self, place: str, table: SlicedVersion) -> str:
+        """Upload the index of a version whose slices are uploaded, and return its address."""
+        files: dict[str, FileFacts] = {}
+        for of_rank in table.ranks:
+            of_rank.address, size, crc = of_rank.address.split("/")
+            files[of_rank.address] = int(size), int(crc)
+        with _store_at(place, "written") as (fs, path):
+            fs.pipe_file(f"{path}/{INDEX}", msgspec.json.encode(VersionIndex(table.version, files, table)))
+            self._coming = ""
+            self._keep(fs, path)
+        return place
+
+    def release_slices(self, version: int) -> None:
+        """Do nothing: the two latest versions are kept."""
+
+    def _address(self, version: int) -> str:
+        """Return the URL for a version, which was never used before."""
+        if version <= self._latest or not self._under:  # the run was reset: hosts that have that number fetch anew
+            self._under = f"{self._root}/{uuid.uuid4().hex}"
+        self._latest = version
+        return f"{self._under}/version_{version}"
+
+    def _keep(self, fs: Any, path: str) -> None:
+        """Keep a version that is whole, and delete all but the latest ones."""
+        self._whole.append(path)
+        while len(self._whole) > KEPT:
+            _delete_version(fs, self._whole.pop(0))
+
+
+@contextlib.contextmanager
+def _filled(
+    version: int, shapes: Mapping[str, Entry], parts: Parts, model: Path | None, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[Path]:
+    """Yield a temporary folder with these tensors, and links to the other files of the model."""
+    made = version_folder(Path(tempfile.gettempdir()))
+    try:
+        layout = file_layout(version, shapes, parts)
+        begin_folder(made, layout, model)
+        fill_folder(made, layout, shapes, tensors)
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _put(fs: Any, path: str, folder: Path, version: int) -> None:
     """Upload the files of a folder to `path`, which was never used before, and then their index. If that fails, delete
     what was uploaded."""
     try:
-        index = VersionIndex(version, {of.name: (of.stat().st_size, _crc(of)) for of in folder.iterdir()})
+        index = VersionIndex(version, {of.name: _facts(of) for of in folder.iterdir()})
         _make(fs, path)
         for name in index.files:
             fs.put_file(str((folder / name).resolve()), f"{path}/{name}")
@@ -113,9 +176,11 @@ def _delete_version(fs: Any, path: str) -> None:
             fs.rm(file, recursive=True)
 
 
-def _crc(path: Path) -> int:
+def _facts(path: Path) -> FileFacts:
+    """Return the size and the crc32 of a file."""
     with path.open("rb") as file:
-        return functools.reduce(lambda crc, piece: zlib.crc32(piece, crc), iter(lambda: file.read(PIECE_BYTES), b""), 0)
+        pieces = iter(lambda: file.read(PIECE_BYTES), b"")
+        return path.stat().st_size, functools.reduce(lambda crc, piece: zlib.crc32(piece, crc), pieces, 0)
 
 
 class ObjectStream(HostStream):
@@ -134,14 +199,28 @@ class ObjectStream(HostStream):
         version = int(self._address.rpartition("_")[2])
         if here is not None and version <= here.version:
             return here
+        outlet = ShmOutlet(place(str(version % 2)).name.rpartition("-")[0])
+        with _store_at(self._address, "read") as (fs, path):
+            index = _index(fs, path, version)
+        if index.slices is not None:
+            return put_together(index.slices, outlet, partial(self._of_rank, index), at_once=self.ranks_at_once)
+        with self._fetched_file(index, WEIGHTS) as found:
+            shapes = {name: Entry(tuple(t.shape), dtype_name(t)) for name, t in found.tensors()}
+            return ShmStream(Path(outlet.stage(version, shapes, found.tensors())))
+
+    def _of_rank(self, index: VersionIndex, of: RankSlices) -> Iterator[tuple[str, Tensor]]:
+        """Yield the slices of one rank."""
+        with self._fetched_file(index, of.address) as found:
+            yield from found.tensors()
+
+    @contextlib.contextmanager
+    def _fetched_file(self, index: VersionIndex, name: str) -> Iterator[FolderStream]:
+        """Download a file of tensors, and yield its stream while it exists."""
         folder = version_folder(Path(tempfile.gettempdir()))
         try:
             with _store_at(self._address, "read") as (fs, path):
-                _get(fs, path, folder, version)
-            found = FolderStream(folder)
-            shapes = {name: Entry(tuple(t.shape), dtype_name(t)) for name, t in found.tensors()}
-            outlet = ShmOutlet(place(str(version % 2)).name.rpartition("-")[0])
-            return ShmStream(Path(outlet.stage(version, shapes, found.tensors())))
+                _get(fs, f"{path}/{name}", folder / WEIGHTS, index.version, index.files[name])
+            yield FolderStream(folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -150,25 +229,39 @@ def open_weights(address: str) -> ObjectStream:
     return ObjectStream(address)
 
 
-def _get(fs: Any, path: str, into: Path, version: int) -> None:
-    """Download the tensors of a version into a folder. Raise SyncError if they are missing, or differ in size or crc32
-    from the version's index."""
+def _index(fs: Any, path: str, version: int) -> VersionIndex:
+    """Return the index of a version. Raise SyncError if it is missing, is of another version, or has no tensors."""
     fs.invalidate_cache()
     try:
         index = msgspec.json.decode(fs.cat_file(f"{path}/{INDEX}"), type=VersionIndex)
-        expected = index.files[WEIGHTS]
-        fs.get_file(f"{path}/{WEIGHTS}", str(into / WEIGHTS))
     except FileNotFoundError as e:
-        why = "it was never whole, two later ones have come, or this process does not see that store"
-        raise SyncError(f"version {version} is not at {path}: {why}") from e
-    except (msgspec.DecodeError, KeyError) as e:
+        raise _missing(path, version) from e
+    except msgspec.DecodeError as e:
         raise SyncError(f"version {version}: {path}/{INDEX} does not tell of its tensors: {e}") from e
-    found = ((into / WEIGHTS).stat().st_size, _crc(into / WEIGHTS))
-    if index.version != version or found != expected:
+    wanted = {WEIGHTS} if index.slices is None else {of_rank.address for of_rank in index.slices.ranks}
+    if lost := sorted(wanted - index.files.keys()):
+        raise SyncError(f"version {version}: {path}/{INDEX} does not tell of its tensors: {lost[0]!r}")
+    if index.version != version:
+        raise SyncError(f"version {version}: {path} is not what was written: version {index.version}")
+    return index
+
+
+def _get(fs: Any, path: str, into: Path, version: int, expected: FileFacts) -> None:
+    """Download a file. Raise SyncError if it is missing, or has another size or crc32."""
+    try:
+        fs.get_file(path, str(into))
+    except FileNotFoundError as e:
+        raise _missing(path, version) from e
+    if (found := _facts(into)) != expected:
         raise SyncError(
-            f"version {version}: {path}/{WEIGHTS} is not what was written: version {index.version}, "
-            f"{found[0]} bytes with crc32 {found[1]:08x}, not {expected[0]} with {expected[1]:08x}"
+            f"version {version}: {path} is not what was written: version {version}, {found[0]} bytes with crc32 "
+            f"{found[1]:08x}, not {expected[0]} with {expected[1]:08x}"
         )
+
+
+def _missing(path: str, version: int) -> SyncError:
+    why = "it was never whole, two later ones have come, or this process does not see that store"
+    return SyncError(f"version {version} is not at {path}: {why}")
 
 
 @contextlib.contextmanager
