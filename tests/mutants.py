@@ -70,6 +70,7 @@ IDENTITY = "tests/unit/test_identity.py tests/e2e/test_run_identity.py"
 CANARY = "tests/contracts/test_canary.py"
 SETS = "tests/contracts/test_weight_sync_contract.py"
 MEDIA = "tests/unit/test_media.py"
+BLOCKS = "tests/unit/test_fp8.py"
 WIRE, SLICES = "tests/unit/test_wire_format.py", "tests/distributed/test_parts_sync.py"
 TEACHER = "tests/numerics/test_teacher.py"
 AHEAD = "tests/unit/test_ahead.py"
@@ -602,6 +603,9 @@ MUTANTS = (
     Mutant("transfer_queue/media.py", "path.stat().st_nlink == 1", "path.stat().st_nlink <= 2", MEDIA),
     Mutant("driver/queue_rows.py", "self._with_media & {*refs.ids}", "self._with_media - {*refs.ids}", MEDIA),
     Mutant("driver/replay.py", "into.drop([REPLAY])", "pass", MEDIA),
+    Mutant("nn/fp8.py", "values.float() * by_row(scales, rows)", "values.float() / by_row(scales, rows)", BLOCKS),
+    Mutant("nn/fp8.py", "largest == 0, 1.0", "largest == 0, 0.0", BLOCKS),
+    Mutant("nn/fp8.py", "if halves:", "if False:", BLOCKS),
     Mutant("weight_sync/wire_format.py", "wanted = form.dtype_of(name)", "wanted = form.dtype", WIRE),
     Mutant("weight_sync/wire_format.py", "not held.is_floating_point or not", "not", WIRE),
     Mutant(

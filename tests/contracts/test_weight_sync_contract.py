@@ -32,6 +32,7 @@ from on_device import DEVICE, ON_CPU
 from transformers import AutoModelForCausalLM
 
 from verl.algorithms.losses import nll
+from verl.checkpoint.safetensors_file import host_bytes
 from verl.driver.lora_publisher import LoraPublisher
 from verl.driver.publisher import Publisher
 from verl.errors import Refused
@@ -40,11 +41,14 @@ from verl.model_engine.optim import OptimSpec
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models import tiny
+from verl.nn import fp8
+from verl.nn.fp8 import SCALES, as_computed, in_blocks, quantise
 from verl.objective import Term
 from verl.recipes import arithmetic
 from verl.rollout import hf
-from verl.rollout.base import GenerateRequest, ReplicaLost, RolloutContext, WireFormat
+from verl.rollout.base import GenerateRequest, ReplicaLost, RolloutContext
 from verl.rollout.native import engine as native
+from verl.rollout.native import runner
 from verl.rollout.native.options import Options
 from verl.rollout.router import Router
 from verl.rollout.wrapper import AfterPublish
@@ -55,6 +59,7 @@ from verl.weight_sync.base import CheckpointEngine, Outlet, Sent, SyncError, Syn
 from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
 from verl.weight_sync.record import entry_of
 from verl.weight_sync.sender import WeightSender, probed
+from verl.wire import FP8, WireFormat
 from verl.workers.compute import Compute
 from verl.workers.group import Broadcast
 from verl.workers.inproc import InprocGroup
@@ -461,6 +466,86 @@ def test_weights_travel_in_the_format_that_the_replica_reads(backend, kind, dtyp
         held.close()
         await replica.close()
         await beside.close()
+
+    run(test)
+
+
+def fp8_world(backend: str, cls: type[TorchEngine] = TorchEngine) -> World:
+    """A trainer whose projections are quantised, with blocks that are not full, and the canary's own tolerance."""
+    world = World(trainer(cls), backend, tolerance=None)
+    for role in world.group._workers:
+        role.publishing.sender = WeightSender(world.outlet, dtype=FP8)
+    world.actor.wire_format = WireFormat("bfloat16", fp8=True)
+    return world
+
+
+def test_fp8_weights_travel_as_values_and_scales(backend):
+    """A replica that reads FP8 gets the blocks that the sender made of the masters, and computes with the dequantised
+    weights: those of a float32 replica whose trainer has them."""
+
+    async def test():
+        world = fp8_world(backend)
+        replica = Notes(world.rollout(dtype=torch.float32, fp8=True))  # activations in float32: nothing else is rounded
+        world.actor.wire_format = (await replica.capabilities()).weights
+        assert world.actor.wire_format == WireFormat("float32", fp8=True)
+        rounded = trainer()
+        for version in range(3):
+            report = await world.publish([replica], version, exclusive=backend != "local")
+            masters = dict(world.engine.weights())
+            projections = {name for name, t in masters.items() if in_blocks(name, t.shape)}
+            assert replica.came.keys() == masters.keys() | {name + SCALES for name in projections} and projections
+            assert report.verified_tensors == len(replica.came)
+            for name, tensor in masters.items():
+                sent = {name: tensor}
+                if name in projections:
+                    sent[name], sent[name + SCALES] = quantise(tensor)
+                for one, expected in sent.items():
+                    assert replica.came[one].dtype == expected.dtype
+                    assert host_bytes(replica.came[one]) == host_bytes(expected), one
+            assert report.num_bytes == sum(t.nbytes for t in replica.came.values())
+            for name, p in rounded.model.named_parameters():
+                p.data.copy_(as_computed(name, masters[name], torch.float32, fp8=True))
+            beside = World(rounded, tolerance=None)
+            plain = beside.rollout(dtype=torch.float32)
+            await beside.publish([plain], version)
+            assert distance(await scores(replica), await scores(plain)) == 0.0
+            await plain.close()
+            await world.update()
+        await replica.close()
+
+    run(test)
+
+
+def unscaled(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The reader, with every scale forgotten."""
+    yield from ((n, t.float() / fp8.LARGEST) for n, t in tensors if not n.endswith(SCALES))
+
+
+def test_an_fp8_replica_without_its_scales_is_caught(backend, monkeypatch):
+    """The scales are forgotten by the reader alone: the canary sees it."""
+
+    async def test():
+        world = fp8_world(backend)
+        replica = world.rollout(dtype=torch.bfloat16, fp8=True)
+        await world.publish([replica], 0)
+        monkeypatch.setattr(runner, "dequantised", unscaled)
+        with pytest.raises(SyncError, match="canary"):
+            await world.publish([replica], 1)
+        await replica.close()
+
+    run(test)
+
+
+@each("bad", [float("nan"), float("inf")])
+def test_a_projection_that_is_not_finite_is_refused_before_any_replica_reads_fp8(backend, bad):
+    async def test():
+        world = fp8_world(backend)
+        replica = world.rollout(dtype=torch.bfloat16, fp8=True)
+        await world.publish([replica], 0)
+        world.engine.model.model.layers[0].mlp.up_proj.weight.data[3, 4] = bad
+        with pytest.raises((FloatingPointError, SyncError), match="1 of|not finite|no working model"):
+            await world.publish([replica], 1)
+        await replica.close()
 
     run(test)
 

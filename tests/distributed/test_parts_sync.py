@@ -24,11 +24,11 @@ from forked import run
 from fsspec.implementations.local import LocalFileSystem
 
 from verl.model_engine.layout import Layout
-from verl.rollout.base import AS_HELD, WireFormat
 from verl.weight_sync import disk, nixl, objects, shm, tcp
 from verl.weight_sync.base import CheckedReader, SyncError, checksum, open_stream, with_whole_checksums
 from verl.weight_sync.sender import WeightSender
 from verl.weight_sync.version_folder import FolderParts, slice_runs
+from verl.wire import AS_HELD, WireFormat
 
 BF16 = WireFormat("bfloat16", {"model.norm.weight": "float32"})
 LAYOUTS = {

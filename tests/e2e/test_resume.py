@@ -68,7 +68,13 @@ MORE_CUTS = [
 @pytest.mark.on_device
 @pytest.mark.parametrize(
     "more,cuts",
-    [((), (1, 3, 5)), (CRITIC, (3,)), (REFILL, (3,)), *(MORE_CUTS if FULL_GRID else [])],
+    [
+        ((), (1, 3, 5)),
+        (CRITIC, (3,)),
+        (REFILL, (3,)),
+        (("rollout.dtype=fp8",), (3,)),
+        *(MORE_CUTS if FULL_GRID else []),
+    ],
     ids=lambda x: "+".join(str(m).split(".")[-1] for m in x) or "grpo",
 )
 def test_a_cut_run_equals_a_straight_one_bitwise(tmp_path, tiny_model, arithmetic_data, cuts, more):

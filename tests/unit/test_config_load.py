@@ -31,8 +31,10 @@ from verl.config.load import Resolved, dump_config, load_config, read_config, re
 from verl.config.schema import FIRST_RUN
 from verl.config.tree import changed, convert, leaf_of, leaves, tree_of, values_of
 from verl.errors import Refused
+from verl.planner.plan import algorithm_warnings
 
 MODEL = "model.path=/models/m"
+STORED = ("algorithm.name=gkd", "algorithm.options.on_policy_share=0.5", "algorithm.options.stored_key=answer")
 ROOT = Path(__file__).parents[2]
 
 
@@ -359,6 +361,31 @@ def test_a_hub_id_is_its_folder_in_the_local_cache(tmp_path: Path, monkeypatch: 
 
 
 # -- interpolation -----------------------------------------------------------------------------------------------------
+
+
+@each(
+    "given, form, high",
+    [
+        ((), "truncate", 2.0),
+        (("algorithm.options.correction_high=5",), "truncate", 5.0),
+        (("algorithm.correction=icepop", "algorithm.options.correction_high=4"), "icepop", 4.0),
+        (("algorithm.bypass=true",), None, None),
+        (STORED, None, None),
+        (("rollout.dtype=bfloat16",), None, None),
+    ],
+)
+def test_answers_of_fp8_weights_are_corrected_unless_the_algorithm_does_it(given, form, high) -> None:
+    resolved = load_config([MODEL, "rollout.dtype=fp8", *given])
+    found = resolved.config.algorithm.given()
+    assert (found.get("correction"), found.get("correction_high")) == (form, high)
+    said = [line for line in algorithm_warnings(resolved.config) if "rounded weights" in line]
+    if form == "truncate":
+        assert f"(algorithm.correction=truncate, {high:g})" in said[0]
+        assert resolved.origins["algorithm.correction"] == "default: rollout.dtype=fp8"
+    if given == STORED:
+        assert "by no correction" in said[0]
+    if "rollout.dtype=bfloat16" in given:
+        assert said == []
 
 
 def test_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:

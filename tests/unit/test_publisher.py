@@ -17,8 +17,8 @@ from verl.config.tree import changed
 from verl.driver import assemble, publisher
 from verl.driver.lora_publisher import LoraPublisher
 from verl.driver.publisher import Publisher
-from verl.rollout.base import AS_HELD
 from verl.weight_sync.base import StreamingOutlet, SyncReport
+from verl.wire import AS_HELD
 from verl.workers.waits import DeadlineExpired, Waits
 
 

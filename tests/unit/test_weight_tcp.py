@@ -22,12 +22,12 @@ from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models import tiny
 from verl.objective import Term
-from verl.rollout.base import WireFormat
 from verl.types import Sample, Segment
 from verl.weight_sync import connections, shm, tcp
 from verl.weight_sync.base import SyncError, checksum
 from verl.weight_sync.record import entry_of
 from verl.weight_sync.sender import WeightSender
+from verl.wire import WireFormat
 
 
 @dataclass

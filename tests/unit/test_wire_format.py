@@ -14,10 +14,11 @@ from transformers import DeepseekV3Config, Qwen3Config
 
 from verl.checkpoint.safetensors_file import host_bytes
 from verl.driver.publisher import Publisher
-from verl.rollout.base import AS_HELD, IN_PROCESS, Capabilities, WireFormat, capabilities_of
+from verl.rollout.base import IN_PROCESS, Capabilities, capabilities_of
 from verl.rollout.weight_format import format_of_module, format_of_server
 from verl.weight_sync.base import checksum
 from verl.weight_sync.wire_format import converted
+from verl.wire import AS_HELD, WireFormat
 
 BF16, F32 = WireFormat("bfloat16"), WireFormat("float32")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from verl.config.backends import options_of, traits_of
 from verl.config.schema import Config
 from verl.model_engine.options import Options
+from verl.wire import FP8
 from verl.workers.pools import MAIN, main_pool, pool_of
 
 
@@ -63,6 +64,9 @@ def device_type_of(config: Config, role: str) -> str:
 
 
 def rollout_dtype(config: Config) -> str:
+    """Return the dtype in which the rollout computes."""
+    if config.rollout.dtype == FP8:
+        return "bfloat16"
     return compute_dtype(config) if config.rollout.dtype == "auto" else config.rollout.dtype
 
 

@@ -24,7 +24,7 @@ import yaml
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.algorithms.presets import PRESETS
+from verl.algorithms.presets import PRESETS, settled
 from verl.algorithms.specs import BY_HORIZON
 from verl.bounds import bounded_yaml
 from verl.config.agent import idle_agent_keys, idle_line
@@ -37,11 +37,13 @@ from verl.config.tree import Setting, convert, leaf_of, leaves, sections, text_o
 from verl.config.validate import validate
 from verl.errors import Refused
 from verl.names import did_you_mean
+from verl.wire import FP8
 
 __all__ = ["Resolved", "dump_config", "load_config", "read_config", "recipe_names", "validate"]
 
 MISSING = "???"
 OPTIONS = ".engine_options"
+FP8_CORRECTION: Mapping[str, Any] = {"correction": "truncate", "correction_high": 2.0}
 FITTED = "default, cut to what the model has:"
 _ENVIRONMENT = re.compile(r"oc\.env:\s*(\w+)")
 _ORIGIN_COLUMN = 40
@@ -325,6 +327,7 @@ def _resolve(values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
     values["teacher.paths"] = {n: str(cached_model_folder(p) or os.path.expanduser(p)) for n, p in named.items()}
     _fit_lengths(values, origins)
     _fill_horizon(values, origins)
+    _correct_fp8(values, origins)
     faults = complete_options(values)
     if faults:
         raise Refused("\n".join(faults))
@@ -367,6 +370,28 @@ def _fill_horizon(values: dict[str, Any], origins: dict[str, str]) -> None:
     aggregation = values["algorithm.aggregation"] or (preset.loss.aggregation if preset else None)
     if aggregation == BY_HORIZON and values[key] is None:
         values[key], origins[key] = values["rollout.max_response_tokens"], "default: rollout.max_response_tokens"
+
+
+def _correct_fp8(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Set truncated importance weights for a rollout in FP8, in place, if its algorithm takes them and has no weights
+    of its own."""
+    name = values["algorithm.name"]
+    if values["rollout.dtype"] != FP8 or name not in PRESETS:
+        return
+    given = tree_of(values).algorithm.given()
+    try:
+        own = settled(name, given).correction
+        settled(name, {**FP8_CORRECTION, **given})
+    except ValueError:
+        return  # an algorithm that takes none; or a fault, which `validate` finds
+    if own is None or (own.form is None and not own.bypass):
+        options = values["algorithm.options"]
+        values["algorithm.correction"] = FP8_CORRECTION["correction"]
+        values["algorithm.options"] = {"correction_high": FP8_CORRECTION["correction_high"], **options}
+        origins["algorithm.correction"] = of_fp8 = "default: rollout.dtype=fp8"
+        if "correction_high" not in options:
+            before = origins["algorithm.options"]
+            origins["algorithm.options"] = of_fp8 if before == "default" else f"{before}, {of_fp8}"
 
 
 def _interpolated(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, tuple[Any, str]]:

@@ -154,8 +154,8 @@ class RolloutConfig:
     python: str | None = None  # Of the environment that a server (vllm) is started in: its bin/python. Null: this one.
     url: str | None = None  # A server that runs already (http://127.0.0.1:8000), on this machine; several with commas.
     replicas: PositiveInt = adjustable(1)  # Engines side by side; the requests of a group go to one of them.
-    dtype: Annotated[str, one_of("auto|float32|bfloat16")] = "auto"
-    """auto: as the trainer computes · float32 · bfloat16."""
+    dtype: Annotated[str, one_of("auto|float32|bfloat16|fp8")] = "auto"
+    """auto: as the trainer computes · float32 · bfloat16 · fp8: projections in blocks of 8 bits, the rest bfloat16."""
     temperature: NonNegative = 1.0
     top_p: PositiveShare = 1.0  # Truncation is refused for training: the trainer cannot reproduce it.
     top_k: NonNegativeInt = 0

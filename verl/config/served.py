@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from verl.config.backends import ROLLOUT, SYNC, faults_of, traits_of
 from verl.config.model_files import describe_model
 from verl.config.schema import Config
+from verl.wire import FP8
 
 if TYPE_CHECKING:
     from verl.rollout.base import Traits
@@ -41,6 +42,9 @@ def rollout_faults(config: Config, command: str) -> Iterator[str]:
     if config.model.head_dtype == "float32" and (r.url is not None or not traits.float32_head):
         why = "a server that runs is not started here" if traits.float32_head else "it multiplies the head as the rest"
         yield f"model.head_dtype=float32 with {engine}: {why}; set rollout.engine=native, or leave it out"
+    if r.dtype == FP8 and not traits.fp8:
+        able = " or ".join(name for name in ROLLOUT if traits_of(name).fp8)
+        yield f"rollout.dtype=fp8 with {engine}, which gets no weights in 8 bits: set rollout.engine={able}"
     if not traits.server:
         servers = " or ".join(name for name in ROLLOUT if traits_of(name).server)
         for key, value in (("python", r.python), ("url", r.url)):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.backends import ROLLOUT, import_object, options_of, traits_of
+from verl.config.devices import rollout_dtype
 from verl.config.schema import Config
 from verl.config.served import rollout_faults, urls_of
 from verl.driver.driver_host import server_place
@@ -22,6 +23,7 @@ from verl.errors import Refused
 from verl.rollout.base import Peers, RolloutContext, RolloutEngine
 from verl.rollout.router import Router
 from verl.rollout.supervisor import Start
+from verl.wire import FP8
 
 
 def fleet_of(
@@ -70,7 +72,8 @@ def rollout_engine(
     context = RolloutContext(
         hf_config=hf_config,
         max_context_tokens=max_context_tokens(config, hf_config),
-        dtype=torch_dtype(config.model.dtype if r.dtype == "auto" else r.dtype),
+        dtype=torch_dtype(config.model.dtype if r.dtype == "auto" else rollout_dtype(config)),
+        fp8=r.dtype == FP8,
         eos_token_ids=stop_ids(config, tokenizer),
         decode=decoder(tokenizer),
         device=device,

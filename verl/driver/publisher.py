@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl.driver.lora_publisher import LoraPublisher
-from verl.rollout.base import AS_HELD, Capabilities, PauseMode, RolloutEngine, WireFormat
+from verl.rollout.base import Capabilities, PauseMode, RolloutEngine
 from verl.types import Metric, Metrics
 from verl.weight_sync.base import CheckpointEngine, SyncReport
+from verl.wire import AS_HELD, WireFormat
 from verl.workers.model_workers import START_TIMEOUT_S, ModelWorkers
 from verl.workers.waits import Waits
 

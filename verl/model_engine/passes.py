@@ -22,6 +22,7 @@ from verl.model_engine.local_model import LocalModel
 from verl.model_engine.objective import reduce_terms
 from verl.model_engine.pending import Pending, read_pending
 from verl.nn import attention
+from verl.nn.fp8 import as_computed
 from verl.nn.fused import FUSED_TYPES, fuse, unfuse
 from verl.nn.linear_teacher import HeadWeights
 from verl.nn.precision import computing_in, rounded, rounded_weight
@@ -95,20 +96,20 @@ class Passes:
         """Return log-probs by the language-model head, whichever head is trained."""
         return self._lm_outputs(batch, ("logprobs",))
 
-    def models_own(self, probes: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    def models_own(self, probes: Sequence[Tensor], dtype: torch.dtype, *, fp8: bool = False) -> list[Tensor]:
         """Return log-probs [t-1] of each probe [t] by the model as transformers made it, with its parameters in
-        `dtype`."""
+        `dtype`. fp8: those that FP8 replicas get quantised are."""
         model = self.local.model
-        trained, kept = model.training, [(p, p.data) for p in model.parameters()]
+        trained, kept = model.training, [(name, p, p.data) for name, p in model.named_parameters()]
         model.eval()
         model.set_attn_implementation(self._models_attention)
         unfuse(model)
         try:
-            for p, master in kept:
-                p.data = master.to(dtype)
+            for name, p, master in kept:
+                p.data = as_computed(name, master, dtype, fp8=fp8)
             return [self._alone(model, ids) for ids in probes]
         finally:
-            for p, master in kept:
+            for _, p, master in kept:
                 p.data = master
             model.train(trained)
             self._own_forward()

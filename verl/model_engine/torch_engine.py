@@ -35,6 +35,7 @@ from verl.model_engine.state import EngineState
 from verl.model_engine.updates import Updates
 from verl.objective import Term
 from verl.types import Metrics
+from verl.wire import FP8
 
 
 class TorchEngine:
@@ -113,7 +114,9 @@ class TorchEngine:
 
     def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
         with self.awake("weights"), torch.no_grad():
-            found = self.passes.models_own([torch.from_numpy(ids) for ids in probes], DTYPES[dtype])
+            fp8 = dtype == FP8
+            ids = [torch.from_numpy(one) for one in probes]
+            found = self.passes.models_own(ids, torch.bfloat16 if fp8 else DTYPES[dtype], fp8=fp8)
         return [logprobs.float().numpy() for logprobs in found]
 
     @property

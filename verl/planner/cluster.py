@@ -10,8 +10,7 @@ from verl.config.devices import rollout_dtype
 from verl.config.model_files import describe_model
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout
-from verl.model_engine.memory import DTYPE_BYTES
-from verl.planner.memory import MemoryEstimate, bucket_bytes, pool_rank_memory, summed
+from verl.planner.memory import MemoryEstimate, bucket_bytes, pool_rank_memory, summed, wire_bytes
 from verl.weight_sync.options import Ipc, Shm, Tcp
 
 
@@ -91,7 +90,7 @@ def _sent_bytes(config: Config) -> int:
         return 0
     if isinstance(options, Shm | Tcp) and options.bucket_mb is not None:
         return bucket_bytes(options.bucket_mb, model, rollout_dtype(config))
-    return DTYPE_BYTES[rollout_dtype(config)] * model.parameters
+    return wire_bytes(config, model)
 
 
 def memory_on_this_machine(placement: ClusterPlan) -> MemoryEstimate | None:

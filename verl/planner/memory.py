@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from verl.algorithms.presets import settled
 from verl.config.adapter import teacher_models
-from verl.config.backends import memory_of, options_of, rollout_caches
+from verl.config.backends import engine_name, memory_of, options_of, rollout_caches
 from verl.config.cluster import NO_MODEL
 from verl.config.devices import (
     compute_dtype,
@@ -27,6 +27,7 @@ from verl.model_engine.layout import Layout
 from verl.model_engine.memory import DTYPE_BYTES, RankWork
 from verl.rollout.native.options import KEPT_KV_BYTES
 from verl.weight_sync.options import Ipc
+from verl.wire import FP8, FP8_BLOCK
 
 TRAINED = ("actor", "critic")
 PARTS = {"weights": "weights", "optimizer": "optimizer states"}
@@ -116,13 +117,30 @@ def _teachers_head(config: Config, teachers: Sequence[str]) -> int:
 
 def rollout_items(config: Config, model: ModelFacts) -> dict[str, int]:
     """Return the bytes of one rollout engine."""
-    copy = model.parameters * DTYPE_BYTES[rollout_dtype(config)]
+    copy = DTYPE_BYTES[rollout_dtype(config)] * model.parameters  # a CPU multiplies with dequantised weights
+    local = engine_name(config, "sync") == "local"
+    staged = {"quantised weights": wire_bytes(config, model)} if local and config.rollout.dtype == FP8 else {}
     return {
         "rollout weights": copy,
         "incoming weights": copy,
+        **staged,
         **rollout_caches(config, bytes_per_token=kv_bytes_per_token(model, rollout_dtype(config))),
         "sampling logits": 2 * 4 * config.rollout.max_concurrent_sequences * model.vocab,
     }
+
+
+def wire_bytes(config: Config, model: ModelFacts) -> int:
+    """Return the bytes of a version as it is sent to replicas."""
+    item_bytes = DTYPE_BYTES[rollout_dtype(config)]
+    if config.rollout.dtype != FP8:
+        return item_bytes * model.parameters
+    projected = _projected(model)
+    return item_bytes * (model.parameters - projected) + projected + 4 * projected // FP8_BLOCK**2
+
+
+def _projected(model: ModelFacts) -> int:
+    """Return the number of weights that FP8 quantises: all but the embedding and the head, and few more."""
+    return model.body_parameters - model.embedding_parameters
 
 
 def kv_bytes_per_token(model: ModelFacts, dtype: str) -> int:

@@ -31,6 +31,7 @@ from verl.planner.disk import (
 )
 from verl.planner.memory import MemoryEstimate, process_memory
 from verl.planner.sizes import RolloutSizes, RunLength, StepSizes, rollout_sizes, run_length, step_sizes, teacher_share
+from verl.wire import FP8
 from verl.workers import host
 
 
@@ -141,6 +142,12 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
         yield "algorithm.kl_loss_form=k1: its gradient is zero on average; k3, or k1+ for the exact gradient"
     if preset.critic and preset.critic.critic_warmup_until and not preset.critic.critic_warmup_steps:
         yield "algorithm.critic_warmup_until without critic_warmup_steps: the policy waits for it, however long that is"
+    if config.rollout.dtype == FP8:
+        c, why = preset.correction, "rollout.dtype=fp8: answers are sampled with rounded weights"
+        if c is None or (c.form is None and not c.bypass):
+            yield f"{why}, and {preset.name} weighs their tokens by no correction: the gradient is of another policy"
+        elif c.form is not None:
+            yield f"{why}; tokens are weighed by pi_train / pi_rollout (algorithm.correction={c.form}, {c.high:g})"
     if (p.staleness > 0 or p.sync_every > 1) and preset.correction is None and preset.loss.off_policy_delta is None:
         ahead = f"pipeline.staleness={p.staleness:g}" if p.staleness else f"pipeline.sync_every={p.sync_every}"
         yield (

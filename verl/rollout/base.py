@@ -15,6 +15,7 @@ import numpy as np
 from verl.errors import Refused
 from verl.parameter_set import POLICY_SET
 from verl.types import Sampling, StopReason, as_ids
+from verl.wire import AS_HELD, WireFormat
 
 if TYPE_CHECKING:
     import torch
@@ -53,48 +54,6 @@ class Completion:
     """The id of the parameter set that sampled."""
 
 
-FLOATS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23), "float64": (11, 52)}
-"""The bits of exponent and mantissa of each dtype, by torch's name, the narrower ones first."""
-
-
-def holds(wide: str, narrow: str) -> bool:
-    """Return True if the first dtype represents every value of the second."""
-    return all(a >= b for a, b in zip(FLOATS[wide], FLOATS[narrow], strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class WireFormat:
-    """The format in which an engine reads weights. The trainer converts them to it before it sends them."""
-
-    dtype: str | None = None
-    """The dtype of floating-point tensors, by torch's name; None: the trainer's own. A tensor is never widened."""
-    exceptions: Mapping[str, str] = field(default_factory=dict)
-    """The dtypes of tensors that the engine keeps in another dtype, by name: buffers, or router gates in float32."""
-
-    def dtype_of(self, name: str) -> str | None:
-        """Return the dtype in which the tensor `name` is sent; None: in the trainer's own."""
-        return self.exceptions.get(name, self.dtype)
-
-    @staticmethod
-    def widest(formats: Sequence[WireFormat]) -> WireFormat:
-        """Return the narrowest format that keeps every value that any of these formats keeps.
-
-        One version is staged for all replicas; a replica with a narrower format rounds the tensors when it loads."""
-
-        def widest_of(dtypes: Sequence[str | None]) -> str | None:
-            known = [dtype for dtype in dtypes if dtype is not None]
-            return next(d for d in FLOATS if all(holds(d, one) for one in known)) if len(known) == len(dtypes) else None
-
-        dtype = widest_of([one.dtype for one in formats])
-        names = sorted({name for one in formats for name in one.exceptions}) if dtype is not None else []
-        every = {name: widest_of([one.dtype_of(name) for one in formats]) for name in names}
-        return WireFormat(dtype, {name: of for name, of in every.items() if of is not None and of != dtype})
-
-
-AS_HELD = WireFormat()
-"""The format of an engine that reads every tensor in the dtype that the trainer has."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
     """The abilities of one kind of rollout engine, known without starting it. Those of servers are in traits.py.
@@ -130,6 +89,8 @@ class Traits:
     """A seed gives the same tokens whatever else is in the batch."""
     float32_head: bool = False
     """It can multiply the head in float32 beside other weights in bfloat16."""
+    fp8: bool = False
+    """It reads projections in blocks of 8 bits (rollout.dtype=fp8)."""
     spans: bool = True
     """Every token is labelled with the version that sampled it, so the weights may change during a request."""
     reports_tokens: bool = False
@@ -242,6 +203,8 @@ class RolloutContext:
     """The longest sequence, prompt and answer together."""
     dtype: torch.dtype
     """The dtype that the model is computed in."""
+    fp8: bool = False
+    """Projections are read in blocks of 8 bits (`nn/fp8.py`)."""
     eos_token_ids: Sequence[int] = ()
     """Tokens that end an answer."""
     decode: DecodeFn | None = None

@@ -41,5 +41,7 @@ def build(
     from verl.rollout.embedded.front import EmbeddedEngine  # not above: a plan reads the options without torch
     from verl.rollout.embedded.hf_runner import HfRunner
 
+    if context.fp8:
+        raise Refused("rollout.dtype=fp8: the hf engine reads no weights in 8 bits; set rollout.dtype=bfloat16")
     runner = HfRunner(context, module, max_prefill_tokens=max_prefill_tokens)
     return EmbeddedEngine(runner, context, prefix_cache=False, notes=notes)

@@ -23,11 +23,11 @@ from verl.rollout.base import (
     PauseMode,
     ReplicaLost,
     WeightReader,
-    WireFormat,
 )
 from verl.rollout.replica import Replica
 from verl.rollout.supervisor import Start
 from verl.rollout.wrapper import FOLLOWED, EngineWrapper
+from verl.wire import WireFormat
 
 KEPT_KEYS = 4096  # the number of latest prefix keys with a remembered replica
 SET_S = 60.0  # for a LoRA set to be published again, on new weights

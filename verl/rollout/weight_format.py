@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from verl.checkpoint.hf import skeleton_of
-from verl.rollout.base import AS_HELD, WireFormat
+from verl.wire import AS_HELD, WireFormat
 
 ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Module names of the routers of experts in transformers' models."""

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from verl.model_engine.base import WeightPart
-from verl.rollout.base import WireFormat
+from verl.nn.fp8 import VALUES
 from verl.weight_sync.base import Entry, checksum, dtype_name
-from verl.weight_sync.wire_format import wire_dtype
+from verl.weight_sync.wire_format import wire_shapes
+from verl.wire import WireFormat
 
 SAMPLED_VALUES = 256  # per tensor, evenly spread: enough to separate "did not move" from "was not delivered"
 
@@ -28,7 +29,8 @@ class VersionRecord:
     values: dict[str, Tensor] = field(default_factory=dict)
     """Up to `SAMPLED_VALUES` values of each tensor, float64."""
     extremes: dict[str, Tensor] = field(default_factory=dict)
-    """[2] the least and the largest value of each floating-point tensor that has any; NaN if one is NaN."""
+    """[2] the least and the largest value of each floating-point tensor that has any, but for values in 8 bits; NaN if
+    one is NaN."""
     num_bytes: int = 0
     gathered_s: float = 0.0
     """The time that the engine took to deliver the tensors."""
@@ -47,7 +49,7 @@ class VersionRecord:
 
     def _note_size(self, name: str, tensor: Tensor) -> None:
         self.num_bytes += tensor.nbytes
-        if tensor.is_floating_point() and tensor.numel():
+        if tensor.is_floating_point() and tensor.numel() and tensor.dtype != VALUES:  # NaN is in its scales
             self.extremes[name] = torch.stack(tensor.aminmax()).double()
 
     def finish(self) -> None:
@@ -76,7 +78,8 @@ class VersionRecord:
     @property
     def floats(self) -> set[torch.dtype]:
         """The dtypes of the floating-point tensors."""
-        return {vars(torch)[self.manifest[name].dtype] for name in self.extremes}
+        found = {vars(torch)[entry.dtype] for entry in self.manifest.values()}
+        return {dtype for dtype in found if dtype.is_floating_point}
 
     @property
     def not_finite(self) -> list[str]:
@@ -95,9 +98,10 @@ def entry_of(tensor: Tensor) -> Entry:
     return Entry(tuple(tensor.shape), dtype_name(tensor))
 
 
-def entry_of_part(part: WeightPart, form: WireFormat) -> Entry:
-    """Return the entry of a whole tensor in the format in which it is sent, without a checksum."""
-    return Entry(part.shape, str(wire_dtype(form, part.name, part.dtype)).removeprefix("torch."))
+def entries_of_part(part: WeightPart, form: WireFormat) -> dict[str, Entry]:
+    """Return the entries of a whole tensor in the format in which it is sent, without checksums, by name."""
+    found = wire_shapes(form, part.name, part.shape, part.dtype)
+    return {name: Entry(shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in found.items()}
 
 
 def some_values(tensor: Tensor, count: int = SAMPLED_VALUES) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 from verl.batch import pack
 from verl.errors import Refused
 from verl.model_engine.base import Publishes, WeightPart
+from verl.nn.fp8 import in_blocks
 from verl.parameter_set import POLICY_SET, ParameterSet
-from verl.rollout.base import AS_HELD, WireFormat
 from verl.types import Sample, Segment
 from verl.weight_sync.base import (
     Entry,
@@ -29,10 +29,11 @@ from verl.weight_sync.base import (
     open_stream,
 )
 from verl.weight_sync.canary import Probed, no_model
-from verl.weight_sync.record import VersionRecord, entry_of_part, on_host, some_values, weights_identity
+from verl.weight_sync.record import VersionRecord, entries_of_part, on_host, some_values, weights_identity
 from verl.weight_sync.slices import SlicesOutlet
 from verl.weight_sync.together import Stage, staging
-from verl.weight_sync.wire_format import converted
+from verl.weight_sync.wire_format import wire_tensors
+from verl.wire import AS_HELD, FP8, WireFormat
 
 CHECKED_SHARE = 16  # after the first versions every 16th tensor gets a checksum, different ones in each version
 MEASURED_SHARE = 16  # after the first versions every 16th version measures the canary's rounding again
@@ -52,7 +53,7 @@ class WeightSender:
         base: Publishes | None = None,
     ) -> None:
         """verify_first: the number of versions with a checksum for every tensor; later ones have checksums for a sample
-        · dtype: the precision in which the rollout computes · base: the source of the full set under a LoRA set."""
+        · dtype: that of rollout.dtype · base: the source of the full set under a LoRA set."""
         assert parameters.whole == (base is None), "a LoRA set is published on top of a full set"
         self._outlet, self._dtype, self._format = outlet, dtype, AS_HELD
         self._parameters, self._base = parameters, base
@@ -126,10 +127,11 @@ class WeightSender:
         """Read the engine's present weights, stage them, and return the receipt on the first rank. All ranks call this.
         copy: the weights may change before all replicas have them. Raise FloatingPointError for weights of a diverged
         model, which is not a fault of the delivery."""
-        form = AS_HELD if isinstance(self._outlet, InPlace) and not copy else self._format
+        given = isinstance(self._outlet, InPlace) and not copy and not self._format.fp8
+        form = AS_HELD if given else self._format
         if not self._decided:
             self._together, self._decided = staging(self._outlet), True
-        if self._together is not None:
+        if self._together is not None and not form.fp8:  # the slices of ranks cut blocks
             began, shapes = time.perf_counter(), self._shapes_of(engine, form)
             address, record = self._together(engine, version, shapes, form, self._checks)
             seconds = {"gather": 0.0, "stage": time.perf_counter() - began}
@@ -204,10 +206,10 @@ class WeightSender:
         began = time.perf_counter()
         for number, (name, tensor) in enumerate(engine.weights()):
             record.gathered_s += time.perf_counter() - began
-            kept = converted(form, name, tensor)
-            kept = kept.clone() if copy and kept.dtype == tensor.dtype else kept
-            record.note(name, kept, check=self._checks(number))
-            yield name, kept
+            for sent, made in wire_tensors(form, name, tensor):
+                kept = made.clone() if copy and made.data_ptr() == tensor.data_ptr() else made
+                record.note(sent, kept, check=self._checks(number))
+                yield sent, kept
             began = time.perf_counter()
         record.gathered_s += time.perf_counter() - began
 
@@ -235,7 +237,10 @@ class WeightSender:
         """Return {name: manifest entry without checksum} of all published tensors, as converted to the wire format."""
         if self._parts is None:
             self._parts = [replace(part, mine=None) for part in engine.weight_parts()]
-        return {part.name: entry_of_part(part, form) for part in self._parts}
+        if form.fp8 and not any(in_blocks(part.name, part.shape) for part in self._parts):
+            why = "no tensor of this model is called a projection (NAME_proj), which are the ones that are quantised"
+            raise Refused(f"rollout.dtype=fp8: {why}; set rollout.dtype=bfloat16")
+        return {name: entry for part in self._parts for name, entry in entries_of_part(part, form).items()}
 
     def _probed(self, engine: Publishes, version: int, probes: Sequence[np.ndarray]) -> Probed | None:
         """Return the trainer's side of the canary. The model's own pass is expensive, and the difference that rounding
@@ -304,7 +309,7 @@ def probed(
     engine: Publishes, probes: Sequence[np.ndarray], dtype: str, off_by: np.ndarray | None = None
 ) -> Probed | None:
     """Compute the trainer's side of the canary: log-probs of ids[1:] of each probe, at temperature 1; None without
-    probes. dtype: the precision in which the rollout computes · off_by: the measured difference of the model's own
+    probes. dtype: that of rollout.dtype · off_by: the measured difference of the model's own
     pass; None: run that pass."""
     if not probes:
         return None
@@ -326,4 +331,4 @@ def probed(
     )
     ids = np.concatenate([ids[1:] for ids in probes])
     own = np.concatenate(engine.own_logprobs(probes, dtype)) if off_by is None else logprobs + off_by
-    return Probed(ids, logprobs, entropy, own, torch.finfo(getattr(torch, dtype)).eps)
+    return Probed(ids, logprobs, entropy, own, torch.finfo(vars(torch)["bfloat16" if dtype == FP8 else dtype]).eps)

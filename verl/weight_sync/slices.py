@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from verl.model_engine.base import Publishes, WeightPart
-from verl.rollout.base import WireFormat
 from verl.weight_sync.base import Entry, Spans, SyncError, dtype_name, slice_at
-from verl.weight_sync.record import entry_of_part
+from verl.weight_sync.record import entries_of_part
 from verl.weight_sync.shm import FIRST_AT, ShmOutlet, ShmStream, place_tensors
+from verl.wire import WireFormat
 
 SLICED = "slices:"
 """The beginning of the address of a version in slices."""
@@ -122,7 +122,7 @@ def own_slices(engine: Publishes, form: WireFormat) -> tuple[dict[str, Entry], l
     position of each)."""
     held = list(held_parts(engine))
     entries = {
-        str(number): replace(entry_of_part(part, form), shape=tuple(mine.shape))
+        str(number): replace(entries_of_part(part, form)[part.name], shape=tuple(mine.shape))
         for number, (part, mine) in enumerate(held)
     }
     return entries, [(part.name, spans_of(part.index, part.shape)) for part, _ in held]

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.model_engine.base import Publishes
-from verl.rollout.base import WireFormat
 from verl.weight_sync.base import Entry, SliceEntry, Spans, SyncError, checksum, slice_at
 from verl.weight_sync.record import SAMPLED_VALUES, VersionRecord
 from verl.weight_sync.slices import (
@@ -26,6 +25,7 @@ from verl.weight_sync.slices import (
     spans_of,
 )
 from verl.weight_sync.wire_format import converted
+from verl.wire import WireFormat
 
 
 class Stage(Protocol):

@@ -18,9 +18,9 @@ from verl.model_engine.base import EngineCapabilities
 from verl.model_engine.layout import Layout
 from verl.objective import Term
 from verl.parameter_set import POLICY_SET
-from verl.rollout.base import AS_HELD
 from verl.types import Metrics, Ref, Refs, merge_metrics
 from verl.weight_sync.base import Entry, Outlet, Readers, Sent
+from verl.wire import AS_HELD
 from verl.workers.compute import Compute, Computed, OptimizerStep
 from verl.workers.group import Broadcast, WorkerGroup
 from verl.workers.host import RankMemory

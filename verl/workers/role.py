@@ -20,12 +20,12 @@ from verl.model_engine.base import EngineCapabilities, EngineContext, ModelEngin
 from verl.model_engine.objective import before_moving, evaluate_terms, first_pass
 from verl.objective import Term
 from verl.parameter_set import POLICY_SET
-from verl.rollout.base import AS_HELD, WireFormat
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import facts_column, queued_samples
 from verl.types import Metric, Metrics, Refs, Sample, Segment, merge_metrics
 from verl.weight_sync.base import Entry, Outlet, Readers, Sent
 from verl.weight_sync.sender import WeightSender
+from verl.wire import AS_HELD, WireFormat
 from verl.workers.host import RankMemory, rank_memory
 from verl.workers.inproc import SharedEngine, VirtualRank
 from verl.workers.rank_batch import RankStep, batch_of_step, informed

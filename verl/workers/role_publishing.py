@@ -9,9 +9,9 @@ import numpy as np
 
 from verl.model_engine.base import ModelEngine, Publishes, Ranks
 from verl.parameter_set import POLICY_SET
-from verl.rollout.base import WireFormat
 from verl.weight_sync.base import Entry, Outlet, Readers, Sent
 from verl.weight_sync.sender import WeightSender
+from verl.wire import WireFormat
 from verl.workers.lora_sets import LoraSets
 
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from verl.errors import Refused
 from verl.parameter_set import POLICY_SET, OfSet, ParameterSet, check_base, set_of
-from verl.rollout.base import Completion, DecodeFn, Scores, WeightReader, WireFormat, check_live
+from verl.rollout.base import Completion, DecodeFn, Scores, WeightReader, check_live
 from verl.rollout.embedded.requests import REASONS, ActiveRequest, News, RunningRequests
 from verl.rollout.embedded.sampler import SamplingMetadata
+from verl.wire import WireFormat
 
 Finished = tuple[ActiveRequest, Completion]
 Sampled = tuple[np.ndarray, np.ndarray]  # ids [n] int64, log-probs [n] float32

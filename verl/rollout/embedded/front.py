@@ -22,7 +22,6 @@ import numpy as np
 
 from verl.parameter_set import POLICY_SET, set_of
 from verl.rollout.base import (
-    AS_HELD,
     IN_PROCESS,
     BaseEngine,
     Capabilities,
@@ -40,6 +39,7 @@ from verl.rollout.embedded.checks import InputChecks
 from verl.rollout.embedded.core import EngineCore, Finished, ReadsFormat, Runner, TakesSets
 from verl.rollout.embedded.load_thread import LoadThread
 from verl.rollout.embedded.requests import ActiveRequest, News
+from verl.wire import AS_HELD
 
 T = TypeVar("T")
 DELIVER_S = 0.005  # between two deliveries of finished requests, which are scored while the rest is decoded
@@ -61,7 +61,8 @@ class EmbeddedEngine(BaseEngine):
     def __init__(self, runner: Runner, context: RolloutContext, *, prefix_cache: bool, notes: tuple[str, ...]) -> None:
         self._core = EngineCore(runner, context.eos_token_ids, context.decode)
         self._runner, self._checks = runner, InputChecks(runner, decodes=context.decode is not None)
-        traits = replace(IN_PROCESS, prefix_cache=prefix_cache, stop_strings=context.decode is not None)
+        stops = context.decode is not None
+        traits = replace(IN_PROCESS, prefix_cache=prefix_cache, stop_strings=stops, fp8=context.fp8)
         self._capabilities = capabilities_of(
             traits,
             max_context_tokens=context.max_context_tokens,

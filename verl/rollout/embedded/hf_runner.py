@@ -18,12 +18,13 @@ from transformers import AutoModelForCausalLM
 from verl.nn.lora import LowRank, low_ranks, with_low_ranks
 from verl.nn.rope import fix_rope
 from verl.parameter_set import POLICY_SET, ParameterSet
-from verl.rollout.base import RolloutContext, Scores, WeightReader, WireFormat, check_positive
+from verl.rollout.base import RolloutContext, Scores, WeightReader, check_positive
 from verl.rollout.embedded.core import Admitted, DecodeRows, Sampled, check_context
 from verl.rollout.embedded.receive import Destination, receive
 from verl.rollout.embedded.requests import ActiveRequest
 from verl.rollout.embedded.sampler import sample, score_logits, scores_of, to_host
 from verl.rollout.weight_format import format_of_module
+from verl.wire import WireFormat
 
 
 class HfRunner:

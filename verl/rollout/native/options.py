@@ -10,12 +10,13 @@ from msgspec import Meta
 
 from verl.errors import Refused
 from verl.rollout.base import IN_PROCESS, check_positive
+from verl.wire import FP8
 
 if TYPE_CHECKING:
     from verl.config.schema import Config
     from verl.workers.pools import Pool
 
-NATIVE = replace(IN_PROCESS, float32_head=True)
+NATIVE = replace(IN_PROCESS, float32_head=True, fp8=True)
 """The traits of the native engine."""
 KEPT_KV_BYTES = 64 << 20
 """KV up to this size is not freed by sleep on a CPU: allocating its pages again would slow down a short step."""
@@ -40,8 +41,12 @@ class Options:
 
 
 def native_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
-    """Yield a fault if the KV slots have no room for one whole sequence."""
+    """Yield a fault if the KV slots have no room for one whole sequence, or if weights in 8 bits are for CUDA."""
     from verl.config.backends import longest_sequence
+    from verl.config.devices import device_type_of
+
+    if config.rollout.dtype == FP8 and device_type_of(config, "actor") == "cuda":
+        yield "rollout.dtype=fp8 with rollout.engine=native on CUDA: it has no kernel yet; set rollout.dtype=bfloat16"
 
     held, longest = config.rollout.engine_options.get("max_kv_tokens"), longest_sequence(config)
     if held is not None and held < longest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby, islice
 
@@ -15,9 +15,10 @@ from verl.accel.devices import device_facts
 from verl.accel.linear import Products
 from verl.accel.operations import Use
 from verl.errors import Refused
+from verl.nn.fp8 import dequantised
 from verl.nn.precision import native_bf16
 from verl.parameter_set import POLICY_SET
-from verl.rollout.base import RolloutContext, Scores, WeightReader, WireFormat
+from verl.rollout.base import RolloutContext, Scores, WeightReader
 from verl.rollout.embedded.core import Admitted, DecodeRows, Sampled
 from verl.rollout.embedded.receive import receive
 from verl.rollout.embedded.requests import ActiveRequest
@@ -29,6 +30,7 @@ from verl.rollout.native.options import Options
 from verl.rollout.native.paged import PAGE, PageCache, PagedDecode, whole_pages
 from verl.rollout.native.prefill import Prefiller
 from verl.rollout.native.weights import Storage, Weights, weights_of
+from verl.wire import WireFormat
 
 FIXED_ROWS = 32  # rows of one decode call when deterministic and a product's bits depend on its number of rows
 READ_STEP = 8  # tokens; the width that attention reads is a multiple: one vector register of float32
@@ -56,7 +58,7 @@ class NativeRunner:
         device = self._device = torch.device(context.device)
         self._facts = device_facts(device.type)
         self.max_rows, self.max_context_tokens = context.max_concurrent_sequences, context.max_context_tokens
-        self._dtype, self._deterministic = context.dtype, context.deterministic
+        self._dtype, self._fp8, self._deterministic = context.dtype, context.fp8, context.deterministic
         # a CPU that emulates bf16 keeps the rounded weights in fp32: the same numbers, ten times sooner
         emulates = context.dtype == torch.bfloat16 and not native_bf16(device) if emulate_bf16 is None else emulate_bf16
         self.compute_dtype = torch.float32 if emulates else context.dtype
@@ -114,7 +116,7 @@ class NativeRunner:
 
     @property
     def weight_format(self) -> WireFormat:
-        return WireFormat(str(self._dtype).removeprefix("torch."))
+        return WireFormat(str(self._dtype).removeprefix("torch."), fp8=self._fp8)
 
     @property
     def ready(self) -> bool:
@@ -133,15 +135,18 @@ class NativeRunner:
             del live  # frees the memory for the new weights
             return self.prepare(source)()
         self._torn = live  # graphs read it, and there is room for no other
-        receive(source.tensors(), live.destinations)
+        receive(self._read(source), live.destinations)
         live.pack_tied_head()
         self._torn, self.model.weights = None, live
         self._prompts.clear()
 
+    def _read(self, source: WeightReader) -> Iterable[tuple[str, object]]:
+        return dequantised(source.tensors()) if self._fp8 else source.tensors()
+
     def prepare(self, source: WeightReader) -> Callable[[], None]:
         layout = self.ops.products if self.ops.products.fills else None
         storage = Storage(self.model.shape, self._dtype, self.compute_dtype, self._device, layout)
-        receive(source.tensors(), storage.destinations)
+        receive(self._read(source), storage.destinations)
         return partial(self._switch, weights_of(storage, self.ops))
 
     def _switch(self, fresh: Weights) -> None:

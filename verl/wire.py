@@ -1,0 +1,63 @@
+"""The format in which weights are sent from the trainer to rollout engines. No torch is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from verl.errors import Refused
+
+FP8 = "fp8"
+"""The value of rollout.dtype for projections in blocks of 8 bits; other tensors and the activations are bfloat16."""
+FP8_BLOCK = 128
+"""The rows and the columns of a block of weights that share a scale."""
+FLOATS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23), "float64": (11, 52)}
+"""The bits of exponent and mantissa of each dtype, by torch's name, the narrower ones first."""
+
+
+def holds(wide: str, narrow: str) -> bool:
+    """Return True if the first dtype represents every value of the second."""
+    return all(a >= b for a, b in zip(FLOATS[wide], FLOATS[narrow], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """The format in which an engine reads weights. The trainer converts them to it before it sends them."""
+
+    dtype: str | None = None
+    """The dtype of floating-point tensors, by torch's name; None: the trainer's own. A tensor is never widened."""
+    exceptions: Mapping[str, str] = field(default_factory=dict)
+    """The dtypes of tensors that the engine keeps in another dtype, by name: buffers, or router gates in float32."""
+    fp8: bool = False
+    """Projections are sent as values in 8 bits and scales (`nn/fp8.py`)."""
+
+    def dtype_of(self, name: str) -> str | None:
+        """Return the dtype in which the tensor `name` is sent; None: in the trainer's own."""
+        return self.exceptions.get(name, self.dtype)
+
+    @staticmethod
+    def widest(formats: Sequence[WireFormat]) -> WireFormat:
+        """Return the narrowest format that keeps every value that any of these formats keeps.
+
+        One version is staged for all replicas; a replica with a narrower format rounds the tensors when it loads."""
+
+        fp8 = {one.fp8 for one in formats}
+        if len(fp8) > 1:
+            raise Refused(
+                "some replicas read weights in blocks of FP8 and others do not: set one rollout.dtype for all"
+            )
+
+        def widest_of(dtypes: Sequence[str | None]) -> str | None:
+            known = [dtype for dtype in dtypes if dtype is not None]
+            return next(d for d in FLOATS if all(holds(d, one) for one in known)) if len(known) == len(dtypes) else None
+
+        dtype = widest_of([one.dtype for one in formats])
+        names = sorted({name for one in formats for name in one.exceptions}) if dtype is not None else []
+        every = {name: widest_of([one.dtype_of(name) for one in formats]) for name in names}
+        return WireFormat(
+            dtype, {name: of for name, of in every.items() if of is not None and of != dtype}, fp8 == {True}
+        )
+
+
+AS_HELD = WireFormat()
+"""The format of an engine that reads every tensor in the dtype that the trainer has."""
