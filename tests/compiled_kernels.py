@@ -66,7 +66,7 @@ def compile_launch(kernel: Any, given: dict[str, Any], target: GPUTarget) -> dic
 
 def launch_all(dtype: torch.dtype, dim: int) -> None:
     """Call every operation once with the sizes of a Qwen3 layer, and the others' features."""
-    from verl.accel.cuda import attention, experts, layers, products, rotary, sampling
+    from verl.accel.cuda import attention, experts, layers, products, prompts, rotary, sampling
 
     rows, heads, kv_heads, page, ffn, vocab = 4, 16, 8, 256, 3072, 151936
 
@@ -81,6 +81,12 @@ def launch_all(dtype: torch.dtype, dim: int) -> None:
         sinks = empty(heads) if window else None
         attention.attend_pages(
             q, keys, keys, table, positions, scale=0.1, window=window, cap=cap, splits=splits, sinks=sinks
+        )
+    starts = empty(3, kind=torch.int32)
+    for window, cap in ((0, 0.0), (512, 50.0)):
+        lines = empty(600, kv_heads, dim)
+        prompts.attend_prompts(
+            empty(600, heads, dim), lines, lines, starts, starts, 512, scale=0.1, window=window, cap=cap
         )
     x, weight = empty(rows, 1024), empty(1024)
     layers.add_norm(x, None, None, weight, 1e-6)

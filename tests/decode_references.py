@@ -39,6 +39,24 @@ def page_attention(
     return out
 
 
+def prompt_attention(
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, key_starts: Tensor, longest: int,
+    *, scale: float, window: int = 0, cap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """One query at a time."""
+    out, each = torch.zeros_like(q), q.shape[1] // keys.shape[1]
+    for prompt, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+        first, last = key_starts[prompt : prompt + 2].tolist()
+        for row in range(begin, end):
+            seen = last - (end - row) + 1
+            lo = max(first, seen - window) if window else first
+            k, v = (t[lo:seen].repeat_interleave(each, 1) for t in (keys, values))
+            score = torch.einsum("hd,lhd->hl", q[row], k) * scale
+            score = cap * torch.tanh(score / cap) if cap else score
+            out[row] = torch.einsum("hl,lhd->hd", score.softmax(1), v)
+    return out
+
+
 def rotate_and_store(
     qkv: Tensor, norm: Tensor | None, turns: Tensor, positions: Tensor, table: Tensor, keys: Tensor, values: Tensor,
     eps: float,
@@ -91,6 +109,15 @@ def page_attention_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -
     q = torch.randn(4, heads, dim, generator=rng).to(dtype)
     sinks = torch.randn(heads, generator=rng) if size % 3 else None
     return (q, keys, values, table, positions), {**rest, "sinks": sinks}
+
+
+def prompt_attention_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    """A prompt of one token, an empty one, one with a past, and one of more than a block."""
+    heads, kv_heads, dim = ((4, 4, 16), (4, 2, 64), (16, 1, 24), (6, 3, 128))[size % 4]
+    starts, key_starts = torch.tensor([0, 1, 1, 6, 76]).int(), torch.tensor([0, 1, 4, 79, 149]).int()
+    q, (keys, values) = torch.randn(76, heads, dim, generator=rng), torch.randn(2, 149, kv_heads, dim, generator=rng)
+    rest = {"scale": dim**-0.5, "window": (0, 20)[size // 2 % 2], "cap": (0.0, 30.0)[size % 2]}
+    return (q.to(dtype), keys.to(dtype), values.to(dtype), starts, key_starts, 70), rest
 
 
 def rotate_and_store_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:

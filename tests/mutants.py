@@ -1148,6 +1148,12 @@ MUTANTS = (
     ),
     Mutant("accel/cuda/experts.py", "pair // EACH", "pair", CUDA),
     Mutant("accel/cuda/sampling.py", "tl.where(temperature == 0, greedy, drawn)", "drawn", CUDA),
+    Mutant("accel/cuda/prompts.py", "t[None, :] <= position", "t[None, :] < position", CUDA),
+    Mutant("accel/cuda/prompts.py", "position = length - tokens + i", "position = i", CUDA),
+    Mutant("accel/cuda/prompts.py", "lowest - window + 1", "lowest - window + BLOCK + 1", CUDA),
+    Mutant(
+        "rollout/native/model.py", '"window": window, "cap": self._cap', '"window": window, "cap": 0.0', CUDA_ENGINE
+    ),
     Mutant("accel/cuda/experts.py", "n * CHOSEN + k", "n * CHOSEN", CUDA),
     Mutant("accel/cuda/attention.py", "exact_splits_of(longest) if exact_rows else", "", EXACT_ROWS),
     Mutant("accel/cuda/products.py", "(n[:, None] < N) & inside", "(n[:, None] < N)", CUDA),

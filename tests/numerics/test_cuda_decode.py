@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config
 
 pytest.importorskip("triton", reason="no Triton here (make triton-package)")
-from verl.accel.cuda import decode
+from verl.accel.cuda import decode, prompts
 from verl.accel.cuda.rows import KERNELS
 from verl.accel.linear import Plain, SingleProducts
 from verl.accel.operations import Use
@@ -80,6 +80,20 @@ def test_every_family_equals_transformers(name: str) -> None:
 
 
 @pytest.mark.on_device
+@pytest.mark.parametrize("name", ["mistral narrow window", "gemma2", "qwen3"])
+def test_prompts_in_several_passes_equal_transformers(name: str) -> None:
+    """Windows, capped scores, and passes of 16 tokens, of which the second one has a past."""
+    module = reference(CONFIGS[name])
+    core, used = fused(CONFIGS[name], module, max_prefill_tokens=16), []
+    kernel = prompts.attend_prompts
+    core.runner.model.prompt_attention = lambda *args, **read: used.append(len(args[3])) or kernel(*args, **read)
+    for prompt, completion in answers(core, Sampling(max_tokens=5, temperature=0.7)).values():
+        np.testing.assert_allclose(
+            completion.logprobs, exact(module, prompt, completion.ids, 0.7), atol=1e-6, rtol=5e-7
+        )
+    assert used and max(used) == 3, "several prompts are one call"
+
+
 def test_a_row_in_several_parts_equals_transformers() -> None:
     module = reference(CONFIGS["qwen3"])
     core = fused(CONFIGS["qwen3"], module, max_context_tokens=512, max_prefill_tokens=512)

@@ -23,7 +23,7 @@ from verl.accel.uniforms import plain_uniforms, uniforms
 from verl.rollout.embedded.sampler import sample, stream_of
 
 pytest.importorskip("triton", reason="no Triton here (make triton-package)")
-from verl.accel.cuda import attention, experts, layers, rotary, sampling, truncation
+from verl.accel.cuda import attention, experts, layers, prompts, rotary, sampling, truncation
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 CUT = plain.plain_truncate
@@ -78,6 +78,26 @@ def test_sinks_and_sizes_that_are_no_power_of_two(splits: int, dim: int, dtype: 
 def test_more_parts_than_a_row_needs_are_not_read() -> None:
     """16 parts are allowed; the row of 600 tokens has 3, that of one token 1."""
     attention_case(2, 1, 16, [0, 600], page=128, splits=16)
+
+
+@pytest.mark.parametrize("each", [1, 3])
+@pytest.mark.parametrize("window,cap", [(0, 0.0), (1, 0.0), (16, 2.0), (17, 0.0), (100, 1.0)])
+def test_prompts_with_and_without_a_past(each: int, window: int, cap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around the ends of blocks (16): new tokens, keys of the past, and windows that begin in either."""
+    monkeypatch.setattr(prompts, "BLOCK_QUERIES", 16)
+    monkeypatch.setattr(prompts, "BLOCK_KEYS", 16)
+    tokens, past = torch.tensor([16, 1, 17, 0, 5, 33]), torch.tensor([0, 31, 0, 7, 16, 40])
+    starts, key_starts = (torch.cat([torch.zeros(1), n.cumsum(0)]).int() for n in (tokens, tokens + past))
+    torch.manual_seed(each)
+    q, (keys, values) = torch.randn(72, each, 24), torch.randn(2, 166, 1, 24)
+    given, read = (keys, values, starts, key_starts, 33), {"scale": 0.4, "window": window, "cap": cap}
+    ours = prompts.attend_prompts(q, *given, **read)
+    exact = references.prompt_attention(q.double(), keys.double(), values.double(), *given[2:], **read)
+    close(ours, exact, torch.float32)
+    alone = slice(39, 72)
+    one = torch.tensor([0, 33]).int(), torch.tensor([0, 73]).int()
+    again = prompts.attend_prompts(q[alone], keys[93:], values[93:], *one, 33, **read)
+    assert torch.equal(again, ours[alone]), "the bits of a prompt do not depend on the others"
 
 
 @pytest.mark.parametrize("splits", [1, 2, 8])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from verl.accel.operations import Cost
@@ -95,6 +96,26 @@ def page_attention_cost(
     tokens = _seen_tokens(positions, window)
     read = 2 * tokens * keys.shape[2] * keys.shape[3] * keys.element_size()
     return Cost(read + 2 * q.nbytes, 4 * tokens * q.shape[1] * q.shape[2])
+
+
+def prompt_attention_cost(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    *,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
+) -> Cost:
+    """Return the work of reading each query, key and value once, for the keys that each query sees."""
+    pairs = 0
+    for tokens, length in zip(starts.diff().tolist(), key_starts.diff().tolist(), strict=True):
+        seen = torch.arange(length - tokens, length) + 1
+        pairs += int((seen.clamp(max=window) if window else seen).sum())
+    return Cost(2 * q.nbytes + keys.nbytes + values.nbytes, 4 * pairs * q.shape[1] * q.shape[2])
 
 
 def rotate_and_store_cost(

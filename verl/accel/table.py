@@ -60,6 +60,12 @@ OPERATIONS: Mapping[str, Operation] = {
             costs.page_attention_cost,
         ),
         Operation(
+            "prompt_attention",
+            "(q [T, H, D], keys and values [U, K, D], starts int32 [prompts + 1] of their queries, key_starts of their "
+            "keys, longest, scale, window, cap) -> [T, H, D]: causal attention of the last tokens of each prompt",
+            costs.prompt_attention_cost,
+        ),
+        Operation(
             "rotate_and_store",
             "(qkv [n, (H + 2K) D], norm [H + K, D] or None, turns float32 [positions, D/2, 2], positions [n], table "
             "int32 [n, W], keys and values [pages, PAGE, K, D], eps) -> q [n, H, D]; writes keys and values into pages",

@@ -66,6 +66,7 @@ class Model:
 
     def __init__(self, config: Any, max_context_tokens: int, device: torch.device) -> None:
         self.shape, self.device = shape_of(config, max_context_tokens), device
+        self.prompt_attention: Call | None = None  # of a prefill, if torch has to compute it with masks
         self.rotary = RotaryTable(rotary_frequencies(config, self.shape.head_dim), device)
         self.weights: Weights | None = None
 
@@ -151,7 +152,7 @@ class Model:
         spans = [chunk.span for chunk in chunks]
         self.rotary.reserve(max(end for _, end in spans))
         positions = torch.cat([torch.arange(*span) for span in spans]).to(self.device)
-        rotary, plan = self.rotary.at(positions), PrefillAttention(chunks, s, self.device)
+        rotary, plan = self.rotary.at(positions), PrefillAttention(chunks, s, self.device, self.prompt_attention)
         kv = self.live.embed.new_empty(s.layers, 2, s.kv_heads, len(positions), s.head_dim)
 
         def attention(i: int, layer: Layer, qkv: Tensor) -> Tensor:
@@ -205,10 +206,15 @@ def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: f
 
 class PrefillAttention:
     """The attention of a prefill. Whole prompts are padded on the right to causal batches (no real token follows a pad,
-    so no mask is needed). A chunk with a past is computed separately, over its past and itself."""
+    so no mask is needed). A chunk with a past is computed separately, over its past and itself. Where that needs masks,
+    all chunks are computed by the operation `prompt_attention` in one call, if there is a kernel of it."""
 
-    def __init__(self, chunks: Sequence[Chunk], shape: Shape, device: torch.device) -> None:
+    def __init__(self, chunks: Sequence[Chunk], shape: Shape, device: torch.device, kernel: Call | None) -> None:
         self._scale, self._cap = shape.query_scale, shape.attention_cap
+        self._chunks, self._kernel = chunks, kernel
+        if kernel is not None:
+            spans = [(0, 0), *((len(chunk.ids), chunk.span[1]) for chunk in chunks)]
+            self._starts = torch.tensor(spans, dtype=torch.int32).cumsum(0, dtype=torch.int32).T.contiguous().to(device)
         self._alone: list[tuple[int, int, Tensor]] = []  # start, end, past
         # packed index [B, t] of padded places, [2, tokens] of real ones
         self._batches: list[tuple[Tensor, Tensor]] = []
@@ -232,6 +238,8 @@ class PrefillAttention:
 
     def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention [T, H, D] of a layer from q [T, H, D], k and v [T, K, D]."""
+        if self._kernel is not None and (self._alone or self._cap or window):
+            return self._together(self._kernel, layer, window, q, (k, v))
         out = torch.empty_like(q)
         for padded, real in self._batches:
             qb, kb, vb = (t[padded].transpose(1, 2) for t in (q, k, v))  # [B, h, t, D]
@@ -244,6 +252,17 @@ class PrefillAttention:
             query = q[None, start:end].transpose(1, 2)
             out[start:end] = attend_causal(query, keys, values, window, self._scale, self._cap)[0].transpose(0, 1)
         return out
+
+    def _together(self, kernel: Call, layer: int, window: int, q: Tensor, new: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the attention of all chunks by the operation `prompt_attention`."""
+        sizes = [len(chunk.ids) for chunk in self._chunks]
+        both = []
+        for kind, lines in enumerate(new):
+            parts = zip(self._chunks, lines.split(sizes))
+            both.append(torch.cat([x for c, own in parts for x in (c.past[layer, kind].transpose(0, 1), own)]))
+        read = {"scale": self._scale, "window": window, "cap": self._cap}
+        mixed: Tensor = kernel(q, *both, *self._starts, max(sizes), **read)
+        return mixed
 
 
 def _pad_index(spans: list[tuple[int, int]], longest: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from verl.accel.cpu.lanes import Lanes, wide_pays
 from verl.accel.devices import device_facts
 from verl.accel.linear import Products
 from verl.accel.operations import Use
+from verl.accel.table import choose
 from verl.errors import Refused
 from verl.nn.fp8 import dequantised
 from verl.nn.precision import native_bf16
@@ -64,8 +65,12 @@ class NativeRunner:
         self.compute_dtype = torch.float32 if emulates else context.dtype
         self.model = Model(context.hf_config, self.max_context_tokens, device)
         self.vocab_size = self.model.shape.vocab
+        prompts = choose("prompt_attention", self._use())
+        self.model.prompt_attention = None if prompts is None else prompts.call
         in_pages = device.type == "cuda" if paged is None else paged
-        chosen = self._choose_decode_ops() if in_pages and device.type == "cuda" and decode_ops is None else decode_ops
+        chosen = (
+            choose_decode_ops(self._use()) if in_pages and device.type == "cuda" and decode_ops is None else decode_ops
+        )
         self.without_fused = chosen if isinstance(chosen, str) else None
         fused = chosen if isinstance(chosen, DecodeOps) else None
         exact = self._deterministic and fused is not None
@@ -94,10 +99,9 @@ class NativeRunner:
         self._decoded = 0
         self._torn: Weights | None = None  # weights that are partly overwritten by a failed load
 
-    def _choose_decode_ops(self) -> DecodeOps | str:
+    def _use(self) -> Use:
         s = self.model.shape
-        sizes = {"head_dim": s.head_dim, "hidden": s.hidden, "page": PAGE}
-        return choose_decode_ops(Use(self._device, self.compute_dtype, sizes))
+        return Use(self._device, self.compute_dtype, {"head_dim": s.head_dim, "hidden": s.hidden, "page": PAGE})
 
     def _make_cache(self, max_kv_tokens: int | None, in_pages: bool, ops: DecodeOps | None) -> None:
         rows, longest = self.max_rows, self.max_context_tokens
