@@ -62,9 +62,12 @@ def test_products(width: int, depth: int, dtype: torch.dtype) -> None:
 
 def test_a_product_adds_to_the_residual_in_place() -> None:
     x, weight, bias, residual = torch.randn(70, 33), torch.randn(65, 33), torch.randn(65), torch.randn(70, 65)
-    exact = residual.double() + x.double() @ weight.double().T + bias.double()
+    before = residual.double()
+    exact = before + x.double() @ weight.double().T + bias.double()
     assert products.Exact(weight, bias).add_to(residual, x) is residual
     torch.testing.assert_close(residual.double(), exact, atol=1e-5, rtol=1e-5)
+    again = products.Exact(weight, None).add_to(residual.clone(), x)
+    torch.testing.assert_close(again.double(), exact + (exact - bias.double() - before), atol=1e-5, rtol=1e-5)
     assert products.Exact(weight, None)(x[:0]).shape == (0, 65)
 
 
