@@ -76,8 +76,8 @@ def test_attention(window: int) -> None:
     """Rows of one token up to several parts: the number of rows decides nothing."""
     at = torch.arange(64) * 9 - 1
     q, (pool, table) = torch.randn(64, 2, 16), pages_of(at, 64, 1, 16, torch.float32)
-    read = {"scale": 0.25, "window": window, "exact_rows": True}
-    same_rows(lambda rows: attention.attend_pages(q[rows], *pool, table[rows], at[rows], **read), step=9)
+    read, attend = {"scale": 0.25, "window": window}, interpreted_ops().with_exact_rows().page_attention
+    same_rows(lambda rows: attend(q[rows], *pool, table[rows], at[rows], **read), step=9)
     assert [attention.exact_splits_of(tokens) for tokens in (1, 600, 1100, 10**6)] == [1, 2, 4, 64]
 
 
@@ -134,6 +134,7 @@ def deterministic(name: str, module: Any, monkeypatch: pytest.MonkeyPatch, **siz
     options = Options(max_prefill_tokens=sizes.get("max_prefill_tokens", 64), prefix_cache_tokens=0)
     runner = NativeRunner(options, context, lanes=1, compiled=False, paged=True, decode_ops=interpreted_ops())
     assert runner._paged is not None and runner.ops.products.exact_rows
+    assert runner._paged._ops is not None and runner._paged._ops.page_attention.keywords == {"exact_rows": True}
     core = EngineCore(runner, (), None)
     core.load(source_of(module))
     return core
