@@ -1167,7 +1167,12 @@ MUTANTS = (
         HEAD_DTYPE,
     ),
     Mutant("rollout/native/ops.py", "exact_rows=True)", "exact_rows=False)", EXACT_ROWS),
-    Mutant("rollout/embedded/sampler.py", "both[:, index] = joined", "both[:, : len(index)] = joined", EXACT_ROWS),
+    Mutant(
+        "rollout/embedded/sampler.py",
+        "both[:, index] = joined",
+        "both[:, : len(index)] = joined",
+        "tests/unit/test_rollout_native.py",
+    ),
     Mutant("rollout/embedded/core.py", "positions += ahead", "pass", AHEAD),
     Mutant("rollout/embedded/core.py", "running.sampling(0, n, ahead)", "running.sampling(0, n)", AHEAD),
     Mutant("rollout/embedded/core.py", "places[sources] = holes", "pass", AHEAD),
