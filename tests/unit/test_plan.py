@@ -311,6 +311,10 @@ def test_memory_moves_the_right_way(folder: Path) -> None:
     copies = [memory("model.dtype=bfloat16", f"model.gradient_checkpointing={again}") for again in ("false", "true")]
     whole, layer = (found.items["compute copy of weights"] for found in copies)
     assert whole == pytest.approx(24 * layer, rel=1e-4), "a layer's copy is made again where it is read again"
+    cast, copied = (memory("model.dtype=bfloat16", f"model.device={device}") for device in ("cpu", "cuda"))
+    assert "compute copy of weights" not in copied.items, "a GPU computes with a copy beside the masters"
+    assert copied.items["master weights"] == 6 * 494_032_768 and cast.items["master weights"] == 4 * 494_032_768
+    assert copied.items["activations"] < 0.85 * cast.items["activations"]
     small = memory("step.prompts_per_step=1", "step.samples_per_prompt=2")  # 4,096 tokens fill no micro-batch
     assert small.items["activations"] == plain.items["activations"] / 4
     assert memory("step.max_tokens_per_microbatch=8192").items["activations"] == plain.items["activations"] / 2

@@ -24,6 +24,10 @@ class DeviceFacts:
     compacts_rows: bool
     """Rows that a mask selects are copied together before they are computed. On a GPU the host would have to wait for
     their number, so all rows are computed, and those outside the mask replaced by 0."""
+    copies_weights: bool
+    """A model trained in bfloat16 computes with a copy of its float32 weights, cast once per optimizer step. Autocast
+    casts them in every pass, and keeps the residual stream, queries and keys in float32: twice the memory of
+    activations, and a dtype that the variable-length attention kernel does not take."""
     masked_queries: int
     """Query rows of one attention call with a mask, in a prefill; they limit the size of the mask of a long chunk."""
     sampled_logits: int
@@ -44,6 +48,7 @@ DEVICES: Mapping[str, DeviceFacts] = MappingProxyType(
             kept_score_keys=256,
             free_padding=1 << 15,
             compacts_rows=True,
+            copies_weights=False,
             masked_queries=1024,
             sampled_logits=1 << 25,
             scored_tokens=1024,
@@ -54,6 +59,7 @@ DEVICES: Mapping[str, DeviceFacts] = MappingProxyType(
             kept_score_keys=0,
             free_padding=1 << 15,
             compacts_rows=False,
+            copies_weights=True,
             masked_queries=1024,
             sampled_logits=1 << 25,
             scored_tokens=1024,

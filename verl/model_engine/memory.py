@@ -38,25 +38,32 @@ class RankWork:
     """The weights are published: they are gathered one by one."""
 
 
-def layer_bytes_per_token(model: ModelFacts, dtype: str, tensor: int = 1) -> int:
+def copies_weights(layout: Layout, work: RankWork) -> bool:
+    """Return True if the model computes with a bfloat16 copy of its weights (compute_copy.py) in place of autocast."""
+    return device_facts(work.device).copies_weights and work.dtype == "bfloat16" and layout.world_size == 1
+
+
+def layer_bytes_per_token(model: ModelFacts, dtype: str, tensor: int = 1, *, copies: bool = False) -> int:
     """Return the bytes that one decoder layer keeps per token for its backward pass: two float32 norms with their
     inputs, the inputs of the projections, q, k, v before and after rotation, the attention's output, four MLP arrays.
-    Within 15% of Qwen2 and Llama under autocast. tensor: the ranks that share a layer."""
+    Within 15% of Qwen2 and Llama under autocast. tensor: the ranks that share a layer · copies: without autocast, the
+    norms and their inputs are in `dtype` too."""
     q, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
     arrays = 2 * model.hidden + (2 * (q + kv) + q + 4 * model.intermediate) // tensor
-    return DTYPE_BYTES[dtype] * arrays + 4 * 4 * model.hidden
+    return DTYPE_BYTES[dtype] * arrays + (2 * DTYPE_BYTES[dtype] if copies else 4 * 4) * model.hidden
 
 
 def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
     """Return the bytes of one rank by item. Items that a phase does not use are not held in it (planner/memory.py)."""
     share = _Share(model, layout, work)
-    residual = 4 * model.hidden  # float32: embeddings are not autocast
-    kept = layer_bytes_per_token(model, work.dtype, layout.tensor)  # per token
+    copies = copies_weights(layout, work)
+    residual = (2 if copies else 4) * model.hidden  # float32: embeddings are not autocast
+    kept = layer_bytes_per_token(model, work.dtype, layout.tensor, copies=copies)  # per token
     if layout.context > 1:  # keys and values of the tokens of all ranks
         keys = 2 * model.kv_heads * model.head_dim // layout.tensor
         kept += layout.context * keys * DTYPE_BYTES[work.dtype]
     items = {
-        "weights": 4 * share.weights,
+        "weights": (4 + 2 * copies) * share.weights,
         "gathered embeddings": share.outside,
         # one layer beside the buffer of this or the next gathering: FSDP copies what only this rank has
         "gathered layers": share.gathers * ((1 + share.cut) * share.dense + (1 + share.experts_cut) * share.experts),
@@ -94,7 +101,8 @@ class _Share:
         self.experts, self.experts_cut = 4 * sparse // layout.expert, layout.shard > layout.expert
         if layout.expert == 1:
             self.dense, self.experts = self.dense + self.experts, 0
-        self.half = DTYPE_BYTES[work.dtype] * (work.dtype == "bfloat16")  # bytes of a weight's copy, if there is one
+        by_autocast = work.dtype == "bfloat16" and not copies_weights(layout, work)
+        self.half = DTYPE_BYTES[work.dtype] * by_autocast  # bytes of a weight's copy, if a pass makes one
 
 
 def _training(share: _Share, kept: int, residual: int) -> dict[str, int]:

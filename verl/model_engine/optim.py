@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from verl.errors import Refused
 
@@ -79,6 +80,7 @@ def step(optimizer: torch.optim.Optimizer, average: float) -> None:
     every = [p for group in optimizer.param_groups for p in group["params"]]
     first = {p: p.clone() for p in every if AVERAGE not in optimizer.state.get(p, {})} if average else {}
     optimizer.step()
+    increment_version(every)  # the fused kernel does not count its writes; a copy of the weights relies on the count
     for p in every if average else ():
         if state := optimizer.state.get(p, {}):  # a parameter that has had no gradient yet equals its average
             state.setdefault(AVERAGE, first.get(p)).lerp_(p, 1 - decay)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from verl.batch import Batch, exactly, make_microbatches, padded_rows, part_of
 from verl.model_engine.base import StepOutput
+from verl.model_engine.compute_copy import ComputeCopy
 from verl.model_engine.lm_head import LM_OUTPUTS, allocate_outputs, lm_outputs, store_outputs
 from verl.model_engine.local_model import LocalModel
 from verl.model_engine.objective import reduce_terms
@@ -44,6 +45,7 @@ class Passes:
         self.compute = self._precision.compute
         self.max_tokens, self.packed, self._top_k = settings.max_tokens_per_microbatch, settings.packed, settings.top_k
         self.possible = LM_OUTPUTS if settings.head == "lm" else VALUE_OUTPUTS
+        self._copy = self._compute_copy() if self._precision.copies else None
         self._logit_cap = float(vars(local.model.config.get_text_config()).get("final_logit_softcapping") or 0.0)
         self._models_attention = local.model.config._attn_implementation or "eager"
         self._own_forward()
@@ -135,9 +137,17 @@ class Passes:
         return exactly(make_microbatches(batch, self.max_tokens), count)
 
     def _compute_weights(self) -> AbstractContextManager[None]:
+        if self._copy is not None:
+            return self._copy.in_place()
         if not self._precision.rounds:
             return nullcontext()
         return rounded(self.local.model.parameters(), self._precision.dtype)
+
+    def _compute_copy(self) -> ComputeCopy:
+        settings = self.local.settings
+        return ComputeCopy(
+            self.local.model, self.compute, keeps=settings.optim is not None and "weights" not in settings.offload
+        )
 
     def _room(self, batch: Batch, names: Sequence[str]) -> dict[str, Tensor]:
         return allocate_outputs(batch, names, self.local.hidden_size, self._top_k, self._precision.master)
@@ -190,6 +200,8 @@ class Passes:
         return self._hidden_packed(batch) if self.packed else self._hidden_padded(batch)
 
     def _autocast(self) -> AbstractContextManager[None]:
+        if self._copy is not None:
+            return nullcontext()
         return computing_in(self.compute, self._precision.master, self.local.device)
 
     def _hidden_packed(self, batch: Batch) -> Tensor:

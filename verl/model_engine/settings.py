@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from verl.accel.devices import device_facts
 from verl.errors import Refused
 from verl.model_engine.base import Part
 from verl.model_engine.lm_head import Teacher
@@ -39,6 +40,8 @@ class EngineSettings:
     dump_dir: Path | None = None
     emulate_bf16: bool | None = None
     """Compute bfloat16 as rounded weights in float32 arithmetic; None: as the hardware needs."""
+    copies_weights: bool | None = None
+    """Compute bfloat16 with a copy of the weights in place of autocast; None: as suits the device."""
     score: Tensor | None = None
     """The weight [1, H] that a value or score head starts with."""
     teacher: Teacher | None = None
@@ -61,7 +64,11 @@ class EngineSettings:
         master = torch.float64 if dtype == torch.float64 else torch.float32
         emulate = not native_bf16(torch.device(self.device)) if self.emulate_bf16 is None else self.emulate_bf16
         rounds = dtype == torch.bfloat16 and emulate
-        return Precision(dtype, master, master if rounds else dtype, rounds)
+        wanted = self.copies_weights
+        if wanted is None:
+            wanted = device_facts(torch.device(self.device).type).copies_weights
+        copies = wanted and dtype == torch.bfloat16 and not rounds
+        return Precision(dtype, master, master if rounds else dtype, rounds, copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,9 @@ class Precision:
     """The format of the arithmetic."""
     rounds: bool
     """Weights are rounded to `dtype`, and the arithmetic is in `master`."""
+    copies: bool
+    """A copy of the weights in `compute` is used, cast once per optimizer step; otherwise autocast where `compute` is
+    not `master`."""
 
 
 DEFAULTS = EngineSettings()

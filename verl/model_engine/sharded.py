@@ -72,7 +72,7 @@ class ShardedModel(LocalModel):
         self.layout, self._fill_parts = layout, fill
         self.place = layout.place(dist.get_rank())
         self.suffix = f"_rank{dist.get_rank()}"
-        super().__init__(model, settings)
+        super().__init__(model, replace(settings, copies_weights=False))  # FSDP gathers the float32 parameters
 
     def _place(self) -> None:
         layout = self.layout

@@ -1,0 +1,70 @@
+"""The copy of the parameters that computes: in bfloat16, beside the float32 parameters (masters) that are trained.
+
+Autocast casts every weight in every pass, and keeps the residual stream, queries and keys in float32. With a copy the
+whole forward pass is in bfloat16, as in the rollout engine, and the cast is done once per optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+class ComputeCopy:
+    """A copy of the parameters of `module` in `dtype`, made when it is first used and again when a master has changed
+    since; without those that the model's class keeps in float32. keeps: the copy stays in memory between passes;
+    otherwise it is made and freed by each context.
+
+    A change is known by the version counter that torch keeps per tensor: `optim.step` counts its writes there."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, *, keeps: bool) -> None:
+        self._module, self._dtype, self._keeps = module, dtype, keeps
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}
+        self._versions: list[int] = []
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside the context the module has the copy in place of its parameters. The gradients of the copy are
+        accumulated in the dtype of the masters, into the gradients of the masters."""
+        self._refresh()
+        masters = {copy: master for master, copy in self._copies.items()}
+        for copy, master in masters.items():
+            copy.grad = master.grad
+        self._put(self._copies)
+        try:
+            yield
+        finally:
+            self._put(masters)
+            for copy, master in masters.items():
+                master.grad, copy.grad = copy.grad, None
+            if not self._keeps:
+                self._copies.clear()
+
+    def _put(self, instead: dict[nn.Parameter, nn.Parameter]) -> None:
+        """Replace parameters of the module. Tied parameters stay one."""
+        for module in self._module.modules():
+            for name, p in module._parameters.items():
+                if p is not None and p in instead:
+                    module._parameters[name] = instead[p]
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        exact: Sequence[str] = getattr(self._module, "_keep_in_fp32_modules_strict", None) or ()
+        named = self._module.named_parameters()
+        every = [p for name, p in named if p.is_floating_point() and not {*exact} & {*name.split(".")}]
+        versions = [p._version for p in every]
+        if self._copies.keys() == {*every}:
+            if versions != self._versions:
+                for master, copy in self._copies.items():
+                    copy.copy_(master)
+        else:
+            self._copies = {p: _leaf(p, self._dtype) for p in every}
+        self._versions = versions
+
+
+def _leaf(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    copy = nn.Parameter(master.detach().to(dtype), master.requires_grad)
+    copy.grad_dtype = master.dtype
+    return copy
