@@ -66,7 +66,7 @@ def compile_launch(kernel: Any, given: dict[str, Any], target: GPUTarget) -> dic
 
 def launch_all(dtype: torch.dtype, dim: int) -> None:
     """Call every operation once with the sizes of a Qwen3 layer, and the others' features."""
-    from verl.accel.cuda import attention, experts, layers, products, prompts, rotary, sampling
+    from verl.accel.cuda import attention, experts, layers, products, prompts, rotary, sampling, training
 
     rows, heads, kv_heads, page, ffn, vocab = 4, 16, 8, 256, 3072, 151936
 
@@ -102,6 +102,13 @@ def launch_all(dtype: torch.dtype, dim: int) -> None:
     products.float32_product(x, empty(ffn, 1024))
     numbers = empty(rows, kind=torch.float64)
     sampling.draw_tokens(empty(rows, vocab), numbers, numbers)
+    gate, tables = empty(1, rows, ffn).requires_grad_(), empty(rows, 1, dim, kind=torch.float32)
+    for out in (
+        training.trained_rms_norm(gate, empty(ffn), 1e-6),
+        training.trained_swiglu(gate, gate),
+        training.trained_rotation(empty(rows, heads, dim).requires_grad_(), tables, tables),
+    ):
+        out.backward(out.detach())
 
 
 def main(capability: int, dtype: str, dim: int) -> None:

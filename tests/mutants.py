@@ -61,6 +61,7 @@ PLACES = "tests/unit/test_config_cluster.py"
 AHEAD = "tests/unit/test_look_ahead.py"
 CUDA, CUDA_ENGINE = "tests/numerics/test_cuda_kernels.py", "tests/numerics/test_cuda_decode.py"
 EXACT_ROWS, HEAD_DTYPE = "tests/numerics/test_exact_rows.py", "tests/numerics/test_head_dtype.py"
+COPY = "tests/numerics/test_compute_copy.py"
 DISPATCH = "tests/unit/test_dispatch.py tests/unit/test_workers.py tests/contracts/test_worker_group_contract.py"
 
 MASKS = "tests/numerics/test_term_masks.py"
@@ -1155,6 +1156,16 @@ MUTANTS = (
         "rollout/native/model.py", '"window": window, "cap": self._cap', '"window": window, "cap": 0.0', CUDA_ENGINE
     ),
     Mutant("accel/cuda/experts.py", "n * CHOSEN + k", "n * CHOSEN", CUDA),
+    Mutant("accel/cuda/training.py", "g - normed * along[:, None]", "g", CUDA),
+    Mutant("accel/cuda/training.py", "total += tl.sum(g * normed, 0)", "total = tl.sum(g * normed, 0)", CUDA),
+    Mutant("accel/cuda/training.py", "r = (first + step) * ROWS", "r = (first + step + 1) * ROWS", CUDA),
+    Mutant("accel/cuda/training.py", "(1.0 + g * (1.0 - share))", "(1.0 + g * share)", CUDA),
+    Mutant("accel/cuda/training.py", "a * cos_a + b * sin_b,", "a * cos_a - b * sin_b,", CUDA),
+    Mutant("model_engine/optim.py", "increment_version(every)", "pass", COPY),
+    Mutant("model_engine/compute_copy.py", "if versions != self._versions:", "if False:", COPY),
+    Mutant("model_engine/compute_copy.py", "copy.grad_dtype = master.dtype", "pass", COPY),
+    Mutant("model_engine/compute_copy.py", "copy.grad = master.grad", "pass", COPY),
+    Mutant("model_engine/compute_copy.py", "if not self._keeps:", "if False:", COPY),
     Mutant("accel/cuda/attention.py", "exact_splits_of(longest) if exact_rows else", "", EXACT_ROWS),
     Mutant("accel/cuda/products.py", "(n[:, None] < N) & inside", "(n[:, None] < N)", CUDA),
     Mutant("accel/cuda/products.py", "    if ADDED:", "    if ADDED and BIASED:", EXACT_ROWS),

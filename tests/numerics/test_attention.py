@@ -383,6 +383,10 @@ def test_the_flash_kernels_take_the_arguments_we_give(monkeypatch):
     assert calls["flash_attn"]["causal"] and calls["torch"].get("enable_gqa", "not in torch 2.11")
     assert calls["torch"]["cu_seq_k"] is calls["flash_attn"]["cu_seqlens_k"] is lengths.bounds[1]
     assert (calls["torch"]["scale"], calls["flash_attn"]["softmax_scale"]) == (0.5, 0.5)
+    assert not calls["flash_attn"]["deterministic"]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    attention._flash_attn(q, k, k, lengths, 0.5, 3)
+    assert calls["flash_attn"]["deterministic"], "torch's own kernel reads the setting itself"
 
 
 def test_padding_is_bounded():

@@ -5,20 +5,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from each import each
-from test_engine import NLL, assert_equal, batch_of, gradients, make, params, samples
+from test_engine import NLL, VOCAB, assert_equal, batch_of, gradients, make, params, samples
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl.algorithms.losses import nll
 from verl.batch import pack
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
+from verl.nn import attention
+from verl.nn.fused import unfuse
 from verl.objective import Term
+from verl.types import Segment
 
 OPTIM = OptimSpec(lr=1e-2, weight_decay=0.1, average=0.5)
 
@@ -167,3 +173,53 @@ def test_parameters_that_a_model_keeps_in_float32_stay_so(model: Any) -> None:
     with e.passes._compute_weights():
         kinds = {n: p.dtype for n, p in e.model.named_parameters()}
     assert kinds.pop("model.norm.weight") == torch.float32 and {*kinds.values()} == {torch.bfloat16}
+
+
+# -- what is saved for the backward pass -------------------------------------------------------------------------------
+
+
+def qwen3_layers(layers: int) -> Any:
+    """Layers of the shape of Qwen3-0.6B."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, head_dim=128, num_hidden_layers=layers, **sizes))
+
+
+def saved_bytes(e: TorchEngine, tokens: int) -> int:
+    """The bytes of the storages that a forward pass over one sequence keeps for its backward pass."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack_one(t: torch.Tensor) -> torch.Tensor:
+        kept[t.untyped_storage()._cdata] = t.untyped_storage()
+        return t
+
+    ids = np.arange(tokens) % VOCAB
+    row = replace(samples(1)[0], segments=(Segment(ids=ids, source="prompt"), *samples(1)[0].segments[1:]))
+    with torch.autograd.graph.saved_tensors_hooks(pack_one, lambda t: t), e.passes._compute_weights():
+        e.passes._hidden(pack([row]))
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+class Flash(torch.autograd.Function):
+    """Saves what a flash kernel saves: queries, keys, values and its result in half precision."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = q.bfloat16() + 0
+        ctx.save_for_backward(out, *(x.bfloat16() for x in (q, k, v)))
+        return out
+
+
+def test_a_layer_saves_less_than_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes per token and layer, without what does not grow with the tokens: copies of weights."""
+    monkeypatch.setattr(attention, "_attend", lambda plan, q, k, v, *_: Flash.apply(q, k, v))
+    found = {}
+    for copies in (True, False):
+        counts = []
+        for layers in (1, 2):
+            e = engine(qwen3_layers(layers), copies_weights=copies, optim=OptimSpec(lr=0.0))
+            if not copies:
+                unfuse(e.local.model)
+            counts.append(saved_bytes(e, 96) - saved_bytes(e, 32))
+        found[copies] = (counts[1] - counts[0]) / 64
+    assert found[True] < 46_000 and found[True] <= 0.6 * found[False], found

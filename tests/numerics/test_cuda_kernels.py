@@ -15,7 +15,7 @@ from rollouts import draws_of
 from test_accel_table import CASES, as_function, check_row
 from torch import Tensor
 
-from verl.accel import plain
+from verl.accel import plain, trained
 from verl.accel.cuda.rows import KERNELS
 from verl.accel.operations import Kernel, Use
 from verl.accel.table import OPERATIONS
@@ -23,7 +23,7 @@ from verl.accel.uniforms import plain_uniforms, uniforms
 from verl.rollout.embedded.sampler import sample, stream_of
 
 pytest.importorskip("triton", reason="no Triton here (make triton-package)")
-from verl.accel.cuda import attention, experts, layers, prompts, rotary, sampling, truncation
+from verl.accel.cuda import attention, experts, layers, prompts, rotary, sampling, training, truncation
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 CUT = plain.plain_truncate
@@ -272,6 +272,8 @@ def large_inputs(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if name == "truncate":
         logits, ones = torch.randn(2, 20_000).half(), torch.ones(2, dtype=torch.float64)
         return (logits, ones, torch.tensor([5, 9]), ones, 0 * ones), {}
+    if name == "trained_rms_norm":
+        return (torch.randn(5, 2000).half(), torch.randn(2000).half(), 1e-5), {}
     if name == "add_norm":
         return (*torch.randn(2, 5, 2000).half(), None, torch.randn(2000).half(), 1e-5), {}
     return CASES[name].inputs(torch.Generator().manual_seed(1), 3 if name == "rotate_and_store" else 1, torch.float16)
@@ -286,3 +288,36 @@ def test_bytes_that_move_are_those_that_are_declared(row: Kernel, monkeypatch: p
     function, traffic = as_function(row.operation, call), Traffic(monkeypatch)
     function(*args, **rest)
     assert 0.95 * cost.bytes <= traffic.bytes <= row.traffic * cost.bytes, (traffic.bytes, cost.bytes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 67, 128, 2000])
+def test_the_gradient_of_a_norm_is_summed_over_all_rows(width: int, dtype: torch.dtype, monkeypatch: Any) -> None:
+    """More rows than programs: each has several steps, and the last ones have no row."""
+    monkeypatch.setattr(training, "MAX_PROGRAMS", 3)
+    torch.manual_seed(width)
+    x, weight = (torch.randn(size).to(dtype).requires_grad_() for size in ((77, width), (width,)))
+    d_out = torch.randn(77, width).to(dtype)
+    exact = [y.detach().double().requires_grad_() for y in (x, weight)]
+    ours = torch.autograd.grad(training.trained_rms_norm(x, weight, 1e-5), (x, weight), d_out)
+    theirs = torch.autograd.grad(trained.trained_rms_norm(*exact, 1e-5), exact, d_out.double())
+    close(ours[0], theirs[0], dtype)
+    close(ours[1] / 16, theirs[1] / 16, dtype)
+
+
+@pytest.mark.parametrize("operation", ["trained_rms_norm", "trained_swiglu", "trained_rotation"])
+def test_a_trained_operation_of_no_row_and_of_a_view(operation: str) -> None:
+    """A rank may have no token; heads may be slices of a wider row."""
+    wide = torch.randn(6, 4, 16, requires_grad=True)
+    tables = torch.randn(2, 6, 1, 8)
+    more = {"trained_rms_norm": (torch.randn(8), 1e-5), "trained_swiglu": (wide[..., 8:],)}
+    for rows in (0, 6):
+        args = (wide[:rows, :, :8], *more.get(operation, tables[:, :rows].unbind()))
+        if operation == "trained_swiglu":
+            args = (args[0], wide[:rows, :, 8:])
+        found = []
+        for calls in (training, trained):
+            out = getattr(calls, operation)(*args)
+            found.append((out, torch.autograd.grad(out.square().sum(), wide)[0]))
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -111,7 +111,8 @@ OPERATIONS: Mapping[str, Operation] = {
         ),
         Operation(
             "trained_rotation",
-            "(x [T, h, D], cos [T, 1, D], sin [T, 1, D]) -> x cos + rotate_half(x) sin, differentiable in x",
+            "(x [T, h, D], cos [T, 1, D], sin [T, 1, D]) -> x cos + rotate_half(x) sin in the dtype of x, "
+            "differentiable in x",
             costs.rotation_cost,
         ),
     )

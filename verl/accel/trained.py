@@ -23,7 +23,7 @@ def trained_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def trained_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x [T, h, D] rotated by cos and sin [T, 1, D]: x cos + rotate_half(x) sin."""
+    """Return x [T, h, D] rotated by cos and sin [T, 1, D], in the dtype of x: x cos + rotate_half(x) sin."""
     out: Tensor = _Rotation.apply(x, cos, sin)
     return out
 
@@ -79,7 +79,7 @@ class _Rotation(torch.autograd.Function):
         out = x * cos
         out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
         out[..., half:].addcmul_(x[..., :half], sin[..., half:])
-        return out
+        return out.to(x.dtype)
 
     @staticmethod
     @once_differentiable

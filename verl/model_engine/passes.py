@@ -55,12 +55,11 @@ class Passes:
         self.last: tuple[Batch, tuple[str, ...]] | None = None  # the batch of the gradient, the names of its terms
 
     def _own_forward(self) -> None:
-        """Replace the model's attention by the packed one, and on a CPU its norms by fused ones."""
+        """Replace the model's attention by the packed one, and its norms, gates and rotations by fused ones."""
         if self.packed:
             attention.register_attention()
             self.local.model.set_attn_implementation(attention.PACKED)
-        if self.local.device.type == "cpu":
-            fuse(self.local.model, packed=self.packed)
+        fuse(self.local.model, packed=self.packed)
 
     def forward_backward(
         self, batch: Batch, terms: Sequence[Term], num_microbatches: int, extra_outputs: Sequence[str]

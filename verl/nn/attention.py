@@ -314,7 +314,8 @@ VARLEN = "flash_attn_varlen_func"
 def _flash_attn(q: Tensor, k: Tensor, v: Tensor, lengths: Varlen, scale: float, window: int | None) -> Tensor:
     kernel, span = flash_attn(VARLEN), (-1 if window is None else window - 1, 0)
     assert kernel is not None, "varlen_kernel looked for it"
-    return kernel(q, k, v, *lengths.bounds, softmax_scale=scale, causal=True, window_size=span)
+    given = {"softmax_scale": scale, "causal": True, "window_size": span}
+    return kernel(q, k, v, *lengths.bounds, **given, deterministic=torch.are_deterministic_algorithms_enabled())
 
 
 def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: Varlen, scale: float, window: int | None) -> Tensor:

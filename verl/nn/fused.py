@@ -1,12 +1,12 @@
 """Norms, gates and rotary attention of Llama-like models in few passes over memory, by the table of operations.
 
-Transformers spells them in a dozen elementwise operations, which on a CPU cost as much as the matmuls of a small model.
+Transformers spells them in a dozen elementwise operations, which cost as much as the matmuls of a small model.
 Same mathematics, never less precision; the engine's start-up check compares the whole model with its own forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -33,11 +33,11 @@ class TrainedOps:
     rotation: Mapping[torch.dtype, Call]
 
 
-def trained_ops(device: torch.device) -> TrainedOps:
-    """Choose the kernels for a device, in every dtype that a model may compute in."""
+def trained_ops(device: torch.device, hidden: int) -> TrainedOps:
+    """Choose the kernels for a device and rows of `hidden` numbers, in every dtype that a model may compute in."""
 
     def of(operation: str) -> Mapping[torch.dtype, Call]:
-        found = {dtype: choose(operation, Use(device, dtype)) for dtype in _DTYPES}
+        found = {dtype: choose(operation, Use(device, dtype, {"hidden": hidden})) for dtype in _DTYPES}
         return {dtype: choice.call for dtype, choice in found.items() if choice is not None}
 
     return TrainedOps(of("trained_rms_norm"), of("trained_swiglu"), of("trained_rotation"))
@@ -49,7 +49,7 @@ def fuse(model: nn.Module, *, packed: bool) -> bool:
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     if config.model_type not in FUSED_TYPES:
         return False
-    ops = trained_ops(next(model.parameters()).device)
+    ops = trained_ops(next(model.parameters()).device, config.hidden_size)
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             module.forward = MethodType(partial(_norm_forward, ops), module)
@@ -57,6 +57,8 @@ def fuse(model: nn.Module, *, packed: bool) -> bool:
             module.forward = MethodType(partial(_mlp_forward, ops), module)
         elif packed and hasattr(module, "q_proj") and hasattr(module, "head_dim"):
             module.forward = MethodType(partial(_attention_forward, ops), module)
+        elif packed and hasattr(module, "inv_freq"):
+            module.forward = partial(_exact_tables, module.forward)
     return True
 
 
@@ -76,6 +78,12 @@ def _mlp_forward(ops: TrainedOps, self: Any, x: Tensor) -> Tensor:
     return out
 
 
+def _exact_tables(of_model: Callable[..., tuple[Tensor, Tensor]], x: Tensor, position_ids: Tensor) -> Any:
+    """Return the cosines and sines of the positions in at least float32. The model's module rounds them to the dtype of
+    x, of which it reads nothing else."""
+    return of_model(x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32)), position_ids)
+
+
 def _attention_forward(
     ops: TrainedOps,
     self: Any,
@@ -92,6 +100,7 @@ def _attention_forward(
     if hasattr(self, "q_norm"):
         q, k = self.q_norm(q), self.k_norm(k)
     cos, sin = (x[0, :, None] for x in position_embeddings)  # [T, 1, D]
-    q, k = (ops.rotation[x.dtype](x, cos, sin) for x in (q, k))
+    kind = torch.promote_types(hidden_states.dtype, q.dtype)  # under autocast hidden states are float32, q may not be
+    q, k = (ops.rotation[kind](x.to(kind), cos, sin) for x in (q, k))
     out = attend(kwargs["verl_plan"], q, k, v, self.scaling, window)  # [T, H, D]
     return self.o_proj(out.reshape(1, len(out), -1)), None
