@@ -104,9 +104,9 @@ def launch_all(dtype: torch.dtype, dim: int) -> None:
     sampling.draw_tokens(empty(rows, vocab), numbers, numbers)
     gate, tables = empty(1, rows, ffn).requires_grad_(), empty(rows, 1, dim, kind=torch.float32)
     for out in (
-        training.trained_rms_norm(gate, empty(ffn), 1e-6),
-        training.trained_swiglu(gate, gate),
-        training.trained_rotation(empty(rows, heads, dim).requires_grad_(), tables, tables),
+        training.fused_rms_norm(gate, empty(ffn), 1e-6),
+        training.fused_swiglu(gate, gate),
+        training.fused_rotation(empty(rows, heads, dim).requires_grad_(), tables, tables),
     ):
         out.backward(out.detach())
 

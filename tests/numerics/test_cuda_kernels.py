@@ -301,7 +301,7 @@ def test_the_gradient_of_a_norm_is_summed_over_all_rows(width: int, dtype: torch
     x, weight = (y.to(dtype).requires_grad_() for y in (x, weight))
     d_out = torch.randn(77, width).to(dtype)
     exact = [y.detach().double().requires_grad_() for y in (x, weight)]
-    ours = torch.autograd.grad(training.trained_rms_norm(x, weight, 1e-5), (x, weight), d_out)
+    ours = torch.autograd.grad(training.fused_rms_norm(x, weight, 1e-5), (x, weight), d_out)
     theirs = torch.autograd.grad(trained.trained_rms_norm(*exact, 1e-5), exact, d_out.double())
     close(ours[0], theirs[0], dtype)
     close(ours[1] / 16, theirs[1] / 16, dtype)
@@ -318,8 +318,9 @@ def test_a_trained_operation_of_no_row_and_of_a_view(operation: str) -> None:
         if operation == "trained_swiglu":
             args = (args[0], wide[:rows, :, 8:])
         found = []
-        for calls in (training, trained):
-            out = getattr(calls, operation)(*args)
+        fused = operation.replace("trained", "fused")
+        for function in (getattr(training, fused), getattr(trained, operation)):
+            out = function(*args)
             found.append((out, torch.autograd.grad(out.square().sum(), wide)[0]))
         for ours, theirs in zip(*found, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

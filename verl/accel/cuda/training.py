@@ -100,19 +100,19 @@ def _rotate(
     tl.store(out + at + HALF, second.to(out.dtype.element_ty), mask=inside)
 
 
-def trained_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return weight * x / rms(x) over the last dimension, differentiable in both."""
     out: Tensor = _RMSNorm.apply(x, weight, eps)
     return out
 
 
-def trained_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, differentiable in both. Only these two tensors are saved for the backward pass."""
     out: Tensor = _SwiGLU.apply(gate, up)
     return out
 
 
-def trained_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def fused_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x [T, h, D] rotated by cos and sin [T, 1, D], in the dtype of x, differentiable in x."""
     out: Tensor = _Rotation.apply(x, cos, sin)
     return out
@@ -129,7 +129,7 @@ def _warps(block: int) -> int:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The autograd function of `trained_rms_norm`."""
+    """The autograd function of `fused_rms_norm`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -174,7 +174,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """The autograd function of `trained_swiglu`."""
+    """The autograd function of `fused_swiglu`."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _Rotation(torch.autograd.Function):
-    """The autograd function of `trained_rotation`."""
+    """The autograd function of `fused_rotation`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
