@@ -384,6 +384,14 @@ def test_opd_by_hand(gamma, expected):
     torch.testing.assert_close(both, 0.5 * found["advantages"] + reward)
 
 
+def test_opd_moves_no_answer_without_a_valid_reward():
+    """The teacher has log-probs of the answer, so that its signal alone would not be 0."""
+    c = columns([1.0, 9.0], ["g"] * 2, tokens=[1, 1])
+    c = replace(c, sequence={**c.sequence, "valid": torch.tensor([True, False]), "taught": torch.tensor([True, True])})
+    found = adv.opd(c.with_token({"rollout_logprobs": f64(-1, -1), "teacher_logprobs": f64(-0.5, -0.25)}))
+    assert found["advantages"].tolist() == [0.5, 0.0]
+
+
 def test_opd_is_the_policy_gradient_of_the_reverse_kl():
     """On answers in exactly the policy's proportion."""
     p, q = f64(0.5, 0.25, 0.125, 0.125), f64(0.1, 0.2, 0.3, 0.4)
