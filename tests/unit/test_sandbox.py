@@ -156,7 +156,7 @@ def test_a_value_that_cannot_be_sent_is_a_bad_result(tools: str) -> None:
 def test_load_errors_are_one_clear_value_error(tmp_path: Path) -> None:
     cases: list[tuple[str | None, str, Any, str]] = [
         (None, "work", {}, "no such file.*Fix: tools.path=/absolute/path/to/your_tools.py"),
-        ("def works(**k): return 1", "work", {}, "did you mean tools.name=works"),
+        ("def works(**k): return 1", "work", {}, "did you mean tools.path=.*:works"),
         ("X = 1", "X", {}, "int, not a function"),
         ("def f(:", "f", {}, "SyntaxError.*:1"),
         ("import no_such_package", "f", {}, "No module named 'no_such_package' .at .*bad.py:1"),
@@ -186,7 +186,7 @@ def test_load_errors_are_one_clear_value_error(tmp_path: Path) -> None:
         if text is not None:
             file.write_text(text + "\n")
         said = asyncio.run(start(file, name, kwargs, 1 if "while" in str(text) else 30))
-        if not (said.startswith(f"tools.path={file} tools.name={name}: ") and re.search(says, said)):
+        if not (said.startswith(f"tools.path={file}:{name}: ") and re.search(says, said)):
             wrong.append((text, said))
     assert not wrong
     assert not children()

@@ -195,7 +195,7 @@ def process_memory(config: Config, update_tokens: int) -> MemoryEstimate:
             *held(weights, "optimizer states"),
             *("gradients", "compute copy of weights", "activations", *at_head, "head's gradient", *flying),
         ),
-        "publish": (*held(weights), "incoming weights", *flying),
+        "publish": (*held(weights), "incoming weights", "quantised weights", *flying),
     }
     return summed(items, named)
 
