@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from on_device import DEVICE
 
+from tests.on_device import DEVICE
 from verl.accel.cpu.kernels import Kernels, load_kernels
 from verl.accel.cpu.linear import Packed, PanelProducts
 from verl.accel.linear import Plain, Products, SingleProducts
