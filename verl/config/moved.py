@@ -67,7 +67,7 @@ MOVED: Mapping[str, Move] = MappingProxyType(
 
 
 def moved_line(key: str, value: str = "VALUE") -> str | None:
-    """Return the line for a user who has written a moved key; None if `key` is no moved key."""
+    """Return the message for a moved key, with the key that replaces it; None if `key` was not moved."""
     move = MOVED.get(key)
     return None if move is None else f"it has moved: write {move.written.format(value=value)}"
 

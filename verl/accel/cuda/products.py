@@ -1,5 +1,5 @@
-"""Matrix products whose bits of a row depend on that row alone: one tiling and one order of additions for all numbers
-of rows. Needs Triton."""
+"""Matrix products in which the result of a row depends on that row alone: one tiling and one order of additions for any
+number of rows. Needs Triton."""
 
 import torch
 import triton

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from verl.accel.cuda.attention import ALL_KEYS, _tanh
 
-BLOCK_QUERIES, BLOCK_KEYS = 64, 64  # at most: tokens whose queries, and keys, are in a block
+BLOCK_QUERIES, BLOCK_KEYS = 64, 64  # the largest block: tokens with queries, tokens with keys
 BLOCK_BYTES = 16384  # at most, of either
 
 
