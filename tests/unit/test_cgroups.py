@@ -3,6 +3,8 @@
 import errno
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from verl.sandbox.cgroups import GroupTree, MemoryGroups, Unavailable
 from verl.sandbox.code import CodeSandbox, Limits
 
 MOUNTS = "24 30 0:22 / /proc rw - proc proc rw\n33 30 0:28 {root} {at} rw,nosuid shared:4 - cgroup2 cgroup2 rw\n"
+ROOT = Path(__file__).parents[2]
 LIMITS = ("memory.max", "memory.swap.max", "memory.oom.group", "pids.max")
 
 
@@ -239,26 +242,36 @@ def test_what_the_kernel_holds_is_not_guessed_where_a_group_counts_it(kernel):
         ours.close(), theirs.close()
 
 
-def test_a_sandbox_is_in_its_group_before_it_runs_and_leaves_none(kernel):
-    """A launcher over the double, in a fork: a program, a session, and both kinds of end."""
-    groups, home = groups_of(kernel), kernel.top / "user/app"
-    write, log = kernel.write, kernel.top / "log"
+class NotedKernel(Kernel):
+    """A tree that exists, whose writes are appended to a log."""
 
-    def noted(path, text):
-        write(path, text)
-        with log.open("a") as file:
+    def __init__(self, top):
+        self.top, self.forbidden, self.killed = Path(top), set(), []
+
+    def write(self, path, text):
+        super().write(path, text)
+        with (self.top / "log").open("a") as file:
             file.write(f"{path.parent.name} {path.name} {text}\n")
 
-    kernel.write = noted
+
+def serve(channel_fd, top):
+    """Run a launcher over the double."""
+    groups = MemoryGroups(Path(top) / "user/app", NotedKernel(top))
+    launcher._Sandboxes(socket.socket(fileno=channel_fd), groups=groups).run()
+
+
+def test_a_sandbox_is_in_its_group_before_it_runs_and_leaves_none(kernel):
+    """A launcher over the double: a program, a session, and both kinds of end.
+
+    It is a process of its own: the memory of a sandbox counts the pages that it shares with its launcher, so a fork of
+    a large test process exceeds the limit as soon as it is measured.
+    """
+    home, log = kernel.top / "user/app", kernel.top / "log"
     with CodeSandbox("launcher", Limits(memory_mb=128, tmp_mb=16, processes=5)) as sandbox:
         sandbox._stop()
         sandbox._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if (pid := os.fork()) == 0:
-            try:
-                sandbox._channel.close()
-                launcher._Sandboxes(theirs, groups=groups).run()
-            finally:
-                os._exit(0)
+        line = f"from tests.unit.test_cgroups import serve; serve({theirs.fileno()}, {str(kernel.top)!r})"
+        served = subprocess.Popen([sys.executable, "-c", line], pass_fds=[theirs.fileno()], cwd=ROOT)
         theirs.close()
         assert sandbox.run("print(6 * 7)").stdout == "42\n"
         session = sandbox.session()
@@ -266,7 +279,7 @@ def test_a_sandbox_is_in_its_group_before_it_runs_and_leaves_none(kernel):
         used = [one for one in home.glob(f"{cgroups.PREFIX}*") if (one / "cgroup.procs").read_text()]
         assert len(used) == 2, "of the session, and of the sandbox that was started ahead"
         session.close()
-    os.waitpid(pid, 0)
+    assert served.wait(60) == 0
     ended_s = time.monotonic() + 20
     while list(home.glob(f"{cgroups.PREFIX}*")) and time.monotonic() < ended_s:
         time.sleep(0.02)
