@@ -620,6 +620,7 @@ MUTANTS = (
     Mutant("weight_sync/slices.py", "if found != prod(shape):", "if found > prod(shape):", SLICES),
     Mutant("weight_sync/slices.py", "if np.triu(shared.all(-1), 1).any():", "if False:", SLICES),
     Mutant("weight_sync/slices.py", "if missing:", "if False:", SLICES),
+    Mutant("weight_sync/collective.py", "if version != table.version or", "if", SLICES),
     Mutant("weight_sync/base.py", "for one in self.slices:", "for one in ():", SLICES),
     Mutant("weight_sync/record.py", "torch.maximum(before[1], largest)", "before[1]", SLICES),
     Mutant(

@@ -7,7 +7,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import EXPERTS, engine
-from far_hosts import host
+from far_hosts import all_of, host
 from forked import run
 from fsspec.implementations.local import LocalFileSystem
 
 from verl.model_engine.layout import Layout
-from verl.weight_sync import disk, nixl, objects, shm, tcp
+from verl.weight_sync import collective, disk, nixl, objects, shm, tcp
 from verl.weight_sync.base import CheckedReader, SyncError, checksum, open_stream, with_whole_checksums
 from verl.weight_sync.sender import WeightSender
 from verl.weight_sync.version_folder import FolderParts, slice_runs
@@ -358,34 +358,55 @@ def test_weights_that_are_not_finite_in_one_slice_are_those_of_a_diverged_traine
     assert run(2, publish) == [True, True]
 
 
-@pytest.mark.skipif(find_spec("nixl") is None, reason="the package nixl is not installed (make nixl-package)")
-def test_slices_are_read_from_the_memory_of_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another process, whose shared memory is another folder."""
+NO_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="the package nixl is not installed (make nixl-package)")
+FAR: dict[str, tuple[Any, str]] = {
+    "nixl;": (nixl.NixlOutlet, "b"),
+    "collective;PIECE_BYTES=9000": (collective.CollectiveOutlet, "bc"),
+}
 
-    def publish(rank: int, reader: Any) -> list[tuple[str, str]]:
+
+@pytest.mark.parametrize("transport", [pytest.param(t, marks=NO_NIXL if t == "nixl;" else []) for t in FAR])
+def test_slices_are_read_or_broadcast_from_the_memory_of_every_rank(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By other processes, whose shared memory is another folder. No rank has more than its slices in memory."""
+    kind, names = FAR[transport]
+
+    def publish(rank: int, readers: list[Any]) -> Any:
         os.environ["UCX_TLS"] = "tcp,sm,self"
         apart(rank, monkeypatch)
-        made, outlet = engine("qwen3, tied", "actor", Layout(world_size=2)), nixl.NixlOutlet(host="127.0.0.1")
+        groups, group = [], collective.BroadcastGroup
+        monkeypatch.setattr(collective, "BroadcastGroup", lambda *args: (groups.append(args[3]), group(*args))[1])
+        monkeypatch.setattr(collective, "PIECE_BYTES", 9000)
+        made, outlet = engine("qwen3, tied", "actor", Layout(world_size=2)), kind(host="127.0.0.1")
         sender, found = WeightSender(outlet), []
         sender.set_format(BF16)
         for version in range(3):
             whole = {n: t.to(getattr(torch, BF16.dtype_of(n) or "float32")) for n, t in made.weights()}
+            made.weights, gather = (lambda: pytest.fail("a rank gathers")), made.weights
             sent = sender.send(made, version, [], copy=False, first=rank == 0)
+            made.weights = gather
+            held = sum(tensor.nbytes for _, tensor in outlet._held[0].views())
+            assert 0.4 < held / sum(t.nbytes for t in whole.values()) < 0.6
             if version == 2 and rank == 1:
-                outlet._current[0].hold(7)
+                outlet._held[0].hold(7)
             dist.barrier()
             if sent is not None:
                 raw = [(n, str(t.dtype), tuple(t.shape), bits(t)) for n, t in whole.items()]
-                found.append((reader.ask(sent.source.address), hashlib.sha256(repr(raw).encode()).hexdigest()))
+                found.append((all_of(readers, sent.source.address), hashlib.sha256(repr(raw).encode()).hexdigest()))
             dist.barrier()
         shm.remove(f"{shm.PREFIX}-{os.getpid()}-{outlet.tag}")
-        return found
+        return found, groups
 
-    with host("nixl;", tmp_path / "there") as reader:
-        first, _ = run(2, lambda rank: publish(rank, reader))
+    with ExitStack() as stack:
+        readers = [stack.enter_context(host(transport, tmp_path / name)) for name in names]
+        (first, groups), (_, others) = run(2, lambda rank: publish(rank, readers))
     for version, (said, digest) in enumerate(first[:2]):
-        assert said.startswith(f"{version} {digest} {2 * (version + 1)} |"), "read from both ranks"
-    assert first[2][0].startswith("error version 2: rank 1: it holds version 7 by now |")
+        for one in said:
+            assert one.startswith(f"{version} {digest} {2 * (version + 1)} |"), "read from both ranks"
+    assert all(one.startswith("error version 2: rank 1: it holds version 7 by now |") for one in first[2][0])
+    if kind is collective.CollectiveOutlet:
+        assert groups == others == [3], "each rank keeps a group of itself and the two hosts"
 
 
 @pytest.mark.parametrize("layout", ["two", "copies", "experts"])

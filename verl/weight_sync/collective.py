@@ -3,7 +3,10 @@ torch.distributed group of the trainer and one process of each host.
 
 The group is kept from version to version while the same processes join; for others a new one is built. A host that is
 late gets a broadcast of its own. If one dies or breaks off, the others send their requests again and continue without
-it. After the last byte the trainer confirms the version in its memory; until then a host's file counts as empty."""
+it. After the last byte the trainer confirms the version in its memory; until then a host's file counts as empty.
+
+Ranks of several hosts each broadcast the slices that they hold (slices.py), one rank after the other, in a group of
+that rank and the hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +34,8 @@ from verl.weight_sync.connections import LOOK_S, PIECE_BYTES, has_input, receive
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Collective
 from verl.weight_sync.shm import PREFIX, VERSION_BYTES, ShmStream, blank, end, this_host
-from verl.weight_sync.tcp import ANSWER, FETCH_S, NOTHING, VERSION, HostStream, TcpOutlet, request_version
+from verl.weight_sync.slices import SLICED, RankSlices, SlicedVersion, slices_in
+from verl.weight_sync.tcp import ANSWER, FETCH_S, NOTHING, TABLE, VERSION, HostStream, TcpOutlet, request_version
 
 MEMBER_S = 30.0  # for the members of a group to connect, and for the broadcast of a piece
 SETTLE_S = 0.1  # for further hosts, if the waiting ones are not those of the version before
@@ -122,7 +126,6 @@ class CollectiveOutlet(TcpOutlet):
     before."""
 
     transport = "verl.weight_sync.collective:open_weights"
-    per_rank = False  # the first rank broadcasts
 
     def __init__(self, *, host: str | None = None, backend: str = "gloo", gather_s: float = 2.0) -> None:
         super().__init__(host=host)
@@ -227,13 +230,16 @@ class Rounds:
 
 @dataclass(slots=True)
 class MemberState:
-    """The broadcast group of this process, which is kept from version to version."""
+    """The broadcast groups of this process, which are kept from version to version, by the address of their sender: the
+    trainer's first rank, or each rank that broadcasts its slices."""
 
-    group: BroadcastGroup | None = None
+    groups: dict[str, BroadcastGroup] = field(default_factory=dict)
 
 
 class CollectiveStream(HostStream):
     """A `HostStream` that receives broadcasts."""
+
+    ranks_at_once = 1  # a whole share of a rank is in memory until it is put in its place
 
     @property
     def version(self) -> int:
@@ -244,7 +250,8 @@ class CollectiveStream(HostStream):
     def _yield_to_the_member(self) -> None:
         """Wait up to HEAD_START_S for the process of this host that received the version before: its group exists
         already."""
-        peer, version, _ = request_version(self._address, NOTHING)
+        sliced = self._address.startswith(SLICED)
+        peer, version, _ = request_version(self._address.removeprefix(SLICED), TABLE if sliced else NOTHING)
         peer.close()
         until_s = time.monotonic() + HEAD_START_S
         while time.monotonic() < until_s:
@@ -255,44 +262,76 @@ class CollectiveStream(HostStream):
             time.sleep(LOOK_S)
 
     def _newer(self, here: ShmStream | None, place: Callable[[str], Path]) -> ShmStream:
+        if self._address.startswith(SLICED):
+            return self._assembled(here, place)
+
+        def segment(version: int, num_bytes: int) -> Tensor:
+            return blank(place(str(version % 2)), num_bytes).memory
+
+        version, received_in = self._broadcast_of(self._address, NOTHING if here is None else here.version, segment)
+        if received_in is None and here is not None:
+            return here
+        into = ShmStream(place(str(version % 2)))
+        into.hold(version)
+        return into
+
+    def _slices(self, table: SlicedVersion, here: ShmStream | None, of: RankSlices) -> Iterator[tuple[str, Tensor]]:
+        def share(version: int, num_bytes: int) -> Tensor:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+
+        version, received_in = self._broadcast_of(of.address, NOTHING, share)
+        if version != table.version or received_in is None:
+            raise SyncError(f"it holds version {version} by now")
+        return slices_in(received_in, of.entries(table.tensors))
+
+    def _broadcast_of(self, address: str, has: int, memory: Callable[[int, int], Tensor]) -> tuple[int, Tensor | None]:
+        """Receive the latest version of the sender at this address in one of its broadcasts. Return (the version, the
+        memory with it; None: it is not later than `has`). memory: returns the memory for a version of that number and
+        size in bytes; its first `VERSION_BYTES` are not received."""
+        groups = member_state(os.getpid(), self._address.removeprefix(SLICED)).groups
         for left in reversed(range(TRIES)):
-            peer, version, index = request_version(self._address, NOTHING)
+            peer, version, index = request_version(address, NOTHING)
             with peer:
-                if here is not None and version <= here.version:
-                    return here
+                if version <= has:
+                    return version, None
                 offer = msgspec.msgpack.decode(index, type=Offer)
                 require_backend(offer.backend, socket.gethostname())
-                blank(place(str(version % 2)), offer.num_bytes)  # a host without space fails before others wait for it
+                memory(version, offer.num_bytes)  # a host without space fails before others wait for it
                 try:
-                    into, version, holds = self._received(peer, place, offer.backend)
+                    version, into, holds = _received(groups, address, peer, memory, offer.backend)
                 except BROKEN as e:
-                    member_state(os.getpid(), self._address).group = None
+                    groups.pop(address, None)
                     if not left:
                         raise SyncError(f"version {version}: its broadcast broke off {TRIES} times: {e}") from e
                     continue
             if holds != version:
                 raise SyncError(f"version {version} was written over by {holds} while it was read")
-            return into
+            return version, into
         raise AssertionError("the last try ends")
 
-    def _received(self, peer: socket.socket, place: Callable[[str], Path], backend: str) -> tuple[ShmStream, int, int]:
-        """Return (the file, the version received in it, the version that the trainer held afterwards)."""
-        peer.settimeout(FETCH_S)
-        _send_message(peer, JoinRequest(this_host(), f"{this_host()}-{os.getpid()}"))
-        begun = _receive_message(peer, RoundStart)
-        into = blank(place(str(begun.version % 2)), begun.num_bytes)
-        mine = member_state(os.getpid(), self._address)
-        if mine.group is None or mine.group.name != begun.group:
-            mine.group = None  # its connections end first
-            at = self._address.rpartition("/")[0].rpartition(":")[0]
-            store = dist.TCPStore(at, begun.port, timeout=timedelta(seconds=MEMBER_S))
-            mine.group = BroadcastGroup(begun.group, store, begun.rank, begun.size, backend)
-        mine.group.broadcast(into.memory[VERSION_BYTES:])
-        peer.settimeout(MEMBER_S)
-        (holds,) = VERSION.unpack(received(peer, VERSION.size))
-        if holds == begun.version:
-            into.hold(holds)
-        return into, begun.version, holds
+
+def _received(
+    groups: dict[str, BroadcastGroup],
+    address: str,
+    peer: socket.socket,
+    memory: Callable[[int, int], Tensor],
+    backend: str,
+) -> tuple[int, Tensor, int]:
+    """Take part in the next broadcast of a sender. Return (the version that was received, its memory, the version that
+    the sender had afterwards). groups: those of this process, by the address of their sender."""
+    peer.settimeout(FETCH_S)
+    _send_message(peer, JoinRequest(this_host(), f"{this_host()}-{os.getpid()}"))
+    begun = _receive_message(peer, RoundStart)
+    into = memory(begun.version, begun.num_bytes)
+    if address not in groups or groups[address].name != begun.group:
+        groups.pop(address, None)  # its connections end first
+        at = address.rpartition("/")[0].rpartition(":")[0]
+        store = dist.TCPStore(at, begun.port, timeout=timedelta(seconds=MEMBER_S))
+        groups[address] = BroadcastGroup(begun.group, store, begun.rank, begun.size, backend)
+    groups[address].broadcast(into[VERSION_BYTES:])
+    peer.settimeout(MEMBER_S)
+    (holds,) = VERSION.unpack(received(peer, VERSION.size))
+    return begun.version, into, holds
 
 
 @functools.lru_cache(maxsize=1)
