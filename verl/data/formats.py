@@ -8,7 +8,7 @@
          {instruction, input | context?, output | response, history?}                           Alpaca, Dolly
 
 In all of them `system` or `system_prompt` may be the system message (data/columns.py). Preference rows are in
-data/preference.py. A wrong row is a ValueError that starts with the place of the row.
+data/pairs.py. A wrong row is a ValueError that starts with the place of the row.
 """
 
 from __future__ import annotations
