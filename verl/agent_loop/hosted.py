@@ -147,8 +147,8 @@ class DriverEngine:
     say: Callable[[msgspec.Struct], None]
     known: GrowingIds
     waiting: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
-    calls: dict[int, int] = field(default_factory=dict)  # of an answer's `id`; the record holds them
-    """id() of a completion -> its number; the record keeps the completions alive"""
+    calls: dict[int, int] = field(default_factory=dict)
+    """The number of each completion, by its `id()`. The record keeps the completions alive."""
     made: int = 0
     manager: ServerManager | None = None  # The server manager of the trajectory.
 

@@ -1,5 +1,5 @@
 """Check that a rendering contains the text of its messages, since a chat template silently drops roles, keys and parts
-that it does not know."""
+that it does not read."""
 
 from __future__ import annotations
 

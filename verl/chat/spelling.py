@@ -60,5 +60,5 @@ PLAIN_SPELLING = Spelling()
 
 
 def roles_named(template: str) -> frozenset[str]:
-    """Return the quoted words in a template's source. The roles that the template knows are among them."""
+    """Return the quoted words in a template's source. The roles that the template reads are among them."""
     return frozenset(re.findall(r"['\"](\w+)['\"]", template))

@@ -47,7 +47,7 @@ OTHER_FORMATS: Mapping[bytes, str] = {
 }
 BLOCK_BYTES = 1 << 23
 PARQUET_BATCH_ROWS = 1024
-# The extra of ours, or the package, that brings a protocol which fsspec knows but cannot import.
+# The extra of verl, or the package, with a protocol that fsspec lists but cannot import.
 PACKAGE_OF = dict.fromkeys(("s3", "s3a"), "'.[s3]' in verl's folder") | dict.fromkeys(
     ("gs", "gcs"), "'.[gcs]' in verl's folder"
 )

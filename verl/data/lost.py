@@ -25,8 +25,8 @@ class Coverage:
     def lost(self, text: str) -> str:
         """Return the characters of `text` that its ids do not represent, sorted; white space counts as a space.
 
-        If a character by itself has no id, the whole text is encoded and decoded: a word-level tokenizer may know a
-        word but not its letters.
+        If a character by itself has no id, the whole text is encoded and decoded: a word-level tokenizer may have an id
+        for a word but none for its letters.
         """
         suspects = {_plain(c) for c in set(text) if not self._knows(c)}
         if not suspects:

@@ -374,7 +374,7 @@ def context_of(
     say: Callable[[str], None] = print,
     longest: int | None = None,
 ) -> ModelContext:
-    """Build the settings that the models of these roles share, and the cluster that they live in."""
+    """Build the settings that the models of these roles share, and the cluster in which they run."""
     device, layout = device_of(config), layout_of(config)
     pools, lives = pools_of(config.cluster, roles, device=device)
     apart = config.cluster.backend != "inproc" and drivers is None

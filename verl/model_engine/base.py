@@ -42,7 +42,7 @@ class Ranks(Protocol):
 
     @property
     def primary(self) -> bool:
-        """True for the rank that writes and reports the results, one of those that compute the same rows."""
+        """True for one of the ranks that compute the same rows: it writes and reports the results."""
         ...
 
     @property
@@ -165,7 +165,7 @@ def whole_part(name: str, tensor: Tensor) -> WeightPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
-    """The abilities of an engine with its model; read once at start, and followed by the driver."""
+    """The abilities of an engine with its model; the driver reads them once at the start."""
 
     shares_prefix: bool
     max_tokens_per_microbatch: int

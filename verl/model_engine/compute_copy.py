@@ -13,11 +13,11 @@ from torch import nn
 
 
 class ComputeCopy:
-    """A copy of the parameters of `module` in `dtype`, made when it is first used and again when a master has changed
-    since; without those that the model's class keeps in float32. keeps: the copy stays in memory between passes;
-    otherwise it is made and freed by each context.
+    """A copy of the parameters of `module` in `dtype`. It is made when it is first used, and again after a master has
+    changed. Parameters that the model's class keeps in float32 are not copied. keeps: the copy stays in memory between
+    passes; otherwise it is made and freed by each context.
 
-    A change is known by the version counter that torch keeps per tensor: `optim.step` counts its writes there."""
+    A change is found by torch's version counter of the tensor, which `optim.step` increments."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, *, keeps: bool) -> None:
         self._module, self._dtype, self._keeps = module, dtype, keeps

@@ -19,7 +19,7 @@ class RankPlace:
 
     @property
     def primary(self) -> bool:
-        """True for the rank that reports and writes the results; one of those that compute the same rows."""
+        """True for one of the ranks that compute the same rows: it writes and reports the results."""
         return self.sequence == self.tensor == self.pipeline == 0
 
 

@@ -93,7 +93,7 @@ class _Share:
         self.layers = len(layers_of_stages(model.layers, layout.pipeline)[work.stage])
         whole = model.parameters if work.head else model.body_parameters
         root = _outside_layers(model, layout, whole - self.layer * model.layers, work.stage)
-        sparse = model.expert_parameters // model.layers  # per layer: not cut, gathered from equal ranks
+        sparse = model.expert_parameters // model.layers  # per layer: experts are not divided by tensor ranks
         count, rest = self.layer * self.layers + root, sparse * self.layers
         self.weights = (count - rest) // (layout.shard * tensor) + rest // layout.shard
         self.gathers, self.cut = int(layout.world_size > 1), layout.shard > 1

@@ -99,7 +99,7 @@ class Passes:
 
     def models_own(self, probes: Sequence[Tensor], dtype: torch.dtype, *, fp8: bool = False) -> list[Tensor]:
         """Return log-probs [t-1] of each probe [t] by the model as transformers made it, with its parameters in
-        `dtype`. fp8: those that FP8 replicas get quantised are."""
+        `dtype`. fp8: the parameters that replicas read in blocks of 8 bits are quantised."""
         model = self.local.model
         trained, kept = model.training, [(name, p, p.data) for name, p in model.named_parameters()]
         model.eval()
@@ -219,8 +219,8 @@ class Passes:
         return found
 
     def _whole_mask(self, tokens: int) -> dict[str, Tensor]:
-        """Return a mask of ones for families that read no mask. Without one, transformers looks for packed sequences in
-        the positions, for which the host would wait."""
+        """Return a mask of ones for families that read no mask. Without one, transformers searches the positions for
+        packed sequences, and the host would wait for the device."""
         if self.local.model.config.get_text_config().model_type not in FUSED_TYPES:
             return {}
         return {"attention_mask": torch.ones(1, tokens, dtype=torch.bool, device=self.local.device)}

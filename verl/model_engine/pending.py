@@ -34,7 +34,7 @@ def reduced(values: Tensor, mask: Tensor, kind: Kind, unit: Unit) -> PendingMetr
     if kind == "max":
         most = torch.where(mask, values, -torch.inf).amax()
         return PendingMetric(torch.where(count > 0, most, 0.0), count, unit, kind)
-    # the same numbers; to add them without the zeros between them keeps the bits of a sum
+    # the same numbers; a sum without the zeros keeps its bits
     inside = values[mask] if device_facts(values.device.type).compacts_rows else torch.where(mask, values, 0)
     return PendingMetric(inside.double().sum(), count, unit, kind)
 

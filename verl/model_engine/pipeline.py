@@ -4,8 +4,8 @@ A pass is one micro-batch; its states pass from stage to stage, and their gradie
 in turn (1F1B, 2006.09503). The last stage computes outputs and loss and sends them to all stages, so that the first
 stage reports as in every layout.
 
-Not torch.distributed.pipelining: its stages exchange tensors of one shape, so every micro-batch of a step would be
-padded to the longest, and positions, segments and parents, which every stage needs and every rank has, would travel as
+torch.distributed.pipelining is not used: its stages exchange tensors of one shape, so every micro-batch of a step would
+be padded to the longest, and positions, segments and parents, which every stage needs and every rank has, would be
 keyword arguments that it can only split along a batch dimension. Here a micro-batch keeps its own length, which both
 ends know from the batch, and the result is that of one process."""
 

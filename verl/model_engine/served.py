@@ -196,7 +196,7 @@ class ServedModel:
         if said is None:
             return True
         with self._lock:
-            self._era += 1  # requests that are still running add nothing
+            self._era += 1  # answers to running requests are not cached
             for key in self._unproved & self._kept.keys() if said else ():
                 self._kept_bytes -= _bytes(self._kept.pop(key))
             self._unproved.clear()

@@ -69,7 +69,7 @@ class TorchEngine:
         return self.offload.awake(*parts)
 
     def take_metrics(self) -> Metrics:
-        return {}  # its passes return theirs
+        return {}  # the passes return their metrics
 
     @property
     def capabilities(self) -> EngineCapabilities:

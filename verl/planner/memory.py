@@ -139,7 +139,7 @@ def wire_bytes(config: Config, model: ModelFacts) -> int:
 
 
 def _projected(model: ModelFacts) -> int:
-    """Return the number of weights that FP8 quantises: all but the embedding and the head, and few more."""
+    """Return the number of weights that FP8 quantises, rather too many: all but those of the embedding and the head."""
     return model.body_parameters - model.embedding_parameters
 
 

@@ -1,6 +1,7 @@
-"""The answers and scores of a server. Requests are sent whole or as streams, and again if a connection breaks.
+"""The answers and scores of a server. A request is answered as a whole or as a stream, and is repeated if its
+connection breaks.
 
-Features that a server lacks are either done here (stop strings) or refused (scores at another temperature).
+Features that a server lacks are either implemented here (stop strings) or refused (scores at another temperature).
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class ServerAnswers:
             self._calls.scoring[model] -= 1
 
     async def _with_retries(self, call: PendingCall) -> Completion:
-        """Send the request again if it was not answered for a reason that is not the server's death: a connection
-        broke, a router gave an answer that does not count, or the server was paused."""
+        """Send the request, and repeat it if it has no answer although the server runs: its connection broke, a router
+        returned an answer that is not accepted, or the server was paused."""
         for left in reversed(range(ATTEMPTS)):
             try:
                 return await self._attempt(call)
@@ -123,7 +124,7 @@ class ServerAnswers:
         try:
             answer = await self._answer(call)
         finally:
-            call.asked = False  # before it is sent again it may wait for an update, which must not wait for it
+            call.asked = False  # it may wait for an update now, which must not wait for it
         if begun is not None and known and len(answer.spans) > 1:  # an update came between: sample from the beginning
             begun.keep(0, -1)
             return await self._attempt(call)
@@ -138,7 +139,7 @@ class ServerAnswers:
         budget = TokenBudget(tokens=room - len(before.ids), vocab=connection.vocab, ends=ends)
         rest = reading.rest(api.traits.draws_by_position)
         body = api.body(call.model, call.server_id, prompt + before.ids, rest, budget)
-        call.routed &= api.routable(body) and not sampling.stop  # ended by a stop string, it has no versions
+        call.routed &= api.routable(body) and not sampling.stop  # an answer that ends at a stop string has no versions
         try:
             follow = request.begun is not None and api.traits.resumable_stream
             await self._send(call, body, reading, drawn, follow=follow)

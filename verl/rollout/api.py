@@ -43,8 +43,7 @@ class Expected:
     versions: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """The lowest version, and the first one that is too new. None: any version."""
     needs: Mapping[str, str] = field(default_factory=dict)
-    """The advice how to start the server, by the HTTP path (or the part: adapters, logprobs, transfer) that is
-    missing."""
+    """Advice on how to start the server, by the missing HTTP path or part (adapters, logprobs, transfer)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

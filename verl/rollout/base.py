@@ -26,7 +26,8 @@ OnTokens = Callable[[np.ndarray, np.ndarray], object]  # ids [t] int64, log-prob
 
 
 class ReplicaLost(RuntimeError):
-    """Raised if an engine has died or its answers no longer count. The same request may be sent to another engine."""
+    """Raised if an engine has died or its answers are no longer valid. The same request may be sent to another
+    engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class ServerConnection:
         if router is not None and context.place is not None:
             self.router = Routed(router, api_key, api, context.place.peers, self.http.url, self.tag)
         self.closed = False
-        self.fenced: str | None = None  # why its answers no longer count
+        self.fenced: str | None = None  # why its answers are no longer valid
         self.foreign = False  # it had weights of another run: unlabelled tokens may be from those
         self.model = "policy"  # the name at the server for requests without an adapter
         self.version = -1  # of its weights; -1: it has none
@@ -166,7 +166,7 @@ class ServerConnection:
         await self.http.close()
 
     def fence(self, why: str) -> None:
-        """Mark the server as one with answers that no longer count."""
+        """Mark the server as lost: its answers are no longer valid."""
         self.fenced = why
         if self.router is not None:
             self.router.fence()

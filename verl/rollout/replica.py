@@ -81,7 +81,7 @@ class Replica(EngineWrapper):
             latest = max((version for version, _, _ in found.spans), default=-1)
             if latest > of.verified_of(request.parameters):
                 await self._wait_verified(of)
-            self.supervisor.check(of)  # an answer of a lost engine does not count
+            self.supervisor.check(of)  # an answer of a lost engine is not valid
             if request.parameters != POLICY_SET.id and latest > of.verified_of(request.parameters):
                 raise ValueError(f"{request.id}: LoRA set {request.parameters!r} was refused as it failed its canary")
         except ReplicaLost:

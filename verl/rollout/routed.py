@@ -1,9 +1,9 @@
 """An external router (sglang-router) in front of the servers of a run.
 
-Requests are sent through it, all other calls to each server directly. The router chooses any server and knows nothing
-of weights. An answer is accepted if a server of this run sampled it with weights that were verified there and are not
-older than those of the server that the request was meant for. Servers label their weights with the mark of the client
-that sent them. A request with any other answer is sent again, to its own server directly.
+Requests are sent through it, all other calls to each server directly. The router may choose any server, and it does not
+read the versions of weights. An answer is accepted if a server of this run sampled it with weights that were verified
+there and are not older than those of the server that the request was meant for. Servers label their weights with the
+mark of the client that sent them. A request with any other answer is sent again, to its own server directly.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Routed:
         self._peers.verified[self._mark] = version
 
     def fence(self) -> None:
-        """Record that the answers of this server no longer count."""
+        """Record that the answers of this server are no longer valid."""
         self._peers.verified.pop(self._mark, None)
         if self._own not in {self._peers.marks[mark] for mark in self._peers.verified}:
             self._peers.lost.add(self._mark)
 
     def check_live(self, live: str | None, least: int) -> None:
-        """Raise ServerGone early if the answering server samples with weights that will not count. `live` is its name
-        for its present weights."""
+        """Raise ServerGone early if the answering server samples with weights that will not be accepted. `live` is its
+        name for its present weights."""
         if live is not None:
             number, who = marked(live)
             self._peers.received[who] += 1

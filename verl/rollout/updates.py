@@ -106,7 +106,7 @@ class ServerUpdates:
             await self._restart()
         try:
             await self._gate.wake(("weights",))  # freed weights have no memory to be written to
-            if mode == "keep":  # the policy's requests go on under the new weights, those of LoRA sets cannot
+            if mode == "keep":  # the policy's requests continue under the new weights, those of LoRA sets cannot
                 stopped = self._gate.paused or self._gate.asleep
                 await (self._adapters.abort() if stopped else self._adapters.finish())
             await self._gate.stop_sampling(mode, what)

@@ -101,7 +101,7 @@ class Reading:
         return None
 
     def completion(self, request_id: str, drawn: ServerAnswer) -> Completion:
-        """Return the completion, ended at the first stop string: the server does not know stop strings."""
+        """Return the completion, ended at the first stop string: the server does not match stop strings."""
         before, n = self.before, len(self.before.ids)
         end = n + len(drawn.ids) if drawn.stopped is None else drawn.stopped[0]
         ids = np.asarray((before.ids + drawn.ids)[:end], np.int64)

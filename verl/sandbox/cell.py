@@ -140,7 +140,7 @@ class _Child:
             return stdin[os.write(self.stdin, stdin[:CHUNK_BYTES]) :]
         except BlockingIOError:
             return stdin
-        except BrokenPipeError:  # it does not read
+        except BrokenPipeError:  # the child does not read its input
             return b""
 
     def end_input(self) -> None:

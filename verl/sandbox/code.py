@@ -2,9 +2,9 @@
 
 The tier is the way of isolation: `bubblewrap` (Debian's package) or `launcher` (namespaces of our own, from a warm
 interpreter). "auto" takes the first that works on this machine, and raises ValueError where none does. The tier `none`,
-which has to be written by hand, isolates nothing: its code may do all that this process may, but its time and memory
-are limited, and all processes that it starts end with it. Every call is synchronous, has a time limit, and may be made
-from any thread.
+which must be configured explicitly, isolates nothing: its code may do all that this process may, but its time and
+memory are limited, and all processes that it starts end with it. Every call is synchronous, has a time limit, and may
+be made from any thread.
 """
 
 from __future__ import annotations

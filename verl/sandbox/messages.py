@@ -60,8 +60,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     """The reason why a call has no value."""
 
     reason: Literal["timeout", "memory", "crash", "exception", "bad_result", "broken"]
-    """`broken` is not the fault of the called function: it raised one of `CallableSpec.gone` (a service that it needs
-    is lost), or no worker was available."""
+    """`broken` is not an error of the called function: it raised one of `CallableSpec.gone` (a service that it needs is
+    lost), or no worker was available."""
     detail: str
     """A description for the user."""
 

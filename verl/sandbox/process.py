@@ -132,7 +132,7 @@ class WorkerChannel(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._question is None or self._question.done():
-            return  # no question is open: user code found the channel and wrote to it
+            return  # no call waits for an answer: user code found the channel and wrote to it
         assert self._on_answer is not None
         self._received += data
         start = 0

@@ -76,7 +76,7 @@ class Ledger:
         assert buckets < self.STEP
         self._words[self.QUIET] = math.ceil(quiet_s)
         self._words[self.FILLED], self._words[self.STATE], self._words[self.BUCKETS] = 0, COMING, buckets
-        self._words[self.TURN] = turn  # last: the other words belong to this turn
+        self._words[self.TURN] = turn  # written last, since the other words belong to this turn
 
     def fill(self, buckets: int) -> None:
         """Record how many buckets the sender has filled."""

@@ -233,8 +233,8 @@ class LocalCheckpointEngine:
 
 
 async def _given_up(replica: RolloutEngine, parameters: ParameterSet, why: Exception) -> None:
-    """Drop a LoRA set that was not delivered; requests of other sets go on. A replica that cannot drop it is given up,
-    and so is one that failed an update of its full set."""
+    """Drop a LoRA set that was not delivered; requests of other sets continue. A replica that cannot drop it is given
+    up, and so is one that failed an update of its full set."""
     if not parameters.whole:
         with contextlib.suppress(Exception):  # an engine that has failed in some other way
             async with asyncio.timeout(DROP_S):

@@ -131,7 +131,7 @@ class WeightSender:
         form = AS_HELD if given else self._format
         if not self._decided:
             self._together, self._decided = staging(self._outlet), True
-        if self._together is not None and not form.fp8:  # the slices of ranks cut blocks
+        if self._together is not None and not form.fp8:  # slices of ranks would cut the blocks of FP8
             began, shapes = time.perf_counter(), self._shapes_of(engine, form)
             address, record = self._together(engine, version, shapes, form, self._checks)
             seconds = {"gather": 0.0, "stage": time.perf_counter() - began}

@@ -22,7 +22,7 @@ MAX_PROGRAMS = 512
 
 @triton.jit
 def _norm(x, weight, out, inverse, n, eps, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS rows per program."""
+    """The kernel of `fused_rms_norm`: ROWS rows per program."""
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)
     inside = (r[:, None] < n) & (c[None, :] < C)
@@ -38,7 +38,8 @@ def _norm(x, weight, out, inverse, n, eps, C: tl.constexpr, BLOCK: tl.constexpr,
 def _norm_backward(
     x, weight, inverse, d_out, d_x, d_weight, n, steps, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Each program computes `steps` neighbouring tiles of ROWS rows, and sums the gradient of the weight over them."""
+    """The kernel of the backward pass of `fused_rms_norm`: a program computes `steps` neighbouring tiles of ROWS rows,
+    and sums the gradient of the weight over them."""
     c = tl.arange(0, BLOCK)
     w = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -80,7 +81,8 @@ def _swiglu_backward(gate, up, d_out, d_gate, d_up, n, BLOCK: tl.constexpr):
 def _rotate(
     x, cos, sin, out, n, heads, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BACKWARD: tl.constexpr
 ):
-    """ROWS heads per program. BACKWARD: the transposed matrix, which maps the gradient of the result to that of x."""
+    """The kernel of `fused_rotation`: ROWS heads per program. BACKWARD: the transposed matrix, which maps the gradient
+    of the result to that of x."""
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK)
     inside = (r[:, None] < n) & (d[None, :] < HALF)

@@ -42,11 +42,12 @@ class DecodeRows:
     tokens: np.ndarray
     """The last token of each row [n], where `drawn_by` does not name its draw."""
     positions: np.ndarray
-    """The context position of that token [n]; -1 for a row that ends with it; its results are not used."""
+    """The context position of that token [n]; -1 for a row that ends with it: the results of this row are not used."""
     drawn_by: np.ndarray | None
-    """The row of the step before that draws this token [n], -1 if it is in `tokens`; None: all are in `tokens`."""
+    """The row of the previous step that samples this token [n]; -1 if the token is in `tokens`. None: all are in
+    `tokens`."""
     sampling: SamplingMetadata
-    """The settings of the token that is drawn."""
+    """The settings with which the next token is sampled."""
 
 
 @dataclass(slots=True)
@@ -60,8 +61,8 @@ class Launched:
     """Waits for the step."""
 
     def moved(self, resident: int, removed: np.ndarray, sources: np.ndarray, holes: np.ndarray) -> int:
-        """Follow the rows after some of the `resident` ones were removed and others moved into the holes. Return how
-        many of its tokens are surplus now."""
+        """Update `rows` after some of the `resident` rows were removed and others moved into the holes. Return the
+        number of tokens of the step that are dropped."""
         places = np.arange(resident)
         places[removed] = -1
         places[sources] = holes
@@ -221,14 +222,15 @@ class EngineCore:
         return done
 
     def settle(self) -> list[Finished]:
-        """Read the step that is launched, if there is one, and return the requests that end with it. Weights
-        and requests change between steps after this alone."""
+        """Read the launched step, if there is one, and return the requests that end with it. Between steps, weights and
+        requests may be changed only after this call."""
         launched, self._launched = self._launched, None
         return self._read(launched) if launched is not None else []
 
     def _launch(self) -> Launched | None:
-        """Launch a step of all resident rows. A row whose last token is not read yet takes it from the draw of the
-        launched step, unless it is known to end with that token. Return None if there is nothing to compute."""
+        """Launch a decode step of all resident rows. If the last token of a row is not on the host yet, the row takes
+        it on the device from the step that is launched already, unless the row is known to end with that token. Return
+        None if there is nothing to compute."""
         running, before = self.running, self._launched
         n, positions, drawn_by = running.n, running.positions(), None
         ahead: np.ndarray | int = 0
@@ -343,7 +345,7 @@ class EngineCore:
         first = self.running.n
         for cached in admission.cached:
             request = self.waiting.popleft()
-            if not len(request.ids):  # a preempted request keeps what its first admission found
+            if not len(request.ids):  # a preempted request keeps the number of its first admission
                 request.cached_tokens = cached
             request.start_span(self.sets.get(request.asked.parameters, self.version), len(request.ids))
             self.running.add(request, self.runner.max_context_tokens)

@@ -400,7 +400,7 @@ class EmbeddedEngine(BaseEngine):
         if error := running.exception():
             self._fail(error)
             self._check_alive()
-        self._report_tokens(self._core.running.news())  # the thread is at rest
+        self._report_tokens(self._core.running.news())  # the thread runs no step
         self._deliver(running.result())
 
     def _wanted(self) -> bool:

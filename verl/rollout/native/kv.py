@@ -105,7 +105,7 @@ class SlotCache:
         """Allocate the memory of this size, and views of it by layer."""
         s = self._shape
         self._slots, self._capacity = slots, capacity
-        # zeros where masked positions are multiplied by an exact 0, which must not meet a stray NaN
+        # zeros where masked positions are multiplied by an exact 0, since 0 x NaN is NaN
         self.kv = (torch.empty if self._exact_reads else torch.zeros)(
             s.layers, 2, slots, s.kv_heads, capacity, s.head_dim, dtype=self._dtype, device=self._device
         )

@@ -24,7 +24,7 @@ class NativeOps:
     products: Products
     """The layout of the weights of matrix products, with its kernel."""
     float32_linear: Call | None
-    """The product of the head if it is of float32 beside other weights in half precision."""
+    """The head's matrix product in float32, if all other weights are in half precision; else None."""
     missing: str | None
     """The reason why better kernels for this device are not used; None if they are."""
 
@@ -69,9 +69,9 @@ def choose_ops(
     exact_rows: bool = False,
     float32_head: bool = False,
 ) -> NativeOps:
-    """Choose the kernels for activations of `dtype`. Without `compiled` those of kernels.c are left out. `products` is
-    the layout of weights, None: the best one, or with `exact_rows` one whose rows do not depend on each other, if there
-    is any. `float32_head`: the head's product and the logits are float32."""
+    """Choose the kernels for activations of `dtype`. Without `compiled` the kernels of kernels.c are left out.
+    `products` is the layout of the weights; None: the best one. With `exact_rows` a layout is preferred in which the
+    result of a row does not depend on the other rows. `float32_head`: the head's product and the logits are float32."""
     use, without = Use(device, dtype), () if compiled else (COMPILED,)
     norm, gated, linear = (choose(n, use, without=without) for n in ("rms_norm", "gated", "linear"))
     exact_head = float32_head and dtype != torch.float32

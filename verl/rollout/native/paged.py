@@ -28,8 +28,8 @@ from verl.rollout.native.ops import DecodeOps
 from verl.rollout.native.weights import Layer
 
 WITH_CACHE = "flash_attn_with_kvcache"
-PAGE = 256  # tokens: flash attention asks for multiples of it
-# the inputs of a padding row, whose position is -1
+PAGE = 256  # tokens per page: flash attention requires multiples of it
+# the inputs of a padding row: its position is -1
 ONE = np.float64(1).view(np.int64)
 PADDING = np.array([[0], [0], [-1], [0], [0], [0], [ONE], [ONE], [0]])
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -41,7 +41,7 @@ mixed values [n, H, D]."""
 
 
 def flash_attn_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale: float, window: int) -> Tensor:
-    """Attend by the flash-attn package: a split-KV kernel over a block table."""
+    """Compute attention by the split-KV kernel of the flash-attn package over a block table."""
     kernel = flash_attn(WITH_CACHE)
     assert kernel is not None, "paged_kernel looked for it"
     read = {"block_table": pages[0], "cache_seqlens": pages[1], "softmax_scale": scale, "causal": True}
@@ -51,7 +51,7 @@ def flash_attn_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scal
 
 
 def gathered_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale: float, window: int) -> Tensor:
-    """Attend by plain operations, which copy the pages. It is used if there is no kernel."""
+    """Compute attention by plain operations, which copy the pages. It is used if there is no kernel."""
     table, seen = pages
     k, v = (pool[table.long()].flatten(1, 2).transpose(1, 2) for pool in (keys, values))  # [n, K, W PAGE, D]
     place = torch.arange(k.shape[2], device=q.device)
@@ -104,7 +104,7 @@ class PageCache:
     def fill(self, lo: int, hi: int, kv: Tensor) -> None:
         """Let the empty slots lo..hi-1 continue a prompt with KV [layers, 2, K, P, D]."""
         s, tokens = self._shape, kv.shape[3]
-        if self.pool is None:  # zeros: what is masked is multiplied by 0, which must not meet a NaN
+        if self.pool is None:  # zeros: masked values are multiplied by 0, and 0 x NaN is NaN
             self.pool = torch.zeros(
                 s.layers, 2, self._pages, PAGE, s.kv_heads, s.head_dim, dtype=self._dtype, device=self._device
             )
@@ -139,7 +139,7 @@ class PageCache:
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int) -> None:
         """Move the pages of each slot of `sources` to the slot of `holes` at the same place, without copies. The pages
         of `holes` and of all slots from `kept` on are freed."""
-        live = int(np.flatnonzero(self._held)[-1]) + 1  # a resident holds at least its prompt
+        live = int(np.flatnonzero(self._held)[-1]) + 1  # a resident row has at least the pages of its prompt
         for slot in (*holes.tolist(), *(set(range(kept, live)) - set(sources.tolist()))):
             for page in self._own[slot, : self._held[slot]].tolist():
                 self._users[page] -= 1
@@ -219,7 +219,7 @@ class PagedDecode:
     def forget(self) -> None:
         """Drop the graphs, after the addresses of weights, pool or rotary table have changed."""
         self._graphs.clear()
-        self._memory = None  # dies with the last graph
+        self._memory = None  # freed with the last graph
 
     @torch.inference_mode()
     def launch(self, rows: DecodeRows) -> Callable[[], Sampled]:

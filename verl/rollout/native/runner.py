@@ -195,7 +195,7 @@ class NativeRunner:
         for key, request in zip(keys, candidates):
             found = self._prompts.take(key)
             if found is None:
-                break  # first come, first served
+                break  # requests are admitted in their order
             need = self._need(request)
             self._needs[resident + len(ready)] = need
             self._ahead = max(self._ahead, need)

@@ -209,8 +209,8 @@ def _tied_head(storage: Storage) -> FilledLinear | None:
 
 
 def _float32_head(storage: Storage, ops: NativeOps) -> Callable[[Tensor], Tensor] | None:
-    """Return the head that multiplies in float32, if it is asked for. It reads the received tensor and keeps no copy,
-    since that tensor is overwritten by later versions."""
+    """Return the head that multiplies in float32, or None if the operations have no such product. It reads the received
+    tensor and keeps no copy, since that tensor is overwritten by later versions."""
     if ops.float32_linear is None:
         return None
     return partial(ops.float32_linear, weight=storage.tensors["embed" if storage.shape.tied else "head.weight"])

@@ -74,7 +74,8 @@ def make_app(service: Service) -> web.Application:
 
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Check the caller, give every error one shape, and close a connection that does not take its answer in time."""
+    """Check the caller, give every error one shape, and close a connection if its client does not read the answer in
+    time."""
     answer = await _answered(request, handler)
     request.app[DOOR].waits(request.protocol)
     try:

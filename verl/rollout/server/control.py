@@ -28,7 +28,7 @@ from verl.rollout.server.requests import ApiError, shown, typed
 from verl.rollout.server.service import Service
 from verl.weight_sync.base import SyncError, TensorStream, WeightSource, checksum, open_stream
 
-SEGMENT = "verl-weights"  # how the files of sync.engine=shm begin; nothing else is opened
+SEGMENT = "verl-weights"  # the beginning of the names of sync.engine=shm's files; no other file is opened
 TRANSPORT = "verl.weight_sync.shm:open_weights"
 MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
 UNREADABLE = (SyncError, ValueError, OSError, KeyError, msgspec.MsgspecError)  # a file that is no whole segment
@@ -224,7 +224,7 @@ class ControlPlane:
             name = str(update.version) if body.weight_version is None else body.weight_version
             if name.partition("-")[0] != str(update.version):
                 raise SyncError(f"weight_version={name}, but version {update.version} was sent")
-            service.call_weights(update.version, name)  # before anything is drawn by them
+            service.call_weights(update.version, name)  # before anything is sampled with them
             mode, made = _mode(service), update.live
             async with asyncio.timeout(service.options.request_timeout_s):
                 if update.passing is not None:
@@ -319,7 +319,7 @@ async def pause(request: web.Request) -> web.Response:
     try:
         async with asyncio.timeout(service.options.request_timeout_s):
             await service.engine.pause(chosen)
-    except ValueError as e:  # requests that stand still cannot be waited for
+    except ValueError as e:  # the requests of a paused engine do not end
         raise ApiError(409, str(e), param="mode", code="invalid_state") from None
     service.paused = True
     return as_json({"status": "paused"})

@@ -23,7 +23,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Strings = str | list[str]
 MAX_TOP_K = 2**31 - 1  # more ids than any vocabulary has
-MAX_STOPS = 4096  # ids, strings, or characters of one
+MAX_STOPS = 4096  # stop ids, stop strings, or characters of a stop string
 MAX_STOP_ROWS = 2**18  # stop strings of all answers of one request together
 MAX_PARTS = MappingProxyType({"objects and lists": 2**17, "quotes": 2**19, "commas": 2**21})
 MAX_NAME = 256  # characters of a request's id
