@@ -62,6 +62,7 @@ AHEAD = "tests/unit/test_look_ahead.py"
 CUDA, CUDA_ENGINE = "tests/numerics/test_cuda_kernels.py", "tests/numerics/test_cuda_decode.py"
 EXACT_ROWS, HEAD_DTYPE = "tests/numerics/test_exact_rows.py", "tests/numerics/test_head_dtype.py"
 COPY = "tests/numerics/test_compute_copy.py"
+RECOMPUTE = "tests/numerics/test_recompute.py"
 DISPATCH = "tests/unit/test_dispatch.py tests/unit/test_workers.py tests/contracts/test_worker_group_contract.py"
 
 MASKS = "tests/numerics/test_term_masks.py"
@@ -1162,6 +1163,9 @@ MUTANTS = (
     Mutant("accel/cuda/training.py", "r = (first + step) * ROWS", "r = (first + step + 1) * ROWS", CUDA),
     Mutant("accel/cuda/training.py", "(1.0 + g * (1.0 - share))", "(1.0 + g * share)", CUDA),
     Mutant("accel/cuda/training.py", "a * cos_a + b * sin_b,", "a * cos_a - b * sin_b,", CUDA),
+    Mutant("nn/recompute.py", "again.uses += 1", "again.uses = 1", RECOMPUTE),
+    Mutant("nn/recompute.py", ", t.storage_offset())", ", 0)", RECOMPUTE),
+    Mutant("nn/fused.py", "norm(x, weight, eps), 2", "norm(x, weight, 2 * eps), 2", RECOMPUTE),
     Mutant("model_engine/optim.py", "increment_version(every)", "pass", COPY),
     Mutant("model_engine/compute_copy.py", "if versions != self._versions:", "if False:", COPY),
     Mutant("model_engine/compute_copy.py", "copy.grad_dtype = master.dtype", "pass", COPY),

@@ -28,6 +28,9 @@ class DeviceFacts:
     """A model trained in bfloat16 computes with a copy of its float32 weights, cast once per optimizer step. Autocast
     casts them in every pass, and keeps the residual stream, queries and keys in float32: twice the memory of
     activations, and a dtype that the variable-length attention kernel does not take."""
+    recomputes: bool
+    """Results of norms and gates are computed again in the backward pass: one pass over memory in place of keeping
+    them. A CPU, which has more memory for its speed, keeps them."""
     masked_queries: int
     """Query rows of one attention call with a mask, in a prefill; they limit the size of the mask of a long chunk."""
     sampled_logits: int
@@ -49,6 +52,7 @@ DEVICES: Mapping[str, DeviceFacts] = MappingProxyType(
             free_padding=1 << 15,
             compacts_rows=True,
             copies_weights=False,
+            recomputes=False,
             masked_queries=1024,
             sampled_logits=1 << 25,
             scored_tokens=1024,
@@ -60,6 +64,7 @@ DEVICES: Mapping[str, DeviceFacts] = MappingProxyType(
             free_padding=1 << 15,
             compacts_rows=False,
             copies_weights=True,
+            recomputes=True,
             masked_queries=1024,
             sampled_logits=1 << 25,
             scored_tokens=1024,

@@ -103,11 +103,14 @@ OPERATIONS: Mapping[str, Operation] = {
         ),
         Operation(
             "trained_rms_norm",
-            "(x [..., C], weight [C], eps) -> weight * x / rms(x), differentiable in both",
+            "(x [..., C], weight [C], eps) -> weight * x / rms(x), differentiable in both, which are its first saved "
+            "tensors",
             costs.rms_norm_cost,
         ),
         Operation(
-            "trained_swiglu", "(gate [...], up [...]) -> silu(gate) * up, differentiable in both", costs.swiglu_cost
+            "trained_swiglu",
+            "(gate [...], up [...]) -> silu(gate) * up, differentiable in both, which are its first saved tensors",
+            costs.swiglu_cost,
         ),
         Operation(
             "trained_rotation",

@@ -59,7 +59,7 @@ class Passes:
         if self.packed:
             attention.register_attention()
             self.local.model.set_attn_implementation(attention.PACKED)
-        fuse(self.local.model, packed=self.packed)
+        fuse(self.local.model, packed=self.packed, checkpointed=self.local.settings.gradient_checkpointing)
 
     def forward_backward(
         self, batch: Batch, terms: Sequence[Term], num_microbatches: int, extra_outputs: Sequence[str]

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verl.accel.devices import device_facts
 from verl.accel.operations import Call, Use
 from verl.accel.table import choose
 from verl.nn.attention import attend, window_of
+from verl.nn.recompute import can_recompute, without_saving
 
 # The model types with modules that are known to be these.
 FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -31,25 +33,29 @@ class TrainedOps:
     rms_norm: Mapping[torch.dtype, Call]
     swiglu: Mapping[torch.dtype, Call]
     rotation: Mapping[torch.dtype, Call]
+    recomputes: bool
+    """Norms and gates are computed again in the backward pass."""
 
 
-def trained_ops(device: torch.device, hidden: int) -> TrainedOps:
+def trained_ops(device: torch.device, hidden: int, *, recomputes: bool) -> TrainedOps:
     """Choose the kernels for a device and rows of `hidden` numbers, in every dtype that a model may compute in."""
 
     def of(operation: str) -> Mapping[torch.dtype, Call]:
         found = {dtype: choose(operation, Use(device, dtype, {"hidden": hidden})) for dtype in _DTYPES}
         return {dtype: choice.call for dtype, choice in found.items() if choice is not None}
 
-    return TrainedOps(of("trained_rms_norm"), of("trained_swiglu"), of("trained_rotation"))
+    return TrainedOps(of("trained_rms_norm"), of("trained_swiglu"), of("trained_rotation"), recomputes)
 
 
-def fuse(model: nn.Module, *, packed: bool) -> bool:
+def fuse(model: nn.Module, *, packed: bool, checkpointed: bool = False) -> bool:
     """Replace the norms and gates of `model` by fused ones, and its attention if it runs on packed batches. Return
-    False if its type is unknown."""
+    False if its type is unknown. checkpointed: its layers are computed again as a whole."""
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     if config.model_type not in FUSED_TYPES:
         return False
-    ops = trained_ops(next(model.parameters()).device, config.hidden_size)
+    device = next(model.parameters()).device
+    recomputes = device_facts(device.type).recomputes and not checkpointed
+    ops = trained_ops(device, config.hidden_size, recomputes=recomputes)
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             module.forward = MethodType(partial(_norm_forward, ops), module)
@@ -68,13 +74,20 @@ def unfuse(model: nn.Module) -> None:
 
 
 def _norm_forward(ops: TrainedOps, self: Any, hidden_states: Tensor) -> Tensor:
-    out: Tensor = ops.rms_norm[hidden_states.dtype](hidden_states, self.weight, self.variance_epsilon)
-    return out
+    norm, eps = ops.rms_norm[hidden_states.dtype], self.variance_epsilon
+    out: Tensor = norm(hidden_states, self.weight, eps)
+    return can_recompute(out, lambda x, weight: norm(x, weight, eps), 2) if ops.recomputes else out
 
 
 def _mlp_forward(ops: TrainedOps, self: Any, x: Tensor) -> Tensor:
-    gate, up = self.gate_proj(x), self.up_proj(x)
-    out: Tensor = self.down_proj(ops.swiglu[gate.dtype](gate, up))
+    with without_saving(x):
+        gate, up = self.gate_proj(x), self.up_proj(x)
+    swiglu = ops.swiglu[gate.dtype]
+    product: Tensor = swiglu(gate, up)
+    if ops.recomputes:
+        can_recompute(product, swiglu, 2)
+    with without_saving(product):
+        out: Tensor = self.down_proj(product)
     return out
 
 
@@ -96,7 +109,8 @@ def _attention_forward(
     arguments are those of transformers' modules."""
     assert kwargs.get("past_key_values") is None, "packed attention is driven by a plan alone"
     window, rows = window_of(attention_mask), (hidden_states.shape[1], -1, self.head_dim)
-    q, k, v = (project(hidden_states).view(rows) for project in (self.q_proj, self.k_proj, self.v_proj))
+    with without_saving(hidden_states):
+        q, k, v = (project(hidden_states).view(rows) for project in (self.q_proj, self.k_proj, self.v_proj))
     if hasattr(self, "q_norm"):
         q, k = self.q_norm(q), self.k_norm(k)
     cos, sin = (x[0, :, None] for x in position_embeddings)  # [T, 1, D]
