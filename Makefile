@@ -8,7 +8,7 @@ TASK ?= arithmetic
 # On two, processors waited a quarter of the time for one test each.
 TEST_WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
-.PHONY: setup browser bubblewrap test test-processes style types test-distributed test-ranks test-clusters test-runs queue-package nixl-package triton-package mooncake-package test-all test-pythons test-gpu test-mutants vllm-env test-vllm quickstart bench lint clean
+.PHONY: setup browser bubblewrap test test-processes style types test-distributed test-ranks test-clusters test-runs test-slow queue-package nixl-package triton-package mooncake-package test-all test-pythons test-gpu test-mutants vllm-env test-vllm quickstart bench lint clean
 
 setup: $(VENV)/.stamp
 
@@ -36,12 +36,16 @@ test: setup browser bubblewrap triton-package style
 	$(MAKE) --no-print-directory -j 2 types test-processes
 
 test-processes: setup
-	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not slow"
 
-# Many ranks, Ray, kills: ten minutes on two cores. What starts processes waits for them half of its time, so three parts
-# run beside each other.
-test-distributed: queue-package nixl-package
-	$(MAKE) --no-print-directory -j 3 --output-sync=target test-ranks test-clusters test-runs
+# Many ranks, Ray, kills, and what make test leaves out. What starts processes waits for them half of its time, so four
+# parts run beside each other.
+test-distributed: queue-package nixl-package browser bubblewrap triton-package
+	$(MAKE) --no-print-directory -j 4 --output-sync=target test-ranks test-clusters test-runs test-slow
+
+# The rows and whole runs that are marked `slow`, of the folders that make test runs.
+test-slow: setup
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
 test-ranks test-clusters test-runs: export GLOO_SOCKET_IFNAME := lo
 test-ranks: setup nixl-package

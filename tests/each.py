@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 FULL_GRID = bool(os.environ.get("FULL_GRID"))
 """Whether second samples of what one sample has shown are taken too (`make test-all`)."""
@@ -45,16 +46,36 @@ def named(value: Any) -> str:
     return str(getattr(value, "__name__", None) or getattr(value, "id", None) or value)[:160]
 
 
-def each(arguments: str, rows: Iterable[Any], name: Callable[[Any], object] = named) -> Callable[[Callable], Callable]:
+def matrix(arguments: str, rows: Iterable[Any], quick: int | Iterable[Any] = 1, **more: Any) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` of which `make test` runs the rows `quick` (the first so many, or those that are equal
+    to one of these); the others are marked `slow`."""
+    several = "," in arguments
+    chosen = None if isinstance(quick, int) else list(quick)
+    table: list[Any] = []
+    for number, row in enumerate(rows):
+        marks, name = (), None
+        if isinstance(row, ParameterSet):
+            row, marks, name = row.values if several else row.values[0], row.marks, row.id
+        if not (number < quick if isinstance(quick, int) else row in chosen):
+            marks = (*marks, pytest.mark.slow)
+        table.append(pytest.param(*(row if several else (row,)), marks=marks, id=name))
+    return pytest.mark.parametrize(arguments, table, **more)
+
+
+def each(
+    arguments: str, rows: Iterable[Any], name: Callable[[Any], object] = named, quick: int | None = None
+) -> Callable[[Callable], Callable]:
     """`pytest.mark.parametrize` for rows of milliseconds: one case of pytest that runs them all (see `check_each`).
+    With `quick` they are two: the first so many, and the others, which is marked `slow`.
 
     Every row has a folder, patches, output and log of its own; other fixtures are made once for all of them."""
     keys = [key.strip() for key in arguments.split(",")]
     table = list(enumerate(rows))
+    parts = {"all": table} if quick is None else {"some": table[:quick], "others": table[quick:]}
 
     def decorate(test: Callable) -> Callable:
         @wraps(test)
-        def whole(**given: Any) -> None:
+        def whole(part: str = "all", **given: Any) -> None:
             def check(numbered: tuple[int, Any]) -> None:
                 number, row = numbered
                 values = dict(zip(keys, row if len(keys) > 1 else (row,), strict=True))
@@ -72,13 +93,15 @@ def each(arguments: str, rows: Iterable[Any], name: Callable[[Any], object] = na
                         own["caplog"].clear()
                     test(**own, **values)
 
-            check_each(table, check, lambda numbered: name(numbered[1]))
+            check_each(parts[part], check, lambda numbered: name(numbered[1]))
 
         signature = inspect.signature(test)
         missing = set(keys) - set(signature.parameters)
         assert not missing, f"{test.__name__} does not take {missing}"
         rest = [p for key, p in signature.parameters.items() if key not in keys]
+        if quick is not None:
+            rest.append(inspect.Parameter("part", inspect.Parameter.KEYWORD_ONLY))
         whole.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
-        return whole
+        return whole if quick is None else matrix("part", parts)(whole)
 
     return decorate

@@ -167,8 +167,8 @@ def named_processes(name: str) -> list[str]:
     return found
 
 
-def breaches(tier: str, host: Host) -> dict[str, str]:
-    """By attempt, what got out; and what an attempt did to the run after it."""
+def breaches(tier: str, host: Host, every: int) -> dict[str, str]:
+    """By attempt, what got out; and what an attempt did to the run after it. Makes each `every`th attempt."""
     from verl.sandbox.code import CodeSandbox, Limits
 
     limits = Limits(wall_s=3, cpu_s=1, memory_mb=512, processes=32, tmp_mb=64)
@@ -192,14 +192,11 @@ def breaches(tier: str, host: Host) -> dict[str, str]:
                 found[name] = repr(e)
 
         base = sandbox.workspaces.take("")
-        over = [name for name in ATTEMPTS if name.startswith(OVER_FILES)]
+        names = list(ATTEMPTS)[::every]
+        over = [name for name in names if name.startswith(OVER_FILES)]
         at_once = ("fork bomb", "output bomb", "read /etc/passwd")
         with ThreadPoolExecutor(4) as pool:  # most of their time they wait, for limits
-            list(
-                pool.map(
-                    attempt, [*ATTEMPTS, *over, *at_once], [""] * len(ATTEMPTS) + [base.folder] * len(over) + [""] * 3
-                )
-            )
+            list(pool.map(attempt, [*names, *over, *at_once], [""] * len(names) + [base.folder] * len(over) + [""] * 3))
         if [path.read_text() for path in host.workspace.iterdir()] != ["ours"]:
             found["write to the workspace"] = str(list(host.workspace.iterdir()))
         if host.victim.poll() is not None:
@@ -214,6 +211,6 @@ if __name__ == "__main__":
         os.chmod(folder, 0o755)
         host = Host(Path(folder))
         try:
-            print(json.dumps(breaches(sys.argv[1], host) | fooled(sys.argv[1])))
+            print(json.dumps(breaches(sys.argv[1], host, int(sys.argv[2])) | fooled(sys.argv[1])))
         finally:
             host.close()

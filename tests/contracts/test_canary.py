@@ -112,6 +112,7 @@ def weights_of(engine: TorchEngine) -> Weights:
     return {name: tensor.clone() for name, tensor in engine.weights()}
 
 
+@pytest.mark.slow
 def test_many_clean_models_and_prompts_raise_no_alarm():
     """Families, sizes of the logits, precisions, rollout engines, lengths; also against an engine of another
     precision."""

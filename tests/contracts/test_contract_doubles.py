@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from doubles import Process, SglangDouble, TrtllmDouble
+from each import matrix
 from serving import texts_of, tokenizer
 
 from verl.rollout import openai, sglang, trtllm
@@ -48,8 +49,11 @@ DRAWS = (
 )
 UPDATES = ("test_no_stale_prefix_after_an_update",)
 PAUSES = ("test_what_cannot_finish_is_not_waited_for", "test_a_cancelled_wait_is_given_up", "test_user_faults")
+OF_SGLANG = [
+    ("sglang", name) for name in (*ANSWERS, *DRAWS, *UPDATES, *PAUSES, "test_one_engine_over_several_event_loops")
+]
 CASES = [
-    *(("sglang", name) for name in (*ANSWERS, *DRAWS, *UPDATES, *PAUSES, "test_one_engine_over_several_event_loops")),
+    *OF_SGLANG,
     *(("trtllm", name) for name in (*ANSWERS, *UPDATES)),
     *(("openai", name) for name in (*ANSWERS, *DRAWS)),
 ]
@@ -185,7 +189,13 @@ def contract(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     running.stop()
 
 
-@pytest.mark.parametrize(("contract", "name"), CASES, indirect=["contract"], scope="module")
+@matrix(
+    "contract, name",
+    CASES,
+    quick=[case for case in CASES if case[0] == "sglang"],
+    indirect=["contract"],
+    scope="module",
+)
 def test_contract(contract: ModuleType, name: str) -> None:
     test = vars(contract)[name]
     if "model" in test.__code__.co_varnames[: test.__code__.co_argcount]:
@@ -200,12 +210,12 @@ def test_pause(contract: ModuleType, mode: str) -> None:
     contract.test_pause("server", mode)
 
 
-@pytest.mark.parametrize("contract", ["trtllm", "openai"], indirect=True, scope="module")
+@matrix("contract", ["trtllm", "openai"], indirect=True, scope="module")
 def test_waiting_without_the_server(contract: ModuleType) -> None:
     contract.test_pause("server", "wait")
 
 
-@pytest.mark.parametrize("contract", ["trtllm", "openai"], indirect=True, scope="module")
+@matrix("contract", ["trtllm", "openai"], indirect=True, scope="module")
 def test_aborting_without_the_server(contract: ModuleType) -> None:
     """It notices the end of a connection in its own time; here the answer has ended, and later requests are held."""
     a, b = contract.prompts((5, 6))
@@ -226,7 +236,7 @@ def test_aborting_without_the_server(contract: ModuleType) -> None:
     contract.with_engine(contract.build("server"), body)
 
 
-@pytest.mark.parametrize("contract", ["sglang", "trtllm"], indirect=True, scope="module")
+@matrix("contract", ["sglang", "trtllm"], indirect=True, scope="module")
 @pytest.mark.parametrize("mode", ["wait", "abort"])
 def test_update_that_waits_or_aborts(contract: ModuleType, mode: str) -> None:
     contract.test_update_that_waits_or_aborts("server", mode)

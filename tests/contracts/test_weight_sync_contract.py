@@ -118,6 +118,8 @@ BACKENDS: dict[str, tuple[Callable[..., CheckpointEngine], Callable[[], Outlet]]
     "objects": (partial(LocalCheckpointEngine, copies=True), objects_outlet),
 }
 PASSING = ("shm, buckets", "ipc", "tcp, buckets")
+QUICK = ("local", "shm", "tcp, buckets")
+"""One in this process, one whole version, and one in buckets over the network."""
 MISSING = pytest.mark.skipif(find_spec("nixl") is None, reason="the package nixl is not installed (make nixl-package)")
 ROLLOUTS = {"native": partial(native.build, Options()), "hf": partial(hf.build, hf.Options())}
 PROBES = (np.array([1, 5, 6, 7, 8, 9, 2], np.int64), np.array([1, 11, 4, 12], np.int64))
@@ -317,8 +319,12 @@ def distance(a, b) -> float:
 
 
 def marked(backends: Iterable[str]) -> list[Any]:
-    """Those that are not here are skipped, by name."""
-    return [pytest.param(name, marks=MISSING) if name == "nixl" else name for name in backends]
+    """Backends as rows: one whose package is missing is skipped, and all but `QUICK` are slow."""
+    marks = {
+        name: [*([MISSING] if name == "nixl" else []), *([] if name in QUICK else [pytest.mark.slow])]
+        for name in backends
+    }
+    return [pytest.param(name, marks=marks[name]) for name in backends]
 
 
 @pytest.fixture(autouse=True)

@@ -50,6 +50,7 @@ def taught(tmp_path_factory):
     return folder / "model", folder
 
 
+@pytest.mark.slow
 def test_a_run_with_a_tool_trains_what_was_sampled_between_its_results(tmp_path, taught, capsys):
     run_rl(load_config(args(tmp_path, taught, *TOOLS, "run.total_steps=2")), quiet=True)
     metrics = metrics_of(tmp_path / "r")
@@ -82,6 +83,7 @@ def test_a_run_with_a_tool_trains_what_was_sampled_between_its_results(tmp_path,
         show([str(tmp_path / "r"), "trajectory=g0"])
 
 
+@pytest.mark.slow
 def test_a_cut_run_with_turns_equals_a_straight_one_bitwise(tmp_path, taught):
     """The straight one's tools run beside the driver, the other's in it: that is no other run."""
     run_rl(load_config(args(tmp_path / "straight", taught, *TOOLS)), quiet=True)
@@ -121,6 +123,7 @@ def test_a_run_with_a_tool_over_http_is_the_run_in_process(tmp_path, taught):
     same_tensors(tensors_of(here, 2), tensors_of(there, 2))
 
 
+@pytest.mark.slow
 def test_a_loop_of_the_user_s_with_branches_is_trained(tmp_path, tiny_model, arithmetic_data):
     (tmp_path / "loop.py").write_text(LOOP)
     loop = f"agent.loop={tmp_path / 'loop.py'}:Rewrites"
@@ -138,6 +141,7 @@ def test_a_loop_of_the_user_s_with_branches_is_trained(tmp_path, tiny_model, ari
     assert all(m["agent/discarded_tokens"] > 0 and m["mismatch/k3"] < 1e-6 for m in metrics.values())
 
 
+@pytest.mark.slow
 def test_rewards_of_turns_reach_the_advantages_of_their_tokens(tmp_path, tiny_model, arithmetic_data):
     """Two turns in two rows, the first with a reward by what was said; a third turn that no row uses."""
     loop = tmp_path / "pays.py"

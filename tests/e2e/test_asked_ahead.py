@@ -99,6 +99,7 @@ def test_what_is_trained_is_what_is_trained_without(
         np.testing.assert_allclose(advantages, other[name][1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_groups_in_flight_are_scored_again_after_a_resume(apart, tmp_path, tiny_model, tiny_teacher, arithmetic_data):
     given = (tmp_path, tiny_model, tiny_teacher, arithmetic_data, "run.save_every_steps=1")
     run(*given, "run.total_steps=2")

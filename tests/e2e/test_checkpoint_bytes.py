@@ -20,6 +20,7 @@ def folder_of(path, *, dtype=torch.float32, **shape):
     return tiny.save(model.to(dtype), tokenizer, path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_size_that_is_planned_is_the_size_on_disk(tmp_path, arithmetic_data):
     """With a critic, of the policy's folder or of one of its own; stored in half precision; with a head of its own,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from adapters import write_adapter
-from each import FULL_GRID
+from each import FULL_GRID, matrix
 from small_runs import launch, metrics_of, same_tensors, saved, small_args, small_run, tensors_of, trained, wait_for
 
 from verl.config.load import load_config
@@ -47,7 +47,7 @@ def arguments(name, learned, *more):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@matrix("name", NAMES, quick=("gkd",))
 def test_a_fresh_model_comes_near_to_a_trained_one(name, learned, tmp_path, tiny_model, arithmetic_data):
     more = ("run.total_steps=24", "optim.lr=1e-2", "step.samples_per_prompt=1", "step.prompts_per_step=16")
     small_run(tmp_path, tiny_model, arithmetic_data[:1], *arguments(name, learned, *more))
@@ -57,6 +57,7 @@ def test_a_fresh_model_comes_near_to_a_trained_one(name, learned, tmp_path, tiny
     assert all(found[s]["timing_s/teacher"] > 0 and found[s]["teacher/invalid"] == 0 for s in range(1, 25))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES if FULL_GRID else ["gkd"])  # the others are cut below
 def test_a_run_that_was_cut_is_the_run_that_was_not(name, learned, tmp_path, tiny_model, arithmetic_data):
     given = arguments(name, learned, "run.deterministic=true", "step.updates_per_step=2")
@@ -98,6 +99,7 @@ def merged(folder, adapter, base):
 ADAPTED = ("q_proj", "down_proj", "lm_head")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES if FULL_GRID else ["gkd"])
 def test_an_adapter_teaches_what_its_model_would(name, tmp_path, tiny_model, tiny_teacher, arithmetic_data):
     """Bitwise, in a run that was cut; with another adapter, or another base, in its place it does not go on."""
@@ -126,6 +128,7 @@ def test_an_adapter_teaches_what_its_model_would(name, tmp_path, tiny_model, tin
             played("cut", adapter, 3)
 
 
+@pytest.mark.slow
 def test_two_adapters_of_one_base_teach_beside_each_other(tmp_path, tiny_model, tiny_teacher, arithmetic_data, capsys):
     """As the two models that they are; the base of one is not here, and the policy's is taken."""
     one = write_adapter(tmp_path / "one", tiny_teacher, seed=1)
@@ -149,6 +152,7 @@ SCHEDULE = "{teacher_coef: [[1, 1], [3, 0]], entropy_coef: [[2, 0], [4, 1]]}"
 MIXED = ("algorithm.options.reward_coef=1", "algorithm.entropy_coef=0.1", "run.deterministic=true")
 
 
+@pytest.mark.slow
 def test_coefficients_follow_their_schedule_through_a_resume(learned, tmp_path, tiny_model, arithmetic_data, capsys):
     given = arguments("opd", learned, *MIXED, f"algorithm.options.coef_schedule={SCHEDULE}")
     for folder, steps in (("cut", 2), ("cut", 4), ("whole", 4)):
@@ -185,6 +189,7 @@ def stored_of(run_dir, steps):
     return {(r.step, r.group_id): np.isnan(r.tokens["rollout_logprobs"]).all() for r in rows}
 
 
+@pytest.mark.slow
 def test_a_share_of_the_prompts_is_answered_by_the_data(learned, tmp_path, tiny_model, stored, capsys):
     """The same draws of a run that was cut; what is recorded is what the data say, and a step can be replayed."""
     given = arguments("gkd_topk", learned, "run.deterministic=true", *OFF_POLICY[:2])
@@ -205,7 +210,7 @@ def test_a_share_of_the_prompts_is_answered_by_the_data(learned, tmp_path, tiny_
     assert replay([f"run.root_dir={tmp_path / 'whole'}", "run.name=r"], 4) == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("more", [(), ("pipeline.staleness=1",)])
+@matrix("more", [(), ("pipeline.staleness=1",)])
 def test_stored_answers_alone_teach(more, learned, tmp_path, tiny_model, stored):
     args = ("run.total_steps=12", "optim.lr=1e-2", *OFF_POLICY[1:], "algorithm.options.on_policy_share=0", *more)
     small_run(tmp_path, tiny_model, [stored], *arguments("gkd", learned, *args))

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from each import each
+from each import each, matrix
 from started import Started, beside_modules, program
 from tokens import bpe_tokenizer
 
@@ -107,11 +107,12 @@ def run_line(line: str, page: Path, here: Path, environment: dict[str, str]) -> 
     assert code == 0, f"{line}\n{said}"
 
 
+LONG = (ROOT / "README.md", ROOT / "docs/from_verl.md")
 RUN = [page for page in PAGES if re.search(r"^```(bash|python)\n", page.read_text(), re.MULTILINE)]
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("page", RUN, ids=lambda p: str(p.relative_to(ROOT)))
+@matrix("page", RUN, quick=[page for page in RUN if page not in LONG], ids=lambda p: str(p.relative_to(ROOT)))
 def test_snippets(page, folder, environment, tmp_path):
     here = tmp_path / "work"
     shutil.copytree(folder, here)

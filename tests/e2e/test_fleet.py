@@ -67,6 +67,7 @@ def drawn_at(url: str) -> int:
     return sum(int(float(line.split()[-1])) for line in lines if "generated_tokens_total" in line.split()[0])
 
 
+@pytest.mark.slow
 def test_servers_join_and_leave_a_run(
     tmp_path: Path, tiny_model: Path, arithmetic_data: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:

@@ -25,6 +25,7 @@ def arguments(model, rows, out) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_script_of_verls_writes_the_file_that_it_names(tmp_path, tiny_model, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     rows, out = tmp_path / "rows.jsonl", tmp_path / "new" / "out.parquet"

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from each import matrix
 from small_runs import metrics_of, small_args, small_run
 
 from verl import cli
@@ -53,7 +54,7 @@ def held_by(root: object, elsewhere: tuple[type, ...] = ELSEWHERE) -> Iterator[t
         todo += [(x, f"{path} > {type(x).__name__}") for x in inside]
 
 
-@pytest.mark.parametrize("more", [(), ("algorithm.name=ppo", "cluster.virtual_ranks=2"), ("pipeline.staleness=1",)])
+@matrix("more", [(), ("algorithm.name=ppo", "cluster.virtual_ranks=2"), ("pipeline.staleness=1",)])
 def test_nothing_reachable_from_the_driver_is_a_tensor(more, tmp_path, tiny_model, arithmetic_data, monkeypatch):
     runs: list[Run] = []
     looked: list[int] = []
@@ -86,6 +87,7 @@ def test_the_walk_sees_what_is_hidden():
     assert not any(isinstance(x, torch.Tensor) for x, _ in held_by({"a": np.zeros(3), "f": held_by}))
 
 
+@pytest.mark.slow
 def test_one_process_imports_nothing_of_many(tmp_path, tiny_model, arithmetic_data):
     """Nor what only several ranks of a model need, nor the translator of verl's keys."""
     many = ("ray", "verl.model_engine.sharded", "verl.model_engine.pipeline", "verl.workers.spmd", "verl.workers.ray")
@@ -101,7 +103,7 @@ def in_another_process(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
 
-@pytest.mark.parametrize(
+@matrix(
     "more",
     [(), ("algorithm.name=vapo", "cluster.virtual_ranks=2"), ("algorithm.name=kl_cov", "step.updates_per_step=2")],
 )

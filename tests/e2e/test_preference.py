@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from each import matrix
 from small_runs import metrics_of, small_run, tensors_of
 
 from verl.algorithms.presets import PREFERENCES
@@ -154,7 +155,7 @@ def test_every_preference_loss_learns(loss, tmp_path, tiny_model, pairs, unpaire
         assert gained["chosen"].mean() > 0 > gained["rejected"].mean(), "each by itself: KTO has no pairs"
 
 
-@pytest.mark.parametrize("command,more", [("rm", ()), ("dpo", ()), ("dpo", ("preference.loss=kto",))])
+@matrix("command,more", [("dpo", ()), ("rm", ()), ("dpo", ("preference.loss=kto",))])
 def test_a_cut_run_equals_a_straight_one_bitwise(command, more, tmp_path, tiny_model, pairs, unpaired):
     files = unpaired if "preference.loss=kto" in more else pairs
     shape = ("run.total_steps=4", "run.save_every_steps=1", "run.keep_last_checkpoints=9", *more)
@@ -239,7 +240,7 @@ def test_hh_transcripts_and_whole_conversations_load(tmp_path, tiny_model):
 SHAPED = pytest.mark.full("shaped and summed batch")
 
 
-@pytest.mark.parametrize(
+@matrix(
     "more",
     [
         pytest.param((), id="stream"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from each import FULL_GRID
+from each import FULL_GRID, matrix
 from small_runs import metrics_of, small_run, tensors_of
 
 from verl.algorithms.presets import PRESETS
@@ -37,7 +37,7 @@ def unlike() -> list[str]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("name", PRESETS if FULL_GRID else unlike())
+@matrix("name", PRESETS if FULL_GRID else unlike(), quick=("grpo", "ppo", "gkd_topk"))
 def test_every_row_trains_through_the_loop(name, tmp_path, tiny_model, tiny_teacher, arithmetic_data):
     taught = "teacher" in PRESETS[name].roles()
     teacher = (f"teacher.path={tiny_teacher}", "teacher.top_k=8") if taught else ()
@@ -108,6 +108,7 @@ def test_pf_ppo_trains_the_best_and_the_worst_of_each_prompt(tmp_path, tiny_mode
         assert (max(kept), min(kept)) == (max(r.reward for r in rows), min(r.reward for r in rows)) and len(kept) == 2
 
 
+@pytest.mark.slow
 def test_pf_ppo_draws_from_the_whole_step_as_verl_does(tmp_path, tiny_model, arithmetic_data):
     """Answers are drawn after the advantages, which all have; only drawn ones have the update's own log-probs. Two
     ranks draw the same."""
@@ -169,6 +170,7 @@ def test_the_policy_waits_for_the_critic(tmp_path, tiny_model, arithmetic_data):
     assert any(not torch.equal(two[f"model.{name}"], v) for name, v in weights.items())
 
 
+@pytest.mark.slow
 def test_a_threshold_alone_holds_the_policy_until_the_critic_explains_so_much(tmp_path, tiny_model, arithmetic_data):
     run_of(tmp_path, tiny_model, arithmetic_data, "ppo", "algorithm.critic_warmup_until=1.0")
     found = metrics_of(tmp_path / "r")
@@ -190,7 +192,7 @@ def plain_run(tmp_path_factory, tiny_model, arithmetic_data):
     return metrics
 
 
-@pytest.mark.parametrize(
+@matrix(
     "more",
     [
         ("algorithm.correction=truncate", "algorithm.options.correction_high=2.0"),

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from each import FULL_GRID
+from each import FULL_GRID, matrix
 from small_runs import (
     dispatched,
     launch,
@@ -66,7 +66,7 @@ MORE_CUTS = [
 # One run is cut at all of these: inside an epoch, at its end, and one step before the last; for sync_every=2 also in
 # the middle of a period
 @pytest.mark.on_device
-@pytest.mark.parametrize(
+@matrix(
     "more,cuts",
     [
         ((), (1, 3, 5)),
@@ -129,7 +129,7 @@ def test_changed_data_is_refused_at_resume(tmp_path, tiny_model, arithmetic_data
 
 @pytest.mark.on_device
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize("staleness", [0, 1], ids=["sync", "async"])
+@matrix("staleness", [0, 1], ids=["sync", "async"])
 def test_kill_nine_at_random_moments_loses_and_doubles_nothing(tmp_path, tiny_model, arithmetic_data, staleness):
     """Killed three times, inside saves too: it ends, and every group is trained exactly once (sync: bitwise as if
     never cut)."""

@@ -81,6 +81,7 @@ def test_what_may_change_is_accepted_said_and_written(tmp_path, tiny_model, arit
         replay([f"run.root_dir={tmp_path}", "run.name=r"], 4)
 
 
+@pytest.mark.slow
 def test_a_fork_starts_from_the_parent_records_it_and_goes_on_as_itself(tmp_path, tiny_model, arithmetic_data, capsys):
     small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=2", "run.save_every_steps=1")
     parent = tmp_path / "r" / "checkpoints" / "step_1"
@@ -117,6 +118,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_a_model_is_built(
     assert said.count(" there and ") == 3 and "] here" in said and f"set model.path={step}/hf" in said
 
 
+@pytest.mark.slow
 def test_damaged_vanished_and_too_short_are_said_by_resume_and_export(tmp_path, tiny_model, arithmetic_data, capsys):
     shape = ("run.save_every_steps=1", "run.keep_last_checkpoints=5", "track.sinks=[jsonl]")
 

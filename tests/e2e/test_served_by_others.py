@@ -88,6 +88,7 @@ def test_a_run_over_sglangs_api_is_the_run_in_process(tmp_path: Path, tiny_model
     assert numbers == ("0", "1", "2", "3") and len({*marks}) == 1
 
 
+@pytest.mark.slow
 def test_updates_reach_requests_in_flight_at_sglang(tmp_path: Path, tiny_model: Path, arithmetic_data: Any) -> None:
     ahead = ("pipeline.staleness=1", "pipeline.partial_rollout=true", "rollout.max_response_tokens=64")
     with sglang_server(tiny_model) as (double, url):
@@ -111,6 +112,7 @@ def test_an_update_that_changes_nothing_is_found_by_the_canary(
             small_run(tmp_path, tiny_model, arithmetic_data, "rollout.engine=sglang", f"rollout.url={url}")
 
 
+@pytest.mark.slow
 def test_a_server_with_weights_of_its_own_is_evaluated(tmp_path: Path, tiny_model: Path, arithmetic_data: Any) -> None:
     def evaluated(root: Path, *more: str) -> dict[str, float]:
         return run_eval(load_config(small_args(root, tiny_model, arithmetic_data, *more))).values

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from each import FULL_GRID
+from each import FULL_GRID, matrix
 from small_runs import launch, metrics_of, same_tensors, small_args, small_run, tensors_of, wait_for
 from started import Started
 from test_resume import assert_equal_runs
@@ -206,7 +206,7 @@ def same_runs(verb: str, one, two, steps: int) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", IN_UPDATES if FULL_GRID else ["grpo", "async", "sft"])
+@matrix("case", IN_UPDATES if FULL_GRID else ["grpo", "async", "sft"])
 def test_a_stop_in_an_update_that_does_not_end_saves_what_was_before_it(tmp_path, tiny_model, arithmetic_data, case):
     """In the third step, after its first optimizer step; nothing was saved before."""
     verb, more = IN_UPDATES[case]

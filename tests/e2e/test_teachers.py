@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from each import FULL_GRID
+from each import FULL_GRID, matrix
 from fakes import put
 from serving import server_process
 from shared import made_once
@@ -169,11 +169,11 @@ FEEDBACK = (
 )
 
 
-@pytest.mark.parametrize(
+@matrix(
     "more",
     [
-        ("teacher.path=policy", "teacher.ema=0.9"),
         FEEDBACK,
+        ("teacher.path=policy", "teacher.ema=0.9"),
         *([("teacher.path=policy",), ("several",)] if FULL_GRID else []),
         *([("teacher.path=policy", "teacher.ema=3"), ("several", "teacher.pick=best")] if FULL_GRID else []),
     ],
@@ -212,6 +212,7 @@ def said_of_rows(world, tmp_path, *more: str) -> dict[str, torch.Tensor]:
         learner.close()
 
 
+@pytest.mark.slow
 def test_a_teacher_that_verl_serves(world, tmp_path):
     """As the folder itself; one that dies trains nobody."""
     given = ("algorithm.name=opd", "teacher.hint_key=hint", "run.total_steps=2")

@@ -18,6 +18,7 @@ from verl.recipes import tool_arithmetic
 
 QUICK = ("retool/run_qwen35", "cispo_trainer", "ppo_trainer_megatron", "run_qwen2_7b_sft", "colocate_async")
 """One of each kind, in every run; the others with FULL_GRID=1."""
+SLOW = QUICK[0]
 SMALL = (
     *(
         "data.max_prompt_tokens=600",
@@ -96,10 +97,9 @@ TAKEN = [line for line in public_lines() if not line.reason]
 
 def cases() -> list[object]:
     full = pytest.mark.full("the quick ones are of each kind, and tests/unit/test_compat.py takes all of them")
-    return [
-        pytest.param(line, id=line.name, marks=() if any(part in line.name for part in QUICK) else full)
-        for line in TAKEN
-    ]
+    marks = {line: () if any(part in line.name for part in QUICK) else full for line in TAKEN}
+    marks |= {line: pytest.mark.slow for line in TAKEN if SLOW in line.name}
+    return [pytest.param(line, id=line.name, marks=marks[line]) for line in TAKEN]
 
 
 @pytest.mark.timeout(200)

@@ -91,6 +91,7 @@ def die_at(n: int, directory: Path) -> None:
     sys.addaudithook(hook)
 
 
+@pytest.mark.slow
 def test_killed_at_every_operation_of_a_save(tmp_path: Path) -> None:
     """The fifth save replaces nothing, prunes one (3, not the best 1 and not the kept 4); the sixth replaces a step."""
     for resaved in (False, True):

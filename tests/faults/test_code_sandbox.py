@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sandbox_escapes
-from each import FULL_GRID, each
+from each import FULL_GRID, each, matrix
 from sandbox_escapes import ADD, CHEATS, fenced
 
 from verl.agent_loop.load_tools import load_tools
@@ -40,7 +40,7 @@ NOBODY = 65534
 BWRAP = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="bubblewrap is not installed (apt-get install bubblewrap)"
 )
-TIERS = ["launcher", pytest.param("bubblewrap", marks=BWRAP)]
+TIERS = ["launcher", pytest.param("bubblewrap", marks=[BWRAP, pytest.mark.slow])]
 
 
 @pytest.fixture(scope="module", params=TIERS)
@@ -61,12 +61,13 @@ def an_interpreter_for(uid: int) -> str:
     pytest.skip("no Python 3.11 that nobody may run")
 
 
-WHERE = [("launcher", "root"), pytest.param("bubblewrap", "nobody", marks=BWRAP)]
-CROSSED = [("launcher", "nobody"), pytest.param("bubblewrap", "root", marks=BWRAP)]
+SOME = ("launcher", "root", 8)
+WHERE = [SOME, ("launcher", "root", 1), pytest.param("bubblewrap", "nobody", 1, marks=BWRAP)]
+CROSSED = [("launcher", "nobody", 1), pytest.param("bubblewrap", "root", 1, marks=BWRAP)]
 
 
-@pytest.mark.parametrize(("tier", "who"), [*WHERE, *(CROSSED if FULL_GRID else ())])
-def test_nothing_gets_out_and_no_grader_is_fooled(tier, who):
+@matrix("tier, who, every", [*WHERE, *(CROSSED if FULL_GRID else ())])
+def test_nothing_gets_out_and_no_grader_is_fooled(tier, who, every):
     if who == "root":
         if os.geteuid() != 0:
             pytest.skip("the tests do not run as root")
@@ -75,7 +76,7 @@ def test_nothing_gets_out_and_no_grader_is_fooled(tier, who):
         python, user = an_interpreter_for(NOBODY), {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     else:
         python, user = os.path.realpath(sys.executable), {}
-    command = [python, sandbox_escapes.__file__, tier]
+    command = [python, sandbox_escapes.__file__, tier, str(every)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd="/", **user)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert len(sandbox_escapes.ATTEMPTS) > 60 and len(CHEATS) >= 7
@@ -696,6 +697,7 @@ def test_nothing_of_ours_stays_behind():
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 def test_why_a_sandbox_ends_is_said_once():
     """One that is ended for its memory may be seen with it again before it is gone."""
     theirs, ours = socket.socketpair()

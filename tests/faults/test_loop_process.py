@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from each import matrix
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, LoopFailed, ServerManager, check_output
 from verl.agent_loop.hosted import GrowingIds, Ready
@@ -299,8 +300,8 @@ def test_a_history_is_kept_whatever_becomes_of_it_and_not_copied_as_it_grows() -
     assert copies < 300, "the room doubles"
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
+@matrix(
+    "what, said",
     [
         ("exit", "exit code or signal 3"),
         ("block", "did not turn for 2 s"),
@@ -329,6 +330,7 @@ def starts(there: Path) -> int:
     return len(list(there.glob("start*")))
 
 
+@pytest.mark.slow
 def test_one_that_ends_the_process_is_found_among_many_and_costs_nobody_else(tmp_path: Path) -> None:
     async def body(loop: Any) -> None:
         engine, rows = Engine(), [""] * 8
@@ -372,6 +374,7 @@ def test_suspects_that_do_not_do_it_again_are_all_played(tmp_path: Path) -> None
     run(tmp_path, body)
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_later_is_tried_once_for_all_who_wait(tmp_path: Path) -> None:
     async def body(loop: Any) -> None:
         (tmp_path / "mended").touch()

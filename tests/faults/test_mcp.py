@@ -160,6 +160,7 @@ def test_what_a_server_logs_is_kept_within_bounds_and_its_patterns_are_not_run(t
     assert 100_000 < max(sizes) <= 200_000 and min(sizes[3:]) < 100_000, sizes
 
 
+@pytest.mark.slow
 def test_one_session_serves_all_until_it_dies_and_then_another(tmp_path):
     tools = load_tools(given(tmp_path, s=stdio(tmp_path, concurrency=3)))
     assert (
@@ -215,6 +216,7 @@ def test_a_server_that_hangs_is_begun_anew(tmp_path):
     server_of(tools).close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stateful, down, own",
     [(False, "gone", {"timeout_s": 3}), *([(False, "hangs", {}), (True, "hangs", {})] if FULL_GRID else [])],
@@ -263,6 +265,7 @@ def test_a_session_that_begins_slower_than_a_call_may_wait_is_the_next_ones(tmp_
     server_of(tools).close()
 
 
+@pytest.mark.slow
 def test_a_stateful_server_has_a_session_for_each_trajectory(tmp_path):
     tools = load_tools(given(tmp_path, s=stdio(tmp_path, stateful=True, tools=["bump"])))
     assert list(tools) == ["bump"]

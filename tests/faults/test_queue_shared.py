@@ -182,6 +182,7 @@ def test_a_killed_maker_is_one_line_to_its_clients_and_its_leftovers_go_at_the_n
     assert folders() == before
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_queue_that_ended(root):
     before = folders()
     queue = queue_of()
@@ -455,6 +456,7 @@ def _hammer(queue: shared.SharedQueue, me: str, seed: int, turns: int, everybody
     queue.drop(Refs(ref for ref, _ in model.values()))
 
 
+@pytest.mark.slow
 def test_threads_and_processes_at_the_same_time_see_what_they_wrote():
     queue = queue_of(16 * MB)  # small: segments are used again all the time
     everybody = put(queue, samples(8, "everybody"))

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 from children import children
+from each import matrix
 
 from verl.reward.base import RewardRequest
 from verl.reward.pool import RewardPool, grader_spec
@@ -290,7 +291,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     assert not bench.family()
 
 
-@pytest.mark.parametrize("case", EXPECTED)
+@matrix("case", EXPECTED, quick=6)
 def test_hostile_grader_costs_one_sample(bench: Bench, case: str) -> None:
     pool = bench.strict if "timeout" in EXPECTED[case] else bench.patient
     began = time.monotonic()
@@ -337,6 +338,7 @@ def test_a_guardian_that_is_stopped_is_replaced(bench: Bench, monkeypatch: pytes
     bench.runner.run(bench.healed(bench.strict))
 
 
+@pytest.mark.slow
 def test_many_hostile_graders_at_once(bench: Bench) -> None:
     cases = ["segfault", "recurse", "os_exit", "kill_own_group", "fork_escape_and_segfault", "nan"]
 
@@ -371,7 +373,7 @@ PARENT = """
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@matrix("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_orphan_when_the_parent_dies(bench: Bench, tmp_path: Path, how: signal.Signals) -> None:
     script = tmp_path / "parent.py"
     script.write_text(textwrap.dedent(PARENT))

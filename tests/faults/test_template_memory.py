@@ -4,6 +4,7 @@ import json
 import resource
 
 import pytest
+from each import matrix
 
 from verl.config.schema import DataConfig
 from verl.data import source
@@ -13,7 +14,7 @@ from verl.models import tiny
 EATS = "{{ 'x' * 10**11 }}"
 
 
-@pytest.mark.parametrize("rows", [8, 40])  # in this process, in workers
+@matrix("rows", [8, 40])  # in this process, in workers
 def test_a_template_that_repeats_a_text_is_refused_with_its_row(tmp_path, monkeypatch, rows):
     monkeypatch.setattr(source, "IN_PROCESS_ROWS", 10)
     file = tmp_path / "rows.jsonl"

@@ -49,7 +49,7 @@ def show():
 """
 
 
-@pytest.fixture(params=["launcher", pytest.param("bubblewrap", marks=BWRAP)])
+@pytest.fixture(params=["launcher", pytest.param("bubblewrap", marks=[BWRAP, pytest.mark.slow])])
 def tier(request):
     return request.param
 

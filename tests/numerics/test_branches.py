@@ -119,7 +119,7 @@ def gradients(model, batch, terms, *, budget: int = 10_000) -> tuple[dict[str, f
     return metrics, {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}
 
 
-@each("name", [name for name in EVERY if name not in OBSERVING])
+@each("name", [name for name in EVERY if name not in OBSERVING], quick=6)
 def test_one_row_or_a_row_per_turn(model, name):
     whole = linear(3)
     rows = [part for k, s in enumerate(whole) for part in cut(s, k)]

@@ -15,6 +15,7 @@ SCRIPT = Path(__file__).parents[1] / "compiled_kernels.py"
 LEAST_SHARED_BYTES = 101376  # of a block, on the cards of capability 8.0 and above that have the least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability,dtype,dim", [(90, "bfloat16", 128), (80, "float32", 256)])
 def test_every_kernel_fits_a_card(capability: int, dtype: str, dim: int, tmp_path: Path) -> None:
     """No register is spilled, small cards have the shared memory, and operands of products are copied ahead of use."""

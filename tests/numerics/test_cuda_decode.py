@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from each import matrix
 from interpreted import Launches, fix_bf16_products, interpreted_ops
 from on_device import close_to
 from rollouts import draws_of, finish
@@ -69,7 +70,7 @@ def exact(module: Any, prompt: np.ndarray, ids: np.ndarray, temperature: float) 
 
 
 @pytest.mark.on_device
-@pytest.mark.parametrize("name", FAMILIES)
+@matrix("name", FAMILIES, quick=("qwen3", "gemma2"))
 def test_every_family_equals_transformers(name: str) -> None:
     """Over the end of a page (16 and 32 tokens), within and beyond a window of 24."""
     module = reference(CONFIGS[name])
@@ -80,7 +81,7 @@ def test_every_family_equals_transformers(name: str) -> None:
 
 
 @pytest.mark.on_device
-@pytest.mark.parametrize("name", ["mistral narrow window", "gemma2", "qwen3"])
+@matrix("name", ["mistral narrow window", "gemma2", "qwen3"])
 def test_prompts_in_several_passes_equal_transformers(name: str) -> None:
     """Windows, capped scores, and passes of 16 tokens, of which the second one has a past."""
     module = reference(CONFIGS[name])
@@ -94,6 +95,7 @@ def test_prompts_in_several_passes_equal_transformers(name: str) -> None:
     assert used and max(used) == 3, "several prompts are one call"
 
 
+@pytest.mark.slow
 def test_a_row_in_several_parts_equals_transformers() -> None:
     module = reference(CONFIGS["qwen3"])
     core = fused(CONFIGS["qwen3"], module, max_context_tokens=512, max_prefill_tokens=512)
@@ -116,7 +118,7 @@ def test_rows_with_top_k_are_part_of_the_step() -> None:
         np.testing.assert_allclose(drawn[0][name].logprobs, one.logprobs, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@matrix("name", ["qwen3", "gemma2"])
 def test_bfloat16_is_as_far_from_float32_as_the_plain_path(name: str) -> None:
     """Norms are rounded at the same places, so bf16 through the kernels is not a coarser bf16."""
     module, rounded = (reference(CONFIGS[name], torch.bfloat16) for _ in range(2))

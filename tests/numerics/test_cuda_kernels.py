@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from decode_references import pages_of
+from each import matrix
 from interpreted import Traffic, fix_bf16_products
 from rollouts import draws_of
 from test_accel_table import CASES, as_function, check_row
@@ -56,13 +57,13 @@ def attention_case(
     close(ours, references.page_attention(q.double(), *pool.double(), table, at, **read), dtype)
 
 
-@pytest.mark.parametrize("each", range(1, 17))
+@matrix("each", range(1, 17), quick=(1, 3, 16))
 def test_every_ratio_of_query_to_key_heads(each: int) -> None:
     attention_case(2 * each, 2, 8, [-1, 21], splits=1 + each % 2, dtype=DTYPES[each % 3])
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("window,cap", [(0, 0.0), (1, 0.0), (7, 2.0), (64, 0.0), (65, 1.0), (300, 0.0)])
+@matrix("window,cap", [(0, 0.0), (1, 0.0), (7, 2.0), (64, 0.0), (65, 1.0), (300, 0.0)], quick=3)
 def test_edges_of_pages_parts_and_windows(splits: int, window: int, cap: float) -> None:
     """Rows that end at, before and after a page (64) and a part (256), and one with four parts."""
     rows = [-1, 0, 63, 64, 255, 256, 257, 511, 512, 1000]

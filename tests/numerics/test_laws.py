@@ -391,6 +391,7 @@ def bandit_is_solved(name):
     assert policy.probability(2) > 0.9
 
 
+@pytest.mark.slow
 def test_every_preset_solves_a_bandit():
     holds(bandit_is_solved)
 

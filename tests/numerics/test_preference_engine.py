@@ -92,7 +92,7 @@ def gradient(model, stage, indices, *, budget=10_000, share=True):
     return {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}, out
 
 
-@each("name", [*PREFERENCES, "rm"])
+@each("name", ["rm", *PREFERENCES], quick=4)
 def test_no_split_order_or_sharing_changes_the_gradient(name, model):
     stage = stage_of(name)
     expected, whole = gradient(model, stage, range(5), share=False)

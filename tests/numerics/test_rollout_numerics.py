@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from each import check_each
+from each import check_each, matrix
 from on_device import close_to
 from rollouts import context_of, finish, native_core, products_of, source_of
 from transformers import (
@@ -142,7 +142,7 @@ def logprobs_of(module: Any, prompt: np.ndarray, ids: np.ndarray, temperature: f
 
 
 @pytest.mark.on_device
-@pytest.mark.parametrize("compiled, short", [(True, 256), (True, 0), (False, 0)])
+@matrix("compiled, short", [(True, 256), (True, 0), (False, 0)])
 def test_float32_matches_transformers(compiled: bool, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl.rollout.native.prefill.SHORT_PROMPT", short)
 

@@ -198,7 +198,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.allclose(a[k], b[k], rtol=1e-9, atol=1e-12) for k in a)
 
 
-@each("name", PRESETS)
+@each("name", PRESETS, quick=10)
 def test_every_setting_changes_what_is_computed(name):
     columns, ignored, unknown = step_columns(), [], []
     made: dict[str, dict[str, torch.Tensor]] = {}  # of the settings to which another value is compared

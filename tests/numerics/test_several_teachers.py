@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from each import matrix
 from fakes import put
 from test_teacher import engine
 from test_virtual_ranks import config_of, samples
@@ -447,7 +448,7 @@ def test_a_teacher_that_likes_wrong_answers_shows():
 BESIDE = {"divergence_coef": 0.1, "kl_loss_coef": 0.0}
 
 
-@pytest.mark.parametrize("name", ["gkd", "gkd_topk", "grpo"])
+@matrix("name", ["gkd", "gkd_topk", "grpo"])
 def test_every_objective_sees_a_teacher_that_is_worse(name, tiny_model, tiny_teacher):
     """The same figures as on-policy distillation has, of the same rows. Answers that the teacher likes less have the
     higher score, which is an alarm after five steps; there is none with the scores the other way round."""
@@ -562,7 +563,7 @@ def test_the_average_teaches_and_the_policy_moves_on(ranks, tiny_model, tmp_path
             torch.testing.assert_close(found.row(i), dense(model, ids, len(context)), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks, broken", [(1, False), (1, True), (2, True)])
+@matrix("ranks, broken", [(1, False), (1, True), (2, True)])
 def test_a_lagged_policy_teaches_what_it_said_so_many_publishes_ago(ranks, broken, tiny_model, tmp_path):
     """Of five turns of two optimizer steps, with a copy every second turn: what the teacher says is, bit for bit, what
     the policy said of the same rows then; and in a run that was cut in the middle of two copies, or at one, too.

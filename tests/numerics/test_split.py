@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from each import FULL_GRID
+from each import FULL_GRID, matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from passes import forward_backward
@@ -212,7 +212,7 @@ def differences(got, expected) -> list[str]:
 # -- parts of a step ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("aggregation", [None, *AGGREGATIONS])
+@matrix("aggregation", [None, *AGGREGATIONS])
 def test_any_number_of_parts_in_any_order(aggregation):
     """With rejected tokens and without; in turn, but in the full grid."""
     wrong, turn = [], AGGREGATIONS.index(aggregation) if aggregation else len(AGGREGATIONS)
@@ -394,7 +394,7 @@ def engine_differences(got, expected, rtol=1e-6) -> list[str]:
     return wrong if metrics[0] == pytest.approx(metrics[1], rel=rtol) else [*wrong, "metrics"]
 
 
-@pytest.mark.parametrize("names", [EVERY[::3], EVERY[1::3], EVERY[2::3]], ids=("first", "second", "third"))
+@matrix("names", [EVERY[::3], EVERY[1::3], EVERY[2::3]], ids=("first", "second", "third"))
 def test_the_engine_packed_padded_shared_or_split_gives_one_gradient(names, tiny):
     wrong = []
     for name in names:
@@ -433,6 +433,7 @@ def test_two_pass_terms_beside_ordinary_ones(tiny):
     )
 
 
+@pytest.mark.slow
 def test_a_masked_infinite_log_prob_changes_no_gradient(tiny):
     """The masked tokens' own logit is -inf in one model and ordinary in the other; nothing else sees it."""
     banned = 0  # no sampled id is 0: the rejected tokens are made so

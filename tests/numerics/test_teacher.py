@@ -413,7 +413,7 @@ def engine(folder, **more) -> TorchEngine:
     return TorchEngine(load_causal_lm(folder), EngineSettings(dtype="float64", max_tokens_per_microbatch=64, **more))
 
 
-@each("temperature, beta", product([None, 1.7], BETAS))
+@each("temperature, beta", product([None, 1.7], BETAS), quick=2)
 def test_student_and_teacher_engines_give_what_two_models_do(tiny_model, tiny_teacher, beta, temperature):
     """Value and gradient of the mean divergence over ragged rows that share prompts, at the samples' temperature."""
     rows = [replace(s, temperature=0.7 if i % 3 else 1.3) for i, s in enumerate(samples(0))]

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from each import each
+from each import each, matrix
 from test_teacher import engine
 from test_virtual_ranks import config_of, samples
 
@@ -294,7 +294,7 @@ def test_other_temperatures_are_refused(stand, tiny_teacher):
         served(url, tiny_teacher).infer(batch.with_row_columns({"temperature": torch.full((1,), 0.7)}), ("logprobs",))
 
 
-@pytest.mark.parametrize("name", ["opd", "gkd_topk"])
+@matrix("name", ["opd", "gkd_topk"])
 def test_a_turn_with_it_is_a_turn_with_the_folder(name, stand, tiny_model, tiny_teacher):
     from test_several_teachers import one_turn
 
@@ -308,7 +308,7 @@ def test_a_turn_with_it_is_a_turn_with_the_folder(name, stand, tiny_model, tiny_
     assert said[1].pop("teacher/cache_hits") == 0 and said[1] == pytest.approx(said[0], rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("given, share", [((1, False), 3), ((1, True), 2), ((0, False), 2)])
+@matrix("given, share", [((1, False), 3), ((1, True), 2), ((0, False), 2)])
 def test_a_step_that_waits_for_two_calls_hears_of_both_in_time(given, share, stand, tiny_model):
     config = config_of("opd", tiny_model, tiny_model, 1, 64)
     stand[0].room, (staleness, deterministic) = 4096, given
@@ -459,6 +459,7 @@ print(model.infer(pack([sample]), ("logprobs",))["logprobs"].isnan().all())
 """
 
 
+@pytest.mark.slow
 def test_a_server_that_drips_holds_no_process_at_its_end():
     """A byte now and then, in the head of an answer where no limit of ours is looked at: for as long as it lives."""
     ended = threading.Event()

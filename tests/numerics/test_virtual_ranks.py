@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from each import matrix
 from passes import turn
 
 from verl.algorithms.presets import PRESETS
@@ -123,7 +124,7 @@ def test_in_float32_the_gradient_of_the_first_step_is_that_of_one_rank_but_for_r
     assert 0 < float((first[0] - first[1]).abs().max()) <= 1e-6 * float(first[0].abs().max())
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@matrix("name", PRESETS, quick=("grpo", "ppo", "gkd", "kl_cov"))
 def test_the_gradient_of_every_optimizer_step_is_that_of_one_rank(name, tiny_model, tiny_teacher):
     torch.manual_seed(0)  # of the critic's head
     expected, metrics = gradients(name, tiny_model, tiny_teacher, 1)

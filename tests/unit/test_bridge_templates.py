@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import FULL_GRID
+from each import FULL_GRID, matrix
 from fakes import FakeEngine
 from test_chat import TEMPLATES
 from tools import HERMES, REWRITING, hermes_tokenizer
@@ -149,6 +149,7 @@ def end_of(name: str) -> int:
     return audit.ends_turn_with[-1] if audit and audit.ends_turn_with else int(tokenizer_for(name).eos_token_id)
 
 
+@pytest.mark.slow
 def test_which_templates_of_trl_go_on_which_branch_and_which_are_refused(tmp_path):
     audits = {name: audited(name) for name in SOURCES}  # here: each worker of the tests would do it to collect them
     able = {name for name, found in audits.items() if found and found.supports_tools and found.supports_tool_calls}
@@ -273,7 +274,7 @@ def compare(name: str, messages: list[dict[str, Any]], new: int, env: list[int])
 CASES = int(os.environ.get("CONVERSATIONS", 1000 if FULL_GRID else 0))  # 0: of the quick suite
 
 
-@pytest.mark.parametrize("name", WITH_TOOLS)
+@matrix("name", WITH_TOOLS, quick=WITH_TOOLS[::4])
 def test_conversations_are_owned_token_for_token(name):
     play_cases(name, CASES or 100)
 

@@ -164,6 +164,7 @@ def test_a_change_is_made_where_the_table_says(change):
     assert not [file for file in edits.keys() - readers if f"`{file}`" not in named], named
 
 
+@pytest.mark.slow
 def test_what_was_added_there_alone_is_used_by_a_run_and_by_a_turn(tmp_path, tiny_model):
     shutil.copytree(Path(verl.__file__).parent, tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
     for edits, _ in CHANGES.values():

@@ -1373,6 +1373,7 @@ OTHERWISE = {
 """What else a line is refused for, and what that is."""
 
 
+@pytest.mark.slow
 def test_public_lines_are_taken_or_refused_for_what_is_not_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

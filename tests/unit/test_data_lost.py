@@ -95,6 +95,7 @@ def test_answers_of_pairs_count(tmp_path):
         load_pairs([str(file)], tiny.character_tokenizer("012+= "), config(tmp_path))
 
 
+@pytest.mark.slow
 def test_workers_count_alike(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(source, "IN_PROCESS_ROWS", 10)
     monkeypatch.setattr(source, "CHUNK_ROWS", 7)

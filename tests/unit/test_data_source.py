@@ -302,6 +302,7 @@ def test_the_sft_job_travels_too(tokenizer: Any) -> None:
     assert here["mask"].sum() == 2 and all(np.array_equal(here[k], there[k]) for k in here)
 
 
+@pytest.mark.slow
 def test_results_come_in_order_and_a_consumer_may_stop_early() -> None:
     chunks = ([2 * k, 2 * k + 1] for k in range(20))
     assert [r for c in run_chunks(Slow(), chunks, num_workers=2, timeout_s=60) for r in c] == [2 * k for k in range(40)]

@@ -83,6 +83,7 @@ def test_answers_count_in_every_table(tmp_path, caplog):
     assert sft in first and "in 1 row" in first and pairs in second and "in 2 rows" in second
 
 
+@pytest.mark.slow
 def test_workers_count_alike(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(source, "IN_PROCESS_ROWS", 4)
     monkeypatch.setattr(source, "CHUNK_ROWS", 3)

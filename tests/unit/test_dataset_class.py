@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from each import matrix
 from handmade_model import write_model
 from translating import translate
 
@@ -55,6 +56,7 @@ def texts(table: TaskTable) -> list[str]:
     return [str(table[i].messages[-1]["content"]) for i in range(len(table))]
 
 
+@pytest.mark.slow
 def test_a_subclass_that_changes_nothing_gives_the_rows_of_the_files(tmp_path: Path, tokenizer: Any) -> None:
     table = tasks(tmp_path, tokenizer, "class Mine(RLHFDataset):\n    pass\n")
     plain = load_tasks([str(tmp_path / "rows.jsonl")], tokenizer, DataConfig(cache_dir=str(tmp_path / "c")))
@@ -131,6 +133,7 @@ class Mine(RLHFDataset):
 """
 
 
+@pytest.mark.slow
 def test_ids_beside_the_messages_are_those_of_the_messages_or_refused(tmp_path: Path, tokenizer: Any) -> None:
     table = tasks(tmp_path, tokenizer, TOKENS.format(cut=":"))
     assert len(table) == 6 and not {"input_ids", "raw_prompt_ids", "attention_mask"} & table[0].row.keys()
@@ -189,7 +192,7 @@ def test_what_cannot_be_used_is_refused_with_the_row(name: str, tmp_path: Path) 
     assert len(written(tmp_path, "class Mine(RLHFDataset):\n    pass\n")) == 6
 
 
-@pytest.mark.parametrize("name", ENDS)
+@matrix("name", ENDS)
 def test_what_ends_the_reading_is_one_line_with_the_class(name: str, tmp_path: Path, tokenizer: Any) -> None:
     body, said = ENDS[name]
     with pytest.raises(ValueError, match=said) as refused:
@@ -225,6 +228,7 @@ def test_a_class_that_never_ends_is_killed(tmp_path: Path, tokenizer: Any, monke
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+@pytest.mark.slow
 def test_it_is_read_where_an_event_loop_runs(tmp_path: Path, tokenizer: Any) -> None:
     async def within() -> int:
         return len(tasks(tmp_path, tokenizer, "class Mine(RLHFDataset):\n    pass\n"))
@@ -232,6 +236,7 @@ def test_it_is_read_where_an_event_loop_runs(tmp_path: Path, tokenizer: Any) -> 
     assert asyncio.run(within()) == 6
 
 
+@pytest.mark.slow
 def test_a_class_of_sft_gives_conversations_or_ids(tmp_path: Path, tokenizer: Any) -> None:
     turns = """
     class Mine:

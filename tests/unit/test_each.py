@@ -4,7 +4,7 @@ import logging
 import os
 
 import pytest
-from each import check_each, each
+from each import check_each, each, matrix
 
 
 def failures_of(test, **given):
@@ -71,3 +71,36 @@ def test_a_table_that_proves_nothing_is_no_test():
 @each("row", [1, 2])
 def test_pytest_gives_the_rest(row, other, tmp_path):
     assert other == "x" and row in (1, 2) and tmp_path.name.startswith("row")
+
+
+def rows_of(test):
+    """The rows that pytest would run, and whether each is slow."""
+    (mark,) = [mark for mark in test.pytestmark if mark.name == "parametrize"]
+    return [(row.values, "slow" in [m.name for m in row.marks], row.id) for row in mark.args[1]]
+
+
+def test_of_a_matrix_some_rows_are_quick_and_keep_their_marks_and_names():
+    def test(a, b=None):
+        pass
+
+    full = pytest.param(3, marks=pytest.mark.full("1"), id="three")
+    matrix("a", [1, (2, 2), full])(test)
+    assert rows_of(test) == [((1,), False, None), (((2, 2),), True, None), ((3,), True, "three")]
+    assert [m.name for m in test.pytestmark[0].args[1][2].marks] == ["full", "slow"]
+    test.pytestmark.clear()
+    matrix("a, b", [(1, 2), pytest.param(3, 4, id="x")], quick=[(3, 4)])(test)
+    assert rows_of(test) == [((1, 2), True, None), ((3, 4), False, "x")]
+
+
+def test_of_a_table_some_rows_are_quick_and_none_is_lost():
+    ran = []
+
+    @each("a", [1, 2, 3], quick=1)
+    def test(a):
+        ran.append(a)
+
+    assert rows_of(test) == [(("some",), False, None), (("others",), True, None)]
+    test(part="some")
+    assert ran == [1]
+    test(part="others")
+    assert ran == [1, 2, 3]

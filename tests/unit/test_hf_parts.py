@@ -60,7 +60,7 @@ def filled(skeleton: Skeleton) -> Any:
     return model
 
 
-@each("kind", KINDS)
+@each("kind", KINDS, quick=3)
 def test_a_family_part_by_part(kind, tmp_path):
     for tied in (True, False):
         folder = folder_of(tmp_path / str(tied), kind, tied=tied)

@@ -161,6 +161,7 @@ def test_a_non_finite_logit_gives_a_non_finite_logprob(kernels, bad):
     assert np.isfinite(logprobs).tolist() == [True, False] and (ids < 700).all()
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_reason_is_said_and_torch_does_it(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)

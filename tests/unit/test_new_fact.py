@@ -109,6 +109,7 @@ def inserted(path: Path, texts: dict[str, str]) -> None:
     path.write_text(text)
 
 
+@pytest.mark.slow
 def test_a_fact_and_a_side_channel_are_two_files_each(tmp_path):
     shutil.copytree(SOURCE, tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
     inserted(tmp_path / "verl" / "types.py", FACT)

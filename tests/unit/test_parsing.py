@@ -179,6 +179,7 @@ def test_what_a_family_writes_is_read_as_it_was_meant(name):
         assert said.strip() in turn.text or turn.reasoning
 
 
+@pytest.mark.slow
 @each("name", FORMATS)
 def test_a_mutated_call_is_whole_or_refused(name):
     """2,000 mutated texts per family: no exception; and of calls whose text lost a piece, none is run with less than

@@ -123,6 +123,7 @@ def family(name: str) -> Family:
     return Family(tokenizer, renderer, PackageRenderer(marked, plain), bridge, len(audit.trailing_ids))
 
 
+@pytest.mark.slow
 def test_which_of_its_renderers_have_a_bridge_of_ours():
     assert {name for name in NAMES if family(name).bridge is not None} == set(OURS)
     renderers.base._populate_registry()

@@ -177,6 +177,7 @@ def test_what_math_verify_reads_over_is_told_apart_and_other_spellings_are_one()
     assert not [pair for pair in one if not math_equal(*pair)]
 
 
+@pytest.mark.slow
 def test_labelled_pairs_and_math_verify_alone() -> None:
     """327 pairs, labelled by hand: ours errs on 2, math-verify alone on 64, those 2 among them (in the full grid)."""
     lines = (DATA / "math_pairs.tsv").read_text(encoding="utf-8").splitlines()[1:]

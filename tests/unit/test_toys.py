@@ -169,6 +169,7 @@ def test_a_central_key_is_its_field_and_its_reader(tmp_path):
 NEEDS_KV = ("test_update_in_flight_has_exact_spans",)  # it computes tokens after an update from the KV of older weights
 
 
+@pytest.mark.slow
 def test_a_rollout_engine_passes_the_contract(toy, monkeypatch):
     """As the hf engine does, which caches no prefixes either."""
     module = toy("add_an_engine.md", "toy_rollout")
@@ -189,6 +190,7 @@ def test_a_rollout_engine_passes_the_contract(toy, monkeypatch):
     assert not failures_of(test_rollout_contract, {"kind": lambda: "hf"})
 
 
+@pytest.mark.slow
 def test_a_rollout_engine_is_one_file_and_one_row(
     toy, touched, monkeypatch, tmp_path, tiny_model, arithmetic_data, plain
 ):
@@ -282,6 +284,7 @@ def test_an_engine_behind_a_server_is_one_file_and_one_row(
 # -- a model engine ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_engine_is_one_file_and_one_row(
     toy, touched, monkeypatch, tmp_path, tiny_model, arithmetic_data, plain
 ):
@@ -364,6 +367,7 @@ def test_an_algorithm_is_one_file_and_one_entry(toy, touched, monkeypatch, tmp_p
 # -- a role ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_role_is_one_row_of_needs(toy, touched, monkeypatch, tmp_path, tiny_model, arithmetic_data):
     """The mentor is the start model's shape with other weights; the policy comes nearer to it."""
     from verl.models import tiny
