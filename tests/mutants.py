@@ -73,7 +73,8 @@ CANARY = "tests/contracts/test_canary.py"
 SETS = "tests/contracts/test_weight_sync_contract.py"
 MEDIA = "tests/unit/test_media.py"
 BLOCKS = "tests/unit/test_fp8.py"
-WIRE, SLICES = "tests/unit/test_wire_format.py", "tests/distributed/test_parts_sync.py"
+WIRE, CRC = "tests/unit/test_crc.py"
+SLICES = "tests/unit/test_wire_format.py", "tests/distributed/test_parts_sync.py"
 TEACHER = "tests/numerics/test_teacher.py"
 AHEAD = "tests/unit/test_ahead.py"
 SEVERAL = "tests/numerics/test_several_teachers.py"
@@ -624,6 +625,9 @@ MUTANTS = (
     Mutant("weight_sync/collective.py", "if version != table.version or", "if", SLICES),
     Mutant("weight_sync/base.py", "for one in self.slices:", "for one in ():", SLICES),
     Mutant("weight_sync/record.py", "torch.maximum(before[1], largest)", "before[1]", SLICES),
+    Mutant("weight_sync/base.py", "if found != expected[name].checksum]", "if not expected]", CRC),
+    Mutant("weight_sync/crc.py", "_advanced(sums, width) ^ row", "sums ^ row", CRC),
+    Mutant("weight_sync/crc.py", "short or flat.storage_offset() % 4", "short", CRC),
     Mutant(
         "reward/shaping.py",
         "found = np.where(truncated, coef if coef < 0 else scaled, score)",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import time
-import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -18,10 +17,11 @@ import numpy as np
 from torch import Tensor
 from torch.nn import Module
 
-from verl.checkpoint.safetensors_file import host_bytes
 from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import PauseMode, RolloutEngine
 from verl.weight_sync.canary import Probed, difference, fault
+from verl.weight_sync.crc import PendingChecksum, finished, started
+from verl.weight_sync.crc import checksum as checksum  # other components import it from here
 
 
 class SyncError(RuntimeError):
@@ -30,6 +30,7 @@ class SyncError(RuntimeError):
 
 Proof = int | tuple[int, ...] | None
 """A checksum of a tensor or those of its slices; None: it is not checked."""
+OVERTAKEN = "changed between its manifest and its delivery; an optimizer step overtook the publish"
 Spans = tuple[tuple[int, int], ...]
 """The position of a slice in a tensor: (start, stop) on every axis."""
 
@@ -65,13 +66,12 @@ class Entry:
 
     def difference(self, name: str, tensor: Tensor) -> str:
         """Return an error text if the bytes of a tensor are not those that were staged, else ""."""
-        why = "changed between its manifest and its delivery; an optimizer step overtook the publish"
         if self.checksum is not None and checksum(tensor) != self.checksum:
-            return f"{name} {why}"
+            return f"{name} {OVERTAKEN}"
         for one in self.slices:
             if checksum(slice_at(tensor, one.spans)) != one.checksum:
                 place = ", ".join(f"{start}:{stop}" for start, stop in one.spans)
-                return f"{name}[{place}], the slice of rank {one.rank}, {why}"
+                return f"{name}[{place}], the slice of rank {one.rank}, {OVERTAKEN}"
         return ""
 
 
@@ -335,11 +335,6 @@ def open_stream(source: WeightSource) -> TensorStream:
     return stream
 
 
-def checksum(tensor: Tensor) -> int:
-    """Return the crc32 of the tensor's bytes."""
-    return zlib.crc32(host_bytes(tensor))
-
-
 def slice_at(tensor: Tensor, spans: Spans) -> Tensor:
     """Return the slice of a tensor at that position, in place."""
     return tensor[tuple(slice(*span) for span in spans)]
@@ -385,8 +380,9 @@ async def check_canary(
 
 
 class CheckedReader:
-    """The stream that a replica reads: every tensor is compared with the manifest when it is handed over. `seconds` is
-    as in `WeightReader`."""
+    """The stream that a replica reads: every tensor is compared with the manifest when it is handed over. The checksum
+    of a tensor on a device is computed there and compared after the last tensor, with one read of the device. `seconds`
+    is as in `WeightReader`."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
@@ -408,6 +404,7 @@ class CheckedReader:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         at, expected, spent_s, began = f"version {self.version}", self.source.delivered, 0.0, time.perf_counter()
+        on_device = dict[str, int | PendingChecksum]()
         stream = open_stream(self.source)
         if stream.version != self.version:
             raise SyncError(f"{at}: the sender holds version {stream.version} by now")
@@ -420,12 +417,16 @@ class CheckedReader:
                     f"{at}: {name} is {list(tensor.shape)} {dtype_name(tensor)}, its manifest says "
                     f"{list(entry.shape)} {entry.dtype}"
                 )
-            if why := entry.difference(name, tensor):
+            if entry.checksum is not None and tensor.device.type != "cpu":
+                on_device[name] = started(tensor)
+            elif why := entry.difference(name, tensor):
                 raise SyncError(f"{at}: {why}")
             self.delivered.add(name)
             spent_s += time.perf_counter() - began
             yield name, tensor
             began = time.perf_counter()
+        if changed := [name for name, found in finished(on_device).items() if found != expected[name].checksum]:
+            raise SyncError(f"{at}: {changed[0]} {OVERTAKEN}")
         self.seconds["transfer"] = spent_s + time.perf_counter() - began
         if missing := sorted(set(expected) - self.delivered):
             raise SyncError(f"{at}: the sender did not deliver {len(missing)} tensors, e.g. {missing[:3]}")

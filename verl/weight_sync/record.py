@@ -12,7 +12,8 @@ from torch import Tensor
 
 from verl.model_engine.base import WeightPart
 from verl.nn.fp8 import VALUES
-from verl.weight_sync.base import Entry, checksum, dtype_name
+from verl.weight_sync.base import Entry, dtype_name
+from verl.weight_sync.crc import PendingChecksum, finished, started
 from verl.weight_sync.wire_format import wire_shapes
 from verl.wire import WireFormat
 
@@ -23,7 +24,7 @@ SAMPLED_VALUES = 256  # per tensor, evenly spread: enough to separate "did not m
 class VersionRecord:
     """The record of the tensors of one version, as they are sent. No tensor is kept.
 
-    Extremes and values stay on the tensors' device until `finish`, so that a device is waited for once per version."""
+    Checksums, extremes and values stay on the tensors' device until `finish`, so that no tensor is waited for."""
 
     manifest: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -31,13 +32,17 @@ class VersionRecord:
     extremes: dict[str, Tensor] = field(default_factory=dict)
     """[2] the least and the largest value of each floating-point tensor that has any, but for values in 8 bits; NaN if
     one is NaN."""
+    checksums: dict[str, int | PendingChecksum] = field(default_factory=dict)
+    """Those that the manifest gets in `finish`."""
     num_bytes: int = 0
     gathered_s: float = 0.0
     """The time that the engine took to deliver the tensors."""
 
     def note(self, name: str, tensor: Tensor, *, check: bool) -> None:
         """Record a tensor, in the format in which it is sent. check: also record a checksum of its bytes."""
-        self.manifest[name] = replace(entry_of(tensor), checksum=checksum(tensor) if check else None)
+        self.manifest[name] = entry_of(tensor)
+        if check:
+            self.checksums[name] = started(tensor)
         self.values[name] = some_values(tensor)
         self._note_size(name, tensor)
 
@@ -53,8 +58,18 @@ class VersionRecord:
             self.extremes[name] = torch.stack(tensor.aminmax()).double()
 
     def finish(self) -> None:
-        """Move the recorded numbers to the host."""
+        """Move the recorded numbers to the host, and the checksums into the manifest."""
         self.values, self.extremes = on_host(self.values), on_host(self.extremes)
+        for name, found in finished(self.checksums).items():
+            self.manifest[name] = replace(self.manifest[name], checksum=found)
+        self.checksums.clear()
+
+    def checksum_of(self, name: str) -> int | None:
+        """Return the checksum of a tensor that was just recorded, None if it has none. This waits for its device."""
+        self.checksums |= finished({name: self.checksums[name]}) if name in self.checksums else {}
+        found = self.checksums.get(name)
+        assert not isinstance(found, PendingChecksum)
+        return found
 
     def add(self, other: VersionRecord) -> None:
         """Add the record of another rank, which is of other tensors."""

@@ -104,7 +104,7 @@ class WeightSender:
 
         def stage(record: VersionRecord) -> str:
             tensors = self._tensors(engine, self._format, record, copy=False)
-            outlet.stream(version, (Passed(n, t, record.manifest[n].checksum) for n, t in tensors), readers)
+            outlet.stream(version, (Passed(n, t, record.checksum_of(n)) for n, t in tensors), readers)
             return ""
 
         try:
