@@ -627,7 +627,7 @@ MUTANTS = (
     Mutant("weight_sync/record.py", "torch.maximum(before[1], largest)", "before[1]", SLICES),
     Mutant("weight_sync/base.py", "if found != expected[name].checksum]", "if not expected]", CRC),
     Mutant("weight_sync/crc.py", "_advanced(sums, width) ^ row", "sums ^ row", CRC),
-    Mutant("weight_sync/crc.py", "short or flat.storage_offset() % 4", "short", CRC),
+    Mutant("weight_sync/crc.py", " or flat.storage_offset() % 4", "", CRC),
     Mutant(
         "reward/shaping.py",
         "found = np.where(truncated, coef if coef < 0 else scaled, score)",
