@@ -45,7 +45,7 @@ def test_the_crc32_of_a_device_is_that_of_zlib(dtype: torch.dtype) -> None:
     found |= {f"{name} from 1": tensor[1:] for name, tensor in found.items()}  # where no word begins
     square = found["1000"][:900].view(30, 30)
     found |= {"rows": square, "columns": square.t(), "every second": square[::2, ::3], "one": found["9"][4]}
-    sums = crc.finished({name: crc.started_on_device(tensor) for name, tensor in found.items()})
+    sums = crc.read_checksums({name: crc.start_on_device(tensor) for name, tensor in found.items()})
     assert sums == {name: by_zlib(tensor) for name, tensor in found.items()}
     assert all(crc.checksum(tensor) == sums[name] for name, tensor in found.items())
 
@@ -55,7 +55,7 @@ def test_the_widths_of_a_real_device_give_the_same(monkeypatch: pytest.MonkeyPat
     assert crc.LANES == 2**12 and crc.WIDEST == 2**20
     crc._tables.cache_clear()
     large = torch.arange(crc.WIDEST + 12345, dtype=torch.int32)
-    assert crc.finished({"": crc.started_on_device(large)})[""] == by_zlib(large)
+    assert crc.read_checksums({"": crc.start_on_device(large)})[""] == by_zlib(large)
 
 
 class FarEngine:

@@ -20,7 +20,7 @@ from torch.nn import Module
 from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import PauseMode, RolloutEngine
 from verl.weight_sync.canary import Probed, difference, fault
-from verl.weight_sync.crc import PendingChecksum, finished, started
+from verl.weight_sync.crc import PendingChecksum, read_checksums, start_checksum
 from verl.weight_sync.crc import checksum as checksum  # other components import it from here
 
 
@@ -418,14 +418,14 @@ class CheckedReader:
                     f"{list(entry.shape)} {entry.dtype}"
                 )
             if entry.checksum is not None and tensor.device.type != "cpu":
-                on_device[name] = started(tensor)
+                on_device[name] = start_checksum(tensor)
             elif why := entry.difference(name, tensor):
                 raise SyncError(f"{at}: {why}")
             self.delivered.add(name)
             spent_s += time.perf_counter() - began
             yield name, tensor
             began = time.perf_counter()
-        if changed := [name for name, found in finished(on_device).items() if found != expected[name].checksum]:
+        if changed := [name for name, found in read_checksums(on_device).items() if found != expected[name].checksum]:
             raise SyncError(f"{at}: {changed[0]} {OVERTAKEN}")
         self.seconds["transfer"] = spent_s + time.perf_counter() - began
         if missing := sorted(set(expected) - self.delivered):

@@ -33,16 +33,16 @@ class PendingChecksum:
 
 def checksum(tensor: Tensor) -> int:
     """Return the crc32 of the tensor's bytes. This waits for its device."""
-    return finished({"": started(tensor)})[""]
+    return read_checksums({"": start_checksum(tensor)})[""]
 
 
-def started(tensor: Tensor) -> int | PendingChecksum:
+def start_checksum(tensor: Tensor) -> int | PendingChecksum:
     """Return the crc32 of a tensor in host memory, or start it on the tensor's device without a wait. The tensor may be
     overwritten by later work of that device."""
-    return zlib.crc32(host_bytes(tensor)) if tensor.device.type == "cpu" else started_on_device(tensor)
+    return zlib.crc32(host_bytes(tensor)) if tensor.device.type == "cpu" else start_on_device(tensor)
 
 
-def started_on_device(tensor: Tensor) -> PendingChecksum:
+def start_on_device(tensor: Tensor) -> PendingChecksum:
     """Start the crc32 of a tensor with operations of torch on its device."""
     words, width = _words(tensor), WIDEST
     while width >= LANES:
@@ -52,7 +52,7 @@ def started_on_device(tensor: Tensor) -> PendingChecksum:
     return PendingChecksum(words, tensor.nbytes)
 
 
-def finished(found: Mapping[str, int | PendingChecksum]) -> dict[str, int]:
+def read_checksums(found: Mapping[str, int | PendingChecksum]) -> dict[str, int]:
     """Return the checksums, with one read for each device."""
     out = {name: one for name, one in found.items() if isinstance(one, int)}
     pending = {name: one for name, one in found.items() if isinstance(one, PendingChecksum)}

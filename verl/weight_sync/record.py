@@ -13,7 +13,7 @@ from torch import Tensor
 from verl.model_engine.base import WeightPart
 from verl.nn.fp8 import VALUES
 from verl.weight_sync.base import Entry, dtype_name
-from verl.weight_sync.crc import PendingChecksum, finished, started
+from verl.weight_sync.crc import PendingChecksum, read_checksums, start_checksum
 from verl.weight_sync.wire_format import wire_shapes
 from verl.wire import WireFormat
 
@@ -42,7 +42,7 @@ class VersionRecord:
         """Record a tensor, in the format in which it is sent. check: also record a checksum of its bytes."""
         self.manifest[name] = entry_of(tensor)
         if check:
-            self.checksums[name] = started(tensor)
+            self.checksums[name] = start_checksum(tensor)
         self.values[name] = some_values(tensor)
         self._note_size(name, tensor)
 
@@ -60,13 +60,13 @@ class VersionRecord:
     def finish(self) -> None:
         """Move the recorded numbers to the host, and the checksums into the manifest."""
         self.values, self.extremes = on_host(self.values), on_host(self.extremes)
-        for name, found in finished(self.checksums).items():
+        for name, found in read_checksums(self.checksums).items():
             self.manifest[name] = replace(self.manifest[name], checksum=found)
         self.checksums.clear()
 
     def checksum_of(self, name: str) -> int | None:
         """Return the checksum of a tensor that was just recorded, None if it has none. This waits for its device."""
-        self.checksums |= finished({name: self.checksums[name]}) if name in self.checksums else {}
+        self.checksums |= read_checksums({name: self.checksums[name]}) if name in self.checksums else {}
         found = self.checksums.get(name)
         assert not isinstance(found, PendingChecksum)
         return found
