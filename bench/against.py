@@ -27,7 +27,7 @@ from rich.console import Console
 from bench.environments import run_logged
 from bench.laptop import ROOT, arm_env, read_settings, spec_of
 from bench.ragged import Bench, rollouts_of
-from bench.report import assemble
+from bench.report import write_section
 from bench.results import Table
 from bench.start_checkpoint import ensure_start
 from bench.workloads import make_inputs
@@ -59,9 +59,7 @@ def main(argv: Sequence[str]) -> int:
                 console.print(f"{part} {number + 1} {name}: {said} s; load {os.getloadavg()[0]:.1f}", highlight=False)
         found[part] = runs
         page.write_text(json.dumps(found, indent=1))
-    section = ROOT / "bench" / "sections" / "against.md"
-    section.write_text(f"{document(given.commit, found)}\n")
-    assemble(ROOT / "bench")
+    write_section("against", document(given.commit, found))
     return 0
 
 

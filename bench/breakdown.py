@@ -27,7 +27,7 @@ import torch
 
 from bench.limits import FORWARD_FLOPS_PER_PARAMETER, TRAIN_FLOPS_PER_PARAMETER, measure
 from bench.ragged import rollouts_of
-from bench.report import assemble
+from bench.report import write_section
 from bench.results import Table
 from bench.workloads import WORKLOADS, make_inputs
 from verl.accel.cpu import rows
@@ -228,21 +228,12 @@ def main(argv: Sequence[str]) -> int:
         )
         print(tables[-1].markdown(), flush=True)
     load = os.getloadavg()[0]
-    section = ROOT / "bench" / "sections" / "breakdown.md"
-    section.write_text(
-        "\n\n".join(
-            [
-                "## Inside the rollout and the update",
-                f"Command: `python bench/breakdown.py --size {asked.size}`. One thread, float32, 64 ragged answers, "
-                "8 x 8 "
-                f"in the update; 1-minute load {load:.1f}. Limit: the products' FLOPs at {gflops:.0f} GFLOP/s, the "
-                "best large product here.",
-                *(t.markdown() for t in tables),
-            ]
-        )
-        + "\n"
+    about = (
+        f"Command: `python bench/breakdown.py --size {asked.size}`. One thread, float32, 64 ragged answers, 8 x 8 in "
+        f"the update; 1-minute load {load:.1f}. Limit: the products' FLOPs at {gflops:.0f} GFLOP/s, the best large "
+        "product here."
     )
-    assemble(ROOT / "bench")
+    write_section("breakdown", "## Inside the rollout and the update", about, *(t.markdown() for t in tables))
     return 0
 
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from bench.report import assemble
+from bench.report import write_section
 from bench.results import Spread, Table
 from verl.algorithms.resolve import resolve
 from verl.batch import Batch, pack
@@ -34,7 +34,6 @@ from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.linear_teacher import HeadWeights
 from verl.types import Sample, Segment
 
-ROOT = Path(__file__).resolve().parents[1]
 HIDDEN, LAYERS, GROUPS, ANSWERS, PROMPT, TOKENS, TOP_K = 512, 8, 4, 4, 32, 48, 64
 SIZES = {"151,936 tokens": 151_936, "32,000 tokens": 32_000}
 ARMS = ("grpo", "gkd_topk", "gkd")
@@ -166,8 +165,7 @@ def main(argv: Sequence[str]) -> int:
     print(*texts, sep="\n\n")
     if given.vocab is not None:
         return 0
-    (ROOT / "bench" / "sections" / "distill.md").write_text("\n\n".join(["## Distillation", about, *texts]) + "\n")
-    assemble(ROOT / "bench")
+    write_section("distill", "## Distillation", about, *texts)
     return 0
 
 

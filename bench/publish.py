@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from bench.report import assemble
+from bench.report import write_section
 from bench.results import Spread, Table
 from bench.weights import DROPPED, PARTS, publishes
 from verl.models import tiny
@@ -60,9 +60,7 @@ def main(argv: Sequence[str]) -> int:
         f"{size_mb:.1f} MB of float32 through shared memory into one vLLM 0.32 on the CPU, without a canary."
     )
     print(table.markdown())
-    text = "\n\n".join(["## A publish of the quickstart to vLLM", about, table.markdown()]) + "\n"
-    (ROOT / "bench" / "sections" / "publish.md").write_text(text)
-    assemble(ROOT / "bench")
+    write_section("publish", "## A publish of the quickstart to vLLM", about, table.markdown())
     return 0
 
 

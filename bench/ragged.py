@@ -26,7 +26,7 @@ from rich.console import Console
 
 from bench.environments import Unavailable, ensure, ensure_vllm, run_logged
 from bench.laptop import TRL, arm_env
-from bench.report import assemble
+from bench.report import write_section
 from bench.results import NOT_RUN, Table
 from bench.sweep import Setting, Tried, best, sweep
 from bench.sweep import table as sweep_table
@@ -272,20 +272,12 @@ class Bench:
     def store(self) -> None:
         self.page.parent.mkdir(parents=True, exist_ok=True)
         self.page.write_text(json.dumps(self.found, indent=1))
-        section = ROOT / "bench" / "sections" / "ragged.md"
-        section.parent.mkdir(exist_ok=True)
-        section.write_text(
-            "\n\n".join(
-                [
-                    "## Ragged answers and long prompts",
-                    f"Command: `python bench/ragged.py`, {self.threads} threads, float32. "
-                    "Medians over all repetitions (their number in brackets).",
-                    *(t.markdown() for t in tables(self.found)),
-                ]
-            )
-            + "\n"
+        about = (
+            f"Command: `python bench/ragged.py`, {self.threads} threads, float32. Medians over all repetitions (their "
+            "number in brackets)."
         )
-        assemble(ROOT / "bench")
+        texts = [table.markdown() for table in tables(self.found)]
+        write_section("ragged", "## Ragged answers and long prompts", about, *texts)
 
 
 def rollouts_of(workload: str, count: int) -> list[tuple[list[list[int]], list[int]]]:

@@ -26,7 +26,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.report import assemble
+from bench.report import write_section
 from bench.results import Spread, Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,10 +57,9 @@ def main(argv: Sequence[str]) -> int:
     )
     machine = f"{os.cpu_count()} cores, 1-minute load {os.getloadavg()[0]:.1f}"
     about = f"Command: `python bench/ray_runs.py`, {given.rounds} rounds; {machine}."
-    section = ROOT / "bench" / "sections" / "ray_runs.md"
-    section.write_text("\n\n".join(["## Whole runs on Ray", about, learns.markdown(), deaths.markdown()]) + "\n")
-    assemble(ROOT / "bench")
-    print(learns.markdown(), deaths.markdown(), sep="\n\n")
+    texts = [learns.markdown(), deaths.markdown()]
+    write_section("ray_runs", "## Whole runs on Ray", about, *texts)
+    print(*texts, sep="\n\n")
     return 0
 
 

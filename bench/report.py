@@ -9,6 +9,7 @@ import rich.table
 
 from bench.results import Table
 
+BENCH = Path(__file__).resolve().parent
 NOTES = """\
 How to read it. A step is everything between the ends of two steps (rollout, reward, update, publish, logs). verl runs as
 `verl train recipe=quickstart` does, with its verified weight syncs, samples and logs; its extra last step, which holds the
@@ -49,8 +50,14 @@ SECTIONS = (
 )
 
 
+def write_section(name: str, *parts: str) -> None:
+    """Write a bench's section, whose paragraphs these are, and RESULTS.md with it."""
+    (BENCH / "sections" / f"{name}.md").write_text("\n\n".join(parts) + "\n")
+    assemble(BENCH)
+
+
 def assemble(folder: Path) -> None:
-    """RESULTS.md from the sections that the benches wrote."""
+    """Write RESULTS.md from the sections that the benches wrote."""
     head = "# Bench results\n\nEach section is written by the command it names; edits are overwritten.\n"
     paths = [folder / "sections" / f"{name}.md" for name in SECTIONS]
     (folder / "RESULTS.md").write_text("\n".join([head, *(p.read_text() for p in paths if p.exists())]))

@@ -33,13 +33,12 @@ import numpy as np
 import torch
 import uvloop
 
-from bench.report import assemble
+from bench.report import write_section
 from bench.results import Spread, Table
 from verl.rollout.base import BaseEngine, Capabilities, Completion, GenerateRequest, ReplicaLost, RolloutEngine
 from verl.rollout.router import Router
 from verl.types import Sampling
 
-ROOT = Path(__file__).resolve().parents[1]
 TAKES_S = (0.005, 0.05)  # an answer of a double
 IN_FLIGHT = 8  # requests per replica
 PROMPT = np.arange(4)
@@ -305,8 +304,7 @@ def main(argv: Sequence[str]) -> int:
     )
     texts = [table.markdown() for table in tables]
     print(*texts, sep="\n\n")
-    (ROOT / "bench" / "sections" / "router.md").write_text("\n\n".join(["## Router", about, *texts]) + "\n")
-    assemble(ROOT / "bench")
+    write_section("router", "## Router", about, *texts)
     return 0
 
 

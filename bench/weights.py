@@ -42,7 +42,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from bench.report import assemble
+from bench.report import write_section
 from bench.results import Spread, Table
 from verl.algorithms.losses import nll
 from verl.batch import pack
@@ -64,7 +64,6 @@ from verl.weight_sync.local import LocalCheckpointEngine
 from verl.weight_sync.record import entry_of
 from verl.weight_sync.sender import WeightSender
 
-ROOT = Path(__file__).resolve().parents[1]
 DROPPED = 2  # rounds before the first that counts
 LINK = 125e6  # bytes per second: 1 Gb/s
 LR, TOKENS = 1e-6, 64  # of the optimizer steps between versions
@@ -449,8 +448,7 @@ def main(argv: Sequence[str]) -> int:
     )
     texts = [table.markdown() for table in (speed, room, changed, still)]
     print(*texts, sep="\n\n")
-    (ROOT / "bench" / "sections" / "weights.md").write_text("\n\n".join(["## Weights", about, *texts]) + "\n")
-    assemble(ROOT / "bench")
+    write_section("weights", "## Weights", about, *texts)
     return 0
 
 

@@ -33,13 +33,12 @@ import numpy as np
 import torch
 
 from bench import worker_calls
-from bench.report import assemble
+from bench.report import write_section
 from bench.results import Spread, Table
 from verl.batch import Ragged
 from verl.transfer_queue.base import TransferQueue
 from verl.types import Refs, Sample, Segment
 
-ROOT = Path(__file__).resolve().parents[1]
 ROWS, DROPPED = 1024, 3  # rounds before the first that counts
 CALLS = ("put", "get all", "get all, copied out", "one column")
 PACKAGE = "the package by its own calls"
@@ -250,10 +249,8 @@ def main(argv: Sequence[str]) -> int:
     print(table.markdown())
     if given.only:
         return 0
-    section = ROOT / "bench" / "sections" / "workers.md"
     texts = [table.markdown(), *([missing] if missing else []), *(other.markdown() for other in others)]
-    section.write_text("\n\n".join(["## Between processes", about, *texts]) + "\n")
-    assemble(ROOT / "bench")
+    write_section("workers", "## Between processes", about, *texts)
     return 0
 
 

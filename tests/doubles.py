@@ -41,6 +41,19 @@ def checked(body: Any, struct: str, *, strict: bool) -> dict[str, Any]:
     return dict(body)
 
 
+def in_pieces(
+    engine: Any, name: str, prompt: np.ndarray, sampling: Sampling
+) -> tuple[asyncio.Future[Completion], asyncio.Queue[tuple[np.ndarray, np.ndarray] | None]]:
+    """Start a request. Return its completion, and a queue of its tokens with their log-probs; None is the end."""
+    pieces = asyncio.Queue[Any]()
+    request = GenerateRequest(
+        name, prompt, sampling, on_tokens=lambda ids, logprobs: pieces.put_nowait((ids, logprobs))
+    )
+    whole = asyncio.ensure_future(engine.generate(request))
+    whole.add_done_callback(lambda task: pieces.put_nowait(None))
+    return whole, pieces
+
+
 class Process:
     """Stands for a child: what a restart ends, and what the next launch begins."""
 
@@ -244,16 +257,9 @@ class SglangDouble(Double):
     async def _streamed(
         self, request: web.Request, rid: str, prompt: np.ndarray, sampling: Sampling, told: dict[str, Any]
     ) -> web.StreamResponse:
-        response, pieces = web.StreamResponse(), asyncio.Queue[Any]()
+        response = web.StreamResponse()
         await response.prepare(request)
-        whole = asyncio.ensure_future(
-            self.engine.generate(
-                GenerateRequest(
-                    rid, prompt, sampling, on_tokens=lambda ids, logprobs: pieces.put_nowait((ids, logprobs))
-                )
-            )
-        )
-        whole.add_done_callback(lambda task: pieces.put_nowait(None))
+        whole, pieces = in_pieces(self.engine, rid, prompt, sampling)
         ids, logprobs = np.zeros(0, np.int64), np.zeros(0, np.float32)
         try:
             while (piece := await pieces.get()) is not None:
@@ -346,16 +352,9 @@ class TrtllmDouble(Double):
     async def _streamed(
         self, request: web.Request, name: str, prompt: np.ndarray, sampling: Sampling, body: Any
     ) -> web.StreamResponse:
-        response, pieces = web.StreamResponse(), asyncio.Queue[Any]()
+        response = web.StreamResponse()
         await response.prepare(request)
-        whole = asyncio.ensure_future(
-            self.engine.generate(
-                GenerateRequest(
-                    name, prompt, sampling, on_tokens=lambda ids, logprobs: pieces.put_nowait((ids, logprobs))
-                )
-            )
-        )
-        whole.add_done_callback(lambda task: pieces.put_nowait(None))
+        whole, pieces = in_pieces(self.engine, name, prompt, sampling)
         told = 0
         try:
             while (piece := await pieces.get()) is not None:

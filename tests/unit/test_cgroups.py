@@ -203,8 +203,8 @@ def test_a_group_that_a_start_beside_us_removed_is_made_again(kernel, monkeypatc
     assert group.path.exists() and removed and group.path != removed[0]
 
 
-def test_an_free_memory_of_memory_is_that_of_the_code(kernel):
-    """In the words of the watch, which stands in where there is no group."""
+def test_code_that_the_kernel_ends_for_lack_of_memory_is_reported_so(kernel):
+    """The message is that of the launcher's own check of memory, which is used where there is no group."""
     groups = groups_of(kernel)
     for full in (True, False):
         group = groups.group(memory_mb=512, tmp_mb=64, processes=4)

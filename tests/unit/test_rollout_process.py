@@ -43,7 +43,7 @@ time.sleep(600)
 
 def started(tmp_path: Path, code: str, **env: str) -> ServerProcess:
     command = [sys.executable, "-c", code]
-    return ServerProcess("it", command, env={**os.environ, **env}, log=tmp_path / "logs" / "it.log")
+    return ServerProcess(command, env={**os.environ, **env}, log=tmp_path / "logs" / "it.log")
 
 
 def wait_for(ready: Any, what: str) -> None:
@@ -77,7 +77,7 @@ def test_a_server_that_ends_says_how(tmp_path: Path) -> None:
     again = started(tmp_path, "pass")
     wait_for(lambda: again.exit_code is not None, "its end")
     assert again.tail() == "(it said nothing)", "what another one wrote before is not its"
-    missing = ServerProcess("it", [str(tmp_path / "none")], env={}, log=tmp_path / "it.log")
+    missing = ServerProcess([str(tmp_path / "none")], env={}, log=tmp_path / "it.log")
     wait_for(lambda: missing.exit_code is not None, "its end")
     assert missing.pid == 0 and "No such file" in missing.tail()
     missing.stop()
@@ -101,7 +101,7 @@ def test_a_server_dies_with_its_parent(tmp_path: Path, how: str) -> None:
     from pathlib import Path
     from verl.rollout.process import ServerProcess
     log = Path({str(tmp_path / "log")!r})
-    it = ServerProcess("it", [sys.executable, "-c", {STUBBORN!r}], env=dict(os.environ), log=log)
+    it = ServerProcess([sys.executable, "-c", {STUBBORN!r}], env=dict(os.environ), log=log)
     print(it.pid, it._child.guard_pid, flush=True)
     if {how == "forgotten"}:
         while "child" not in it.tail():
@@ -168,7 +168,7 @@ def engine_of(tmp_path: Path, *, start_s: float = 60.0, command: Any = DOUBLE, *
     def launch(folder: str | None) -> tuple[ServerProcess, str]:
         port = free_port()
         log = tmp_path / "rollout.log"
-        process = ServerProcess("vLLM", [*command, str(port)], env={**os.environ, **env}, log=log)
+        process = ServerProcess([*command, str(port)], env={**os.environ, **env}, log=log)
         return process, f"http://127.0.0.1:{port}"
 
     able = Capabilities(logprobs="processed", max_context_tokens=64)
@@ -295,7 +295,7 @@ def test_a_server_whose_port_was_taken_meanwhile_is_started_on_another(tmp_path:
                 loading = then == "loads" and len(ports) == 1
                 command = [sys.executable, "-c", "import time; time.sleep(600)"] if loading else DOUBLE
                 env = {**os.environ, "SERVED_SHARES": "1" * (then == "shares")}
-                process = ServerProcess("vLLM", [*command, str(ports[-1])], env=env, log=tmp_path / "rollout.log")
+                process = ServerProcess([*command, str(ports[-1])], env=env, log=tmp_path / "rollout.log")
                 if then != "loads" and len(ports) == 1:
                     wait_for(lambda: process.exit_code is not None or process.listens(ports[0])[0], "its port")
                 return process, f"http://127.0.0.1:{ports[-1]}"

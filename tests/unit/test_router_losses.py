@@ -363,14 +363,20 @@ def test_a_server_at_a_url_that_failed_an_update_is_never_connected_to_again(fai
     run(test)
 
 
+async def one_died_after_its_load() -> World:
+    """Return two replicas of which the second has died after it loaded version 1, before the end of the publish."""
+    world = World(2)
+    await world.begin()
+    for replica in world.router.replicas:
+        await replica.load_weights(Weights(1))
+    world.made[1][0].die()
+    await turns()
+    return world
+
+
 def test_one_that_dies_between_its_load_and_the_end_of_the_publish_does_not_serve() -> None:
     async def test() -> None:
-        world = World(2)
-        await world.begin()
-        for replica in world.router.replicas:
-            await replica.load_weights(Weights(1))
-        world.made[1][0].die()
-        await turns()
+        world = await one_died_after_its_load()
         assert len(world.made[1]) == 2, "and there is another engine already"
         world.router.published({})
         assert world.router._serving == {0}
@@ -380,12 +386,7 @@ def test_one_that_dies_between_its_load_and_the_end_of_the_publish_does_not_serv
 
 def test_one_that_comes_back_during_the_publish_that_its_engine_missed_is_left_alone() -> None:
     async def test() -> None:
-        world = World(2)
-        await world.begin()
-        for replica in world.router.replicas:
-            await replica.load_weights(Weights(1))
-        world.made[1][0].die()
-        await turns()
+        world = await one_died_after_its_load()
         world.router.published({1: "ReplicaLost: killed"})
         await turns()
         assert [len(engines) for engines in world.made] == [1, 2] and world.made[1][1].calls == []

@@ -191,6 +191,8 @@ def mismatch_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
     }
 
 
-def _thinned(x: Tensor, at_most: int = 1 << 22) -> Tensor:
-    """torch.quantile refuses more than 16M values; an even stride keeps the estimate deterministic."""
+def _thinned(x: Tensor) -> Tensor:
+    """Return at most 4M of the values, since torch.quantile refuses more than 16M. An even stride keeps the estimate
+    deterministic."""
+    at_most = 1 << 22
     return x if len(x) <= at_most else x[:: len(x) // at_most + 1]

@@ -40,8 +40,8 @@ class _Overrun(BaseException):
 
 
 @contextmanager
-def bounded_memory(more: int = RENDER_BYTES) -> Iterator[None]:
-    """Limit the address space of this process to its present size and `more` bytes; operations beyond it raise
+def bounded_memory() -> Iterator[None]:
+    """Limit the address space of this process to its present size and `RENDER_BYTES`; operations beyond it raise
     MemoryError. The limit is that of the whole process, so use it only in a process without other work. If the system
     does not report the memory of a process, there is no limit."""
     try:
@@ -50,7 +50,7 @@ def bounded_memory(more: int = RENDER_BYTES) -> Iterator[None]:
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = pages * resource.getpagesize() + more
+    wanted = pages * resource.getpagesize() + RENDER_BYTES
     ceilings = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_AS, (min(wanted, *ceilings) if ceilings else wanted, hard))
     try:

@@ -76,8 +76,8 @@ def _grader(reward: RewardConfig) -> str | None:
     return found if found is None or function == COMPUTE_SCORE else f"{function} {found.strip()}"
 
 
-def _loop(name: str, in_driver: bool) -> str | None:
-    """Hash the source of an agent loop, whether it runs in the driver or in its own process."""
+def _loop(name: str) -> str | None:
+    """Hash the source of an agent loop. It is the same in the driver and in a process of its own."""
     return None if name == SINGLE_TURN else _source(name)
 
 
@@ -99,7 +99,7 @@ CONTENT: Mapping[str, Callable[[Config], str | None]] = MappingProxyType(
         "data.dataset_class": lambda c: _source(c.data.dataset_class),
         "algorithm.loss": lambda c: _source(c.algorithm.loss),
         "algorithm.advantage": lambda c: _source(c.algorithm.advantage),
-        "agent.loop": lambda c: _loop(*played_by(c.agent.loop, c.agent.tools)),
+        "agent.loop": lambda c: _loop(played_by(c.agent.loop, c.agent.tools)[0]),
         "agent.tools": lambda c: "\n".join(_source(entry) or "" for entry in c.agent.tools) or None,
         "critic.path": lambda c: _model(c.critic.path),
         "teacher.path": lambda c: _teacher(c.teacher.path, c.model.path),

@@ -37,6 +37,8 @@ from verl.workers.model_workers import ModelWorkers
 from verl.workers.role import AS_SAMPLED, RoleSpec, View, build_roles, roles_of
 from verl.workers.teachers import Teachers
 
+COMPARED_TEXTS = 1000  # texts of random tokens by which the tokenizers of a teacher and of the policy are compared
+
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
@@ -184,7 +186,7 @@ def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: 
     spec = replace(spec, context=replace(spec.context, top_k=config.teacher.top_k, adapter=adapter))
     ours = load_tokenizer(config.model.tokenizer_path or config.model.path, trust_remote_code=False)
     if is_url(path):
-        texts = tuple((text, ids) for text, ids in drawn_texts(ours, texts=1000))
+        texts = tuple((text, ids) for text, ids in drawn_texts(ours, texts=COMPARED_TEXTS))
         top = any(need.output == "topk_ids" for need in algorithm.needs(1))
         url, secret = split_key(path)
         longest, vocab = longest_sequence(config), describe_model(config.model.path).vocab
@@ -199,20 +201,20 @@ def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: 
     return replace(spec, proven=True)
 
 
-def refuse_other_words(ours: Tokenizer, theirs: Tokenizer, what: str, *, texts: int = 1000, tokens: int = 8) -> None:
-    """Raise ValueError if the tokenizers split text differently: `texts` texts of `tokens` random tokens each must get
-    the same ids from both."""
-    for text, a in drawn_texts(ours, texts=texts, tokens=tokens):
+def refuse_other_words(ours: Tokenizer, theirs: Tokenizer, what: str) -> None:
+    """Raise ValueError if the tokenizers split text differently: texts of random tokens must get the same ids from
+    both."""
+    for text, a in drawn_texts(ours, texts=COMPARED_TEXTS):
         if a != (b := tuple(theirs(text, add_special_tokens=False)["input_ids"])):
             why = f"its tokenizer reads {text!r} as {list(b)}, the policy's as {list(a)}"
             raise Refused(f"{what}: {why}; take a teacher with the policy's tokenizer")
 
 
-def drawn_texts(ours: Tokenizer, *, texts: int, tokens: int = 8) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield `texts` texts of `tokens` random tokens each, with the ids into which the tokenizer splits them."""
+def drawn_texts(ours: Tokenizer, *, texts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield this number of texts of eight random tokens each, with the ids into which the tokenizer splits them."""
     ids, rng = sorted(ours.get_vocab().values()), random.Random(0)
     for _ in range(texts):
-        text = str(ours.decode(rng.choices(ids, k=tokens)))
+        text = str(ours.decode(rng.choices(ids, k=8)))
         yield text, tuple(ours(text, add_special_tokens=False)["input_ids"])
 
 

@@ -23,6 +23,7 @@ from verl.objective import Term
 from verl.types import Sample, Segment
 from verl.workers.group import Drivers
 
+ROWS_AT_ONCE = 64  # rows of which the log-probs of the start weights are computed in one call
 SFT_TERMS = (Term(name="loss", fn=nll, aggregate="token-mean"),)
 StageColumns = dict[str, Tensor]
 LogprobsOf = Callable[[list[Sample]], Awaitable[list[np.ndarray]]]
@@ -115,7 +116,6 @@ async def reference_logprobs(
     cache_dir: str | None,
     note: Callable[[str], None],
     drivers: Drivers | None = None,
-    rows_at_once: int = 64,
 ) -> Reference:
     """Compute the log-probs of the start weights once and keep them on disk, by the content of rows and weights; no
     reference model is needed later. drivers: the drivers that compute them together if one of them has no copy."""
@@ -127,8 +127,8 @@ async def reference_logprobs(
         return Reference(found[1]["values"], found[1]["starts"], int(found[0]["per_row"]))
     parts: list[np.ndarray] = []
     count = len(stage.table)
-    for at in range(0, count, rows_at_once):
-        rows = [(i, entry) for i in range(at, min(at + rows_at_once, count)) for entry in stage.entries(i)]
+    for at in range(0, count, ROWS_AT_ONCE):
+        rows = [(i, entry) for i in range(at, min(at + ROWS_AT_ONCE, count)) for entry in stage.entries(i)]
         parts += await logprobs_of([sample_of(row, f"{i}/{k}", f"{i}") for k, (i, (_, row)) in enumerate(rows)])
     per_row = len(stage.entries(0))
     arrays = {

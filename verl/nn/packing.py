@@ -55,13 +55,13 @@ def refuse_noise(infer: Callable[[Batch], Tensor], vocab_size: int, *, what: str
 
 
 @contextmanager
-def short_windows(model: Any, tokens: int = 4) -> Iterator[None]:
-    """Inside the context the sliding windows of `model` have `tokens` tokens, fewer than a row of the probe. They are
+def short_windows(model: Any) -> Iterator[None]:
+    """Inside the context the sliding windows of `model` have four tokens, fewer than a row of the probe. They are
     attributes of its configuration, which its modules copy."""
     holders = {id(x): x for x in (model.config, model.config.get_text_config(), *model.modules())}
     found = [(vars(x), n, v) for x in holders.values() for n, v in vars(x).items() if _is_window(n, v)]
     for attributes, name, _ in found:
-        attributes[name] = tokens
+        attributes[name] = 4
     try:
         yield
     finally:

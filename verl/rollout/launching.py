@@ -51,13 +51,13 @@ def flags(ours: Mapping[str, Any], more: Mapping[str, Any] | None, dash: str = "
     return [word for pair, value in zip(words, given.values()) for word in pair if value is not False]
 
 
-def launcher(name: str, place: ServerPlace, command: Callable[[str, int], list[str]]) -> Launch:
-    """Return the function that starts a server with `command(model folder, port)`. `name` is for errors."""
+def launcher(place: ServerPlace, command: Callable[[str, int], list[str]]) -> Launch:
+    """Return the function that starts a server with `command(model folder, port)`."""
 
     def launch(folder: str | None) -> tuple[ServerProcess, str]:
         port = free_port()
         line, env = command(folder or place.model, port), environment_of(os.environ)
-        return ServerProcess(name, line, env=env, log=place.log), f"http://127.0.0.1:{port}"
+        return ServerProcess(line, env=env, log=place.log), f"http://127.0.0.1:{port}"
 
     return launch
 

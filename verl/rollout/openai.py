@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of a server of OpenAI's completions API (rollout.engine_options)."""
+    """The options of a server of OpenAI's completions API, and of `verl serve` (rollout.engine_options)."""
 
     api_key: str | None = None
-    """The key that is sent as a bearer token; write ${oc.env:NAME}."""
+    """The key that is sent as a bearer token (serve.api_key of `verl serve`); write ${oc.env:NAME}."""
     start_timeout_s: Positive = 60.0
     """Seconds within which the server must answer its health check."""
     request_timeout_s: Positive = 3600.0

@@ -20,11 +20,11 @@ FILES = "verl-server-"  # prefix of a server's folder for temporary files, such 
 
 
 class ServerProcess:
-    """A server as a child process. The constructor starts it and does not wait. `what` is its name in errors, and `log`
-    is the file that gets its output."""
+    """A server as a child process. The constructor starts it and does not wait. `log` is the file that gets its
+    output."""
 
-    def __init__(self, what: str, command: Sequence[str], *, env: Mapping[str, str], log: Path) -> None:
-        self.what, self.log = what, log
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log: Path) -> None:
+        self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         self._began = log.stat().st_size if log.exists() else 0
         with log.open("ab") as output:

@@ -5,10 +5,9 @@ No torch is imported at module level.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl.bounds import Positive
+from verl.rollout.openai import Options as Options
 from verl.rollout.traits import VERL_SERVE
 
 if TYPE_CHECKING:
@@ -16,18 +15,6 @@ if TYPE_CHECKING:
     from verl.rollout.client import ServedEngine
 
 CONTROL = "start it with serve.control=true and a serve.api_key"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options of a server at a URL (rollout.engine_options)."""
-
-    api_key: str | None = None
-    """The key of `verl serve` (serve.api_key); write ${oc.env:NAME}."""
-    start_timeout_s: Positive = 60.0
-    """Seconds within which the server must answer its health check."""
-    request_timeout_s: Positive = 3600.0
-    """Seconds for one answer, the time in the queue included."""
 
 
 def build(options: Options, context: RolloutContext) -> ServedEngine:

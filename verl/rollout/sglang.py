@@ -99,7 +99,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
         return ServedEngine(context, expected, api, place.url, able, deadlines, router=options.router)
     python = place.python or sys.executable
     require(python, "sglang", "SGLang", (AT_LEAST, BELOW), INSTALL)
-    launch = launcher("SGLang", place, partial(serve_command, python, options, context))
+    launch = launcher(place, partial(serve_command, python, options, context))
     return ServedEngine(context, expected, api, launch, able, deadlines)
 
 

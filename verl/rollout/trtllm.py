@@ -69,7 +69,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
         raise Refused(f"{why}: set rollout.dtype={said}")
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
     expected = Expected(name="TensorRT-LLM", versions=(AT_LEAST, BELOW))
-    launch = launcher("TensorRT-LLM", place, partial(serve_command, python, options, context))
+    launch = launcher(place, partial(serve_command, python, options, context))
     return ServedEngine(context, expected, TrtllmApi(), launch, able, deadlines)
 
 

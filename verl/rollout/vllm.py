@@ -145,7 +145,7 @@ def _launch(python: str, options: Options, context: RolloutContext, place: Serve
     port = free_port()
     command = serve_command(python, options, context, place.model, port)
     env = environment(os.environ, options, context)
-    return ServerProcess("vLLM", command, env=env, log=place.log), f"http://127.0.0.1:{port}"
+    return ServerProcess(command, env=env, log=place.log), f"http://127.0.0.1:{port}"
 
 
 def serve_command(python: str, options: Options, context: RolloutContext, model: str, port: int) -> list[str]:

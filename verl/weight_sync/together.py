@@ -107,14 +107,21 @@ def staging(outlet: object) -> Stage | None:
 
 def _one_place(outlet: PartsOutlet) -> bool:
     """Return True if all ranks see the place of the first one."""
+    place = _path_of_first(outlet.place)
+    return all(_gathered(outlet.sees(place)))
+
+
+def _path_of_first(fn: Callable[[], str]) -> str:
+    """Return the path that the function returns on the first rank, which alone calls it. Raise its OSError on all
+    ranks."""
     from verl.checkpoint.shards import agreed  # it loads torch's checkpoints, which a process without ranks never needs
 
-    place = [""]
+    path = [""]
     with agreed(None):
         if dist.get_rank() == 0:
-            place = [outlet.place()]
-    dist.broadcast_object_list(place)
-    return all(_gathered(outlet.sees(place[0])))
+            path = [fn()]
+    dist.broadcast_object_list(path)
+    return path[0]
 
 
 def stage_parts(
@@ -130,15 +137,11 @@ def stage_parts(
     from verl.checkpoint.shards import agreed
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    path = [""]
-    with agreed(None):
-        if rank == 0:
-            path = [outlet.begin(version, shapes)]
-    dist.broadcast_object_list(path)
+    path = _path_of_first(lambda: outlet.begin(version, shapes))
     delivered = list[DeliveredSlice]()
     checked = {name for number, name in enumerate(shapes) if checks(number)}
     with agreed(None):
-        file = outlet.opened(path[0], version, shapes)
+        file = outlet.opened(path, version, shapes)
         for part in engine.weight_parts():
             if part.mine is not None:
                 kept = converted(form, part.name, part.mine)
