@@ -88,6 +88,10 @@ def launch_all(dtype: torch.dtype, dim: int) -> None:
         prompts.attend_prompts(
             empty(600, heads, dim), lines, lines, starts, starts, 512, scale=0.1, window=window, cap=cap
         )
+        spans = empty(17, kind=torch.int64), empty(16, kind=torch.int64)
+        prompts.attend_prompts_in_pages(
+            empty(512, heads, dim), keys, keys, table, *spans, 512, scale=0.1, window=window, cap=cap
+        )
     x, weight = empty(rows, 1024), empty(1024)
     layers.add_norm(x, None, None, weight, 1e-6)
     layers.add_norm(x, x, None, weight, 1e-6)

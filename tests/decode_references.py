@@ -57,6 +57,19 @@ def prompt_attention(
     return out
 
 
+def page_prompt_attention(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, longest: int, **read: Any
+) -> Tensor:
+    """The pages of each prompt in a row."""
+    lengths = lengths[: len(starts) - 1]
+    packed = [
+        torch.cat([pool[pages.long()].flatten(0, 1)[:n] for pages, n in zip(table, lengths.tolist())])
+        for pool in (keys, values)
+    ]
+    key_starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return prompt_attention(q, *packed, starts, key_starts, longest, **read)
+
+
 def rotate_and_store(
     qkv: Tensor, norm: Tensor | None, turns: Tensor, positions: Tensor, table: Tensor, keys: Tensor, values: Tensor,
     eps: float,
@@ -118,6 +131,16 @@ def prompt_attention_inputs(rng: torch.Generator, size: int, dtype: torch.dtype)
     q, (keys, values) = torch.randn(76, heads, dim, generator=rng), torch.randn(2, 149, kv_heads, dim, generator=rng)
     rest = {"scale": dim**-0.5, "window": (0, 20)[size // 2 % 2], "cap": (0.0, 30.0)[size % 2]}
     return (q.to(dtype), keys.to(dtype), values.to(dtype), starts, key_starts, 70), rest
+
+
+def page_prompt_attention_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    """As `prompt_attention_inputs`; the prompts end before, at and after the end of a page."""
+    heads, kv_heads, dim = ((4, 4, 16), (4, 2, 64), (16, 1, 24), (6, 3, 128))[size % 4]
+    starts, lengths = torch.tensor([0, 1, 1, 6, 76]), torch.tensor([1, 0, 64, 70])
+    (keys, values), table = pages_of(lengths - 1, 32, kv_heads, dim, dtype, rng)
+    q = torch.randn(76, heads, dim, generator=rng).to(dtype)
+    rest = {"scale": dim**-0.5, "window": (0, 20)[size // 2 % 2], "cap": (0.0, 30.0)[size % 2]}
+    return (q, keys, values, table, starts, lengths, 70), rest
 
 
 def rotate_and_store_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:

@@ -59,6 +59,7 @@ PACK = "tests/unit/test_batch.py tests/numerics/test_split.py"
 LOSSES, CLIENT = "tests/unit/test_router_losses.py", "tests/unit/test_rollout_client.py"
 PLACES = "tests/unit/test_config_cluster.py"
 AHEAD = "tests/unit/test_look_ahead.py"
+MIXED = "tests/numerics/test_mixed_steps.py"
 CUDA, CUDA_ENGINE = "tests/numerics/test_cuda_kernels.py", "tests/numerics/test_cuda_decode.py"
 EXACT_ROWS, HEAD_DTYPE = "tests/numerics/test_exact_rows.py", "tests/numerics/test_head_dtype.py"
 COPY = "tests/numerics/test_compute_copy.py"
@@ -1161,6 +1162,12 @@ MUTANTS = (
     Mutant(
         "rollout/native/model.py", '"window": window, "cap": self._cap', '"window": window, "cap": 0.0', CUDA_ENGINE
     ),
+    Mutant("accel/cuda/prompts.py", "page * PAGE + token % PAGE + j", "page * PAGE + j", CUDA),
+    Mutant("rollout/native/paged.py", "            if job.done:", "            if not job.done:", MIXED),
+    Mutant("rollout/native/paged.py", "counts.cumsum()", "counts.cumsum() - counts", MIXED),
+    Mutant("rollout/native/paged.py", "self._cache.free(self._slots.pop(job))\n\n", "self._slots.pop(job)\n\n", MIXED),
+    Mutant("rollout/native/paged.py", "tokens % PAGE\n", "tokens\n", MIXED),
+    Mutant("rollout/native/fused.py", "(self.starts[1:] - 1)", "self.starts[1:]", MIXED),
     Mutant("accel/cuda/experts.py", "n * CHOSEN + k", "n * CHOSEN", CUDA),
     Mutant("accel/cuda/training.py", "g - normed * along[:, None]", "g", CUDA),
     Mutant("accel/cuda/training.py", "total += tl.sum(g * normed, 0)", "total = tl.sum(g * normed, 0)", CUDA),

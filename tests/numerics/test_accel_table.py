@@ -145,6 +145,7 @@ CASES: Mapping[str, Case] = {
     "linear": Case(linear_inputs, lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)),
     "page_attention": Case(references.page_attention_inputs, references.page_attention),
     "prompt_attention": Case(references.prompt_attention_inputs, references.prompt_attention),
+    "page_prompt_attention": Case(references.page_prompt_attention_inputs, references.page_prompt_attention),
     "rotate_and_store": Case(references.rotate_and_store_inputs, references.rotate_and_store, changed=(5, 6)),
     "add_norm": Case(references.add_norm_inputs, references.add_norm, changed=(0,)),
     "expert_products": Case(references.expert_products_inputs, references.expert_products),

@@ -175,6 +175,7 @@ class Declared(TorchDispatchMode):
         """The operations of a decode step, with results of the right size."""
         results = {
             "page_attention": lambda q, *rest: q,
+            "page_prompt_attention": lambda q, *rest: q,
             "rotate_and_store": lambda qkv, norm, turns, at, table, keys, *rest: qkv.new_empty(
                 len(qkv), qkv.shape[1] // keys.shape[3] - 2 * keys.shape[2], keys.shape[3]
             ),

@@ -111,11 +111,40 @@ def prompt_attention_cost(
     cap: float = 0.0,
 ) -> Cost:
     """Return the work of reading each query, key and value once, for the keys that each query sees."""
+    pairs = _seen_pairs(starts, key_starts.diff(), window)
+    return Cost(2 * q.nbytes + keys.nbytes + values.nbytes, 4 * pairs * q.shape[1] * q.shape[2])
+
+
+def page_prompt_attention_cost(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    longest: int,
+    *,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
+) -> Cost:
+    """Return the work of reading each query once, and each key and value that a query sees."""
+    lengths = lengths[: len(starts) - 1]
+    first = lengths - starts.diff() - window + 1 if window else 0 * lengths
+    read = int((lengths - first.clamp(min=0))[starts.diff() > 0].sum())
+    pairs = _seen_pairs(starts, lengths, window)
+    bytes_each = 2 * keys.shape[2] * keys.shape[3] * keys.element_size()
+    return Cost(2 * q.nbytes + read * bytes_each, 4 * pairs * q.shape[1] * q.shape[2])
+
+
+def _seen_pairs(starts: Tensor, lengths: Tensor, window: int) -> int:
+    """Return the number of pairs of a query and a key that it sees, of prompts with `lengths` keys each, the last of
+    which have queries."""
     pairs = 0
-    for tokens, length in zip(starts.diff().tolist(), key_starts.diff().tolist(), strict=True):
+    for tokens, length in zip(starts.diff().tolist(), lengths.tolist(), strict=True):
         seen = torch.arange(length - tokens, length) + 1
         pairs += int((seen.clamp(max=window) if window else seen).sum())
-    return Cost(2 * q.nbytes + keys.nbytes + values.nbytes, 4 * pairs * q.shape[1] * q.shape[2])
+    return pairs
 
 
 def rotate_and_store_cost(

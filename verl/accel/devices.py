@@ -33,6 +33,11 @@ class DeviceFacts:
     them. A CPU, which has more memory for its speed, keeps them."""
     masked_queries: int
     """Query rows of one attention call with a mask, in a prefill; they limit the size of the mask of a long chunk."""
+    mixed_tokens: tuple[int, ...]
+    """Prompt tokens that a decode step computes beside its rows: the sizes to which they are padded, each with a graph
+    of its own; the largest is the limit of a step. Empty: prompts have passes of their own, between steps. A step on a
+    GPU reads all weights for little arithmetic; prompt tokens share these reads. On a CPU a few dozen rows fill the
+    cores, and rows and prompts are computed by kernels of their own, which are faster."""
     sampled_logits: int
     """Logits in memory at once in a lane when sampling; smaller blocks read the head more often."""
     scored_tokens: int
@@ -54,6 +59,7 @@ DEVICES: Mapping[str, DeviceFacts] = MappingProxyType(
             copies_weights=False,
             recomputes=False,
             masked_queries=1024,
+            mixed_tokens=(),
             sampled_logits=1 << 25,
             scored_tokens=1024,
         ),
@@ -66,6 +72,7 @@ DEVICES: Mapping[str, DeviceFacts] = MappingProxyType(
             copies_weights=True,
             recomputes=True,
             masked_queries=1024,
+            mixed_tokens=(256, 1024),
             sampled_logits=1 << 25,
             scored_tokens=1024,
         ),

@@ -66,6 +66,13 @@ OPERATIONS: Mapping[str, Operation] = {
             costs.prompt_attention_cost,
         ),
         Operation(
+            "page_prompt_attention",
+            "(q [T, H, D], keys and values [pages, PAGE, K, D], table int32 [prompts, W], starts [prompts + 1] of the "
+            "queries, lengths [prompts] in keys, longest, scale, window, cap) -> [T, H, D]: as prompt_attention, over "
+            "the pages of each prompt",
+            costs.page_prompt_attention_cost,
+        ),
+        Operation(
             "rotate_and_store",
             "(qkv [n, (H + 2K) D], norm [H + K, D] or None, turns float32 [positions, D/2, 2], positions [n], table "
             "int32 [n, W], keys and values [pages, PAGE, K, D], eps) -> q [n, H, D]; writes keys and values into pages",

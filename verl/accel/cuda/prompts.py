@@ -1,5 +1,5 @@
-"""Causal attention of the new tokens of several prompts, each over its own past and itself, in one launch. Needs
-Triton."""
+"""Causal attention of the new tokens of several prompts, each over its own past and itself, in one launch. Keys and
+values are packed or in pages. Needs Triton."""
 
 import triton
 import triton.language as tl
@@ -18,24 +18,29 @@ def _attend_prompts(
     values,
     starts,
     key_starts,
+    table,
     out,
     scale,
     window,
     cap,
+    table_stride,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """The kernel of `attend_prompts`: ROWS tokens of one prompt and one query head per program."""
+    """The kernel of `attend_prompts`: ROWS tokens of one prompt and one query head per program. With a PAGE above 0
+    keys and values are in pages of the table, and `key_starts` are the numbers of keys."""
     first, head, prompt = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
-    begin, tokens = tl.load(starts + prompt), tl.load(starts + prompt + 1) - tl.load(starts + prompt)
+    begin, end = tl.load(starts + prompt).to(tl.int32), tl.load(starts + prompt + 1).to(tl.int32)
+    tokens = end - begin
     if first < tokens:
-        key_begin = tl.load(key_starts + prompt)
-        length = tl.load(key_starts + prompt + 1) - key_begin
+        key_begin = tl.load(key_starts + prompt).to(tl.int32)
+        length = key_begin if PAGE else tl.load(key_starts + prompt + 1).to(tl.int32) - key_begin
         i, d, j = first + tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, BLOCK)
         position = length - tokens + i
         rows = ((begin + i).to(tl.int64) * H + head)[:, None] * D + d[None, :]
@@ -48,7 +53,12 @@ def _attend_prompts(
         start = tl.maximum(lowest - window + 1, 0) // BLOCK * BLOCK
         for token in range(start, tl.minimum(lowest + ROWS, length), BLOCK):
             t = token + j
-            place = ((key_begin + t).to(tl.int64) * K + head // (H // K))[:, None] * D + d[None, :]
+            if PAGE:
+                page = tl.load(table + prompt * table_stride + token // PAGE).to(tl.int64)
+                line = page * PAGE + token % PAGE + j
+            else:
+                line = (key_begin + t).to(tl.int64)
+            place = (line * K + head // (H // K))[:, None] * D + d[None, :]
             present = (t[:, None] < length) & (d[None, :] < D)
             key = tl.load(keys + place, mask=present, other=0.0)
             value = tl.load(values + place, mask=present, other=0.0)
@@ -81,27 +91,68 @@ def attend_prompts(
     .. starts[b + 1] - 1, at most `longest`, which are its last positions, and the keys key_starts[b] .. key_starts[b +
     1] - 1; both int32 [prompts + 1]. Each query sees the keys up to its position, the last `window` of them (0: all);
     scores pass through cap tanh(score / cap) (0: no cap). The bits of a prompt do not depend on the others."""
+    return _launch(q, (keys.contiguous(), values.contiguous()), (starts, key_starts), None, longest, scale, window, cap)
+
+
+def attend_prompts_in_pages(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    longest: int,
+    *,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
+) -> Tensor:
+    """Do the same as `attend_prompts` over keys and values [pages, PAGE, K, D]: prompt b has `lengths`[b] keys, in the
+    pages table[b]. `lengths` and the first dimension of `table` may be longer than the prompts. Queries from starts[-1]
+    on belong to no prompt; their results have no meaning."""
+    assert keys.is_contiguous() and values.is_contiguous(), "pages are read where they are"
+    return _launch(q, (keys, values), (starts, lengths), table, longest, scale, window, cap)
+
+
+def _launch(
+    q: Tensor,
+    lines: tuple[Tensor, Tensor],
+    spans: tuple[Tensor, Tensor],
+    table: Tensor | None,
+    longest: int,
+    scale: float,
+    window: int,
+    cap: float,
+) -> Tensor:
+    """Launch the kernel over keys and values `lines`, with the starts of queries and the starts or numbers of keys in
+    `spans`."""
     tokens, heads, dim = q.shape
     out = q.new_empty(tokens, heads, dim)
     width = max(16, triton.next_power_of_2(dim))
     bytes_each = width * q.element_size()
     rows = max(16, min(BLOCK_QUERIES, BLOCK_BYTES // bytes_each))
-    _attend_prompts[triton.cdiv(longest, rows), heads, len(starts) - 1](
+    block = max(16, min(BLOCK_KEYS, BLOCK_BYTES // bytes_each))
+    page = 0 if table is None else lines[0].shape[1]
+    if page:
+        block = min(block, page)
+        assert page % block == 0, f"pages of {page} tokens"
+    _attend_prompts[triton.cdiv(longest, rows), heads, len(spans[0]) - 1](
         q.contiguous(),
-        keys.contiguous(),
-        values.contiguous(),
-        starts,
-        key_starts,
+        *lines,
+        *spans,
+        table,
         out,
         scale,
         window or ALL_KEYS,
         cap,
+        0 if table is None else table.stride(0),
         H=heads,
-        K=keys.shape[1],
+        K=lines[0].shape[-2],
         D=dim,
         WIDTH=width,
         ROWS=rows,
-        BLOCK=max(16, min(BLOCK_KEYS, BLOCK_BYTES // bytes_each)),
+        BLOCK=block,
+        PAGE=page,
         CAPPED=cap > 0,
         num_warps=4,
         num_stages=2,

@@ -29,6 +29,7 @@ KERNELS = (
     # partial results: G / 128 of the keys and values of a row that is split, for G query heads per key head
     _row("page_attention", "attention", "attend_pages", 2e-6, 2e-2, traffic=1.07),
     _row("prompt_attention", "prompts", "attend_prompts", 2e-6, 2e-2, traffic=1.1),
+    _row("page_prompt_attention", "prompts", "attend_prompts_in_pages", 2e-6, 2e-2, traffic=1.1),
     _row("rotate_and_store", "rotary", "rotate_and_store", 2e-6, 2e-2, traffic=1.1),
     _row("add_norm", "layers", "add_norm", 2e-6, 2e-2, traffic=1.1),
     _row("gated", "layers", "gated", 2e-5, 2e-2),

@@ -1,10 +1,13 @@
-"""A decode step over pages by fused operations: ten launches per layer, of which four are matrix products.
+"""A decode step over pages by fused operations: ten launches per layer, of which four are matrix products, and two more
+if the step computes prompts beside its rows.
 
 The output of a block is added to the residual by the next norm, which also applies the block's own output norm (Gemma).
 So every family has the same ten: norm, qkv, rotation, attention and its merge, out, norm, up, gate, down.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, view_as_real
@@ -14,12 +17,39 @@ from verl.rollout.native.model import Model
 from verl.rollout.native.ops import DecodeOps
 
 
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Which of the last rows of a step are tokens of which prompt; each prompt has several rows or none."""
+
+    tokens: int
+    """The number of these rows, also those that belong to no prompt."""
+    starts: Tensor
+    """The first row of each prompt, counted from the first prompt's [prompts + 1]."""
+    lengths: Tensor
+    """The tokens of each prompt up to its last row [prompts]."""
+    table: Tensor
+    """The pages of each prompt [prompts, W]."""
+
+    @property
+    def ends(self) -> Tensor:
+        """The last row of each prompt [prompts], counted as `starts`."""
+        return (self.starts[1:] - 1).clamp(min=0)
+
+
 def decode_hidden(
-    ops: DecodeOps, model: Model, pool: Tensor, table: Tensor, tokens: Tensor, positions: Tensor
+    ops: DecodeOps,
+    model: Model,
+    pool: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    prompts: PromptRows | None = None,
 ) -> Tensor:
     """Return the final hidden states [n, hidden] of tokens at positions, both [n], and write their keys and values into
-    `pool` [layers, 2, pages, PAGE, K, D]. Row i has the pages table[i]; a position below 0 is an empty row."""
+    `pool` [layers, 2, pages, PAGE, K, D]. Row i has the pages table[i]; a position below 0 is an empty row. The last
+    rows may be tokens of `prompts`: these see each other."""
     s, weights = model.shape, model.live
+    single = len(tokens) - (0 if prompts is None else prompts.tokens)
     turns = view_as_real(model.rotary.table)  # [kinds, positions, D/2, 2]
     x, delta, after = weights.embedded(tokens), None, None
 
@@ -32,7 +62,10 @@ def decode_hidden(
         qkv, keys, values = layer.qkv(normed(layer.norm)), pool[i, 0], pool[i, 1]
         q = ops.rotate_and_store(qkv, layer.qk_norm, turns[layer.rope], positions, table, keys, values, s.eps)
         read = {"scale": s.query_scale, "window": layer.window, "cap": s.attention_cap}
-        mixed = ops.page_attention(q, keys, values, table, positions, **read)
+        mixed = ops.page_attention(q[:single], keys, values, table[:single], positions[:single], **read)
+        if prompts is not None:
+            where = prompts.table, prompts.starts, prompts.lengths, prompts.tokens
+            mixed = torch.cat([mixed, ops.page_prompt_attention(q[single:], keys, values, *where, **read)])
         delta, after = layer.out(mixed.flatten(1)), layer.out_norm
         delta, after = _fed_forward(ops, layer.mlp, normed(layer.mlp_norm)), layer.mlp_out_norm
     return normed(weights.norm)

@@ -34,6 +34,7 @@ class DecodeOps:
     """The kernels of the operations of a fused decode step over pages."""
 
     page_attention: Call
+    page_prompt_attention: Call
     rotate_and_store: Call
     add_norm: Call
     gated: Call

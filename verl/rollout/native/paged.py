@@ -1,5 +1,5 @@
 """Decode on CUDA: KV in pages that requests with one prompt share, attention over block tables, a whole step captured
-as one CUDA graph.
+as one CUDA graph, which may compute a bounded number of prompt tokens beside its rows.
 
 A step of a small model is a few hundred kernels of microseconds each; replayed as a graph they are one launch. All its
 shapes are fixed: rows are padded to a bucket. Padding rows write to page 0, which no sequence uses.
@@ -7,7 +7,7 @@ shapes are fixed: rows are padded to a bucket. Padding rows write to page 0, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,11 @@ from verl.nn.flash import flash_attn
 from verl.rollout.embedded.core import DecodeRows, Sampled
 from verl.rollout.embedded.sampler import split_draws
 from verl.rollout.native.architecture import Shape
-from verl.rollout.native.fused import decode_hidden
+from verl.rollout.native.fused import PromptRows, decode_hidden
 from verl.rollout.native.kv import round_up
 from verl.rollout.native.model import Model
 from verl.rollout.native.ops import DecodeOps
+from verl.rollout.native.prefill import Job, Part
 from verl.rollout.native.weights import Layer
 
 WITH_CACHE = "flash_attn_with_kvcache"
@@ -32,9 +33,12 @@ PAGE = 256  # tokens per page: flash attention requires multiples of it
 # the inputs of a padding row: its position is -1
 ONE = np.float64(1).view(np.int64)
 PADDING = np.array([[0], [0], [-1], [0], [0], [0], [ONE], [ONE], [0]])
+MIXED_PROMPTS = 16  # prompts that one step computes tokens of
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 Pages = tuple[Tensor, Tensor]  # block table int32 [n, W], tokens seen int32 [n]
+Outputs = tuple[Tensor, Tensor | None]
+"""Ids and log-probs of the rows of a step, float64 [2, n], and the final hidden states of the prompts beside them."""
 PagedKernel = Callable[[Tensor, Tensor, Tensor, Pages, float, int], Tensor]
 """A function of (q [n, H, D], keys and values [pages, PAGE, K, D], pages of each row, scale, window) that returns the
 mixed values [n, H, D]."""
@@ -76,7 +80,8 @@ def whole_pages(tokens: int) -> int:
 class PageCache:
     """KV in pages [layers, 2, pages, PAGE, K, D], and the table of the pages of slots 0..n-1, in the order of their
     tokens. Slots that continue the same prompt share its full pages, which are counted, and have copies of the rest.
-    Padding rows write into page 0."""
+    Padding rows write into page 0. After the `max_slots` slots of rows follow MIXED_PROMPTS of prompts in progress,
+    whose pages are among those that admission reserves for their requests."""
 
     def __init__(
         self, shape: Shape, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int, pool_tokens: int
@@ -84,7 +89,8 @@ class PageCache:
         self._shape, self._dtype, self._device = shape, dtype, device
         self._width = -(-max_tokens // PAGE)
         self._pages = 1 + min(max_slots * self._width, -(-pool_tokens // PAGE))
-        self.table = torch.zeros(max_slots, self._width, dtype=torch.int32, device=device)
+        self.max_slots = max_slots
+        self.table = torch.zeros(max_slots + MIXED_PROMPTS, self._width, dtype=torch.int32, device=device)
         self.pool: Tensor | None = None  # address and size never change while it exists: graphs read it
         self.clear()
 
@@ -139,15 +145,45 @@ class PageCache:
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int) -> None:
         """Move the pages of each slot of `sources` to the slot of `holes` at the same place, without copies. The pages
         of `holes` and of all slots from `kept` on are freed."""
-        live = int(np.flatnonzero(self._held)[-1]) + 1  # a resident row has at least the pages of its prompt
+        # a resident row has at least the pages of its prompt
+        live = int(np.flatnonzero(self._held[: self.max_slots])[-1]) + 1
         for slot in (*holes.tolist(), *(set(range(kept, live)) - set(sources.tolist()))):
-            for page in self._own[slot, : self._held[slot]].tolist():
-                self._users[page] -= 1
-                if not self._users[page]:
-                    self._free.append(page)
+            self._release(slot)
         self._own[holes], self._held[holes] = self._own[sources], self._held[sources]
         self._own[kept:live], self._held[kept:live] = 0, 0
         self._stale = True
+
+    def hold(self, slot: int, tokens: int) -> None:
+        """Give a slot pages for this number of tokens."""
+        self._extend(slot, -(-tokens // PAGE))
+
+    def free(self, slot: int) -> None:
+        """Free the pages of a slot."""
+        self._release(slot)
+        self._held[slot] = 0
+
+    def read(self, slot: int, start: int, end: int) -> Tensor:
+        """Return a copy of the KV [layers, 2, K, t, D] of tokens start..end-1 of a slot. The table on the device must
+        have its pages; the host does not wait."""
+        assert self.pool is not None
+        return self.pool.flatten(2, 3).index_select(2, self._places(slot, start, end)).transpose(2, 3)
+
+    def write(self, slot: int, kv: Tensor) -> None:
+        """Write the KV [layers, 2, K, t, D] of the first tokens of a slot, as `read` reads it."""
+        assert self.pool is not None
+        self.pool.flatten(2, 3).index_copy_(2, self._places(slot, 0, kv.shape[3]), kv.transpose(2, 3))
+
+    def _places(self, slot: int, start: int, end: int) -> Tensor:
+        """Return the places of tokens start..end-1 of a slot among those of all pages."""
+        tokens = torch.arange(start, end, device=self._device)
+        return self.table[slot].index_select(0, tokens // PAGE).long() * PAGE + tokens % PAGE
+
+    def _release(self, slot: int) -> None:
+        """Let a slot not use its pages any more."""
+        for page in self._own[slot, : self._held[slot]].tolist():
+            self._users[page] -= 1
+            if not self._users[page]:
+                self._free.append(page)
 
     def _extend(self, slot: int, pages: int) -> None:
         """Give a slot free pages until it has this number of pages."""
@@ -167,11 +203,12 @@ class PageCache:
 class Transfers:
     """The host's memory for what one step gets and returns. The next step but one uses it again."""
 
-    def __init__(self, columns: int, table: Tensor) -> None:
-        pinned = table.device.type == "cuda"
-        self.inputs = torch.zeros(columns, len(table), dtype=torch.int64, pin_memory=pinned)
+    def __init__(self, columns: int, cache: PageCache, prompts: Tensor) -> None:
+        table, pinned = cache.table, cache.table.device.type == "cuda"
+        self.prompts = torch.zeros(prompts.shape, dtype=prompts.dtype, pin_memory=pinned)
+        self.inputs = torch.zeros(columns, cache.max_slots, dtype=torch.int64, pin_memory=pinned)
         self.table = torch.zeros(table.shape, dtype=table.dtype, pin_memory=pinned)
-        self.drawn = torch.zeros(2, len(table), dtype=torch.float64, pin_memory=pinned)
+        self.drawn = torch.zeros(2, cache.max_slots, dtype=torch.float64, pin_memory=pinned)
         self._ended = torch.cuda.Event() if pinned else None
 
     def receive(self, both: Tensor) -> None:
@@ -186,10 +223,76 @@ class Transfers:
             self._ended.synchronize()
 
 
+class PromptsBeside:
+    """The prompts with tokens that steps compute beside their rows, at most the last of `sizes` per step, padded to one
+    of these. Each has a slot of the cache from its first such step to its last token; `Job.kv` has its KV as well."""
+
+    def __init__(self, cache: PageCache, sizes: Sequence[int]) -> None:
+        self.parts: Sequence[Part] = ()
+        """The parts that the next step computes."""
+        self.most = sizes[-1] if sizes else 0
+        self._cache, self._sizes = cache, sizes
+        self._slots: dict[Job, int] = {}
+        # tokens, positions, slots; the first token of each prompt, and the tokens of each up to its last one
+        shape = 5, max(self.most, MIXED_PROMPTS + 1)
+        self.inputs = torch.zeros(shape, dtype=torch.int64, device=cache.table.device)
+
+    def plan(self, parts: Sequence[Part]) -> None:
+        """Let the next step compute these parts, or the first of them. The slots of all other prompts are freed."""
+        self.parts = parts[:MIXED_PROMPTS]
+        kept = {job for job, _ in self.parts}
+        for job in [job for job in self._slots if job not in kept]:
+            self._cache.free(self._slots.pop(job))
+
+    def stage(self, host: Transfers, positions: np.ndarray) -> int:
+        """Give the rows at `positions` and the prompts their pages, and send what the step reads about them to the
+        device. Return the number of prompt tokens with padding."""
+        fresh, first = [job for job, _ in self.parts if job not in self._slots], self._cache.max_slots
+        places = sorted({*range(first, first + MIXED_PROMPTS)} - {*self._slots.values()})
+        self._slots |= dict(zip(fresh, places))
+        for job, tokens in self.parts:
+            self._cache.hold(self._slots[job], job.done + tokens)
+        self._cache.extend(positions, host.table)
+        for job in fresh:
+            if job.done:
+                self._cache.write(self._slots[job], job.kv[:, :, :, : job.done])
+        if not self.parts:
+            return 0
+        columns, counts, start = host.prompts.numpy(), np.zeros(MIXED_PROMPTS, np.int64), 0
+        columns[:] = [[0], [-1], [0], [0], [0]]
+        # in the order of their slots: prompt i has slot first + i
+        for job, tokens in sorted(self.parts, key=lambda part: self._slots[part[0]]):
+            slot, end = self._slots[job], job.done + tokens
+            columns[:2, start : start + tokens] = job.ids[job.done : end], np.arange(job.done, end)
+            columns[2, start : start + tokens] = slot
+            counts[slot - first], columns[4, slot - first] = tokens, end
+            start += tokens
+        columns[3, 1 : MIXED_PROMPTS + 1] = counts.cumsum()
+        self.inputs.copy_(host.prompts, non_blocking=True)
+        return next(size for size in self._sizes if size >= start)
+
+    def rows(self, tokens: int) -> PromptRows:
+        """Return what a step with this number of prompt tokens reads about them."""
+        first = self._cache.max_slots
+        starts, lengths = self.inputs[3, : MIXED_PROMPTS + 1], self.inputs[4, :MIXED_PROMPTS]
+        return PromptRows(tokens, starts, lengths, self._cache.table[first : first + MIXED_PROMPTS])
+
+    def finish(self, ends: Tensor) -> None:
+        """Add what a step has computed to its prompts; `ends` [prompts, hidden] are the final states of their last
+        tokens."""
+        for job, tokens in self.parts:
+            slot = self._slots[job]
+            job.add(self._cache.read(slot, job.done, job.done + tokens), ends[slot - self._cache.max_slots])
+            if job.entry is not None:
+                self._cache.free(self._slots.pop(job))
+        self.parts = ()
+
+
 class PagedDecode:
     """The decode step (`launch`) of up to `max_rows` rows: a CUDA graph per bucket of rows, direct calls on other
     devices. `ops` are the kernels of a fused step; without them torch computes it, over as many pages as the longest
-    row has. The drawn ids stay on the device, where the next step takes them."""
+    row has. The drawn ids stay on the device, where the next step takes them. A fused step computes up to the last of
+    `mixed_tokens` prompt tokens too, with a graph for each of these sizes."""
 
     def __init__(
         self,
@@ -199,6 +302,7 @@ class PagedDecode:
         max_rows: int,
         max_context_tokens: int,
         ops: DecodeOps | None,
+        mixed_tokens: Sequence[int] = (),
     ) -> None:
         self._model, self.cache, self._ops, device = model, cache, ops, model.device
         cuda = device.type == "cuda"
@@ -210,8 +314,10 @@ class PagedDecode:
         # one transfer per step, below the ids that the last step drew: tokens, the places of the tokens in the first
         # two rows, positions, stream and position of the draw, top-k; and as bits of float64 temperature, top-p, min-p
         self._inputs = torch.zeros(1 + len(PADDING), max_rows, dtype=torch.int64, device=device)
-        self._transfers = [Transfers(len(PADDING), cache.table) for _ in range(2)]
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by (rows, pages that are read)
+        self.prompts = PromptsBeside(cache, mixed_tokens if ops is not None else ())
+        self._transfers = [Transfers(len(PADDING), cache, self.prompts.inputs) for _ in range(2)]
+        # by (rows, pages that are read, prompt tokens)
+        self._graphs: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, Outputs]] = {}
         self._memory: Any = None  # shared by the graphs
         # one stream for all captures: a library's workspace belongs to a stream
         self._stream = torch.cuda.Stream(device) if cuda else None
@@ -228,7 +334,7 @@ class PagedDecode:
         self._transfers.reverse()
         host = self._transfers[0]
         host.wait()
-        self.cache.extend(rows.positions, host.table)
+        beside = self.prompts.stage(host, rows.positions)
         self._model.rotary.reserve(self._max_context_tokens)
         size = next(b for b in self._sizes if b >= n)
         columns, given = host.inputs.numpy(), np.arange(n) + self._inputs.shape[1]
@@ -243,10 +349,13 @@ class PagedDecode:
             width = min(width, 1 << (max(0, int(rows.positions.max())) // PAGE).bit_length())
         # without the operations of a fused step, top-k and others are a sort, which no other step should contain
         cuts = self._ops is None and bool(sampling.truncated.any())
-        both = self._replay(size, width) if self._captures and not cuts else self._sample(size, width, cuts)
+        step = (size, width, beside)
+        both, ends = self._replay(*step) if self._captures and not cuts else self._sample(*step, cuts)
         both = both[:, :n]
         self._inputs[0, :n].copy_(both[0])
         host.receive(both)
+        if ends is not None:
+            self.prompts.finish(ends)
 
         def read() -> Sampled:
             host.wait()
@@ -254,31 +363,36 @@ class PagedDecode:
 
         return read
 
-    def _replay(self, size: int, width: int) -> Tensor:
+    def _replay(self, size: int, width: int, beside: int) -> Outputs:
         """Run `_sample` as a graph, which is captured at the first call with these sizes."""
-        key = size, width
+        key = size, width, beside
         if key not in self._graphs:
             assert self._stream is not None
             self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
             with torch.cuda.stream(self._stream):  # libraries allocate and choose their kernels before the capture
                 for _ in range(2):
-                    self._sample(size, width)
+                    self._sample(*key)
             torch.cuda.current_stream(self._model.device).wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             # the trainer's thread may allocate on the same device meanwhile
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
-                both = self._sample(size, width)
+                outputs = self._sample(*key)
             self._memory = graph.pool()
-            self._graphs[key] = graph, both
-        graph, both = self._graphs[key]
+            self._graphs[key] = graph, outputs
+        graph, outputs = self._graphs[key]
         graph.replay()
-        return both
+        return outputs
 
-    def _sample(self, size: int, width: int, cuts: bool = False) -> Tensor:
-        """Return ids and log-probs as float64 [2, size] for the first `size` rows of the inputs. Nothing here may
-        synchronise with the host or change the inputs. With `cuts` a step that is not fused applies top-k, top-p and
-        min-p."""
-        logits = self._model.live.logits(self._hidden(size, width))
+    def _sample(self, size: int, width: int, beside: int = 0, cuts: bool = False) -> Outputs:
+        """Return ids and log-probs as float64 [2, size] for the first `size` rows of the inputs, and the final states
+        of the last tokens of the prompts beside them. Nothing here may synchronise with the host or change the inputs.
+        With `cuts` a step that is not fused applies top-k, top-p and min-p."""
+        hidden = self._hidden(size, width, beside)
+        ends = hidden[size:].index_select(0, self.prompts.rows(beside).ends) if beside else None
+        return self._draw(self._model.live.logits(hidden[:size]), cuts), ends
+
+    def _draw(self, logits: Tensor, cuts: bool) -> Tensor:
+        size = len(logits)
         stream, position, top_k = self._inputs[4:7, :size]
         temperature, top_p, min_p = self._inputs[7:, :size].view(torch.float64)
         if self._ops is not None:
@@ -288,14 +402,20 @@ class PagedDecode:
             logits = plain_truncate(logits.float(), temperature, top_k, top_p, min_p)
         return plain_sample(logits.float(), temperature.float(), plain_uniforms(stream, position))
 
-    def _hidden(self, n: int, width: int) -> Tensor:
-        """Return the final hidden states [n, hidden]. A step that is not fused reads `width` pages per row."""
+    def _hidden(self, n: int, width: int, beside: int) -> Tensor:
+        """Return the final hidden states [n + beside, hidden] of rows and prompt tokens. A step that is not fused reads
+        `width` pages per row."""
         model, pool = self._model, self.cache.pool
         assert pool is not None
         places, positions = self._inputs[2:4, :n]
         tokens = self._inputs.view(-1).index_select(0, places)
         if self._ops is not None:
-            return decode_hidden(self._ops, model, pool, self.cache.table[:n], tokens, positions)
+            table, prompts = self.cache.table[:n], None
+            if beside:
+                prompts, given = self.prompts.rows(beside), self.prompts.inputs[:3, :beside]
+                tokens, positions = torch.cat([tokens, given[0]]), torch.cat([positions, given[1]])
+                table = torch.cat([table, self.cache.table.index_select(0, given[2])])
+            return decode_hidden(self._ops, model, pool, table, tokens, positions, prompts)
         pages = torch.where(positions[:, None] >= 0, self.cache.table[:n, :width], 0)  # [n, W]
         positions = positions.clamp(min=0)
         place = pages.gather(1, (positions // PAGE)[:, None])[:, 0].long() * PAGE + positions % PAGE

@@ -41,6 +41,17 @@ class Job:
     entry: Prefix | None = None
     """The computed prompt; None until the last pass."""
 
+    def add(self, kv: Tensor, hidden: Tensor) -> None:
+        """Add the KV [layers, 2, K, t, D] of the next t tokens. `hidden` [hidden] is the final state of the last."""
+        done, self.done = self.done, self.done + kv.shape[3]
+        self.kv[:, :, :, done : self.done] = kv
+        if self.done == len(self.ids):
+            self.entry = Prefix(self.key, self.ids, self.kv, hidden.clone())
+
+
+Part = tuple[Job, int]
+"""A prompt and the number of its next tokens that are computed at once."""
+
 
 class Prefiller:
     """Computes the prompts of waiting requests, at most `max_prefill_tokens` per pass, and stores them for later
@@ -57,8 +68,9 @@ class Prefiller:
         self.store.clear()
         self._jobs.clear()
 
-    def advance(self, requests: Sequence[ActiveRequest], keys: Sequence[PromptKey]) -> None:
-        """Run one pass over the prompts of these requests. Prompts that no request waits for are dropped."""
+    def want(self, requests: Sequence[ActiveRequest], keys: Sequence[PromptKey]) -> None:
+        """Let the prompts of these requests be those that are computed. Prompts that no request waits for are
+        dropped."""
         jobs: dict[PromptKey, Job] = {}
         for request, key in zip(requests, keys):
             if key not in jobs and (job := self._jobs.get(key)):
@@ -66,7 +78,6 @@ class Prefiller:
             elif key not in jobs and self.store.get(key) is None:
                 jobs[key] = self._start(request, key)
         self._jobs = jobs
-        self._pass()
 
     def take(self, key: PromptKey) -> tuple[Prefix, int] | None:
         """Return the computed prompt and how many of its tokens were not computed for this request, or None if it is
@@ -104,10 +115,17 @@ class Prefiller:
         self.counts["reused_tokens"] += done
         return Job(key, ids, kv, done, cached=done, keep=not len(request.ids))
 
-    def _pass(self) -> None:
-        """Compute at most `max_prefill_tokens` tokens of unfinished jobs, in order of arrival."""
-        batch: list[tuple[Job, int]] = []
-        budget = self._max_prefill_tokens
+    def advance(self) -> None:
+        """Run one pass, of at most `max_prefill_tokens` tokens."""
+        batch = self.next_parts(self._max_prefill_tokens)
+        for parts in [[part] for part in batch] if self._deterministic else [batch] if batch else []:
+            self._compute(parts)
+
+    def next_parts(self, budget: int) -> list[Part]:
+        """Return the next tokens of unfinished prompts, in order of arrival, at most `budget` and no more than a pass
+        has."""
+        batch: list[Part] = []
+        budget = min(budget, self._max_prefill_tokens)
         for job in self._jobs.values():
             if job.entry is not None:
                 continue
@@ -117,10 +135,16 @@ class Prefiller:
                 break
             batch.append((job, tokens))
             budget -= tokens
-        for part in [[item] for item in batch] if self._deterministic else [batch] if batch else []:
-            self._compute(part)
+        return batch
 
-    def _compute(self, part: list[tuple[Job, int]]) -> None:
+    def record(self, parts: Sequence[Part]) -> None:
+        """Count the tokens of parts that were computed, and store the prompts that are complete."""
+        for job, tokens in parts:
+            self.counts["prefill_tokens"] += tokens
+            if job.entry is not None and job.keep:
+                self.store.put(job.entry)
+
+    def _compute(self, part: list[Part]) -> None:
         """Compute the next tokens of these jobs (job, number of tokens), by separate lanes if that is faster."""
         model = self._model
         total = sum(n for _, n in part)
@@ -133,19 +157,16 @@ class Prefiller:
             self._lanes.wide(partial(self._prefill, part))
         else:
             self._prefill(part)
-        for job, _ in part:
-            if job.entry is not None and job.keep:
-                self.store.put(job.entry)
-        self.counts["prefill_tokens"] += total
+        self.record(part)
 
     @torch.inference_mode()  # the mode is per thread
-    def _prefill(self, part: list[tuple[Job, int]]) -> None:
+    def _prefill(self, part: list[Part]) -> None:
         """Compute short prompts in groups of similar length, so that little of their KV is padding, and long prompts
         (width 0) separately."""
         model = self._model
         joined = model.live.joined
 
-        def width(item: tuple[Job, int]) -> int:
+        def width(item: Part) -> int:
             end = item[0].done + item[1]
             return 0 if joined is None or end > SHORT_PROMPT else max(MIN_WIDTH, 1 << (end - 1).bit_length())
 
@@ -157,8 +178,5 @@ class Prefiller:
             kv, hidden = model.prefill(chunks) if one_call is None else model.prefill_joined(one_call, chunks)
             start = 0
             for job, tokens in items:
-                job.kv[:, :, :, job.done : job.done + tokens] = kv[:, :, :, start : start + tokens]
-                job.done += tokens
                 start += tokens
-                if job.done == len(job.ids):
-                    job.entry = Prefix(job.key, job.ids, job.kv, hidden[start - 1].clone())
+                job.add(kv[:, :, :, start - tokens : start], hidden[start - 1])

@@ -22,7 +22,7 @@ from verl.parameter_set import POLICY_SET
 from verl.rollout.base import RolloutContext, Scores, WeightReader
 from verl.rollout.embedded.core import Admitted, DecodeRows, Sampled
 from verl.rollout.embedded.receive import receive
-from verl.rollout.embedded.requests import ActiveRequest
+from verl.rollout.embedded.requests import ActiveRequest, PromptKey
 from verl.rollout.embedded.sampler import SamplingMetadata, draw_rows, score_logits, scores_of, split_draws
 from verl.rollout.native.kv import Prefix, SlotCache, round_up
 from verl.rollout.native.model import Model
@@ -41,7 +41,8 @@ MIN_LANE_ROWS = 8  # rows of a decode step that one lane gets at least
 
 class NativeRunner:
     """The runner of the native engine. `products` (the layout of weights), `emulate_bf16` (compute bf16 weights in
-    float32), `paged` (KV in pages), `decode_ops` and `look_ahead` are chosen for the machine if they are None."""
+    float32), `paged` (KV in pages), `decode_ops`, `look_ahead` and `mixed_tokens` (of prompts, in decode steps) are
+    chosen for the machine if they are None."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class NativeRunner:
         paged: bool | None = None,
         decode_ops: DecodeOps | None = None,
         look_ahead: bool | None = None,
+        mixed_tokens: Sequence[int] | None = None,
     ) -> None:
         device = self._device = torch.device(context.device)
         self._facts = device_facts(device.type)
@@ -90,7 +92,9 @@ class NativeRunner:
             in_pages = in_pages and not self._deterministic and not self.model.shape.attention_cap
         elif self._deterministic:
             fused, in_pages = fused.with_exact_rows(), not self._fixed_rows
-        self._make_cache(options.max_kv_tokens, in_pages, fused)
+        mixed = self._facts.mixed_tokens if mixed_tokens is None else mixed_tokens
+        # the bits of a prompt would depend on what the steps have room for
+        self._make_cache(options.max_kv_tokens, in_pages, fused, () if self._deterministic else mixed)
         # a step on a CPU ends before the host continues, so a surplus token would be computed for nothing
         self.looks_ahead = device.type == "cuda" and in_pages if look_ahead is None else look_ahead
         self._drawn = np.zeros(0, np.int64)  # the ids of the last step over slots
@@ -103,7 +107,9 @@ class NativeRunner:
         s = self.model.shape
         return Use(self._device, self.compute_dtype, {"head_dim": s.head_dim, "hidden": s.hidden, "page": PAGE})
 
-    def _make_cache(self, max_kv_tokens: int | None, in_pages: bool, ops: DecodeOps | None) -> None:
+    def _make_cache(
+        self, max_kv_tokens: int | None, in_pages: bool, ops: DecodeOps | None, mixed_tokens: Sequence[int]
+    ) -> None:
         rows, longest = self.max_rows, self.max_context_tokens
         kind = (self.model.shape, self.compute_dtype, self._device)
         slots = round_up(rows, FIXED_ROWS) if self._fixed_rows else rows
@@ -116,7 +122,7 @@ class NativeRunner:
         self._paged: PagedDecode | None = None
         if in_pages:
             pages = PageCache(*kind, rows, longest, self._max_kv_tokens)
-            self._paged = PagedDecode(self.model, pages, self.compute_dtype, rows, longest, ops)
+            self._paged = PagedDecode(self.model, pages, self.compute_dtype, rows, longest, ops, mixed_tokens)
 
     @property
     def weight_format(self) -> WireFormat:
@@ -142,7 +148,7 @@ class NativeRunner:
         receive(self._read(source), live.destinations)
         live.pack_tied_head()
         self._torn, self.model.weights = None, live
-        self._prompts.clear()
+        self._forget_prompts()
 
     def _read(self, source: WeightReader) -> Iterable[tuple[str, object]]:
         return dequantised(source.tensors()) if self._fp8 else source.tensors()
@@ -161,7 +167,13 @@ class NativeRunner:
             self.model.weights = before
         else:
             self.model.weights = fresh
+        self._forget_prompts()
+
+    def _forget_prompts(self) -> None:
+        """Drop the KV of all prompts, computed or in progress."""
         self._prompts.clear()
+        if self._paged is not None:
+            self._paged.prompts.plan(())
 
     def stats(self) -> dict[str, int]:
         store, paged = self._prompts.store, self._paged.cache.nbytes if self._paged else 0
@@ -170,11 +182,11 @@ class NativeRunner:
 
     def drop_kv(self) -> int:
         freed = self._prompts.store.nbytes + self._cache.clear()
+        self._forget_prompts()
         if self._paged is not None:
             freed += self._paged.cache.nbytes
             self._paged.forget()
             self._paged.cache.clear()
-        self._prompts.clear()
         return freed
 
     def drop_weights(self) -> int:
@@ -188,7 +200,7 @@ class NativeRunner:
     def admit(self, waiting: Sequence[ActiveRequest], resident: int) -> Admitted | None:
         candidates = self._that_fit(waiting, resident)
         keys = [request.key() for request in candidates]
-        self._prompts.advance(candidates, keys)
+        self._compute_prompts(candidates, keys, resident)
         ready: list[Prefix] = []
         cached: list[int] = []
         self._ahead = self._ahead if resident else 0
@@ -204,6 +216,17 @@ class NativeRunner:
         if not ready:
             return None
         return Admitted(cached, partial(self._sample_first, *self._fill_slots(ready, resident)))
+
+    def _compute_prompts(self, waiting: Sequence[ActiveRequest], keys: Sequence[PromptKey], resident: int) -> None:
+        """Compute a bounded number of tokens of the prompts of waiting requests: in a pass, or in the next step beside
+        its rows, if there are rows and the kernels for it."""
+        beside = None if self._paged is None else self._paged.prompts
+        self._prompts.want(waiting, keys)
+        mixed = beside is not None and beside.most > 0 and resident > 0
+        if beside is not None:
+            beside.plan(self._prompts.next_parts(beside.most) if mixed else ())
+        if not mixed:
+            self._prompts.advance()
 
     def _that_fit(self, waiting: Sequence[ActiveRequest], resident: int) -> list[ActiveRequest]:
         """Return the first waiting requests with KV that fits beside that of the resident ones, both at their final
@@ -252,7 +275,9 @@ class NativeRunner:
         n = len(rows.tokens)
         self._decoded += n
         if self._paged is not None:
-            return self._paged.launch(rows)
+            computed, read = self._paged.prompts.parts, self._paged.launch(rows)
+            self._prompts.record(computed)
+            return read
         tokens, positions = rows.tokens, rows.positions
         if rows.drawn_by is not None:
             tokens = np.where(rows.drawn_by < 0, tokens, self._drawn[rows.drawn_by])
