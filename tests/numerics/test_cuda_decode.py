@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -266,7 +267,7 @@ def test_a_step_that_waits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(launched_on_meta("qwen3", None, monkeypatch)) == 2
 
 
-def test_what_the_kernels_lack_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernels_lack_has_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cuda, cpu, sizes = torch.device("cuda"), torch.device("cpu"), {"head_dim": 128, "hidden": 4096, "page": 256}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert decode.missing(cpu, sizes) is None
@@ -281,7 +282,12 @@ def test_what_the_kernels_lack_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
         assert reason in str(choose_decode_ops(Use(cuda, torch.bfloat16, {**sizes, **changed})))
     assert "no kernel of page_attention" in str(choose_decode_ops(Use(cuda, torch.float64, sizes)))
     assert "no kernel of page_attention" in str(choose_decode_ops(Use(cpu, torch.float32, sizes)))
-    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(decode.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    assert f"{tmp_path}/Python.h is missing" in str(choose_decode_ops(Use(cuda, torch.bfloat16, sizes)))
+    for given in (str(tmp_path / "gcc"), ""):
+        monkeypatch.setenv("CC", given)
+        assert f"CC={given} is not a program" in str(choose_decode_ops(Use(cuda, torch.bfloat16, sizes)))
+    monkeypatch.delenv("CC")
     monkeypatch.setattr(decode.shutil, "which", lambda name: None)
     assert "no C compiler" in str(choose_decode_ops(Use(cuda, torch.bfloat16, sizes)))
     monkeypatch.setattr(decode.importlib.util, "find_spec", lambda name: None)

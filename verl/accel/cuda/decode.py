@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sysconfig
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -26,8 +28,8 @@ def missing(device: torch.device, sizes: Mapping[str, int]) -> str | None:
         found = torch.cuda.get_device_capability(device)
         if found < LEAST_CAPABILITY:
             return f"the card has compute capability {found[0]}.{found[1]}, below {LEAST_CAPABILITY[0]}.0"
-        if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-            return "Triton finds no C compiler: install gcc or set CC"
+        if (reason := _cannot_build()) is not None:
+            return reason
     dim, hidden, page = sizes.get("head_dim", 2), sizes.get("hidden", 1), sizes.get("page", LEAST_PAGE)
     if dim > MAX_HEAD_DIM or dim % 2:
         return f"head_dim={dim}: the kernels compute even sizes up to {MAX_HEAD_DIM}"
@@ -35,4 +37,19 @@ def missing(device: torch.device, sizes: Mapping[str, int]) -> str | None:
         return f"hidden_size={hidden}: the kernels compute up to {MAX_HIDDEN}"
     if page < LEAST_PAGE or page & (page - 1):
         return f"pages of {page} tokens: the kernels read powers of two from {LEAST_PAGE}"
+    return None
+
+
+def _cannot_build() -> str | None:
+    """Return why Triton cannot compile the C code by which it launches kernels, or None."""
+    given = os.environ.get("CC")
+    if given is not None and shutil.which(given) is None:
+        return f"CC={given} is not a program, and Triton compiles C with it: install gcc and unset CC, or correct it"
+    if given is None and not (shutil.which("gcc") or shutil.which("clang")):
+        return "Triton finds no C compiler: install gcc or set CC"
+    scheme = sysconfig.get_default_scheme()  # as Triton chooses it: Debian's own one names another folder
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    header = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
+    if not header.exists():
+        return f"{header} is missing, which Triton compiles with: install Python's headers (python3-dev)"
     return None
