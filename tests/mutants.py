@@ -76,6 +76,7 @@ MEDIA = "tests/unit/test_media.py"
 BLOCKS = "tests/unit/test_fp8.py"
 CRC = "tests/unit/test_crc.py"
 WIRE, SLICES = "tests/unit/test_wire_format.py", "tests/distributed/test_parts_sync.py"
+STAGING = "tests/distributed/test_publish_faults.py"
 TEACHER = "tests/numerics/test_teacher.py"
 AHEAD = "tests/unit/test_ahead.py"
 SEVERAL = "tests/numerics/test_several_teachers.py"
@@ -625,6 +626,16 @@ MUTANTS = (
     Mutant("weight_sync/slices.py", "if missing:", "if False:", SLICES),
     Mutant("weight_sync/collective.py", "if version != table.version or", "if", SLICES),
     Mutant("weight_sync/base.py", "for one in self.slices:", "for one in ():", SLICES),
+    Mutant(
+        "weight_sync/meeting.py",
+        "except Exception as e:  # any error of one",
+        "except OSError as e:  # any error of one",
+        STAGING,
+    ),
+    Mutant(
+        "weight_sync/meeting.py", "with contextlib.suppress(RuntimeError):", "with contextlib.nullcontext():", STAGING
+    ),
+    Mutant("weight_sync/sender.py", "                _take_part(gathered)\n", "", STAGING),
     Mutant("weight_sync/record.py", "torch.maximum(before[1], largest)", "before[1]", SLICES),
     Mutant("weight_sync/base.py", "if found != expected[name].checksum]", "if not expected]", CRC),
     Mutant("weight_sync/crc.py", "_advanced(sums, width) ^ row", "sums ^ row", CRC),

@@ -53,19 +53,23 @@ def tensor_bytes() -> int:
     return sum(found.values())
 
 
-def run(world_size: int, fn: Callable[[int], Any], *, timeout_s: float = TIMEOUT_S) -> list[Any]:
+def run(
+    world_size: int, fn: Callable[[int], Any], *, timeout_s: float = TIMEOUT_S, killed: frozenset[int] = frozenset()
+) -> list[Any]:
     """What fn(rank) returned on each of `world_size` ranks of one gloo group. The first that fails ends all of them,
-    and its traceback is the error."""
+    and its traceback is the error. killed: the ranks that are killed in fn, with None as their result; then the
+    deadline of torch's collectives is ten times `timeout_s`."""
     _settle(timeout_s)
     with tempfile.TemporaryDirectory() as folder:
-        pids = [_start(rank, world_size, fn, Path(folder), timeout_s) for rank in range(world_size)]
+        pids = [_start(rank, world_size, fn, Path(folder), timeout_s, bool(killed)) for rank in range(world_size)]
         waiting, failed, end = set(pids), None, time.monotonic() + timeout_s
         try:
             while waiting and failed is None:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid in waiting:
                     waiting.remove(pid)
-                    failed = pids.index(pid) if status else None
+                    rank = pids.index(pid)
+                    failed = rank if (status != signal.SIGKILL if rank in killed else status) else None
                 elif time.monotonic() > end:
                     where = _stacks([p for p in pids if p in waiting], Path(folder))
                     ranks = sorted(pids.index(p) for p in waiting)
@@ -79,7 +83,8 @@ def run(world_size: int, fn: Callable[[int], Any], *, timeout_s: float = TIMEOUT
         if failed is not None:
             errors = [p.read_text() for p in sorted(Path(folder).glob("*.error"), key=lambda p: p.stat().st_mtime_ns)]
             raise RuntimeError(errors[0] if errors else f"rank {failed} died")
-        return [pickle.loads((Path(folder) / f"{rank}.result").read_bytes()) for rank in range(world_size)]
+        found = [Path(folder) / f"{rank}.result" for rank in range(world_size)]
+        return [pickle.loads(p.read_bytes()) if rank not in killed else None for rank, p in enumerate(found)]
 
 
 def _settle(timeout_s: float) -> None:
@@ -110,16 +115,18 @@ def _stacks(pids: list[int], folder: Path) -> str:
     return "\n".join(f"{p.name}:\n{p.read_text()}" for p in sorted(folder.glob("*.stack")))
 
 
-def _start(rank: int, world_size: int, fn: Callable[[int], Any], folder: Path, timeout_s: float) -> int:
+def _start(rank: int, world_size: int, fn: Callable[[int], Any], folder: Path, timeout_s: float, some_die: bool) -> int:
     if pid := os.fork():
         return pid
     code = 1
     try:
         faulthandler.register(signal.SIGUSR1, (folder / f"{rank}.stack").open("w"))
         STORE.append(dist.FileStore(str(folder / "rendezvous"), world_size))
-        become(STORE[0], Layout(world_size=world_size), rank, backend="gloo", timeout_s=timeout_s, start_s=timeout_s)
+        wait_s = timeout_s * (10 if some_die else 1)
+        become(STORE[0], Layout(world_size=world_size), rank, backend="gloo", timeout_s=wait_s, start_s=timeout_s)
         (folder / f"{rank}.result").write_bytes(pickle.dumps(fn(rank)))
-        dist.barrier()
+        if not some_die:
+            dist.barrier()
         code = 0
     except BaseException:
         (folder / f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")

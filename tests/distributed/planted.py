@@ -61,13 +61,13 @@ def model(options: Any, context: Any) -> Any:
     engine = rank_engine.build(options, context)
     if context.optim is None or dist.get_rank() > 1:
         return engine
-    weights, save = engine.weights, Snapshot.save
+    parts, save = engine.weight_parts, Snapshot.save
     if dist.get_rank() == 0:
         Snapshot.save = before("first-save", save)
         return engine
 
-    def in_the_middle(*args: Any) -> Iterator[Any]:
-        for i, found in enumerate(weights(*args)):
+    def in_the_middle() -> Iterator[Any]:
+        for i, found in enumerate(parts()):
             if i == 3:
                 strike("publish")
             yield found
@@ -76,7 +76,7 @@ def model(options: Any, context: Any) -> Any:
         save(self, path)
         strike("save")
 
-    engine.weights, Snapshot.save = in_the_middle, written
+    engine.weight_parts, Snapshot.save = in_the_middle, written
     (layer,) = (m for name, m in engine.local.trained().named_modules() if name.endswith("layers.0"))
     layer.register_full_backward_pre_hook(lambda *_: strike("update"))
     return engine

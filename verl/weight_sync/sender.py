@@ -29,6 +29,7 @@ from verl.weight_sync.base import (
     open_stream,
 )
 from verl.weight_sync.canary import Probed, no_model
+from verl.weight_sync.meeting import by_all
 from verl.weight_sync.record import VersionRecord, entries_of_part, on_host, some_values, weights_identity
 from verl.weight_sync.slices import SlicesOutlet
 from verl.weight_sync.together import Stage, staging
@@ -102,13 +103,12 @@ class WeightSender:
         outlet = self._outlet
         assert isinstance(outlet, StreamingOutlet), "this outlet keeps whole versions"
 
-        def stage(record: VersionRecord) -> str:
-            tensors = self._tensors(engine, self._format, record, copy=False)
+        def stage(tensors: Iterator[tuple[str, Tensor]], record: VersionRecord) -> str:
             outlet.stream(version, (Passed(n, t, record.checksum_of(n)) for n, t in tensors), readers)
             return ""
 
         try:
-            sent = self._sent_by(stage, engine, version, probes, self._format)
+            sent = self._sent_by(stage, engine, version, probes, self._format, copy=False)
         except BaseException:
             outlet.break_off(readers.turn)
             raise
@@ -144,24 +144,32 @@ class WeightSender:
             self.attend(engine, version, probes)
             return None
 
-        def stage(record: VersionRecord) -> str:
-            return self._outlet.stage(
-                version, self._shapes_of(engine, form), self._tensors(engine, form, record, copy=copy)
-            )
+        def stage(tensors: Iterator[tuple[str, Tensor]], record: VersionRecord) -> str:
+            return self._outlet.stage(version, self._shapes_of(engine, form), tensors)
 
-        return self._sent_by(stage, engine, version, probes, form)
+        return self._sent_by(stage, engine, version, probes, form, copy=copy)
 
     def _sent_by(
         self,
-        stage: Callable[[VersionRecord], str],
+        stage: Callable[[Iterator[tuple[str, Tensor]], VersionRecord], str],
         engine: Publishes,
         version: int,
         probes: Sequence[np.ndarray],
         form: WireFormat,
+        *,
+        copy: bool,
     ) -> Sent:
-        """Send one version from this rank. stage: stores the tensors and returns their address."""
-        record, began = VersionRecord(), time.perf_counter()
-        address = stage(record)
+        """Send one version from this rank. stage: stores the tensors, which it records, and returns their address."""
+        record, began, gathered = VersionRecord(), time.perf_counter(), iter(engine.weights())
+
+        def staged() -> str:
+            try:
+                return stage(self._tensors(gathered, form, record, copy=copy), record)
+            except Exception:  # of any outlet: the other ranks take part in the gathering of the rest
+                _take_part(gathered)
+                raise
+
+        address = by_all(f"version {version}", "send it", staged)
         record.finish()
         seconds = {"gather": record.gathered_s, "stage": time.perf_counter() - began - record.gathered_s}
         return self._sent_of(engine, version, probes, form, record, address, seconds)
@@ -200,11 +208,11 @@ class WeightSender:
         return Sent(source, probe, record.num_bytes, changed, alarms, seconds)
 
     def _tensors(
-        self, engine: Publishes, form: WireFormat, record: VersionRecord, *, copy: bool
+        self, gathered: Iterator[tuple[str, Tensor]], form: WireFormat, record: VersionRecord, *, copy: bool
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the engine's tensors in the format, and record each."""
         began = time.perf_counter()
-        for number, (name, tensor) in enumerate(engine.weights()):
+        for number, (name, tensor) in enumerate(gathered):
             record.gathered_s += time.perf_counter() - began
             for sent, made in wire_tensors(form, name, tensor):
                 kept = made.clone() if copy and made.data_ptr() == tensor.data_ptr() else made
@@ -229,8 +237,7 @@ class WeightSender:
         """Take part, on a rank that is not the first, in the collective work of a publish: gathering weights, and the
         forward pass of the canary."""
         self._shapes_of(engine, self._format)
-        for _ in engine.weights():
-            pass
+        by_all(f"version {version}", "deliver its parts", lambda: _take_part(engine.weights()))
         self._probed(engine, version, probes)
 
     def _shapes_of(self, engine: Publishes, form: WireFormat) -> dict[str, Entry]:
@@ -294,6 +301,12 @@ class WeightSender:
         return False, (
             f"weights unchanged since version {since}, though {len(moved)} trained tensors moved, e.g. {moved[0]}",
         )
+
+
+def _take_part(gathered: Iterator[tuple[str, Tensor]]) -> None:
+    """Take part in the gathering of the tensors, which another rank sends."""
+    for _ in gathered:
+        pass
 
 
 def sampled_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

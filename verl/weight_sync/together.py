@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
 
 from verl.model_engine.base import Publishes
 from verl.weight_sync.base import Entry, SliceEntry, Spans, SyncError, checksum, slice_at
+from verl.weight_sync.meeting import meet, of_first, several_ranks
 from verl.weight_sync.record import SAMPLED_VALUES, VersionRecord
 from verl.weight_sync.slices import (
     RankSlices,
@@ -51,6 +52,16 @@ class DeliveredSlice:
     """Its position in the whole tensor."""
     checksum: int | None
     """crc32 of its bytes in the format in which they are sent; None where this version does not check the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSlices:
+    """The slices of a version that one rank has stored, for the first rank."""
+
+    rank_slices: RankSlices
+    checksums: list[int | None]
+    """crc32 of each slice; None where this version does not check its tensor."""
+    record: VersionRecord
 
 
 class PartsFile(Protocol):
@@ -98,7 +109,7 @@ def staging(outlet: object) -> Stage | None:
     """Return how several ranks stage a version in this outlet: in one place if all of them see the place of the first
     one, else each its slices if the outlet takes these. None: there is one rank, or the first one gathers. All ranks
     call this, and agree."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
+    if not several_ranks():
         return None
     if isinstance(outlet, PartsOutlet) and _one_place(outlet):
         return partial(stage_parts, outlet)
@@ -107,21 +118,9 @@ def staging(outlet: object) -> Stage | None:
 
 def _one_place(outlet: PartsOutlet) -> bool:
     """Return True if all ranks see the place of the first one."""
-    place = _path_of_first(outlet.place)
-    return all(_gathered(outlet.sees(place)))
-
-
-def _path_of_first(fn: Callable[[], str]) -> str:
-    """Return the path that the function returns on the first rank, which alone calls it. Raise its OSError on all
-    ranks."""
-    from verl.checkpoint.shards import agreed  # it loads torch's checkpoints, which a process without ranks never needs
-
-    path = [""]
-    with agreed(None):
-        if dist.get_rank() == 0:
-            path = [fn()]
-    dist.broadcast_object_list(path)
-    return path[0]
+    at, what = "the weights cannot be published", "find a place for them"
+    place = of_first(at, what, outlet.place)
+    return meet(at, what, lambda: outlet.sees(place), lambda seen: [all(seen)] * len(seen))
 
 
 def stage_parts(
@@ -134,41 +133,51 @@ def stage_parts(
 ) -> tuple[str, VersionRecord]:
     """Stage one version in one place, as a `Stage`. The record is of the bytes that were staged: each rank reads some
     of the whole tensors after all slices are written, and compares them with the slices that the ranks delivered."""
-    from verl.checkpoint.shards import agreed
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    path = _path_of_first(lambda: outlet.begin(version, shapes))
-    delivered = list[DeliveredSlice]()
+    at = f"version {version}"
+    path = of_first(at, "begin the version", lambda: outlet.begin(version, shapes))
     checked = {name for number, name in enumerate(shapes) if checks(number)}
-    with agreed(None):
-        file = outlet.opened(path, version, shapes)
-        for part in engine.weight_parts():
-            if part.mine is not None:
-                kept = converted(form, part.name, part.mine)
-                file.write(part.name, part.index, kept)
-                crc = checksum(kept) if part.name in checked else None
-                delivered.append(DeliveredSlice(part.name, spans_of(part.index, part.shape), crc))
+    files = list[PartsFile]()
+
+    def write() -> list[DeliveredSlice]:
+        files.append(file := outlet.opened(path, version, shapes))
+        delivered = list[DeliveredSlice]()
+        for part, mine in held_parts(engine):
+            kept = converted(form, part.name, mine)
+            file.write(part.name, part.index, kept)
+            crc = checksum(kept) if part.name in checked else None
+            delivered.append(DeliveredSlice(part.name, spans_of(part.index, part.shape), crc))
         file.flush()
-    slices: dict[str, list[DeliveredSlice]] = {name: [] for name in shapes}
-    for one in (one for of_rank in _gathered(delivered) for one in of_rank):
-        slices[one.name].append(one)
-    mine, fault = VersionRecord(), ""
-    with agreed(None):
-        for name in list(shapes)[rank::world]:
-            tensor = file.read(name)
-            fault = fault or difference_of(name, tensor, slices[name])
+        return delivered
+
+    def shares(delivered: list[list[DeliveredSlice]]) -> list[dict[str, list[DeliveredSlice]]]:
+        """Return the tensors that each rank compares, with their slices."""
+        slices: dict[str, list[DeliveredSlice]] = {name: [] for name in shapes}
+        for one in (one for of_rank in delivered for one in of_rank):
+            slices[one.name].append(one)
+        world = len(delivered)
+        return [{name: slices[name] for name in list(shapes)[rank::world]} for rank in range(world)]
+
+    share = meet(at, "write its slices", write, shares)
+
+    def compare() -> tuple[str, VersionRecord]:
+        mine, fault = VersionRecord(), ""
+        for name, slices in share.items():
+            tensor = files[0].read(name)
+            fault = fault or difference_of(name, tensor, slices)
             mine.note(name, tensor, check=name in checked)
-    mine.finish()
-    _raise_any(version, fault)
-    every: list[Any] | None = [None] * world if rank == 0 else None
-    dist.gather_object(mine, every)
-    whole = VersionRecord()
-    if every is None:
-        return "", whole
-    for of_rank in every:
-        whole.add(of_rank)
-    whole.manifest = {name: whole.manifest[name] for name in shapes}
-    return outlet.end(version), whole
+        mine.finish()
+        return fault, mine
+
+    def end(compared: list[tuple[str, VersionRecord]]) -> list[tuple[str, VersionRecord]]:
+        if faults := [fault for fault, _ in compared if fault]:
+            raise SyncError(faults[0])
+        whole = VersionRecord()
+        for _, of_rank in compared:
+            whole.add(of_rank)
+        whole.manifest = {name: whole.manifest[name] for name in shapes}
+        return [(outlet.end(version), whole), *(("", VersionRecord()) for _ in compared[1:])]
+
+    return meet(at, "read the version that was written", compare, end)
 
 
 def stage_slices(
@@ -181,65 +190,42 @@ def stage_slices(
 ) -> tuple[str, VersionRecord]:
     """Stage one version in slices, as a `Stage`. The entries of the manifest have the checksums of slices. Raise
     SyncError on all ranks if one cannot store its slices, or if they do not cover all tensors."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    at, rank, world = f"version {version}", dist.get_rank(), dist.get_world_size()
     checked = {name for number, name in enumerate(shapes) if checks(number)}
-    entries, slices = own_slices(engine, form)
-    record, sums = VersionRecord(), list[int | None]()
+    place = of_first(at, "begin the version", lambda: outlet.begin_slices(version))
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for number, (part, mine) in enumerate(held_parts(engine)):
-            kept = converted(form, part.name, mine).cpu()
-            sums.append(checksum(kept) if part.name in checked else None)
-            record.note_slice(part.name, kept, max(1, SAMPLED_VALUES // world))
-            yield str(number), kept
+    def store() -> StoredSlices:
+        entries, slices = own_slices(engine, form)
+        record, sums = VersionRecord(), list[int | None]()
 
-    place = _of_first(version, lambda: outlet.begin_slices(version))
-    stage = partial(outlet.stage_slices, place, rank, version, entries, tensors())
-    address, fault = _tried(stage) if slices else ("", "")
-    _raise_any(version, f"rank {rank} could not store its slices: {fault}" if fault else "")
-    every: list[Any] | None = [None] * world if rank == 0 else None
-    dist.gather_object((RankSlices(rank, address, slices), sums, record), every)
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for number, (part, mine) in enumerate(held_parts(engine)):
+                kept = converted(form, part.name, mine).cpu()
+                sums.append(checksum(kept) if part.name in checked else None)
+                record.note_slice(part.name, kept, max(1, SAMPLED_VALUES // world))
+                yield str(number), kept
 
-    def join() -> str:
-        of_ranks = [of_rank for of_rank, _, _ in every or () if of_rank.slices]
-        table = SlicedVersion(version, {name: (e.dtype, e.shape) for name, e in shapes.items()}, of_ranks)
+        address = outlet.stage_slices(place, rank, version, entries, tensors()) if slices else ""
+        return StoredSlices(RankSlices(rank, address, slices), sums, record)
+
+    def join(stored: list[StoredSlices]) -> list[tuple[str, VersionRecord]]:
+        table = SlicedVersion(
+            version,
+            {name: (e.dtype, e.shape) for name, e in shapes.items()},
+            [one.rank_slices for one in stored if one.rank_slices.slices],
+        )
         if table.fault:
             raise SyncError(table.fault)
-        return outlet.join_slices(place, table)
+        whole = VersionRecord(dict(shapes))
+        for one in stored:
+            whole.add_slices(one.record)
+            for (name, spans), crc in zip(one.rank_slices.slices, one.checksums, strict=True):
+                if crc is not None:
+                    entry, found = whole.manifest[name], SliceEntry(one.rank_slices.rank, spans, crc)
+                    whole.manifest[name] = replace(entry, slices=(*entry.slices, found))
+        return [(outlet.join_slices(place, table), whole), *(("", VersionRecord()) for _ in stored[1:])]
 
-    whole = VersionRecord(dict(shapes))
-    for of_rank, of_slices, found in every or ():
-        whole.add_slices(found)
-        for (name, spans), crc in zip(of_rank.slices, of_slices, strict=True):
-            if crc is not None:
-                entry = whole.manifest[name]
-                whole.manifest[name] = replace(entry, slices=(*entry.slices, SliceEntry(of_rank.rank, spans, crc)))
-    address = _of_first(version, join)
-    return (address, whole) if rank == 0 else ("", VersionRecord())
-
-
-def _tried(fn: Callable[[], str]) -> tuple[str, str]:
-    """Return (the result, "") or ("", the text of the error)."""
-    try:
-        return fn(), ""
-    except (OSError, SyncError) as e:
-        return "", str(e)
-
-
-def _of_first(version: int, fn: Callable[[], str]) -> str:
-    """Return the result of the first rank, which alone calls the function. Raise its error on all ranks."""
-    found = [_tried(fn) if dist.get_rank() == 0 else ("", "")]
-    dist.broadcast_object_list(found)
-    ((result, fault),) = found
-    if fault:
-        raise SyncError(f"version {version}: {fault}")
-    return result
-
-
-def _raise_any(version: int, fault: str) -> None:
-    """Raise the first error text of all ranks, on all of them."""
-    if faults := [found for found in _gathered(fault) if found]:
-        raise SyncError(f"version {version}: {faults[0]}")
+    return meet(at, "store its slices", store, join)
 
 
 def difference_of(name: str, tensor: Tensor, slices: Sequence[DeliveredSlice]) -> str:
@@ -253,10 +239,3 @@ def difference_of(name: str, tensor: Tensor, slices: Sequence[DeliveredSlice]) -
         fix = "the file system between the ranks does not keep what they write: set sync.engine=tcp, or another folder"
         return f"{name} does not read as it was written, in {len(changed)} of its {len(slices)} slices; {fix}"
     return ""
-
-
-def _gathered(value: Any) -> list[Any]:
-    """Return the values of all ranks."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
