@@ -80,7 +80,7 @@ def random_spec(seed: int) -> Spec:
 
 @dataclass
 class Books:
-    """What a checkpoint would hold beside the scheduler's own state."""
+    """The state of a checkpoint besides that of the scheduler."""
 
     next_task: int = 0
     returned: deque[str] = field(default_factory=deque)

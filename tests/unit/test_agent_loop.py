@@ -151,7 +151,7 @@ def test_a_loop_without_run_is_ours_to_fix():
 
 
 class ToolLoop(AgentLoopBase):
-    """Samples, appends what the tool says, samples again."""
+    """Samples a turn, appends the answer of the tool, and samples again."""
 
     tool = (30, 31)
 
@@ -205,7 +205,7 @@ def test_a_completion_of_several_versions_is_one_segment_per_version():
 
 
 def test_media_and_side_channels_follow_the_tokens() -> None:
-    """Of an untouched answer, and of one that was cut, masked in part and continued: each token keeps its own rows."""
+    """An untouched answer, and one that was cut, masked in part and continued: each token keeps its own values."""
     routed = {"experts": np.arange(10).reshape(5, 2)}
     first = replace(completion([5, 6, 7, 8, 9], spans=((3, 0, 2), (4, 2, 5))), side=routed)
     second = replace(completion([11]), side={"experts": np.array([[70, 71]])})
@@ -484,7 +484,7 @@ FIRST, SECOND = completion([5, 6, 9], base=-1.0), completion([7, 8, 9], base=-2.
 
 
 def test_a_token_of_two_branches_is_trained_in_the_first():
-    """A sub-agent's view, and one that goes on from the whole history handed over as a prompt."""
+    """One branch is a sub-agent's view; another continues from the whole history, which it got as its prompt."""
     after = [*PROMPT, 5, 6, 9, 30]
     made = manager((PROMPT, FIRST), (after, SECOND))
     whole = output([5, 6, 9, 30, 7, 8, 9], [1, 1, 1, 0, 1, 1, 1])
@@ -525,7 +525,7 @@ def test_equal_samples_of_one_prompt_are_trained_each_in_a_branch_of_its_own():
 
 
 def test_a_compacted_history_is_a_branch_and_what_no_branch_uses_is_counted():
-    """The loop dropped its first answer, and asked again after a summary that it wrote itself."""
+    """The loop dropped its first answer, and generated again after a summary that it wrote itself."""
     made = manager((PROMPT, FIRST), ([1, 40, 41], SECOND))
     found = check_output([output([7, 8, 9], [1, 1, 1], prompt=[1, 40, 41])], made, 50)
     assert shape(found.segments) == [("prompt", [1, 40, 41], -1), ("sampled", [7, 8, 9], 0)] and found.discarded == 3
@@ -555,18 +555,18 @@ def test_a_turn_s_reward_stands_at_its_last_trained_token_once():
     assert said(rows, "turn_reward") == [[[0, 0, 0.75], [0, 0, 2]]]
     states = said(rows, "turn_state")[0]
     assert states[0] == [states[0][0]] * 3 and states[0][0] != states[1][0]
-    # Two branches; a turn that was cut; one that goes on in the second branch.
+    # Two branches; a turn that was cut; one that continues in the second branch.
     assert said(credited([output([5, 6, 9], [1, 1, 1]), whole]), "turn_reward") == [[[0, 0, 0.75]], [[0, 0, 2]]]
     assert said(credited([output([5, 6, 30], [1, 1, 0])]), "turn_reward") == [[[0, 0.75]]]
     halves = credited([output([5, 6], [1, 1]), output([5, 6, 9], [1, 1, 1])])
     assert said(halves, "turn_reward") == [[[0, 0]], [[0.75]]]
-    # A state is what the loop says, or what the model was shown: here the same after another history.
+    # The state is given by the loop, or is the text that the model saw: here the same after another history.
     named = said(credited([whole], states=("x", "x")), "turn_state")[0]
     assert named[0][0] == named[1][0] != states[0][0]
     other = ServerManager(FakeEngine(), SAMPLING, seed_parts=("s",), credits_turns=True)
     other.record = manager((PROMPT, SECOND), ([*PROMPT, 7, 8, 9, 30], FIRST)).record
     assert [other.turn_side(k)["turn_state"][0] for k in (0, 1)] == [states[0][0], states[1][0]]
-    # A history that was rendered anew is compared whole: what was dropped from it says nothing of what came since.
+    # A history that was rendered again is compared as a whole.
     anew = ServerManager(FakeEngine(), SAMPLING, seed_parts=("s",), credits_turns=True)
     anew.record = manager((PROMPT, FIRST), ([*PROMPT, 5, 30], SECOND)).record
     again = ServerManager(FakeEngine(), SAMPLING, seed_parts=("s",), credits_turns=True)

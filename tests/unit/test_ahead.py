@@ -1,5 +1,4 @@
-"""A frozen model that is asked for the rows of a group before their step: one call at a time, nothing twice, nothing
-lost."""
+"""A frozen model computes the rows of a group before their step: one call at a time, nothing twice, nothing lost."""
 
 from __future__ import annotations
 
@@ -105,7 +104,7 @@ def test_a_step_that_nobody_was_asked_for_is_asked_for_then():
 
 @pytest.mark.parametrize("groups", ["a", "b"])
 def test_what_a_call_raises_the_next_step_raises(groups):
-    """Whether the rows are of this step or of a later one; nothing is begun after it."""
+    """The rows may be of this step or of a later one. No call is started after the error."""
     ahead, asked = made()
     ahead.begin(rows("a"))
     _, answer = asked.next()

@@ -1,4 +1,4 @@
-"""Names of algorithms and of their settings: a near one is told in one try, with what it needs beside it."""
+"""Names of algorithms and of their settings: an error has the nearest name, with the other settings that it needs."""
 
 import pytest
 from handmade_model import write_model, write_rows

@@ -1,4 +1,4 @@
-"""Who plays the tasks of a run, and where."""
+"""The loops that play the tasks of a run, and their process."""
 
 from __future__ import annotations
 

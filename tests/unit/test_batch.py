@@ -87,7 +87,7 @@ def seen_by(batch: Batch, token: int) -> list[int]:
 
 
 def assert_rows(batch: Batch, samples: list[Sample]) -> None:
-    """Every row of `batch` is the sample of the same place, told from the tensors alone."""
+    """Assert by the tensors alone that every row of `batch` is the sample of the same place."""
     assert batch.num_rows == len(samples)
     names: list[str] = []
     for r, sample in enumerate(samples):
@@ -311,7 +311,7 @@ def test_segment_reductions():
 
 
 def test_a_pass_over_no_row_has_no_weight_of_any_kind():
-    """What an idle rank computes: one row, whose weights and masks of every term are 0."""
+    """An idle rank computes one row; the weights and masks of every term are 0 there."""
     prompt = Segment(ids=np.arange(2), source="prompt")
     answer = Segment(ids=np.arange(3), source="sampled", logprobs=np.full(3, -1.0, np.float32), version=0)
     rows = [
@@ -334,7 +334,7 @@ def test_parts_are_made_as_many_as_all_ranks_have():
 
 
 def test_what_two_later_answers_share_counts_once_in_a_micro_batch():
-    """2 prompt tokens and 3 of the first answer, then 4 + 1 of the second, of whose 4 the third goes on with 1."""
+    """2 prompt tokens and 3 of the first answer, then 4 + 1 of the second; the third continues its first 4 with 1."""
 
     def sampled(first, n):
         ids = np.arange(first, first + n)

@@ -1,9 +1,9 @@
 """Random conversations with every template that can be had: ours, which imitate published ones, the files of trl
-(tests/data/trl_templates) and, in test_renderers.py, what the package renderers writes. What the loop plays is owned
-token for token, whatever the template does.
+(tests/data/trl_templates) and, in test_renderers.py, what the package renderers writes. Each token that the loop plays
+has an owner, whatever the template does.
 
 The quick suite plays the first hundred with each template (25 of the package's, which renders slowly), FULL_GRID=1 the
-first thousand, three minutes of processor; CONVERSATIONS=10000 says how many else, and takes half an hour."""
+first thousand, three minutes of processor; CONVERSATIONS=10000 sets another number, and takes half an hour."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ WITHOUT = {  # tools, or no template of conversations at all
     *("ours: zephyr", "ours: command_r", "ours: quickstart", "ours: stripping", "ours: plain_text"),
 }
 WITH_TOOLS = [name for name in SOURCES if name not in WITHOUT]
-REWRITES = {  # new messages change what stands before them, or turns have no end of their own: a branch per turn
+REWRITES = {  # new messages change the text before them, or turns have no end of their own: a branch per turn
     *("gemma4", "gemma4_v5", "glm4moe", "gptoss", "llama3_1", "llama3_2", "muse_glimmer", "ours: rewriting")
 }
 
@@ -198,7 +198,7 @@ def words(rng: random.Random) -> str:
 
 
 def history(rng: random.Random, audit: TemplateAudit) -> list[dict[str, Any]]:
-    """What a row begins with: a question, after a system message and earlier turns at times."""
+    """Return the beginning of a row: a question, sometimes after a system message and earlier turns."""
     found: list[dict[str, Any]] = []
     if audit.supports_system and rng.random() < 0.3:
         found.append({"role": "system", "content": words(rng)})
@@ -219,7 +219,7 @@ async def play(name: str, rng: random.Random) -> None:
     loop = ToolAgentLoop(None, manager, tokenizer, kit=kit)
     row = {"tools": (), "extra_info": {}, "raw_prompt": asked}
     out = await loop.run(sampling_params_of(sampling), prompt_ids=prompt, request_id="r", **row)
-    found = check_output(out, manager, sampling.max_tokens)  # ValueError for a token that nobody owns
+    found = check_output(out, manager, sampling.max_tokens)  # ValueError for a token without an owner
     rows = [found.segments, *found.branches]
     assert len(engine.said) == turns + 1 and found.discarded == 0
     sampled = [s.ids.tolist() for row in rows for s in row if s.source == "sampled"]

@@ -1,4 +1,4 @@
-"""When a checkpoint is made: by steps, or by time, so that little work is lost and little time goes into saving."""
+"""The steps at which a checkpoint is made: by number, or by time, so that little work is lost and saving is short."""
 
 import asyncio
 import threading
@@ -84,7 +84,7 @@ def checkpointer_of(tmp_path: Any, model: Any, told: list[str], needed_bytes: in
 
 
 def saved(tmp_path: Any, answers: BaseException | None, needed_bytes: int = 0) -> list[str]:
-    """A save of a model of so many bytes under a limit of 0.05 s; the warnings that the run goes on with."""
+    """Save a model of so many bytes under a limit of 0.05 s. Return the warnings, with which the run continues."""
     told: list[str] = []
     made = checkpointer_of(tmp_path, Model(answers), told, needed_bytes, 0.05)
     state: Any = SimpleNamespace(step=1, version=1)
@@ -148,7 +148,7 @@ def test_a_snapshot_that_a_full_disk_refuses_is_not_kept(later, tmp_path):
 
 
 def test_a_write_follows_the_one_that_has_not_ended_yet(tmp_path):
-    """Of a save that failed on another rank: the next one of the run may come before this rank has heard of it."""
+    """A save failed on another rank; the next one of the run may start before this rank has the error."""
     free, order = threading.Event(), list[str]()
 
     def snapshot() -> Any:
@@ -165,7 +165,7 @@ def test_a_write_follows_the_one_that_has_not_ended_yet(tmp_path):
 
 
 def test_a_deadline_in_a_save_is_no_fault_of_the_disk(tmp_path, monkeypatch):
-    """It ends the run with who was waited for; a disk that fails costs that checkpoint alone."""
+    """The run ends with the name of the waiting part; a disk that fails costs that checkpoint alone."""
     with pytest.raises(TimeoutError, match=r"^actor has not written its state within 0.05 s \(run.wait_timeout_s, or"):
         saved(tmp_path, None)
     with pytest.raises(TimeoutError, match="^rank 0 waited"):

@@ -63,7 +63,7 @@ def test_main_renews_what_is_not_true_any_more(tmp_path):
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What the product says of the example: [3] each."""
+    """The results of verl for the example: [3] each."""
 
     columns: Columns
     losses: dict[str, torch.Tensor]
@@ -138,7 +138,7 @@ def number(x: float) -> str:
 
 
 def wrong_columns(page: str, solved: Solved, critic: bool) -> list[str]:
-    """Columns whose printed numbers, or whose arithmetic by hand, are not the product's."""
+    """Return the columns in which the printed numbers, or the arithmetic by hand, differ from verl's."""
     columns = {n: solved.columns[n] for n in ("advantages", "rewards")}
     values = {"reward": columns["rewards"], "advantage": columns["advantages"], "weight": solved.weights["pg_loss"]}
     values |= {**solved.losses, "loss": solved.losses["pg_loss"]}

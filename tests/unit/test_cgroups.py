@@ -160,7 +160,7 @@ def test_where_no_group_can_be_made_the_reason_is_given(kernel, why, tmp_path):
     elif why == "no controller":
         (app / "cgroup.subtree_control").write_text("cpu")
         (app / "cgroup.controllers").write_text("cpu pids")
-    elif why == "the root":  # is the machine's, whoever may write there
+    elif why == "the root":  # its settings are the machine's
         kernel.forbidden, path = set(), ""
         (tmp_path / "cgroup.subtree_control").write_text("")
     elif why == "cannot be written":
@@ -243,7 +243,7 @@ def test_what_the_kernel_holds_is_not_guessed_where_a_group_counts_it(kernel):
 
 
 class NotedKernel(Kernel):
-    """A tree that exists, whose writes are appended to a log."""
+    """A tree that exists. Its writes are appended to a log."""
 
     def __init__(self, top):
         self.top, self.forbidden, self.killed = Path(top), set(), []

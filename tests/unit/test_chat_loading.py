@@ -1,4 +1,4 @@
-"""Loading tokenizers and rendering prompts: what works, and what each refusal says."""
+"""Loading tokenizers and rendering prompts: what works, and the text of each refusal."""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None
 
 
 def test_everything_is_on_disk_before_the_name_is(tmp_path: Path, monkeypatch) -> None:
-    """What a power cut needs: files, manifest and directories are synced, then renamed, then the parent is synced."""
+    """A checkpoint survives a power cut: files, manifest and directories are synced, then renamed, then the parent is
+    synced."""
     log: list[tuple[str, str]] = []
     fsync, rename = os.fsync, os.rename
 
@@ -117,7 +118,7 @@ def tamper_manifest(path: Path) -> None:
 
 
 def sealed(path: Path, **fields) -> None:
-    """Write a manifest with these fields whose digest is right."""
+    """Write a manifest with these fields and the right digest."""
     fields = {**json.loads((path / "manifest.json").read_text()), **fields}
     fields["digest"] = _digest(fields)
     (path / "manifest.json").write_text(json.dumps(fields))
@@ -192,7 +193,7 @@ def test_quick_looks_at_sizes_only(tmp_path: Path) -> None:
 
 
 def test_latest_is_the_one_saved_last(tmp_path: Path) -> None:
-    """A run that is rewound to step 2 of 6 goes on at 4 after the next crash, not at 6."""
+    """A run that is rewound to step 2 of 6 continues at 4 after the next crash, not at 6."""
     store = CheckpointStore(tmp_path, keep_last=3)
     for step in (2, 4, 6, 3):
         save(store, step)

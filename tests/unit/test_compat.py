@@ -87,7 +87,8 @@ MADE_UP = {
     "reward.reward_kwargs.overlong_buffer_cfg.enable": "False",
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": "False",
 }
-"""A plausible value for the keys whose value matters; 0 for numbers, False for switches that are refused when on."""
+"""A plausible value for the keys with a value that matters; 0 for numbers, False for switches that are refused when
+on."""
 DISTIL = "distillation.distillation_loss."
 BESIDE = {
     f"{ACTOR}ppo_mini_batch_size": ["data.train_batch_size=8"],
@@ -107,7 +108,7 @@ def overrides_of(*args: str) -> dict[str, object]:
 
 
 def refusal(*args: str) -> str:
-    """What `translate` refuses a command line with; empty: it is taken."""
+    """Return the error of `translate` for a command line; empty: it is accepted."""
     try:
         translate(list(args))
     except ValueError as exc:
@@ -212,12 +213,12 @@ HARMLESS = {
     "precision": r"float32|computes? (in model.dtype|as the model's own code says)|of the distribution drawn from",
     "other": r"one reward path here|stay in this process|continues its schedule|engines take tokens|the device serves",
 }
-"""Why a key whose name sounds like the objective may be ignored: what its reason in the table has to say."""
+"""The words that the reason in the table must contain for an ignored key with a name that sounds like the objective."""
 
 
 def test_no_ignored_key_can_change_what_is_trained() -> None:
-    """Every ignored row whose name sounds like the objective says why it is not; no row ignores whole sections that
-    hold such keys without them having rows of their own above it."""
+    """Every ignored row with a name that sounds like the objective has the reason why it is not. No row ignores a
+    section with such keys, unless they have rows of their own above it."""
     reasons = re.compile("|".join(HARMLESS.values()))
     rows = [row for row in key_rows().values() if row.action == "ignored"]
     assert not [(r.key, r.text) for r in rows if OBJECTIVE.search(r.key) and not reasons.search(r.text)]
@@ -240,7 +241,8 @@ def test_no_ignored_key_can_change_what_is_trained() -> None:
 
 
 def published_table() -> str:
-    """What becomes of every published key, as docs/from_verl.md shows it; this file, run, writes it."""
+    """Return the table of all published keys and their treatment, as in docs/from_verl.md. This file, run as a script,
+    writes it there."""
     rows = [key_rows()[key] for key in PUBLISHED]
     ignored: dict[str, list[str]] = {}
     for row in rows:
@@ -1065,7 +1067,7 @@ def test_a_logger_that_is_not_installed_is_a_note(monkeypatch: pytest.MonkeyPatc
 
 
 def options_of(engine: str, *words: str) -> tuple[dict[str, object], str]:
-    """What the options of a server's adapter are of these keys of verl's, and what is said of the others."""
+    """Return the options of a server's adapter for these keys of verl, and the lines about the other keys."""
     here = [f"{ROLLOUT}name={engine}", "rollout.python=/opt/bin/python"]
     said = translate([*here, *(ROLLOUT + word for word in words)])
     found = {s.key.removeprefix("rollout.engine_options."): s.value for s in said.settings}
@@ -1359,7 +1361,7 @@ def test_sizes_of_an_engine_group_are_the_layout() -> None:
 # -- public scripts ----------------------------------------------------------------------------------------------------
 
 ALLOWED = ("LoRA", "moe_aux_loss_coeff", "moe_z_loss_coeff", "router replay", "multi-token prediction")
-"""What a line may be refused for because a later version brings it."""
+"""The reasons for which a line may be refused until a later version supports them."""
 OTHERWISE = {
     "PRIME": "its own reward model, which learns with the policy",
     "calls the model at an address": "a server of a generating model, which verl starts for a reward function",
@@ -1370,7 +1372,7 @@ OTHERWISE = {
     "float16": "a precision that needs a scaled loss",
     "correction_batch_normalize": "weights normalised over a batch that is the policy's own",
 }
-"""What else a line is refused for, and what that is."""
+"""The other reasons for which a line is refused, with their texts."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Nodes, devices and parallel sizes of verl's scripts: mapped where they can be had or are asked for, else one process."""
+"""Nodes, devices and parallel sizes of verl's scripts: mapped if they exist or are requested, else one process."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_an_epochs_steps_have_weights_of_their_own():
 
 
 def test_a_trajectory_of_two_rows_weighs_once():
-    """A term per sequence: its weight stands at the first row of a trajectory, and nowhere else."""
+    """The weight of a term per sequence is in the first row of a trajectory, and in no other."""
     queue, refs = stored()
     queue.write(refs, {n: column(torch.ones(sum(LENGTHS))) for n in ("side", "pair", "ref_logprobs")})
     joined = Refs(replace(r, trajectory_id="t") if i < 2 else r for i, r in enumerate(refs))

@@ -1,4 +1,4 @@
-"""What is wrong with pools, roles and layouts is said before Ray is started and before a model is loaded."""
+"""Faults of pools, roles and layouts are reported before Ray is started and before a model is loaded."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ CPUS = "cluster.pools={cpus: {ranks_per_node: 2, gpus_per_rank: 0}}"
 
 
 def test_a_pool_that_no_model_could_compute_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device of a model is that of its pool: what a rank holds there says it, not the driver's own machine."""
+    """The device of a model is that of its pool, by the resources of a rank, and not that of the driver's machine."""
     monkeypatch.setattr(cluster, "find_spec", lambda name: name if name in ("ray", "torch_npu") else None)
     two, cuda = (*RAY, "cluster.ranks_per_node=2"), ("model.device=cuda",)
     kl, nccl = "algorithm.kl_loss_coef=0.1", ("sync.engine=collective", "sync.engine_options.backend=nccl")

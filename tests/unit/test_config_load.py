@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def fault(*args: str) -> str:
-    """What a command line is refused with; empty: it is taken."""
+    """Return the error for a command line; empty: it is accepted."""
     try:
         load_config([*args, MODEL])
     except ValueError as exc:
@@ -127,7 +127,7 @@ for line in {lines!r}:
 
 
 def test_our_keys_keep_their_order_beside_a_file_and_keys_of_verl(tmp_path: Path) -> None:
-    """Of a key that is given several times the last counts, wherever it is written; a file comes first."""
+    """The last of several values of a key counts, wherever it is written; a file is before the command line."""
     (tmp_path / "f.yaml").write_text("run: {seed: 9}\ndata: {train_batch_size: 6, max_rows: 3}\n")
     of_file = [f"--config-path={tmp_path}", "--config-name", "f"]
     config = load_config([MODEL, "run.seed=1", "run={seed: 2}", *of_file]).config

@@ -1,4 +1,4 @@
-"""What cannot run is refused before anything expensive, in one line that says the fix."""
+"""A configuration that cannot run is refused before anything expensive, in one line with the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns beside a row's conversation that change what it says are used or refused, whatever their names."""
+"""Columns beside a row's conversation that change its meaning are used or refused, whatever their names."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def unsolved(scores: np.ndarray) -> np.ndarray:
 
 
 def test_an_epoch_is_drawn_by_what_was_scored_before_it() -> None:
-    """Of several draws of a task the latest counts, in whichever order they were scored; a step's count at its end."""
+    """The latest of several draws of a task counts, in any order of scoring; the draws of a step count at its end."""
     found = []
     for order in (1, -1):
         cursor = curriculum(4, 0, unsolved)

@@ -1,4 +1,5 @@
-"""Files and rows: every published shape becomes messages; every wrong row is one error that says where and why."""
+"""Files and rows: every published shape becomes messages; every wrong row is one error with its place and the
+reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text without a token is counted per file: said where there is any, refused above one in a hundred characters."""
+"""Text without a token is counted per file: reported if there is any, refused above one in a hundred characters."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Special tokens that the rows' own text spells out: counted per file and said once; they stay control tokens."""
+"""Special tokens that the rows' own text spells out: counted per file and reported once; they stay control tokens."""
 
 import datetime
 import json

@@ -34,7 +34,7 @@ def score(source: str, answer: str, truth: Any) -> float:
 
 def test_a_truth_is_found_under_its_usual_names() -> None:
     names = "label target targets gold final_answer reference expected_answer ground_truths solution golden_answers"
-    names += " reward_model.ground_truth"  # of a table whose objects were made flat
+    names += " reward_model.ground_truth"  # the name in a table with flattened objects
     for name in names.split():
         assert truth_of({name: "4"}) == truth_of({"extra_info": {name: "4"}}) == "4", name
     assert truth_of({"reward_model": {"ground_truth": "4"}, "answer": "5", "extra_info": {"answer": "6"}}) == "4"

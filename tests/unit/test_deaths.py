@@ -1,4 +1,4 @@
-"""A worker's death is the cause of what others say of it, also where it is heard of after them."""
+"""A worker's death is the cause of the errors of others about it, also if it is reported after them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEATH = WorkerDied("rank 0 of ref died: out of memory")
 
 
 class Cluster:
-    """Of whose workers one has died before, dies after somebody asks, or none does."""
+    """A cluster of which one worker has died before, dies after a query, or never."""
 
     apart = True
 

@@ -132,7 +132,7 @@ def test_a_prompt_that_is_not_shared_counts_for_every_row_of_a_trajectory():
 
 
 class Scorer:
-    """An engine that says of each row how many tokens it has, and notes the rows that it was given."""
+    """An engine that returns the number of tokens of each row, and records the rows that it got."""
 
     capabilities = EngineCapabilities(
         shares_prefix=True, max_tokens_per_microbatch=64, outputs=("scores",), trains=False, one_pass=False

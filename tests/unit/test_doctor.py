@@ -1,4 +1,4 @@
-"""`verl doctor RUN` tells a run that goes on from one that is finished and one that died."""
+"""`verl doctor RUN` distinguishes a running, a finished and a dead run."""
 
 import fcntl
 import json
@@ -40,7 +40,7 @@ def test_alive_dead_finished_and_dead_again(tmp_path, capsys):
     assert "run: dead (process 1 is gone) after step 2" in page and "driver waits" not in page
     attempt(tmp_path, 1, [("resumed", 3), (FINISHED, 3)], [3])
     assert "run: finished, 3 steps" in told(tmp_path, capsys)
-    attempt(tmp_path, 2, [("resumed", 4)], [4])  # more steps were asked for, and it died
+    attempt(tmp_path, 2, [("resumed", 4)], [4])  # more steps were requested, and it died
     assert "run: dead (process 1 is gone) after step 4" in told(tmp_path, capsys)
 
 
@@ -50,7 +50,7 @@ def test_what_is_no_run_is_refused_in_words(tmp_path, capsys):
 
 
 def test_the_tiers_of_the_code_sandbox_in_their_order(monkeypatch):
-    """The first is taken where it works, else the next, and it is said why."""
+    """The first is taken if it works, else the next one, with the reason."""
     without = "launcher (bubblewrap: bwrap is not installed)"
     bounded = f"; its memory is bounded by {cgroups.here()[1]}"
     assert describe() == f"code sandbox: {'bubblewrap' if shutil.which('bwrap') else without}{bounded}"

@@ -1,4 +1,4 @@
-"""A node with other versions, or without the run directory, is told apart by its name and both values."""
+"""A node with other versions, or without the run directory, is reported with its name and both values."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_run_directory_that_is_another_folder_of_the_same_name(tmp_path: Path)
 
 
 def test_every_worker_elsewhere_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever starts workers in other processes has them do this first."""
+    """Each cluster with other processes makes this check first in its workers."""
     contexts: list[ClusterContext] = []
     monkeypatch.setattr("verl.workers.ray.cluster.build", lambda section, context: contexts.append(context))
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What the driver saves: typed, exact, without pickle; what it cannot read is told in one line."""
+"""The driver's saved state is typed and exact, without pickle; a state that it cannot read is reported in one line."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A table in a loop says as much as a case of pytest for each row would."""
+"""A table in a loop reports as much as a case of pytest for each row would."""
 
 import logging
 import os

@@ -1,4 +1,5 @@
-"""What a stop says and does: what may be left is left when the grace ends, the rest is finished, and it says why."""
+"""A stop: work that may be abandoned is abandoned when the grace ends, the rest is finished, and the reason is
+printed."""
 
 import asyncio
 import os
@@ -18,7 +19,8 @@ class Said:
 
 
 async def stopped(work_s, *, why_not, inside=True):
-    """(whether the work was done, what was said); SIGTERM comes while it is under way, the grace is over soon after."""
+    """Return (True if the work was done, the printed lines). SIGTERM arrives during the work, and the grace ends soon
+    after."""
     said, done = Said(), []
     stop = StopRequest(said, RESERVE_S + 0.05, lambda: 0.0)
 
