@@ -8,7 +8,7 @@ TASK ?= arithmetic
 # On two, processors waited a quarter of the time for one test each.
 TEST_WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
-.PHONY: setup browser bubblewrap test test-processes style types test-distributed test-ranks test-clusters test-runs test-slow queue-package nixl-package triton-package mooncake-package test-all test-pythons test-gpu test-mutants vllm-env test-vllm quickstart bench lint clean
+.PHONY: setup browser bubblewrap test test-processes style types test-distributed test-ranks test-clusters test-runs test-slow queue-package nixl-package triton-package reference-packages mooncake-package test-all test-pythons test-gpu test-mutants vllm-env test-vllm quickstart bench lint clean
 
 setup: $(VENV)/.stamp
 
@@ -32,7 +32,7 @@ bubblewrap:
 	echo "no bubblewrap, and it could not be installed: its tier of the code sandbox is not tested"
 
 # mypy is one process (a minute where nothing is cached): beside the tests, so that no processor waits for it.
-test: setup browser bubblewrap triton-package style
+test: setup browser bubblewrap triton-package reference-packages style
 	$(MAKE) --no-print-directory -j 2 types test-processes
 
 test-processes: setup
@@ -90,6 +90,13 @@ triton-package: setup
 	@$(BIN)/python -c "import triton" 2>/dev/null || \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0 || \
 	echo "no Triton here: the CUDA kernels are not tested"
+
+# Implementations that ours are compared with. They are in a folder of their own: no run finds them.
+reference-packages: setup
+	@test -d $(VENV)/references/bitsandbytes || \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/references \
+		adam-mini==1.1.1 apollo-torch==1.0.3 torchao==0.18.0 bitsandbytes==0.50.2 || \
+	echo "the reference packages could not be installed: optimizers are not compared with them"
 
 # Mooncake, a store of the TransferQueue package: its wheel without CUDA, and what Debian has of InfiniBand.
 mooncake-package: setup

@@ -302,8 +302,8 @@ MUTANTS = (
     Mutant("model_engine/updates.py", "self.optimizer.zero_grad(set_to_none=True)\n        return", "return", OPTIM),
     Mutant("model_engine/updates.py", 'group["lr"] = lr', 'group["lr"] = self.spec.lr', OPTIM),
     Mutant("model_engine/updates.py", "self.steps += 1", "pass", f"{OPTIM} tests/e2e/test_resume.py"),
-    Mutant("model_engine/optim.py", "betas=spec.betas, eps", "eps", OPTIM),
-    Mutant("model_engine/optim.py", 'weight_decay": 0.0}', 'weight_decay": spec.weight_decay}', OPTIM),
+    Mutant("model_engine/optimizers.py", '"betas": spec.betas, "eps": spec.eps', '"eps": spec.eps', OPTIM),
+    Mutant("model_engine/optimizers.py", "spec.weight_decay if decayed else 0.0", "spec.weight_decay", OPTIM),
     Mutant(
         "model_engine/optim.py",
         "return spec.lr * (step + 1) / (spec.warmup_steps + 1)",

@@ -241,8 +241,8 @@ def poisoned(batch: Batch) -> Batch:
 
 
 def moments_of(e: TorchEngine) -> dict[str, torch.Tensor]:
-    held = e.optimizer.state_dict()["state"]
-    return {f"{n}/{k}": v.clone() for n, entry in held.items() for k, v in entry.items()}
+    held = enumerate(e.optimizer.state[p] for p in e.optimizer.parameters)
+    return {f"{n}/{k}": v.clone() for n, entry in held for k, v in entry.items()}
 
 
 @pytest.mark.on_device

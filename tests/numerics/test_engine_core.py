@@ -117,8 +117,8 @@ def test_gradient_checkpointing_and_bfloat16(model):
 
 def moments_of(e):
     """{parameter's number/name: tensor} of what the optimizer holds, copied."""
-    held = e.optimizer.state_dict()["state"]
-    return {f"{n}/{k}": v.clone() for n, entry in held.items() for k, v in entry.items()}
+    held = enumerate(e.optimizer.state[p] for p in e.optimizer.parameters)
+    return {f"{n}/{k}": v.clone() for n, entry in held for k, v in entry.items()}
 
 
 def test_a_non_finite_gradient_never_reaches_the_weights(model, tmp_path):

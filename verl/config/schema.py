@@ -24,6 +24,7 @@ from verl.bounds import (
     adjustable,
     one_of,
 )
+from verl.model_engine.optimizer_table import OPTIMIZERS
 from verl.rollout.server.options import ServeConfig
 from verl.track.health import HealthLimits
 from verl.workers.sections import ClusterConfig, ParallelConfig
@@ -134,6 +135,8 @@ class StepConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
+    name: Annotated[str, one_of("|".join(OPTIMIZERS))] = "adamw"
+    options: dict[str, Any] = field(default_factory=dict)  # Of model_engine/optimizer_table.py: momentum, rank, lr.
     lr: Positive = adjustable(1e-6)
     weight_decay: NonNegative = 0.01
     betas: Betas = field(default_factory=lambda: [0.9, 0.999])

@@ -26,6 +26,7 @@ from verl.data.files import expand_files
 from verl.data.formats import FEEDBACK
 from verl.data.user_dataset import parts_of
 from verl.errors import Refused
+from verl.model_engine.optimizer_table import faults as optimizer_faults
 from verl.names import did_you_mean
 
 Command = Literal["train", "sft", "rm", "dpo", "eval", "generate"]
@@ -262,6 +263,7 @@ def _sampling(config: Config) -> Iterator[str]:
 
 def _optimizer(config: Config) -> Iterator[str]:
     o, h = config.optim, config.health
+    yield from optimizer_faults(o.name, o.options, config.parallel.tensor)
     for name, of in (("optim", o), ("critic", config.critic)):
         if of.warmup_steps and of.warmup_ratio:
             both = f"{name}.warmup_steps={of.warmup_steps} and {name}.warmup_ratio={of.warmup_ratio:g}"

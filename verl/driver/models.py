@@ -24,7 +24,7 @@ from verl.config.model_files import describe_model, has_tokenizer, rope_note
 from verl.config.schema import Config
 from verl.errors import Refused
 from verl.model_engine.base import EngineContext, ModelEngine, ServedAt, TeacherHead
-from verl.model_engine.optim import OptimSpec
+from verl.model_engine.optim import OptimSpec, without_rates
 from verl.nn.heads import Head
 from verl.planner.sizes import warmup_steps
 from verl.rollout.base import Peers
@@ -89,6 +89,8 @@ def policy_optim(config: Config, updates: int) -> OptimSpec:
     """Return the optimizer of the trained model for a run of `updates` optimizer steps."""
     o = config.optim
     return OptimSpec(
+        name=o.name,
+        options=o.options,
         lr=o.lr,
         weight_decay=o.weight_decay,
         betas=(o.betas[0], o.betas[1]),
@@ -107,6 +109,8 @@ def critic_optim(config: Config, updates: int) -> OptimSpec:
     warm-up."""
     o, c = config.optim, config.critic
     return OptimSpec(
+        name=o.name,
+        options=without_rates(o.options),  # rates of roles are the policy's
         lr=c.lr,
         weight_decay=c.weight_decay,
         betas=(o.betas[0], o.betas[1]),

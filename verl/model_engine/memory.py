@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from verl.accel.devices import device_facts
 from verl.config.model_files import ModelFacts
 from verl.model_engine.layout import Layout, layers_of_stages
+from verl.model_engine.optimizer_table import optimizer_bytes
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4})
 LOGPROB_COPIES = 4
@@ -34,6 +36,9 @@ class RankWork:
     head: bool = True
     """The model has a language-model head: a policy or a teacher. Critics and reward models have none."""
     trains: bool = True
+    optimizer: str = "adamw"
+    """A row of optimizer_table.py."""
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     publishes: bool = False
     """The weights are published: they are gathered one by one."""
 
@@ -96,6 +101,13 @@ class _Share:
         sparse = model.expert_parameters // model.layers  # per layer: experts are not divided by tensor ranks
         count, rest = self.layer * self.layers + root, sparse * self.layers
         self.weights = (count - rest) // (layout.shard * tensor) + rest // layout.shard
+        self.states = optimizer_bytes(
+            work.optimizer,
+            work.optimizer_options,
+            matrices=self.weights - root // (layout.shard * tensor),
+            others=root // (layout.shard * tensor),
+            short_side=model.hidden,
+        )
         self.gathers, self.cut = int(layout.world_size > 1), layout.shard > 1
         self.outside, self.dense = 4 * root // tensor * self.gathers, 4 * (self.layer - sparse) // tensor
         self.experts, self.experts_cut = 4 * sparse // layout.expert, layout.shard > layout.expert
@@ -119,7 +131,7 @@ def _training(share: _Share, kept: int, residual: int) -> dict[str, int]:
     # no gradients exist beside the first backward pass
     not_yet = min(4 * share.weights, waiting) * (work.passes == flying > 1)
     return {
-        "optimizer states": 8 * share.weights,
+        "optimizer states": share.states,
         "gradients": 4 * share.weights,
         # as computed, and in the buffer from which they are sent
         "gathered gradients": share.gathers * 2 * max(share.dense, share.experts),

@@ -1,26 +1,32 @@
-"""Optimizer, learning-rate schedule and gradient clipping."""
+"""The settings of an optimizer, its learning-rate schedule, and averages of the weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
 from verl.errors import Refused
+from verl.model_engine.optimizer_table import LR
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimSpec:
-    """The settings of AdamW, of its learning rate schedule and of clipping."""
+    """The settings of an optimizer, of its learning rate schedule and of clipping."""
 
     lr: float
+    name: str = "adamw"
+    """A row of optimizer_table.py."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of that row, and learning rates of roles."""
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -42,6 +48,11 @@ class OptimSpec:
             raise Refused(f"optim.schedule={self.schedule} needs the number of optimizer steps; set run.total_steps")
 
 
+def without_rates(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an optimizer without the learning rates of roles."""
+    return {key: value for key, value in options.items() if key != LR}
+
+
 def learning_rate(spec: OptimSpec, step: int) -> float:
     """Return the learning rate of optimizer step `step` (0 is the first). Warm-up is linear from lr/(warmup+1), never
     0."""
@@ -60,20 +71,21 @@ def learning_rate(spec: OptimSpec, step: int) -> float:
     return spec.lr * (spec.min_lr_ratio + (1 - spec.min_lr_ratio) * shapes[spec.schedule])
 
 
-def make_adamw(model: nn.Module, spec: OptimSpec) -> torch.optim.AdamW:
-    """Build AdamW for the trainable parameters, without weight decay for one-dimensional tensors (norms, biases)."""
-    params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    decayed = [p for _, p in params if p.dim() > 1]
-    plain = [p for _, p in params if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
+class Steps(Protocol):
+    """An optimizer, as the functions of this module use it."""
+
+    state: Any
+    """The states of each parameter by name."""
+    param_groups: list[dict[str, Any]]
+
+    def step(self) -> Any: ...
 
 
 AVERAGE = "average"
 
 
 @torch.no_grad()
-def step(optimizer: torch.optim.Optimizer, average: float) -> None:
+def step(optimizer: Steps, average: float) -> None:
     """Do an optimizer step, then update the average: decay x average + (1 - decay) x weights. It starts as the weights
     before the first step. A copy (`OptimSpec.average` from 2 on) is not updated."""
     decay = min(average, 1.0)
@@ -87,7 +99,7 @@ def step(optimizer: torch.optim.Optimizer, average: float) -> None:
 
 
 @torch.no_grad()
-def copy_anew(optimizer: torch.optim.Optimizer | None) -> None:
+def copy_anew(optimizer: Steps | None) -> None:
     """Replace the averages of the parameters by their present values."""
     for p, state in optimizer.state.items() if optimizer else ():
         if AVERAGE in state:
@@ -95,7 +107,7 @@ def copy_anew(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 @contextmanager
-def averaged(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+def averaged(optimizer: Steps | None) -> Iterator[None]:
     """Inside the context the parameters have the values of their averages, if they have one."""
     found = [(p, s[AVERAGE]) for p, s in (optimizer.state.items() if optimizer else ()) if AVERAGE in s]
     with torch.no_grad():

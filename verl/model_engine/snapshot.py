@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from verl.checkpoint.shards import agreed, load_tensors, save_tensors, tensor_names
 from verl.errors import Refused
+from verl.model_engine.optim import AVERAGE
+from verl.model_engine.optimizers import Optimizer
 
 COUNTERS = "engine.json"
 
@@ -71,7 +74,7 @@ class Snapshot:
 
 @torch.no_grad()
 def load_state(
-    path: Path, names: Set[str], params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
+    path: Path, names: Set[str], params: Mapping[str, nn.Parameter], optimizer: Optimizer | None
 ) -> dict[str, int]:
     """Fill this rank's tensors from the folder that `save` wrote, and return the counters. names: all names of the
     whole model. Raise ValueError if the folder is of another model."""
@@ -82,12 +85,27 @@ def load_state(
     into: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in params.items()}
     if optimizer is not None:
         optimizer.state.clear()
-        for full in (name for name in found if name.startswith("optimizer.")):
-            key, name = full.removeprefix("optimizer.").split(".", 1)
+        for name, keys in _states_by_parameter(found).items():
             if (p := params.get(name)) is None:
                 continue  # a parameter of another rank
-            into[full] = torch.zeros((), device=p.device) if key == "step" else torch.empty_like(p)
-            optimizer.state[p][key] = into[full]
+            state = optimizer.begin(p) | ({AVERAGE: torch.empty_like(p)} if AVERAGE in keys else {})
+            if state.keys() != keys:
+                raise Refused(
+                    f"the checkpoint's optimizer has {', '.join(sorted(keys))} of {name}, and that of this run has "
+                    f"{', '.join(sorted(state))}: resume with the optim.name that it was begun with"
+                )
+            into |= {f"optimizer.{key}.{name}": value for key, value in state.items()}
+            optimizer.state[p].update(state)
     load_tensors(path, into)
     counters: dict[str, int] = json.loads((path / COUNTERS).read_text())
     return counters
+
+
+def _states_by_parameter(found: Set[str]) -> dict[str, set[str]]:
+    """Return the keys of the states of each parameter in a checkpoint."""
+    keys = defaultdict[str, set[str]](set)
+    for full in found:
+        if full.startswith("optimizer."):
+            key, name = full.removeprefix("optimizer.").split(".", 1)
+            keys[name].add(key)
+    return keys

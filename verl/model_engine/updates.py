@@ -10,7 +10,8 @@ from torch import Tensor
 from verl.batch import Batch
 from verl.model_engine.dump import dump_batch
 from verl.model_engine.local_model import LocalModel
-from verl.model_engine.optim import copy_anew, learning_rate, make_adamw, step
+from verl.model_engine.optim import copy_anew, learning_rate, step
+from verl.model_engine.optimizers import Optimizer, make_optimizer
 from verl.types import Metric, Metrics
 
 
@@ -20,10 +21,10 @@ class Updates:
     def __init__(self, local: LocalModel) -> None:
         self._local, self._dump_dir = local, local.settings.dump_dir
         self.spec = local.settings.optim
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer: Optimizer | None = None
         if self.spec is not None:
-            self.optimizer = make_adamw(local.trained(), self.spec)
-            self.optimizer.param_groups = local.one_mesh_each(self.optimizer.param_groups)
+            text = local.model.config.get_text_config()
+            self.optimizer = make_optimizer(local.trained(), self.spec, text, local.one_mesh_each)
         self.steps = self.skipped = 0
         self.copied = 0  # the version of the lagging copy
 
@@ -38,7 +39,7 @@ class Updates:
             if self.spec.clip_grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(params, self.spec.clip_grad_norm, norm)
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["lr_scale"]
             step(self.optimizer, self.spec.average)
             self.steps += 1
             self.skipped = 0

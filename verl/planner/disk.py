@@ -9,14 +9,15 @@ from pathlib import Path
 from verl.algorithms.presets import settled
 from verl.bounds import counted, size_text
 from verl.checkpoint.store import SLACK_BYTES
-from verl.config.model_files import describe_model, find_model_folder
+from verl.config.model_files import ModelFacts, describe_model, find_model_folder
 from verl.config.schema import Config
+from verl.model_engine.optimizer_table import optimizer_bytes
 from verl.planner.memory import MemoryEstimate
 
 SAVE_EVERY_S, SAVE_SHARE = 1800.0, 0.05
 """The default checkpoint interval, and the most of the run's time that checkpoints take."""
-STATE_BYTES, EXPORT_BYTES = 12, 4
-"""Bytes of a checkpoint per parameter: masters and two optimizer states of every trained role; the hf folder."""
+EXPORT_BYTES = 4
+"""Bytes per parameter of the hf folder of a checkpoint."""
 _COMPANIONS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # files of a model folder beside the weights
 
 
@@ -39,13 +40,24 @@ def checkpoint_parts(config: Config, command: str = "train") -> dict[str, int]:
     own = model.body_parameters if command == "rm" else model.parameters
     folders = {find_model_folder(path) for path in (model.folder, config.model.tokenizer_path or model.folder)}
     beside = [p for folder in folders for p in folder.iterdir() if p.suffix in _COMPANIONS]
-    parts = {"weights": EXPORT_BYTES * own + sum(p.stat().st_size for p in beside), "state": STATE_BYTES * own}
+    parts = {
+        "weights": EXPORT_BYTES * own + sum(p.stat().st_size for p in beside),
+        "state": _state_bytes(config, model, own),
+    }
     if command == "train" and config.teacher.ema:
         parts["average"] = 4 * own
     if command == "train" and settled(config.algorithm.name, config.algorithm.given()).critic:
         critic = model if config.critic.path is None else describe_model(config.critic.path)
-        parts["critic"] = STATE_BYTES * critic.body_parameters
+        parts["critic"] = _state_bytes(config, critic, critic.body_parameters)
     return parts
+
+
+def _state_bytes(config: Config, model: ModelFacts, parameters: int) -> int:
+    """Return the bytes of the masters and optimizer states of a trained role."""
+    matrices = model.body_parameters - model.embedding_parameters
+    others, optim = parameters - matrices, config.optim
+    states = optimizer_bytes(optim.name, optim.options, matrices=matrices, others=others, short_side=model.hidden)
+    return 4 * parameters + states
 
 
 def checkpoint_bytes(config: Config, command: str = "train") -> int:

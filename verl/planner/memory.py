@@ -98,6 +98,8 @@ def role_items(
         checkpointing=config.model.gradient_checkpointing,
         head=role in ("actor", "ref", *teachers),
         trains=role in TRAINED,
+        optimizer=config.optim.name,
+        optimizer_options=config.optim.options,
         publishes=role == "actor",
     )
     items = dict(memory_of(config, "model")(describe_model(own or config.model.path), layout, work))

@@ -13,6 +13,7 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import yaml
 
@@ -174,6 +175,38 @@ def _schedule(given: Given) -> Result:
         raise Refused(f"optim.min_lr={floor}: give optim.lr beside it, or optim.min_lr_ratio in its place")
     if floor is not None or ratio_floor is not None:
         out["optim.min_lr_ratio"] = ratio_floor if floor is None else floor / lr
+    return out
+
+
+_MUON: Mapping[str, tuple[str, Any]] = MappingProxyType(
+    {
+        "momentum": ("muon_momentum", None),
+        "nesterov": ("muon_nesterov", False),
+        "iterations": ("muon_num_ns_steps", None),
+        "scale": ("muon_extra_scale_factor", 1.0),
+    }
+)
+"""Options of Muon: verl's key, and Megatron's default where it differs from ours."""
+
+
+def _optimizer(given: Given) -> Result:
+    """Map the optimizer. The critic has that of the actor."""
+    names = (f"{ACTOR}optim.", "optim.")
+    keys = [f"{ACTOR}optim.name", *(f"{n}optimizer" for n in names)]
+    name = next((value for key in keys if (value := given.value(key)) is not None), None)
+    for key in ("critic.optim.optimizer", "critic.optim.name"):
+        if (critics := given.value(key)) not in (None, name or given.native.get("optim.name", "adamw")):
+            said = f"the critic has the optimizer of the actor here ({name or 'adamw'})"
+            raise Refused(f"{key}={critics}: {said}; leave it out, or set the actor's")
+        given.ignore("the critic has the optimizer of the actor", key)
+    out: Result = {} if name is None else {"optim.name": name}
+    for own, (of, default) in _MUON.items():
+        spelled = [f"{n}{of}" for n in names]
+        value = next((value for key in spelled if (value := given.value(key)) is not None), default)
+        if name == "muon" and value is not None:
+            out[f"optim.options.{own}"] = value
+        else:
+            given.ignore("only read with optimizer=muon", *spelled)
     return out
 
 
@@ -449,6 +482,7 @@ _OF_RUN = (
     _tokens,
     _batch,
     _schedule,
+    _optimizer,
     _eval,
     _eval_steps,
     _overlong,
