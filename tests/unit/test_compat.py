@@ -6,6 +6,7 @@ import collections
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from handmade_model import write_model, write_rows
@@ -1057,6 +1058,29 @@ def test_a_schedule_that_is_not_given_is_that_of_verls_optimizer_group() -> None
         load_config(["model.path=m", "model_engine=veomni"], verl_defaults="rl")
     sft = ["model.path=m", "engine=veomni", "optim=veomni"]
     assert load_config(sft, verl_defaults="sft").config.optim.schedule == "cosine"
+
+
+def test_an_optimizer_of_verl_is_ours_with_the_settings_that_it_has_there() -> None:
+    def optim(*args: str) -> tuple[str, dict[str, Any]]:
+        config = load_config(["model.path=m", "data.train_batch_size=256", *args], verl_defaults="rl").config
+        return config.optim.name, config.optim.options
+
+    assert optim() == ("adamw", {})
+    eight_bits = [f"{ACTOR}optim.optimizer=AdamW8bit", f"{ACTOR}optim.optimizer_impl=bitsandbytes.optim"]
+    assert optim("algorithm.adv_estimator=grpo", *eight_bits) == ("adamw_8bit", {})
+    assert optim(f"{ACTOR}optim.optimizer=muon") == ("muon", {"nesterov": False, "scale": 1.0})
+    own = [f"{ACTOR}optim.muon_{key}" for key in ("momentum=0.9", "nesterov=true", "extra_scale_factor=0.2")]
+    given = {"momentum": 0.9, "nesterov": True, "scale": 0.2}
+    assert optim(f"{ACTOR}optim.optimizer=muon", *own) == ("muon", given)
+    assert optim(*own) == ("adamw", {}), "they are of Muon"
+    for wrong, line in (
+        (f"{ACTOR}optim.optimizer=lion", "adamw_8bit, muon, adam_mini"),
+        (f"{ACTOR}optim.optimizer_impl=dion", "the optimizers are those of optim.name"),
+        (f"{ACTOR}optim.muon_scale_mode=unit_rms_norm", "spectral"),
+        ("critic.optim.optimizer=muon", "the critic has the optimizer of the actor here"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            optim("algorithm.adv_estimator=gae", wrong)
 
 
 def test_a_logger_that_is_not_installed_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

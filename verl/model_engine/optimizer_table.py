@@ -38,7 +38,7 @@ class Muon:
     iterations: int = 5
     """Newton-Schulz iterations of a step."""
     scale: float = 0.2
-    """An update is this times the square root of the longer side times an orthogonal matrix; 0.2: as large as AdamW's."""
+    """The size of an update, times the square root of the longer side; at 0.2 it is that of AdamW's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,8 +131,8 @@ def steps() -> Tensor:
 class MuonRule:
     """Muon for matrices: the momentum, made orthogonal.
 
-    At scale 0.2 as `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`. A sharded matrix is gathered, and each rank computes the
-    whole direction, so its bits do not depend on the number of ranks.
+    At scale 0.2 as `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`. A sharded matrix is gathered, and each rank
+    computes the whole direction, so its bits do not depend on the number of ranks.
     """
 
     settings: optimizer_table.Muon
