@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 from serving import TOOL, engine_of, model, run_serve, server_process, tokenizer
 
@@ -39,6 +38,8 @@ def url(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(url):
+    import openai  # here: every worker that collects would pay the seconds that it takes
+
     with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60) as made:
         yield made
 
@@ -88,6 +89,8 @@ def test_tools_are_shown_to_the_model(client):
 
 
 def test_errors_are_those_that_the_client_knows(client, url):
+    import openai
+
     with pytest.raises(openai.NotFoundError, match="model='other' is not here"):
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError, match="presence_penalty=1"):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from verl.rollout.process import free_port
 from verl.tools import ToolBroken, mcp
 from verl.tools.mcp import McpServer, tools_hash
 
-pytest.importorskip("mcp", reason="the package mcp is not installed (the extra mcp)")
+# Not imported here: every worker that collects would pay the second that it takes.
+pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed (the extra mcp)")
 pytestmark = pytest.mark.timeout(120)
 
 SERVER = '''

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
@@ -16,10 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-pytest.importorskip("s3fs", reason="the extra verl[s3] is not installed")
-
 from verl.data.files import expand_files, fingerprint, read_rows
 
+pytestmark = pytest.mark.skipif(find_spec("s3fs") is None, reason="the extra verl[s3] is not installed")
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_test.jsonl"
 DENIED = "secret.jsonl"
 

@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,9 @@ from verl.config.tree import changed
 from verl.data.special import SpecialTokens
 from verl.tools import function_tool
 
-renderers = pytest.importorskip("renderers", reason="the package renderers is not here (pip install '.[renderers]')")
+pytestmark = pytest.mark.skipif(
+    find_spec("renderers") is None, reason="the package renderers is not here (pip install '.[renderers]')"
+)  # not imported here: every worker that collects would pay the seconds that it takes
 
 OURS = (  # our bridge can be derived from what these write
     *("deepseek-v3", "deepseek-v4", "inkling", "kimi-k2", "kimi-k2.5", "laguna-m.1", "laguna-s-2.1", "laguna-xs-2.1"),
@@ -97,6 +100,8 @@ class Family:
 @cache
 def family(name: str) -> Family:
     """A renderer of the package with a small tokenizer that has its control tokens, and writes what it writes."""
+    import renderers
+
     tokens = ["<|pad|>"]
     while True:
         tokenizer = tokenizer_with(tokens)
@@ -126,6 +131,8 @@ def family(name: str) -> Family:
 @pytest.mark.slow
 def test_which_of_its_renderers_have_a_bridge_of_ours():
     assert {name for name in NAMES if family(name).bridge is not None} == set(OURS)
+    import renderers
+
     renderers.base._populate_registry()
     assert {*NAMES, "default", "gpt-oss"} == renderers.base.RENDERER_REGISTRY.keys()
 
@@ -326,7 +333,7 @@ def test_it_is_asked_for_by_the_format_and_refused_in_one_line(tmp_path, monkeyp
     )
     with pytest.raises(ValueError, match="a tool's text could open or close a turn"):
         loops(tokenizer, "renderers:qwen3", tmp_path)
-    monkeypatch.setattr(renderers, "__version__", "0.2.0")
+    monkeypatch.setattr("renderers.__version__", "0.2.0")
     with pytest.raises(ValueError, match=r"the package is renderers 0.2.0. Fix: pip install '\.\[renderers\]'"):
         loops(tokenizer, "renderers:qwen3", tmp_path)
     monkeypatch.setitem(sys.modules, "renderers", None)
