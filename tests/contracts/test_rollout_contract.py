@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from each import matrix
 from on_device import DEVICE, close_to
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
@@ -214,7 +215,7 @@ async def generate_all(engine: Any, jobs: dict[str, tuple[np.ndarray, Sampling]]
     return {c.request_id: c for c in done}
 
 
-every_engine = pytest.mark.parametrize("kind", KINDS)
+every_engine = matrix("kind", KINDS, quick=("native", "router"))  # the rows of PAIRS are quick for all
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------
@@ -1030,7 +1031,7 @@ def test_one_engine_over_several_event_loops(kind: str) -> None:
 
 
 @every_engine
-@pytest.mark.parametrize("seed", range(4))
+@matrix("seed", range(4))
 def test_random_schedules_lose_and_double_nothing(kind: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     pool = prompts((3, 5, 8, 20, 33), seed=seed)

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from each import each
+from each import each, matrix
 from facts import use_facts
 from transformers import (
     CohereConfig,
@@ -142,9 +142,10 @@ def run(model, batch, **options):
     return out.columns["logprobs"], {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(
-    ("small_keys", "free_padding"),
+@matrix(
+    "small_keys, free_padding",
     [(256, 0), (12, 0), (256, 1 << 30), (0, 1 << 30)],
+    quick=2,
     ids=["blocks", "mixed", "one block", "one SDPA call"],  # rows of more keys than small_keys go through SDPA
 )
 @each("name", MODELS)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from decode_references import pages_of
+from each import matrix
 from interpreted import fix_bf16_products, interpreted_ops
 from rollouts import finish, source_of
 from test_rollout_numerics import CONFIGS, reference
@@ -50,7 +51,7 @@ def same_rows(call: Callable[[Tensor], Tensor], rows: int = 64, step: int = 7) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width,depth", [(67, 130), (16, 64)])
+@matrix("width,depth", [(67, 130), (16, 64)])
 def test_products(width: int, depth: int, dtype: torch.dtype) -> None:
     x, weight, residual = (torch.randn(n, m).to(dtype) for n, m in ((64, depth), (width, depth), (64, width)))
     bias = torch.randn(width).to(dtype)
@@ -71,7 +72,7 @@ def test_a_product_adds_to_the_residual_in_place() -> None:
     assert products.Exact(weight, None)(x[:0]).shape == (0, 65)
 
 
-@pytest.mark.parametrize("window", [0, 40])
+@matrix("window", [40, 0])
 def test_attention(window: int) -> None:
     """Rows of one token up to several parts: the number of rows decides nothing."""
     at = torch.arange(64) * 9 - 1
@@ -109,6 +110,7 @@ def test_experts() -> None:
     same_rows(mixed)
 
 
+@pytest.mark.slow
 def test_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "VOCAB_BLOCK", 256)
     logits, temperature = torch.randn(64, 700) * 3, torch.arange(64) % 3 * 0.6
@@ -151,6 +153,7 @@ def requests(names: Any, cut: bool = False) -> list[ActiveRequest]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "qwen3 moe"])
 def test_a_completion_does_not_depend_on_the_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged, "PAGE", 16)

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from each import each
+from each import each, matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_columns import F64, columns, f64
@@ -212,7 +212,7 @@ def worse_is_lowered(name, length, moved):
 
 @each("moved", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("law", [better_is_raised, worse_is_lowered], ids=lambda f: f.__name__)
+@matrix("law", [better_is_raised, worse_is_lowered], ids=lambda f: f.__name__)
 def test_the_sign_of_every_preset(law, length, moved):
     holds(law, length=length, moved=moved)
 
@@ -278,7 +278,7 @@ def kl_pulls(name, length, form):
 
 
 @each("form", ["k2", "k3", "k1+", "k3+"])
-@pytest.mark.parametrize("length", LENGTHS)
+@matrix("length", LENGTHS)
 def test_kl_alone_pulls_to_the_reference(length, form):
     holds(kl_pulls, length=length, form=form)
 

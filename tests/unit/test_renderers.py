@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 import numpy as np
 import pytest
-from each import FULL_GRID, each
+from each import FULL_GRID, each, matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bridge import CALL as CALLED
@@ -177,7 +177,7 @@ def test_bridges_are_what_is_written_where_nothing_is_rewritten(name, turns, res
         assert theirs.tolist() == ours.tolist()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@matrix("name", NAMES, quick=NAMES[::4])
 def test_conversations_are_owned_token_for_token_as_the_package_writes_them(name):
     assert (kit_for(PACKAGE + name).bridge is not None) == (name in OURS)
     play_cases(PACKAGE + name, CASES or 25)

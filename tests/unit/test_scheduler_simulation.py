@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from each import matrix
 from scheduler_world import Spec, Violation, World, random_spec, synchronous
 
 from verl.driver.scheduler import Scheduler, StepBatch
@@ -14,7 +15,7 @@ from verl.driver.scheduler import Scheduler, StepBatch
 # ---- the proofs
 
 
-@pytest.mark.parametrize("block", range(10))
+@matrix("block", range(10), quick=2)
 def test_ten_thousand_random_schedules(block: int) -> None:
     ends = Counter(World(random_spec(seed)).run() for seed in range(block * 1000, (block + 1) * 1000))
     assert ends["done"] > 300 and ends["draws"] > 30 and ends["data"] > 30, ends

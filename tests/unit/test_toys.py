@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from contracts import test_queue_contract, test_rollout_contract, test_weight_sync_contract
 from each import FULL_GRID
 from serving import Running
@@ -84,6 +85,11 @@ def plain(tmp_path_factory, tiny_model, arithmetic_data) -> Path:
     return root / "toy"
 
 
+def values_of(row: Any, several: bool) -> tuple[Any, ...]:
+    """The values of a row of `parametrize`, marked or not."""
+    return row.values if isinstance(row, ParameterSet) else row if several else (row,)
+
+
 def failures_of(module: Any, given: dict[str, Callable[[], Any]]) -> list[str]:
     """Run every contract test that asks for one of `given`, in each of its other parameters (the first of them, but in
     the full grid: ours run them all); what failed."""
@@ -96,7 +102,7 @@ def failures_of(module: Any, given: dict[str, Callable[[], Any]]) -> list[str]:
         axes: list[list[dict[str, Any]]] = []
         for mark in (m for m in getattr(test, "pytestmark", []) if m.name == "parametrize"):
             keys = mark.args[0].split(",") if isinstance(mark.args[0], str) else list(mark.args[0])
-            rows = [dict(zip(keys, v if len(keys) > 1 else (v,), strict=True)) for v in mark.args[1]]
+            rows = [dict(zip(keys, values_of(v, len(keys) > 1), strict=True)) for v in mark.args[1]]
             free = [{k: v for k, v in row.items() if k not in given} for row in rows]
             free = [row for row in free if row.get("model", MODELS[0]) in MODELS]
             axes.append([row for i, row in enumerate(free) if row not in free[:i]])
