@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import statistics
 import time
 import zlib
@@ -195,7 +196,7 @@ class Bench:
     def publish(self) -> Iterator[Row]:
         """Bytes of weights per second from trainer to rollout, read and write counted, through verl's own publish."""
         gpu = self.device.type == "cuda"
-        buckets = lambda: BucketOutlet(f"{PREFIX}-{time.time_ns()}", BUCKET_BYTES, on_gpu=gpu)  # noqa: E731
+        buckets = lambda: BucketOutlet(f"{PREFIX}-{os.getpid()}-{time.time_ns()}", BUCKET_BYTES, on_gpu=gpu)  # noqa: E731
         for what, outlet in (("in process", LocalOutlet), ("ipc" if gpu else "shm, buckets", buckets)):
             seconds = asyncio.run(self._publish_s(outlet()))
             self._release()

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -66,8 +67,10 @@ class Kernel(GroupTree):
         if path.name == "cgroup.procs":
             if group != self.top and enabled:  # no processes where groups below share controllers
                 self._refuse(errno.EBUSY)
-            for other in self.top.rglob("cgroup.procs"):
-                other.write_text("".join(f"{pid}\n" for pid in other.read_text().split() if pid != text))
+            for other, _, _ in os.walk(self.top):  # another process may remove a group meanwhile
+                with suppress(FileNotFoundError):
+                    procs = Path(other, "cgroup.procs")
+                    procs.write_text("".join(f"{pid}\n" for pid in procs.read_text().split() if pid != text))
             text = f"{path.read_text()}{text}\n"
         elif path.name == "cgroup.subtree_control":
             if group != self.top and (group / "cgroup.procs").read_text():
