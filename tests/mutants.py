@@ -62,7 +62,7 @@ AHEAD = "tests/unit/test_look_ahead.py"
 MIXED = "tests/numerics/test_mixed_steps.py"
 CUDA, CUDA_ENGINE = "tests/numerics/test_cuda_kernels.py", "tests/numerics/test_cuda_decode.py"
 EXACT_ROWS, HEAD_DTYPE = "tests/numerics/test_exact_rows.py", "tests/numerics/test_head_dtype.py"
-COPY = "tests/numerics/test_compute_copy.py"
+COPY, COPIES = "tests/numerics/test_compute_copy.py", "tests/distributed/test_compute_copies.py"
 RECOMPUTE = "tests/numerics/test_recompute.py"
 DISPATCH = "tests/unit/test_dispatch.py tests/unit/test_workers.py tests/contracts/test_worker_group_contract.py"
 
@@ -1193,6 +1193,10 @@ MUTANTS = (
     Mutant("model_engine/compute_copy.py", "copy.grad_dtype = master.dtype", "pass", COPY),
     Mutant("model_engine/compute_copy.py", "copy.grad = master.grad", "pass", COPY),
     Mutant("model_engine/compute_copy.py", "if not self._keeps:", "if False:", COPY),
+    Mutant("model_engine/sharded_copy.py", "gather_from(shard, master.detach().to(self._dtype))", "pass", COPIES),
+    Mutant("model_engine/sharded_copy.py", "p.grad_dtype = torch.float32", "pass", COPIES),
+    Mutant("model_engine/sharded_copy.py", "gather_from(shard, master)", "pass", COPIES),
+    Mutant("nn/torch_compat.py", "sharded.all_gather_outputs = []", "pass", COPIES),
     Mutant("accel/cuda/attention.py", "exact_splits_of(longest) if exact_rows else", "", EXACT_ROWS),
     Mutant("accel/cuda/products.py", "(n[:, None] < N) & inside", "(n[:, None] < N)", CUDA),
     Mutant("accel/cuda/products.py", "    if ADDED:", "    if ADDED and BIASED:", EXACT_ROWS),

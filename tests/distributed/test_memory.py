@@ -95,9 +95,9 @@ def test_a_rank_holds_what_the_plan_says(role, tmp_path, monkeypatch):
 HELD = ("weights", "optimizer states")
 OF_ROLE = {"actor": ("update", "infer", "publish"), "critic": ("update", "infer"), "ref": ("infer",)}
 WANTED = {"critic": "values"}
-WHOLE = [("actor", "float32")]
+WHOLE = [("actor", "float32"), ("actor", "bfloat16 copies")]
 if FULL:
-    WHOLE += [("critic", "float32"), ("ref", "float32"), ("actor", "bfloat16")]
+    WHOLE += [("critic", "float32"), ("ref", "float32"), ("actor", "bfloat16"), ("ref", "bfloat16 copies")]
 
 
 def phases_of(role: str, e: Any, batch: Any, terms: Any, count: int) -> dict[str, Callable[[], object]]:
@@ -121,8 +121,10 @@ def test_what_a_rank_holds_at_most_in_a_phase_is_what_the_plan_says(role, dtype,
     rank of a stage is within 10% of the plan (FULL_GRID=1; 25% of 7 million parameters, of which little things are
     more)."""
     config, wrong = Config(), {}
-    config = changed(config, {"model.dtype": dtype})
-    for name in LAYOUTS if FULL else ("FSDP x TP",):
+    dtype, _, copies = dtype.partition(" ")
+    given: dict[str, Any] = {"dtype": dtype} | ({"emulate_bf16": False, "copies_weights": True} if copies else {})
+    config = changed(config, {"model.dtype": dtype, "model.device": "cuda" if copies else "cpu"})
+    for name in LAYOUTS if FULL else ("FSDP x TP",) if not copies else ("HSDP", "PP"):
         layout = LAYOUTS[name]
         kind = "wide, experts" if layout.expert > 1 else "wide"
         folder = tmp_path / kind
@@ -135,7 +137,7 @@ def test_what_a_rank_holds_at_most_in_a_phase_is_what_the_plan_says(role, dtype,
             case = Case(layout, ENGINES.get(role, role), model=kind)
             _, batch, count = share(case, rank)
             own = tensor_bytes()
-            e = engine(kind, case.role, layout, score=None, dtype=dtype)
+            e = engine(kind, case.role, layout, score=None, **given)
             phases = phases_of(role, e, batch, case.batch()[2], count)
             next(iter(phases.values()))()  # which makes the optimizer's states
             found = {}

@@ -49,34 +49,34 @@ layout    8 ranks = 4 data x 2 tensor, in 2 copies of the model: a rank holds 1/
 pool main 2 nodes x 4 ranks, each 1 CPU, 1 GPU: actor, critic, compute, recorder, 4 rollout replicas
 pool wide 1 node x 8 ranks, each 2 CPU, 1 npu: ref
 
-a rank of main (estimate)              rollout   infer actor  infer critic  update actor update critic       publish
-actor weights                          471 MiB       471 MiB       471 MiB       471 MiB       471 MiB       471 MiB
-actor gathered embeddings                    -       260 MiB             -       260 MiB             -             -
-actor inference activations                  -       746 MiB             -             -             -             -
-actor log-prob chunk                         -      1024 MiB             -      1024 MiB             -             -
-actor head's gradient                        -             -             -       260 MiB             -             -
-actor head's compute copy                    -       130 MiB             -       130 MiB             -             -
-actor largest whole weight                   -             -             -             -             -      1.01 GiB
-actor optimizer states                 942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
-actor gradients                              -             -             -       471 MiB             -             -
-actor compute copy of weights                -             -             -      14.2 MiB             -             -
-actor activations                            -             -             -      2.04 GiB             -             -
-critic weights                         471 MiB       471 MiB       471 MiB       471 MiB       471 MiB       471 MiB
-critic gathered embeddings                   -             -       260 MiB             -       260 MiB             -
-critic gathered layers                       -             -      56.9 MiB             -      56.9 MiB             -
-critic kept buffer                           -             -       260 MiB             -             -             -
-critic layer's compute copy                  -             -      14.2 MiB             -             -             -
-critic inference activations                 -             -       746 MiB             -             -             -
-critic optimizer states                942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
-critic gradients                             -             -             -             -       471 MiB             -
-critic gathered gradients                    -             -             -             -      56.9 MiB             -
-critic compute copy of weights               -             -             -             -      14.2 MiB             -
-critic activations                           -             -             -             -      2.04 GiB             -
-rollout weights                        942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
-incoming weights                             -             -             -             -             -       942 MiB
-KV cache                              4.50 GiB             -             -             -             -             -
-prefix cache                           768 MiB             -             -             -             -             -
-sampling logits                        297 MiB             -             -             -             -             -
+a rank of main (estimate)             rollout   infer actor  infer critic  update actor update critic       publish
+actor weights                         471 MiB       471 MiB       471 MiB       471 MiB       471 MiB       471 MiB
+actor compute copy of shards                -       236 MiB             -       236 MiB             -             -
+actor gathered embeddings                   -       130 MiB             -       130 MiB             -             -
+actor inference activations                 -       522 MiB             -             -             -             -
+actor log-prob chunk                        -      1024 MiB             -      1024 MiB             -             -
+actor head's gradient                       -             -             -       260 MiB             -             -
+actor largest whole weight                  -             -             -             -             -      1.01 GiB
+actor optimizer states                942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
+actor gradients                             -             -             -       471 MiB             -             -
+actor gradients of one copy                 -             -             -       471 MiB             -             -
+actor activations                           -             -             -      1.17 GiB             -             -
+critic weights                        471 MiB       471 MiB       471 MiB       471 MiB       471 MiB       471 MiB
+critic compute copy of shards               -             -       236 MiB             -       236 MiB             -
+critic gathered embeddings                  -             -       130 MiB             -       130 MiB             -
+critic gathered layers                      -             -      28.4 MiB             -      28.4 MiB             -
+critic kept buffer                          -             -       130 MiB             -             -             -
+critic inference activations                -             -       522 MiB             -             -             -
+critic optimizer states               942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
+critic gradients                            -             -             -             -       471 MiB             -
+critic gathered gradients                   -             -             -             -      56.9 MiB             -
+critic gradients of one copy                -             -             -             -       471 MiB             -
+critic activations                          -             -             -             -      1.17 GiB             -
+rollout weights                       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
+incoming weights                            -             -             -             -             -       942 MiB
+KV cache                             4.50 GiB             -             -             -             -             -
+prefix cache                          768 MiB             -             -             -             -             -
+sampling logits                       297 MiB             -             -             -             -             -
 """
 
 

@@ -51,9 +51,7 @@ class ComputeCopy:
 
     @torch.no_grad()
     def _refresh(self) -> None:
-        exact: Sequence[str] = getattr(self._module, "_keep_in_fp32_modules_strict", None) or ()
-        named = self._module.named_parameters()
-        every = [p for name, p in named if p.is_floating_point() and not {*exact} & {*name.split(".")}]
+        every = copied_parameters(self._module)
         versions = [p._version for p in every]
         if self._copies.keys() == {*every}:
             if versions != self._versions:
@@ -62,6 +60,13 @@ class ComputeCopy:
         else:
             self._copies = {p: _leaf(p, self._dtype) for p in every}
         self._versions = versions
+
+
+def copied_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that have a copy: all but those that the model's class keeps in float32."""
+    exact: Sequence[str] = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
+    named = module.named_parameters()
+    return [p for name, p in named if p.is_floating_point() and not {*exact} & {*name.split(".")}]
 
 
 def _leaf(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

@@ -43,9 +43,10 @@ class RankWork:
     """The weights are published: they are gathered one by one."""
 
 
-def copies_weights(layout: Layout, work: RankWork) -> bool:
-    """Return True if the model computes with a bfloat16 copy of its weights (compute_copy.py) in place of autocast."""
-    return device_facts(work.device).copies_weights and work.dtype == "bfloat16" and layout.world_size == 1
+def copies_weights(work: RankWork) -> bool:
+    """Return True if the model computes with a bfloat16 copy of its weights (compute_copy.py, sharded_copy.py) in place
+    of autocast."""
+    return device_facts(work.device).copies_weights and work.dtype == "bfloat16"
 
 
 def layer_bytes_per_token(model: ModelFacts, dtype: str, tensor: int = 1, *, copies: bool = False) -> int:
@@ -61,18 +62,22 @@ def layer_bytes_per_token(model: ModelFacts, dtype: str, tensor: int = 1, *, cop
 def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
     """Return the bytes of one rank by item. Items that a phase does not use are not held in it (planner/memory.py)."""
     share = _Share(model, layout, work)
-    copies = copies_weights(layout, work)
+    copies = copies_weights(work)
     residual = (2 if copies else 4) * model.hidden  # float32: embeddings are not autocast
     kept = layer_bytes_per_token(model, work.dtype, layout.tensor, copies=copies)  # per token
     if layout.context > 1:  # keys and values of the tokens of all ranks
         keys = 2 * model.kv_heads * model.head_dim // layout.tensor
         kept += layout.context * keys * DTYPE_BYTES[work.dtype]
+    whole = DTYPE_BYTES["bfloat16" if copies else "float32"]  # bytes of a gathered weight
     items = {
-        "weights": (4 + 2 * copies) * share.weights,
-        "gathered embeddings": share.outside,
+        "weights": (4 + 2 * copies * (not share.gathers)) * share.weights,
+        "compute copy of shards": 2 * copies * share.gathers * share.weights,  # in passes only
+        "gathered embeddings": whole * share.outside // 4,
         # one layer beside the buffer of this or the next gathering: FSDP copies what only this rank has
-        "gathered layers": share.gathers * ((1 + share.cut) * share.dense + (1 + share.experts_cut) * share.experts),
-        "kept buffer": share.cut * max(share.outside, share.dense),  # of the previous gathering, until the next ended
+        "gathered layers": whole * share.gathers * (1 + share.cut) * share.dense // 4
+        + whole * share.gathers * (1 + share.experts_cut) * share.experts // 4,
+        # of the previous gathering, until the next ended
+        "kept buffer": whole * share.cut * max(share.outside, share.dense) // 4,
         "layer's compute copy": share.half * (share.dense + share.experts) // 4,
         "inference activations": work.tokens * (kept + 2 * residual),
     }
@@ -113,7 +118,7 @@ class _Share:
         self.experts, self.experts_cut = 4 * sparse // layout.expert, layout.shard > layout.expert
         if layout.expert == 1:
             self.dense, self.experts = self.dense + self.experts, 0
-        by_autocast = work.dtype == "bfloat16" and not copies_weights(layout, work)
+        by_autocast = work.dtype == "bfloat16" and not copies_weights(work)
         self.half = DTYPE_BYTES[work.dtype] * by_autocast  # bytes of a weight's copy, if a pass makes one
 
 
@@ -136,6 +141,8 @@ def _training(share: _Share, kept: int, residual: int) -> dict[str, int]:
         # as computed, and in the buffer from which they are sent
         "gathered gradients": share.gathers * 2 * max(share.dense, share.experts),
         "reduced embeddings": reduced,
+        # of earlier passes, summed over the ranks of one copy of the model and not yet over the copies
+        "gradients of one copy": 4 * share.weights * (layout.replicate > 1 and work.passes > 1),
         "compute copy of weights": copies,
         "activations": activations,
         "waiting passes": (flying - 1) * waiting - not_yet,  # kept for the backward passes of the earlier ones

@@ -22,6 +22,7 @@ from verl.model_engine.lm_head import LM_OUTPUTS, allocate_outputs, lm_outputs, 
 from verl.model_engine.local_model import LocalModel
 from verl.model_engine.objective import reduce_terms
 from verl.model_engine.pending import Pending, read_pending
+from verl.model_engine.sharded_copy import ShardedCopy
 from verl.nn import attention
 from verl.nn.fp8 import as_computed
 from verl.nn.fused import FUSED_TYPES, fuse, unfuse
@@ -142,7 +143,7 @@ class Passes:
             return nullcontext()
         return rounded(self.local.model.parameters(), self._precision.dtype)
 
-    def _compute_copy(self) -> ComputeCopy:
+    def _compute_copy(self) -> ComputeCopy | ShardedCopy:
         settings = self.local.settings
         return ComputeCopy(
             self.local.model, self.compute, keeps=settings.optim is not None and "weights" not in settings.offload

@@ -180,16 +180,17 @@ class StagePasses(ShardedPasses):
     def _through(self, batch: Batch, read: Callable[..., Any], *args: Any) -> tuple[Tensor | None, Any]:
         """Run this stage. Return the states [T, H] received from the stage before (None on the first), and the result:
         states [T, H], which are sent to the next stage; on the last stage the result of `read`."""
-        came, local, master = None, self.local, self._precision.master
+        came, local = None, self.local
+        kind = self.compute if self._copy is not None else self._precision.master
         if local.stage:
             tokens = batch.num_tokens if self._layout.tokens == 1 else self._exchange(batch).run
-            came = self._ahead.receive((tokens, local.hidden_size), master, local.device)
+            came = self._ahead.receive((tokens, local.hidden_size), kind, local.device)
             came.requires_grad_(torch.is_grad_enabled())
         self._came = came
         out = local.root.run(read, batch, *args) if local.is_last else local.root.run(self._hidden_packed, batch)
         self._came = None
         if not local.is_last:
-            assert out.dtype == master, f"states between stages are {out.dtype}"
+            assert out.dtype == kind, f"states between stages are {out.dtype}"
             self._ahead.send(out)
         return came, out
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -32,6 +32,7 @@ from verl.model_engine.local_model import LocalModel
 from verl.model_engine.options import cannot
 from verl.model_engine.passes import Passes, Reader, Which
 from verl.model_engine.settings import DEFAULTS, EngineSettings
+from verl.model_engine.sharded_copy import ShardedCopy, accumulate_in_float32
 from verl.model_engine.snapshot import Snapshot
 from verl.model_engine.state import EngineState
 from verl.model_engine.torch_engine import TorchEngine
@@ -55,6 +56,7 @@ class _Root(nn.Module):
         self.model, self.value_head = model, value_head
 
     def run(self, fn: Any, *args: Any) -> Any:
+        accumulate_in_float32(self)
         return fn(*args)
 
 
@@ -72,7 +74,7 @@ class ShardedModel(LocalModel):
         self.layout, self._fill_parts = layout, fill
         self.place = layout.place(dist.get_rank())
         self.suffix = f"_rank{dist.get_rank()}"
-        super().__init__(model, replace(settings, copies_weights=False))  # FSDP gathers the float32 parameters
+        super().__init__(model, settings)
 
     def _place(self) -> None:
         layout = self.layout
@@ -103,6 +105,7 @@ class ShardedModel(LocalModel):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                module.register_forward_pre_hook(accumulate_in_float32)
         register_fsdp_forward_method(self.root, "run")
         if self._fill_parts is not None:
             self._make_room()
@@ -301,13 +304,23 @@ class ShardedPasses(Passes):
 
     @contextmanager
     def _compute_weights(self) -> Iterator[None]:
-        """Round the shards in place inside the context: FSDP gathers from them and does not read `p.data` again."""
-        shards, precision = [part_of_rank(p) for p in self.local.model.parameters()], self._precision
-        with rounded_in_place(shards, precision.dtype) if precision.rounds else nullcontext():
+        """Inside the context FSDP gathers the weights that compute: from a copy of the shards, or from the shards
+        rounded in place, since FSDP does not read `p.data` again."""
+        with self._gathered_weights():
             try:
                 yield
             finally:
                 self.local.root.reshard()  # else the next pass would use these weights, even if they have changed
+
+    def _gathered_weights(self) -> AbstractContextManager[None]:
+        if self._copy is not None:
+            return self._copy.in_place()
+        if not self._precision.rounds:
+            return nullcontext()
+        return rounded_in_place([part_of_rank(p) for p in self.local.model.parameters()], self._precision.dtype)
+
+    def _compute_copy(self) -> ShardedCopy:
+        return ShardedCopy(self.local.model, self.local.root, self.compute)
 
 
 class ShardedState(EngineState):

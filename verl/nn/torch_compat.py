@@ -9,7 +9,8 @@ from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import varlen
 
 
@@ -53,3 +54,26 @@ def reduce_scatter_single(part: Tensor, whole: Tensor, group: dist.ProcessGroup 
     has this name from 2.12 on."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(part, whole, group=group)
+
+
+def sharded_parameters(root: nn.Module) -> list[Any]:
+    """Return FSDP's records of the parameters of all modules below `root`, ready for their first gathering. A module
+    has several groups of them from 2.13 on."""
+    found: list[Any] = []
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                if group is not None:
+                    group.lazy_init()  # else the first pass would forget what it is to gather from
+                    found += group.fsdp_params
+    return found
+
+
+def gather_from(sharded: Any, part: Tensor) -> None:
+    """Let FSDP gather a parameter from `part`, this rank's part of it without its shape, in the dtype of `part`. FSDP
+    keeps the tensors that the first gathering made; they are of the dtype before."""
+    sharded._sharded_param_data = part
+    sharded.all_gather_outputs = []
+    vars(sharded).pop("_unsharded_param", None)

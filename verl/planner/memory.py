@@ -33,9 +33,10 @@ TRAINED = ("actor", "critic")
 PARTS = {"weights": "weights", "optimizer": "optimizer states"}
 """The items of a role's state that may be off the device between two uses."""
 HELD = ("weights", "optimizer states", "teacher's head")
-AT_HEAD = ("gathered embeddings", "head's compute copy", "log-prob chunk")
-IN_LAYERS = ("gathered embeddings", "gathered layers")
-BACKWARD = ("gradients", "head's gradient", "compute copy of weights", "activations", "waiting passes")
+AT_HEAD = ("compute copy of shards", "gathered embeddings", "head's compute copy", "log-prob chunk")
+IN_LAYERS = ("compute copy of shards", "gathered embeddings", "gathered layers")
+SUMMED = ("gradients", "gradients of one copy")
+BACKWARD = (*SUMMED, "head's gradient", "compute copy of weights", "activations", "waiting passes")
 MOMENTS: Mapping[str, Sequence[Sequence[str]]] = MappingProxyType(
     {
         "infer": (
@@ -45,9 +46,10 @@ MOMENTS: Mapping[str, Sequence[Sequence[str]]] = MappingProxyType(
         "update": (
             (*BACKWARD, *IN_LAYERS, "gathered gradients"),
             (*BACKWARD, *AT_HEAD),
-            ("gradients", "reduced embeddings", "waiting passes"),  # at the end of a backward pass
+            # at the end of a backward pass
+            ("compute copy of shards", *SUMMED, "reduced embeddings", "waiting passes"),
         ),
-        "publish": (IN_LAYERS, ("largest whole weight",)),
+        "publish": (("gathered embeddings", "gathered layers"), ("largest whole weight",)),
     }
 )
 """The temporary items of each phase of a role: for each moment of highest use, the items that are in memory
