@@ -151,8 +151,8 @@ def swapped(old: Weights, new: Weights) -> Weights:
 
 
 def scaled(old: Weights, new: Weights) -> Weights:
-    """The head, tied or not. A tensor inside the model that is 1.01 times itself changes no log-prob by more than
-    bfloat16 rounds it (measured: 0.9 to 1.3 times the rounding), so of those nothing can be said in bfloat16."""
+    """Scale the head, tied or not. A tensor inside the model that is 1.01 times itself changes no log-prob by more than
+    bfloat16 rounds it (measured: 0.9 to 1.3 times the rounding), so such a change cannot be found in bfloat16."""
     name = "lm_head.weight" if "lm_head.weight" in new else "model.embed_tokens.weight"
     return {**new, name: new[name] * 1.01}
 
@@ -285,7 +285,7 @@ def test_the_models_own_pass_is_made_at_first_now_and_then_and_where_the_model_m
     """It costs more than the rest of a publish. Twenty-four versions, the weights of the 9th far from the others."""
 
     class Counted:
-        """An engine whose log-probs are as told; its own pass is off by a rounding."""
+        """An engine with given log-probs; its own pass differs by rounding."""
 
         own = 0
         level = -1.0

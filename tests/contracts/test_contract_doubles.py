@@ -1,6 +1,6 @@
-"""The contract of rollout engines over the adapters whose servers do not run here: SGLang and TensorRT-LLM, by doubles
-(tests/doubles.py) over the native engine; and the adapter of any completions API, over `verl serve`. What is not run
-asks for what these servers cannot do, and is refused."""
+"""The contract of rollout engines for adapters of servers that do not run here: SGLang and TensorRT-LLM, by doubles
+(tests/doubles.py) over the native engine; and the adapter of any completions API, over `verl serve`. The tests that are
+left out need abilities that these servers lack; such requests are refused."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Running:
         return {**found, "sampled_tokens": found["sampled_tokens"] - self.began}
 
     def launch(self, folder: str | None) -> tuple[Any, str]:
-        """As a new server with the model of this folder, whose version nobody told it."""
+        """Start a new server with the model of this folder, which does not have the name of a version."""
         assert folder is not None, "one that restarts for every version is not started before the first"
         self.do(self.double.take(folder, 0))
         self.do(self.engine.sleep(1))
@@ -158,7 +158,7 @@ def contract(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         return made
 
     async def until_here(engine: Any, tokens: int) -> None:
-        """Who ends a request by its connection has what came, which may be less than was drawn."""
+        """A client that closes a connection has the tokens that it received, perhaps fewer than were sampled."""
         while running.came < tokens:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 

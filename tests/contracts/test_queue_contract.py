@@ -81,7 +81,7 @@ def sample(name: str, tokens: int = 3) -> Sample:
 
 
 def samples(count: int, prefix: str = "s") -> list[Sample]:
-    """Of 1, 2, 3, 1, 2, 3, ... trainable tokens."""
+    """Return samples of 1, 2, 3, 1, 2, 3, ... trainable tokens."""
     return [sample(f"{prefix}{i}", 1 + i % 3) for i in range(count)]
 
 

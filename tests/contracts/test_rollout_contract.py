@@ -715,7 +715,7 @@ def test_an_update_while_nothing_runs_takes_no_memory_of_its_own(kind: str, mode
         if isinstance(runner, HfRunner):
             return list(runner._module.state_dict().values())
         if not isinstance(runner, NativeRunner) or not (weights := runner.model.live).destinations:
-            return []  # it has a layout that is made anew, as oneDNN's is: the old one is gone before
+            return []  # its layout is made anew, as oneDNN's is: the old one is freed before
         return [weights.embed, *(to.into for to in weights.destinations.values())]
 
     async def body(engine: Any) -> dict[str, Completion]:
@@ -734,7 +734,7 @@ def test_an_update_while_nothing_runs_takes_no_memory_of_its_own(kind: str, mode
 @pytest.mark.on_device
 @every_engine
 def test_weights_are_a_snapshot(kind: str) -> None:
-    """The trainer goes on changing its parameters; the version in use must not change with them."""
+    """The trainer continues to change its parameters; the version in use must not change with them."""
     live = AutoModelForCausalLM.from_config(CONFIGS["qwen3"]())
     live.load_state_dict(reference().state_dict())
     prompt = prompts((9,))[0]
@@ -822,7 +822,7 @@ def test_cancelled_callers_free_their_rows(kind: str) -> None:
 @every_engine
 @meets
 def test_an_answer_does_not_wait_for_the_longer_ones(kind: str) -> None:
-    """Nobody calls the engine meanwhile: it has to hand over what has ended by itself, and goes on."""
+    """The engine is not called meanwhile: it delivers ended answers by itself, and continues."""
     a, b = prompts((5, 6))
     expected = hf_greedy(b, 6)
 
@@ -944,7 +944,7 @@ def test_user_faults(kind: str) -> None:
     prompt = prompts((5,))[0]
 
     async def body(engine: Any) -> None:
-        await engine.pause("keep")  # so that it still runs when the last of them is asked
+        await engine.pause("keep")  # so that it still runs when the last of them gets a request
         running = asyncio.create_task(engine.generate(GenerateRequest("r", prompt, greedy(300))))
         await asyncio.sleep(0)
         for call, message in (
@@ -1104,7 +1104,7 @@ def test_random_schedules_lose_and_double_nothing(kind: str, seed: int) -> None:
 
 
 class Replica(BaseEngine):
-    """Answers when it is told to; what it was asked stays in `running`."""
+    """Answers when the test calls it; its requests are in `running`."""
 
     def __init__(self, **able: Any) -> None:
         self.able = Capabilities(**{"logprobs": "processed", "max_context_tokens": 100, "sleep_levels": (1, 2), **able})

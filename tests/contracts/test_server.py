@@ -92,7 +92,7 @@ def test_tokens_and_logprobs_are_those_of_the_engine_in_process(sampling):
 
 
 def test_the_likeliest_tokens_of_a_prompt_are_those_of_the_model():
-    """By both endpoints, in vLLM's shape: the k likeliest with their ranks, and the token that stands there."""
+    """By both endpoints, in vLLM's shape: the k likeliest with their ranks, and the actual token."""
 
     async def body():
         module = model()
@@ -284,7 +284,7 @@ def test_half_a_character_in_a_call_is_told_as_its_escape():
 
 
 def test_a_fault_amid_a_stream_ends_it_with_an_error(monkeypatch):
-    """No second answer stands in it, for which its reader would wait for ever."""
+    """It contains no second answer, for which its reader would wait for ever."""
 
     def broken(*_: Any) -> Any:
         raise KeyError("a fault of ours")
@@ -325,7 +325,7 @@ def test_no_request_takes_the_memory_of_the_server(monkeypatch):
 
 
 def test_calls_are_read_as_the_chat_template_writes_them():
-    """A family whose marker is a special token; and of two calls of which one is broken none is given out."""
+    """A family with a special token as marker; and if one of two calls is broken, none is returned."""
 
     async def body():
         of = tokenizer()
@@ -855,7 +855,7 @@ def test_a_server_that_waits_for_a_bucket_says_that_it_updates_and_ends_at_once(
             service.health_at -= 10
             async with client.get("/health") as answer:
                 assert (answer.status, (await answer.json())["status"]) == (200, "updating")
-            await until(waiting, "the engine's thread")  # which has told of the one before by then
+            await until(waiting, "the engine's thread")  # which has reported the one before by then
         await until(lambda: not waiting(), "the end of its thread")
 
     run(body)

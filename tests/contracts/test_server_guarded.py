@@ -1,4 +1,4 @@
-"""What a caller of `verl serve` may cost the others: nothing. /health answers while any one request is worked on."""
+"""A caller of `verl serve` costs the others nothing. /health answers while any request is being computed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_health_answers_while_a_request_is_read_tokenised_or_answered(monkeypatc
 
 @pytest.mark.parametrize("requests", [1, 16])
 def test_pieces_of_many_answers_that_are_there_leave_turns_to_others(monkeypatch, requests):
-    """Of one request, and of many."""
+    """The pieces are of one request, and of many."""
     turns, at, plain = 0, list[int](), Form.piece
 
     async def turn() -> None:
@@ -175,7 +175,7 @@ def test_tokens_that_wait_for_the_event_loop_are_written_together():
 
 
 def test_health_of_an_engine_at_work_is_what_it_said_last(monkeypatch):
-    """It is asked between two of its steps. Where it never answers, that is said."""
+    """The check runs between two steps of the engine. An engine that never answers is reported."""
     held = asyncio.Event()
 
     class Busy(Scripted):

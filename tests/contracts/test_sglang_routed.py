@@ -156,7 +156,7 @@ def test_what_the_router_would_drop_and_what_ends_early_goes_to_the_server_itsel
 
 
 def test_an_answer_of_a_server_with_older_weights_is_asked_for_again(fleet: Any) -> None:
-    """One whose update failed is fenced here, and the router does not know."""
+    """A server with a failed update is fenced here, and the router does not have that information."""
 
     async def run() -> None:
         async with engines_of(fleet) as engines:
@@ -256,7 +256,7 @@ def test_an_engine_without_a_router_of_ours_is_vouched_for_by_its_publish(
 
 
 def test_one_that_streams_for_others_is_alive_though_its_probe_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its queue is long, and all that comes from it goes to others, by the router."""
+    """Its queue is long, and all its answers are sent to other clients, through the router."""
     monkeypatch.setattr(liveness, "QUIET_S", 0.1)
 
     class Streams:
@@ -310,7 +310,7 @@ def test_a_server_that_another_run_gave_its_weights_is_out_of_service(fleet: Any
 
 
 def test_an_answer_that_does_not_come_is_asked_for_again(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has it hangs: long before the request's own deadline."""
+    """The server that has the request hangs: this is found long before the request's own deadline."""
     monkeypatch.setattr(liveness, "QUIET_S", 0.3)
 
     async def run() -> None:
@@ -341,7 +341,7 @@ def test_a_router_that_refuses_is_passed_by(fleet: Any, status: int) -> None:
         app.add_routes([web.get("/workers", workers), web.post("/generate", refuses)])
         async with TestServer(app) as server:
             one = routed(fleet, 0, str(server.make_url("")))
-            one.connection.limits = replace(one.connection.limits, request_s=2)  # for which who is full is asked again
+            one.connection.limits = replace(one.connection.limits, request_s=2)  # the retries at a full server
             try:
                 await publish(fleet, [one], 12, seed=12)
                 assert all([v for v, _, _ in answer.spans] == [12] for answer in await ask(one, "r", 3))

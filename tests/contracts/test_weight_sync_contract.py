@@ -81,7 +81,7 @@ def tcp_outlet(kind: type[tcp.TcpOutlet] = tcp.TcpOutlet, **options: Any) -> tcp
 
 
 def bucket_outlet(**on: bool) -> buckets.BucketOutlet:
-    """A model comes in several of them, and one of its tensors is larger than they are to be."""
+    """A model is sent in several buckets, and one of its tensors is larger than a bucket."""
     name = f"{shm.PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
     atexit.register(shm.remove, name)
     return buckets.BucketOutlet(name, BUCKET_BYTES, **on)
@@ -140,12 +140,12 @@ def trainer(cls: type[TorchEngine] = TorchEngine, *, tied: bool = True, lr: floa
     return cls(model, EngineSettings(optim=OptimSpec(lr=lr, weight_decay=0.0), dtype="float32", device=str(DEVICE)))
 
 
-WORLDS: list[World] = []  # of a test, whose threads end with it
+WORLDS: list[World] = []  # the worlds of a test; their threads end with it
 
 
 @pytest.fixture(autouse=True)
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is for other hosts goes over the network."""
+    """Weights for other hosts are sent over the network."""
     monkeypatch.setattr(relay, "ledger_of", lambda name: Path("/nowhere") / name)
 
 
@@ -210,7 +210,7 @@ class World:
 
     @property
     def source(self) -> Any:
-        """What is published."""
+        """Return the source of a version."""
         return self.engine
 
     async def ready(self, *replicas: Any) -> None:
@@ -319,7 +319,7 @@ def distance(a, b) -> float:
 
 
 def marked(backends: Iterable[str]) -> list[Any]:
-    """Backends as rows: one whose package is missing is skipped, and all but `QUICK` are slow."""
+    """Return backends as rows: one with a missing package is skipped, and all but `QUICK` are slow."""
     marks = {
         name: [*([MISSING] if name == "nixl" else []), *([] if name in QUICK else [pytest.mark.slow])]
         for name in backends
@@ -329,7 +329,7 @@ def marked(backends: Iterable[str]) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch) -> None:
-    """Of sync.engine=ipc, on a machine without one."""
+    """Replace the GPU of sync.engine=ipc on a machine without one."""
     if ON_CPU:
         fake_gpu(monkeypatch)
 
@@ -477,7 +477,7 @@ def test_weights_travel_in_the_format_that_the_replica_reads(backend, kind, dtyp
 
 
 def fp8_world(backend: str, cls: type[TorchEngine] = TorchEngine) -> World:
-    """A trainer whose projections are quantised, with blocks that are not full, and the canary's own tolerance."""
+    """A trainer with quantised projections, blocks that are not full, and the canary's own tolerance."""
     world = World(trainer(cls), backend, tolerance=None)
     for role in world.group._workers:
         role.publishing.sender = WeightSender(world.outlet, dtype=FP8)
@@ -487,7 +487,7 @@ def fp8_world(backend: str, cls: type[TorchEngine] = TorchEngine) -> World:
 
 def test_fp8_weights_travel_as_values_and_scales(backend):
     """A replica that reads FP8 gets the blocks that the sender made of the masters, and computes with the dequantised
-    weights: those of a float32 replica whose trainer has them."""
+    weights: those of a float32 replica of a trainer that has these weights."""
 
     async def test():
         world = fp8_world(backend)
@@ -640,7 +640,7 @@ def test_each_part_of_a_publish_is_measured_where_it_happens(backend, monkeypatc
             ahead[0] += hours["load"]
             return load(source)
 
-        await world.publish([replica], 0)  # its shapes are asked for once
+        await world.publish([replica], 0)  # its shapes are requested once
         world.outlet.stage, runner.prepare, runner.load = slow_stage, slow_prepare, slow_load
         monkeypatch.setattr(base, "open_stream", transferring)
         report = await world.publish([replica], 1)
@@ -728,7 +728,7 @@ def test_what_only_the_trainers_machine_sees_is_released_there(kind):
 
 
 def tampered(change: Callable[[dict[str, Any], dict[str, Any], str], Any], name: str) -> type[WeightSender]:
-    """A sender whose manifest and tensors are changed on the way, by `change(manifest, tensors, name)`."""
+    """Change the manifest and the tensors of a sender on the way, by `change(manifest, tensors, name)`."""
 
     class Tampered(WeightSender):
         def send(self, engine, version, probes, *, copy, first=True) -> Sent:
@@ -741,7 +741,7 @@ def tampered(change: Callable[[dict[str, Any], dict[str, Any], str], Any], name:
             return replace(sent, source=replace(sent.source, manifest=manifest, address=at))
 
         def manifest(self, engine):
-            """Of what is streamed it is known before."""
+            """The manifest of a stream is known before its tensors."""
             told, tensors = dict(super().manifest(engine)), dict(engine.weights())
             self.unchanged = dict(told)
             change(told, tensors, name)
@@ -1294,7 +1294,7 @@ def test_a_stream_is_refused_for_a_lora_set():
 
 
 def test_a_published_adapter_follows_every_version_of_the_policy_on_all_replicas():
-    """Also where the trainer has gone on before the delivery ends."""
+    """This holds also if the trainer continues before the delivery ends."""
 
     async def test():
         world, notes = LoraWorld(trainer()), []
@@ -1332,7 +1332,7 @@ def test_a_published_adapter_follows_every_version_of_the_policy_on_all_replicas
             for replica in router.replicas:
                 assert distance(await scores(replica, "b"), expected) < TOLERANCE and replica.sets == {"b": version}
         with pytest.raises(SyncError, match="belongs to the weights"):
-            await publisher.publish_adapter("c", world.folder / "a")  # the trainer has gone on
+            await publisher.publish_adapter("c", world.folder / "a")  # the trainer has continued
         assert world.opened.keys() == {"a", "b"} and all(replica.ready for replica in router.replicas)
         await publisher.drop_set("b")
         assert world.opened.keys() == {"a"} and all(replica.sets == {} for replica in router.replicas)

@@ -105,7 +105,7 @@ def case(name: str, *given: Any) -> None:
 
 @pytest.mark.parametrize("backend", [*marked(REACH), "disk"])
 def test_after_a_large_step_the_server_scores_as_the_trainer_does(backend: str) -> None:
-    """And tells each part of the time."""
+    """The report has each part of the time."""
     kind = "sglang" if backend == "disk" else "server"
     case("test_after_a_large_step_the_rollout_scores_as_the_trainer_does", backend, kind, backend == "tcp", True)
 
@@ -123,7 +123,7 @@ def test_a_tensor_that_does_not_match_its_manifest_raises(change: str, kind: str
 
 @pytest.mark.parametrize(("kind", "backend"), FIRST)
 def test_a_tensor_that_nobody_tells_of_raises(kind: str, backend: str) -> None:
-    """SGLang keeps the old values, without a word: what it computes tells."""
+    """SGLang silently keeps the old values; its log-probs differ."""
     said = r"input_layernorm" if kind == "server" else "log-probs of the canary differ"
 
     async def test() -> None:

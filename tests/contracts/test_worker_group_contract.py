@@ -29,7 +29,7 @@ class Big:
 
 
 def test_a_group_holds_neither_arguments_nor_results_of_a_call_that_has_ended(made):
-    """A copy of the weights must not live until the next call comes."""
+    """A copy of the weights must not live until the next call."""
     group, _ = made
     argument = Big()
     seen = [weakref.ref(argument)]
@@ -47,6 +47,6 @@ def test_a_group_holds_neither_arguments_nor_results_of_a_call_that_has_ended(ma
 
 
 def test_a_call_can_be_pickled():
-    """What crosses `submit` goes to another process one day: a function of the worker's class, and its arguments."""
+    """The arguments of `submit` may be sent to another process: a function of the worker's class, and its arguments."""
     assert pickle.loads(pickle.dumps(Worker.note)) is Worker.note
     assert pickle.loads(pickle.dumps(Broadcast(("x",)))) == Broadcast(("x",))

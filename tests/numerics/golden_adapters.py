@@ -1,7 +1,7 @@
-"""From a golden case (padded [B, T] arrays of a peer) to ours (packed columns), by the name of the peer's function.
+"""Converts a golden case (padded [B, T] arrays of a peer) to ours (packed columns), by the name of the peer's function.
 
-Each adapter runs the product on the case's inputs and returns {output name: array} to compare. A case whose function is
-not here is skipped by name in the report.
+Each adapter runs the product on the case's inputs and returns {output name: array} to compare. A case without a
+function here is skipped by name in the report.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Read(Mapping):
         return [k for k in self._values if k.startswith("in_") and k not in (*self._seen, *RESTATED)]
 
     def ignored(self) -> dict:
-        """What no adapter asked for, and what is not known to say nothing."""
+        """Return the inputs that no adapter reads, without those that are known to have no effect."""
         unasked = {k: v for k, v in self._values.items() if k not in (*self._seen, *IDLE)}
         out = {k: v for k, v in unasked.items() if v not in NEUTRAL.get(k, ())}
         for k, v in self._values.items():
@@ -122,8 +122,8 @@ def labels(index: np.ndarray) -> Tensor:
 
 
 def _rewarded(case: Case, to_go: bool = False) -> Columns:
-    """The case's rewards on its tokens. One that stands outside of the mask is counted by verl's estimators of whole
-    answers, and by ours where the score stands; returns from a token on (to_go) are of the mask alone."""
+    """Return the case's rewards on its tokens. A reward outside of the mask is counted by verl's estimators of whole
+    answers, and by ours at the place of the score; returns from a token on (to_go) are of the mask alone."""
     mask = case["in_response_mask"]
     rewards = np.asarray(case["in_token_level_rewards"], np.float64)
     index = case["in_index"] if "in_index" in case else np.arange(len(mask))
@@ -449,7 +449,8 @@ TRL_AGGREGATIONS = {
     **dict.fromkeys(("dapo", "bnpo", "cispo", "vespo"), "token-mean"),
 }
 ABOVE = {"truncate": "truncate", "mask": "icepop"}
-"""What becomes of importance weights above the cap: they are the cap, or 0, as tokens that stay in the denominators."""
+"""The treatment of importance weights above the cap: they are the cap, or 0, as tokens that stay in the
+denominators."""
 
 
 def trl_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
@@ -582,8 +583,8 @@ def areal_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _share(columns: Columns, hp: Mapping[str, Any]) -> float:
-    """What the case holds of the batch whose counts verl divides by; sizes that its aggregation does not read are read
-    here, and count for nothing."""
+    """Return the case's share of the batch with the counts that verl divides by. Sizes that its aggregation does not
+    use are read here without effect."""
     tokens, sequences, mode = (
         hp.get("batch_num_tokens"),
         hp.get("global_batch_size"),
@@ -820,7 +821,7 @@ def sft(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     mask, lp = (case["in_mask"], case["in_log_prob"]) if "in_mask" in case else (None, case["in_log_prob"])
     if (
         mask is None
-    ):  # packed: log_prob[t] predicts token t+1, whose mask counts; the last position of a sequence predicts nothing
+    ):  # packed: log_prob[t] predicts token t+1 and has its mask; the last position of a sequence predicts nothing
         mask = np.zeros(len(lp))
         at = 0
         for length in hp["lengths"]:
@@ -847,7 +848,7 @@ def dynamic_sampling(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]
 
 
 def overlong(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """verl: not capped. The penalty stands with the score at the last token; `out_reward_index` is its place."""
+    """verl: not capped. The penalty is added to the score at the last token; `out_reward_index` is its place."""
     lengths = case["in_response_lengths"]
     penalty = shaping.overlong_penalty(
         lengths.astype(np.float64),

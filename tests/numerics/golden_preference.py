@@ -42,7 +42,7 @@ def _columns(mask: np.ndarray, side: np.ndarray, pair: np.ndarray, **token: Any)
 
 
 def _loss(columns: Columns, name: str, beta: float, **options: Any) -> Tensor:
-    """What the product trains for `preference.loss=name`: the mean over the present sequences of the term's values."""
+    """Return the loss of verl for `preference.loss=name`: the mean over the present sequences of the term's values."""
     [term] = pref.preference_terms(name, beta=beta, options=options)
     assert {*term.inputs, *term.outputs} <= set(columns.token), (name, term.inputs)
     needed = {n: c for n, c in columns.token.items() if n in (*term.inputs, *term.outputs)}
@@ -172,12 +172,13 @@ def cpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def kto(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Its rows, then one of one token for each mismatched answer, whose sums are given; so are the reference's."""
+    """Return its rows, then one of one token for each mismatched answer, with the given sums of policy and
+    reference."""
     logits, mask = leaf(case["in_logits"]), case["in_completion_mask"][:, 1:]
     rows, width = mask.shape
     first = np.arange(width) == 0
     mask = np.concatenate([mask, np.repeat(first[None], rows, 0)])
-    at = np.argmax(mask, 1)[:, None] == np.arange(width)  # where a row's sum stands
+    at = np.argmax(mask, 1)[:, None] == np.arange(width)  # the place of a row's sum
     ref = np.concatenate([case["in_ref_logps"], case["in_ref_kl_logps"]])[:, None] * at
     lp = torch.cat([_token_logprobs(logits, case["in_input_ids"]), fixed(case["in_kl_logps"][:, None] * at[rows:])])
     label = np.where(np.asarray(case["in_label"]).astype(bool), pref.CHOSEN, pref.REJECTED)

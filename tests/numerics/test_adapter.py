@@ -66,7 +66,7 @@ def base_folder(folder: Path, kind: str, *, tied: bool = False) -> Path:
 
 
 def made_by_peft(folder: Path, base: Path, **said: Any) -> tuple[Path, Any]:
-    """(the folder of an adapter whose every tensor is something, what PEFT reads from it)."""
+    """Return (the folder of an adapter without zero tensors, PEFT's model of it)."""
     peft = pytest.importorskip("peft", reason="the package peft is not installed (the extra dev)")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -118,7 +118,7 @@ def test_the_model_is_the_one_that_peft_makes(case, tmp_path):
 
 
 def test_an_engine_of_a_folder_scores_as_peft_does(tmp_path, tiny_teacher):
-    """Written without PEFT, read by it: what a teacher's engine says of tokens."""
+    """The adapter is written without PEFT and read by it: the log-probs of a teacher's engine are equal."""
     peft = pytest.importorskip("peft", reason="the package peft is not installed (the extra dev)")
     adapter = write_adapter(tmp_path / "adapter", tiny_teacher, seed=3)
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_teacher), adapter).eval()

@@ -283,8 +283,8 @@ def test_every_token_is_a_query_once_and_sees_its_ancestors(free_padding, monkey
 
 
 def plain_varlen(q, k, v, lengths, scale, window):
-    """What flash kernels document: bottom-right aligned causal attention per sequence, query heads grouped over
-    keys."""
+    """Compute the documented result of flash kernels: bottom-right aligned causal attention per sequence, with query
+    heads grouped over keys."""
     out = torch.empty_like(q)
     cu_q, cu_k, max_q, max_k = lengths.bounds
     for i in range(len(cu_q) - 1):

@@ -1,5 +1,5 @@
 """A trajectory as one row, and the same trajectory as the rows of a history that branched: the same loss and the same
-gradients, for every preset. What stands in several rows is trained once."""
+gradients, for every preset. A token in several rows is trained once."""
 
 import copy
 from dataclasses import replace
@@ -69,7 +69,7 @@ def cut(sample: Sample, seed: int) -> list[Sample]:
 
 
 def stored(row: Sample, n: int) -> dict[str, torch.Tensor]:
-    """What models said of the n trained tokens of a trajectory."""
+    """Return the outputs of models for the n trained tokens of a trajectory."""
     g = torch.Generator().manual_seed(sum(row.trajectory_id.encode()))
     x, hidden = torch.rand(n, len(STORED), generator=g), torch.randn(n, HIDDEN, generator=g)
     ids, topk, _ = top_k(hidden, HEAD.head, torch.ones(n), TOP_K)

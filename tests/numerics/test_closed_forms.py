@@ -606,7 +606,7 @@ def test_kl_in_the_reward():
     torch.testing.assert_close(penalty, f64(0.1, 0, 0.2, 0))
     assert mean == pytest.approx((0.5 + 2) / 2)
     rewards = adv.token_rewards(c, penalty)
-    torch.testing.assert_close(rewards, f64(-0.1, 1.0, 0.8, 0))  # the score stands at the last trainable token
+    torch.testing.assert_close(rewards, f64(-0.1, 1.0, 0.8, 0))  # the score is at the last trainable token
     empty = replace(c, mask=torch.tensor([True, True, False, False]))
     assert losses.kl_penalty(empty, coef=0.1, form="k1")[1] == pytest.approx(0.5)
 

@@ -33,7 +33,7 @@ FORMS = ("truncate", "clamp", "icepop", "mask")
 
 
 def weighed(**spec):
-    """A correction that truncates unless it says another form."""
+    """Return a correction that truncates, unless another form is given."""
     return Correction(**{"form": "truncate", **spec})
 
 

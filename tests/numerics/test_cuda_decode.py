@@ -235,8 +235,9 @@ def test_a_step_moves_little_beside_weights_and_kv(rows: int, tokens: int) -> No
 
 
 def launched_on_meta(name: str, ops: DecodeOps | None, patch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """What two steps send to the host, the second of which takes the tokens of the first. On the device `meta` there is
-    nothing to read: a copy to the host, the value of a tensor, or a shape that depends on values raises an error."""
+    """Return the transfers to the host in two steps, of which the second takes the tokens of the first. On the device
+    `meta` there is nothing to read: a copy to the host, the value of a tensor, or a shape that depends on values raises
+    an error."""
     meta, dtype, sent = torch.device("meta"), torch.bfloat16, list[torch.Tensor]()
     plain = choose_ops(torch.device("cpu"), dtype, compiled=False, products=SingleProducts(Plain, keeps=True))
     model = Model(CONFIGS[name], 256, meta)

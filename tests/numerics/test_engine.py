@@ -295,8 +295,8 @@ def test_state_continues_bitwise_with_the_same_rates(model, tmp_path):
     assert [step(first, i) for i in range(3)] == rates[:3]
     first.save(tmp_path / "third")
     resumed = engine(make(seed=9), optim=spec, dtype="float32")
-    step(resumed, 77)  # what it did before is gone, moments included
-    step(first, 50)  # whoever saved may go on
+    step(resumed, 77)  # its earlier state is replaced, moments included
+    step(first, 50)  # the engine that saved may continue
     resumed.load(tmp_path / "third")
     assert resumed.optimizer_step == 3 and [step(resumed, i) for i in range(3, 6)] == rates[3:]
     assert_equal(params(resumed), params(straight), exact=True)

@@ -1,5 +1,5 @@
-"""Every causal language model of transformers: packed rows are what the model says of each row alone, also of rows
-longer than its sliding window, or the start check refuses to pack it and names the way out."""
+"""Every causal language model of transformers: packed rows have the outputs of each row alone, also rows longer than
+its sliding window, or the start check refuses to pack the model and names the way out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def rows() -> list[Sample]:
 
 
 def worst_difference(model) -> float:
-    """Of the log-probs of packed rows from those of each row alone by the model as transformers made it."""
+    """Return the largest difference of the log-probs of packed rows from those of each row alone, by the model as
+    transformers made it."""
     with torch.no_grad():
         whole = [torch.from_numpy(np.concatenate([x.ids for x in s.segments])) for s in rows()]
         each_alone = [model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1) for ids in whole]

@@ -1,5 +1,5 @@
-"""A teacher that reads what was said of the very attempt: behind its prompt, in front of the same tokens; an attempt of
-which nothing was said is in no part of what the teacher teaches, and counted."""
+"""A teacher that reads feedback about the attempt: behind its prompt, before the same tokens. An attempt without
+feedback has no part in the teacher's loss, and is counted."""
 
 import numpy as np
 import pytest
@@ -38,8 +38,8 @@ def attempt(row, said: str) -> Trajectory:
 
 @pytest.fixture
 def informed_rows(tiny_model):
-    """(rows, the context of each or None): of every second attempt something is said, of one more than there is room
-    for."""
+    """Return (rows, the context of each or None): every second attempt has feedback, and one has more than there is
+    room for."""
     inform, out, contexts = (
         Feedback(plain_text(load_tokenizer(tiny_model, trust_remote_code=False)), {}, LONGEST),
         [],

@@ -1,5 +1,4 @@
-"""KTO by hand: whose rows are judged, what the reference point is made of, and which answer stands beside which
-prompt."""
+"""KTO by hand: the judged rows, the reference point, and the pairs of prompts and mismatched answers."""
 
 import math
 

@@ -27,7 +27,8 @@ WAITS = {"_local_scalar_dense", "nonzero", "item", "equal", "is_nonzero", "uniqu
 
 
 class NoReads(TorchDispatchMode):
-    """Fails on an operation whose result or shape the host has to read from the device: `meta` itself refuses most."""
+    """Fails on an operation for which the host has to read a result or a shape from the device: `meta` itself refuses
+    most."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         far = any(isinstance(x, torch.Tensor) and x.device == META for x in args)

@@ -1,5 +1,5 @@
-"""What the environment wrote as a loss beside the policy's: by hand, over ranks and micro-batches, figures apart.
-(Splits, packing: test_split.py.)"""
+"""A loss on the environment's tokens in addition to the policy's: by hand, over ranks and micro-batches, with separate
+figures. (Splits, packing: test_split.py.)"""
 
 from dataclasses import replace
 from pathlib import Path

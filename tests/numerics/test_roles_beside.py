@@ -18,7 +18,7 @@ COLUMNS = ("ref_logprobs", "teacher_logprobs", "old_logprobs", "advantages", "w/
 
 
 def three(model, teacher):
-    """Reference, teacher and the policy itself are asked."""
+    """Return a step that needs outputs of the reference, the teacher and the policy itself."""
     config = config_of("opd", model, teacher, 1, 64)
     config.algorithm.options.update({"kl_loss_coef": 0.1, "correction": "truncate", "correction_high": 2.0})
     return config
@@ -47,7 +47,8 @@ def test_roles_of_one_place_take_turns(tiny_model, tiny_teacher):
 
 
 def test_a_role_of_its_own_place_is_asked_before_the_first_has_answered(tiny_model, tiny_teacher):
-    """The reference answers only once the teacher was asked; the policy, in its place, waits for it."""
+    """The reference answers only after the teacher's call has begun; the policy, in the reference's place, waits for
+    it."""
     log, asked = list[str](), threading.Event()
 
     def patch(learner) -> None:

@@ -96,7 +96,7 @@ def alone(model, n: int, longest: int) -> torch.Tensor:
 
 
 def logprobs(engine: TorchEngine, *lengths: int) -> torch.Tensor:
-    """Of the first row."""
+    """Return the log-probs of the first row."""
     return engine.infer(pack(rows(*lengths)), ("logprobs",))["logprobs"][: lengths[0] - 2]
 
 

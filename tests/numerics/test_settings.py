@@ -120,7 +120,7 @@ OTHER = {
     "step_coef": lambda now: now + 0.5,
     "coef_schedule": lambda now: {"entropy_coef": [[1, 0.5]]},
 }
-NOT_HERE = {  # who reads them, and where that is tested
+NOT_HERE = {  # their reader, and the place of its test
     **dict.fromkeys(
         ("filter_groups", "filter_metric", "max_draws_per_group", "on_exhausted"), "unit/test_rollouts_flow"
     ),
@@ -169,7 +169,7 @@ def step_columns(seed: int = 0) -> Columns:
 
 
 def computed(name: str, settings: dict, columns: Columns, step: int = 1) -> dict[str, torch.Tensor]:
-    """What a step makes of these columns: weighted loss of every term, and its gradient."""
+    """Return the results of a step with these columns: the weighted loss of every term, and its gradient."""
     algorithm, _ = resolve(name, settings).at(step)
     kl = algorithm.kl_reward
     if algorithm.correction is not None:

@@ -82,7 +82,7 @@ def one_turn(config, made, patch=None):
 
 
 def said_by(folder, model, made) -> list[torch.Tensor]:
-    """What one teacher alone says of the rows."""
+    """Return the outputs of one teacher alone for the rows."""
     _, refs, queue = one_turn(config_of("opd", model, folder, 1, 16384), made)
     return list(queue.read(refs, ("teacher_logprobs",))["teacher_logprobs"].rows())
 
@@ -215,7 +215,7 @@ def test_the_samples_of_a_dead_teacher_are_invalid_and_the_others_learn(pick, na
 
 
 class Early(EarlyOutputs):
-    """Of a step half was asked for before."""
+    """Computes half of a step's rows before the step."""
 
     def infer(self, refs, outputs):
         self.begin(Refs(r for r in refs if r.group_id in ("g0", "g1")))
@@ -224,7 +224,7 @@ class Early(EarlyOutputs):
 
 @pytest.mark.parametrize("name, pick, gone", [("opd", "task", ""), ("opd", "task", "b"), ("gkd_topk", "best", "")])
 def test_what_is_asked_ahead_is_what_is_asked_in_the_step(name, pick, gone, tiny_model, tiny_teacher, other):
-    """Columns, figures and who is Invalid: also where a teacher dies in the call before the step."""
+    """Columns, figures and Invalid samples are equal, also if a teacher dies in the call before the step."""
     columns = ("teacher_logprobs", *(("teacher_ids", "teacher_topk") if name == "gkd_topk" else ()), "loss_mask")
     found = []
     for ahead in (False, True):
@@ -512,8 +512,8 @@ def test_the_reward_counts_where_the_teacher_agrees():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_average_teaches_and_the_policy_moves_on(ranks, tiny_model, tmp_path):
-    """Two turns of two optimizer steps: what the second turn's teacher says is of the average of the weights, which
-    was followed by hand; the policy is where it would be. A checkpoint holds both."""
+    """Two turns of two optimizer steps: the outputs of the second turn's teacher are those of the average of the
+    weights, which is computed by hand; the policy is the same as without it. A checkpoint holds both."""
     made, decay = rows(context=True), 0.75
     config = config_of("opd", tiny_model, tiny_model, ranks, 64)
     config = changed(config, {"teacher.path": POLICY, "teacher.hint_key": "hint", "teacher.ema": decay})
@@ -565,15 +565,15 @@ def test_the_average_teaches_and_the_policy_moves_on(ranks, tiny_model, tmp_path
 
 @matrix("ranks, broken", [(1, False), (1, True), (2, True)])
 def test_a_lagged_policy_teaches_what_it_said_so_many_publishes_ago(ranks, broken, tiny_model, tmp_path):
-    """Of five turns of two optimizer steps, with a copy every second turn: what the teacher says is, bit for bit, what
-    the policy said of the same rows then; and in a run that was cut in the middle of two copies, or at one, too.
-    broken: the first gradient is not finite, and its optimizer step is none."""
+    """Five turns of two optimizer steps, with a copy every second turn: the teacher's outputs are bitwise those of the
+    policy for the same rows at the time of the copy; also in a run that was cut between two copies, or at one. broken:
+    the first gradient is not finite, and its optimizer step is none."""
     made, config = samples(0), config_of("opd", tiny_model, tiny_model, ranks, 64)
     config = changed(config, {"teacher.path": POLICY, "teacher.ema": 2.0})
     config = changed(config, {"step.updates_per_step": 2, "step.epochs_per_step": 1})
 
     def turn(learner, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the policy says before the turn, what the teacher says in it."""
+        """Return the policy's outputs before the turn, and the teacher's in it."""
         again = [
             replace(s, sample_id=f"{number}/{s.sample_id}", trajectory_id=f"{number}/{s.trajectory_id}") for s in made
         ]
@@ -616,7 +616,7 @@ def test_a_lagged_policy_teaches_what_it_said_so_many_publishes_ago(ranks, broke
         straight, cut = list(zip(policy, teacher)), []
         for at, other in zip((2, 3), others):
             other.models["actor"].load(tmp_path / str(at)).result(60)
-            publish(other, 2)  # again, as a run does that goes on, also from between two publishes
+            publish(other, 2)  # again, as a resumed run does, also between two publishes
             cut.append([turn(other, n) for n in range(at, 5)])
     finally:
         for each in (learner, *others):

@@ -1,5 +1,6 @@
-"""For every preset: the gradient does not depend on how a step was split, packed or ordered, nor on what stands outside
-the mask, without anyone asking. Weights come from the whole step; the parts only sum. float64."""
+"""For every preset: the gradient does not depend on how a step was split, packed or ordered, nor on values outside the
+mask; new presets are included without further code. Weights are those of the whole step; the parts only sum.
+float64."""
 
 import copy
 import itertools
@@ -114,7 +115,7 @@ def samples(seed: int) -> list[Sample]:
 
 
 def drawn(rows: list[Sample], seed: int) -> dict[str, torch.Tensor]:
-    """Stored columns that belong to the sample, wherever it stands."""
+    """Return stored columns that are a function of the sample, at any place in the batch."""
     names = ("old_values", "sum_pi_squared", "old_logprobs", "ref_logprobs", "teacher_logprobs")
     parts, teachers = [], []
     for row in rows:
@@ -316,7 +317,7 @@ def test_a_term_that_is_infinite_at_zero_is_not_seen_outside_its_mask():
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000), k=st.integers(1, 9), aggregate=st.sampled_from(AGGREGATIONS))
 def test_a_sequence_unit_term(seed, k, aggregate):
-    """A ratio of whole sequences (GSPO's), whose weight stands in the first row of each trajectory."""
+    """A ratio of whole sequences (GSPO's), with its weight in the first row of each trajectory."""
 
     def sequence_ratio(columns: Columns) -> TermValue:
         ratio = columns.mean(log_ratio(columns["logprobs"], old_logprobs(columns))).exp()

@@ -1,5 +1,5 @@
-"""GKD's lambda: a share of the prompts is answered by the data. A stored answer is in the loss as a drawn one is, with
-its own tokens, and in nothing else: nobody drew it and nobody scored it."""
+"""GKD's lambda: a share of the prompts is answered by the data. A stored answer is in the loss as a sampled one is,
+with its own tokens, and in nothing else: it was neither sampled nor scored."""
 
 from dataclasses import replace
 

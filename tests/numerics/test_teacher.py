@@ -1,5 +1,5 @@
-"""What is learned from a teacher, against dense float64: divergences by hand, over a few ids and over the whole
-vocabulary, with temperatures of both sides and the rest of the ids; the reverse KL as an advantage."""
+"""The losses of a teacher, against dense float64: divergences by hand, over a few ids and over the whole vocabulary,
+with temperatures of both sides and the rest of the ids; the reverse KL as an advantage."""
 
 import asyncio
 import gc
@@ -498,7 +498,8 @@ def test_a_folder_without_a_head_is_refused(tmp_path):
 
 
 def turn_with(patch, name, tiny_model, tiny_teacher, spoiled: int, share: float):
-    """One turn in which the teacher says NaN of so many samples; (metrics, trained refs, the actor's gradients)."""
+    """Run one turn in which the teacher returns NaN for so many samples. Return (metrics, trained refs, the actor's
+    gradients)."""
     config = config_of(name, tiny_model, tiny_teacher, 1, 16384)
     config = changed(config, {"step.updates_per_step": 1, "step.epochs_per_step": 1})
     config = changed(config, {"pipeline.max_invalid_share": share})

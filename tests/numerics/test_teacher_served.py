@@ -1,5 +1,5 @@
-"""A teacher behind a server: it says what the model in process says, in words of vLLM and OpenAI; what it cannot say
-is NaN, and a server that is no teacher is refused at the start."""
+"""A teacher behind a server: its outputs are those of the model in process, by the APIs of vLLM and OpenAI; missing
+ones are NaN, and a server that is no teacher is refused at the start."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_it_says_what_the_model_says(path, stand, tiny_teacher):
 
 
 def test_a_server_that_echoes_says_what_the_model_says(stand, tiny_teacher):
-    """It has no prompt_logprobs; whom it finds likeliest stands there by text, which is no id."""
+    """It has no prompt_logprobs; its likeliest tokens are given as texts, which are no ids."""
     made, url = stand
     made.paths.discard("/inference/v1/generate")
     made.echoes, batch = True, pack(samples(0))
@@ -244,7 +244,7 @@ def test_a_server_that_is_gone_says_nothing(stand, tiny_teacher):
 
 
 def behind(ids: list[int], found: list[Any]) -> list[Any]:
-    """Of a model that looks ahead, or reads another context."""
+    """Start a server of a model that reads later tokens, or another context."""
     return [row and {i: {"logprob": of["logprob"] - 0.3 * (len(ids) % 5)} for i, of in row.items()} for row in found]
 
 
@@ -333,7 +333,7 @@ def test_what_a_server_cannot_be(tiny_model, arithmetic_data):
 
 
 def test_a_server_that_wants_a_key(stand, tiny_model, tiny_teacher, tmp_path, monkeypatch):
-    """It stands in the URL, from the environment; nothing that is written or said holds it."""
+    """The key is in the URL, from the environment; no written or printed text contains it."""
     made, url = stand
     made.key, secret = "sk-not-for-you", "sk-not-for-you"
     with pytest.raises(ValueError, match="HTTP 401"):
@@ -389,14 +389,14 @@ def test_it_is_not_asked_for_rows_that_nobody_teaches(stand, tiny_teacher):
 
 
 def served_after(model: ServedModel) -> ServedModel:
-    """The same, which has forgotten what was said."""
+    """The same connection, with an empty cache."""
     model._kept.clear()
     return model
 
 
 def test_what_was_said_of_a_row_is_known(stand, tiny_teacher):
-    """Bitwise what the server said, without asking it; a row that it failed on is asked for again, and what was read
-    longest ago makes room."""
+    """A cached row is bitwise the server's answer, without a request. A failed row is requested again, and the least
+    recently used row is dropped."""
     made, url = stand
     model, rows = served(url, tiny_teacher), samples(0)[:4]
     names = ("logprobs", "topk_ids", "topk_logprobs")
@@ -533,7 +533,7 @@ def test_another_model_behind_the_address_is_seen_and_its_rows_are_invalid(kind,
     elif kind == "model":
         made.change = behind
     else:
-        made.paths.discard("/tokenize")  # whoever does not answer is not another one: what it says of rows counts
+        made.paths.discard("/tokenize")  # without an answer it counts as unchanged: its rows are used
     for _ in range(2):
         assert bool(model.infer(batch, ("logprobs",))["logprobs"].isnan().all()) == (kind != "silent")
     said = {"tokenizer": r"its tokenizer reads '.*' as \[", "model": r"of the same tokens differ by \d", "silent": "^$"}
@@ -544,7 +544,7 @@ def test_another_model_behind_the_address_is_seen_and_its_rows_are_invalid(kind,
 
 
 def test_what_another_model_said_before_it_was_seen_is_forgotten(stand, tiny_teacher, caplog):
-    """And what is vouched for is kept; who still reads an answer of that time adds nothing to it."""
+    """Verified answers are kept; an answer from that time that arrives later is not cached."""
     made, url = stand
     model, rows = served(url, tiny_teacher), samples(0)
     batches = [pack(rows[i : i + 1]) for i in range(4)]

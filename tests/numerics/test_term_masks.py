@@ -1,4 +1,4 @@
-"""What a policy term sees of a step that a correction has weighed and rejected: gradients against closed forms, through
+"""The effect on a policy term of a correction that weighs and rejects tokens: gradients against closed forms, through
 the workers that train."""
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def test_vapo_learns_the_text_of_the_right_answers_alone():
 
 
 def test_a_bad_answer_is_dropped_where_the_policy_left_it_by_more_than_delta():
-    """The mean of log(sampler / pi) is 0.4 for the first answer, whose advantage is negative."""
+    """The mean of log(sampler / pi) is 0.4 for the first answer, which has a negative advantage."""
     sampler, bad = [x + 0.4 for x in NEW[:3]] + NEW[3:], (-1.0, -1.0, -1.0, 1.0)
     for delta, kept in ((0.39, False), (0.41, True)):
         terms = resolve("dapo", {**WIDE, "off_policy_delta": delta}).terms
@@ -169,7 +169,7 @@ def test_a_row_without_a_teacher_leaves_the_terms_that_read_one_and_no_other():
 
 
 def test_a_term_over_some_sequences_counts_only_their_tokens_before_a_rejection():
-    """Of the first answer one of three tokens was rejected; the second is not in the term."""
+    """One of three tokens of the first answer was rejected; the second answer is not in the term."""
     c = columns([1.0, 0.0], tokens=[3, 1]).with_token({"keep": torch.tensor([True, True, False, True])})
     for denominator, each in (("after_rejection", 1 / 2), ("before_rejection", 1 / 3)):
         term = Term(name="t", fn=losses.nll, over="positive", denominator=denominator)

@@ -70,7 +70,7 @@ def test_gae_over_turns():
 
 @pytest.mark.parametrize("estimator", [turn_discount, gigpo, turn_gae])
 def test_rows_of_a_branched_trajectory_are_one(estimator):
-    """B's turns in two rows, the second of which comes after A's: rows do not matter, the turns' numbers do."""
+    """B's turns are in two rows, of which the second is after A's: the numbers of turns count, not their rows."""
     whole = played()
     order = torch.tensor([3, 0, 1, 2, 4, 5, 6])  # B0 | A0 A0 A1 | B1 B1 B2
     token = {name: column[order] for name, column in whole.token.items()}

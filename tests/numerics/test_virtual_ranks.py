@@ -142,8 +142,8 @@ def test_the_gradient_of_every_optimizer_step_is_that_of_one_rank(name, tiny_mod
 
 
 def test_one_update_reports_the_mismatch_that_several_report(tiny_model):
-    """Of one update the first pass is the policy that was sampled from; of several, also of several epochs, a pass of
-    its own."""
+    """With one update the first pass is the policy that was sampled from; with several, or several epochs, it is a pass
+    of its own."""
     found = {}
     for shape in ((1, 1), (2, 1), (1, 2)):
         config = config_of("grpo", tiny_model, tiny_model, 1, 16384)

@@ -1,4 +1,4 @@
-"""A model read part by part is the model that transformers loads, to the bit; and what is wrong with a folder is said
+"""A model that is read part by part is bitwise the model that transformers loads. Faults of a folder are reported
 before a weight is read."""
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def test_other_folders_are_left_to_transformers(tmp_path):
 
 
 def test_numbers_are_read_where_they_are_held_and_nowhere_else(tmp_path, monkeypatch):
-    """Of a tensor that is not asked for, nothing is read."""
+    """Nothing is read of a tensor that is not requested."""
     folder = folder_of(tmp_path, "qwen3_moe", tied=False)
     skeleton = open_skeleton(folder)
     asked = "model.layers.0.mlp.experts.down_proj"
@@ -168,7 +168,7 @@ def test_numbers_are_read_where_they_are_held_and_nowhere_else(tmp_path, monkeyp
 
 
 class Noted:
-    """A safetensors file that notes whose numbers are asked for."""
+    """A safetensors file that records the tensors of which numbers are read."""
 
     def __init__(self, file: Any, read: list[str]) -> None:
         self.file, self.read = file, read

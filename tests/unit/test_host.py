@@ -1,4 +1,4 @@
-"""Whether there is room for a copy: what is free, here and under every limit of a container, beside peaks to come."""
+"""Memory for a copy: the free memory here and under every limit of a container, in addition to later peaks."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""What defines a run and what may change: every key in exactly one class, contents compared wherever they lie."""
+"""The keys that define a run and those that may change: every key is in one class; contents are compared, not their
+places."""
 
 import shutil
 import subprocess

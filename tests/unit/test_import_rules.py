@@ -1,4 +1,4 @@
-"""Who may import whom, by reading the source."""
+"""The allowed imports between packages, read from the source."""
 
 import ast
 import subprocess
@@ -168,7 +168,7 @@ def test_the_controller_has_no_branch_per_engine_or_algorithm():
 
 
 def test_only_the_sandbox_starts_processes_and_it_knows_no_rewards():
-    """User code runs in sandbox/ and nowhere else: killable, limited, gone with its parent."""
+    """User code runs in sandbox/ and nowhere else: it can be killed, is limited, and ends with its parent."""
     found, knows = {}, []
     for path in FILES:
         here, tree = path.relative_to(ROOT).as_posix(), parsed(path)

@@ -100,7 +100,7 @@ def test_reasoning_is_rendered_under_the_key_that_the_template_reads() -> None:
         prompt_of("llama3", USER, *turn, USER)
 
 
-DROPS = {  # a template that drops it -> what its refusal says
+DROPS = {  # a template that drops it -> the text of the refusal
     "{% if m.role != 'tool' %}": ("content of a message of 'tool'", [USER, ASSISTANT, *ANSWERS]),
     "{% if not (m.role == 'system' and not loop.first) %}": (
         "content of a message of 'system'",

@@ -1,4 +1,4 @@
-"""Who is late is named in the last line, and what a worker itself says of a deadline is left as it is."""
+"""The late part is named in the last line, and a worker's own error about a deadline is unchanged."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def source(version: int) -> Any:
 
 
 def core(look_ahead: bool, pages: bool, rows: int = 4, **options: Any) -> EngineCore:
-    """An engine whose rows do not depend on each other. Two letters end an answer as a text."""
+    """Return an engine with rows that do not depend on each other. Two letters end an answer as a text."""
     layout = {"paged": pages, "compiled": not pages, "layout": "panels"}
     made = native_core(CONFIG, source(0), rows=rows, max_context_tokens=64, look_ahead=look_ahead, **layout, **options)
     text = lambda ids: "".join(chr(97 + i) for i in ids)  # noqa: E731
@@ -138,7 +138,7 @@ def test_a_step_is_launched_before_the_last_one_is_read(monkeypatch: pytest.Monk
     monkeypatch.setattr(engine.runner, "decode", decoded)
     engine.add(ActiveRequest(GenerateRequest("0", np.arange(3, 8), Sampling(max_tokens=4, ignore_eos=True))))
     run(engine)
-    # the first token comes with the prompt; nothing is launched beyond the limit
+    # the first token is sampled with the prompt; nothing is launched beyond the limit
     assert order == [("launch", 0), ("launch", 1), ("read", 0), ("launch", 2), ("read", 1), ("read", 2)]
 
 

@@ -236,7 +236,8 @@ def test_eval_metrics_are_per_source_and_leave_the_invalid_out():
 
 
 def test_validation_under_verls_names_in_closed_form():
-    """Two prompts of 4 answers: 1 of 4 and all right; a source whose reward has no acc; invalid answers left out."""
+    """Two prompts of 4 answers, of which 1 and all are right; a source with a reward without acc; invalid answers left
+    out."""
     acc = [Score(2 * a, {"acc": a}) for a in (1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0)]
     other = [Score(3.0), Score(1.0), Invalid("timeout"), Invalid("crash")]
     found = reduce(verl_validation([played(r) for r in [*acc, *other]], ["a"] * 8 + ["b"] * 4, 4))
@@ -266,7 +267,7 @@ def majority(values: list[float], preds: list[str], n: int) -> tuple[float, floa
 
 
 def test_majorities_vote_by_what_the_reward_read():
-    """Five answers of which three agree on a wrong one; two that disagree, whose values differ among equal preds."""
+    """Five answers of which three agree on a wrong one; two that disagree, with different values for equal preds."""
     acc, preds = [1.0, 0.0, 0.0, 1.0, 0.0], ["4", "5", "5", "4", "5"]
     other = [Score(v, pred=p) for v, p in ((1.0, "a"), (3.0, "a"), (0.0, "b"), (0.5, "c"), (0.25, "b"))]
     rows = [Score(2 * a, {"acc": a}, pred) for a, pred in zip(acc, preds)]
@@ -279,7 +280,7 @@ def test_majorities_vote_by_what_the_reward_read():
         mean, std = majority([s.value for s in other], [s.pred for s in other], n)
         assert found[f"{section}/b/reward/maj@{n}/mean"] == pytest.approx(mean)
     assert found["val-core/a/acc/maj@5/mean"] < found["val-core/a/acc/mean@5"], "the wrong answer wins"
-    without = [*rows[:-1], Score(0.0, {"acc": 0.0})]  # one says nothing that it could vote by
+    without = [*rows[:-1], Score(0.0, {"acc": 0.0})]  # one has no pred to vote with
     assert not [n for n in verl_validation([played(r) for r in without], ["a"] * 5, 5) if "maj@" in n]
 
 
@@ -427,7 +428,7 @@ def test_the_recorder_writes_every_row_with_its_columns(tmp_path):
 
 @pytest.mark.parametrize("more", [{}, {"media": ("image",)}, {"side": {"experts": np.arange(4).reshape(2, 2)}}])
 def test_a_recorded_row_is_the_sample_again(more, tmp_path):
-    """What a replay trains on: each span has the version that drew it, its media and its side channels."""
+    """The row that a replay trains on: each span has the version that sampled it, its media and its side channels."""
     first, at = ({"media": more["media"]}, {}) if "media" in more else ({}, more)
     segments = (
         Segment(ids=np.array([1, 2]), source="prompt", **first),
@@ -506,7 +507,7 @@ def test_an_evaluation_row_says_why_it_has_no_reward(tmp_path):
 
 
 def test_scores_of_a_trajectory_are_a_function_of_its_place():
-    """The helper of these tests: the same id, the same score, whoever asks."""
+    """The helper of these tests gives the same id the same score in every call."""
     assert (
         by_id(SimpleNamespace(request_id="a"))
         == by_id(SimpleNamespace(request_id="a"))

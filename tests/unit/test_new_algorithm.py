@@ -92,7 +92,7 @@ def step_of(algo, rewards=(1.0, 0.0, 0.5)):
 
 
 def test_one_entry_and_one_function_resolve_validate_plan_show_and_train(toy, tmp_path, capsys):
-    """Everything of the toy stands in its one file; nothing else knows its name."""
+    """The whole toy is in its one file; its name is in no other file."""
     folder = tmp_path / "m"
     folder.mkdir()
     rows = write_rows(folder / "rows.jsonl", 200)

@@ -63,7 +63,7 @@ def test_the_norm_is_over_all_gradients():
 
 
 def test_every_setting_of_adamw_reaches_the_weights():
-    """Two steps by hand, with settings that are nobody's defaults (1711.05101)."""
+    """Two steps by hand, with settings that are not defaults (1711.05101)."""
     model = torch.nn.Linear(1, 1).double()
     with torch.no_grad():
         model.weight.fill_(2.0)

@@ -110,7 +110,7 @@ def mistral_v11(calls: list[ToolCall]) -> str:
 
 
 def gpt_oss(calls: list[ToolCall]) -> str:
-    """As the model says it, and as its template writes it; the last without what ends the turn."""
+    """A call as the model samples it, and as its template writes it; the last one without the end of the turn."""
     heads = [
         "<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|>json<|message|>",
         "<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>",
@@ -137,7 +137,7 @@ OLDER: tuple[Write, ...] = (hermes, qwen3_coder, glm, kimi, deepseek)
 NEWER: tuple[Write, ...] = (llama3_json, pythonic, lfm2, mistral, mistral_v11, gpt_oss, gemma4)
 WRITERS: dict[str, Write] = {f.__name__.replace("gpt_oss", "gpt-oss"): f for f in (*OLDER, *NEWER)}
 ONE_CALL = ("llama3_json",)
-WHOLE_TURN = ("llama3_json", "pythonic")  # nothing else is said in a turn with a call
+WHOLE_TURN = ("llama3_json", "pythonic")  # a turn with a call has no other text
 SAID = {
     "mistral_v11": ("", "Let me look.", "[THINK]hm, <b>[/THINK]"),
     "gpt-oss": ("", "<|channel|>analysis<|message|>hm, <b><|end|>", "<|channel|>commentary<|message|>Look.<|end|>"),
@@ -182,8 +182,8 @@ def test_what_a_family_writes_is_read_as_it_was_meant(name):
 @pytest.mark.slow
 @each("name", FORMATS)
 def test_a_mutated_call_is_whole_or_refused(name):
-    """2,000 mutated texts per family: no exception; and of calls whose text lost a piece, none is run with less than
-    was written: what is read, written again, is what stood there."""
+    """2,000 mutated texts per family: no exception, and no call that lost a piece of its text is run: a call that is
+    read, written again, is its text."""
     rng, write = random.Random(3), WRITERS[name]
     markers = [mark for f in FORMATS.values() for mark in (f.open, f.close, *f.marks)]
     outcomes = {"calls": 0, "malformed": 0, "text": 0}
@@ -214,7 +214,7 @@ def test_a_mutated_call_is_whole_or_refused(name):
 
 
 def _plain(value: str) -> str:
-    """What of a text is written in any family as it is."""
+    """Return the characters of a text that every family writes unchanged."""
     return value.split("\\")[0].split('"')[0].split("\n")[0] if value.isascii() else ""
 
 
@@ -357,7 +357,7 @@ def test_what_is_no_call_is_an_answer():
     assert opening_of("gpt-oss", "<think>\n") == "" and opening_of("hermes", "a<think>\n") == "<think>\n"
 
 
-PEERS = {  # file of trl's chat templates: our format, and the response template that stands beside it in that package
+PEERS = {  # file of trl's chat templates: our format, and the response template beside it in that package
     "llama3_1": ("llama3_json", "llama3"),
     "llama3_2": ("llama3_json", "llama3"),
     "gptoss": ("gpt-oss", "gptoss"),

@@ -33,7 +33,7 @@ from verl.planner.text import render_plan
 
 @pytest.fixture(autouse=True)
 def roomy(monkeypatch) -> None:
-    """A plan says where a machine is too small: those here are of one that is not."""
+    """Give the machine enough memory and disk, since a plan warns about a machine that is too small."""
     monkeypatch.setattr("verl.workers.host.total_bytes", lambda: 2**40)
 
 

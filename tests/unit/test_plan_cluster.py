@@ -1,4 +1,4 @@
-"""The plan of a run over processes: who lives where, and what a rank holds; nothing is started for it."""
+"""The plan of a run over processes: the pool of each role, and the memory of a rank. Nothing is started for it."""
 
 from __future__ import annotations
 
@@ -205,7 +205,8 @@ def test_buckets_on_a_gpu_are_memory_of_the_trainers_ranks(folder: Path) -> None
 
 
 def test_all_processes_of_one_machine_are_held_against_its_memory(folder: Path, monkeypatch) -> None:
-    """A teacher in a pool of its own on CPUs; on a cluster that runs already, or on GPUs, nobody knows from here."""
+    """A teacher in a pool of its own on CPUs; the memory of a cluster that runs already, or of GPUs, is unknown
+    here."""
     base = ("model.device=cpu", "algorithm.name=opd", f"teacher.path={folder}/qwen", "cluster.roles={teacher: wide}")
     args = (*base, "cluster.pools={wide: {cpus_per_rank: 1}}", "cluster.ranks_per_node=2")
     spread = cluster_of(folder, *args)

@@ -1,4 +1,4 @@
-"""What the driver waits for when it publishes."""
+"""The waits of the driver for a publish."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_every_publish_has_the_next_version() -> None:
 
 @pytest.mark.parametrize("exclusive", [True, False])
 def test_what_a_publish_is_given_and_what_is_known_of_it_afterwards(exclusive: bool) -> None:
-    """Two replicas joined, a third is not asked; one of the two did not take the weights."""
+    """Two replicas joined, a third gets no publish; one of the two did not take the weights."""
     sync, reported, noted = Sync(failed={1: "out of memory"}), list[Any](), list[str]()
     replicas = [Replica(True), Replica(True)]
 

@@ -1,4 +1,4 @@
-"""What the driver makes of a process that answers, dies, or is silent; without Ray."""
+"""The driver's view of a process that answers, dies, or is silent; without Ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl.workers.ray.life import ActorLife
 
 
 class Ray:
-    """Of whose calls one is answered at a look, in the order of `refs`."""
+    """A Ray of which one call is answered at each check, in the order of `refs`."""
 
     exceptions = SimpleNamespace(RayActorError=type("RayActorError", (Exception,), {}))
 
@@ -31,7 +31,7 @@ class Ray:
 
 
 def test_the_first_cause_is_the_error_of_its_own_whoever_answers_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0, which waited for the one that failed, may be heard of first."""
+    """Rank 0, which waited for the one that failed, may be reported first."""
     group = RayGroup.__new__(RayGroup)
     group.name, group._dead, group._fenced = "actor", None, Event()
     call: Any = SimpleNamespace(name="Role.update")
@@ -54,14 +54,14 @@ class DistNetworkError(RuntimeError):
 )
 @pytest.mark.parametrize("own", [ConnectionResetError(104, "Connection reset by peer"), RuntimeError("died by peer")])
 def test_a_service_that_hung_up_is_a_cause_and_a_rank_that_did_is_a_consequence(of_another, own) -> None:
-    """A text of another program says nothing about ranks: the type of the error does."""
+    """The type of an error shows if it is about a rank; its text is of another program."""
     first, second = failed_answer(of_another), failed_answer(own)
     assert isinstance(first.error, CONSEQUENCES) and str(first.error) == str(of_another)
     assert first_failure([first, second]) is second and first_failure([first]) is first
 
 
 class Process:
-    """A life, and the futures of what it was asked."""
+    """An `ActorLife`, and the futures of its calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0

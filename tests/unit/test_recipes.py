@@ -1,5 +1,5 @@
-"""The recipes that people start from on GPUs: each is a configuration that can run, and what its comment says of memory
-is what the plan says."""
+"""The recipes that people start from on GPUs: each is a configuration that can run, and the memory in its comment is
+that of the plan."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_fits_where(tmp_path: Path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 def test_the_script_for_slurm_starts_a_ray_on_every_node_and_trains_on_the_first(nodes: int, tmp_path: Path) -> None:
-    """With commands that say what they were asked, in place of Slurm's."""
+    """Slurm's commands are replaced by ones that print their arguments."""
     page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     (script,) = re.findall(r"^```text\n(#!/bin/bash\n.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "job").write_text(script)

@@ -1,4 +1,4 @@
-"""The package `renderers`: in the tool loop where it is asked for, and a peer of our own formats and bridge."""
+"""The package `renderers`: in the tool loop if it is configured, and as a peer of our own formats and bridge."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OURS = (  # our bridge can be derived from what these write
 )
 BRANCHES = ("deepseek-r1", "gemma4", "glm-4.5", "glm-5", "glm-5.1", "glm-5.3", "hy3", "llama-3")
 DROPS_A_NEWLINE = ("laguna-m.1", "laguna-xs.2")  # between a turn and a result: 0.1.12's bridge, not its rendering
-NAMES = (*OURS, *BRANCHES)  # not: default, which is the tokenizer's template; gpt-oss, whose vocabulary is downloaded
+NAMES = (*OURS, *BRANCHES)  # default is the tokenizer's template; gpt-oss downloads a vocabulary
 
 
 def tokenizer_with(tokens: list[str]) -> Any:
@@ -72,7 +72,7 @@ def tokenizer_with(tokens: list[str]) -> Any:
     seen: dict[tuple[Any, ...], Any] = {}
 
     class Remembers(PreTrainedTokenizerFast):
-        """Of the same few texts, as the package asks for them again and again."""
+        """Remembers the ids of texts, since the package encodes the same few texts again and again."""
 
         def __call__(self, text: Any, **given: Any) -> Any:
             if not isinstance(text, str):

@@ -1,4 +1,4 @@
-"""A judge behind HTTP: what it is asked, how its answer is read, and that no failure is a score."""
+"""A judge behind HTTP: its request, how its answer is read, and that no failure is a score."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""LoRA sets in a server that runs: what it is asked, what is refused, which replicas have them. The draws are a real
-vLLM's affair (tests/vllm/test_adapters.py)."""
+"""LoRA sets in a running server: its requests, what is refused, which replicas have them. tests/vllm/test_adapters.py
+samples with a real vLLM."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Adapted(Served):
 
     @property
     def names(self) -> list[str]:
-        """Of those that are there, as they were given."""
+        """Return the names of the loaded ones, as they were given."""
         return [name.rpartition("-")[2] for name in self.folders]
 
     def folder(self, name: str) -> Path:
@@ -354,7 +354,7 @@ async def two_replicas(base: Path) -> AsyncIterator[tuple[Router, list[Adapted],
 
 
 async def publish(router: Router, folder: Path, base: Path, version: int, of: str = "W") -> None:
-    """Of a set that all replicas verify."""
+    """Publish a set that all replicas verify."""
     for one in router.replicas:
         await one.load_weights(version_of(folder, base, version, of=of))
         one.mark_verified()

@@ -177,7 +177,7 @@ def test_an_answer_and_what_was_asked_for_it() -> None:
         ({"max_tokens": 500, "ignore_eos": True}, [i % VOCAB for i in range(7, 69)], "context_full"),
         ({"stop": ("kl",)}, [7, 8, 9, 10, 11], "stop"),
         ({"stop": ("zzz", "l", "kl")}, [7, 8, 9, 10, 11], "stop"),
-        ({"stop": ("tu",)}, list(range(7, 21)), "eos"),  # both end with the same token: the end token is said
+        ({"stop": ("tu",)}, list(range(7, 21)), "eos"),  # both end with the same token: the reason is the end token
         ({"stop": ("no",), "max_tokens": 4}, [7, 8, 9, 10], "length"),
         ({"stop": ("h",)}, [7], "stop"),
     ],
@@ -392,12 +392,12 @@ def test_a_request_under_way_when_its_client_closes_is_not_asked_again() -> None
 
 
 def test_a_process_without_room_for_a_connection_waits_for_it() -> None:
-    """It says nothing of the server."""
+    """The error does not blame the server."""
 
     async def run() -> None:
         async with TestServer(Served().app()) as server:
             door = Http(str(server.make_url("")))
-            door._pool()  # it has asked for more files
+            door._pool()  # it requests more files
             limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), [os.dup(0)]
             resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 60, limits[1]))
             try:
@@ -469,7 +469,7 @@ def test_a_stream_that_breaks_off_is_no_answer() -> None:
 
 
 async def failing(request: web.Request) -> web.StreamResponse | None:
-    """What is asked of the model; its health is shown."""
+    """Requests of the model fail; its health check succeeds."""
     return await crashing(500)(request) if (await request.json())["sampling_params"]["max_tokens"] > 1 else None
 
 
@@ -874,7 +874,7 @@ def test_what_comes_after_an_update_is_drawn_after_it(mode: Any, version: str) -
     with_server(body, Served(step_s=0.01, version=version))
 
 
-@pytest.mark.parametrize("stop", [(), ("zz",)])  # with a stop string the answer comes as a stream
+@pytest.mark.parametrize("stop", [(), ("zz",)])  # with a stop string the answer is a stream
 @pytest.mark.parametrize("mode", ["wait", "abort"])
 def test_a_request_that_arrives_in_a_pause_of_vllm_033_is_made_again_or_aborted(mode: Any, stop: Any) -> None:
     """0.33 refuses it with 503, where 0.32 kept it until it was resumed."""
@@ -978,11 +978,11 @@ def test_a_wait_that_is_given_up_is_undone() -> None:
 
 
 def test_a_pause_that_is_given_up_on_its_way_is_undone_before_the_next() -> None:
-    """A busy server reads a pause after its caller has gone, and after what was said later on another connection."""
+    """A busy server reads a pause after its caller was cancelled, and after later requests on another connection."""
 
     async def body(engine: ServedEngine, served: Served) -> None:
         async def slow(request: web.Request) -> None:
-            asyncio.get_running_loop().call_later(0.2, served.going.clear)  # also where nobody waits for it
+            asyncio.get_running_loop().call_later(0.2, served.going.clear)  # also without a waiting caller
             await asyncio.sleep(0.2)
 
         for _ in range(2):
@@ -1185,8 +1185,8 @@ def test_an_answer_may_hold_what_python_writes_for_no_number():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_server_that_sleeps_is_woken_before_its_weights_are_written(level: int) -> None:
-    """A colocated run publishes before the rollout's turn begins: what was put away has no memory to be written to. The
-    KV comes after: old weights, new ones and KV are never there together."""
+    """A colocated run publishes before the rollout wakes: freed weights have no memory to be written to. The KV is
+    allocated afterwards: old weights, new weights and KV are never in memory together."""
 
     async def body(engine: ServedEngine, served: Served) -> None:
         asked = len(served.asked)

@@ -1,4 +1,4 @@
-"""What the native engine promises beyond the contract: prompts computed once, bounded passes, fixed bits."""
+"""Properties of the native engine beyond the contract: prompts computed once, bounded passes, fixed bits."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_its_temporary_files_go_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["kill -9 of the parent", "kill -9 of the guardian", "forgotten"])
 def test_a_server_dies_with_its_parent(tmp_path: Path, how: str) -> None:
-    """Also where nobody could clean up."""
+    """The parent is killed, so it cannot clean up."""
     code = f"""
     import os, sys, time
     from pathlib import Path
@@ -120,7 +120,7 @@ def test_a_server_dies_with_its_parent(tmp_path: Path, how: str) -> None:
         elif how == "kill -9 of the guardian":
             os.kill(guardian, signal.SIGKILL)
             wait_for(lambda: gone(server), "the server")
-            os.kill(child, signal.SIGKILL)  # it is alone: nobody is there who could know of it
+            os.kill(child, signal.SIGKILL)  # it is alone: no other process could end it
             parent.kill()
         wait_for(lambda: gone(server) and gone(child), "the server and its child")
     finally:
@@ -186,7 +186,7 @@ def test_a_server_that_cannot_start_says_why_with_the_end_of_its_log(tmp_path: P
 
 
 def test_a_server_without_the_architecture_is_one_line_with_the_fix(tmp_path: Path) -> None:
-    """As vLLM 0.32 says it, with all that it has behind it."""
+    """The message of vLLM 0.32, with all the text after it."""
     said = "  Value error, Model architectures ['FooForCausalLM'] are not supported for now."
 
     async def run() -> None:
@@ -279,7 +279,7 @@ def test_a_fenced_server_is_killed_and_started_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("then", ["loads", "ends", "shares"])
 def test_a_server_whose_port_was_taken_meanwhile_is_started_on_another(tmp_path: Path, then: str) -> None:
-    """And whoever took it gets no weights: while ours still loads, after it could not listen, or beside it."""
+    """The server that took the port gets no weights: while ours loads, after ours could not listen, or beside ours."""
 
     async def run() -> None:
         foreign, ports = served.Served(), list[int]()

@@ -199,7 +199,7 @@ def test_the_plugin_reads_experts_one_by_one_from_the_tensor_that_they_are_in_me
 
 
 def device_memory(path: str) -> tuple[torch.Tensor, bytes]:
-    """What lies in that segment, moved to a GPU, of which the segment tells."""
+    """The content of that segment, moved to a GPU with a handle in the segment."""
     stream = shm.ShmStream(Path(path))
     parts, first = stream.index
     memory = stream.memory[first:].clone()
@@ -251,7 +251,7 @@ def test_an_interpreter_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_replica_that_is_started_again_asks_the_installation_nothing(tmp_path: Path) -> None:
-    """Whoever waits for that in the event loop holds up the requests of the other replicas."""
+    """A wait for that in the event loop would delay the requests of the other replicas."""
     python = fake_python(tmp_path, f"echo asked >> {tmp_path}/asked; echo 0.32.0")
     for _ in range(2):
         require_vllm(python)

@@ -1,4 +1,4 @@
-"""What becomes of groups: release, selection, over-sampling, staleness, resume.
+"""The life of groups: release, selection, over-sampling, staleness, resume.
 
 Durations are virtual: they are functions of the request's seed, and nothing depends on the machine.
 """
@@ -122,7 +122,7 @@ def test_dynamic_sampling_rejects_flat_groups_and_refills(tmp_path):
 
 @pytest.mark.parametrize("algorithm", ["grpo", "remax"])
 def test_a_curriculum_is_given_the_mean_score_of_each_draw(tmp_path, monkeypatch, algorithm):
-    """Of the answers that are trained: a baseline is not one of them."""
+    """The mean is over the answers that are trained, without the baseline."""
 
     async def test():
         stage, found = Stage(tmp_path, prompts=2, algorithm=resolve(algorithm)), {}
@@ -137,7 +137,7 @@ def test_a_curriculum_is_given_the_mean_score_of_each_draw(tmp_path, monkeypatch
 
 
 def test_one_bad_group_at_the_beginning_ends_no_run(tmp_path):
-    """Four of four trajectories are invalid: what share of all that is can be told from 16 on."""
+    """Four of four trajectories are invalid, but the share is judged from 16 trajectories on."""
 
     async def test():
         first = f"{group_id(0)}/"
@@ -282,7 +282,7 @@ def test_used_up_tasks_end_the_run_by_name(tmp_path):
 
 
 class HangsAtFirst(FakeEngine):
-    """Requests of these draws never end, the first time they are asked; all others take equally long."""
+    """The first requests of these draws never end; all others take equally long."""
 
     def __init__(self, *draws: int) -> None:
         super().__init__(delay_s=lambda seed: 1.0)
@@ -362,7 +362,7 @@ def test_a_dead_engine_ends_the_run_with_its_cause(tmp_path):
 
 
 def test_small_steps_are_judged_together(tmp_path):
-    """2 trajectories a step, half of them invalid: no step alone says anything."""
+    """2 trajectories per step, half of them invalid: one step alone is not enough for a decision."""
 
     async def test():
         stage = Stage(
@@ -403,7 +403,7 @@ def outcomes(rng: random.Random, share: float, count: int) -> list[Trajectory]:
 
 
 def stops_at(share: float, limit: float, *, seed: int, per_step: int = 32, steps: int = 200) -> int | None:
-    """The step at which a run ends whose trajectories are invalid with probability `share`."""
+    """Return the step at which a run ends if trajectories are invalid with probability `share`."""
     judge, rng = InvalidShare(limit, least=32), random.Random(seed)
     for step in range(steps):
         for t in outcomes(rng, share, per_step):
@@ -430,7 +430,7 @@ def test_chance_alone_ends_no_run_and_a_bad_share_ends_every_one():
 
 
 class Straddles(FakeEngine):
-    """Every sixth group generates until new weights have come, and goes on under them."""
+    """Every sixth group generates until new weights are live, and continues with them."""
 
     def __init__(self) -> None:
         super().__init__(delay_s=jitter)
@@ -562,7 +562,7 @@ def test_what_a_checkpoint_holds_was_recorded_in_its_step_or_before(tmp_path):
 
 
 def test_a_group_of_the_checkpoint_that_no_longer_fits_is_not_started(tmp_path):
-    """What the scheduler drops on resume, its task goes back to the cursor; the player never sees it."""
+    """The task of a group that the scheduler drops on resume returns to the cursor; the player never starts it."""
 
     async def test():
         stage = Stage(tmp_path, staleness=2.0)
@@ -584,7 +584,7 @@ def test_a_group_of_the_checkpoint_that_no_longer_fits_is_not_started(tmp_path):
 
 
 def test_dynamic_sampling_looks_at_the_score_before_its_shaping(tmp_path):
-    """Four right answers of unlike lengths: the overlong penalty tells them apart, what they are worth does not."""
+    """Four right answers of different lengths have equal scores, and different rewards by the overlong penalty."""
 
     async def test():
         shaped = {name: 1.0 - 0.1 * i for i, name in enumerate(("train0", "train1", "train2", "train3"))}
@@ -603,7 +603,7 @@ def test_dynamic_sampling_looks_at_the_score_before_its_shaping(tmp_path):
 
 
 class Ahead:
-    """Who is asked for groups that are complete; rows are there for as long as it holds them. busy: with a call, until
+    """A model that computes complete groups; their rows exist as long as it uses them. busy: with a call, until
     `end`."""
 
     def __init__(self, queue, busy=False) -> None:
@@ -629,7 +629,7 @@ class Ahead:
 
 
 def asked_ahead(tmp_path, busy=False, **given):
-    """A stage that draws more than it takes, and who is asked for its groups."""
+    """Return a manager that draws more groups than a step takes, and the model that computes its groups."""
     stage = Stage(tmp_path, engine=FakeEngine(), prompts=4, oversample=0.5, **given)
     ahead = Ahead(stage.queue, busy)
     stage.groups.ahead = (ahead,)

@@ -37,7 +37,7 @@ class Weights:
 
 
 class Engine(BaseEngine):
-    """Answers when it is told to, or of itself after `turns` of the event loop."""
+    """Answers when the test calls `answer`, or by itself after `turns` of the event loop."""
 
     def __init__(self, world: World, number: int, died: Callable[[BaseException], None]) -> None:
         self.world, self.number, self.died = world, number, died

@@ -1,7 +1,7 @@
-"""Random rows in every public spelling with every template: what is trained is what a plain reading of the row says,
-and the rest of it is the context, or the row is refused with its place.
+"""Random rows in every public spelling with every template: the trained text is that of a plain reading of the row, and
+the rest is context, or the row is refused with its place.
 
-The quick suite reads a few rows with some templates, FULL_GRID=1 200 rows with each; ROWS=1000 says how many else.
+The quick suite reads a few rows with some templates, FULL_GRID=1 200 rows with each; ROWS=1000 sets another number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a start or a resume says of the template and of the learning rate."""
+"""The lines of a start or a resume about the template and the learning rate."""
 
 from __future__ import annotations
 

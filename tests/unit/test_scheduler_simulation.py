@@ -124,7 +124,7 @@ class DropsTheLate(Scheduler):
 
 
 class FreesAtTraining(Scheduler):
-    """A slot comes back when its group is trained, not when the new weights are live."""
+    """A slot is free when its group is trained, not when the new weights are live."""
 
     def trained(self, step):
         super().trained(step)

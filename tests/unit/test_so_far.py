@@ -1,5 +1,5 @@
-"""What a lost server had drawn of an answer is kept: another one goes on with it, and the answer is the undisturbed
-one."""
+"""The tokens that a lost server had sampled of an answer are kept: another server continues it, and the answer is the
+undisturbed one."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ SEEDED = Sampling(max_tokens=15, temperature=1.0, seed=11, ignore_eos=True)
 
 @contextlib.asynccontextmanager
 async def ours() -> AsyncIterator[ServedEngine]:
-    """The client of a server of our own, in this process, with a model that says what it said before."""
+    """Yield the client of a server of our own in this process, with a deterministic model."""
     of, module = tokenizer(), model()
     async with serving(await engine_of(module), of, control=True, request_timeout_s=60.0) as (client, service):
         place = ServerPlace(model="none", log=Path(os.devnull), url=str(client._base_url).rstrip("/"))
@@ -152,7 +152,7 @@ class Chained(Served):
             await self.end(name)
 
     async def end(self, name: str) -> None:
-        """What was said still arrives; nothing else is said."""
+        """Sent events still arrive; no other event is sent."""
         self.faults |= {GENERATE: hanging_up, "/health": crashing(503)}
         transport = self.open[name].transport
         assert transport is not None
@@ -211,7 +211,7 @@ def with_two(
 
 
 def asked_of(double: Chained) -> list[Any]:
-    """Of answers, not of probes."""
+    """Return the requests for answers, without probes."""
     return [body for path, body in double.asked if path == GENERATE and body["token_ids"][:2] == PROMPT.tolist()]
 
 
@@ -247,7 +247,7 @@ def test_a_server_that_draws_by_position_goes_on_with_the_same_seed() -> None:
 
 @pytest.mark.parametrize("mixes", [False, True])
 def test_versions_mix_where_they_may_and_spans_say_so(mixes: bool) -> None:
-    """The other replica has the next version, which a publish that goes on has not ended with yet."""
+    """The other replica has the next version, of a publish that has not ended yet."""
 
     async def body(router: Router, doubles: list[Chained]) -> None:
         await publish(router, 1, {1})
@@ -277,7 +277,7 @@ def test_tokens_under_weights_that_nobody_verified_are_drawn_again() -> None:
 
 
 def test_of_a_server_that_tells_whose_weights_it_has_only_tokens_of_ours_are_kept() -> None:
-    """It dies before it has ended an answer, which says it elsewhere."""
+    """It dies before it has ended an answer, and only the end of an answer has the mark."""
 
     async def body(router: Router, doubles: list[Chained]) -> None:
         doubles[0].tells, doubles[0].weights = True, "0-abcdef01"
@@ -314,8 +314,8 @@ def test_tokens_of_a_version_that_failed_at_one_replica_alone_are_drawn_again() 
 
 @pytest.mark.parametrize("name", ["3-abcdef01", "default"])
 def test_tokens_of_weights_that_others_gave_a_server_are_drawn_again(name: str) -> None:
-    """Of streams that are under way when it is found, too: nobody says whose their tokens are. What another replica had
-    drawn before stays."""
+    """This holds for running streams too, since their tokens have no mark. Tokens that another replica had sampled
+    before are kept."""
 
     async def body(router: Router, doubles: list[Chained]) -> None:
         first, engine = doubles[0], router.replicas[0].engine
@@ -353,7 +353,7 @@ def test_streams_of_a_replica_that_leaves_go_on_elsewhere_at_once() -> None:
 
 
 def test_tokens_around_an_update_are_sure_up_to_it() -> None:
-    """What arrives while weights change may be of either version: it is drawn again."""
+    """Tokens that arrive while weights change may be of either version: they are sampled again."""
 
     async def body(router: Router, doubles: list[Chained]) -> None:
         first = doubles[0]

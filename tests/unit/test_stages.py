@@ -1,4 +1,4 @@
-"""What a pipeline's stages hold, and the order of their passes."""
+"""The layers of a pipeline's stages, and the order of their passes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_one_forward_one_backward_ends_and_holds_no_more_than_it_must(stages: in
             most = max(most, held)
         assert most == min(count, stages - stage)
     at, done = [0] * stages, set()
-    while any(at[s] < len(orders[s]) for s in range(stages)):  # each waits for its neighbours, and nobody for ever
+    while any(at[s] < len(orders[s]) for s in range(stages)):  # each waits for its neighbours, and none for ever
         moved = False
         for s in range(stages):
             if at[s] < len(orders[s]):

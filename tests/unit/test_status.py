@@ -1,4 +1,4 @@
-"""docs/status.md claims what the records prove and nothing else; a run is told once what has no record."""
+"""docs/status.md claims only what the records prove; a run prints once which parts have no record."""
 
 from __future__ import annotations
 

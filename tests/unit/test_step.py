@@ -26,8 +26,8 @@ OLD, REFERENCE = [-1.5, -2.5, -0.5, -4.0], [-1.6, -2.6, -0.62, -4.12]
 
 
 def advantages_of(settings, name="dapo", cut=()):
-    """What the step writes for one group of two answers, of which the sampler and the old policy disagree: the names
-    that it returns, the columns, and the KL coefficient that it leaves. The answers in `cut` are truncated."""
+    """Return the results of the step for one group of two answers, on which the sampler and the old policy disagree:
+    the names that it returns, the columns, and the new KL coefficient. The answers in `cut` are truncated."""
     queue = MemoryQueue()
     rows = [
         Sample(

@@ -1,4 +1,4 @@
-"""What a step does because of a setting: which passes, which columns, which schedule, which warning."""
+"""The effects of settings on a step: its passes, columns, schedule and warnings."""
 
 import asyncio
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def test_a_bypass_makes_the_pass_for_old_log_probs_only_where_it_rejects():
 
 
 class Recorded:
-    """A compute worker that writes down what it is asked."""
+    """A compute worker that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple, tuple]] = []

@@ -225,8 +225,8 @@ vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server
 vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length
 vllm_tensor_parallel_size beta max_tool_calling_iterations log_completions num_completions_to_print log_unique_prompts
 lmbda max_new_tokens seq_kd"""
-"""Of TRL 1.16: the fields of DistillationConfig that TrainingArguments has not, and of GKDConfig that SFTConfig has
-not."""
+"""Fields of TRL 1.16: those of DistillationConfig that TrainingArguments does not have, and those of GKDConfig that
+SFTConfig does not have."""
 
 
 def test_every_field_of_trl_is_in_the_table():

@@ -41,7 +41,7 @@ CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 12, "b": 34}}\n</to
 
 
 class Speaks(FakeEngine):
-    """Says the given texts in turn, each ended by <|im_end|>."""
+    """An engine that answers with the given texts in turn, each ended by <|im_end|>."""
 
     def __init__(self, tokenizer: Any, *texts: str) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def played(tools: Sequence[Tool], *texts: str, template: str = HERMES, budget: i
 
 
 def text_of(tokenizer: Any, segments: Any, source: str) -> list[str]:
-    """Of each run of that source; what a tool wrote and the template around it are one run."""
+    """Return the text of each run of that source; a tool's answer and the template around it are one run."""
     runs = [(kind, [*run]) for kind, run in itertools.groupby(segments, key=lambda s: s.source)]
     if source != "env":
         return [tokenizer.decode(s.ids) for s in segments if s.source == source]
@@ -353,7 +353,7 @@ def test_a_tool_is_tried_again_only_where_it_says_so():
 
 
 def test_a_broken_tool_is_no_answer():
-    for said in (LOOK, LOOK + LOOK):  # what the attempt is invalid for says so either way
+    for said in (LOOK, LOOK + LOOK):  # the reason of the invalid attempt contains it either way
         with pytest.raises(ToolBroken, match="sandbox gone"):
             played([returns(ToolBroken("sandbox gone"))], said, "Done.")
 
@@ -412,7 +412,7 @@ def test_arguments_of_ten_megabytes_are_read_or_go_back():
 
 
 class Counts(BaseTool):
-    """Keeps a state per trajectory and says when it was called."""
+    """Keeps a state per trajectory and records its calls."""
 
     log: list[Any]
 
@@ -464,7 +464,7 @@ def test_verls_tool_classes_and_their_yaml(tmp_path, monkeypatch):
 
 
 class Slow(Counts):
-    """Whose start takes longer than a call may."""
+    """A tool with a start that takes longer than a call may."""
 
     async def create(self, instance_id=None, start=0, **kwargs):
         self.begun = asyncio.get_running_loop().create_future()
@@ -707,7 +707,7 @@ WORDS = st.text(st.sampled_from('abc 019.\n{}"<|>é中') | st.characters(codec="
 @settings(max_examples=100 if FULL_GRID else 40, deadline=None)
 @given(results=st.lists(WORDS, min_size=1, max_size=4), words=st.lists(WORDS, min_size=4, max_size=4))
 def test_any_conversation_is_the_rendering_of_its_messages(results, words):
-    """What each call saw is what is trained, all sampled tokens are owned, and the template would have written the
+    """The trained context is the prompt of each call, all sampled tokens have an owner, and the template writes the
     same: every observation to the id, the whole as text."""
     words = [w.replace("<", "") for w in words]
 

@@ -8,7 +8,7 @@ from verl.nn import torch_compat
 
 
 def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
-    """The signature of torch 2.11.0, which groups heads without being told."""
+    """The signature of torch 2.11.0, which groups heads without an argument."""
     return query
 
 

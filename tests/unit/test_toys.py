@@ -1,7 +1,7 @@
 """A new engine, queue, sync backend, algorithm or role is one file and one table row.
 
-The toys are the examples of docs/design: each stands on its page as a whole, is written to a file from there, gets its
-row, and runs through the contract of its kind and a small real run. That nothing else of verl is touched is checked.
+The toys are the examples of docs/design: each is on its page as a whole, is written to a file from there, gets its row,
+and runs through the contract of its kind and a small real run. That nothing else of verl is touched is checked.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
 
 @pytest.fixture
 def touched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """What a test says that it changes; at its end, exactly that differs of all modules and tables of verl."""
+    """Record what a test declares to change. At its end, nothing else differs in the modules and tables of verl."""
     tables: dict[str, Mapping[str, Any]] = {f"backends.{n}": t for n, t in backends.TABLES.items()}
     tables |= {"presets.PRESETS": presets.PRESETS}
     before = {name: dict(vars(module)) for name, module in sys.modules.items() if name.split(".")[0] == "verl"}
@@ -303,7 +303,7 @@ def test_a_model_engine_is_one_file_and_one_row(
     ours, other = metrics_of(tmp_path / "toy")[1], metrics_of(plain)[1]
     for name in ("actor/pg_loss", "actor/entropy", "actor/grad_norm", "mismatch/k3"):
         assert ours[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
-    small_run(tmp_path, tiny_model, arithmetic_data[:1], *chosen, "run.total_steps=2")  # goes on from the checkpoint
+    small_run(tmp_path, tiny_model, arithmetic_data[:1], *chosen, "run.total_steps=2")  # continues from the checkpoint
     small_run(tmp_path, tiny_model, arithmetic_data[:1], *chosen, "run.total_steps=2", "run.name=straight")
     assert trained(tmp_path / "toy") == trained(tmp_path / "straight")
     cut, straight = (tensors_of(tmp_path / name, 2) for name in ("toy", "straight"))
@@ -375,7 +375,7 @@ def test_an_algorithm_is_one_file_and_one_entry(toy, touched, monkeypatch, tmp_p
 
 @pytest.mark.slow
 def test_a_role_is_one_row_of_needs(toy, touched, monkeypatch, tmp_path, tiny_model, arithmetic_data):
-    """The mentor is the start model's shape with other weights; the policy comes nearer to it."""
+    """The mentor has the start model's shape and other weights; the policy moves towards it."""
     from verl.models import tiny
     from verl.recipes import arithmetic
 

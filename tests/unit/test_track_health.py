@@ -43,7 +43,7 @@ def test_a_healthy_run_raises_no_alarm():
 
 
 def test_a_toy_run_that_learns_fast_raises_no_alarm():
-    # the quick start: a tiny task is solved in 40 steps, entropy goes from 2 to 0.1 as it should
+    # the quick start: a tiny task is solved in 40 steps, entropy falls from 2 to 0.1 as it should
     history = [
         {
             "actor/entropy": 0.1 + 1.9 * math.exp(-i / 12),

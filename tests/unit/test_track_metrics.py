@@ -20,7 +20,7 @@ KINDS = ("mean", "sum", "max", "min")
 
 
 class Clock:
-    """Time passes when told to, plus a little at every reading."""
+    """A clock that moves when the test sets it, and a little at every reading."""
 
     def __init__(self, reading_s=0.0):
         self.now, self.reading_s = 100.0, reading_s

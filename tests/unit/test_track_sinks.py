@@ -1,4 +1,4 @@
-"""Sinks: what goes in comes out, later attempts win, a missing library is one line."""
+"""Sinks: written numbers are read back, later attempts win, a missing library is one line."""
 
 import io
 import math
@@ -195,7 +195,7 @@ def test_the_panel_says_score_where_rewards_are_graded():
 
 
 def test_what_was_lost_first_is_noted_once():
-    """A terminal that goes away refuses a write and hangs up, in either order, and a step may end between the two."""
+    """A closed terminal refuses a write and hangs up, in either order, and a step may end between the two."""
     progress, out, _ = plain_progress()
     assert progress.newly_lost() == ""
     progress.close_output("Input/output error", hung_up=True)

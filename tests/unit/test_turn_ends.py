@@ -150,7 +150,7 @@ def test_what_has_no_exact_row_is_refused(name, conversation, reason):
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_row_is_a_prompt_of_inference_with_what_the_template_renders_behind_it(name):
-    """Whatever is trained stands behind ids that an engine would be given, and ends as inference ends an answer."""
+    """The trained tokens follow ids that an engine would get, and end as inference ends an answer."""
     tokenizer, audit = tokenizer_for(name), audited(name)
     if audit is None:
         return

@@ -1,4 +1,5 @@
-"""Waits and limits: the deadline holds, the message names who waited for what, nothing is left behind."""
+"""Waits and limits: the deadline holds, the message names the waiting part and the awaited result, nothing is left
+behind."""
 
 import asyncio
 import gc
@@ -59,7 +60,7 @@ def test_the_message_stays_short_with_thousands_pending():
 
 
 async def until_cancelled(ended):
-    """Ends a little after it is told to, and says so."""
+    """Ends a little after it is cancelled, and records that."""
     try:
         await asyncio.sleep(30)
     finally:

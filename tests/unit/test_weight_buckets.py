@@ -1,4 +1,4 @@
-"""Two buckets between a sender and readers of unlike speed: what each sees, who waits for whom, and what it costs."""
+"""Two buckets between a sender and readers of different speed: what each reads, the waits, and the memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def near() -> Iterator[str]:
 
 
 def tensors(seed: int, count: int = 40) -> Tensors:
-    """Of unlike sizes: some share a bucket, some are larger than one, one is empty."""
+    """Return tensors of different sizes: some share a bucket, some are larger than one, one is empty."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [(7,), (11, 13), (64, 8), (3, 5), (0,)]
     found = {f"t{i}": torch.randn(sizes[i % 5], generator=generator) for i in range(count)}
@@ -231,7 +231,7 @@ def test_who_comes_after_the_next_one_has_begun_reads_nothing_of_it(name: str) -
 
 
 def test_a_version_that_is_sent_again_is_another_turn(name: str) -> None:
-    """What was noted of the readers of the first does not count."""
+    """The entries of the readers of the first turn do not count."""
     of = tensors(0)
     out = outlet(name, of)
     with ThreadPoolExecutor(1) as pool:

@@ -65,7 +65,7 @@ def test_every_bit_comes_and_the_files_hold_none_of_it(name: str, gpu: FakeGpu) 
 def test_a_bucket_is_said_to_be_read_when_its_copies_have_ended(
     name: str, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They go on after the call that asked for them, and its owner would write over what they read."""
+    """Copies continue after the call that began them, and the owner would write over the memory that they read."""
     said: list[int] = []
 
     class Noted(Ledger):
@@ -86,7 +86,7 @@ def test_a_bucket_is_said_to_be_read_when_its_copies_have_ended(
 
 @pytest.fixture
 def torchs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The calls of torch: which GPUs the process sees, and what it was asked to open."""
+    """The calls of torch: the GPUs of the process, and the handles that were opened."""
     found: dict[str, Any] = {"seen": GPUS, "asked": []}
 
     def rebuilt(*given: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Weights through a folder: what lies there, and what of it stays."""
+"""Weights through a folder: its content, and which versions are kept."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_what_is_left_of_the_dead_is_swept_and_our_own_goes_with_the_engine(
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu")
     here = f"verl-versions-gpu.{PIDS}"
     others = {f"{here}-{os.getpid()}-b", "verl-versions-elsewhere-999999999-c", f"{here}-b-999999999-d", "other"}
-    others |= {f"verl-versions-gpu.{PIDS + 1}-999999999-e"}  # of a container whose processes are not seen
+    others |= {f"verl-versions-gpu.{PIDS + 1}-999999999-e"}  # of a container with processes that are not visible here
     for name in (f"{here}-999999999-a", *others):
         (tmp_path / name).mkdir()
     engine = build(Disk(folder=str(tmp_path)), SyncContext(probes=()))

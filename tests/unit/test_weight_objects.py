@@ -1,4 +1,4 @@
-"""Weights through what fsspec has a URL for: what lies there, what a reader takes of it, and what it does not."""
+"""Weights through storages with an fsspec URL: their content, and what a reader accepts of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The broadcasts of sync.engine=collective: who waits for one, and who has gone by then."""
+"""The broadcasts of sync.engine=collective: the hosts that wait for one, and those that have left before it."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_a_file_that_is_gone_or_of_another_size_is_made_anew(outlet: shm.ShmOutl
 
 
 def test_a_reader_that_is_overtaken_is_told(outlet: shm.ShmOutlet) -> None:
-    """Its tensors are where they lie: what it copied before is of a version, or the end says that it is of none."""
+    """It reads tensors in place: its copies are of one version, or the end of the stream raises an error."""
     reading = shm.open_weights(str(stage(outlet, 0, weights(1.0)))).tensors()
     next(reading)
     stage(outlet, 1, weights(2.0))
@@ -131,7 +131,7 @@ def test_a_version_that_all_have_makes_room_for_the_next(outlet: shm.ShmOutlet, 
 
 def test_a_version_that_a_replica_still_reads_is_not_written_over(outlet: shm.ShmOutlet, tmp_path: Path) -> None:
     first = stage(outlet, 0, weights(1.0))
-    shm.open_weights(str(first)).release(3)  # of another version: it says nothing of this one
+    shm.open_weights(str(first)).release(3)  # of another version, so it has no effect on this one
     reading = shm.open_weights(str(first)).tensors()
     next(reading)
     second = stage(outlet, 1, weights(2.0))

@@ -1,4 +1,4 @@
-"""What goes over the network: everything to who has nothing, exact changes to who has the version before."""
+"""Data over the network: everything to a host without a version, exact changes to one with the version before."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from verl.wire import WireFormat
 
 @dataclass
 class Counted:
-    """A connection that counts what comes."""
+    """A connection that counts the received bytes."""
 
     inner: Any
     came: list[int] = field(default_factory=list)
@@ -61,7 +61,7 @@ def came(monkeypatch) -> list[int]:
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch) -> Callable[..., dict[str, torch.Tensor]]:
-    """Reads as a process of another host does, whose shared memory is another folder."""
+    """Read as a process of another host does, with another folder as shared memory."""
 
     def read(address: str, host: str = "b") -> dict[str, torch.Tensor]:
         (tmp_path / host).mkdir(exist_ok=True)
@@ -153,7 +153,7 @@ def test_changes_are_exact_small_and_only_for_those_who_have_the_version_before(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.bool])
 def test_changes_are_those_that_comparing_one_by_one_finds(dtype):
-    """Of any length: eight bytes are looked at together."""
+    """Tensors of any length, since eight bytes are compared at once."""
     for n in (0, 1, 3, 7, 8, 9, 16, 1003):
         for share in (0.0, 0.02, 0.2):
             before = torch.randint(0, 2, (n,)).to(dtype)
@@ -290,7 +290,7 @@ def test_processes_of_a_host_fetch_once_and_what_the_dead_left_goes(tmp_path, ou
 
 
 def test_a_late_reader_on_the_host_of_the_trainer_takes_no_older_version(outlet_of):
-    """It is staged there before others are told of it: what they are told must not be written over it."""
+    """A version is staged there before it is published: the published one must not be written over it."""
     outlet, now = outlet_of(), weights()
     address = stage(outlet, 0, now)
     told = outlet._held

@@ -110,7 +110,7 @@ def test_one_of_several_replicas_that_fails_to_sleep_or_wake_is_lost_and_the_oth
         (1, 0, 3e9, None),  # it does not say
         (1, 0, 0, "it told of 0 MB, and of its device 0 MB came free: at least 67 MB"),
         (1, 900e6, -1e6, "and of its device -1 MB came free"),  # somebody else took more
-        (2, 0, 0, None),  # it cannot, and nobody believed that it had
+        (2, 0, 0, None),  # it cannot, and no number was expected
     ],
 )
 def test_a_replica_whose_sleep_frees_too_little_of_the_device_is_given_up(level, told, freed, why):
