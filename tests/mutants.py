@@ -494,7 +494,7 @@ MUTANTS = (
         "reward/model.py",
         "replace(function, value=function.value + coef * model, components=parts)",
         "replace(function, value=function.value + model, components=parts)",
-        "tests/e2e/test_preference.py",
+        "tests/unit/test_reward_judge.py",
     ),
     # -- dispatch, packing
     Mutant(

@@ -64,6 +64,7 @@ def test_zeros_and_tiny_values_stay_finite() -> None:
     weight[0, 128], weight[1, 256] = 1e-42, 2e-38
     values, scales = quantise(weight)
     assert bool(scales.isfinite().all()) and bool((scales > 0).all())
+    assert float(scales[0, 0]) == 1.0, "a block of zeros"
     made = dequantise(values, scales)
     assert bool(made.isfinite().all()) and not made[:, :128].any()
     assert float(made[1, 256]) == pytest.approx(2e-38, rel=0.5)

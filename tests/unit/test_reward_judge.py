@@ -15,6 +15,7 @@ import pytest
 from verl.reward import judge
 from verl.reward.base import RewardRequest
 from verl.reward.judge import compute_score, label_of
+from verl.reward.model import combined
 from verl.reward.pool import RewardPool, grader_spec
 from verl.types import Invalid, Score
 
@@ -169,3 +170,12 @@ def test_as_a_grader_its_failures_are_invalid_and_calls_run_side_by_side(served:
     found = asyncio.run(run())
     assert [isinstance(one, Score) and one.value for one in found] == [0.4, False, 0.4, False]
     assert all("no score" in one.detail for one in found if isinstance(one, Invalid)) and most == 2
+
+
+def test_the_score_of_a_model_is_weighted_and_added_to_that_of_a_function() -> None:
+    assert combined(None, 4.0, 0.5) == Score(2.0, {"reward_model": 4.0})
+    both = combined(Score(1.0, {"length": 0.1}), 4.0, 0.5)
+    assert both == Score(3.0, {"function": 1.0, "length": 0.1, "reward_model": 4.0})
+    invalid = Invalid("timeout", "it took 9 s")
+    assert combined(invalid, 4.0, 0.5) is invalid
+    assert isinstance(combined(Score(1.0), float("nan"), 0.5), Invalid)
