@@ -132,7 +132,7 @@ def at_the_start(tiny_model, pairs):
     return {k: answer_logprobs(tiny_model, [(r["prompt"], r[k]) for r in rows]) for k in ("chosen", "rejected")}
 
 
-@pytest.mark.parametrize("loss", PREFERENCES)
+@matrix("loss", PREFERENCES, quick=("dpo", "kto"))
 def test_every_preference_loss_learns(loss, tmp_path, tiny_model, pairs, unpaired, at_the_start):
     """By what the exported model says: chosen answers gain on rejected ones, each to the same prompt."""
     done = train(

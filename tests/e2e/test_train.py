@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from each import matrix
 from small_runs import metrics_of, small_args, small_run, tensors_of, trained
 
 from verl.cli import main
@@ -117,7 +118,7 @@ def test_the_checkpoint_is_a_hugging_face_model_with_equal_logits(tmp_path, tiny
     assert changed > 5
 
 
-@pytest.mark.parametrize(
+@matrix(
     "more",
     [
         ("algorithm.kl_loss_coef=0.04",),
@@ -136,6 +137,7 @@ def test_the_checkpoint_is_a_hugging_face_model_with_equal_logits(tmp_path, tiny
         ("rollout.replicas=2", "pipeline.staleness=1"),
         ("pipeline.placement=split",),
     ],
+    quick=[("rollout.temperature=0.7",), ("pipeline.staleness=1",), ("pipeline.oversample=0.5",)],
     ids=lambda m: ",".join(x.split(".")[-1] for x in m),
 )
 def test_variants_run(tmp_path, tiny_model, arithmetic_data, more):

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from each import FULL_GRID
+from each import FULL_GRID, matrix
 from serving import CONTROLLED, KEY, server_process
 from small_runs import dispatched, metrics_of, small_run, trained
 
@@ -136,7 +136,7 @@ FAULTS += ["killed at /update_weights", "stopped at /update_weights, buckets"]
 FAULTS += ["killed at /finish_weight_update", *(f"stopped at {path}" for path in UPDATE)]
 
 
-@pytest.mark.parametrize("how", FAULTS if FULL_GRID else OFTEN)
+@matrix("how", FAULTS if FULL_GRID else OFTEN)
 def test_one_of_two_servers_fails_and_the_run_is_the_undisturbed_one(
     how: str,
     pair: Pair,
