@@ -66,7 +66,7 @@ def compile_launch(kernel: Any, given: dict[str, Any], target: GPUTarget) -> dic
 
 def launch_all(dtype: torch.dtype, dim: int) -> None:
     """Call every operation once with the sizes of a Qwen3 layer, and the others' features."""
-    from verl.accel.cuda import attention, experts, layers, products, prompts, rotary, sampling, training
+    from verl.accel.cuda import attention, experts, layers, products, prompts, rotary, sampling, skinny, training
 
     rows, heads, kv_heads, page, ffn, vocab = 4, 16, 8, 256, 3072, 151936
 
@@ -104,6 +104,8 @@ def launch_all(dtype: torch.dtype, dim: int) -> None:
     products.exact_product(x, empty(ffn, 1024), None, None)
     products.exact_product(x, empty(1024, 1024), weight, x)
     products.float32_product(x, empty(ffn, 1024))
+    skinny.skinny_product(x, empty(vocab, 1024), None, None)
+    skinny.skinny_product(x, empty(1024, 1024), weight, x, parts=4)
     numbers = empty(rows, kind=torch.float64)
     sampling.draw_tokens(empty(rows, vocab), numbers, numbers)
     gate, tables = empty(1, rows, ffn).requires_grad_(), empty(rows, 1, dim, kind=torch.float32)

@@ -59,7 +59,7 @@ PACK = "tests/unit/test_batch.py tests/numerics/test_split.py"
 LOSSES, CLIENT = "tests/unit/test_router_losses.py", "tests/unit/test_rollout_client.py"
 PLACES = "tests/unit/test_config_cluster.py"
 AHEAD = "tests/unit/test_look_ahead.py"
-MIXED = "tests/numerics/test_mixed_steps.py"
+MIXED, SKINNY = "tests/numerics/test_mixed_steps.py", "tests/numerics/test_skinny_products.py"
 CUDA, CUDA_ENGINE = "tests/numerics/test_cuda_kernels.py", "tests/numerics/test_cuda_decode.py"
 EXACT_ROWS, HEAD_DTYPE = "tests/numerics/test_exact_rows.py", "tests/numerics/test_head_dtype.py"
 COPY, COPIES = "tests/numerics/test_compute_copy.py", "tests/distributed/test_compute_copies.py"
@@ -1174,6 +1174,12 @@ MUTANTS = (
         "rollout/native/model.py", '"window": window, "cap": self._cap', '"window": window, "cap": 0.0', CUDA_ENGINE
     ),
     Mutant("accel/cuda/prompts.py", "page * PAGE + token % PAGE + j", "page * PAGE + j", CUDA),
+    Mutant("accel/cuda/skinny.py", "tl.minimum(begin + DEPTH_EACH, C)", "C", SKINNY),
+    Mutant("accel/cuda/skinny.py", "range(0, PARTS)", "range(1, PARTS)", SKINNY),
+    Mutant("accel/cuda/skinny.py", "partial + part * M * N + to", "partial + part * N + to", SKINNY),
+    Mutant("accel/cuda/skinny.py", "bias + i % N", "bias + i", SKINNY),
+    Mutant("accel/cuda/skinny.py", "n >= rows", "n > rows", SKINNY),
+    Mutant("accel/cuda/skinny.py", "ours < GAIN * self", "ours < self", SKINNY),
     Mutant("rollout/native/paged.py", "            if job.done:", "            if not job.done:", MIXED),
     Mutant("rollout/native/paged.py", "counts.cumsum()", "counts.cumsum() - counts", MIXED),
     Mutant("rollout/native/paged.py", "self._cache.free(self._slots.pop(job))\n\n", "self._slots.pop(job)\n\n", MIXED),

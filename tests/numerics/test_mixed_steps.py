@@ -128,7 +128,7 @@ def watch(engine: EngineCore) -> list[int]:
 
 
 @pytest.mark.on_device
-@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_log_probs_by_the_kernels_are_those_of_transformers(name: str) -> None:
     """Two steps of 16 tokens beside a row, over the end of a page."""
     module, engine = reference(CONFIGS[name]), core(name, ops=interpreted_ops())
@@ -218,6 +218,7 @@ def test_a_deterministic_run_computes_each_prompt_alone() -> None:
     assert paged_decode is None or paged_decode.prompts.most == 0
 
 
+@pytest.mark.slow
 def test_a_step_with_prompts_is_two_more_launches_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention of the prompts, and the copy that joins both results."""
     engine = core("qwen3", ops=interpreted_ops())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 
 import torch
 
@@ -21,8 +22,18 @@ def _row(operation: str, module: str, function: str, float32: float, half: float
         call: Call = getattr(importlib.import_module(f"verl.accel.cuda.{module}"), function)
         return call
 
-    tolerance = {torch.float32: float32, torch.bfloat16: half, torch.float16: half}
-    return Kernel(operation, TRITON, load, tolerance, ("cuda",), traffic)
+    return Kernel(operation, TRITON, load, _tolerance(float32, half), ("cuda",), traffic)
+
+
+def _tolerance(float32: float, half: float) -> dict[torch.dtype, float]:
+    return {torch.float32: float32, torch.bfloat16: half, torch.float16: half}
+
+
+def _skinny(use: Use) -> Call | str:
+    reason = missing(use.device, use.sizes)
+    if reason is not None:
+        return reason
+    return partial(importlib.import_module("verl.accel.cuda.skinny").measured_products, use.device)
 
 
 KERNELS = (
@@ -42,5 +53,7 @@ KERNELS = (
     _row("trained_rotation", "training", "fused_rotation", 2e-6, 2e-2),
     _row("expert_sum", "experts", "expert_sum", 2e-6, 2e-2),
     _row("float32_linear", "products", "float32_product", 2e-4, 2e-4, traffic=1.1),
+    # parts of few rows are written and read in float32
+    Kernel("linear", TRITON, _skinny, _tolerance(2e-4, 4e-2), ("cuda",), traffic=1.25),
     _row("exact_linear", "products", "exact_products", 2e-4, 4e-2, traffic=1.1),
 )
