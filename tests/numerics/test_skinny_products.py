@@ -52,10 +52,10 @@ def test_a_split_product_is_the_product(rows: int, width: int, depth: int, parts
 
 
 def test_parts_fill_the_card_and_stay_above_their_least_depth() -> None:
-    assert skinny.parts_of(64, 4096, 132) == 16  # at most
-    assert skinny.parts_of(1024, 2048, 132) == 5  # 64 blocks of outputs: 320 programs
-    assert skinny.parts_of(1024, 1024, 132) == 4  # 256 of the depth in each
-    assert skinny.parts_of(151936, 1024, 132) == skinny.parts_of(16, 100, 132) == 1
+    assert skinny.depth_parts_of(64, 4096, 132) == 16  # at most
+    assert skinny.depth_parts_of(1024, 2048, 132) == 5  # 64 blocks of outputs: 320 programs
+    assert skinny.depth_parts_of(1024, 1024, 132) == 4  # 256 of the depth in each
+    assert skinny.depth_parts_of(151936, 1024, 132) == skinny.depth_parts_of(16, 100, 132) == 1
 
 
 def clock_of(seconds: Callable[[str, int], float], asked: Counter[tuple[str, int]]) -> skinny.Clock:

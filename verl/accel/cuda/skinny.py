@@ -96,7 +96,7 @@ def _sum_parts(
     tl.store(out + i, total.to(out.dtype.element_ty), mask=inside)
 
 
-def parts_of(width: int, depth: int, processors: int) -> int:
+def depth_parts_of(width: int, depth: int, processors: int) -> int:
     """Return the parts into which a depth is split: enough to fill the card's `processors` twice with `width` outputs,
     and no shorter than LEAST_DEPTH."""
     wanted = -(-2 * processors // triton.cdiv(width, COLUMNS))
@@ -107,12 +107,12 @@ def skinny_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, parts: int | None = None
 ) -> Tensor:
     """Return x [M, C] times weight [N, C] transposed, for at most 16 rows, plus bias [N], plus residual [M, N], which
-    the result overwrites; None: nothing is added. The depth is split into at most `parts` (None: as `parts_of`
+    the result overwrites; None: nothing is added. The depth is split into at most `parts` (None: as `depth_parts_of`
     chooses)."""
     (rows, depth), width = x.shape, len(weight)
     assert 0 < rows <= ROWS, f"{rows} rows"
     block = BLOCK_BYTES // x.element_size()
-    parts = parts_of(width, depth, processors_of(x.device)) if parts is None else parts
+    parts = depth_parts_of(width, depth, processors_of(x.device)) if parts is None else parts
     each = triton.cdiv(triton.cdiv(depth, parts), block) * block
     parts = triton.cdiv(depth, each)  # none of them is empty
     out = x.new_empty(rows, width) if residual is None else residual
