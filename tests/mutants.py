@@ -612,6 +612,8 @@ MUTANTS = (
     Mutant("nn/fp8.py", "largest == 0, 1.0", "largest == 0, 0.0", BLOCKS),
     Mutant("nn/fp8.py", "if halves:", "if False:", BLOCKS),
     Mutant("weight_sync/wire_format.py", "wanted = form.dtype_of(name)", "wanted = form.dtype", WIRE),
+    Mutant("rollout/weight_format.py", "return last in ALWAYS or ", "return ", WIRE),
+    Mutant("rollout/weight_format.py", "found |= below", "pass", WIRE),
     Mutant("weight_sync/wire_format.py", "not held.is_floating_point or not", "not", WIRE),
     Mutant(
         "checkpoint/safetensors_file.py",

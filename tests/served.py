@@ -46,6 +46,7 @@ class Served:
         self.loaded = list(NAMES)
         self.missing: list[str] = []
         self.model: dict[str, Any] = {"model": "/models/a", "vocab_size": VOCAB}
+        self.workers: list[dict[str, Any]] = []  # what each says of the model; empty: one says `model`
         self.reset = True  # what /reset_prefix_cache answers
         self.weights, self.updating = "default", False
         self.tells = False  # the name of its weights with each token
@@ -160,7 +161,7 @@ class Served:
 
     async def _rpc(self, request: web.Request) -> web.Response:
         if (await request.json())["method"] == "served_model":
-            return web.json_response({"results": [self.model]})
+            return web.json_response({"results": self.workers or [self.model]})
         return web.json_response({"results": [{"loaded": self.loaded, "missing": self.missing}]})
 
     async def _reset(self, request: web.Request) -> web.Response:

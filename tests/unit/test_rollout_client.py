@@ -1079,6 +1079,20 @@ def test_processed_logprobs_are_not_taken_for_raw_ones(rounded: float) -> None:
             assert wire.raw(plain + noise, plain, VOCAB) or sharpness < 0.1, (sharpness, plain)
 
 
+def test_a_server_is_asked_for_the_tensors_that_it_keeps_in_float32() -> None:
+    """Every worker of it, since each may have layers of its own."""
+    attention = "model.layers.{}.self_attn.o_proj.weight"
+    double = Served()
+    double.workers = [double.model | {"float32": [attention.format(number)]} for number in range(2)]
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        form = (await engine.capabilities()).weights
+        assert [form.dtype_of(attention.format(number)) for number in (0, 1)] == ["float32", "float32"]
+        assert form.dtype_of("model.layers.0.self_attn.q_proj.weight") == "bfloat16"
+
+    with_server(body, double, loads=False, hf_config=QWEN3_MOE, dtype=torch.bfloat16)
+
+
 def test_nobody_listens() -> None:
     async def run() -> None:
         async with TestServer(Served().app()) as server:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import QWEN3_MOE
 from torch import nn
-from transformers import DeepseekV3Config, Qwen3Config
+from transformers import DeepseekV3Config, FalconMambaConfig, Qwen3Config
 
 from verl.checkpoint.safetensors_file import host_bytes
 from verl.driver.publisher import Publisher
@@ -78,6 +78,36 @@ def test_tensors_that_servers_may_keep_in_float32_are_sent_so() -> None:
     foreign = copy.deepcopy(QWEN3_MOE)
     foreign.architectures = ["OfNoKnownPackage"]
     assert format_of_server(foreign, torch.bfloat16) == AS_HELD
+
+
+def test_constants_of_recurrent_layers_are_sent_in_float32_whatever_their_shape() -> None:
+    """The decay of a Mamba layer is a matrix, which servers keep in float32 and exponentiate."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 32, "state_size": 4}
+    found = format_of_server(FalconMambaConfig(**sizes), torch.bfloat16)
+    wide = ("A_log", "D", "dt_proj.bias", "conv1d.bias")
+    assert {found.dtype_of(f"backbone.layers.0.mixer.{name}") for name in wide} == {"float32"}
+    assert {found.dtype_of(f"backbone.layers.0.mixer.{n}.weight") for n in ("in_proj", "conv1d")} == {"bfloat16"}
+
+
+SERVERS = {
+    "by our name": ("model.layers.0.self_attn.q_proj.weight", ["model.layers.0.self_attn.q_proj.weight"]),
+    "joined": (
+        "model.layers.1.self_attn.qkv_proj.weight",
+        [f"model.layers.1.self_attn.{p}_proj.weight" for p in "qkvo"],
+    ),
+    "stacked": (
+        "model.layers.0.mlp.experts.w13_weight",
+        [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SERVERS)
+def test_what_a_server_reports_to_keep_in_float32_is_sent_so(case: str) -> None:
+    reported, ours = SERVERS[case]
+    plain = format_of_server(QWEN3_MOE, torch.bfloat16)
+    found = format_of_server(QWEN3_MOE, torch.bfloat16, {reported})
+    assert {*found.exceptions} - {*plain.exceptions} == {*ours}
 
 
 def test_a_dense_model_travels_in_half_of_the_bytes_to_a_server_but_for_its_vectors() -> None:

@@ -201,6 +201,11 @@ class Api:
                     return f"it takes id {token}"
         return ""
 
+    async def float32_tensors(self, post: Post) -> set[str]:
+        """Return the tensors that the server keeps in float32 though it computes in another dtype, by its own names.
+        Here it is not known."""
+        return set()
+
     async def prepare(self, post: Post, model: str, vocab: int) -> None:
         """Check the server once after its start. Raise ValueError, or the server's own `ServerRefused`, if it lacks
         something that is needed."""

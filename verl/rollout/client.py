@@ -116,7 +116,9 @@ class ServedEngine(BaseEngine):
         await self.start.up()
         stops = connection.context.decode is not None  # stop strings are searched here
         confirmed = {f.name: getattr(connection.api.traits, f.name) for f in fields(Traits)}
-        form = await asyncio.to_thread(format_of_server, connection.context.hf_config, connection.context.dtype)
+        wide = await connection.api.float32_tensors(connection.call)
+        context = connection.context
+        form = await asyncio.to_thread(format_of_server, context.hf_config, context.dtype, wide)
         return replace(connection.able, **confirmed | {"stop_strings": stops, "weights": form})
 
     async def close(self) -> None:

@@ -128,12 +128,17 @@ class VllmApi(Api):
     async def unlike(self, post: Post, model: str, config: Any) -> str:
         """Compare the model's sizes, which vLLM's workers report: an id outside of the vocabulary would end vLLM."""
         told = dict((await post("/collective_rpc", {"method": "served_model"}))["results"][0])
+        told.pop("float32", None)
         if told.pop("splits", False):
             why = "a seeded request whose prefill is split would end it, as it runs on a CPU"
             raise Refused(f"this vLLM splits prefills: {why}; start it with --no-enable-chunked-prefill")
         name, ours = told.pop("model"), {key: getattr(config, key, size) for key, size in told.items()}
         differ = [f"{key}={size} and not {ours[key]}" for key, size in told.items() if size != ours[key]]
         return f"{name} has {', '.join(differ)}" if differ else ""
+
+    async def float32_tensors(self, post: Post) -> set[str]:
+        workers = (await post("/collective_rpc", {"method": "served_model"}))["results"]
+        return {name for worker in workers for name in worker.get("float32", ())}
 
     async def prepare(self, post: Post, model: str, vocab: int) -> None:
         await post("/init_weight_transfer_engine", {"init_info": {}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from torch import nn
 from verl.checkpoint.hf import skeleton_of
 from verl.wire import AS_HELD, WireFormat
 
-ROUTERS = {"gate", "router", "shared_expert_gate"}
-"""Module names of the routers of experts in transformers' models."""
+ROUTERS = {"gate", "router", "shared_expert_gate", "router_mlp"}
+"""Names of modules that are, or contain, the routers of experts in transformers' models."""
+ALWAYS = {"A_log", "D", "dt_bias", "e_score_correction_bias"}
+"""Last parts of names that servers keep in float32, whatever their shape: decay, skip and step of recurrent layers, and
+the correction of a router's scores."""
 
 
 def format_of_module(module: nn.Module, dtype: torch.dtype) -> WireFormat:
@@ -23,23 +27,40 @@ def format_of_module(module: nn.Module, dtype: torch.dtype) -> WireFormat:
     return WireFormat(_name(dtype), {name: _name(t.dtype) for name, t in state.items() if t.dtype != dtype})
 
 
-def format_of_server(config: Any, dtype: torch.dtype) -> WireFormat:
-    """Return the format of a server that computes in `dtype`.
+def format_of_server(config: Any, dtype: torch.dtype, wide: Set[str] = frozenset()) -> WireFormat:
+    """Return the format of a server that computes in `dtype`. wide: the tensors that it keeps in float32, by its own
+    names; empty where it does not report them.
 
-    Servers keep some tensors in float32, each by a rule of its own: norms, biases, router gates, and those that the
-    model's class declares. They are sent in float32, which adds few bytes, and the server rounds them if it keeps them
-    otherwise. A model of an unknown class is sent in the trainer's own dtypes."""
+    Servers keep some tensors in float32, each by a rule of its own: norms, biases, router gates, constants of recurrent
+    layers, and those that the model's class declares. They are sent in float32, which adds few bytes, and the server
+    rounds them if it keeps them otherwise. A model of an unknown class is sent in the trainer's own dtypes."""
     model = skeleton_of(copy.deepcopy(config))
     if model is None or dtype == torch.float32:
         return AS_HELD if model is None else WireFormat("float32")
     declared = [re.compile(rf"(^|\.){re.escape(part)}(\.|$)") for part in _declared(model)]
-    kept = [
-        name
-        for name, t in model.state_dict().items()
-        if t.is_floating_point()
-        and (t.ndim < 2 or {*name.split(".")[:-1][-1:]} & ROUTERS or any(one.search(name) for one in declared))
-    ]
+    held = {name: t for name, t in model.state_dict().items() if t.is_floating_point()}
+    reported = _in_float32(wide, held.keys())
+    kept = [name for name, t in held.items() if t.ndim < 2 or _wide(name, declared) or name in reported]
     return WireFormat(_name(dtype), dict.fromkeys(kept, "float32"))
+
+
+def _wide(name: str, declared: Sequence[re.Pattern[str]]) -> bool:
+    """Return True for a name that servers keep in float32."""
+    *parents, last = name.split(".")
+    return last in ALWAYS or bool({*parents} & ROUTERS) or any(one.search(name) for one in declared)
+
+
+def _in_float32(wide: Set[str], names: Set[str]) -> set[str]:
+    """Return those of our names whose tensors become tensors that the server reports. A server joins some tensors and
+    calls others by names of its own: then it is all of those below the closest module that has any."""
+    found = set(wide & names)
+    for name in wide - names:
+        below = set[str]()
+        while not below and name:
+            name = name.rpartition(".")[0]
+            below = {one for one in names if one.startswith(f"{name}.") or not name}
+        found |= below
+    return found
 
 
 def _declared(model: nn.Module) -> set[str]:

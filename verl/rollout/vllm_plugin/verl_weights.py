@@ -189,9 +189,12 @@ class Extension:
 
     def served_model(self) -> dict[str, Any]:
         """Return the model's folder and its sizes by their names in config.json. `splits` is true if a prefill may be
-        split over steps: a seeded request would then end this server."""
+        split over steps: a seeded request would then end this server. `float32` has the names of the parameters that
+        this worker keeps in float32, though its model has another dtype."""
         whole = self.vllm_config  # type: ignore[attr-defined]
         config, sizes = whole.model_config, ("vocab_size", "hidden_size", "num_hidden_layers")
         splits = whole.device_config.device_type == "cpu" and whole.scheduler_config.enable_chunked_prefill
         found = {key: getattr(config.hf_text_config, key) for key in sizes}
-        return {"model": config.model, "splits": splits, **found}
+        every = self.get_model().named_parameters() if config.dtype != torch.float32 else ()  # type: ignore[attr-defined]
+        kept = [_plain(name) for name, tensor in every if tensor.dtype == torch.float32]
+        return {"model": config.model, "splits": splits, "float32": kept, **found}
