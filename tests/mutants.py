@@ -74,6 +74,7 @@ CANARY = "tests/contracts/test_canary.py"
 SETS = "tests/contracts/test_weight_sync_contract.py"
 MEDIA = "tests/unit/test_media.py"
 BLOCKS = "tests/unit/test_fp8.py"
+AWAY = "tests/numerics/test_offload_pinned.py"
 CRC = "tests/unit/test_crc.py"
 WIRE, SLICES = "tests/unit/test_wire_format.py", "tests/distributed/test_parts_sync.py"
 STAGING = "tests/distributed/test_publish_faults.py"
@@ -301,6 +302,10 @@ MUTANTS = (
     ),
     Mutant("model_engine/updates.py", "self.optimizer.zero_grad(set_to_none=True)\n        return", "return", OPTIM),
     Mutant("model_engine/updates.py", 'group["lr"] = lr', 'group["lr"] = self.spec.lr', OPTIM),
+    Mutant("model_engine/offload.py", "flat.storage_offset() + t.storage_offset()", "t.storage_offset()", AWAY),
+    Mutant("model_engine/offload.py", "self._place.before_use()", "pass", AWAY),
+    Mutant("model_engine/host_places.py", "        self._copies.wait()\n", "", AWAY),
+    Mutant("model_engine/torch_engine.py", 'self.offload.soon("optimizer")', "pass", AWAY),
     Mutant("model_engine/updates.py", "self.steps += 1", "pass", f"{OPTIM} tests/e2e/test_resume.py"),
     Mutant("model_engine/optimizers.py", '"betas": spec.betas, "eps": spec.eps', '"eps": spec.eps', OPTIM),
     Mutant("model_engine/optimizers.py", "spec.weight_decay if decayed else 0.0", "spec.weight_decay", OPTIM),

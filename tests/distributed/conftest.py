@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-CLUSTERS = ("test_three_nodes", "test_queue_package", "test_torchrun")
+CLUSTERS = ("test_three_nodes", "test_shared_gpu", "test_queue_package", "test_torchrun")
 RUNS = ("test_ray_run", "test_faults", "test_quickstart_ray")
 
 

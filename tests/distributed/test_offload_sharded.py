@@ -15,7 +15,7 @@ from test_gate import LAYOUTS
 from test_loading import BIG
 from torch import Tensor
 
-from verl.model_engine import offload
+from verl.model_engine import host_places, offload
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.sharded import part_of_rank
 
@@ -66,7 +66,9 @@ def test_a_state_that_comes_and_goes_is_the_state_that_stays(layout, tmp_path):
         for e, name in ((stays, "stays"), (goes, "goes")):
             with pytest.MonkeyPatch.context() as patch:  # the device may be another's while it is saved
                 patch.setattr(
-                    offload._Offloaded, "bring", lambda place: pytest.fail("it came back") if place.sizes else None
+                    offload._Offloaded,
+                    "bring",
+                    lambda place, ahead=False: pytest.fail("it came back") if place.sizes else None,
                 )
                 e.save(tmp_path / name)
                 kept = e.snapshot()
@@ -159,14 +161,14 @@ def test_a_disk_without_room_is_said_and_costs_nothing(monkeypatch):
 def test_bytes_that_do_not_come_back_are_seen(monkeypatch):
     """A planted fault: a storage that comes back as it happened to be."""
     case = Case(LAYOUTS["FSDP"])
-    made = offload._memory_of
+    made = host_places.storage_memory
     expected = run(2, lambda rank: on_rank(case, rank)["whole"])[0]
 
     def spoilt(rank: int) -> dict[str, Tensor]:
         e = engine(case.model, "actor", case.layout, offload=EVERYTHING)
         with e.awake():
             pass
-        monkeypatch.setattr(offload, "_memory_of", lambda storage: bytearray(made(storage)))
+        monkeypatch.setattr(host_places, "storage_memory", lambda storage: bytearray(made(storage)))
         _, batch, count = share(case, rank)
         out = e.forward_backward(batch, case.batch()[2], count)
         return dict(out.columns)

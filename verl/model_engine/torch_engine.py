@@ -88,6 +88,7 @@ class TorchEngine:
     ) -> StepOutput:
         assert self.optimizer is not None, "this engine was built without an optimizer"
         with self.awake("weights"):
+            self.offload.soon("optimizer")  # for the step that follows these passes
             return self.passes.forward_backward(batch, terms, num_microbatches, extra_outputs)
 
     def optim_step(self) -> Metrics:
