@@ -1,4 +1,4 @@
-"""What agents cost beside the model: runs in the sandbox, turns of the tool loop, slow tools, branches, search.
+"""The cost of agents beside the model: runs in the sandbox, turns of the tool loop, slow tools, branches, search.
 
     python bench/agents.py [--only sandbox|turns|waiting|tools|branches|search|recipe] [--runs N] [--passages N]
 
@@ -98,9 +98,9 @@ def repeat(made: CodeSandbox, runs: int) -> None:
 
 
 def turns(runs: int) -> Table:
-    """Wall clock, and the time that both processes computed: they take turns, and what a process waits to be woken is
-    the machine's. Trajectories of 8 turns and of 16 take turns: what differs is what 8 turns cost, without what a
-    trajectory costs once, whose prompt goes to where it is played, and whose outputs come back."""
+    """Return wall clock time, and the processor time of both processes: they run in turn, and the time to wake a
+    process is the machine's. Trajectories of 8 turns alternate with those of 16: the difference is the cost of 8 turns,
+    without the cost of a trajectory, which is to send its prompt and to return its outputs."""
 
     async def measure(where: str, tokens: int) -> tuple[list[float], list[float], float]:
         prompt, tokenizer = prompt_of(tokens), hermes_tokenizer()
@@ -264,7 +264,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parts_of(section: str) -> dict[str, str]:
-    """What was measured before, by part."""
+    """Return the earlier measurements, by part."""
     _, *found = re.split(r"^<!-- (\w+) -->$", section, flags=re.MULTILINE)
     return {name: text.strip() for name, text in zip(found[::2], found[1::2])}
 

@@ -147,7 +147,7 @@ def write(arms: list[Arm], threads: int) -> None:
 
 
 def given(name: str) -> list[str]:
-    """What the algorithm's card recommends (bench/cards.py); paths are of this repository."""
+    """Return the recommendations of the algorithm's card (bench/cards.py), with paths of this repository."""
     values = {"reward.path": "verl.recipes.arithmetic", **recommended(name)}
     if values["reward.path"].endswith(".py"):
         values["reward.path"] = str(ROOT / values["reward.path"])

@@ -33,12 +33,12 @@ def shown(rng: np.random.Generator, tokens: int) -> Segment:
 
 
 def context(segments: Sequence[Segment]) -> list[Segment]:
-    """What another row trains."""
+    """Return the segment without its trained tokens, as context."""
     return [replace(s, source="env", logprobs=None) if s.source == "sampled" else s for s in segments]
 
 
 def parts(seed: int) -> tuple[Segment, list[list[Segment]], list[Segment]]:
-    """Prompt, turns with what their tools said, and a summary: as it was sampled, and as it is shown."""
+    """Return prompt, turns with the answers of their tools, and a summary: as it was sampled, and as it is shown."""
     rng = np.random.default_rng(seed)
     turns = [[drawn(rng, SAID), shown(rng, RESULT)] for _ in range(TURNS)]
     return (

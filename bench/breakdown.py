@@ -1,4 +1,4 @@
-"""Where the time of a rollout and of an update goes, on this machine, beside what its arithmetic alone would take.
+"""The parts of the time of a rollout and of an update on this machine, compared with the time of the arithmetic alone.
 
     python bench/breakdown.py [--size 10M] [--threads N]
 

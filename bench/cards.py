@@ -1,5 +1,6 @@
-"""What docs/algorithms says from the specs: what each preset fixes, how it is run, and the index. The rest of a page is
-written by hand; `python bench/cards.py docs/algorithms` renews these parts of the pages that are there.
+"""The parts of docs/algorithms that follow from the specs: the settings of each preset, how it is run, and the index.
+The rest of a page is written by hand; `python bench/cards.py docs/algorithms` renews these parts of the pages that are
+there.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ QUICKSTART: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("dppo_tv", "dppo_kl", "dro", "luspo", "vespo", "intellect_ipo"), _REUSED),
     **dict.fromkeys(("opd", "iw_opd", "gkd", "gkd_topk"), _TAUGHT),
 }
-"""Overrides that suit a run of the quickstart's size (arithmetic, about 35 tokens an answer); its card says why."""
+"""Overrides that suit a run of the quickstart's size (arithmetic, about 35 tokens an answer); the reason is in its
+card."""
 
 
 def recommended(name: str) -> dict[str, str]:

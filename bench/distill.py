@@ -1,4 +1,4 @@
-"""What an update that learns from a teacher costs beside GRPO's on the same rows: time by turns, memory by process.
+"""The cost of an update with a teacher, compared with GRPO's on the same rows: time in turn, memory by process.
 
 python bench/distill.py [--rounds 5]
 python bench/distill.py --vocab 2000 --rounds 1    a try of seconds: printed, not written
@@ -62,7 +62,7 @@ def rows(vocab: int) -> list[Sample]:
 
 
 def arm_of(name: str, vocab: int) -> Callable[[], None]:
-    """An update (passes and optimizer step) of a fresh student; what the teacher says of its rows stands there."""
+    """Return an update (passes and optimizer step) of a fresh student, with the teacher's outputs for its rows."""
     student = model(vocab)
     weight = student.lm_head.weight.detach().flip(0).clone()
     teacher = Teacher(HeadWeights(weight), 0.5, None) if name == "gkd" else None
@@ -95,7 +95,7 @@ def said(batch: Batch, name: str, vocab: int) -> Batch:
 
 
 def peak_gb() -> float:
-    """Of this program; `ru_maxrss` begins with what the process had that started it."""
+    """Return the peak memory of this program; `ru_maxrss` begins with the memory of the process that started it."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) / 2**20
 

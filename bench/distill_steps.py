@@ -50,8 +50,8 @@ NULLS = ("algorithm.kl_loss_coef=null", "algorithm.aggregation=null")
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What is taught on in a step. lengths: of answers, forced: mean of an exponential distribution, least and most;
-    without them an answer ends where the model ends it · passes: into so many TRL's trainers may cut a step."""
+    """The rows of a step. lengths: of answers, forced: mean of an exponential distribution, least and most; without
+    them an answer ends where the model ends it · passes: into so many TRL's trainers may cut a step."""
 
     prompts: int
     answers: int

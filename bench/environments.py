@@ -88,7 +88,7 @@ def ensure_vllm(folder: Path, log: Path) -> Path:
 
 
 def run_logged(command: list[str], log: Path, *, timeout_s: float, env: dict[str, str] | None = None) -> None:
-    """Run with the output in `log`. Unavailable, with the last line that says why, if it fails."""
+    """Run with the output in `log`. Raise Unavailable, with the last line with the reason, if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     what = " ".join(Path(word).name for word in command[:4])
     with open(log, "ab") as output:

@@ -100,7 +100,7 @@ def write_section(folder: Path, bench: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the parts that were asked for; return 1 if a part was left for another run."""
+    """Run the requested parts; return 1 if a part was left for another run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", help=f"of {', '.join(SHAPES)}; default 0.6B,4B")
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {', '.join(PARTS)}")

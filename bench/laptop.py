@@ -36,7 +36,7 @@ from bench.sweep import table as sweep_table
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS, SAMPLES_PER_PROMPT, MAX_RESPONSE_TOKENS = 32, 8, 48
-LR = 1e-6  # the policy stands still: every step is the same work
+LR = 1e-6  # the policy hardly changes: every step is the same work
 ARM_TIMEOUT_S = 600.0
 TRL = Environment(ROOT / ".venv-bench-trl", ("torch==2.13.0", "trl==1.16.0"), ROOT / "bench" / "peers_constraints.txt")
 
@@ -263,7 +263,7 @@ def work_of(steps: Sequence[Mapping[str, float]]) -> limits.Work:
 
 
 def about_run(settings: Settings, found: Found, seconds: float) -> dict[str, str]:
-    """What a reader needs to believe the figures, or to repeat them."""
+    """Return the facts with which the figures can be judged or repeated."""
     versions = {
         f"{name} arm": ", ".join(f"{k} {v}" for k, v in arm.rounds[-1]["versions"].items())
         for arms in found.arms.values()
@@ -288,7 +288,7 @@ def about_run(settings: Settings, found: Found, seconds: float) -> dict[str, str
 
 
 def cpu_name(capabilities: Mapping[str, Any]) -> str:
-    """As Linux tells it, else as torch does, else the architecture."""
+    """Return the name that Linux reports, else torch's, else the architecture."""
     info = Path("/proc/cpuinfo")
     names = (
         [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]

@@ -19,7 +19,8 @@ STREAM_BYTES = 256 << 20  # far more than any cache
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a dense transformer with tied or untied head. `parameters` are those that every token is multiplied with."""
+    """The sizes of a dense transformer with tied or untied head. `parameters` are those that every token is multiplied
+    with."""
 
     parameters: int
     layers: int
@@ -30,7 +31,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Tokens of one step. The prompt tokens of a group count once: nobody has to compute them per sample."""
+    """Tokens of one step. The prompt tokens of a group count once, since one computation serves all its samples."""
 
     groups: int
     samples_per_prompt: int
@@ -65,7 +66,7 @@ class Machine:
 
     @property
     def peak_gflop_per_s(self) -> float:
-        """What the cores do together when they are ours alone."""
+        """Return the rate of all cores together on an idle machine."""
         return max(self.gflop_per_s, self.threads * self.gflop_per_core_s)
 
 
@@ -139,7 +140,8 @@ def _stored_parameters(model: Path) -> int:
 
 
 def has_native_bf16(capabilities: Mapping[str, Any]) -> bool:
-    """Of `torch.cpu.get_capabilities()`. Elsewhere bf16 matmuls are emulated, many times slower than float32."""
+    """Return True if `torch.cpu.get_capabilities()` has bf16. Elsewhere bf16 matmuls are emulated, many times slower
+    than float32."""
     return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 

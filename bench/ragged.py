@@ -44,7 +44,7 @@ SHORT: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "rollouts": lambda spec: {"rollouts": spec["rollouts"][:2]},
     "steps": lambda spec: {"steps": 2},
 }
-"""Of a sweep: one repetition, after one that is dropped."""
+"""The length of a sweep: one repetition, after one that is dropped."""
 MEASURED = 2  # repetitions per process, after one that is dropped
 
 

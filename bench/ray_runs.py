@@ -1,5 +1,5 @@
 """Whole runs on Ray, on one machine: does the quickstart learn there what it learns in one process, how soon does it
-start, and how soon does a run end whose process has died or was stopped?
+start, and how soon does a run end after a process has died or was stopped?
 
     python bench/ray_runs.py [--rounds N]
 

@@ -51,7 +51,7 @@ SECTIONS = (
 
 
 def write_section(name: str, *parts: str) -> None:
-    """Write a bench's section, whose paragraphs these are, and RESULTS.md with it."""
+    """Write a bench's section, with these paragraphs, and RESULTS.md with it."""
     (BENCH / "sections" / f"{name}.md").write_text("\n\n".join(parts) + "\n")
     assemble(BENCH)
 

@@ -1,4 +1,4 @@
-"""What the arms measured, as medians, ratios and tables. Pure: no clock, no process, no torch."""
+"""The measurements of the arms as medians, ratios and tables. Pure: no clock, no process, no torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Spread:
 
 @dataclass(slots=True)
 class Arm:
-    """All rounds of one arm in one precision. `reason` says why it did not run."""
+    """All rounds of one arm in one precision. `reason` is why it did not run."""
 
     name: str
     rounds: list[dict[str, Any]] = field(default_factory=list)
@@ -190,7 +190,7 @@ def _multiple(arm: Arm, key: str, limit: float) -> str:
 
 
 def ledger(arm: Arm, dtype: str) -> Table:
-    """Where verl's step goes, phase by phase, from its own time ledger."""
+    """Return the time of verl's step, phase by phase, from its own time ledger."""
     steps = arm.steps
     wall_s = statistics.median(step["wall_s"] for step in steps)
 

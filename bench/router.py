@@ -45,7 +45,7 @@ PROMPT = np.arange(4)
 
 
 class Double(BaseEngine):
-    """An engine whose answers take their time, and are a function of the request. died: told when it does."""
+    """An engine with slow answers that are a function of the request. died: called when it dies."""
 
     def __init__(self, died: Callable[[BaseException], None], rng: random.Random) -> None:
         self.died, self.rng, self.version = died, rng, -1
@@ -135,7 +135,7 @@ async def world(replicas: int, restarts: int = 0) -> World:
 
 
 async def seconds_of(ask: Callable[[int], Any], count: int, at_once: int) -> list[float]:
-    """Of each answer, with so many requests at once."""
+    """Return the seconds of each answer, with so many requests at once."""
     spent, left = [0.0] * count, iter(range(count))
 
     async def caller() -> None:
@@ -149,7 +149,8 @@ async def seconds_of(ask: Callable[[int], Any], count: int, at_once: int) -> lis
 
 
 async def added(replicas: int, answers: int) -> tuple[str, ...]:
-    """A row: what the router adds to the median and to the 99th percentile, against its doubles asked in turn."""
+    """Return a row: the time that the router adds to the median and to the 99th percentile, compared with requests to
+    its doubles in turn."""
     made = await world(replicas)
     doubles, at_once = made.doubles, IN_FLIGHT * replicas
 

@@ -1,4 +1,4 @@
-"""Rollouts whose tool takes its time: verl's tool loop and TRL's, on one model, the same prompts and the same tool."""
+"""Rollouts with a slow tool: verl's tool loop and TRL's, on one model, the same prompts and the same tool."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALONE, WAITING = "AtOnce", "Countdown"
 
 
 def conversation(number: int, calls: int) -> list[dict[str, Any]]:
-    """What the tool of peers/countdown.py is asked, and what it says."""
+    """Return the calls of the tool of peers/countdown.py, and its answers."""
     asked: list[dict[str, Any]] = [{"role": "user", "content": f"{number}*{calls}="}]
     for left in range(calls, 0, -1):
         call = {"name": "calculator", "arguments": {"expression": f"{number}*{left}"}}

@@ -40,7 +40,7 @@ class Part:
 
     about: what it is, in a few words.
     proof: for each device the command that runs the real thing there.
-    limits: what the proof leaves out, or what stands in for the real thing in the tests.
+    limits: the parts that the proof leaves out, or the replacement of the real thing in the tests.
     """
 
     about: str
@@ -62,7 +62,7 @@ class Record:
 
 
 def _contract(which: str, row: str) -> Mapping[str, str]:
-    """Return the proof by the contract tests of this protocol whose parameters contain the row's name."""
+    """Return the proof by the contract tests of this protocol that have the row's name in their parameters."""
     return {"cpu": f"{PYTEST} {CONTRACT.format(which)} -k '{row}'"}
 
 

@@ -12,7 +12,7 @@ from bench.results import NOT_RUN, Table
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a peer may be run with; log-probs are always on, since training needs them."""
+    """Settings with which a peer may be run; log-probs are always on, since training needs them."""
 
     threads: int
     compiled: bool

@@ -128,7 +128,7 @@ class EngineMeter:
 
 
 def force_lengths(lengths: list[list[int]]) -> None:
-    """The n-th call of the engine samples as many tokens as the workload says, in every arm alike."""
+    """Make the n-th call of the engine sample the workload's number of tokens, equal in every arm."""
     from verl.rollout.base import Completion, GenerateRequest
     from verl.rollout.embedded.front import EmbeddedEngine
 

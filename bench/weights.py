@@ -6,13 +6,13 @@ what changes cost.
 stage: the trainer's end, from its tensors to where they can be fetched · read: the other process, tensor by tensor,
 into the memory of its own model · load: as the native engine does, which lays them out anew over the version that is
 live, or beside it while requests run. Checksums are apart: the manifest's are of all bytes for the first versions, of a
-sixteenth after. For tcp, collective and nixl the other process plays another host: what it fetches goes into shared
-memory of its own; through buckets it reads while the trainer sends. All are shares of a warm copy of the same bytes by
-as many threads, made in the same round. Memory: the most that lay in shared memory, and the most that a process took
-for itself during its part, in models. delta: versions after AdamW steps at lr 1e-6, in the format that a float32 and a
-bfloat16 replica reads; over a link of 1 Gb/s the bytes are counted at 125 MB/s beside the time measured here. paused:
-whole publishes through shared memory into a native engine of this process, whose requests go on under the new weights,
-without a canary; and for how long of each they stood still.
+sixteenth after. For tcp, collective and nixl the other process plays another host: it fetches into shared memory of its
+own; through buckets it reads while the trainer sends. All are shares of a warm copy of the same bytes by as many
+threads, made in the same round. Memory: the most in shared memory, and the most that a process took for itself during
+its part, in models. delta: versions after AdamW steps at lr 1e-6, in the format that a float32 and a bfloat16 replica
+reads; over a link of 1 Gb/s the bytes are counted at 125 MB/s beside the time measured here. paused: whole publishes
+through shared memory into a native engine of this process, with requests that continue under the new weights, without a
+canary; and the time of each in which they do not run.
 Writes its part of bench/RESULTS.md (bench/sections/weights.md).
 """
 
@@ -68,7 +68,7 @@ DROPPED = 2  # rounds before the first that counts
 LINK = 125e6  # bytes per second: 1 Gb/s
 LR, TOKENS = 1e-6, 64  # of the optimizer steps between versions
 REQUESTS = 4  # that run during publishes
-COPIED = 0.1e9  # bytes of what a warm copy goes into, again and again: more than caches hold
+COPIED = 0.1e9  # bytes of the target of a warm copy, which is repeated: more than caches hold
 NEEDS = {"memory": 8, "shared memory": 4}  # models, of the transport that needs the most
 BUCKET_BYTES = 16 << 20
 MODULES = {"shm": shm, "tcp": tcp, "collective": collective, "nixl": nixl}
@@ -137,7 +137,7 @@ def spent(call: Callable[[], Any]) -> Spent:
 
 
 def reader(line: Any, threads: int, layers: int | None, runs: bool) -> None:
-    """The rollout's process: reads what it is told of, and answers with what it spent and the bytes that came. layers:
+    """The rollout's process: it reads the given version, and answers with its times and the received bytes. layers:
     into a native engine of so many · runs: beside the version that is live, as while requests run."""
     torch.set_num_threads(threads)
     came = [0]
@@ -351,7 +351,8 @@ def deltas(size_gb: float, rounds: int) -> list[tuple[str, ...]]:
 
 
 async def publishes(now: Weights, rollout: RolloutEngine, rounds: int) -> list[SyncReport]:
-    """Of so many publishes through shared memory while requests run, without a canary, after those that are dropped."""
+    """Return the times of so many publishes through shared memory while requests run, without a canary, after those
+    that are dropped."""
     name = f"{shm.PREFIX}-{os.getpid()}-paused"
     sender = WeightSender(shm.ShmOutlet(name), verify_first=0)
     parts = [whole_part(name, tensor) for name, tensor in now.items()]

@@ -1,13 +1,13 @@
-"""What lies between the processes of a run, on one host.
+"""The costs between the processes of a run, on one host.
 
     python bench/workers.py [--only queue|calls|driver|saves|sharded] [--rounds N]
 
 queue: a ragged batch of 1,024 rows and 4 columns, written, read whole and read by one column, through each queue;
-beside them the TransferQueue package by its own calls (a key per row), and a plain copy of the same bytes. Arms whose
-package is not installed are left out and named. calls: one call of the driver, there and back · driver: its own time
-for a step, over simulated workers · saves: how long a checkpoint
-holds up a worker · sharded: core-seconds of a step over worlds. One thread per process. Writes its
-part of bench/RESULTS.md (bench/sections/workers.md); `--only` prints without writing.
+beside them the TransferQueue package by its own calls (a key per row), and a plain copy of the same bytes. Arms without
+an installed package are left out and named. calls: one call of the driver, there and back · driver: its own time for a
+step, over simulated workers · saves: how long a checkpoint holds up a worker · sharded: core-seconds of a step over
+worlds. One thread per process. Writes its part of bench/RESULTS.md (bench/sections/workers.md); `--only` prints without
+writing.
 """
 
 from __future__ import annotations

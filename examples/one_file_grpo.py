@@ -1,8 +1,8 @@
 """GRPO in one file, without the framework: the idea that verl scales. Run: python examples/one_file_grpo.py [steps]
 
 A 1.6M-parameter model is made from nothing, warmed up on a teacher that forgets carries, and then learns to carry from
-a reward that only says right or wrong. Needs torch and transformers; about five minutes on two CPU cores.
-Everything that verl adds (batching, packing, weight sync, resume, checks) is left out on purpose.
+a reward that is only right or wrong. Needs torch and transformers; about five minutes on two CPU cores. Everything that
+verl adds (batching, packing, weight sync, resume, checks) is left out on purpose.
 """
 
 import random

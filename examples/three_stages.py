@@ -1,9 +1,9 @@
-"""The classic three stages on a task whose true score is known: SFT, a reward model from pairs, PPO against it.
+"""The classic three stages on a task with a known true score: SFT, a reward model from pairs, PPO against it.
 
     python examples/three_stages.py run.seed=0
 
 The reward model never sees the true score, only pairs (the worked answer with its carries, the one that forgets them).
-The end says how good it is, whether the true accuracy rose with the modelled reward, and where the two part
+The last lines show how good it is, whether the true accuracy rose with the modelled reward, and where the two differ
 (over-optimisation).
 """
 

@@ -1,4 +1,4 @@
-"""Shared pieces. Everything that tests write goes to tmp paths; no test needs a network or a GPU."""
+"""Shared fixtures. All files of tests are in temporary folders; no test needs a network or a GPU."""
 
 import gc
 import os
@@ -46,8 +46,8 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(scope="module", autouse=True)
 def stays():
-    """What has been imported since, or was thawed by a test, is here to stay too: small runs of a worker that has run
-    a thousand tests took four times their time."""
+    """Exclude objects that were imported since, or thawed by a test, from garbage collection too: small runs of a
+    worker that has run a thousand tests took four times their time."""
     if len(gc.get_objects()) > MANY_OBJECTS:
         gc.collect()
         gc.freeze()

@@ -55,7 +55,7 @@ def in_pieces(
 
 
 class Process:
-    """Stands for a child: what a restart ends, and what the next launch begins."""
+    """A stand-in for a child process: a restart ends it, and the next launch begins another one."""
 
     exit_code = None
     log = Path(os.devnull)
@@ -124,13 +124,13 @@ class SglangDouble(Double):
         self.going.set()
         self.running: set[str] = set()
         self.known: set[str] = set()  # also those that have not reached the scheduler
-        self.sent: set[str] = set()  # who was aborted; a second word is not passed on
+        self.sent: set[str] = set()  # aborted requests; a second abort is not passed on
         self.asleep: set[str] = set()
         self.incremental = False  # --incremental-streaming-output
         self.raw = False  # SGLANG_RETURN_ORIGINAL_LOGPROB
         self.names: dict[int, str] = {}  # of weights, by their versions
-        self.silent = False  # it takes requests, and says nothing
-        self.fails: str | None = None  # what an update says
+        self.silent = False  # it takes requests, and does not answer
+        self.fails: str | None = None  # the error of an update
         self.failing = 400  # and its status
 
     def routes(self) -> list[web.RouteDef]:

@@ -1,5 +1,5 @@
-"""Tables are checked in loops, not with a case of pytest for each row: what fails is collected, and every failure says
-of which row it is."""
+"""Tables are checked in loops, not with a case of pytest for each row: failures are collected, and each has the name of
+its row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 FULL_GRID = bool(os.environ.get("FULL_GRID"))
-"""Whether second samples of what one sample has shown are taken too (`make test-all`)."""
+"""True if rows are also checked that repeat a property of others (`make test-all`)."""
 
 
 def check_each(cases: Iterable[Any], check: Callable[[Any], object], name: Callable[[Any], object] = str) -> None:

@@ -20,8 +20,9 @@ def put(queue, samples) -> Refs:
 
 
 class VirtualTime(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer when nothing is left to do: hours pass in no time, in an order
-    that depends on no machine. Nothing to wait for at all is an error instead of a hang. No threads, no sockets."""
+    """An event loop with a clock that jumps to the next timer when nothing is left to do: hours pass in no time, in an
+    order that depends on no machine. Nothing to wait for at all is an error instead of a hang. No threads, no
+    sockets."""
 
     class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
         now_s = 0.0
@@ -45,8 +46,8 @@ class VirtualTime(asyncio.SelectorEventLoop):
 class FakeEngine(BaseEngine):
     """Tokens are a function of the request's seed; a version bump while a request runs splits its span.
 
-    delay_s, fail, hang: what happens to the request with a given seed. Keeps what it was asked in `requests` and what
-    runs now in `live`; an id that is already running is refused, as by the real engines.
+    delay_s, fail, hang: what happens to the request with a given seed. All requests are in `requests` and the running
+    ones in `live`; an id that is already running is refused, as by the real engines.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class FakeEngine(BaseEngine):
                 self._idle.set()
 
     async def work(self, request_id: str, seed: int) -> None:
-        """What takes time in a request."""
+        """Wait as long as the request takes."""
         await asyncio.sleep(1e6 if self._hang(seed) else self._delay_s(seed))
 
     async def score(self, ids, *, temperature=1.0, parameters="policy", media=()):

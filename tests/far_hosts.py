@@ -1,5 +1,5 @@
 """A trainer that publishes weights and processes that fetch them as those of other hosts do: their shared memory is
-another folder. Each is told lines and says lines."""
+another folder. Each reads lines of commands and writes lines."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def play(script: str, args: list[str], line: socket.socket) -> None:
 
 
 class Told:
-    """A process that is told lines, and says lines within a deadline."""
+    """A process that reads lines, and writes lines within a deadline."""
 
     def __init__(self, script: str, *args: object) -> None:
         self._line, its = socket.socketpair()
@@ -133,7 +133,7 @@ class Told:
         return self._said.readline().strip()
 
     def ask(self, line: object) -> str:
-        """The one line that it says to this one."""
+        """Send this line and return the one line of its answer."""
         self.tell(line)
         return self.heard()
 
@@ -152,7 +152,7 @@ class Told:
 
 
 def all_of(told: list[Told], line: object) -> list[str]:
-    """What each says, all told at once."""
+    """Send a line to all at once and return each answer."""
     for one in told:
         one.tell(line)
     return [one.heard() for one in told]

@@ -1,8 +1,8 @@
-"""`python -m tests.hanging VERB ...`: the command line, where a file in the folder HANGING stops what runs meanwhile.
+"""`python -m tests.hanging VERB ...`: the command line, in which a file in the folder HANGING stops work in progress.
 
     update   holds the number of an optimizer step of the language model: behind it the update does not end
     write    a checkpoint that is written from a copy does not end
-What is stopped says so in a file `in_update` or `in_write`."""
+The stopped work is recorded by a file `in_update` or `in_write`."""
 
 from __future__ import annotations
 

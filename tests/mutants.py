@@ -25,7 +25,8 @@ MUST_DIE = 0.97
 
 
 class Mutant(NamedTuple):
-    """`old` stands once in verl/`file` and is replaced by `new`. lives: why no test can tell, where none can."""
+    """`old` is once in verl/`file` and is replaced by `new`. lives: the reason why no test can fail, if there is
+    one."""
 
     file: str
     old: str
@@ -549,7 +550,7 @@ MUTANTS = (
     ),
     Mutant("chat/bridge.py", "if token in text:", "if False:", "tests/unit/test_bridge.py"),
     Mutant("chat/bridge.py", "and keeps_text(history[-1], text)", "", "tests/unit/test_bridge.py"),
-    # -- what a term sees, what is cut off, who is asked
+    # -- the columns of a term, truncation, the choice of a replica
     Mutant(A + "weights.py", "every if term.sees_rejected else seen.mask", "(weight != 0) & seen.mask", MASKS),
     Mutant(
         A + "weights.py",

@@ -14,7 +14,8 @@ RUN = {} if ON_CPU else {"model.device": DEVICE.type, "run.deterministic": "true
 
 
 def close_to(error: float) -> float:
-    """Return the tolerance for float32: that of a CPU, and five times that of a GPU, whose products add up by tiles."""
+    """Return the tolerance for float32: that of a CPU, and five times as much for a GPU, since its products add up by
+    tiles."""
     return error if ON_CPU else 5 * error
 
 

@@ -1,5 +1,5 @@
-"""A reward that varies without training: short answers are better. And a curriculum: the half with the longer ones
-comes again."""
+"""A reward that varies without training: short answers are better. And a curriculum: the half with the longer ones is
+repeated."""
 
 import numpy as np
 

@@ -53,7 +53,7 @@ def native_core(
     layout: str | None = None,
     **rest: Any,
 ) -> EngineCore:
-    """The synchronous native engine with `weights` as version 0; `rest` goes to the runner."""
+    """Return the synchronous native engine with `weights` as version 0; `rest` are arguments of the runner."""
     options = Options(
         max_prefill_tokens=max_prefill_tokens, prefix_cache_tokens=prefix_cache_tokens, max_kv_tokens=max_kv_tokens
     )
@@ -98,7 +98,7 @@ def _unshifted(z: np.ndarray, shift: int) -> np.ndarray:
 
 
 class Interrupted:
-    """An engine that stops in the middle of a request when it is asked to, wherever it lives."""
+    """An engine that stops in the middle of a request on demand, in any process."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

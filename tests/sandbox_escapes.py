@@ -1,6 +1,6 @@
 """Attempts to get out of the code sandbox, and to fool the grader of programs. As a script, `sandbox_escapes.py TIER`:
-all of them, on one tier, as whoever runs it -> one JSON line {attempt: what got out, or the score}. Standard library
-only: nobody's interpreter may have nothing else.
+all of them, on one tier, as the user of the script -> one JSON line {attempt: the leaked text, or the score}. Standard
+library only: another user's interpreter may have nothing else.
 
 Each attempt prints BREACH if it got what it wanted. Those in NAKED do so outside of a sandbox (the tests check it), so
 that an attempt that fails for a reason of its own is noticed.
@@ -77,7 +77,7 @@ OVER_FILES = (
     *("become root", "capabilities", "nested user namespace", "nested mount namespace", "a forged answer"),
     *("disk bomb", "file of any size", "inode bomb", "attributes of files", "shared memory of no file"),
 )
-"""What files laid over a folder may make another matter."""
+"""The attempts with another result if files are mounted over a folder."""
 
 ADD = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
 CHEATS = {
@@ -99,7 +99,7 @@ CHEATS = {
 
 
 class Host:
-    """What there is to reach outside: a secret, sockets, a segment of memory, a process."""
+    """Targets outside of the sandbox: a secret, sockets, a segment of memory, a process."""
 
     def __init__(self, folder: Path) -> None:
         os.environ["TOKEN"] = "H17SECRET"

@@ -1,5 +1,5 @@
 """A server that answers as vLLM 0.32 was seen to (or, by its version, as 0.33 is written to), without a model: token i
-behind a prompt is (sum of the prompt + i) modulo the vocabulary. It can be told to fail, and its engine ends where
+behind a prompt is (sum of the prompt + i) modulo the vocabulary. Tests can make it fail, and its engine ends where
 vLLM's does: updated while a step runs, or resumed amid an update, as one that failed leaves it. `python served.py PORT`
 is a child like `vllm serve`."""
 
@@ -21,7 +21,7 @@ NAMES = ["a.weight", "b.weight"]  # of its model's tensors
 
 
 def logprob(token: int, temperature: float) -> float:
-    """Of that token, whatever stands before it."""
+    """Return the log-prob of that token, which does not depend on the text before it."""
     return -1.0 - token / VOCAB / (temperature or 1.0)
 
 
@@ -42,7 +42,7 @@ class Served:
     ) -> None:
         self.step_s, self.room, self.version, self.raw, self.rounded = step_s, room, version, raw, rounded
         self.asked: list[tuple[str, Any]] = []  # path with query, body
-        self.faults: dict[str, Fault] = {}  # by path: answers in its place, or None and it goes on
+        self.faults: dict[str, Fault] = {}  # by path: answers in its place; None: it continues
         self.loaded = list(NAMES)
         self.missing: list[str] = []
         self.model: dict[str, Any] = {"model": "/models/a", "vocab_size": VOCAB}
@@ -51,7 +51,7 @@ class Served:
         self.weights, self.updating = "default", False
         self.tells = False  # the name of its weights with each token
         self.dead: str | None = None  # of what its engine ended
-        self.gone: list[str] = []  # requests whose caller hung up
+        self.gone: list[str] = []  # requests of callers that hung up
         self.refuses = False  # what arrives in a pause, as 0.33 does unless its mode is keep
         self.going = asyncio.Event()
         self.going.set()
@@ -137,7 +137,8 @@ class Served:
         return web.json_response({"is_paused": not self.going.is_set()})
 
     def _ends(self, why: str) -> web.Response:
-        """What runs there is cut off, and everybody hears of it (from vLLM, up to a minute later)."""
+        """End the engine: running requests are cut off, and all callers get the error (from vLLM, up to a minute
+        later)."""
         self.dead = why
         for request in self.open.values():
             assert request.transport is not None
@@ -268,6 +269,6 @@ if __name__ == "__main__":
     if os.environ.get("SERVED_FAILS"):
         print("the model cannot be loaded: no such thing", os.environ["SERVED_FAILS"], sep="\n")
         sys.exit(3)
-    shared = bool(os.environ.get("SERVED_SHARES"))  # the port, with whoever does so too
+    shared = bool(os.environ.get("SERVED_SHARES"))  # the port, with other processes that share it
     served = Served(step_s=float(os.environ.get("SERVED_STEP_S", "0.0005")))
     web.run_app(served.app(), host="127.0.0.1", port=int(sys.argv[1]), print=None, reuse_port=shared)

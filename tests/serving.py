@@ -186,7 +186,8 @@ async def until(condition: Any, what: str, limit_s: float = 20.0) -> None:
 
 @contextlib.contextmanager
 def server_process(folder: Path, log: Path, *args: str, port: int = 0) -> Iterator[tuple[Started, str]]:
-    """`verl serve` on this port (0: a free one), once it answers: the process and its URL. It is gone at the end."""
+    """Yield the process and the URL of `verl serve` on this port (0: a free one), once it answers. It is ended
+    afterwards."""
     small = [f"serve.port={port}", "model.dtype=float32", "run.threads=1"]
     log.unlink(missing_ok=True)
     process = Started(["serve", f"model.path={folder}", *args, *small], log)

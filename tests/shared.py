@@ -1,4 +1,4 @@
-"""What takes seconds to make and is only read: once for all workers of a run of pytest."""
+"""Objects that take seconds to make and are only read, made once for all workers of a run of pytest."""
 
 from __future__ import annotations
 

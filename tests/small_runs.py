@@ -92,12 +92,12 @@ def tensors_of(run_dir: Path, step: int, role: str = "actor") -> dict:
 
 
 def roles_of(run_dir: Path, step: int) -> list[str]:
-    """The roles whose state a checkpoint holds."""
+    """Return the roles with a state in a checkpoint."""
     return sorted(p.name for p in (run_dir / "checkpoints" / f"step_{step}" / "state").iterdir() if p.is_dir())
 
 
 def state_of(run_dir: Path, step: int):
-    """What the driver saved."""
+    """Return the saved state of the driver."""
     from verl.driver.state import read_state
 
     return read_state(run_dir / "checkpoints" / f"step_{step}")

@@ -144,7 +144,7 @@ class Stage:
 
 
 class EndingCursor(Cursor):
-    """A cursor that comes to an end, as the protocol of the driver allows; None: never."""
+    """A cursor that ends, as the protocol of the driver allows; None: never."""
 
     def __init__(self, num_tasks: int, seed: int, *, shuffle: bool, epochs: int | None) -> None:
         super().__init__(num_tasks, seed, shuffle)
@@ -167,7 +167,7 @@ class SimpleTasks:
 
 
 def play(test: Callable[[], Any]) -> Any:
-    """Run to the end; nothing may be left in the loop, and nothing may be said to its exception handler."""
+    """Run to the end. No task may be left in the loop, and its exception handler may not be called."""
     said: list[str] = []
 
     async def main() -> Any:

@@ -27,7 +27,7 @@ IMPORTED = (
 
 
 class Started:
-    """See `subprocess.Popen`: what the tests ask of it. Its output goes behind what `log` holds, or stderr's to
+    """A `subprocess.Popen` with the methods that the tests use. Its output is appended to `log`, or stderr's to
     `errors`; both may be devices."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Started:
 
 
 class Program(Started):
-    """`python -c TEXT ...`, whose output is kept."""
+    """`python -c TEXT ...`, with its output."""
 
     def __init__(self, text: str, *args: object, log: Path) -> None:
         self.log = log

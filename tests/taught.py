@@ -56,7 +56,7 @@ def teach(folder: Path) -> None:
 
 
 def args(root: Path, taught: tuple[Path, Path], *more: str) -> list[str]:
-    """Of a run over what `teach` made: its model, and the folder of the rest."""
+    """Return the arguments of a run with the model of `teach`, and the folder of its other files."""
     model, folder = taught
     sizes = ("data.max_prompt_tokens=400", "rollout.max_response_tokens=250", "step.max_tokens_per_microbatch=4096")
     given = (f"reward.path={folder / 'reward.py'}", "run.save_every_steps=1", "optim.lr=1e-4", *sizes, *more)

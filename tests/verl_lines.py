@@ -26,7 +26,7 @@ SHORT = {
     "C": "critic.",
     "W": "reward.",
 }
-"""What a letter before the first dot of a key stands for in verl_lines.txt."""
+"""The meaning of a letter before the first dot of a key in verl_lines.txt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,14 @@ class Line:
         return "sft" if re.search(r"sft|engine_all", self.name) else "rl"
 
     def with_paths(self, paths: Mapping[str, object]) -> list[str]:
-        """The arguments with a path in the place of each word in capitals that stands for one."""
+        """Return the arguments with a path in the place of each placeholder in capitals."""
         words = "|".join(paths)
         return [re.sub(rf"\b({words})\b", lambda m: str(paths[m[1]]), arg) for arg in self.args]
 
 
 def public_lines() -> list[Line]:
-    """Those of both files. A block of the second may be said as what differs from another one (`like NAME`)."""
+    """Return the lines of both files. A block of the second may be given by its differences from another one (`like
+    NAME`)."""
     found: dict[str, Line] = {}
     for file in ("verl_scripts.txt", "verl_lines.txt"):
         for block in (DATA / file).read_text().split("\n\n")[1:]:

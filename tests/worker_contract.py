@@ -1,7 +1,7 @@
-"""The contract of a worker group: what `WorkerGroup` promises, whoever the workers are.
+"""The contract of a worker group: the guarantees of `WorkerGroup`, for any workers.
 
-The files that import these tests bring a fixture `made`: a group of `Worker`s, and the `Bench` that sees what they do
-through files, since they may live in other processes.
+The files that import these tests bring a fixture `made`: a group of `Worker`s, and the `Bench` that follows them
+through files, since they may be in other processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ COUNT = 50  # calls of a thread
 
 
 class Worker:
-    """Says what it does into a file; `hold` blocks until there is a file `open`. Knows the other ranks."""
+    """Records its calls in a file; `hold` blocks until there is a file `open`. It can exchange values with the other
+    ranks."""
 
     def __init__(self, folder, ranks):
         self.folder, self.ranks = Path(folder), ranks
@@ -62,7 +63,7 @@ def build(folder, *, ranks):
 
 
 def place(worker):
-    """What its pool gave this rank."""
+    """Return the resources that this rank has from its pool."""
     import ray
 
     return os.environ.get("VERL_POOL"), ray.get_runtime_context().get_assigned_resources()
@@ -260,7 +261,7 @@ def test_close_does_not_wait_for_ever_and_leaves_no_future_behind(made):
     waiting = [note(group, 1), note(group, 2)]
     group.close(timeout_s=0.05)
     assert all(f.cancelled() for f in waiting), "nobody waits for a call that will never begin"
-    bench.release()  # who is in this process can be waited for; another process has been ended
+    bench.release()  # a thread of this process can end; another process has been ended
     with contextlib.suppress(RuntimeError):
         assert running.result(WAIT_S) == [None] * group.world_size and bench.logs == [["held"]] * group.world_size
     assert running.done()

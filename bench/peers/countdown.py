@@ -1,4 +1,4 @@
-"""A tool that takes its time, for every arm alike: an environment of TRL's kind, and the rows it is asked about.
+"""A slow tool, the same for every arm: an environment of TRL's kind, and the rows that use it.
 
 prompt    40*7=
 call      calculator(expression="40*7")

@@ -1,4 +1,4 @@
-"""What every arm measures about a step, and how it says so. Imports psutil alone: it runs in the peers' environments
+"""The measurements of every arm in a step, and their output. Imports psutil alone: it runs in the peers' environments
 too."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def clocks() -> Clocks:
 
 
 def elapsed(part: str, began: Clocks, ended: Clocks) -> dict[str, float]:
-    """What `Meter.step` takes for a part of a step."""
+    """Return the values that `Meter.step` takes for a part of a step."""
     return {f"{part}_s": ended[0] - began[0], f"{part}_cpu_s": ended[1] - began[1]}
 
 

@@ -20,6 +20,6 @@ def truth(row: Row) -> str:
 
 
 def score(completion: str, ground_truth: str) -> float:
-    """1.0 if the text ends in # and the right number: what verl.recipes.arithmetic.compute_score says."""
+    """Return 1.0 if the text ends in # and the right number, as verl.recipes.arithmetic.compute_score does."""
     found = re.search(r"#(\d+)\s*$", completion)
     return float(found is not None and found.group(1) == ground_truth)

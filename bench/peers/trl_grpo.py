@@ -83,7 +83,7 @@ def checksum(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
 
 
 def force_lengths(trainer: Any, lengths: list[list[int]]) -> None:
-    """The n-th row that is drawn ends after as many tokens as the workload says, in every arm alike."""
+    """Make the n-th sampled row end after the workload's number of tokens, equal in every arm."""
     end, left, generate = trainer.processing_class.eos_token_id, chain.from_iterable(lengths), trainer.model.generate
 
     class Force(LogitsProcessor):
@@ -106,7 +106,7 @@ def force_lengths(trainer: Any, lengths: list[list[int]]) -> None:
 
 
 def invent_answers(trainer: Any, lengths: list[list[int]]) -> None:
-    """Random answers of the workload's lengths, without generating: only the update's memory is asked for."""
+    """Make random answers of the workload's lengths, without generating: only the update's memory is measured."""
     end, steps, vocab = trainer.processing_class.eos_token_id, iter(lengths), trainer.model.config.vocab_size
 
     def invented(*_: Any, input_ids: torch.Tensor, **__: Any) -> torch.Tensor:
@@ -137,7 +137,7 @@ def count_bytes(trainer: Any) -> None:
 
 
 def _timed(trainer_class: type) -> type:
-    """The trainer with a clock around generation and around the whole of what comes before the loss."""
+    """Return the trainer with a clock around generation and around everything before the loss."""
 
     class Timed(trainer_class):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -136,7 +136,7 @@ def one_process(case: Case, **given: Any) -> dict[str, Tensor]:
 
 
 def on_rank(case: Case, rank: int, **given: Any) -> dict[str, Any]:
-    """What one rank has to say: its rows of the outputs, its share of the loss, and whole gradients."""
+    """Return the results of one rank: its rows of the outputs, its share of the loss, and whole gradients."""
     rows, batch, count = share(case, rank)
     e = engine(case.model, case.role, case.layout, **given)
     if case.role in OUTPUTS:

@@ -43,7 +43,7 @@ def ranks_of(layout: Layout, rank: int, *, timeout_s: float = TIMEOUT_S) -> Proc
 
 
 def tensor_bytes() -> int:
-    """Of the tensors on this process's host, each storage once."""
+    """Return the bytes of the tensors on this process's host, each storage once."""
     gc.collect()
     found = {}
     for thing in gc.get_objects():
@@ -56,8 +56,8 @@ def tensor_bytes() -> int:
 def run(
     world_size: int, fn: Callable[[int], Any], *, timeout_s: float = TIMEOUT_S, killed: frozenset[int] = frozenset()
 ) -> list[Any]:
-    """What fn(rank) returned on each of `world_size` ranks of one gloo group. The first that fails ends all of them,
-    and its traceback is the error. killed: the ranks that are killed in fn, with None as their result; then the
+    """Return the results of fn(rank) on each of `world_size` ranks of one gloo group. The first that fails ends all of
+    them, and its traceback is the error. killed: the ranks that are killed in fn, with None as their result; then the
     deadline of torch's collectives is ten times `timeout_s`."""
     _settle(timeout_s)
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +108,7 @@ def _running() -> list[int]:
 
 
 def _stacks(pids: list[int], folder: Path) -> str:
-    """Where each of these processes stands."""
+    """Return the stack of each of these processes."""
     for pid in pids:
         os.kill(pid, signal.SIGUSR1)
     time.sleep(1.0)

@@ -1,4 +1,5 @@
-"""Faults of a run's processes, once each: what a worker is built with in place of its own parts, and says where."""
+"""Faults of a run's processes, each once: workers are built with these parts in place of their own, and record the
+place of the fault."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def case_of(name: str, role: str) -> Case:
 
 
 def error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """Of all gradients together, as a part of their norm."""
+    """Return the error of all gradients together, as a share of their norm."""
     names = [n for n, p in model_names(exact) if p.dim()]
     flat = [torch.cat([of[n].double().flatten() for n in names]) for of in (found, exact)]
     return float((flat[0] - flat[1]).norm() / flat[1].norm())

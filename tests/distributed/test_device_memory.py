@@ -19,9 +19,10 @@ OFFLOAD = tuple(f"model.engine_options.offload_{part}=true" for part in ("weight
 
 @pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="minutes: make test-all; test_offload has the ranks")
 def test_a_device_holds_no_more_than_training_or_rollout_want(ray_session, tmp_path, arithmetic_data, monkeypatch):
-    """Of a model of W bytes, on each of two devices: the weights, gradients and states of an actor and of a critic (2W
-    each, of which W are gradients and go), half a reference and a rollout engine (W) stay; or a role with its gradients
-    and states, or the rollout engine beside the actor's half, is there while all others are away."""
+    """For a model of W bytes, on each of two devices. Without offloading: the weights, gradients and states of an actor
+    and of a critic (2W each, of which W are gradients, which are freed), half a reference and a rollout engine (W).
+    With it: a role with its gradients and states, or the rollout engine beside the actor's half, while all others are
+    off the device."""
     monkeypatch.setitem(
         backends.MODEL, "sharded", replace(backends.MODEL["sharded"], build="tests.distributed.watched:model")
     )

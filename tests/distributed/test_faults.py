@@ -1,5 +1,5 @@
-"""Whatever happens to a process of a run, whenever: it ends with the first cause or goes on, and nobody stays behind.
-FULL_GRID=1 makes every fault in every phase."""
+"""A process of a run fails in any way at any time: the run ends with the first cause or continues, and no process is
+left. FULL_GRID=1 makes every fault in every phase."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_teacher_of_its_own_pool_is_killed_and_what_is_learned_is_the_same(
 
 
 def left_of(others: set[psutil.Process], within_s: float = 30.0) -> list[list[str]]:
-    """What this process has started and not ended, but for Ray's own."""
+    """Return the processes that this one has started and that still run, without Ray's own."""
     until_s = time.monotonic() + within_s
     while left := [c for p in psutil.Process().children(recursive=True) if p not in others and (c := words(p))]:
         if time.monotonic() > until_s:

@@ -1,7 +1,7 @@
 """The gate: every layout equals the single process in loss, outputs and all gradients, to 1e-5 of a tensor's largest.
 
-Each pair of (layout, packing), (layout, role), (packing, role) and (layout, a rank without rows) stands in some case
-for the layouts of one kind; each of their products stands in one. FULL_GRID=1 runs every combination."""
+Each pair of (layout, packing), (layout, role), (packing, role) and (layout, a rank without rows) is in some case of the
+layouts of one kind; each of their products is in one case. FULL_GRID=1 runs every combination."""
 
 from __future__ import annotations
 

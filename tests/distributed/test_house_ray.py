@@ -1,4 +1,4 @@
-"""What the plan of the house promises of a run over processes: the driver holds refs, and no tensor or column."""
+"""Guarantees of the design for a run over processes: the driver has refs, and no tensor or column."""
 
 from __future__ import annotations
 

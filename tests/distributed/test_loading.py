@@ -50,7 +50,7 @@ if FULL:
 
 @pytest.mark.parametrize("layout", LAYOUTS if FULL else QUICK)
 def test_a_rank_reads_what_it_would_have_kept_of_the_whole(layout, tmp_path):
-    """The same bits, and an engine that goes on as the other does."""
+    """The weights are bitwise equal, and both engines train equally."""
     at = LAYOUTS[layout]
     names, turn = [EXPERTS] if at.expert > 1 else [*MODELS], [*LAYOUTS].index(layout)
     for i, name in enumerate(names):
@@ -103,8 +103,8 @@ def test_an_adapter_is_in_what_a_rank_reads(layout, tmp_path):
 
 
 def peak_bytes(fn: Any, files: Path) -> tuple[int, Any]:
-    """(the most that torch's allocator of host memory had given out at once while fn ran, above what it had before;
-    what fn returned). The maps of these files, of which the host has one copy whoever maps them, are left out."""
+    """Return (the peak of torch's host allocator while fn ran, above its use before; the result of fn). The maps of
+    these files are left out, since the host has one copy of them for all processes."""
     mapped = {path.stat().st_size for path in files.glob("*.safetensors")}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         found = fn()

@@ -1,4 +1,4 @@
-"""What the plan says that a rank holds, against the tensors that it holds."""
+"""The memory of a rank in the plan, compared with the tensors of the rank."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ if FULL:
 
 
 def phases_of(role: str, e: Any, batch: Any, terms: Any, count: int) -> dict[str, Callable[[], object]]:
-    """What a rank does in each phase that the role has."""
+    """Return the work of a rank in each phase of the role."""
 
     def update() -> None:
         e.forward_backward(batch, terms, count)
@@ -117,7 +117,7 @@ def phases_of(role: str, e: Any, batch: Any, terms: Any, count: int) -> dict[str
 
 @pytest.mark.parametrize("role,dtype", WHOLE)
 def test_what_a_rank_holds_at_most_in_a_phase_is_what_the_plan_says(role, dtype, tmp_path, monkeypatch):
-    """The most that is there at once in a pass, whoever holds it: what is gathered and activations too. The fullest
+    """The peak of a pass, with gathered weights and activations. The fullest
     rank of a stage is within 10% of the plan (FULL_GRID=1; 25% of 7 million parameters, of which little things are
     more)."""
     config, wrong = Config(), {}

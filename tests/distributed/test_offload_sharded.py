@@ -31,7 +31,7 @@ def steps(case: Case, rank: int, e: Any, count: int) -> Any:
 
 
 def same_files(one: Path, two: Path) -> None:
-    """Of two checkpoints of a state."""
+    """Return True if two checkpoints of a state are equal."""
     names = sorted(p.name for p in one.glob("*.safetensors"))
     assert names and names == sorted(p.name for p in two.glob("*.safetensors"))
     for name in names:
@@ -41,7 +41,7 @@ def same_files(one: Path, two: Path) -> None:
 
 
 def state_bytes(e: Any) -> int:
-    """Of weights and optimizer states, as far as they are on the device."""
+    """Return the bytes of weights and optimizer states on the device."""
     tensors = [*e.local.tensors(), *e.updates.tensors()]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
@@ -94,7 +94,7 @@ def test_a_state_that_comes_and_goes_is_the_state_that_stays(layout, tmp_path):
 
 
 def test_what_is_away_takes_no_memory(monkeypatch):
-    """Measured over all tensors of a rank, whoever holds them."""
+    """Measured over all tensors of a rank."""
     monkeypatch.setitem(MODELS, "wide", BIG["wide"])
     case = Case(LAYOUTS["FSDP"], model="wide")
     model("wide")  # once, before there are ranks
@@ -159,7 +159,7 @@ def test_a_disk_without_room_is_said_and_costs_nothing(monkeypatch):
 
 
 def test_bytes_that_do_not_come_back_are_seen(monkeypatch):
-    """A planted fault: a storage that comes back as it happened to be."""
+    """A planted fault: a storage that is restored without its content."""
     case = Case(LAYOUTS["FSDP"])
     made = host_places.storage_memory
     expected = run(2, lambda rank: on_rank(case, rank)["whole"])[0]

@@ -60,7 +60,8 @@ def test_updates_agree_for_every_number_of_ranks(ranks):
 
 @pytest.mark.parametrize(("writer", "reader"), [("none", "three"), ("four", "none"), ("two", "stages")])
 def test_a_checkpoint_of_any_world_continues_on_any_other(writer, reader, tmp_path):
-    """Two steps, saved, two more: the weights of four steps in one process, whoever wrote and whoever reads."""
+    """Two steps, a checkpoint, two more steps: the weights are those of four steps in one process, for any layouts that
+    write and read."""
     layout, theirs = LAYOUTS.get(writer), LAYOUTS.get(reader)
 
     def write(rank):

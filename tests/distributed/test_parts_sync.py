@@ -370,7 +370,7 @@ FAR: dict[str, tuple[Any, str]] = {
 def test_slices_are_read_or_broadcast_from_the_memory_of_every_rank(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By other processes, whose shared memory is another folder. No rank has more than its slices in memory."""
+    """Other processes, with another folder as shared memory, read them. No rank has more than its slices in memory."""
     kind, names = FAR[transport]
 
     def publish(rank: int, readers: list[Any]) -> Any:

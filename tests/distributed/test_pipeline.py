@@ -1,5 +1,5 @@
-"""What is particular to stages: several of them, passes fewer than stages, gradients that are added, what is held and
-what is refused. The gate and the tests of states have them among the other layouts."""
+"""Properties of stages: several of them, fewer passes than stages, gradients that are added, memory and refusals. The
+gate and the tests of states include stages as layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models tensor and pipeline parallelism can cut, as the configuration says it without torch."""
+"""The models that tensor and pipeline parallelism can cut, by the configuration without torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MORE = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_inter
 
 
 def test_the_table_of_the_configuration_is_what_the_engine_can_cut():
-    """Of all models that transformers knows, with FULL_GRID=1."""
+    """All models of transformers, with FULL_GRID=1."""
     found = set()
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if FULL else QUICK:
         cls = CONFIG_MAPPING[model_type]

@@ -54,7 +54,7 @@ def mooncake_master() -> Iterator[str]:
 
 @pytest.fixture(scope="module", params=["SimpleStorage", "RayStore", "MooncakeStore"] if FULL else ["SimpleStorage"])
 def store(request) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Which of the package's, and what its configuration says of it; each unit of SimpleStorage takes a CPU."""
+    """Return a store of the package by its configuration; each unit of SimpleStorage takes a CPU."""
     with contextlib.ExitStack() as stack:
         options: dict[str, Any] = {"num_data_storage_units": 1} if request.param == "SimpleStorage" else {}
         if request.param == "RayStore":
@@ -98,8 +98,8 @@ def test_dropped_rows_leave_no_key(tq, queue):
 
 
 def test_workers_share_rows(ray_session, queue, store):
-    """Each finds the package's store by itself; in SimpleStorage the bytes outlive who wrote them, in the others they
-    lie with a process, and are said to be gone with it."""
+    """Each worker finds the package's store by itself. In SimpleStorage the bytes outlive their writer; in the others
+    they are in a process, and reported as lost when it ends."""
     ray = ray_session
     for module in (over_ray, contract, sys.modules[put.__module__]):
         ray.cloudpickle.register_pickle_by_value(module)

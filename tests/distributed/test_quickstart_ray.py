@@ -60,7 +60,7 @@ def test_the_quickstart_over_processes_learns_and_goes_on_after_a_kill(start, tm
     wait_for(ended, WAIT_S, "the end")
     said = (tmp_path / "second").read_text()
     assert second.returncode == 0, said
-    assert re.search(rf"resuming{home}afterstep\d+of25", "".join(said.split())), said  # the warm-up says so too
+    assert re.search(rf"resuming{home}afterstep\d+of25", "".join(said.split())), said  # the warm-up prints it too
     assert not psutil.wait_procs([*seen.values()], timeout=60)[1], "its processes live"
     metrics = metrics_of(home)
     steps = [step for step in metrics if step]

@@ -203,7 +203,7 @@ LOST = {
 
 
 def test_killed_processes_cost_a_restart_and_nothing_else(tmp_path, tiny_model, arithmetic_data, straight):
-    """Of a replica its own, of a worker that of the run, which is started as the page says."""
+    """A killed replica is restarted by itself; for a killed worker the run is restarted, as the page describes."""
     (tmp_path / "model").symlink_to(tiny_model)
     (page,) = (line.split() for line in PAGE)
     assert {"model.path=model", "rollout.replicas=2", "cluster.ranks_per_node=2"} <= {*page}
@@ -286,7 +286,7 @@ def test_a_stop_in_an_update_that_does_not_end_saves_what_was_before_it(
 
 
 def test_a_killed_driver_leaves_nobody_and_the_run_goes_on(tmp_path, tiny_model, arithmetic_data, capsys):
-    """At a random moment, which the seed says: no sample is lost, and none is trained twice."""
+    """Killed at a random moment by the seed: no sample is lost, and none is trained twice."""
     seed = int(os.environ.get("SEED") or time.time_ns() % 10_000)
     moment = random.Random(seed)
     print(f"SEED={seed} repeats the moment of the kill")
@@ -313,7 +313,7 @@ def test_a_killed_driver_leaves_nobody_and_the_run_goes_on(tmp_path, tiny_model,
 
 @pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="minutes: make test-all; test_faults has one")
 def test_a_stopped_process_is_given_up_and_nobody_stays(tmp_path, tiny_model, arithmetic_data):
-    """Of a Ray that the run has started: it ends with the run, and with it what hears of no end."""
+    """A Ray that the run has started ends with the run, and with it the stopped process."""
     more = ("run.total_steps=50", "run.wait_timeout_s=40", "cluster.max_restarts=0", *RAY)
     run = start(small_args(tmp_path, tiny_model, arithmetic_data[:1], *more))
     until_step(tmp_path, 1, run)

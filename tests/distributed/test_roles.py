@@ -115,7 +115,7 @@ class LoggedQueue(MemoryQueue):
 
 
 class RealCluster(InprocCluster):
-    """See `Cluster`: this process is one rank of every model."""
+    """A `Cluster` in which this process is one rank of every model."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self._layout, self._rank = layout, rank
@@ -129,7 +129,7 @@ class RealCluster(InprocCluster):
 
 
 class RealRanks:
-    """See `WorkerGroup`."""
+    """The `WorkerGroup` of a rank."""
 
     def __init__(self, name: str, role: Role, rank: int, ranks: ProcessRanks, world_size: int) -> None:
         self.name, self.world_size = name, world_size
@@ -215,7 +215,7 @@ def test_streamed_rows_are_scored_once_by_real_ranks():
 
 @pytest.mark.parametrize("stops", ["before", "in", "elsewhere"])
 def test_a_rank_that_stops_is_waited_for_with_a_deadline_and_named(stops, monkeypatch):
-    """Before an exchange, in it (it has come, and says nothing), or in a collective of a model, which gloo tells of."""
+    """It stops before an exchange, in it (after it has joined), or in a collective of a model, which gloo reports."""
     exchange = dist.all_gather_object
 
     def stop(*given, **how):

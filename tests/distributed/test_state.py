@@ -113,7 +113,7 @@ CONTINUED = {
     "critic": {"none": ("two", "stages"), "two": ("none",), "stages": ("none", "stages of two")},
     # a head of one row, of which a rank has nothing
 }
-"""By role: who wrote, and who goes on."""
+"""By role: the layout that wrote, and the layout that continues."""
 if not FULL:  # every kind writes and is read
     CONTINUED = {
         "actor": {"none": ("four",), "four": ("stages of two",), "slices": ("none",), "stages of two": ("two",)},
@@ -123,7 +123,8 @@ if not FULL:  # every kind writes and is read
 
 @pytest.mark.parametrize("role", CONTINUED)
 def test_a_checkpoint_of_any_world_continues_on_any_other(role, tmp_path):
-    """Two steps, saved, two more: the weights of four steps in one process, whoever wrote and whoever reads."""
+    """Two steps, a checkpoint, two more steps: the weights are those of four steps in one process, for any layouts that
+    write and read."""
     name = "qwen3, tied"
     expected = weights(steps(Case(ONE, role), None, 4, engine(name, role, None, **EXACT)))
     for writer, readers in CONTINUED[role].items():
@@ -242,7 +243,7 @@ def test_the_proof_at_start_and_the_models_own_pass_are_those_of_one_process(rol
 
 
 def test_weights_leave_whole_under_their_own_names_and_ties_are_kept():
-    """What a publish sends from two ranks is what it sends from one; the rank that does not send keeps step."""
+    """A publish sends the same from two ranks as from one; the rank that does not send makes the same calls."""
     probes = [np.arange(2, 12)]
 
     def publish(e: Any, rank: int) -> Any:

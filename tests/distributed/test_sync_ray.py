@@ -43,7 +43,7 @@ def over_ray(ray_session) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def everywhere(over_ray, monkeypatch) -> None:
-    """What the contract calls native is that engine over Ray."""
+    """Replace the engine `native` of the contract by that engine over Ray."""
     monkeypatch.setitem(contract.ROLLOUTS, "native", over_ray)
 
 

@@ -1,4 +1,5 @@
-"""What a teacher says, and what a student learns from it, is the same over the ranks of a layout as in one process."""
+"""The outputs of a teacher, and the gradients of a student, are the same over the ranks of a layout as in one
+process."""
 
 import asyncio
 import os
@@ -43,7 +44,8 @@ def test_every_layout_gives_what_one_process_gives(layout, role):
 
 @pytest.mark.parametrize("layout, kept", [("FSDP", 0.5), ("SP x PP", 2.0), *([("FSDP", 2.0)] if FULL else [])])
 def test_the_average_of_the_weights_is_that_of_one_process(layout, kept):
-    """Two optimizer steps, then what the average, or the copy of the first publish, says and, after it, the policy."""
+    """Two optimizer steps, then the outputs of the average, or of the copy of the first publish, and after it those of
+    the policy."""
     case = Case(LAYOUTS[layout], "actor", model="llama, biases")
     spec = OptimSpec(lr=1e-1, eps=1.0, average=kept)  # eps: Adam makes nothing of the order of sums
 

@@ -126,7 +126,7 @@ def test_a_node_of_another_commit_is_named(nodes, tmp_path, tiny_model, arithmet
 
 @pytest.mark.parametrize("another", [True, False], ids=["another one comes", "no other comes"])
 def test_a_node_that_is_lost(nodes, tmp_path, tiny_model, arithmetic_data, another):
-    """The run goes on from its last checkpoint where there is a node again, else it ends with the first cause."""
+    """The run continues from its last checkpoint if a node replaces the lost one, else it ends with the first cause."""
     nodes.have(3)
     more = (f"run.total_steps={4 if another else 50}", f"cluster.start_timeout_s={120 if another else 5}")
     run = Run(nodes, tmp_path, tiny_model, arithmetic_data[0], "data.max_rows=32", *more)

@@ -106,7 +106,7 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 def same_run(one: Path, two: Path, step: int) -> list[str]:
-    """What differs in losses and weights."""
+    """Return the differences in losses and weights."""
     wrong = []
     first, second = metrics_of(one), metrics_of(two)
     for number in first:
@@ -121,11 +121,11 @@ def same_run(one: Path, two: Path, step: int) -> list[str]:
 
 
 def test_two_ranks_make_the_run_of_one_process_and_one_process_goes_on_with_it(tmp_path, tiny_model, capfd):
-    """Of one torchrun, and (SFT) of one on each of two nodes, which see one folder."""
+    """The ranks of one torchrun, and (SFT) of one on each of two nodes that share a folder."""
     rows, paired = conversations(tmp_path / "rows.jsonl"), pairs(tmp_path / "pairs.jsonl")
     cases = {"sft": (rows, ()), "rm": (paired, ("parallel.pipeline=2",)), "dpo": (paired, ())}
     if not os.environ.get("FULL_GRID"):
-        del cases["dpo"]  # of pairs, as is the reward model, whose layers are in stages
+        del cases["dpo"]  # it has pairs, as the reward model has, which has stages too
     failed = []
     for verb, (data, layout) in cases.items():
         for name in ("one", "two"):
@@ -163,7 +163,7 @@ def test_two_ranks_make_the_run_of_one_process_and_one_process_goes_on_with_it(t
 
 
 def at_step(process: subprocess.Popen[str], number: int) -> dict[int, psutil.Process]:
-    """The ranks, once the first has told of that step."""
+    """Return the ranks, once the first has reported that step."""
     assert process.stdout is not None
     said = []
     for line in process.stdout:
@@ -200,7 +200,7 @@ def test_a_rank_that_is_killed_or_stopped_ends_all_with_the_first_cause(tmp_path
 
 
 def test_sigterm_saves_the_step_that_all_are_at(tmp_path, tiny_model, capfd):
-    """And one process goes on from there."""
+    """One process continues from there."""
     rows = conversations(tmp_path / "rows.jsonl")
     args = command("sft", tmp_path, tiny_model, rows, "run.name=r", "run.save_every_steps=0")
     process = start([*args, "run.total_steps=3000", f"data.cache_dir={tmp_path}/cache"], tmp_path)

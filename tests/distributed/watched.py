@@ -1,4 +1,5 @@
-"""What the processes of a run hold, noted where it changes most: what a worker is built with in place of its parts."""
+"""Parts with which workers are built in place of their own: they record the memory of the processes where it changes
+most."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ _rollout_engine, _awake = assemble.rollout_engine, Offload.awake
 
 
 def tensor_bytes() -> int:
-    """Of all tensors of this process, each storage once; but not what lies in the files of a transport, which would be
-    host memory beside any device."""
+    """Return the bytes of all tensors of this process, each storage once, without the files of a transport, which would
+    be in host memory beside any device."""
     files = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if shm.PREFIX in line]
     shared = [tuple(int(end, 16) for end in place.split("-")) for place in files]
     found = {}
@@ -39,7 +40,7 @@ def tensor_bytes() -> int:
 
 
 def _settle() -> None:
-    """What is here now is not looked at any more, of which there is much."""
+    """Exclude the present objects, which are many, from later searches."""
     gc.collect()
     gc.freeze()
 

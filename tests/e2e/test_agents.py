@@ -1,4 +1,4 @@
-"""Whole runs whose trajectories have turns: a model that was taught to call its tool, a loop of the user's with
+"""Whole runs with trajectories of several turns: a model that has learned to call its tool, a loop of the user's with
 branches, and a run that was cut between steps."""
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def test_a_loop_of_the_user_s_with_branches_is_trained(tmp_path, tiny_model, ari
 
 @pytest.mark.slow
 def test_rewards_of_turns_reach_the_advantages_of_their_tokens(tmp_path, tiny_model, arithmetic_data):
-    """Two turns in two rows, the first with a reward by what was said; a third turn that no row uses."""
+    """Two turns in two rows, the first with a reward by its text; a third turn that no row uses."""
     loop = tmp_path / "pays.py"
     third, paid = 'await ask(request + "c"', "manager.credit(len(set(one.token_ids)) / 4, turn=0)"
     text = LOOP.replace(third, f"{paid}\n        {third}").replace("Rewrites", "Pays")

@@ -37,7 +37,7 @@ def is_teacher(outputs) -> bool:
 
 
 class Scored:
-    """The groups that the teacher was asked for so far, and what the policy waits for before it learns."""
+    """The groups that the teacher has got so far, for which the policy waits before it trains."""
 
     def __init__(self, monkeypatch) -> None:
         self.groups, self.changed = list[str](), threading.Condition()
@@ -86,7 +86,7 @@ def test_later_groups_are_scored_while_the_policy_learns(
 def test_what_is_trained_is_what_is_trained_without(
     apart, monkeypatch, tmp_path, tiny_model, tiny_teacher, arithmetic_data
 ):
-    """The policy stands still: the same answers, whichever version drew them."""
+    """The policy does not change: all versions sample the same answers."""
     given = (tiny_model, tiny_teacher, arithmetic_data)
     ahead = run(tmp_path / "ahead", *given)
     monkeypatch.undo()
@@ -109,7 +109,7 @@ def test_groups_in_flight_are_scored_again_after_a_resume(apart, tmp_path, tiny_
 
 
 def test_not_in_a_deterministic_run(apart, tmp_path, tiny_model, tiny_teacher, arithmetic_data):
-    """What is packed together would depend on what ends when."""
+    """The packing of rows would depend on the times at which groups end."""
     found = run(tmp_path, tiny_model, tiny_teacher, arithmetic_data, "run.deterministic=true", "run.total_steps=1")
     assert "teacher/ahead" not in found[1] and "teacher/kl" in found[1]
 

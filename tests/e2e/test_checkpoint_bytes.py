@@ -1,4 +1,4 @@
-"""What `verl plan` says of a checkpoint's size, and what a start on a small disk is refused by: the bytes on disk."""
+"""The size of a checkpoint in `verl plan`, by which a start on a small disk is refused, is that on the disk."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""What an algorithm adapts from step to step goes on after a cut: the KL coefficient, the warm critic."""
+"""The values that an algorithm adapts from step to step are restored by a resume: the KL coefficient, the warm
+critic."""
 
 import asyncio
 from copy import copy

@@ -1,4 +1,4 @@
-"""A fresh model learns from a trained one through the real loop, and goes on where it was killed; with FULL_GRID=1 the
+"""A fresh model learns from a trained one through the real loop, and continues after a kill; with FULL_GRID=1 the
 trained quickstart teaches the model that it began with."""
 
 import json
@@ -184,7 +184,7 @@ OFF_POLICY = ("algorithm.options.on_policy_share=0.375", "algorithm.options.stor
 
 
 def stored_of(run_dir, steps):
-    """Of each step, group -> whether it is a stored answer."""
+    """Return for each step: group -> True for a stored answer."""
     rows = [row for step in range(1, steps + 1) for row in read_samples(run_dir, step)]
     return {(r.step, r.group_id): np.isnan(r.tokens["rollout_logprobs"]).all() for r in rows}
 

@@ -1,9 +1,9 @@
 """Every snippet of README and docs is executed: bash and python blocks in order, page by page, beside a model and rows.
 
 The code that runs is that of this checkout, as a user has it: installed, and called from another folder. Where another
-checkout is the installed one, or none is, this one goes first on PYTHONPATH. What the README and the page for users of
-verl show is typed; plain lines and programs behind them share one import of everything: a shell has nothing to do in
-them.
+checkout is the installed one, or none is, this one goes first on PYTHONPATH. Lines of the README and of the page for
+users of verl run in a shell; plain lines and programs on other pages share one import of everything, since they need no
+shell.
 """
 
 import json
@@ -81,7 +81,7 @@ BESIDE = "PYTHONPATH=$PWD:$PYTHONPATH "
 
 
 def typed(command: list[str], here: Path, environment: dict[str, str]) -> tuple[int, str]:
-    """The exit code, and what was said last."""
+    """Return the exit code, and the end of the output."""
     done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=200)
     return done.returncode, f"{done.stdout[-1500:]}\n{done.stderr[-2500:]}"
 

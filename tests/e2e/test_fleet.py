@@ -1,4 +1,4 @@
-"""Servers that join and leave a run while it goes on, by the command: it trains as one that is left alone."""
+"""Servers that join and leave a running run, by the command: it trains as an undisturbed one."""
 
 from __future__ import annotations
 

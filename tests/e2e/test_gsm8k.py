@@ -1,5 +1,5 @@
-"""Real GSM8K rows, JSONL as published and verl's Parquet format, with a small model whose BPE tokenizer is trained on
-them."""
+"""Real GSM8K rows, JSONL as published and verl's Parquet format, with a small model and a BPE tokenizer that is trained
+on them."""
 
 import json
 from pathlib import Path
@@ -109,7 +109,7 @@ VERLS_NAMES = (
     *("prompt_length/clip_ratio", "response/aborted_ratio", "rollout_corr/kl", "rollout_corr/k3_kl"),
     *("training/global_step", "training/epoch", "val-core/openai/gsm8k/reward/mean@1"),
 )
-"""What verl writes for a step of this script."""
+"""The metrics that verl writes for a step of this script."""
 
 
 def test_a_published_grpo_launch_script_runs_unchanged(tmp_path, model, parquet, capsys):

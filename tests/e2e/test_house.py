@@ -1,5 +1,5 @@
-"""What the plan of the house promises of a running process: no tensor in the driver, nothing that could not be sent
-to another process, few frames from the command to the loss."""
+"""Guarantees of the design for a running process: no tensor in the driver, all arguments can be sent to another
+process, few frames from the command to the loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from verl.workers.model_workers import ModelWorkers
 
 HOUSE = Path(cli.__file__).parent
 ELSEWHERE = (InprocGroup, MemoryQueue, EmbeddedEngine)
-"""What stands for another process: workers, the data plane, replicas."""
+"""The classes that stand in for another process: workers, the queue, replicas."""
 SKIPPED = (types.ModuleType, threading.Thread, type, types.FrameType, types.CodeType)
 
 

@@ -1,4 +1,4 @@
-"""A run one of whose rollout engines fails: the step is made by the others, and a new engine joins at a publish."""
+"""A run in which one rollout engine fails: the others complete the step, and a new engine joins at a publish."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a new user does wrong: one clear line, non-zero exit, before anything expensive, nothing lost."""
+"""Mistakes of a new user: one clear line, non-zero exit, before anything expensive, nothing lost."""
 
 import json
 import shutil
@@ -115,7 +115,8 @@ def test_rows_that_ask_for_a_judge_need_one(args, capsys, tmp_path, arithmetic_d
 
 
 def test_a_killed_grader_costs_one_sample(args, tmp_path):
-    """Segfaults on the first answer to every third prompt: the trajectory is tried again, the run goes on."""
+    """The grader segfaults on the first answer to every third prompt: the trajectory is tried again, the run
+    continues."""
     path = tmp_path / "reward.py"
     path.write_text(
         "import ctypes, pathlib\n"

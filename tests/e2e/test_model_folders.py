@@ -119,7 +119,7 @@ def test_a_special_token_that_nothing_writes_needs_no_embedding(tmp_path, tiny_m
 
 
 def test_a_row_that_spells_out_a_token_without_embedding_is_refused(tmp_path, tiny_model, monkeypatch, capsys):
-    """Before a weight is loaded, with the row; where no row does, the token harms nobody."""
+    """Before a weight is loaded, with the row. A token that is in no row has no effect."""
     folder, rows = tmp_path / "m", tmp_path / "rows.jsonl"
     shutil.copytree(tiny_model, folder)
     tokenizer = load_tokenizer_of(load_config([f"model.path={folder}"]).config)

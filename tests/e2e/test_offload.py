@@ -1,5 +1,5 @@
-"""A run whose models give way to each other and to the rollout: the weights are those of the run in which all stay, and
-a device holds what is at work."""
+"""A run that offloads models for each other and for the rollout: the weights are those of the run without offloading,
+and a device has only the parts in use."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def peak(monkeypatch: pytest.MonkeyPatch, root: Path, *given: Any) -> int:
 
 @pytest.mark.full("distributed/test_memory.py")
 def test_no_more_is_held_than_training_or_rollout_want(tmp_path, arithmetic_data, monkeypatch):
-    """Of a model of W bytes: 3W of the actor, 3W of the critic, the reference, the rollout's and a gradient stay; or a
-    model, its gradients and its states, while all others are away."""
+    """For a model of W bytes: without offloading 3W of the actor, 3W of the critic, the reference, the rollout's
+    weights and a gradient are on the device; with it, one model, its gradients and its states at a time."""
     tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
     model = tiny.qwen3(tokenizer, hidden=384, layers=4, heads=4, kv_heads=2, ffn=1024, seed=1)
     folder = tiny.save(model, tokenizer, tmp_path / "model")

@@ -134,7 +134,7 @@ def at_the_start(tiny_model, pairs):
 
 @matrix("loss", PREFERENCES, quick=("dpo", "kto"))
 def test_every_preference_loss_learns(loss, tmp_path, tiny_model, pairs, unpaired, at_the_start):
-    """By what the exported model says: chosen answers gain on rejected ones, each to the same prompt."""
+    """Measured with the exported model: chosen answers gain on rejected ones to the same prompt."""
     done = train(
         "dpo", tmp_path, tiny_model, pairs if PREFERENCES[loss].paired else unpaired, f"preference.loss={loss}"
     )

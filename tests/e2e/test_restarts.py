@@ -1,4 +1,4 @@
-"""A run that lost a process starts again from what it has saved, whatever it was told of earlier runs."""
+"""A run that lost a process starts again from its own checkpoint, whatever run.resume is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose rollout engine is `verl serve`, over HTTP: it trains as one whose engine is in its process."""
+"""A run with `verl serve` as rollout engine, over HTTP: it trains as one with an engine in its process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def url(tiny_model: Path, tmp_path: Path) -> Iterator[str]:
 def test_a_run_over_http_is_the_run_in_process(
     tmp_path: Path, tiny_model: Path, arithmetic_data: Any, url: str
 ) -> None:
-    """The same seeds give the same tokens, so the same weights, as far as rounding goes."""
+    """The same seeds give the same tokens, so the same weights but for rounding."""
     small_run(tmp_path / "here", tiny_model, arithmetic_data)
     small_run(tmp_path / "there", tiny_model, arithmetic_data, "rollout.engine=server", f"rollout.url={url}", WITH_KEY)
     here, there = (tmp_path / place / "r" for place in ("here", "there"))

@@ -1,4 +1,5 @@
-"""A run goes on only as itself: another one is refused and nothing of the first is touched; what may change is said."""
+"""A run continues only as itself: another one is refused and the first is unchanged; changes that are allowed are
+printed."""
 
 import json
 import shutil
@@ -92,7 +93,7 @@ def test_a_fork_starts_from_the_parent_records_it_and_goes_on_as_itself(tmp_path
     [event] = resumed(tmp_path / "fork")
     assert event["parent"] == str(parent) and event["changed"]["algorithm.clip_high"][1] == "0.3"
     assert state_of(tmp_path / "fork", 2).parent == str(parent)
-    # the same command again goes on where the fork is, not at its parent
+    # the same command again continues the fork, not its parent
     assert small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=3", *more).steps == 1
     assert everything(tmp_path / "r") == before
     with pytest.raises(ValueError, match=r"algorithm\.clip_high: 0\.3 -> 0\.4"):

@@ -1,4 +1,4 @@
-"""`verl serve` as a process, asked by the official `openai` client."""
+"""`verl serve` as a process, with requests of the official `openai` client."""
 
 from __future__ import annotations
 

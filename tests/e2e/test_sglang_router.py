@@ -1,4 +1,5 @@
-"""sglang-router, a program of its own, before a server of ours: no engine is reached through it, and each says so."""
+"""sglang-router, a program of its own, before a server of ours: no engine can be reached through it, and each is
+refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Stopped by a signal, the terminal gone, the pipe closed: what was done is saved, and the run is the one never cut."""
+"""A run that is stopped by a signal, a closed terminal or a closed pipe: finished work is saved, and the resumed run
+equals one without a cut."""
 
 import asyncio
 import contextlib
@@ -140,7 +141,7 @@ def test_ctrl_c_saves_and_a_second_one_is_out_now(tmp_path, tiny_model, arithmet
 
 
 def read_all(screen: int) -> bool:
-    """A terminal holds 20 kB, and who writes more waits for a reader."""
+    """Read all output, since a terminal buffers 20 kB and a writer of more waits for a reader."""
     with contextlib.suppress(BlockingIOError, OSError):
         while os.read(screen, 1 << 16):
             pass
@@ -183,7 +184,7 @@ IN_UPDATES = {
 
 
 def hanging(folder, verb: str, args: list[str], log) -> Started:
-    """The command line, stopped where `tests/hanging.py` says."""
+    """Run the command line, and stop it at a point of `tests/hanging.py`."""
     return Started([verb, *args], log, env={FOLDER: str(folder)}, entry=hangs)
 
 
@@ -229,7 +230,7 @@ def test_a_stop_in_an_update_that_does_not_end_saves_what_was_before_it(tmp_path
     for name in ("cut", "straight"):
         whole = args_of(verb, tmp_path / name, tiny_model, arithmetic_data, *more, "run.total_steps=4")
         assert main([verb, *whole]) == 0
-    if case == "async":  # which samples weights of which version make is not said beforehand
+    if case == "async":  # the version that samples each answer is not determined
         assert len(metrics_of(run_dir)) == 4
     else:
         same_runs(verb, tmp_path / "straight" / "r", run_dir, 4)
@@ -237,7 +238,8 @@ def test_a_stop_in_an_update_that_does_not_end_saves_what_was_before_it(tmp_path
 
 @pytest.mark.timeout(200)
 def test_a_stop_in_the_first_update_loses_nothing_and_saves_nothing(tmp_path, tiny_model, arithmetic_data):
-    """What is on disk at its beginning needs no copy: the model, or the checkpoint that the run went on from."""
+    """A state that is on disk at its beginning needs no copy: the model, or the checkpoint that the run continued
+    from."""
     for last in (0, 2):
         (tmp_path / "update").write_text(str(last + 1))
         more = (f"run.total_steps={last + 1}", "step.prompts_per_step=4", "data.max_tokens_per_row=32")
@@ -258,7 +260,7 @@ def test_a_stop_in_the_first_update_loses_nothing_and_saves_nothing(tmp_path, ti
 @pytest.mark.timeout(300)
 @pytest.mark.full("faults/test_checkpoint_faults.py")
 def test_killed_while_it_saves_what_was_before_an_update(tmp_path, tiny_model, arithmetic_data):
-    """The last whole checkpoint is there, and the run goes on from it as if never cut."""
+    """The last whole checkpoint exists, and the run continues from it as if never cut."""
     (tmp_path / "update").write_text("7")
     more, run_dir = ("run.grace_s=2", *RL, "run.save_every_steps=2"), tmp_path / "cut" / "r"
     args = args_of("train", tmp_path / "cut", tiny_model, arithmetic_data, *more, "run.total_steps=5")

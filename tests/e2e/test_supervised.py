@@ -1,4 +1,4 @@
-"""What a supervised run says of its evaluation rows, beside transformers on the same rows."""
+"""The evaluation loss of a supervised run, compared with transformers on the same rows."""
 
 import json
 

@@ -62,7 +62,7 @@ def digits(rng) -> str:
 
 
 def reads(rng) -> tuple[str, str]:
-    """What stands behind the key is the answer; without it, any digits."""
+    """The text after the key is the answer; without a key, any digits."""
     key, answer = rng.choice(KEYS), digits(rng)
     return (f"{key}=,{answer}" if rng.random() < 0.75 else f"{key}="), answer
 
@@ -99,7 +99,7 @@ def make_world(root):
 
 
 def arguments(world, root, *more: str) -> list[str]:
-    """Of a run from the reader."""
+    """Return the arguments of a run that starts from the reader."""
     given = {
         "algorithm.name": "gkd_topk",
         "algorithm.options.beta": 0.0,
@@ -214,7 +214,7 @@ def said_of_rows(world, tmp_path, *more: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_a_teacher_that_verl_serves(world, tmp_path):
-    """As the folder itself; one that dies trains nobody."""
+    """It trains as the folder itself does; a dead teacher trains no sample."""
     given = ("algorithm.name=opd", "teacher.hint_key=hint", "run.total_steps=2")
     run(world, tmp_path, "folder", *given, f"teacher.path={world / 'low'}")
     with server_process(world / "low", tmp_path / "log") as (process, url):
@@ -227,7 +227,7 @@ def test_a_teacher_that_verl_serves(world, tmp_path):
         for name, by_server in likeliest[0].items():
             here_of_it = likeliest[1][name]
             by_server = by_server.to(here_of_it.dtype)
-            if name == "teacher_topk":  # of the rest a server tells what is left of 1, in float32
+            if name == "teacher_topk":  # a server gives the rest as 1 minus the named ones, in float32
                 torch.testing.assert_close(by_server[:, -1].exp(), here_of_it[:, -1].exp(), rtol=0, atol=1e-6)
                 by_server, here_of_it = by_server[:, :-1], here_of_it[:, :-1]
             torch.testing.assert_close(by_server, here_of_it, rtol=0, atol=1e-5)
@@ -254,8 +254,8 @@ ONE_BY_ONE = ("run.save_every_steps=1", "run.deterministic=true", "track.sinks=[
 @pytest.mark.timeout(300)
 @pytest.mark.full("one of two teachers is killed, below")
 def test_a_served_teacher_is_killed_and_the_run_too(world, tmp_path):
-    """kill -9 of both, at moments of no choice: nothing is trained without the teacher, and what goes on from there is
-    the run of which nobody was killed."""
+    """kill -9 of both at arbitrary moments: nothing is trained without the teacher, and the resumed run equals one
+    without a kill."""
     port, cut, log = free_port(), tmp_path / "cut" / "r", tmp_path / "log"
     more = (*ONE_BY_ONE, "run.total_steps=6", "pipeline.max_invalid_share=0", f"teacher.path=http://127.0.0.1:{port}")
     args = arguments(world, tmp_path / "cut", *more)
@@ -285,7 +285,7 @@ def test_a_served_teacher_is_killed_and_the_run_too(world, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_one_of_two_teachers_is_killed_and_the_other_teaches_on(world, tmp_path):
-    """The samples of the server that is gone are Invalid, and have no advantage."""
+    """The samples of the dead server are Invalid, and have no advantage."""
     port, home, log = free_port(), tmp_path / "cut" / "r", tmp_path / "log"
     teachers = f"teacher.paths={{low: 'http://127.0.0.1:{port}', high: {world / 'high'}}}"
     more = (*ONE_BY_ONE, "run.total_steps=5", "pipeline.max_invalid_share=1", teachers)

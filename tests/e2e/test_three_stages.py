@@ -1,4 +1,5 @@
-"""SFT, reward model, PPO against it, small: each stage hands its folder on, the end tells true from modelled reward."""
+"""SFT, reward model, PPO against it, small: each stage passes its folder on, and at the end the true and the modelled
+reward are compared."""
 
 import importlib.util
 import json

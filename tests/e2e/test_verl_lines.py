@@ -39,12 +39,12 @@ SMALL = (
     *("data.max_rows=8", "data.max_eval_rows=2", "data.num_workers=0", "eval.samples_per_prompt=1", "run.resume=auto"),
     *("data.max_tokens_per_row=600", "data.filter_overlong_prompts=false"),
 )
-"""What is smaller here; the algorithm, its rewards and its schedule are the script's own."""
+"""Values that are smaller here; the algorithm, its rewards and its schedule are the script's own."""
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A file or folder for each word of the lines that stands for one."""
+    """Make a file or folder for each word of the lines that is a placeholder."""
     folder = tmp_path_factory.mktemp("places")
     tokenizer = tiny.character_tokenizer(
         [chr(i) for i in range(32, 127)] + ["\n"], template=tool_arithmetic.CHAT_TEMPLATE

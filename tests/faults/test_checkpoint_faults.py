@@ -215,7 +215,7 @@ def test_a_failing_rename_brings_the_old_one_back(store: CheckpointStore, monkey
 
 
 def test_a_file_size_limit_while_tensors_are_written(tmp_path: Path) -> None:
-    """Through the real tensor writer, in a process whose files may not exceed 1 MB."""
+    """The real tensor writer, in a process with files of at most 1 MB."""
     torch = pytest.importorskip("torch")
     from verl.checkpoint.shards import load_tensors, save_tensors
 

@@ -199,7 +199,7 @@ def test_a_dead_launcher_is_replaced_and_a_dead_sandbox_is_no_result():
         assert session.run("1").stdout == "1\n"
         sandbox._popen.kill()
         sandbox._popen.wait()
-        assert session.run("2").stdout == "2\n"  # what runs goes on
+        assert session.run("2").stdout == "2\n"  # running sessions continue
         session.close()
         sandbox.run("1")
         assert sandbox.run("print(3)").stdout == "3\n"
@@ -264,7 +264,7 @@ def test_sandboxes_that_nobody_wants_any_more_end_whatever_they_were_at(sandbox)
             link.cell.sendall(json.dumps(request | {"limits": asdict(Limits(wall_s=60))}).encode() + b"\n")
         time.sleep(0.5)
         for link in links:
-            link.guard.close()  # what it is asked for goes on
+            link.guard.close()  # its request continues
         small._spare.close()
         small._spare = None
         until_s = time.monotonic() + 20
@@ -384,7 +384,8 @@ def test_a_machine_without_memory_ends_the_sandbox_that_ran_while_it_went():
 
 
 def test_the_end_of_process_1_is_that_of_the_code_that_it_runs(sandbox):
-    """However code comes to it: a reward is 0, and a model is told. What is no answer would be asked for again."""
+    """In every way in which code can do it, a reward is 0 and a model gets the reason. An error of the sandbox would be
+    tried again."""
     name = f"H17{os.getpid()}"
     code = f"import ctypes, time; ctypes.CDLL(None).prctl(15, b'{name}', 0, 0, 0); time.sleep(60)"
     with CodeSandbox(sandbox.tier, Limits(wall_s=60)) as small:
@@ -428,7 +429,7 @@ def memory_of(pid):
 
 
 def answered(said=b"", told=b"", close=True):
-    """What a caller makes of what comes from a sandbox, and what the launcher heard from it."""
+    """Return the caller's result for these bytes of a sandbox, and the orders that the launcher got from the caller."""
     (cell, inside), (guard, launcher) = socket.socketpair(), socket.socketpair()
 
     def play():
@@ -699,7 +700,7 @@ def test_nothing_of_ours_stays_behind():
 
 @pytest.mark.slow
 def test_why_a_sandbox_ends_is_said_once():
-    """One that is ended for its memory may be seen with it again before it is gone."""
+    """A sandbox that is ended for its memory may exceed the limit again before it has ended."""
     theirs, ours = socket.socketpair()
     with theirs, ours:
         box = launcher._Box(theirs, 1.0, "")

@@ -1,4 +1,4 @@
-"""A disk that is full for a while: what is recorded waits, is told once with the file's name, and is all there later.
+"""A disk that is full for a while: records wait, one line has the file's name, and all records are written later.
 
 The kernel's own refusals: files may not grow beyond a limit (EFBIG), which is lifted again.
 """

@@ -37,7 +37,7 @@ MOST = 64
 
 
 class Engine:
-    """Draws ids that are a function of the prompt and the seed; says what it was asked."""
+    """Samples ids that are a function of the prompt and the seed, and records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], Sampling]] = []
@@ -78,9 +78,9 @@ class Branches(AgentLoopBase):
         two, one = await asyncio.gather(ask("slow", [*prompt, 8]), ask("quick", prompt))
         manager.credit(0.5)
         late = asyncio.create_task(ask("long", prompt))
-        await asyncio.sleep(0)  # it is asked
+        await asyncio.sleep(0)  # the request is sent
         history = [*prompt, *one.token_ids, 5, 6]
-        three = await ask("three", history)  # what was asked before it has begun
+        three = await ask("three", history)  # requests from before its start
         late.cancel()
         with pytest.raises(asyncio.CancelledError):
             await late
@@ -97,7 +97,7 @@ class Branches(AgentLoopBase):
 
 
 class Does(AgentLoopBase):
-    """What the row says."""
+    """A loop that does what the row names."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
         what, prompt, there = kwargs["what"], kwargs["prompt_ids"], Path(kwargs.get("there") or ".")

@@ -224,7 +224,8 @@ def test_a_server_that_hangs_is_begun_anew(tmp_path):
     [(False, "gone", {"timeout_s": 3}), *([(False, "hangs", {}), (True, "hangs", {})] if FULL_GRID else [])],
 )
 def test_a_server_that_is_down_is_no_answer_within_a_short_limit_either(tmp_path, stateful, down, own):
-    """Of the tool, or of the run where that says none: the model would be told that there was no answer."""
+    """The limit is that of the tool, or of the run if the tool has none: the model would get an error in place of an
+    answer."""
     gate = f'[ -e {tmp_path}/gone ] && exit 1; [ -e {tmp_path}/hangs ] && exec sleep 600; exec "$@"'
     command = ["-c", gate, "-", sys.executable, str(tmp_path / "server.py")]
     tools = load_tools(given(tmp_path, s={"command": "bash", "args": command, "stateful": stateful, **own}), 3.0)
@@ -281,7 +282,7 @@ def test_a_stateful_server_has_a_session_for_each_trajectory(tmp_path):
         os.kill(other, signal.SIGKILL)
         with pytest.raises(ToolBroken):
             await say(b, "bump")
-        with pytest.raises(ToolBroken, match="has ended"):  # its state is gone: another session would be another one
+        with pytest.raises(ToolBroken, match="has ended"):  # its state is lost: a new session has none
             await say(b, "bump")
         assert await b.close() == []
 

@@ -41,7 +41,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 
 @pytest.fixture(scope="module", autouse=True)
 def no_helper_stays():
-    """What multiprocessing keeps for the next process: tests of other files count theirs."""
+    """End the helper process of multiprocessing, since tests of other files count processes."""
     yield
     forkserver._forkserver._stop()
     resource_tracker._resource_tracker._stop()
@@ -333,8 +333,8 @@ def test_a_segment_that_was_given_out_again_between_question_and_lock_is_asked_f
 
 
 def test_a_segment_is_nobody_elses_while_somebody_fills_it():
-    """Neither the one that takes several writes, when its rows are gone, nor one that is full, while a thread fills
-    what it had reserved there."""
+    """A segment is not reused while a thread fills a region that it has reserved: neither one for several writes after
+    its rows were dropped, nor a full one."""
     queue = queue_of(16 * MB)
     other = pickle.loads(pickle.dumps(queue))
     queue.drop(put(queue, samples(4)))

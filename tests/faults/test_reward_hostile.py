@@ -300,7 +300,7 @@ def test_hostile_grader_costs_one_sample(bench: Bench, case: str) -> None:
     name = outcome.reason if isinstance(outcome, Invalid) else "ok"
     assert name in EXPECTED[case], outcome
     assert outcome == Score(0.125) if name == "ok" else outcome.detail  # type: ignore[union-attr]
-    # What the grader forked lives at most as long as its worker does.
+    # Processes that the grader forked end with its worker at the latest.
     pid_file = bench.folder / f"{case}.pids"
     if pid_file.exists():
         assert _gone([int(pid) for pid in pid_file.read_text().split()], MARGIN_S)

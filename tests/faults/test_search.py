@@ -86,7 +86,7 @@ def retriever(tmp_path: Path) -> Any:
 
 
 def tool_of(folder: Path, port: int, **config: Any) -> Any:
-    """Of verl's own YAML for it, as its examples have it."""
+    """Return the tool of verl's own YAML, as in its examples."""
     given = {"retrieval_service_url": f"http://127.0.0.1:{port}/retrieve", "num_workers": 8, "rate_limit": 120} | config
     lines = "\n".join(f"    {key}: {value}" for key, value in {**given, "type": "native"}.items())
     (folder / "search.yaml").write_text(
@@ -181,7 +181,7 @@ def test_what_stands_before_a_retriever_that_is_down_is_no_answer_of_it(tmp_path
     for status in ("502", "503", "504"):
         with pytest.raises(ToolBroken, match=f"is down: HTTP {status}"):
             asyncio.run(ask(tool, status))
-    with socket.socket() as full:  # nobody answers: the second connection waits for the first one's place
+    with socket.socket() as full:  # no answer: the second connection waits for the first one's place
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         with socket.create_connection(full.getsockname()):
@@ -196,7 +196,7 @@ def test_the_limit_of_the_tool_leaves_room_to_find_that_a_retriever_is_down(tmp_
 
 
 def test_the_runs_limit_of_a_tool_leaves_that_room_too(tmp_path, retriever):
-    """`agent.tool_timeout_s`, where the tool says none of its own."""
+    """`agent.tool_timeout_s`, for a tool without a limit of its own."""
     retriever.kill()
     tool_of(tmp_path, retriever.port)
     (tool,) = load_tools([str(tmp_path / "search.yaml")], 1.0).values()

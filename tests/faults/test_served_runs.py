@@ -29,8 +29,8 @@ STEPS = 3
 
 
 class Door:
-    """Before a server: what comes goes there, but for what a fault does to requests, which are numbered by their paths.
-    Of those for answers health and probes are not among them."""
+    """A proxy before a server. It passes requests on, except those to which a fault applies; requests are numbered by
+    path, those for answers without health checks and probes."""
 
     def __init__(self) -> None:
         self.to, self.url, self.asked = "", "", Counter[str]()

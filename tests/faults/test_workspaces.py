@@ -1,4 +1,4 @@
-"""Sessions over a folder of files: nobody sees another's, the folder stays as it is, snapshots are put back inside."""
+"""Sessions over a folder of files: each has its own files, the folder is unchanged, snapshots are unpacked inside."""
 
 import asyncio
 import base64
@@ -56,7 +56,7 @@ def tier(request):
 
 @pytest.fixture
 def base(tmp_path):
-    """Of files that are not everyone's to write, as root's are not."""
+    """Make a base of files that not every user may write, such as root's."""
     root = tmp_path / "base"
     (root / "src" / "deep").mkdir(parents=True)
     (root / "gone").mkdir()
@@ -231,7 +231,7 @@ def hostile(members):
 
 
 def test_no_snapshot_reaches_the_host(tier, tmp_path):
-    """What a session makes, and what nobody's session could have made."""
+    """A snapshot of a session, and one that no session could have made."""
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "file").write_text("untouched")
@@ -393,7 +393,7 @@ def test_a_run_that_is_killed_leaves_no_copy(base, first):
 
 
 def test_what_is_held_is_not_removed_whatever_it_is_named(tmp_path):
-    """A process of another container may have our number, and a fork outlives who made the folder."""
+    """A process of another container may have our number, and a fork outlives the process that made the folder."""
     folder, held = own_folder(tmp_path, "mine-")
     (folder / "file").write_text("1")
     (tmp_path / "mine-link").symlink_to(tmp_path / "other")

@@ -259,8 +259,8 @@ def result(call: dict[str, int], at: int, k: int) -> dict[str, Any]:
 
 
 def compare(name: str, messages: list[dict[str, Any]], new: int, env: list[int]) -> None:
-    """What was added in the loop for the last so many messages, and what the template writes over all of them. One turn
-    of a conversation, any, is looked at: to write all that came before it is most of the time."""
+    """Assert that the ids that the loop added for the last `new` messages are those that the template writes for them.
+    Any one turn of a conversation is compared, since rendering all earlier messages takes most of the time."""
     audit, shown = audited(name), Renderer(tokenizer_for(name), {}, kit_for(name).renderer.tools)
     assert audit is not None
     head, full = shown.ids(messages[:-new], prompt=False), shown.ids(messages, prompt=True)

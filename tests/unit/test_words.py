@@ -36,6 +36,14 @@ def trees() -> dict[Path, ast.Module]:
     return {path.relative_to(ROOT): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
 
+@cache
+def sources() -> dict[str, tuple[str, ast.Module]]:
+    """Return (text, tree) of each module of verl, the tests, the benches and the examples, by its path."""
+    folders = (ROOT, *(ROOT.parent / name for name in ("tests", "bench", "examples")))
+    texts = {path: path.read_text() for folder in folders for path in sorted(folder.rglob("*.py"))}
+    return {str(path.relative_to(ROOT.parent)): (text, ast.parse(text)) for path, text in texts.items()}
+
+
 def strings(tree: ast.Module) -> list[str]:
     """Return the docstrings, those of fields and constants included."""
     alone = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
@@ -59,9 +67,7 @@ def too_many(words: list[str]) -> list[str]:
 
 
 def test_texts_use_the_terms_of_the_field() -> None:
-    found = {
-        str(path): bad for path, tree in trees().items() if (bad := too_many(words_of((ROOT / path).read_text(), tree)))
-    }
+    found = {path: bad for path, (text, tree) in sources().items() if (bad := too_many(words_of(text, tree)))}
     assert not found, f"write what the program does: {found}"
 
 

@@ -36,7 +36,7 @@ def module_at(file: str, name: str) -> ModuleType:
 
 
 def contract_of_servers() -> ModuleType:
-    """The contract of rollout engines, over models whose heads vLLM's CPU kernels can compute."""
+    """Return the contract of rollout engines, with models of head sizes that vLLM's CPU kernels can compute."""
     found = module_at("test_rollout_contract.py", "contract_of_servers")
     # eight layers: a request of some hundred tokens still runs when something is done to it
     sizes = {**found.SIZES, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}

@@ -34,7 +34,7 @@ class Weights:
 
 
 async def load(engine: Any, source: Weights, **options: Any) -> int:
-    """Weights of the policy, whose identity is their version."""
+    """Load weights of the policy, with their version as identity."""
     reader = staged(source)
     return await engine.load_weights(CheckedReader(replace(reader.source, identity=str(source.version))), **options)
 

@@ -27,13 +27,13 @@ MADE = ("base", "data", "seed", "warmup")  # of a quickstart, before its RL
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the quickstarts, which begin from one warm-up."""
+    """Return the folder of the quickstarts, which begin from one warm-up."""
     return tmp_path_factory.mktemp("quickstarts")
 
 
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path: Path, root: Path) -> Any:
-    """Of the servers of a run, whose models lie in its folder."""
+    """Assert that no server of a run is left; their models are in its folder."""
     yield
     left = []
     for process in psutil.process_iter(["cmdline"]):
@@ -76,8 +76,8 @@ def test_the_quickstart_learns(root: Path, processes: int, num_steps: int, sync:
 
 
 def versions_as_published(run: Path, num_steps: int) -> set[int]:
-    """How many publishes ago the tokens of a step were drawn. Those that are said to be of the latest weights have the
-    trainer's log-probs, which are of these; no version is above it, or goes back within an answer."""
+    """Return how many publishes ago the tokens of a step were sampled. Tokens that are labelled with the latest weights
+    have the trainer's log-probs under these; no version is above it, or decreases within an answer."""
     ages = set[int]()
     assert all(of["sync/version"] <= i for i, of in metrics_of(run).items() if i)
     for step in range(1, num_steps + 1):
@@ -131,7 +131,7 @@ def test_turns_with_a_tool(tmp_path: Path) -> None:
 
 
 def test_a_mixture_of_experts_is_refused_by_the_canary(tmp_path: Path, arithmetic_data: Any) -> None:
-    """Its update is wrong and says that all was loaded: no step may be trained on what it samples."""
+    """Its update is wrong although it reports that all was loaded: no step may be trained on its samples."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from verl.models import tiny

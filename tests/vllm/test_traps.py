@@ -1,4 +1,4 @@
-"""What was seen to go wrong with vLLM 0.32 on a CPU, each against the real thing."""
+"""Known faults of vLLM 0.32 on a CPU, each tested against the real server."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_scores_are_those_of_hf_and_at_temperature_1_only(contract: ModuleType) 
 
 
 def test_another_model_is_refused_and_the_server_goes_on(contract: ModuleType, running: Running) -> None:
-    """An id outside of its vocabulary ends it, so that its own sizes are asked for."""
+    """An id outside of its vocabulary would end it, so its own sizes are requested instead."""
 
     async def body(engine: Any) -> None:
         place = ServerPlace(model="/models/other", log=running.process.log, url=running.url)
@@ -76,7 +76,7 @@ def test_another_model_is_refused_and_the_server_goes_on(contract: ModuleType, r
 
 
 def test_many_long_prompts_with_seeds(contract: ModuleType) -> None:
-    """A request with a seed whose prefill is split over steps kills the engine: it must not be."""
+    """A request with a seed kills the engine if its prefill is split over steps, so it must not be split."""
     jobs = {str(i): (contract.prompts((500,), seed=i)[0], Sampling(max_tokens=3, seed=2**62 + i)) for i in range(40)}
 
     async def body(engine: Any) -> None:
@@ -102,7 +102,7 @@ def test_a_tied_head_follows_its_embedding(contract: ModuleType) -> None:
 
 
 def test_running_requests_go_on_under_new_weights(contract: ModuleType) -> None:
-    """Spans say which weights drew a token; what comes after is as if the new ones had seen the whole text: vLLM
+    """Spans name the weights that sampled a token. Later tokens are as if the new weights had read the whole text: vLLM
     computes the keys and values again."""
     prompt = contract.prompts((9,))[0]
 
@@ -192,7 +192,7 @@ def test_a_prefix_is_shared_and_reported(contract: ModuleType) -> None:
 
 
 def test_stop_strings_that_the_server_would_ignore_end_the_answer(contract: ModuleType, running: Running) -> None:
-    """Without a tokenizer vLLM ignores them without a word, so it is not asked to; the row is free at once."""
+    """Without a tokenizer vLLM silently ignores them, so the client matches them; the row is free at once."""
     prompt = contract.prompts((9,), seed=4)[0]
     full = contract.hf_greedy(prompt, 400)
     stop = contract.decode(full[20:24])
@@ -243,7 +243,7 @@ def on_its_own(
 
 
 def processes(engine: ServedEngine) -> list[psutil.Process]:
-    """Of its session, with what they are called."""
+    """Return the processes of its session, with their names."""
     assert engine.connection.process is not None
     found = []
     for process in psutil.process_iter():
@@ -305,7 +305,7 @@ def test_updates_that_fail_and_an_engine_that_hangs_or_dies(suite: ModuleType, t
             await asyncio.wait_for(running, 30)
 
     async def others(engine: ServedEngine) -> None:
-        # another shape: afterwards even the right tensors fail, so it is not asked
+        # another shape: afterwards even the right tensors fail, so it gets none
         await refused(engine, staged(suite.Source(suite.reference(), 2), shape_of=k_proj), "HTTP 500")
         assert await engine.load_weights(staged(suite.Source(suite.reference(), 3))) == 3
         await answers(engine, 0)
