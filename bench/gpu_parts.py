@@ -180,8 +180,7 @@ class Bench:
         """Trained tokens per second: forward, backward and optimizer; recomputed layers do not raise the limit."""
         count, length = self.sizes.sequences
         flops = 6 * self.params + 6 * self.shape.layers * self.shape.heads * self.shape.head_dim * length
-        for checkpointing in (False, True):
-            kind = "checkpointed" if checkpointing else "full"
+        for checkpointing, kind in (("none", "full"), ("selective", "selective"), ("full", "checkpointed")):
             try:
                 rate, peak = self._update_rate(count, length, checkpointing)
             except torch.OutOfMemoryError:
@@ -307,7 +306,7 @@ class Bench:
             return None
         return 1 - busy_share(spans, min(a for a, _ in spans), max(b for _, b in spans)), len(spans) / steps
 
-    def _update_rate(self, count: int, length: int, checkpointing: bool) -> tuple[float, int]:
+    def _update_rate(self, count: int, length: int, checkpointing: str) -> tuple[float, int]:
         settings = EngineSettings(
             optim=OptimSpec(lr=1e-6),
             dtype="bfloat16",

@@ -63,7 +63,12 @@ AHEAD = "tests/unit/test_look_ahead.py"
 MIXED, SKINNY = "tests/numerics/test_mixed_steps.py", "tests/numerics/test_skinny_products.py"
 CUDA, CUDA_ENGINE = "tests/numerics/test_cuda_kernels.py", "tests/numerics/test_cuda_decode.py"
 EXACT_ROWS, HEAD_DTYPE = "tests/numerics/test_exact_rows.py", "tests/numerics/test_head_dtype.py"
+<<<<<<< HEAD
 COPY, COPIES = "tests/numerics/test_compute_copy.py", "tests/distributed/test_compute_copies.py"
+=======
+COPY = "tests/numerics/test_compute_copy.py"
+CHECKPOINTED = "tests/numerics/test_checkpointing.py"
+>>>>>>> e0244d8 (model.gradient_checkpointing is none, selective, full or auto; the plan has the memory of each, compared with measured bytes)
 RECOMPUTE = "tests/numerics/test_recompute.py"
 DISPATCH = "tests/unit/test_dispatch.py tests/unit/test_workers.py tests/contracts/test_worker_group_contract.py"
 
@@ -1199,6 +1204,17 @@ MUTANTS = (
     Mutant("accel/cuda/training.py", "r = (first + step) * ROWS", "r = (first + step + 1) * ROWS", CUDA),
     Mutant("accel/cuda/training.py", "(1.0 + g * (1.0 - share))", "(1.0 + g * share)", CUDA),
     Mutant("accel/cuda/training.py", "a * cos_a + b * sin_b,", "a * cos_a - b * sin_b,", CUDA),
+    Mutant("nn/recompute.py", '*("aten.mm", "aten.addmm",', '*("aten.addmm",', CHECKPOINTED),
+    Mutant("model_engine/memory.py", "2 * q + kv + 2 * wide", "q + kv + 2 * wide", CHECKPOINTED),
+    Mutant(
+        "planner/checkpointing.py", "if wants <= has or", "if wants < has or", "tests/unit/test_checkpointing_auto.py"
+    ),
+    Mutant(
+        "config/moved.py",
+        "isinstance(value, bool) else",
+        "value in (0, 1) else",
+        "tests/unit/test_checkpointing_auto.py",
+    ),
     Mutant("nn/recompute.py", "again.uses += 1", "again.uses = 1", RECOMPUTE),
     Mutant("nn/recompute.py", ", t.storage_offset())", ", 0)", RECOMPUTE),
     Mutant("nn/fused.py", "norm(x, weight, eps), 2", "norm(x, weight, 2 * eps), 2", RECOMPUTE),

@@ -23,6 +23,7 @@ from verl.algorithms.resolve import resolve
 from verl.config.backends import ROLLOUT, traits_of
 from verl.config.devices import local_gpus
 from verl.config.load import load_config
+from verl.config.moved import present_value
 from verl.config.schema import Config
 from verl.config.served import reachable
 from verl.config.tree import changed
@@ -56,7 +57,7 @@ class VerlConfig:
     learning_rate: float = 1e-6
     temperature: float = 1.0
     dtype: str = "float32"
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     seed: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The algorithm's settings (clip_high, kl_loss_coef, ...; `verl show algorithm=NAME`)."""
@@ -97,7 +98,7 @@ class VerlTrainer:
                 optim=OptimSpec(lr=config.learning_rate),
                 dtype=config.dtype,
                 device=context.device,
-                gradient_checkpointing=config.gradient_checkpointing,
+                gradient_checkpointing=present_value("model.gradient_checkpointing", config.gradient_checkpointing),
             ),
         )
         policy = replace(
@@ -306,7 +307,7 @@ def _critic(model: AutoModelForCausalLMWithValueHead, config: VerlConfig, device
             optim=OptimSpec(lr=10 * config.learning_rate),
             dtype=config.dtype,
             device=device,
-            gradient_checkpointing=config.gradient_checkpointing,
+            gradient_checkpointing=present_value("model.gradient_checkpointing", config.gradient_checkpointing),
         ),
     )
 
@@ -378,7 +379,7 @@ class Policy:
 
     path: str | Path
     learning_rate: float | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,8 +453,8 @@ class Trainer:
             out |= {"data.max_prompt_tokens": prompt, "rollout.max_response_tokens": rollout["max_length"] - prompt}
         same = {"batch_size": "step.prompts_per_step", "temperature": "rollout.temperature"}
         out |= {ours: rollout[key] for key, ours in same.items() if key in rollout}
-        if actor.gradient_checkpointing or config.get("gradient_checkpointing"):
-            out["model.gradient_checkpointing"] = True
+        if how := actor.gradient_checkpointing or config.get("gradient_checkpointing"):
+            out["model.gradient_checkpointing"] = how
         if config.get("async_rollout"):
             out |= {"pipeline.staleness": 1, "pipeline.partial_rollout": True}
         some = {"optim.lr": actor.learning_rate, "critic.path": config.get("critic")}

@@ -148,7 +148,7 @@ def _out_of_memory(cause: BaseException) -> str | None:
         return None
     why = " ".join(str(cause).partition("If reserved but")[0].split())
     fix = "lower step.max_tokens_per_microbatch or rollout.max_concurrent_sequences"
-    return f"{why} {fix}, or set model.gradient_checkpointing=true (verl plan has the memory of each phase)"
+    return f"{why} {fix}, or set model.gradient_checkpointing=full (verl plan has the memory of each phase)"
 
 
 def _fail(text: str, code: int = 2) -> int:
@@ -302,11 +302,14 @@ def serve_verb(args: list[str]) -> int:
 
 
 def plan_verb(args: list[str]) -> int:
+    from verl.config.devices import on_cuda
     from verl.config.validate import validate
     from verl.planner.card import supposed_card
+    from verl.planner.checkpointing import settle_checkpointing
     from verl.planner.clock import pace_of
     from verl.planner.plan import make_plan
     from verl.planner.text import card_line, pace_line, render_plan
+    from verl.workers import host
 
     times = ("rollout_s", "update_s")
     given, rest = _own_arguments(args, (*times, "card_gib"))
@@ -315,10 +318,14 @@ def plan_verb(args: list[str]) -> int:
     times_s = [_positive(key, given[key], "the seconds of one step") for key in times if key in given]
     if len(times_s) == 1:
         raise Refused("give both times of a step: rollout_s=SECONDS update_s=SECONDS")
-    plan = make_plan(resolved.config)
-    print(render_plan(plan))
+    card = None
     if "card_gib" in given:
         card = supposed_card(_positive("card_gib", given["card_gib"], "the GiB of memory of a card"))
+    has = card.free_bytes if card is not None else None if on_cuda(resolved.config) else host.total_bytes()
+    resolved, line = settle_checkpointing(resolved, has)
+    plan = make_plan(resolved.config)
+    print(render_plan(plan) + (f"\n{line}\n" if line else ""))
+    if card is not None:
         print(card_line(resolved.config, plan, card))
     if times_s:
         print(pace_line(resolved.config, pace_of(resolved.config, *times_s)))

@@ -159,7 +159,7 @@ def test_families_of_models_packed_and_padded(family, monkeypatch):
             assert not wrong, (name, mode, wrong)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", ["none", "selective", "full"])
 def test_ranks_with_the_keys_of_all_tokens_need_no_heads_to_share(checkpointed, monkeypatch):
     """One key-value head and four ranks."""
     one = SIZES | {"num_attention_heads": 3, "num_key_value_heads": 1}
@@ -228,7 +228,7 @@ def test_experts_that_no_token_came_to_keep_step(monkeypatch):
     monkeypatch.setitem(MODELS, "one side", biased)
     for layout in ("EP", "SP x EP"):
         case = Case(LAYOUTS[layout], model="one side")
-        for checkpointed in (False, True):
+        for checkpointed in ("none", "selective", "full"):
             given = {"gradient_checkpointing": checkpointed}
             found = run(case.layout.world_size, lambda rank: on_rank(case, rank, **given))
             assert not differences(together(case, found), one_process(case, **given))

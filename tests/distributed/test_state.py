@@ -317,8 +317,25 @@ def test_every_rank_makes_the_passes_of_the_one_that_needs_most():
 def test_checkpointed_activations_change_nothing():
     for layout in (Layout(world_size=4, tensor=2), Layout(world_size=4, sequence=2), LAYOUTS["stages of two"]):
         case = Case(layout)
-        found = run(4, lambda rank: on_rank(case, rank, gradient_checkpointing=True))
-        assert not differences(together(case, found), one_process(case))
+        for policy in ("selective", "full"):
+            found = run(4, lambda rank, policy=policy: on_rank(case, rank, gradient_checkpointing=policy))
+            assert not differences(together(case, found), one_process(case)), (layout, policy)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16", "emulate_bf16": False}], ids=["float32", "bfloat16"])
+def test_sharded_layers_that_are_computed_again_have_the_bits_of_those_that_are_kept(options):
+    found = {}
+    for policy in ("none", "selective", "full"):
+        given = {**options, "gradient_checkpointing": policy}
+        found[policy] = run(2, lambda rank, given=given: on_rank(Case(TWO), rank, **given))
+    for policy in ("selective", "full"):
+        for rank in range(2):
+            (again, kept) = (found[how][rank] for how in (policy, "none"))
+            assert again["metrics"] == kept["metrics"], policy
+            for name in kept["columns"]:
+                assert torch.equal(again["columns"][name], kept["columns"][name]), (policy, name)
+            for name in kept["whole"]:
+                assert torch.equal(again["whole"][name], kept["whole"][name]), (policy, name)
 
 
 def test_models_that_cannot_be_cut_are_refused_by_name():

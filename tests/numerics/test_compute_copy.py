@@ -121,7 +121,7 @@ def test_the_average_of_the_weights_is_computed_with_and_left(model: Any) -> Non
     assert torch.equal(averaged, logprobs(engine(e.model)))
 
 
-@each("options", [{}, {"optim": None}, {"offload": ("weights", "optimizer")}, {"gradient_checkpointing": True}])
+@each("options", [{}, {"optim": None}, {"offload": ("weights", "optimizer")}, {"gradient_checkpointing": "full"}])
 def test_what_is_kept_published_and_saved_is_of_the_masters(options: dict[str, Any]) -> None:
     made = make()
     e, plain = engine(made, **options), engine(made, **options, copies_weights=False)

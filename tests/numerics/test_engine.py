@@ -147,7 +147,7 @@ def test_updates_equal_a_plain_loop_over_padded_rows(model, clip, budget):
 @pytest.mark.on_device
 def test_gradient_checkpointing_changes_nothing(model):
     assert_equal(
-        gradients(engine(model, gradient_checkpointing=True), batch_of(samples())),
+        gradients(engine(model, gradient_checkpointing="full"), batch_of(samples())),
         gradients(engine(model), batch_of(samples())),
     )
 

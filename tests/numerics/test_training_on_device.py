@@ -15,7 +15,7 @@ from verl.batch import pack
 NAMES = ("qwen3", "qwen2", "llama", "mistral", "gemma2", "gpt2")
 PRECISIONS: dict[str, tuple[dict[str, Any], float]] = {
     "float32": ({"dtype": "float32"}, 2e-5),
-    "float32, checkpointing": ({"dtype": "float32", "gradient_checkpointing": True}, 2e-5),
+    "float32, checkpointing": ({"dtype": "float32", "gradient_checkpointing": "full"}, 2e-5),
     "float32, micro-batches": ({"dtype": "float32", "max_tokens_per_microbatch": 40}, 2e-5),
     "bfloat16": ({"dtype": "bfloat16", "emulate_bf16": False}, 0.1),
 }

@@ -30,7 +30,7 @@ from verl.bounds import bounded_yaml
 from verl.config.agent import idle_agent_keys, idle_line
 from verl.config.backends import complete_options
 from verl.config.model_files import cached_model_folder, context_tokens
-from verl.config.moved import MOVED, moved_values
+from verl.config.moved import MOVED, moved_values, present_value
 from verl.config.overrides import Note, Translation, VerlDefaults, parse_argument, read_line
 from verl.config.schema import Config
 from verl.config.tree import Setting, convert, leaf_of, leaves, sections, text_of, tree_of, values_of
@@ -297,7 +297,7 @@ def _converted(key: str, value: Any, origin: str, text: str | None = None) -> An
     if isinstance(value, str) and "${" in value:
         return value
     try:
-        return convert(value, leaves()[key].hint, text)
+        return convert(present_value(key, value), leaves()[key].hint, text)
     except ValueError as exc:
         shown = "null" if value is None else repr(value) if text is None else text
         raise Refused(f"{key}={shown} ({origin}): {exc}") from exc

@@ -56,6 +56,8 @@ class ModelFacts:
     stored_dtype: str
     stored_bytes: int
     has_chat_template: bool
+    model_type: str = ""
+    """The family, as config.json names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     return ModelFacts(
         folder=str(folder),
         architecture=str(names[0]),
+        model_type=str(config.get("model_type", "")),
         layers=_size(folder, config, "num_hidden_layers", "n_layer", "num_layers"),
         hidden=hidden,
         intermediate=_intermediate(config, hidden),

@@ -1,4 +1,4 @@
-"""Keys of earlier versions that have another name now.
+"""Keys of earlier versions that have another name now, and values that are written in another way.
 
 The table is read by the error for an unknown key, by `read_config` (the file of an older run) and by the comparison of
 a resumed run with its checkpoint (driver/identity.py). A moved key is a row here and nothing else: the run that was
@@ -65,6 +65,14 @@ MOVED: Mapping[str, Move] = MappingProxyType(
     }
 )
 
+SWITCHES: Mapping[str, tuple[str, str]] = MappingProxyType({"model.gradient_checkpointing": ("none", "full")})
+"""Keys that are words now and were true or false, as in the public verl: the words for false and true."""
+
+
+def present_value(key: str, value: Any) -> Any:
+    """Return a value of a present key as it is written now."""
+    return SWITCHES[key][value] if key in SWITCHES and isinstance(value, bool) else value
+
 
 def moved_line(key: str, value: str = "VALUE") -> str | None:
     """Return the message for a moved key, with the key that replaces it; None if `key` was not moved."""
@@ -74,7 +82,7 @@ def moved_line(key: str, value: str = "VALUE") -> str | None:
 
 def moved_values(values: Mapping[str, Any], command: str) -> dict[str, Any]:
     """Return the values, by key, of an older run of `command` as values of the present keys."""
-    found = {key: value for key, value in values.items() if key not in MOVED}
+    found = {key: present_value(key, value) for key, value in values.items() if key not in MOVED}
     for old, move in MOVED.items():
         if old in values and (not move.commands or command in move.commands):
             leaf = leaf_of(move.key)

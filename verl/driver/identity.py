@@ -23,7 +23,7 @@ from verl.config.adapter import base_of
 from verl.config.backends import TABLES
 from verl.config.load import CODE_KEYS, Resolved
 from verl.config.model_files import find_model_folder
-from verl.config.moved import MOVED, moved_values
+from verl.config.moved import MOVED, SWITCHES, moved_values
 from verl.config.schema import COMPUTE_SCORE, Config, RewardConfig
 from verl.config.tree import leaves, values_of
 from verl.data.files import expand_files, fingerprint
@@ -189,7 +189,7 @@ def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str
 
 def _moved(was: Identity) -> Identity:
     """Return the identity by the present keys."""
-    if not MOVED.keys() & was.values.keys():
+    if not (MOVED.keys() | SWITCHES.keys()) & was.values.keys():
         return was
     read = {key: _read(text) for key, text in was.values.items()}
     values, contents = moved_values(read, str(read["verb"])), dict(was.contents)

@@ -15,6 +15,7 @@ from typing import Literal
 
 import uvloop
 
+from verl.config.devices import on_cuda
 from verl.config.load import Resolved, validate
 from verl.config.schema import Config
 from verl.config.tree import changed
@@ -29,7 +30,8 @@ from verl.driver.setup import card_of
 from verl.driver.stopping import Stopped, unless_stopped
 from verl.driver.supervised import SupervisedRun, fit
 from verl.errors import CRASH_RECORD, Refused, crash_record_of
-from verl.planner.card import card_lines, check_card
+from verl.planner.card import CardFacts, card_lines, check_card
+from verl.planner.checkpointing import settle_checkpointing
 from verl.planner.disk import checkpoint_bytes, checkpoints_kept, small_disk
 from verl.planner.plan import make_plan
 from verl.planner.text import render_plan
@@ -38,6 +40,7 @@ from verl.track.console import LiveProgress
 from verl.track.events import FINISHED
 from verl.track.files import write_atomic
 from verl.track.metrics import reduce
+from verl.workers import host
 from verl.workers.answers import FENCE_S
 from verl.workers.group import Cluster, WorkerDied, first_cause
 from verl.workers.torchrun import is_spare, launched, take_part
@@ -78,12 +81,13 @@ def run_rl(
     """Train to the end of the run. Raise the first cause of a failure, after a crash record is written and every child
     process has ended."""
     validate(resolved.config)
+    progress, card = progress or LiveProgress(), card_of(resolved.config)
+    resolved = _settled(resolved, card, progress)
     plan = make_plan(resolved.config)
     _refuse_small_disk(resolved.config, plan.checkpoint_bytes * plan.checkpoints_kept)
-    progress = progress or LiveProgress()
     if not quiet:
         progress.message(render_plan(plan))
-    if (card := card_of(resolved.config)) is not None:
+    if card is not None:
         check_card(resolved.config, plan.memory, card)
         for line in card_lines(plan.memory, card):
             progress.message(f"warning: {line}")
@@ -93,6 +97,17 @@ def run_rl(
             return uvloop.run(_train(resolved, title, on_step, text, progress, died))
         resolved = _from_checkpoints(resolved)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _settled(
+    resolved: Resolved, card: CardFacts | None, progress: LiveProgress, *, supervised: bool = False
+) -> Resolved:
+    """Return the configuration without model.gradient_checkpointing=auto, and print what was chosen."""
+    has = card.free_bytes if card is not None else None if on_cuda(resolved.config) else host.total_bytes()
+    resolved, line = settle_checkpointing(resolved, has, supervised=supervised)
+    if line:
+        progress.message(line)
+    return resolved
 
 
 @contextmanager
@@ -226,6 +241,7 @@ def run_supervised(
     one, kept = checkpoint_bytes(resolved.config, command), checkpoints_kept(resolved.config, None)
     _refuse_small_disk(resolved.config, kept * one)
     shown = progress or LiveProgress(silent=is_spare())
+    resolved = _settled(resolved, card_of(resolved.config), shown, supervised=True)
     died = Deaths()
     for number in range(resolved.config.cluster.max_restarts + 1):
         with nullcontext() if launched() else _repaired(resolved, number, died, shown):  # torchrun restarts all

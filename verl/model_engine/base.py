@@ -126,7 +126,8 @@ class EngineContext:
     """float32: a language-model head multiplies in float32."""
     device: str = "cpu"
     max_tokens_per_microbatch: int = 16384
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: str = "none"
+    """none, selective or full: what the layers of a trained model compute again in the backward pass."""
     trust_remote_code: bool = False
     dump_dir: Path | None = None
     """The folder for batches with a non-finite gradient."""

@@ -16,6 +16,7 @@ from verl.model_engine.optim import grad_norm
 from verl.model_engine.settings import EngineSettings
 from verl.nn.heads import ValueHead
 from verl.nn.linear_logprob import Vocabulary
+from verl.nn.recompute import checkpoint_layers
 from verl.nn.rope import fix_rope
 
 
@@ -39,8 +40,7 @@ class LocalModel:
         self.value_head = None if s.head == "lm" else ValueHead(self.hidden_size, bias=s.head == "value").to(master)
         if s.score is not None and self.value_head is not None:
             self.value_head.weight.data.copy_(s.score)
-        if s.gradient_checkpointing:
-            self.model.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(self.model, s.gradient_checkpointing)
         for p in self.trained().parameters():
             p.requires_grad_(s.optim is not None)
         self._place()

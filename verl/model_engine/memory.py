@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from verl.accel.devices import device_facts
+from verl.accel.families import FUSED_TYPES
 from verl.config.model_files import ModelFacts
 from verl.model_engine.layout import Layout, layers_of_stages
 from verl.model_engine.optimizer_table import optimizer_bytes
@@ -31,8 +32,8 @@ class RankWork:
     """The type of its device."""
     dtype: str = "float32"
     """The dtype that it computes in; masters are float32."""
-    checkpointing: bool = False
-    """Activations are computed again in the backward pass."""
+    checkpointing: str = "none"
+    """What a layer computes again in the backward pass: none, selective or full."""
     head: bool = True
     """The model has a language-model head: a policy or a teacher. Critics and reward models have none."""
     trains: bool = True
@@ -49,25 +50,44 @@ def copies_weights(work: RankWork) -> bool:
     return device_facts(work.device).copies_weights and work.dtype == "bfloat16"
 
 
-def layer_bytes_per_token(model: ModelFacts, dtype: str, tensor: int = 1, *, copies: bool = False) -> int:
-    """Return the bytes that one decoder layer keeps per token for its backward pass: two float32 norms with their
-    inputs, the inputs of the projections, q, k, v before and after rotation, the attention's output, four MLP arrays.
-    Within 15% of Qwen2 and Llama under autocast. tensor: the ranks that share a layer · copies: without autocast, the
-    norms and their inputs are in `dtype` too."""
-    q, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
-    arrays = 2 * model.hidden + (2 * (q + kv) + q + 4 * model.intermediate) // tensor
-    return DTYPE_BYTES[dtype] * arrays + (2 * DTYPE_BYTES[dtype] if copies else 4 * 4) * model.hidden
+def residual_bytes_per_token(model: ModelFacts, work: RankWork) -> int:
+    """Return the bytes of the residual stream per token: float32 under autocast, since embeddings are not cast."""
+    return (2 if copies_weights(work) else 4) * model.hidden
+
+
+def layer_bytes_per_token(model: ModelFacts, layout: Layout, work: RankWork, how: str = "none") -> int:
+    """Return the bytes that one decoder layer keeps per token for its backward pass, if it computes again what `how`
+    names.
+
+    full: its input alone · selective: also the results of seven products and of attention · none: the arguments of two
+    norms, q, k, v before and after norm and rotation, the attention's output, gate and up, and where the device keeps
+    them or the family is not fused also the results of norms and gates. Unfused, and under autocast, that is within 15%
+    of Qwen2 and Llama."""
+    residual, size, tensor = residual_bytes_per_token(model, work), DTYPE_BYTES[work.dtype], layout.tensor
+    q, kv, wide = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim, model.intermediate
+    if how == "full":
+        return residual
+    if how == "selective":
+        return residual + size * (2 * model.hidden + (2 * q + kv + 2 * wide) // tensor)
+    copies = copies_weights(work)
+    fused = model.model_type in FUSED_TYPES and device_facts(work.device).recomputes and work.checkpointing == "none"
+    if fused and tensor == 1 and (copies or work.dtype == "float32"):
+        return size * (2 * model.hidden + 3 * q + 3 * kv // 2 + 2 * wide)
+    arrays = 2 * model.hidden + (2 * (q + kv) + q + 4 * wide) // tensor
+    return size * arrays + (2 * size if copies else 4 * 4) * model.hidden
 
 
 def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
     """Return the bytes of one rank by item. Items that a phase does not use are not held in it (planner/memory.py)."""
     share = _Share(model, layout, work)
     copies = copies_weights(work)
-    residual = (2 if copies else 4) * model.hidden  # float32: embeddings are not autocast
-    kept = layer_bytes_per_token(model, work.dtype, layout.tensor, copies=copies)  # per token
+    residual = residual_bytes_per_token(model, work)
+    kept, waits = (layer_bytes_per_token(model, layout, work, how) for how in ("none", work.checkpointing))
+    working = DTYPE_BYTES[work.dtype] * (2 * model.hidden + 4 * model.intermediate // layout.tensor)
     if layout.context > 1:  # keys and values of the tokens of all ranks
         keys = 2 * model.kv_heads * model.head_dim // layout.tensor
         kept += layout.context * keys * DTYPE_BYTES[work.dtype]
+        waits += layout.context * keys * DTYPE_BYTES[work.dtype] * (work.checkpointing == "none")
     whole = DTYPE_BYTES["bfloat16" if copies else "float32"]  # bytes of a gathered weight
     items = {
         "weights": (4 + 2 * copies * (not share.gathers)) * share.weights,
@@ -91,7 +111,7 @@ def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
         # tensors are collected one by one and joined; later stages receive those of the first
         several = layout.shard * layout.tensor > 1 and work.stage == 0
         items["largest whole weight"] = (1 + several) * 4 * max(model.vocab * model.hidden, share.layer)
-    return items | (_training(share, kept, residual) if work.trains else {})
+    return items | (_training(share, kept, waits, working, residual) if work.trains else {})
 
 
 class _Share:
@@ -122,11 +142,12 @@ class _Share:
         self.half = DTYPE_BYTES[work.dtype] * by_autocast  # bytes of a weight's copy, if a pass makes one
 
 
-def _training(share: _Share, kept: int, residual: int) -> dict[str, int]:
-    """Return the items of a rank that is trained. kept, residual: bytes per token of a layer and of the residual."""
+def _training(share: _Share, kept: int, waits: int, working: int, residual: int) -> dict[str, int]:
+    """Return the items of a rank that is trained, from bytes per token: of a layer that is computed again, of one that
+    waits for its backward pass, of the gradients inside a layer, and of the residual."""
     layout, work = share.layout, share.work
-    again = work.checkpointing  # the activations of a layer are recomputed and freed there
-    through = share.layers * residual + kept if again else share.layers * kept
+    again = work.checkpointing != "none"  # one layer after the other is computed again, and freed
+    through = share.layers * waits + (kept if again else working)
     # sending, in transfer, receiving; a critic's last stage computes no logits, tied or not
     reduced = (3 * share.outside + share.cut * share.outside // layout.shard) * (work.stage == 0 or work.head)
     copies = share.half * (1 if again else share.layers) * (share.dense + share.experts) // 4

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from verl.accel.families import FUSED_TYPES
 from verl.batch import Batch, exactly, make_microbatches, padded_rows, part_of
 from verl.model_engine.base import StepOutput
 from verl.model_engine.compute_copy import ComputeCopy
@@ -25,7 +26,7 @@ from verl.model_engine.pending import Pending, read_pending
 from verl.model_engine.sharded_copy import ShardedCopy
 from verl.nn import attention
 from verl.nn.fp8 import as_computed
-from verl.nn.fused import FUSED_TYPES, fuse, unfuse
+from verl.nn.fused import fuse, unfuse
 from verl.nn.linear_teacher import HeadWeights
 from verl.nn.precision import computing_in, rounded, rounded_weight
 from verl.objective import Term
@@ -60,7 +61,7 @@ class Passes:
         if self.packed:
             attention.register_attention()
             self.local.model.set_attn_implementation(attention.PACKED)
-        fuse(self.local.model, packed=self.packed, checkpointed=self.local.settings.gradient_checkpointing)
+        fuse(self.local.model, packed=self.packed, checkpointed=self.local.settings.gradient_checkpointing != "none")
 
     def forward_backward(
         self, batch: Batch, terms: Sequence[Term], num_microbatches: int, extra_outputs: Sequence[str]

@@ -34,7 +34,7 @@ class EngineSettings:
     max_tokens_per_microbatch: int = 16384
     attention_mode: str = "auto"
     """auto or padded."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: str = "none"
     share_prefix: bool = True
     """A prompt can be computed once per group and micro-batch."""
     dump_dir: Path | None = None

@@ -169,7 +169,7 @@ def build(
         device=c.device,
         max_tokens_per_microbatch=c.max_tokens_per_microbatch,
         attention_mode=options.attention,
-        gradient_checkpointing=c.gradient_checkpointing and c.optim is not None,
+        gradient_checkpointing="none" if c.optim is None else c.gradient_checkpointing,
         share_prefix=options.share_prefix,
         dump_dir=c.dump_dir,
         score=score,

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from verl.accel.devices import device_facts
+from verl.accel.families import FUSED_TYPES
 from verl.accel.operations import Call, Use
 from verl.accel.table import choose
 from verl.nn.attention import attend, window_of
 from verl.nn.recompute import can_recompute, without_saving
 
-# The model types with modules that are known to be these.
-FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 

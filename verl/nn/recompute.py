@@ -1,4 +1,5 @@
-"""Results of operations that are computed again in the backward pass, in place of being saved for it.
+"""Results of operations that are computed again in the backward pass, in place of being saved for it: those of norms
+and gates, or most of a layer.
 
 A product saves its input for the gradient of its weight. If the input is the result of a norm or a gate, the arguments
 of that operation are saved anyway, and the result costs one pass over memory. Where a whole layer is checkpointed this
@@ -6,12 +7,16 @@ saves nothing more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from verl.errors import Refused
 
 BY = "recomputed by"
 """The key of an autograd node's metadata."""
@@ -24,6 +29,39 @@ def can_recompute(out: Tensor, operation: Callable[..., Tensor], arguments: int)
     if node is not None:
         node.metadata[BY] = operation, arguments
     return out
+
+
+KEPT = (
+    *("aten.mm", "aten.addmm", "aten._grouped_mm"),
+    *("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_for_cpu"),
+    *("aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention"),
+    *("torch_attn._varlen_attn", "flash_attn._flash_attn_varlen_forward"),
+)
+"""Matrix products and attention, by their names in torch.ops: selective checkpointing keeps their results. A release of
+torch may lack some."""
+
+
+def checkpoint_layers(model: Any, how: str) -> None:
+    """Let the layers of a model compute again in the backward pass what they did in the forward pass. how: none;
+    selective (all but the operations of KEPT) or full."""
+    if how == "none":
+        return
+    if how not in ("selective", "full"):
+        raise Refused(f"gradient_checkpointing={how}: an engine has none, selective and full")
+    given: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # no pass has random numbers
+    if how == "selective":
+        given["context_fn"] = partial(create_selective_checkpoint_contexts, _operations(KEPT))
+    model.activation_checkpointing_enable(given)
+
+
+def _operations(names: Iterable[str]) -> list[torch._ops.OpOverload]:
+    """Return those of the operations that exist here."""
+    found = []
+    for namespace, _, name in (full.partition(".") for full in names):
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        if packet is not None:
+            found.append(packet.default)
+    return found
 
 
 @contextmanager

@@ -90,6 +90,7 @@ def role_items(
     teachers = teacher_models(config)
     if role in NO_MODEL or (role in config.teacher.roles() and role not in teachers):
         return {}
+    assert config.model.gradient_checkpointing != "auto", "it is settled first (planner/checkpointing.py)"
     own = {"critic": config.critic.path, "reward_model": config.reward.model, **teachers}.get(role)
     work = RankWork(
         tokens=tokens,

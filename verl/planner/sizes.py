@@ -195,7 +195,7 @@ def teacher_share(config: Config) -> float | None:
         return None
     policy, models = parameters_used(describe_model(config.model.path)), teacher_models(config)
     passes = [parameters_used(describe_model(path)) for path in models.values()] or ([] if t.roles() else [policy])
-    update = (8 if config.model.gradient_checkpointing else 6) * config.step.epochs_per_step * policy
+    update = (8 if config.model.gradient_checkpointing == "full" else 6) * config.step.epochs_per_step * policy
     return 2 * (max(passes, default=0) if t.pick == "task" else sum(passes)) / update
 
 
