@@ -63,12 +63,8 @@ AHEAD = "tests/unit/test_look_ahead.py"
 MIXED, SKINNY = "tests/numerics/test_mixed_steps.py", "tests/numerics/test_skinny_products.py"
 CUDA, CUDA_ENGINE = "tests/numerics/test_cuda_kernels.py", "tests/numerics/test_cuda_decode.py"
 EXACT_ROWS, HEAD_DTYPE = "tests/numerics/test_exact_rows.py", "tests/numerics/test_head_dtype.py"
-<<<<<<< HEAD
 COPY, COPIES = "tests/numerics/test_compute_copy.py", "tests/distributed/test_compute_copies.py"
-=======
-COPY = "tests/numerics/test_compute_copy.py"
 CHECKPOINTED = "tests/numerics/test_checkpointing.py"
->>>>>>> e0244d8 (model.gradient_checkpointing is none, selective, full or auto; the plan has the memory of each, compared with measured bytes)
 RECOMPUTE = "tests/numerics/test_recompute.py"
 DISPATCH = "tests/unit/test_dispatch.py tests/unit/test_workers.py tests/contracts/test_worker_group_contract.py"
 
@@ -1204,6 +1200,11 @@ MUTANTS = (
     Mutant("accel/cuda/training.py", "r = (first + step) * ROWS", "r = (first + step + 1) * ROWS", CUDA),
     Mutant("accel/cuda/training.py", "(1.0 + g * (1.0 - share))", "(1.0 + g * share)", CUDA),
     Mutant("accel/cuda/training.py", "a * cos_a + b * sin_b,", "a * cos_a - b * sin_b,", CUDA),
+    Mutant(
+        "accel/trained.py", "window or last - first + 1", "window or last - first", "tests/numerics/test_accel_table.py"
+    ),
+    Mutant("accel/trained.py", "key > at", "key >= at", "tests/numerics/test_accel_table.py"),
+    Mutant("nn/attention.py", "window=window or 0)", "window=0)", "tests/numerics/test_attention.py"),
     Mutant("nn/recompute.py", '*("aten.mm", "aten.addmm",', '*("aten.addmm",', CHECKPOINTED),
     Mutant("model_engine/memory.py", "2 * q + kv + 2 * wide", "q + kv + 2 * wide", CHECKPOINTED),
     Mutant(

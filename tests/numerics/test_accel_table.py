@@ -63,6 +63,12 @@ def rotation_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inpu
     return (x.to(dtype), angles.cos().to(dtype), angles.sin().to(dtype)), {}
 
 
+def segment_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    """Segments of a prompt: one token, one without a query, some with a past, and one of more than a block."""
+    (*tensors, _), rest = references.prompt_attention_inputs(rng, size, dtype)
+    return (*tensors, (70, 75)), {"scale": rest["scale"], "window": rest["window"]}
+
+
 def sample_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
     vocab = (2, 300, 513, 5000)[size % 4]
     logits = (4 * torch.randn(64, vocab, generator=rng)).to(dtype)
@@ -152,6 +158,7 @@ CASES: Mapping[str, Case] = {
     "expert_sum": Case(references.expert_sum_inputs, references.expert_sum),
     "float32_linear": Case(float32_linear_inputs, lambda x, weight: x @ weight.T),
     "exact_linear": Case(linear_inputs, lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)),
+    "trained_attention": Case(segment_inputs, references.prompt_attention, gradient=True),
     "trained_rms_norm": Case(norm_inputs, gradient=True),
     "trained_swiglu": Case(swiglu_inputs, gradient=True),
     "trained_rotation": Case(rotation_inputs, gradient=True),
@@ -203,13 +210,17 @@ def check_row(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: in
         compare(mine[i], exact[i], kernel.tolerance[dtype])
 
 
+LEAVES = {"trained_rotation": 1, "trained_attention": 3}
+"""The first arguments that have a gradient; 2 of other operations."""
+
+
 def check_gradient(
     kernel: Kernel, call: Any, reference: Any, mine: list[Any], exact: list[Any], dtype: torch.dtype
 ) -> None:
     """Values, and gradients of the arguments that have one, for an upstream gradient of numbers."""
     results = []
     for function, args in ((call, mine), (reference, exact)):
-        leaves = [x for x in args[: 1 if kernel.operation == "trained_rotation" else 2] if isinstance(x, Tensor)]
+        leaves = [x for x in args[: LEAVES.get(kernel.operation, 2)] if isinstance(x, Tensor)]
         for leaf in leaves:
             leaf.requires_grad_()
         out = function(*args)

@@ -33,7 +33,9 @@ from transformers import (
 )
 
 from verl.accel import trained
+from verl.accel.cuda import segments
 from verl.accel.devices import device_facts
+from verl.accel.operations import Use
 from verl.algorithms.losses import nll
 from verl.batch import pack, unshare
 from verl.model_engine.optim import OptimSpec
@@ -282,23 +284,6 @@ def test_every_token_is_a_query_once_and_sees_its_ancestors(free_padding, monkey
         assert b.mask(2, torch.float32).isfinite().any(-1).all()
 
 
-def plain_varlen(q, k, v, lengths, scale, window):
-    """Compute the documented result of flash kernels: bottom-right aligned causal attention per sequence, with query
-    heads grouped over keys."""
-    out = torch.empty_like(q)
-    cu_q, cu_k, max_q, max_k = lengths.bounds
-    for i in range(len(cu_q) - 1):
-        mine, seen = slice(*cu_q[i : i + 2].tolist()), slice(*cu_k[i : i + 2].tolist())
-        k_i, v_i = (x[seen].repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q[mine], k_i) * scale
-        num_q, num_k = scores.shape[1:]
-        at = torch.arange(num_q)[:, None] + num_k - num_q
-        hidden = (torch.arange(num_k) > at) | (torch.arange(num_k) <= at - (window or num_k + 1))
-        out[mine] = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v_i)
-    assert max_q == int(cu_q.diff().max()) and max_k == int(cu_k.diff().max())
-    return out
-
-
 @each("window, share", product([None, 3], [True, False]))
 def test_the_flash_path_of_the_gpu_is_the_blocks_attention(share, window):
     batch = pack(rows(), share_prefix=share)
@@ -309,7 +294,7 @@ def test_the_flash_path_of_the_gpu_is_the_blocks_attention(share, window):
     for attend in (
         lambda: attention.attend(attention.plan_attention(batch, torch.device("cpu")), q, k, v, 0.3, window),
         lambda: attention.attend_varlen(
-            attention.make_varlen(batch, torch.device("cpu")), q, k, v, 0.3, window, plain_varlen
+            attention.make_varlen(batch, torch.device("cpu")), q, k, v, 0.3, window, trained.trained_attention
         ),
     ):
         out = attend()
@@ -331,7 +316,7 @@ def test_a_run_of_queries_over_the_keys_of_all_is_its_part_of_the_whole(share, w
             plan = attention.plan_attention(batch, device, queries=(run.start, run.stop))
             torch.testing.assert_close(attention.attend(plan, q[run], k, v, 0.3, window), whole[run])
             lengths = attention.make_varlen(batch, device, queries=(run.start, run.stop))
-            out = attention.attend_varlen(lengths, q[run], k, v, 0.3, window, plain_varlen)
+            out = attention.attend_varlen(lengths, q[run], k, v, 0.3, window, trained.trained_attention)
             torch.testing.assert_close(out, whole[run])
 
 
@@ -343,7 +328,7 @@ def test_the_flash_kernels_take_the_arguments_we_give(monkeypatch):
 
     import torch.nn.attention.varlen as torch_varlen
 
-    lengths = attention.make_varlen(pack(rows()), torch.device("cpu"))
+    lengths = replace(attention.make_varlen(pack(rows()), torch.device("cpu")), k_index=None)
     q, k = torch.zeros(2, 4, 8), torch.zeros(2, 2, 8)
     calls = {}
 
@@ -357,7 +342,9 @@ def test_the_flash_kernels_take_the_arguments_we_give(monkeypatch):
     monkeypatch.setattr(torch_varlen, "varlen_attn", bound_to("torch", inspect.signature(torch_varlen.varlen_attn)))
     fake = types.ModuleType("flash_attn")  # as flash-attn-4 alone leaves it: without the function
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
-    assert attention.varlen_kernel.__wrapped__() is attention._torch_varlen
+    here = Use(torch.device("meta"), torch.bfloat16)
+    assert segments.load_flash_attn(here) == "flash-attn 2 is not installed"
+    assert segments.load_torch(here) is segments.torch_segments
 
     def documented(
         q,
@@ -377,16 +364,22 @@ def test_the_flash_kernels_take_the_arguments_we_give(monkeypatch):
     ): ...
 
     fake.flash_attn_varlen_func = bound_to("flash_attn", inspect.signature(documented))
-    assert attention.varlen_kernel.__wrapped__() is attention._flash_attn
-    for kernel in (attention._torch_varlen, attention._flash_attn):
-        assert kernel(q, k, k, lengths, 0.5, 3) is q
+    assert segments.load_flash_attn(here) is segments.flash_attn_segments
+    too_wide = Use(torch.device("meta"), torch.bfloat16, {"head_dim": 264})
+    assert (
+        segments.load_flash_attn(too_wide)
+        == segments.load_torch(too_wide)
+        == "head_dim=264: flash kernels compute up to 256"
+    )
+    for kernel in (segments.torch_segments, segments.flash_attn_segments):
+        assert attention.attend_varlen(lengths, q, k, k, 0.5, 3, kernel) is q
     assert calls["torch"]["window_size"] == calls["flash_attn"]["window_size"] == (2, 0)
     assert calls["flash_attn"]["causal"] and calls["torch"].get("enable_gqa", "not in torch 2.11")
     assert calls["torch"]["cu_seq_k"] is calls["flash_attn"]["cu_seqlens_k"] is lengths.bounds[1]
     assert (calls["torch"]["scale"], calls["flash_attn"]["softmax_scale"]) == (0.5, 0.5)
     assert not calls["flash_attn"]["deterministic"]
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    attention._flash_attn(q, k, k, lengths, 0.5, 3)
+    attention.attend_varlen(lengths, q, k, k, 0.5, 3, segments.flash_attn_segments)
     assert calls["flash_attn"]["deterministic"], "torch's own kernel reads the setting itself"
 
 

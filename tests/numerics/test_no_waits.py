@@ -1,6 +1,9 @@
 """A micro-batch of the packed path does not wait for the device: on the device `meta`, of which no number can be read,
 its forward pass, its loss with all metrics, and its backward pass run to the end."""
 
+from collections import Counter
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +21,7 @@ from verl.model_engine.optim import OptimSpec
 from verl.model_engine.pending import PendingMetric, read_pending, reduced
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
+from verl.nn import fused
 from verl.nn import linear_logprob as head
 from verl.nn.linear_logprob import linear_logprob
 from verl.types import Metric
@@ -28,23 +32,41 @@ WAITS = {"_local_scalar_dense", "nonzero", "item", "equal", "is_nonzero", "uniqu
 
 class NoReads(TorchDispatchMode):
     """Fails on an operation for which the host has to read a result or a shape from the device: `meta` itself refuses
-    most."""
+    most. calls: the operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         far = any(isinstance(x, torch.Tensor) and x.device == META for x in args)
         name = func.overloadpacket.__name__
+        self.calls[name] += 1
         assert not (far and name in WAITS), f"{name} waits for the device"
         out = func(*args, **(kwargs or {}))
         assert not (far and isinstance(out, torch.Tensor) and out.device.type == "cpu"), f"{name} copies to the host"
         return out
 
 
-@each("name", ["qwen3", "llama", "mistral"])
-def test_the_passes_of_a_packed_micro_batch_read_nothing(name):
+FAMILIES = ("qwen3", "llama", "mistral")
+DTYPES = ("float32", "bfloat16")
+POLICIES = ("none", "selective", "full")
+
+
+@each("name, dtype, policy", list(product(FAMILIES, DTYPES, POLICIES)))
+def test_the_passes_of_a_packed_micro_batch_read_nothing(name, dtype, policy):
+    check_passes(name, dtype, policy)
+
+
+def check_passes(name, dtype, policy):
+    """On `meta` bfloat16 is computed as on a GPU: with a copy of the weights, and with variable-length attention, also
+    of answers that share a prompt."""
     batch = pack(rows())
-    engine = TorchEngine(make(name), EngineSettings(optim=OptimSpec(lr=1.0), dtype="float32", device="meta"))
+    settings = EngineSettings(optim=OptimSpec(lr=1.0), dtype=dtype, device="meta", gradient_checkpointing=policy)
+    engine = TorchEngine(make(name), settings)
+    assert (engine.passes._copy is not None) == (dtype == "bfloat16")
     batch = batch.with_columns({"w/loss": torch.linspace(-1, 1, batch.num_loss_tokens)})
-    with NoReads():
+    with NoReads() as mode, engine.passes._compute_weights():
         passes = 0
         for _, part, outputs, take in engine.passes._ready(batch, 2, ("logprobs", "entropy")):
             loss, pending = reduce_terms(TERMS, part, outputs)
@@ -52,7 +74,36 @@ def test_the_passes_of_a_packed_micro_batch_read_nothing(name):
             passes += 1
     assert passes == 2 and pending["loss"].total.device == META
     grads = [p.grad for p in engine.local.model.parameters()]
-    assert all(g is not None and g.device == META for g in grads)
+    assert all(g is not None and g.device == META and g.dtype == torch.float32 for g in grads)
+    layers, attended = engine.local.model.config.num_hidden_layers, mode.calls["_varlen_attn"]
+    assert attended == (passes * layers * (1 + (policy == "full")) if dtype == "bfloat16" else 0)
+
+
+@each("name, dtype, policy", list(product(FAMILIES, DTYPES, POLICIES)))
+def test_the_kernels_of_triton_are_launched_without_a_read(name, dtype, policy, monkeypatch):
+    """The functions around the kernels, which would launch them here, on tensors without numbers."""
+    pytest.importorskip("triton", reason="no Triton here (make triton-package)")
+    from verl.accel.cuda import training
+
+    launched = []
+
+    class Kernel:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *args, **sizes: launched.append(self.name)
+
+    kernels = ("_norm", "_norm_backward", "_swiglu", "_swiglu_backward", "_rotate")
+    for kernel in kernels:
+        monkeypatch.setattr(training, kernel, Kernel(kernel))
+    by_dtype = [dict.fromkeys(fused._DTYPES, f) for f in (training.fused_rms_norm, training.fused_swiglu)]
+    rotation = dict.fromkeys(fused._DTYPES, training.fused_rotation)
+    monkeypatch.setattr(
+        fused, "trained_ops", lambda device, hidden, *, recomputes: fused.TrainedOps(*by_dtype, rotation, recomputes)
+    )
+    check_passes(name, dtype, policy)
+    assert {*launched} == {*kernels}
 
 
 @each("name", EVERY)

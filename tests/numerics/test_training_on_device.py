@@ -50,12 +50,12 @@ def test_bfloat16_reaches_the_variable_length_kernel(monkeypatch: pytest.MonkeyP
     """Not only where it is timed: a residual stream in float32 once kept all attention away from it."""
     from verl.nn import attention
 
-    calls, kernel = [], attention.varlen_kernel()
+    calls, chosen = [], attention.segment_kernel
 
-    def counted(*args: Any) -> Any:
-        calls.append(args[0].dtype)
-        return kernel(*args)
+    def counted(*use: Any) -> Any:
+        calls.append((use[1], chosen(*use) is not None))
+        return chosen(*use)
 
-    monkeypatch.setattr(attention, "varlen_kernel", lambda: counted)
+    monkeypatch.setattr(attention, "segment_kernel", counted)
     run(make("qwen3"), pack(rows()), device=str(DEVICE), dtype="bfloat16", emulate_bf16=False)
-    assert calls and set(calls) == {torch.bfloat16}
+    assert calls and set(calls) == {(torch.bfloat16, True)}

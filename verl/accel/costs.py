@@ -104,7 +104,7 @@ def prompt_attention_cost(
     values: Tensor,
     starts: Tensor,
     key_starts: Tensor,
-    longest: int,
+    longest: int | tuple[int, int],
     *,
     scale: float,
     window: int = 0,

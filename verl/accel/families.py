@@ -1,4 +1,4 @@
-"""The families of models whose norms, gates and rotations are trained by operations of the table. No torch."""
+"""The families of models with norms, gates and rotations that are trained by operations of the table. No torch."""
 
 FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Their model types: families whose modules are known to be these operations."""
+"""Their model types: families with modules that are known to be these operations."""

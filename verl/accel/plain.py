@@ -11,6 +11,8 @@ from verl.accel.linear import Plain, SingleProducts
 from verl.accel.operations import Call, Kernel, Use
 from verl.accel.uniforms import plain_uniforms
 
+PLAIN = "torch"
+"""The name of these rows in the table."""
 WEIGHT_ROWS = 8192  # rows of a weight that are converted at once
 BLOCK = 256  # tokens per block of the two-level inverse CDF: cumsum is scalar on CPU, a block sum is vectorised
 
@@ -94,7 +96,7 @@ def _row(operation: str, call: Call, float32: float, bfloat16: float, traffic: f
         return call
 
     tolerance = {torch.float64: 1e-12, torch.float32: float32, torch.bfloat16: bfloat16, torch.float16: bfloat16}
-    return Kernel(operation, "torch", load, tolerance, traffic=traffic)
+    return Kernel(operation, PLAIN, load, tolerance, traffic=traffic)
 
 
 def _products() -> SingleProducts:
@@ -109,6 +111,7 @@ KERNELS = (
     _row("uniforms", plain_uniforms, 0.0, 0.0, traffic=12),
     _row("linear", _products, 2e-4, 4e-2, traffic=1),
     _row("float32_linear", plain_float32_linear, 2e-4, 2e-4, traffic=6),
+    _row("trained_attention", trained.trained_attention, 2e-6, 2e-2, traffic=8),
     _row("trained_rms_norm", trained.trained_rms_norm, 2e-6, 2e-2, traffic=3),
     _row("trained_swiglu", trained.trained_swiglu, 2e-6, 2e-2, traffic=2),
     _row("trained_rotation", trained.trained_rotation, 2e-6, 2e-2, traffic=3),

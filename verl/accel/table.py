@@ -109,6 +109,13 @@ OPERATIONS: Mapping[str, Operation] = {
             "linear", "() -> Products: the layout of the weights of matrix products, and the product", costs.linear_cost
         ),
         Operation(
+            "trained_attention",
+            "(q [T, H, D], k and v [U, K, D], starts int32 [segments + 1] of their queries, key_starts of their keys, "
+            "longest: the most queries and keys of one, scale, window) -> [T, H, D]: causal attention of the last "
+            "tokens of each segment's keys, differentiable in q, k and v",
+            costs.prompt_attention_cost,
+        ),
+        Operation(
             "trained_rms_norm",
             "(x [..., C], weight [C], eps) -> weight * x / rms(x), differentiable in both, which are its first saved "
             "tensors",

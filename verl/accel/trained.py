@@ -1,5 +1,5 @@
-"""Differentiable norms, gates and rotations by torch's operations, in few passes over memory and with few saved
-tensors. The results are those of transformers' own modules, never less precise."""
+"""Differentiable norms, gates, rotations and attention by torch's operations, in few passes over memory and with few
+saved tensors. The results are those of transformers' own modules, never less precise."""
 
 from __future__ import annotations
 
@@ -26,6 +26,33 @@ def trained_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x [T, h, D] rotated by cos and sin [T, 1, D], in the dtype of x: x cos + rotate_half(x) sin."""
     out: Tensor = _Rotation.apply(x, cos, sin)
     return out
+
+
+def trained_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: tuple[int, int],
+    *,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """Return the attention of each segment, one after the other. The host reads the lengths."""
+    each, found = q.shape[1] // k.shape[1], []
+    ends = zip(starts.tolist()[1:], key_starts.tolist()[:-1], key_starts.tolist()[1:], strict=True)
+    begin = 0
+    for end, first, last in ends:
+        k_i, v_i = (x[first:last].repeat_interleave(each, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", _exact(q[begin:end]), _exact(k_i)) * scale
+        at = torch.arange(last - first - (end - begin), last - first, device=q.device)[:, None]
+        key = torch.arange(last - first, device=q.device)
+        hidden = (key > at) | (key <= at - (window or last - first + 1))
+        shares = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        found.append(torch.einsum("hqk,khd->qhd", shares, _exact(v_i)).to(q.dtype))
+        begin = end
+    return torch.cat(found)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -83,8 +83,9 @@ class ModelConfig:
     weights and hidden states are rounded to `dtype`."""
     device: Annotated[str, one_of("auto|cpu|cuda")] = adjustable("auto")
     gradient_checkpointing: Annotated[str, one_of("none|selective|full|auto")] = adjustable("none")
-    """What a layer computes again in the backward pass. selective: all but matrix products and attention; full: all;
-    auto: the first of none, selective and full that fits the memory, by the plan. true is full, and false is none."""
+    """The part of a layer that is computed again in the backward pass. selective: all but matrix products and
+    attention; full: all; auto: the first of none, selective and full that fits the memory, by the plan. true is full,
+    and false is none."""
     engine: str = adjustable("torch")
     engine_options: dict[str, Any] = adjustable(factory=dict)  # Of model_engine/options.py: attention, ...
 

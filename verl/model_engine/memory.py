@@ -33,7 +33,7 @@ class RankWork:
     dtype: str = "float32"
     """The dtype that it computes in; masters are float32."""
     checkpointing: str = "none"
-    """What a layer computes again in the backward pass: none, selective or full."""
+    """The part of a layer that is computed again in the backward pass: none, selective or full."""
     head: bool = True
     """The model has a language-model head: a policy or a teacher. Critics and reward models have none."""
     trains: bool = True

@@ -2,7 +2,7 @@
 
 A plan of index tensors is made once per micro-batch and used by every layer. Segments of like shape are computed as one
 padded block, so nothing is quadratic in the pack and a shared prompt is never projected twice.
-On CUDA in half precision one variable-length flash kernel computes the whole forest: `flash_attn`'s, or torch's own.
+Where the operation `trained_attention` has a kernel (on CUDA in half precision), one call computes the whole forest.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from verl.accel.devices import device_facts
+from verl.accel.operations import Call, Use
+from verl.accel.plain import PLAIN
+from verl.accel.table import choose
 from verl.batch import Batch, ranges
 from verl.errors import Refused
-from verl.nn.flash import flash_attn
-from verl.nn.torch_compat import varlen_attention
 
 PACKED = "verl_packed"
 WAY_OUT = "use model.engine_options.attention=padded"
@@ -74,10 +75,6 @@ class Varlen:
 
     bounds: tuple[Tensor, Tensor, int, int]  # cu_q, cu_k [S + 1] int32, and the most queries and keys of a segment
     k_index: Tensor | None  # [sum keys] rows of k and v; None: the pack itself, no segment has ancestors
-
-
-VarlenKernel = Callable[[Tensor, Tensor, Tensor, Varlen, float, int | None], Tensor]
-"""A causal attention kernel: q [T, H, D], k and v [K, KV, D], lengths, scale, sliding window -> [T, H, D]."""
 
 
 class Exchange(Protocol):
@@ -135,7 +132,7 @@ def plan_attention(
         q, k, offset, real_q = (torch.from_numpy(a).to(device) for a in (q_index, k_index, depths[members], real))
         blocks.append(Block(q, k, offset, real_q, rooted=not depths[members].any()))
         places.append(real)
-    varlen = _varlen(forest, mine, device) if device.type == "cuda" and len(mine) else None
+    varlen = _varlen(forest, mine, device) if device.type != "cpu" and len(mine) else None
     return AttentionPlan(blocks, places, varlen)
 
 
@@ -274,9 +271,10 @@ def attend(
 def _attend(
     plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cap: float
 ) -> Tensor:
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    if plan.varlen is not None and not cap and half and q.shape[-1] == v.shape[-1] <= 256:
-        return attend_varlen(plan.varlen, q, k, v, scale, window, varlen_kernel())
+    if plan.varlen is not None and not cap and q.shape[-1] == v.shape[-1]:
+        kernel = segment_kernel(q.device, q.dtype, q.shape[-1])
+        if kernel is not None:
+            return attend_varlen(plan.varlen, q, k, v, scale, window, kernel)
     heads, kv_heads, blocks = q.shape[1], k.shape[1], plan.blocks
     rows = plan.rows(heads, kv_heads)
     q_slots = _Gather.apply(q.reshape(-1, q.shape[-1]), rows.q, rows.inverse, None)
@@ -293,34 +291,22 @@ def _attend(
 
 
 def attend_varlen(
-    lengths: Varlen, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, kernel: VarlenKernel
+    lengths: Varlen, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, kernel: Call
 ) -> Tensor:
-    """Compute the same as `attend` by one variable-length kernel. The keys of a shared prompt are copied, not
-    recomputed."""
+    """Compute the same as `attend` by one call of a kernel of the operation `trained_attention`. The keys of a shared
+    prompt are copied, not recomputed."""
     if lengths.k_index is not None:
         k, v = k.index_select(0, lengths.k_index), v.index_select(0, lengths.k_index)
-    return kernel(q, k, v, lengths, scale, window)
+    starts, key_starts, *longest = lengths.bounds
+    out: Tensor = kernel(q, k, v, starts, key_starts, tuple(longest), scale=scale, window=window or 0)
+    return out
 
 
 @cache
-def varlen_kernel() -> VarlenKernel:
-    """Return flash-attn's kernel where it is installed, else torch's own (torch.nn.attention.varlen)."""
-    return _flash_attn if flash_attn(VARLEN) is not None else _torch_varlen
-
-
-VARLEN = "flash_attn_varlen_func"
-
-
-def _flash_attn(q: Tensor, k: Tensor, v: Tensor, lengths: Varlen, scale: float, window: int | None) -> Tensor:
-    kernel, span = flash_attn(VARLEN), (-1 if window is None else window - 1, 0)
-    assert kernel is not None, "varlen_kernel looked for it"
-    given = {"softmax_scale": scale, "causal": True, "window_size": span}
-    return kernel(q, k, v, *lengths.bounds, **given, deterministic=torch.are_deterministic_algorithms_enabled())
-
-
-def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: Varlen, scale: float, window: int | None) -> Tensor:
-    span = (-1 if window is None else window - 1, 0)
-    return varlen_attention(q, k, v, lengths.bounds, scale=scale, window_size=span)
+def segment_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Call | None:
+    """Return the kernel that computes the segments of a forest in one call; None: they are computed in blocks."""
+    found = choose("trained_attention", Use(device, dtype, {"head_dim": head_dim}), without=(PLAIN,))
+    return None if found is None else found.call
 
 
 def _attend_block(

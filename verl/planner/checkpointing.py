@@ -21,7 +21,7 @@ CHOICES = ("none", "selective", "full")
 
 
 def settle_checkpointing(resolved: Resolved, has: int | None, *, supervised: bool = False) -> tuple[Resolved, str]:
-    """Return the configuration with the first of CHOICES whose peak fits in the memory, and a line that says which;
+    """Return the configuration with the first of CHOICES with a peak that fits in the memory, and a line that names it;
     without `auto` the configuration as it is, and "". has: the bytes of the device or machine; None: unknown."""
     if resolved.config.model.gradient_checkpointing != AUTO:
         return resolved, ""

@@ -1,4 +1,5 @@
-"""The rows of the table of operations for CUDA: kernels of Triton, which is imported when one is chosen."""
+"""The rows of the table of operations for CUDA: kernels of Triton, which is imported when one is chosen, and variable-
+length attention."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from functools import partial
 
 import torch
 
+from verl.accel.cuda import segments
 from verl.accel.cuda.decode import missing
 from verl.accel.operations import Call, Kernel, Use
 
@@ -36,7 +38,12 @@ def _skinny(use: Use) -> Call | str:
     return partial(importlib.import_module("verl.accel.cuda.skinny").measured_products, use.device)
 
 
+HALF = {torch.bfloat16: 2e-2, torch.float16: 2e-2}
+
 KERNELS = (
+    Kernel("trained_attention", "flash-attn", segments.load_flash_attn, HALF, ("cuda",)),
+    # on the device `meta` it has shapes and gradients
+    Kernel("trained_attention", "torch's flash kernel", segments.load_torch, HALF, ("cuda", "meta")),
     # partial results: G / 128 of the keys and values of a row that is split, for G query heads per key head
     _row("page_attention", "attention", "attend_pages", 2e-6, 2e-2, traffic=1.07),
     _row("prompt_attention", "prompts", "attend_prompts", 2e-6, 2e-2, traffic=1.1),

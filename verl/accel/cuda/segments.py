@@ -1,0 +1,82 @@
+"""Differentiable attention of segments by variable-length flash kernels, in half precision: flash-attn's where it is
+installed, else torch's own. Needs no Triton."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl.accel.cuda.decode import LEAST_CAPABILITY
+from verl.accel.operations import Call, Use
+from verl.nn.flash import flash_attn
+from verl.nn.torch_compat import varlen_attention
+
+MAX_HEAD_DIM = 256
+FUNCTION = "flash_attn_varlen_func"
+
+
+def load_torch(use: Use) -> Call | str:
+    """Return the function, or why it cannot run: the row of torch's kernel."""
+    return _missing(use) or torch_segments
+
+
+def load_flash_attn(use: Use) -> Call | str:
+    """Return the function, or why it cannot run: the row of flash-attn."""
+    if flash_attn(FUNCTION) is None:
+        return "flash-attn 2 is not installed"
+    return _missing(use) or flash_attn_segments
+
+
+def torch_segments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: tuple[int, int],
+    *,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    span = (window - 1 if window else -1, 0)
+    return varlen_attention(q, k, v, (starts, key_starts, *longest), scale=scale, window_size=span)
+
+
+def flash_attn_segments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: tuple[int, int],
+    *,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    kernel = flash_attn(FUNCTION)
+    assert kernel is not None, "load_flash_attn looked for it"
+    out: Tensor = kernel(
+        q,
+        k,
+        v,
+        starts,
+        key_starts,
+        *longest,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(window - 1 if window else -1, 0),
+        deterministic=torch.are_deterministic_algorithms_enabled(),  # torch's own kernel reads the setting itself
+    )
+    return out
+
+
+def _missing(use: Use) -> str | None:
+    """Return why flash kernels do not compute this; None if they do."""
+    dim = use.sizes.get("head_dim", 8)
+    if dim > MAX_HEAD_DIM:
+        return f"head_dim={dim}: flash kernels compute up to {MAX_HEAD_DIM}"
+    if use.device.type == "cuda":
+        found = torch.cuda.get_device_capability(use.device)
+        if found < LEAST_CAPABILITY:
+            return f"the card has compute capability {found[0]}.{found[1]}, below {LEAST_CAPABILITY[0]}.0"
+    return None
