@@ -127,7 +127,7 @@ def engine_of(family: str, layers: int, policy: str, dtype: str) -> TorchEngine:
     with torch.device("meta"):
         model = FAMILIES[family](layers)
     settings = EngineSettings(
-        optim=OptimSpec(lr=0.0),
+        optim=OptimSpec(lr=1.0),
         dtype=dtype,
         device="meta",
         gradient_checkpointing=policy,

@@ -216,7 +216,7 @@ def bytes_per_token(monkeypatch: pytest.MonkeyPatch, *, recomputes: bool, autoca
     use_facts(monkeypatch, fused, recomputes=recomputes)
     counts = []
     for layers in (1, 2):
-        e = engine(qwen3_layers(layers), copies_weights=not autocast, optim=OptimSpec(lr=0.0))
+        e = engine(qwen3_layers(layers), copies_weights=not autocast, optim=OptimSpec(lr=1.0))
         if autocast:
             fused.unfuse(e.local.model)
         counts.append(saved_bytes(e, 96) - saved_bytes(e, 32))
