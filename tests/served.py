@@ -46,7 +46,7 @@ class Served:
         self.loaded = list(NAMES)
         self.missing: list[str] = []
         self.model: dict[str, Any] = {"model": "/models/a", "vocab_size": VOCAB}
-        self.workers: list[dict[str, Any]] = []  # what each says of the model; empty: one says `model`
+        self.workers: list[dict[str, Any]] = []  # the answer of each about the model; empty: one, `model`
         self.reset = True  # what /reset_prefix_cache answers
         self.weights, self.updating = "default", False
         self.tells = False  # the name of its weights with each token

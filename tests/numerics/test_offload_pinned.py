@@ -26,7 +26,7 @@ BOTH = ("weights", "optimizer")
 
 
 class LateCopies:
-    """A double of a stream: its copies run, in their order, when something waits for them. log: what was asked for."""
+    """A double of a stream: its copies run, in their order, when something waits for them. log: the requests."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Tensor, Tensor]] = []
@@ -105,7 +105,7 @@ def test_late_copies_give_the_numbers_of_a_state_that_stays(parts, streams, tmp_
     assert len(stays) == len(goes) > 20
     assert not [i for i, (a, b) in enumerate(zip(stays, goes, strict=True)) if not torch.equal(a, b)]
     assert len(streams) == len(parts)
-    for stream in streams:  # each group of copies follows what the device was asked to compute before
+    for stream in streams:  # each group of copies follows what the device computes before
         groups = " ".join(stream.log).split("begin")
         assert len(groups) > 8 and all(set(group.split()[:-1]) <= {"copy"} for group in groups[1:]), groups
 
