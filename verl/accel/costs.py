@@ -138,8 +138,8 @@ def page_prompt_attention_cost(
 
 
 def _seen_pairs(starts: Tensor, lengths: Tensor, window: int) -> int:
-    """Return the number of pairs of a query and a key that it sees, of prompts with `lengths` keys each, the last of
-    which have queries."""
+    """Return the number of pairs of a query and a key that the query sees, in prompts with `lengths` keys each. The
+    last keys of a prompt have queries."""
     pairs = 0
     for tokens, length in zip(starts.diff().tolist(), lengths.tolist(), strict=True):
         seen = torch.arange(length - tokens, length) + 1

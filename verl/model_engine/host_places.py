@@ -1,4 +1,5 @@
-"""Places in host memory, or in a file, for what is moved off a device, and the stream of copies to and from them."""
+"""Places in host memory, or in a file, for storages that are moved off a device, and the stream of copies to and from
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Place(Protocol):
     """The place of the storages of one part of a state while they are off the device."""
 
     ahead: bool
-    """True if the device computes while storages come back, so that they may be called back before they are used."""
+    """True if the device computes while storages are copied back, so that the copies may begin before they are used."""
 
     def write(self, held: Sequence[Held]) -> None:
         """Copy the storages here. When this returns their memory may be freed. Raise OSError if there is no room; the
@@ -31,12 +32,12 @@ class Place(Protocol):
         ...
 
     def read(self, held: Sequence[Held]) -> None:
-        """Copy all of them back, in the order of `write`, into memory of the same sizes. Their numbers are there for
-        what is computed after `before_use`."""
+        """Copy all of them back, in the order of `write`, into memory of the same sizes. Computations that are enqueued
+        after `before_use` read their numbers."""
         ...
 
     def before_use(self) -> None:
-        """Let what is computed from now on wait for `read`."""
+        """Make computations that are enqueued from now on wait for `read`."""
         ...
 
     def flat(self, number: int, dtype: torch.dtype) -> Tensor:
@@ -48,7 +49,7 @@ class Copies(Protocol):
     """Copies between a device and pinned host memory."""
 
     def begin(self) -> None:
-        """Let later copies wait for what the device computes until now."""
+        """Make later copies wait for the computations that are enqueued until now."""
         ...
 
     def copy(self, to: Tensor, source: Tensor) -> None:
@@ -56,7 +57,7 @@ class Copies(Protocol):
         ...
 
     def before_use(self) -> None:
-        """Let what the device computes from now on wait for the copies."""
+        """Make computations that are enqueued from now on wait for the copies."""
         ...
 
     def wait(self) -> None:
@@ -104,7 +105,7 @@ class PinnedPlace:
         self._copies.wait()
 
     def read(self, held: Sequence[Held]) -> None:
-        self._copies.begin()  # the memory may be what the device has read until now
+        self._copies.begin()  # the device may have read this memory until now
         for (storage, _), place in zip(held, self._places, strict=True):
             self._copies.copy(bytes_of(storage), place)
 
@@ -171,7 +172,7 @@ class FilePlace:
 
 
 def place_of(device: torch.device) -> Place:
-    """Return a place for what is moved off this device: that of a CPU is on a disk."""
+    """Return a place for storages that are moved off this device. The place of a CPU's storages is on a disk."""
     return FilePlace() if device.type == "cpu" else PinnedPlace(SideStream(device), pin=True)
 
 

@@ -38,7 +38,7 @@ class Muon:
     iterations: int = 5
     """Newton-Schulz iterations of a step."""
     scale: float = 0.2
-    """The size of an update, times the square root of the longer side; at 0.2 it is that of AdamW's."""
+    """A factor of the update, beside the square root of the longer side; at 0.2 an update has the size of AdamW's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Apollo:
     rank: int = 256
     """Rows of the projection; at most the shorter side of a matrix."""
     scale: float = 1.0
-    """The update is multiplied by the square root of it."""
+    """The update is multiplied by the square root of this number."""
     renew_every: int = 200
     """Optimizer steps between two projections."""
 

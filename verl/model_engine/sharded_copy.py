@@ -43,7 +43,8 @@ class ShardedCopy:
 
 def accumulate_in_float32(module: nn.Module, *_: object) -> None:
     """Let the gradients of a module's gathered parameters be float32, as those of the masters. A hook before the
-    forward pass of each module that FSDP gathers: FSDP wants one dtype of all gradients that it reduces together."""
+    forward pass of each module that FSDP gathers: FSDP requires one dtype for all gradients that it reduces
+    together."""
     for p in module.parameters():
         if p.dtype == torch.bfloat16:
             p.grad_dtype = torch.float32

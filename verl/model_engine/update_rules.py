@@ -57,7 +57,7 @@ class Rule(Protocol):
         ...
 
     def update(self, one: ParameterUpdate, state: State) -> None:
-        """ParameterUpdate one parameter and its states in place."""
+        """Update one parameter and its states in place."""
         ...
 
 
@@ -173,7 +173,8 @@ class AdamMiniRule:
     """Adam with one second moment for a block of values (Zhang et al. 2024, arXiv 2406.16793): for each head of a query
     or key projection, each row of another matrix, and each vector; a bias has one per value.
 
-    head_rows: rows of a head, by parameter, for projections of queries and keys · biases: the parameters that are one
+    head_rows: rows of a head, by parameter, for projections of queries and keys · biases: the parameters that are
+    biases
     """
 
     head_rows: Mapping[nn.Parameter, int]
@@ -224,10 +225,11 @@ class AdamMiniRule:
 
 @dataclass(frozen=True, slots=True)
 class ApolloRule:
-    """APOLLO (Zhu et al. 2025, arXiv 2412.05270): Adam's moments are kept of a random projection of the gradient. What
-    they do to the projection's size scales the gradient itself, per row or column, or as a whole at rank 1.
+    """APOLLO (Zhu et al. 2025, arXiv 2412.05270): Adam's moments are kept of a random projection of the gradient. The
+    factor by which Adam's update changes the norm of the projection scales the gradient itself, per row or column, or
+    as a whole at rank 1.
 
-    names: of the parameters; the projections depend on the name, the step and nothing else
+    names: of the parameters; a projection depends on the name and the step only
     """
 
     settings: optimizer_table.Apollo

@@ -51,8 +51,8 @@ def _wide(name: str, declared: Sequence[re.Pattern[str]]) -> bool:
 
 
 def _in_float32(wide: Set[str], names: Set[str]) -> set[str]:
-    """Return those of our names whose tensors become tensors that the server reports. A server joins some tensors and
-    calls others by names of its own: then it is all of those below the closest module that has any."""
+    """Return our names of the tensors that become tensors which the server reports. A server joins some tensors and
+    renames others. For these the result has all names below the closest module with a tensor of ours."""
     found = set(wide & names)
     for name in wide - names:
         below = set[str]()

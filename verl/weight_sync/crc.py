@@ -69,7 +69,7 @@ def read_checksums(found: Mapping[str, int | PendingChecksum]) -> dict[str, int]
 def _words(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor as int32, with zeros in front up to a whole word: they do not change the folds."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if len(plain) < 2:  # whose stride may be anything
+    if len(plain) < 2:  # its stride may be anything
         plain = plain.clone(memory_format=torch.contiguous_format)
     flat = plain.view(torch.uint8)
     if (short := -len(flat) % 4) or flat.storage_offset() % 4:

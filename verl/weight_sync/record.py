@@ -24,7 +24,8 @@ SAMPLED_VALUES = 256  # per tensor, evenly spread: enough to separate "did not m
 class VersionRecord:
     """The record of the tensors of one version, as they are sent. No tensor is kept.
 
-    Checksums, extremes and values stay on the tensors' device until `finish`, so that no tensor is waited for."""
+    Checksums, extremes and values stay on the tensors' device until `finish`, so that the host does not wait for each
+    tensor."""
 
     manifest: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -33,7 +34,7 @@ class VersionRecord:
     """[2] the least and the largest value of each floating-point tensor that has any, but for values in 8 bits; NaN if
     one is NaN."""
     checksums: dict[str, int | PendingChecksum] = field(default_factory=dict)
-    """Those that the manifest gets in `finish`."""
+    """The checksums that the manifest gets in `finish`."""
     num_bytes: int = 0
     gathered_s: float = 0.0
     """The time that the engine took to deliver the tensors."""

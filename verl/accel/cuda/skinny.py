@@ -143,8 +143,8 @@ def skinny_product(
 
 
 class Narrow:
-    """A product that is computed by `skinny_product` for the numbers of rows at which that is faster, each standing for
-    all from the last smaller one of MEASURED_ROWS on, and else by torch."""
+    """A product that is computed by `skinny_product` for the numbers of rows at which that is faster, and else by
+    torch. The result at a number of MEASURED_ROWS also holds for the numbers between it and the next smaller one."""
 
     nbytes = 0
 

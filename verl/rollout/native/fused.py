@@ -19,7 +19,7 @@ from verl.rollout.native.ops import DecodeOps
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Which of the last rows of a step are tokens of which prompt; each prompt has several rows or none."""
+    """The last rows of a step that are tokens of prompts, by prompt; each prompt has several rows or none."""
 
     tokens: int
     """The number of these rows, also those that belong to no prompt."""

@@ -179,7 +179,7 @@ class PageCache:
         return self.table[slot].index_select(0, tokens // PAGE).long() * PAGE + tokens % PAGE
 
     def _release(self, slot: int) -> None:
-        """Let a slot not use its pages any more."""
+        """Give back the pages of a slot: those without another user are free."""
         for page in self._own[slot, : self._held[slot]].tolist():
             self._users[page] -= 1
             if not self._users[page]:
@@ -272,7 +272,7 @@ class PromptsBeside:
         return next(size for size in self._sizes if size >= start)
 
     def rows(self, tokens: int) -> PromptRows:
-        """Return what a step with this number of prompt tokens reads about them."""
+        """Return the inputs about prompts of a step with this number of prompt tokens."""
         first = self._cache.max_slots
         starts, lengths = self.inputs[3, : MIXED_PROMPTS + 1], self.inputs[4, :MIXED_PROMPTS]
         return PromptRows(tokens, starts, lengths, self._cache.table[first : first + MIXED_PROMPTS])

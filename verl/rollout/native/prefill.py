@@ -69,7 +69,7 @@ class Prefiller:
         self._jobs.clear()
 
     def want(self, requests: Sequence[ActiveRequest], keys: Sequence[PromptKey]) -> None:
-        """Let the prompts of these requests be those that are computed. Prompts that no request waits for are
+        """Make the prompts of these requests the ones that are computed. Prompts that no request waits for are
         dropped."""
         jobs: dict[PromptKey, Job] = {}
         for request, key in zip(requests, keys):

@@ -93,7 +93,7 @@ class NativeRunner:
         elif self._deterministic:
             fused, in_pages = fused.with_exact_rows(), not self._fixed_rows
         mixed = self._facts.mixed_tokens if mixed_tokens is None else mixed_tokens
-        # the bits of a prompt would depend on what the steps have room for
+        # the bits of a prompt would depend on the free places of the steps
         self._make_cache(options.max_kv_tokens, in_pages, fused, () if self._deterministic else mixed)
         # a step on a CPU ends before the host continues, so a surplus token would be computed for nothing
         self.looks_ahead = device.type == "cuda" and in_pages if look_ahead is None else look_ahead
