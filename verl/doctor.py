@@ -10,10 +10,14 @@ import platform
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from verl.bounds import size_text
 from verl.errors import Refused
 from verl.sandbox.code import describe
+
+if TYPE_CHECKING:
+    import torch
 
 PINNED = ("torch", "transformers", "safetensors", "numpy", "pyarrow", "hydra-core", "math-verify", "tensorboard")
 EXTRAS = {
@@ -23,6 +27,11 @@ EXTRAS = {
     "flash-attn": "optional on CUDA: pip install flash-attn",
     "triton": "part of a CUDA build of torch; kernels of the native engine's decode step",
 }
+
+
+PROBE_S = 2.0
+PROBE_BYTES = 256 << 20  # above every cache
+HELD_SHARE = 0.05  # of a card; the context of this process is below it
 
 
 def doctor(run_dir: Path | None) -> int:
@@ -35,7 +44,7 @@ def doctor(run_dir: Path | None) -> int:
         print(f"extra: {name} {_version(name) or f'not installed ({fix})'}")
     print(_devices())
     if _version("torch") is not None:
-        print("\n".join(_kernels()))
+        print("\n".join([*_kernels(), *(_probes() if run_dir is None else ())]))  # a run needs its devices itself
     print(describe())
     free = shutil.disk_usage(run_dir or Path.cwd()).free
     print(f"disk: {free / 2**30:.1f} GiB free")
@@ -60,8 +69,20 @@ def _devices() -> str:
 
     if not torch.cuda.is_available():
         return f"devices: CPU only ({torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()})"
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return f"devices: {', '.join(names)}"
+    cards = (_card_text(i, *torch.cuda.mem_get_info(i)) for i in range(torch.cuda.device_count()))
+    return "devices: " + "; ".join(cards)
+
+
+def _card_text(number: int, free_bytes: int, total_bytes: int) -> str:
+    """Return the name, capability and memory of a card, and the memory that other processes hold."""
+    import torch
+
+    name, (major, minor) = torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number)
+    text = f"cuda:{number} {name}, capability {major}.{minor}, {size_text(total_bytes)}"
+    held = total_bytes - free_bytes
+    if held <= HELD_SHARE * total_bytes:
+        return text
+    return f"{text}, of which other processes hold {size_text(held)} (nvidia-smi lists them)"
 
 
 def _kernels() -> list[str]:
@@ -69,14 +90,46 @@ def _kernels() -> list[str]:
     not used."""
     import torch
 
-    from verl.accel.table import lines_of
+    from verl.accel.operations import Use
+    from verl.accel.table import layer_launches, lines_of
 
     lines = []
     for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for dtype in (torch.float32, torch.bfloat16):
             lines.append(f"kernels on {kind} in {str(dtype).removeprefix('torch.')}:")
             lines += [f"  {line}" for line in lines_of(torch.device(kind), dtype)]
+            if (found := layer_launches(Use(torch.device(kind), dtype))) is not None:
+                split = "where the depth of products is split"
+                lines.append(f"  a decode step: at most {found} launches for each layer of a dense model, {split}")
     return lines
+
+
+def _probes() -> list[str]:
+    """Return a line with the bandwidth of the memory of each device, measured by copies."""
+    import torch
+
+    cards = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return [_probe(device) for device in (cards or [torch.device("cpu")])]
+
+
+def _probe(device: torch.device) -> str:
+    import torch
+
+    what = f"memory of {device}"
+    try:
+        source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+    except torch.OutOfMemoryError:
+        return f"{what}: no {size_text(2 * PROBE_BYTES)} are free to measure its bandwidth"
+    target.copy_(source)
+    rounds, began, spent = 0, time.perf_counter(), 0.0
+    while spent < PROBE_S:
+        for _ in range(10):
+            target.copy_(source)
+        target[-1].item()  # waits for the copies
+        rounds, spent = rounds + 10, time.perf_counter() - began
+    rate = 2 * PROBE_BYTES * rounds / spent
+    return f"{what}: {rate / 1e9:.3g} GB/s by copies during {spent:.1f} s, bytes read and written"
 
 
 def _holder(lock: Path) -> tuple[str, bool]:

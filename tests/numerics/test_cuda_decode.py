@@ -21,7 +21,7 @@ from verl.accel.cuda import decode, prompts
 from verl.accel.cuda.rows import KERNELS
 from verl.accel.linear import Plain, SingleProducts
 from verl.accel.operations import Use
-from verl.accel.table import OPERATIONS
+from verl.accel.table import OPERATIONS, layer_launches
 from verl.rollout.base import GenerateRequest
 from verl.rollout.embedded.core import DecodeRows, EngineCore
 from verl.rollout.embedded.requests import ActiveRequest
@@ -161,6 +161,8 @@ def test_a_layer_is_ten_launches_at_most(name: str, max_context_tokens: int, mon
     assert sum(n in ("mm", "addmm", "addmm_") for n in names) == 4 * layers + 1
     once = {"index_select", "mul_", "div_", "tanh_", "_truncate", "_draw_uniforms", "_reduce_block", "_draw"}
     assert len([n for n in names if n not in once]) == (9 + merged) * layers + 2, names
+    monkeypatch.setattr("verl.accel.cuda.rows.missing", lambda device, sizes: None)
+    assert layer_launches(Use(torch.device("cuda"), torch.float32)) == 10 + 4, "a sum after each product of few rows"
     assert sum(n in once for n in names) <= 10  # embedding and its scale, tokens, cap, draw
 
 

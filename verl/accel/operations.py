@@ -65,6 +65,8 @@ class Kernel:
     """The types of devices that it runs on; empty: all."""
     traffic: float = 1.0
     """Bytes that it moves, as a multiple of the least bytes of the operation."""
+    launches: int = 1
+    """Launches of a call on a GPU, at most."""
 
     def serves(self, use: Use) -> bool:
         """Return True if the row is for this type of device and this dtype."""

@@ -136,6 +136,9 @@ OPERATIONS: Mapping[str, Operation] = {
 }
 """The operations by name."""
 
+DECODED_LAYER: Mapping[str, int] = {"linear": 4, "add_norm": 2, "rotate_and_store": 1, "page_attention": 1, "gated": 1}
+"""The calls of operations in a layer of a dense model, in a decode step over pages."""
+
 KERNELS: tuple[Kernel, ...] = (*cpu.KERNELS, *cuda.KERNELS, *plain.KERNELS)
 """All rows. Of those that can compute an operation the first is chosen."""
 
@@ -159,6 +162,16 @@ def choose(operation: str, use: Use, *, without: tuple[str, ...] = ()) -> Choice
             return Choice(kernel, found, passed)
         passed[kernel.name] = found
     return None
+
+
+def layer_launches(use: Use) -> int | None:
+    """Return the launches of a layer of a dense model in a decode step over pages, at most; None if this device has no
+    kernels for it."""
+    found = {name: choose(name, use) for name in DECODED_LAYER}
+    chosen = {name: choice.kernel for name, choice in found.items() if choice is not None}
+    if len(chosen) < len(found):
+        return None
+    return sum(calls * chosen[name].launches for name, calls in DECODED_LAYER.items())
 
 
 def lines_of(device: torch.device, dtype: torch.dtype) -> list[str]:

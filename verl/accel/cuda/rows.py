@@ -16,7 +16,9 @@ TRITON = "Triton"
 """The name of these kernels in the table."""
 
 
-def _row(operation: str, module: str, function: str, float32: float, half: float, traffic: float = 1.0) -> Kernel:
+def _row(
+    operation: str, module: str, function: str, float32: float, half: float, traffic: float = 1.0, launches: int = 1
+) -> Kernel:
     def load(use: Use) -> Call | str:
         reason = missing(use.device, use.sizes)
         if reason is not None:
@@ -24,7 +26,7 @@ def _row(operation: str, module: str, function: str, float32: float, half: float
         call: Call = getattr(importlib.import_module(f"verl.accel.cuda.{module}"), function)
         return call
 
-    return Kernel(operation, TRITON, load, _tolerance(float32, half), ("cuda",), traffic)
+    return Kernel(operation, TRITON, load, _tolerance(float32, half), ("cuda",), traffic, launches)
 
 
 def _tolerance(float32: float, half: float) -> dict[torch.dtype, float]:
@@ -45,7 +47,7 @@ KERNELS = (
     # on the device `meta` it has shapes and gradients
     Kernel("trained_attention", "torch's flash kernel", segments.load_torch, HALF, ("cuda", "meta")),
     # partial results: G / 128 of the keys and values of a row that is split, for G query heads per key head
-    _row("page_attention", "attention", "attend_pages", 2e-6, 2e-2, traffic=1.07),
+    _row("page_attention", "attention", "attend_pages", 2e-6, 2e-2, traffic=1.07, launches=2),
     _row("prompt_attention", "prompts", "attend_prompts", 2e-6, 2e-2, traffic=1.1),
     _row("page_prompt_attention", "prompts", "attend_prompts_in_pages", 2e-6, 2e-2, traffic=1.1),
     _row("rotate_and_store", "rotary", "rotate_and_store", 2e-6, 2e-2, traffic=1.1),
@@ -61,6 +63,6 @@ KERNELS = (
     _row("expert_sum", "experts", "expert_sum", 2e-6, 2e-2),
     _row("float32_linear", "products", "float32_product", 2e-4, 2e-4, traffic=1.1),
     # parts of few rows are written and read in float32
-    Kernel("linear", TRITON, _skinny, _tolerance(2e-4, 4e-2), ("cuda",), traffic=1.25),
+    Kernel("linear", TRITON, _skinny, _tolerance(2e-4, 4e-2), ("cuda",), traffic=1.25, launches=2),
     _row("exact_linear", "products", "exact_products", 2e-4, 4e-2, traffic=1.1),
 )
