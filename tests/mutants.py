@@ -79,7 +79,7 @@ BLOCKS = "tests/unit/test_fp8.py"
 AWAY = "tests/numerics/test_offload_pinned.py"
 CRC = "tests/unit/test_crc.py"
 WIRE, SLICES = "tests/unit/test_wire_format.py", "tests/distributed/test_parts_sync.py"
-STAGING = "tests/distributed/test_publish_faults.py"
+STAGING, SENDING = "tests/distributed/test_publish_faults.py", "tests/distributed/test_publish_memory.py"
 TEACHER = "tests/numerics/test_teacher.py"
 AHEAD = "tests/unit/test_ahead.py"
 SEVERAL = "tests/numerics/test_several_teachers.py"
@@ -644,6 +644,8 @@ MUTANTS = (
     Mutant(
         "weight_sync/meeting.py", "with contextlib.suppress(RuntimeError):", "with contextlib.nullcontext():", STAGING
     ),
+    Mutant("planner/transport.py", "rank_bytes=2 * share", "rank_bytes=share", SENDING),
+    Mutant("planner/transport.py", "trainer_bytes=2 * bucket", "trainer_bytes=bucket", SENDING),
     Mutant("weight_sync/sender.py", "                _take_part(gathered)\n", "", STAGING),
     Mutant("weight_sync/record.py", "torch.maximum(before[1], largest)", "before[1]", SLICES),
     Mutant("weight_sync/base.py", "if found != expected[name].checksum]", "if not expected]", CRC),

@@ -14,6 +14,7 @@ from verl.model_engine.layout import Layout
 from verl.planner.cluster import ClusterPlan, layout_text
 from verl.planner.plan import Plan, make_plan
 from verl.planner.text import render_plan
+from verl.planner.transport import SentWeights
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,8 @@ def cluster_of(folder: Path, *args: str) -> ClusterPlan:
 
 
 GOLDEN = """\
-cluster   ray, at auto; rows through queue ray, weights through sync tcp (2 x 942 MiB of shared memory of each host)
+cluster   ray, at auto; rows through queue ray, weights through sync tcp
+staged    weights take shared memory: 471 MiB of each rank of the actor, 1.84 GiB of each host with replicas
 layout    8 ranks = 4 data x 2 tensor, in 2 copies of the model: a rank holds 1/4 of a model
 pool main 2 nodes x 4 ranks, each 1 CPU, 1 GPU: actor, critic, compute, recorder, 4 rollout replicas
 pool wide 1 node x 8 ranks, each 2 CPU, 1 npu: ref
@@ -198,7 +200,7 @@ def test_buckets_on_a_gpu_are_memory_of_the_trainers_ranks(folder: Path) -> None
         spread = cluster_of(folder, *pools, "model.device=cuda", *options)
         main, gen = (spread.pools[name].memory for name in ("main", "gen"))
         assert main.items["buckets of weights"] == 2 * wanted and "buckets of weights" not in gen.items
-        assert main.peak_bytes == before.pools["main"].memory.peak_bytes + 2 * wanted and spread.shared_bytes == 0
+        assert main.peak_bytes == before.pools["main"].memory.peak_bytes + 2 * wanted and spread.sent == SentWeights()
         memory = plan_of(folder, "cluster.backend=inproc", "model.device=cuda", *options).memory
         assert memory is not None and memory.items["buckets of weights"] == 2 * wanted
         assert all("buckets of weights" in phase for phase in memory.phases.values())
@@ -211,10 +213,10 @@ def test_all_processes_of_one_machine_are_held_against_its_memory(folder: Path, 
     args = (*base, "cluster.pools={wide: {cpus_per_rank: 1}}", "cluster.ranks_per_node=2")
     spread = cluster_of(folder, *args)
     main, wide = spread.pools["main"], spread.pools["wide"]
-    wanted = 2 * main.memory.peak_bytes + wide.memory.peak_bytes + spread.shared_bytes
+    wanted = 2 * main.memory.peak_bytes + wide.memory.peak_bytes + spread.sent.trainer_bytes
     for engine in ("shm", "tcp"):
         options = (f"sync.engine={engine}", "sync.engine_options.bucket_mb=1000")
-        assert cluster_of(folder, *args, *options).shared_bytes == 2 * (1000 << 20)
+        assert cluster_of(folder, *args, *options).sent.trainer_bytes == 2 * (1000 << 20)
     for has, count in ((wanted, 0), (wanted - 1, 1)):
         monkeypatch.setattr("verl.workers.host.total_bytes", lambda has=has: has)
         found = plan_of(folder, *args).warnings

@@ -16,6 +16,7 @@ from typing import Any
 
 from verl.errors import Refused
 
+_EXPERT = re.compile(r"\.experts\.\d+\.(?:gate_proj|up_proj|w1|w3|(down_proj|w2))\.")
 DTYPE_NAMES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 _WANTED = "a Hugging Face folder (config.json, safetensors, tokenizer)"
@@ -53,6 +54,8 @@ class ModelFacts:
     embedding_parameters: int
     expert_parameters: int
     """The number of `parameters` that belong to experts."""
+    largest_parameters: int
+    """The size of the largest tensor of the model in memory, in which the experts of a layer are two."""
     stored_dtype: str
     stored_bytes: int
     has_chat_template: bool
@@ -141,10 +144,19 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
         body_parameters=sum(t.numel for n, t in counted.items() if n not in output),
         embedding_parameters=sum(t.numel for n, t in counted.items() if EMBEDDING.search(n)),
         expert_parameters=sum(t.numel for n, t in counted.items() if ".experts." in n),
+        largest_parameters=_largest(counted),
         stored_dtype=DTYPE_NAMES.get(main_dtype, main_dtype.lower()),
         stored_bytes=sum(t.num_bytes for t in tensors.values()),
         has_chat_template=bool(chat_template_of(Path(tokenizer_path).expanduser() if tokenizer_path else folder)),
     )
+
+
+def _largest(tensors: Mapping[str, TensorHeader]) -> int:
+    """Return the size of the largest tensor, after the experts of each layer were joined: down, and gate with up."""
+    sizes: Counter[str] = Counter()
+    for name, tensor in tensors.items():
+        sizes[_EXPERT.sub(r".experts.\1", name)] += tensor.numel
+    return max(sizes.values(), default=0)
 
 
 def context_tokens(path: str) -> int | None:

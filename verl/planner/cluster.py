@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.backends import address_of, engine_name, layout_of, options_of
+from verl.config.backends import address_of, engine_name, layout_of
 from verl.config.cluster import places_of
-from verl.config.devices import rollout_dtype
 from verl.config.model_files import describe_model
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout
-from verl.planner.memory import MemoryEstimate, bucket_bytes, pool_rank_memory, summed, wire_bytes
-from verl.weight_sync.options import Ipc, Shm, Tcp
+from verl.planner.memory import MemoryEstimate, pool_rank_memory, summed
+from verl.planner.transport import SentWeights, sent_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +42,8 @@ class ClusterPlan:
     """The engine of the queue."""
     sync: str
     """The engine of the weight sync."""
-    shared_bytes: int
-    """A host's shared memory for two versions of the weights that are being sent, or for two buckets."""
+    sent: SentWeights
+    """The memory of weights that are being sent."""
     pools: dict[str, PoolPlan]
 
     @property
@@ -59,7 +58,7 @@ def cluster_plan(config: Config, update_tokens: int) -> ClusterPlan | None:
     if c.backend == "inproc":
         return None
     pools, places = places_of(config)
-    planned = {}
+    sent, planned = sent_weights(config, describe_model(config.model.path), layout, pools, places), {}
     for name, pool in pools.items():
         roles = tuple(role for role, at in places.items() if at == name and role != "rollout")
         replicas = config.rollout.replicas if places["rollout"] == name else 0
@@ -70,7 +69,14 @@ def cluster_plan(config: Config, update_tokens: int) -> ClusterPlan | None:
             roles=roles,
             replicas=replicas,
             device=pool.computes_on,
-            memory=pool_rank_memory(config, layout, roles, -(-replicas // pool.ranks), update_tokens),
+            memory=pool_rank_memory(
+                config,
+                layout,
+                roles,
+                -(-replicas // pool.ranks),
+                update_tokens,
+                arriving_bytes=sent.arriving_bytes * (pool.computes_on == "cpu"),
+            ),
         )
     return ClusterPlan(
         backend=c.backend,
@@ -78,19 +84,9 @@ def cluster_plan(config: Config, update_tokens: int) -> ClusterPlan | None:
         layout=layout_text(layout),
         queue=engine_name(config, "queue"),
         sync=engine_name(config, "sync"),
-        shared_bytes=2 * _sent_bytes(config),
+        sent=sent,
         pools=planned,
     )
-
-
-def _sent_bytes(config: Config) -> int:
-    """Return the bytes in shared memory of a version of the weights, or of a bucket through which they are sent."""
-    model, options = describe_model(config.model.path), options_of(config, "sync")
-    if isinstance(options, Ipc):
-        return 0
-    if isinstance(options, Shm | Tcp) and options.bucket_mb is not None:
-        return bucket_bytes(options.bucket_mb, model, rollout_dtype(config))
-    return wire_bytes(config, model)
 
 
 def memory_on_this_machine(placement: ClusterPlan) -> MemoryEstimate | None:
@@ -99,7 +95,7 @@ def memory_on_this_machine(placement: ClusterPlan) -> MemoryEstimate | None:
     pools = {name: pool for name, pool in placement.pools.items() if pool.device == "cpu"}
     if placement.backend != "ray" or placement.address is not None or not pools:
         return None
-    items = {"weights on their way": placement.shared_bytes}
+    items = {"weights on their way": placement.sent.trainer_bytes}
     for name, pool in pools.items():
         of, ranks = pool.memory, pool.nodes * pool.ranks_per_node
         items |= {f"{item} of {name}": ranks * of.items[item] for item in of.phases[of.peak_phase]}

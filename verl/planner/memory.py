@@ -154,7 +154,7 @@ def kv_bytes_per_token(model: ModelFacts, dtype: str) -> int:
 
 def bucket_bytes(bucket_mb: int, model: ModelFacts, dtype: str) -> int:
     """Return the size of a bucket through which weights are sent in `dtype`. The largest tensor is not split."""
-    return max(bucket_mb << 20, DTYPE_BYTES[dtype] * model.vocab * model.hidden)
+    return max(bucket_mb << 20, DTYPE_BYTES[dtype] * model.largest_parameters)
 
 
 def device_buckets(config: Config) -> dict[str, int]:
@@ -240,18 +240,28 @@ def needs_reference(config: Config) -> bool:
 
 
 def pool_rank_memory(
-    config: Config, layout: Layout, roles: Sequence[str], replicas: int, update_tokens: int
+    config: Config, layout: Layout, roles: Sequence[str], replicas: int, update_tokens: int, *, arriving_bytes: int = 0
 ) -> MemoryEstimate:
     """Return the memory of a pool's fullest rank: the first rank of every role and stage, with a replica if there is
-    one."""
-    stages = [_stage_memory(config, layout, roles, replicas, update_tokens, s) for s in range(layout.pipeline)]
+    one. arriving_bytes: the memory of a process that fetches weights, outside of its model."""
+    arriving = {"arriving weights": arriving_bytes} if replicas else {}
+    stages = [
+        _stage_memory(config, layout, roles, replicas, update_tokens, s, arriving) for s in range(layout.pipeline)
+    ]
     return max(stages, key=lambda memory: memory.peak_bytes)
 
 
 def _stage_memory(
-    config: Config, layout: Layout, roles: Sequence[str], replicas: int, update_tokens: int, stage: int
+    config: Config,
+    layout: Layout,
+    roles: Sequence[str],
+    replicas: int,
+    update_tokens: int,
+    stage: int,
+    arriving: Mapping[str, int],
 ) -> MemoryEstimate:
-    items = _rank_items(config, layout, roles, replicas, update_tokens, stage)
+    """Return the memory of the rank of a stage. arriving: the bytes of weights that are being fetched, by item."""
+    items = {**_rank_items(config, layout, roles, replicas, update_tokens, stage), **arriving}
     every = [f"{role} {name}" for role in roles for name in HELD] + ["rollout weights", "buckets of weights"]
 
     def held(*awake: str) -> list[str]:
@@ -268,7 +278,8 @@ def _stage_memory(
     for role in (role for role in TRAINED if role in roles):
         own = (f"{role} weights", f"{role} optimizer states")
         phases[f"update {role}"] = [*held(*own), *fullest_moment(items, role, "update"), *kept]
-    phases["publish"] = [*held("actor weights"), *fullest_moment(items, "actor", "publish"), "incoming weights", *kept]
+    flying = [*fullest_moment(items, "actor", "publish"), "incoming weights", *arriving]
+    phases["publish"] = [*held("actor weights"), *flying, *kept]
     return summed(items, phases)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from verl.bounds import counted, size_text
-from verl.config.backends import SYNC
 from verl.config.model_files import ModelFacts
 from verl.config.schema import Config
 from verl.planner.card import CardFacts, card_lines, check_card
@@ -12,6 +11,7 @@ from verl.planner.cluster import ClusterPlan
 from verl.planner.memory import MemoryEstimate
 from verl.planner.plan import Plan
 from verl.planner.sizes import RolloutSizes, RunLength, StepSizes
+from verl.planner.transport import SentWeights
 
 
 def render_plan(plan: Plan) -> str:
@@ -106,9 +106,8 @@ def _rollout_line(r: RolloutSizes) -> str:
 def _cluster_lines(p: ClusterPlan) -> dict[str, str]:
     """Return the lines on the placement of roles in pools."""
     where = f"at {p.address}" if p.address else "started for this run on this machine"
-    each_host = " of each host" if SYNC[p.sync].each_host else ""
-    shared = f"2 x {size_text(p.shared_bytes // 2)} of shared memory{each_host}"
-    lines = {"cluster": f"{p.backend}, {where}; rows through queue {p.queue}, weights through sync {p.sync} ({shared})"}
+    lines = {"cluster": f"{p.backend}, {where}; rows through queue {p.queue}, weights through sync {p.sync}"}
+    lines |= {"staged": text} if (text := _shared_text(p.sent)) else {}
     lines["layout"] = p.layout
     for name, pool in p.pools.items():
         each = ", ".join(f"{amount:g} {what}" for what, amount in pool.each.items())
@@ -116,6 +115,19 @@ def _cluster_lines(p: ClusterPlan) -> dict[str, str]:
         size = f"{counted(pool.nodes, 'node')} x {counted(pool.ranks_per_node, 'rank')}"
         lines[f"pool {name}"] = f"{size}, each {each}: {', '.join(held)}"
     return lines
+
+
+def _shared_text(sent: SentWeights) -> str:
+    """Return the sizes of the shared memory for weights that are being sent, and where it is; "" without any."""
+    both = sent.trainer_bytes == sent.replica_bytes
+    parts = {
+        "of each rank of the actor": sent.rank_bytes,
+        "of each host": sent.trainer_bytes * both,
+        "of the trainer's host": sent.trainer_bytes * (not both),
+        "of each host with replicas": sent.replica_bytes * (not both),
+    }
+    found = [f"{size_text(size)} {where}" for where, size in parts.items() if size]
+    return f"weights take shared memory: {', '.join(found)}" if found else ""
 
 
 def _memory_lines(memory: MemoryEstimate, title: str = "memory (estimate)") -> list[str]:
