@@ -29,7 +29,7 @@ from verl.workers.compute import step_columns
 NEEDED = {"drgrpo": {"horizon_tokens": 3}, "gdpo": {"reward_components": ["a", "b"]}}
 
 TOY = '''
-"""A toy algorithm: rewards above their group's mean count, by a loss with one setting of its own."""
+"""A toy algorithm that trains mostly on rewards above their group's mean, by a loss with one setting of its own."""
 
 from dataclasses import dataclass
 
