@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from handmade_model import write_model, write_rows
 
+from verl.cli import main
 from verl.config.load import load_config, recipe_names, validate
 from verl.planner.plan import make_plan
 from verl.planner.text import render_plan
@@ -63,6 +64,32 @@ def test_what_fits_where(tmp_path: Path, monkeypatch) -> None:
             ).config
         )
         assert plan.memory.peak_bytes < gigabytes * 10**9
+
+
+MODELS = {
+    "Qwen2.5-0.5B-Instruct": SHAPES["one_gpu_0.5b"][0],
+    "Qwen2.5-1.5B-Instruct": dict(layers=28, hidden=1536, ffn=8960, heads=12, kv_heads=2, vocab=151936),
+    "Qwen2.5-7B-Instruct": SHAPES["eight_gpus_7b_fsdp2"][0],
+}
+
+
+def test_the_plans_on_the_page_of_gpus_print_the_memory_that_it_names(tmp_path: Path, monkeypatch, capsys) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    lines = re.findall(r"^verl plan (recipe=.*\S) +# (peak .*)$", page, re.MULTILINE)
+    assert len(lines) == 4 and {model for model in MODELS if model in str(lines)} == MODELS.keys()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("verl.config.cluster.find_spec", lambda name: name)
+    for name, shape in MODELS.items():
+        write_model(tmp_path / name, **shape)
+    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
+    for split, count in (("train", 7473), ("test", 1319)):
+        write_rows(tmp_path / "data" / "gsm8k" / f"{split}.jsonl", count)
+    for given, peak in lines:
+        assert main(["plan", *given.split()]) == 0
+        assert f"\n{peak}\n" in capsys.readouterr().out, given
+    assert main(["plan", "recipe=one_gpu_0.5b", "model.path=Qwen2.5-1.5B-Instruct", "card_gib=24"]) == 2
+    (state,) = re.findall(r"optimizer states want (\S+ GiB) during\s+an update", page)
+    assert f"optimizer states want {state} during an update" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
