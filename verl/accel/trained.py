@@ -48,7 +48,7 @@ def trained_attention(
         scores = torch.einsum("qhd,khd->hqk", _exact(q[begin:end]), _exact(k_i)) * scale
         at = torch.arange(last - first - (end - begin), last - first, device=q.device)[:, None]
         key = torch.arange(last - first, device=q.device)
-        hidden = (key > at) | (key <= at - (window or last - first + 1))
+        hidden = (key > at) | (key <= at - (window or last - first))
         shares = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         found.append(torch.einsum("hqk,khd->qhd", shares, _exact(v_i)).to(q.dtype))
         begin = end
