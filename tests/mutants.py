@@ -59,7 +59,7 @@ RUN = "tests/e2e/test_controllers.py tests/e2e/test_train.py tests/e2e/test_resu
 PACK = "tests/unit/test_batch.py tests/numerics/test_split.py"
 LOSSES, CLIENT = "tests/unit/test_router_losses.py", "tests/unit/test_rollout_client.py"
 PLACES = "tests/unit/test_config_cluster.py"
-AHEAD = "tests/unit/test_look_ahead.py"
+LOOK_AHEAD = "tests/unit/test_look_ahead.py"
 MIXED, SKINNY = "tests/numerics/test_mixed_steps.py", "tests/numerics/test_skinny_products.py"
 CUDA, CUDA_ENGINE = "tests/numerics/test_cuda_kernels.py", "tests/numerics/test_cuda_decode.py"
 EXACT_ROWS, HEAD_DTYPE = "tests/numerics/test_exact_rows.py", "tests/numerics/test_head_dtype.py"
@@ -1167,6 +1167,15 @@ MUTANTS = (
     Mutant("accel/cuda/attention.py", "tl.where(total > 0, mixed / total, 0.0)", "mixed / total", CUDA),
     Mutant("accel/cuda/attention.py", "total * kept + tl.exp(sink - highest)", "total + tl.exp(sink - highest)", CUDA),
     Mutant("accel/cuda/attention.py", "62.0 / 2835", "63.0 / 28", CUDA),
+    Mutant("accel/cuda/attention.py", "cap * _tanh(score / cap)", "cap * _tanh(score)", CUDA),
+    Mutant("accel/cuda/attention.py", "range(0, parts, AT_ONCE)", "range(0, parts, AT_ONCE // 2 + 1)", CUDA),
+    Mutant("accel/cuda/attention.py", "            if SINKS:\n", "            if False:\n", CUDA),
+    Mutant(
+        "accel/cuda/attention.py",
+        "    if SINKS:\n        kept, total = _with_sink(highest",
+        "    if False:\n        kept, total = _with_sink(highest",
+        CUDA,
+    ),
     Mutant("accel/cuda/rotary.py", "even * cos - odd * sin", "even * cos + odd * sin", CUDA),
     Mutant("accel/cuda/rotary.py", "position // PAGE)", "(position + 1) // PAGE)", CUDA),
     Mutant("accel/cuda/rotary.py", "if position >= 0:", "if position >= -1:", CUDA),
@@ -1246,11 +1255,13 @@ MUTANTS = (
         "both[:, : len(index)] = joined",
         "tests/unit/test_rollout_native.py",
     ),
-    Mutant("rollout/embedded/core.py", "positions += ahead", "pass", AHEAD),
-    Mutant("rollout/embedded/core.py", "running.sampling(0, n, ahead)", "running.sampling(0, n)", AHEAD),
-    Mutant("rollout/embedded/core.py", "places[sources] = holes", "pass", AHEAD),
-    Mutant("rollout/embedded/core.py", "np.argsort(launched.rows)[", "np.flatnonzero(launched.rows >= 0)[0 * ", AHEAD),
-    Mutant("rollout/native/paged.py", "np.where(rows.drawn_by < 0, given, rows.drawn_by)", "given", AHEAD),
+    Mutant("rollout/embedded/core.py", "positions += ahead", "pass", LOOK_AHEAD),
+    Mutant("rollout/embedded/core.py", "running.sampling(0, n, ahead)", "running.sampling(0, n)", LOOK_AHEAD),
+    Mutant("rollout/embedded/core.py", "places[sources] = holes", "pass", LOOK_AHEAD),
+    Mutant(
+        "rollout/embedded/core.py", "np.argsort(launched.rows)[", "np.flatnonzero(launched.rows >= 0)[0 * ", LOOK_AHEAD
+    ),
+    Mutant("rollout/native/paged.py", "np.where(rows.drawn_by < 0, given, rows.drawn_by)", "given", LOOK_AHEAD),
     Mutant("accel/uniforms.py", "z ^ _shifted(z, 31)", "z ^ (z >> 31)", CUDA),
     Mutant("accel/cuda/sampling.py", "other=0) + 1).to(tl.uint64", "other=0)).to(tl.uint64", CUDA),
     Mutant("accel/cuda/truncation.py", "ties = k - above", "ties = k - above + 1", CUDA),
