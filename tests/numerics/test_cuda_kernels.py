@@ -101,6 +101,21 @@ def test_prompts_with_and_without_a_past(each: int, window: int, cap: float, mon
     assert torch.equal(again, ours[alone]), "the bits of a prompt do not depend on the others"
 
 
+@pytest.mark.parametrize("window", [0, 20])
+def test_prompts_in_pages_of_several_blocks_have_the_bits_of_packed_ones(window: int, monkeypatch: Any) -> None:
+    """Pages of 32 tokens, blocks of 16; a past that ends in the middle of a page, and tokens of no prompt."""
+    monkeypatch.setattr(prompts, "BLOCK_KEYS", 16)
+    starts, lengths = torch.tensor([0, 5, 5, 22]), torch.tensor([50, 0, 70])
+    torch.manual_seed(window)
+    q, (pool, table) = torch.randn(24, 2, 16), pages_of(lengths - 1, 32, 1, 16, torch.float32)
+    packed = torch.cat([pool[:, row.long()].flatten(1, 2)[:, :n] for row, n in zip(table, lengths.tolist())], 1)
+    key_starts = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
+    read = {"scale": 0.25, "window": window, "cap": 0.0}
+    expected = prompts.attend_prompts(q, *packed, starts.int(), key_starts, 24, **read)
+    ours = prompts.attend_prompts_in_pages(q, *pool, table, starts, lengths, 24, **read)
+    assert torch.isfinite(expected[:22]).all() and torch.equal(ours[:22], expected[:22])
+
+
 @matrix("splits", [2, 1, 8])
 def test_a_row_does_not_depend_on_the_others(splits: int) -> None:
     at = torch.tensor([10, 700, -1, 300])
