@@ -22,6 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from verl.wire import FP8_CAPABILITY
+
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -30,6 +32,7 @@ POINTERS = {
     torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 OPTIONS = ("num_warps", "num_stages")
 
@@ -64,9 +67,20 @@ def compile_launch(kernel: Any, given: dict[str, Any], target: GPUTarget) -> dic
     }
 
 
-def launch_all(dtype: torch.dtype, dim: int) -> None:
+def launch_all(dtype: torch.dtype, dim: int, capability: int) -> None:
     """Call every operation once with the sizes of a Qwen3 layer, and the others' features."""
-    from verl.accel.cuda import attention, experts, layers, products, prompts, rotary, sampling, skinny, training
+    from verl.accel.cuda import (
+        attention,
+        blocks,
+        experts,
+        layers,
+        products,
+        prompts,
+        rotary,
+        sampling,
+        skinny,
+        training,
+    )
 
     rows, heads, kv_heads, page, ffn, vocab = 4, 16, 8, 256, 3072, 151936
 
@@ -106,6 +120,13 @@ def launch_all(dtype: torch.dtype, dim: int) -> None:
     products.float32_product(x, empty(ffn, 1024))
     skinny.skinny_product(x, empty(vocab, 1024), None, None)
     skinny.skinny_product(x, empty(1024, 1024), weight, x, parts=4)
+    if divmod(capability, 10) >= FP8_CAPABILITY:
+        scales, of = empty(ffn // 128, 8, kind=torch.float32), empty(ffn, kind=torch.int32)
+        for n, bias in ((rows, None), (600, empty(ffn))):
+            values, residual = empty(ffn, 1024, kind=torch.float8_e4m3fn), empty(n, ffn)
+            blocks.block_product(empty(n, 1024), values, scales, of, bias, None if bias is None else residual)
+        values, scales = empty(128, 1536, 1024, kind=torch.float8_e4m3fn), empty(128, 12, 8, kind=torch.float32)
+        experts.expert_products(x, values, order, starts, 8, scales)
     numbers = empty(rows, kind=torch.float64)
     sampling.draw_tokens(empty(rows, vocab), numbers, numbers)
     gate, tables = empty(1, rows, ffn).requires_grad_(), empty(rows, 1, dim, kind=torch.float32)
@@ -125,7 +146,7 @@ def main(capability: int, dtype: str, dim: int) -> None:
         print(json.dumps({**compile_launch(kernel, given, target), "programs": list(grid)}), flush=True)
 
     JITFunction.run = run
-    launch_all(getattr(torch, dtype), dim)
+    launch_all(getattr(torch, dtype), dim, capability)
 
 
 if __name__ == "__main__":

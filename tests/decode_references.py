@@ -101,7 +101,23 @@ def add_norm(residual: Tensor, delta: Tensor | None, delta_weight: Tensor | None
     return normed(residual, weight)
 
 
-def expert_products(x: Tensor, weights: Tensor, order: Tensor, starts: Tensor, each: int) -> Tensor:
+def scaled(values: Tensor, scales: Tensor, scale_rows: Tensor) -> Tensor:
+    """The weights [..., N, K] of values and scales [..., R, ceil(K / 128)]; row n has those of scale_rows[n]."""
+    return values * scales[..., scale_rows.long(), :].repeat_interleave(128, -1)[..., : values.shape[-1]]
+
+
+def block_linear(
+    x: Tensor, values: Tensor, scales: Tensor, scale_rows: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    out = x @ scaled(values, scales, scale_rows).T
+    return out + sum(added for added in (bias, residual) if added is not None)
+
+
+def expert_products(
+    x: Tensor, weights: Tensor, order: Tensor, starts: Tensor, each: int, scales: Tensor | None = None
+) -> Tensor:
+    if scales is not None:
+        weights = scaled(weights, scales, torch.arange(weights.shape[1]) // 128)
     of_pair = torch.empty_like(order)
     of_pair[order] = torch.repeat_interleave(torch.arange(len(weights)), starts[1:] - starts[:-1])
     return torch.einsum("pc,pnc->pn", x.repeat_interleave(each, 0), weights[of_pair])
@@ -160,13 +176,26 @@ def add_norm_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inpu
     return (x, delta if size % 2 else None, inner if size in (3, 5) else None, weight, 1e-5), {}
 
 
+def block_linear_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    """Rows of a decode step and of a prefill; rows of the weight in any order of their scales."""
+    rows, depth, width = ((1, 128, 16), (5, 130, 200), (33, 20, 70), (70, 384, 129))[size % 4]
+    values = (30 * torch.randn(width, depth, generator=rng)).to(torch.float8_e4m3fn)
+    scales = 10 ** (2 * torch.rand(-(-width // 128) + 1, -(-depth // 128), generator=rng) - 4) / depth**0.5
+    order = torch.randint(0, len(scales), (width,), generator=rng, dtype=torch.int32)
+    x, bias, residual = (torch.randn(n, generator=rng).to(dtype) for n in ((rows, depth), (width,), (rows, width)))
+    return (x, values, scales, order, bias if size % 2 else None, residual if size % 3 else None), {}
+
+
 def expert_products_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
     each, experts, width, depth = ((1, 3, 24, 40), (2, 6, 16, 130), (2, 40, 8, 16), (1, 1, 70, 64))[size % 4]
     of_pair = torch.randint(0, experts, (18 * each,), generator=rng)
     order = of_pair.argsort(stable=True)
     starts = torch.searchsorted(of_pair[order], torch.arange(experts + 1))
     x, weights = torch.randn(18, depth, generator=rng), torch.randn(experts, width, depth, generator=rng) / depth**0.5
-    return (x.to(dtype), weights.to(dtype), order, starts, each), {}
+    if size % 8 < 4:
+        return (x.to(dtype), weights.to(dtype), order, starts, each), {}
+    scales = torch.rand(experts, -(-width // 128), -(-depth // 128), generator=rng) / 100
+    return (x.to(dtype), (100 * weights).to(torch.float8_e4m3fn), order, starts, each), {"scales": scales}
 
 
 def expert_sum_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:

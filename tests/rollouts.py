@@ -51,13 +51,15 @@ def native_core(
     max_kv_tokens: int | None = None,
     lanes: int = 1,
     layout: str | None = None,
+    fp8: bool = False,
     **rest: Any,
 ) -> EngineCore:
     """Return the synchronous native engine with `weights` as version 0; `rest` are arguments of the runner."""
     options = Options(
         max_prefill_tokens=max_prefill_tokens, prefix_cache_tokens=prefix_cache_tokens, max_kv_tokens=max_kv_tokens
     )
-    context = context_of(config, rows, max_context_tokens=max_context_tokens, dtype=dtype, deterministic=deterministic)
+    known = {"max_context_tokens": max_context_tokens, "dtype": dtype, "deterministic": deterministic, "fp8": fp8}
+    context = context_of(config, rows, **known)
     products = None if layout is None else products_of(layout)
     core = EngineCore(NativeRunner(options, context, lanes=lanes, products=products, **rest), (), None)
     core.load(weights)

@@ -11,6 +11,8 @@ FP8 = "fp8"
 """The value of rollout.dtype for projections in blocks of 8 bits; other tensors and the activations are bfloat16."""
 FP8_BLOCK = 128
 """The rows and the columns of a block of weights that share a scale."""
+FP8_CAPABILITY = (8, 9)
+"""The first compute capability of NVIDIA cards that converts E4M3 values."""
 FLOATS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23), "float64": (11, 52)}
 """The bits of exponent and mantissa of each dtype, by torch's name, the narrower ones first."""
 

@@ -154,6 +154,7 @@ CASES: Mapping[str, Case] = {
     "page_prompt_attention": Case(references.page_prompt_attention_inputs, references.page_prompt_attention),
     "rotate_and_store": Case(references.rotate_and_store_inputs, references.rotate_and_store, changed=(5, 6)),
     "add_norm": Case(references.add_norm_inputs, references.add_norm, changed=(0,)),
+    "block_linear": Case(references.block_linear_inputs, references.block_linear),
     "expert_products": Case(references.expert_products_inputs, references.expert_products),
     "expert_sum": Case(references.expert_sum_inputs, references.expert_sum),
     "float32_linear": Case(float32_linear_inputs, lambda x, weight: x @ weight.T),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,18 @@ import torch
 from each import matrix
 from interpreted import Launches, fix_bf16_products, interpreted_ops
 from on_device import close_to
-from rollouts import draws_of, finish
-from test_rollout_numerics import CONFIGS, engine, logprobs_of, reference
+from rollouts import draws_of, finish, native_core
+from test_rollout_numerics import CONFIGS, SIZES, engine, logprobs_of, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config
 
 pytest.importorskip("triton", reason="no Triton here (make triton-package)")
-from verl.accel.cuda import decode, prompts
+from verl.accel.cuda import blocks, decode, prompts
 from verl.accel.cuda.rows import KERNELS
 from verl.accel.linear import Plain, SingleProducts
 from verl.accel.operations import Use
 from verl.accel.table import OPERATIONS, layer_launches
+from verl.nn.fp8 import as_computed
 from verl.rollout.base import GenerateRequest
 from verl.rollout.embedded.core import DecodeRows, EngineCore
 from verl.rollout.embedded.requests import ActiveRequest
@@ -29,9 +31,11 @@ from verl.rollout.native import paged
 from verl.rollout.native.engine import slower_notes
 from verl.rollout.native.fused import decode_hidden
 from verl.rollout.native.model import Model
-from verl.rollout.native.ops import DecodeOps, choose_decode_ops, choose_ops
+from verl.rollout.native.ops import DecodeOps, choose_block_linear, choose_decode_ops, choose_ops
 from verl.rollout.native.weights import Storage, weights_of
 from verl.types import Sampling
+from verl.weight_sync.wire_format import wire_tensors
+from verl.wire import WireFormat
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 FAMILIES = ("qwen3", "qwen2", "llama mqa", "mistral narrow window", "gemma2", "gemma3", "qwen3 moe")
@@ -94,6 +98,68 @@ def test_prompts_in_several_passes_equal_transformers(name: str) -> None:
             completion.logprobs, exact(module, prompt, completion.ids, 0.7), atol=1e-6, rtol=5e-7
         )
     assert used and max(used) == 3, "several prompts are one call"
+
+
+def in_8_bits(module: Any, form: WireFormat) -> Any:
+    """The weights of a module as they are sent in blocks of 8 bits; the module gets the dequantised ones."""
+    sent = [pair for name, t in module.state_dict().items() for pair in wire_tensors(form, name, t)]
+    for name, parameter in module.named_parameters():
+        parameter.data = as_computed(name, parameter, torch.float32, fp8=True)
+    return SimpleNamespace(version=0, passes=False, seconds={}, tensors=lambda: iter(sent))
+
+
+WIDE = {**SIZES, "hidden_size": 160, "intermediate_size": 200, "num_attention_heads": 4, "num_key_value_heads": 1}
+
+
+@pytest.mark.on_device
+@matrix("name", ["blocks", "qwen2", "gemma2", "qwen3 moe"])
+def test_weights_in_8_bits_equal_transformers(name: str) -> None:
+    """Fused projections that are no multiple of a block, and (blocks) heads of 160, whose RoPE pairs are in two."""
+    config = CONFIGS.get(name) or Qwen3Config(**WIDE, head_dim=160, tie_word_embeddings=False)
+    module = reference(config)
+    source = in_8_bits(module, WireFormat("float32", fp8=True))
+    kernels = {"paged": True, "decode_ops": interpreted_ops(), "block_linear": blocks.block_product}
+    core = native_core(config, source, rows=5, compiled=False, layout="plain", fp8=True, **kernels)
+    assert sum(t.dtype == torch.float8_e4m3fn for t in core.runner.model.live.tensors) == 4 * config.num_hidden_layers
+    for prompt, completion in answers(core, Sampling(max_tokens=6, temperature=0.7)).values():
+        np.testing.assert_allclose(
+            completion.logprobs, exact(module, prompt, completion.ids, 0.7), atol=close_to(2e-6), rtol=2e-6
+        )
+
+
+def test_a_version_in_8_bits_replaces_another_one_in_its_memory() -> None:
+    """Values, scales and norms are written where graphs read them."""
+    config = CONFIGS["qwen3 moe"]
+    modules = [reference(config) for _ in range(2)]
+    for parameter in modules[1].parameters():
+        parameter.data = 3 * torch.randn_like(parameter)
+    form = WireFormat("float32", fp8=True)
+    first, second = (in_8_bits(module, form) for module in modules)
+    kernels = {"paged": True, "decode_ops": interpreted_ops(), "block_linear": blocks.block_product}
+    core, fresh = (
+        native_core(config, one, rows=5, compiled=False, layout="plain", fp8=True, **kernels) for one in (first, second)
+    )
+    before = [t.data_ptr() for t in core.runner.model.live.tensors]
+    core.load(second)
+    assert before == [t.data_ptr() for t in core.runner.model.live.tensors]
+    sampling = Sampling(max_tokens=5, temperature=0.7)
+    for (_, ours), (_, theirs) in zip(answers(core, sampling).values(), answers(fresh, sampling).values(), strict=True):
+        np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+
+
+@pytest.mark.parametrize("spoilt,match", [("values", "weights in blocks of FP8 were expected"), ("scales", "missing")])
+def test_a_version_in_8_bits_is_whole(spoilt: str, match: str) -> None:
+    source = in_8_bits(reference(CONFIGS["qwen3"]), WireFormat("float32", fp8=True))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    sent = dict(source.tensors())
+    if spoilt == "values":
+        sent[name] = sent[name].bfloat16()
+    else:
+        del sent[f"{name}_scale_inv"]
+    source.tensors = sent.items
+    kernels = {"paged": True, "decode_ops": interpreted_ops(), "block_linear": blocks.block_product}
+    with pytest.raises(ValueError, match=match):
+        native_core(CONFIGS["qwen3"], source, rows=5, compiled=False, layout="plain", fp8=True, **kernels)
 
 
 @pytest.mark.slow
@@ -191,16 +257,21 @@ class Declared(TorchDispatchMode):
             "expert_sum": lambda each, share: each.new_empty(len(share), each.shape[1]),
         }
 
-        def counted(name: str, result: Any) -> Any:
-            def call(*args: Any, **named: Any) -> Any:
-                args = tuple(self._positions if i == 4 and name == "page_attention" else a for i, a in enumerate(args))
-                if name != "expert_products":  # its work depends on numbers of rows, which only the device knows
-                    self.bytes += self._rows[name].traffic * OPERATIONS[name].cost(*args, **named).bytes
-                return result(*args)
+        return DecodeOps(**{name: self.counted(name, result) for name, result in results.items()})
 
-            return call
+    def counted(self, name: str, result: Any) -> Any:
+        """The operation, with a result of the right size."""
 
-        return DecodeOps(**{name: counted(name, result) for name, result in results.items()})
+        def call(*args: Any, **named: Any) -> Any:
+            args = tuple(self._positions if i == 4 and name == "page_attention" else a for i, a in enumerate(args))
+            if name != "expert_products":  # its work depends on numbers of rows, which only the device knows
+                self.bytes += self._rows[name].traffic * OPERATIONS[name].cost(*args, **named).bytes
+            return result(*args)
+
+        return call
+
+    def block_linear(self) -> Any:
+        return self.counted("block_linear", lambda x, values, *rest: x.new_empty(len(x), len(values)))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -211,19 +282,22 @@ class Declared(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("rows,tokens", [(1, 512), (16, 1024), (64, 1024), (256, 512)])
-def test_a_step_moves_little_beside_weights_and_kv(rows: int, tokens: int) -> None:
-    """A decode step of Qwen3-0.6B in bf16, by what its operations declare."""
+def test_a_step_moves_little_beside_weights_and_kv(rows: int, tokens: int, fp8: bool) -> None:
+    """A decode step of Qwen3-0.6B in bf16, by what its operations declare. In 8 bits the weights of layers are half,
+    with scales and their rows 0.5% more."""
     sizes = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
     config = Qwen3Config(**sizes, head_dim=128, intermediate_size=3072, vocab_size=151936, tie_word_embeddings=True)
     meta, dtype = torch.device("meta"), torch.bfloat16
-    ops = choose_ops(torch.device("cpu"), dtype, compiled=False, products=SingleProducts(Plain, keeps=True))
-    model = Model(config, 4096, meta)
-    model.weights = weights_of(Storage(model.shape, dtype, dtype, meta), ops)
-    model.rotary.reserve(4096)
-    pool = torch.empty(28, 2, 1 + rows * tokens // 256, 256, 8, 128, dtype=dtype, device=meta)
     at = torch.zeros(rows, dtype=torch.int64, device=meta)
     declared = Declared(torch.full((rows,), tokens - 1))
+    products = {"products": SingleProducts(Plain, keeps=True), "block_linear": declared.block_linear() if fp8 else None}
+    ops = choose_ops(torch.device("cpu"), dtype, compiled=False, **products)
+    model = Model(config, 4096, meta)
+    model.weights = weights_of(Storage(model.shape, dtype, dtype, meta, blocks=fp8), ops)
+    model.rotary.reserve(4096)
+    pool = torch.empty(28, 2, 1 + rows * tokens // 256, 256, 8, 128, dtype=dtype, device=meta)
     with declared:
         table = torch.zeros(rows, tokens // 256, dtype=torch.int32, device=meta)
         hidden = decode_hidden(declared.ops(), model, pool, table, at, at)
@@ -232,18 +306,23 @@ def test_a_step_moves_little_beside_weights_and_kv(rows: int, tokens: int) -> No
         ops_of.sample(logits, at.double(), ops_of.uniforms(at, at))
     weights = sum(tensor.nbytes for tensor in model.live.tensors)
     kv = 2 * 28 * 8 * 128 * 2 * rows * tokens
-    assert weights > 1.19e9 and declared.bytes > weights + kv
+    layers = 28 * (4096 * 1024 + 1024 * 2048 + 3 * 1024 * 3072)
+    assert (weights > 1.19e9 or fp8) and declared.bytes > weights + kv
+    assert not fp8 or 2 * 151936 * 1024 + layers < weights < 2 * 151936 * 1024 + 1.005 * layers
     assert declared.bytes < 1.15 * (weights + kv), declared.bytes / (weights + kv)
 
 
-def launched_on_meta(name: str, ops: DecodeOps | None, patch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def launched_on_meta(
+    name: str, ops: DecodeOps | None, patch: pytest.MonkeyPatch, block_linear: Any = None
+) -> list[torch.Tensor]:
     """Return the transfers to the host in two steps, of which the second takes the tokens of the first. On the device
     `meta` there is nothing to read: a copy to the host, the value of a tensor, or a shape that depends on values raises
     an error."""
     meta, dtype, sent = torch.device("meta"), torch.bfloat16, list[torch.Tensor]()
-    plain = choose_ops(torch.device("cpu"), dtype, compiled=False, products=SingleProducts(Plain, keeps=True))
+    products = {"products": SingleProducts(Plain, keeps=True), "block_linear": block_linear}
+    plain = choose_ops(torch.device("cpu"), dtype, compiled=False, **products)
     model = Model(CONFIGS[name], 256, meta)
-    model.weights = weights_of(Storage(model.shape, dtype, dtype, meta), plain)
+    model.weights = weights_of(Storage(model.shape, dtype, dtype, meta, blocks=block_linear is not None), plain)
     cache = paged.PageCache(model.shape, dtype, meta, 3, 256, 3 * 256)
     s = model.shape
     cache.fill(0, 3, torch.empty(s.layers, 2, s.kv_heads, 20, s.head_dim, dtype=dtype, device=meta))
@@ -261,6 +340,12 @@ def test_a_step_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) ->
     """All that is copied to the host are the ids and log-probs, after the step."""
     sent = launched_on_meta(name, Declared(torch.full((4,), 20)).ops(), monkeypatch)
     assert [(both.shape, both.device.type) for both in sent] == [((2, 3), "meta")] * 2
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3 moe"])
+def test_a_step_of_weights_in_8_bits_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = Declared(torch.full((4,), 20))
+    assert len(launched_on_meta(name, declared.ops(), monkeypatch, declared.block_linear())) == 2
 
 
 def test_a_step_that_waits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +368,10 @@ def test_what_the_kernels_lack_has_a_reason(monkeypatch: pytest.MonkeyPatch, tmp
         ({"page": 24}, "pages of 24 tokens"),
     ):
         assert reason in str(choose_decode_ops(Use(cuda, torch.bfloat16, {**sizes, **changed})))
+    assert "compute capability 8.0, below 8.9" in str(choose_block_linear(Use(cuda, torch.bfloat16)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert choose_block_linear(Use(cuda, torch.bfloat16)) is blocks.block_product
+    assert "no product with such weights in torch.float32" in str(choose_block_linear(Use(cuda, torch.float32)))
     assert "no kernel of page_attention" in str(choose_decode_ops(Use(cuda, torch.float64, sizes)))
     assert "no kernel of page_attention" in str(choose_decode_ops(Use(cpu, torch.float32, sizes)))
     monkeypatch.setattr(decode.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})

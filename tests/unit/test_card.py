@@ -33,6 +33,15 @@ def test_bfloat16_is_refused_of_a_card_without_it(config):
     check_card(config(), make_plan(config()).memory, OLD)
 
 
+@pytest.mark.parametrize("capability,fix", [((7, 5), "float32"), ((8, 0), "bfloat16"), ((8, 6), "bfloat16")])
+def test_weights_in_8_bits_are_refused_of_a_card_without_them(config, capability, fix):
+    asked = config("rollout.dtype=fp8")
+    said = rf"rollout\.dtype=fp8: Tesla T4 has compute capability {capability[0]}\.{capability[1]}, and fp8 needs 8\.9"
+    with pytest.raises(Refused, match=rf"{said}; set rollout\.dtype={fix}, or leave it out"):
+        check_card(asked, make_plan(asked).memory, replace(OLD, capability=capability))
+    check_card(asked, make_plan(asked).memory, replace(OLD, capability=(8, 9)))
+
+
 def test_the_state_of_the_policy_has_to_fit(config):
     memory, card = make_plan(config()).memory, supposed_card(24)
     items, state = memory.items, state_bytes(memory)

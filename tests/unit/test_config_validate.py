@@ -87,7 +87,6 @@ FAULTS = [
     (["rollout.engine=natve"], "did you mean native"),
     (["rollout.dtype=float16"], "bfloat16"),
     (["rollout.dtype=fp8", "rollout.engine=hf"], "which gets no weights in 8 bits: set rollout.engine=native"),
-    (["rollout.dtype=fp8", "model.device=cuda"], "no kernel yet; set rollout.dtype=bfloat16"),
     (["model.dtype=bf16"], "did you mean bfloat16"),
     (["model.device=gpu"], "auto, cpu, cuda"),
     (["model.engine_options.attention=flash"], "auto, padded"),

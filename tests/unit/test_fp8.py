@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_device import DEVICE
 from torch import Tensor
 
 from verl.nn.fp8 import LARGEST, SCALES, VALUES, as_computed, dequantise, dequantised, in_blocks, quantise, scales_shape
@@ -82,6 +83,16 @@ def test_a_second_quantisation_changes_nothing() -> None:
     weight = torch.randn(256, 256)
     once = dequantise(*quantise(weight))
     assert torch.equal(dequantise(*quantise(once)), once)
+
+
+@pytest.mark.on_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_have_the_same_bits_on_every_device(dtype: torch.dtype) -> None:
+    weight = (torch.randn(2, 300, 400) * 10 ** torch.randn(300, 1)).to(dtype)
+    there = quantise(weight.to(DEVICE))
+    for ours, theirs in zip(there, quantise(weight), strict=True):
+        assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
+    assert torch.equal(dequantise(*there).cpu(), dequantise(*quantise(weight)))
 
 
 def test_projections_are_quantised_and_nothing_else() -> None:

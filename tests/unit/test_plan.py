@@ -326,6 +326,9 @@ def test_memory_moves_the_right_way(folder: Path) -> None:
     bf16, fp8 = (memory("model.device=cpu", f"rollout.dtype={dtype}").items for dtype in ("bfloat16", "fp8"))
     assert "quantised weights" not in bf16 and fp8["rollout weights"] == bf16["rollout weights"]
     assert 0.5 < fp8["quantised weights"] / bf16["rollout weights"] < 0.7, "embeddings are not quantised"
+    bf16, fp8 = (memory("model.device=cuda", f"rollout.dtype={dtype}").items for dtype in ("bfloat16", "fp8"))
+    assert 0 <= fp8["rollout weights"] - fp8["quantised weights"] < 0.005 * bf16["rollout weights"]
+    assert fp8["incoming weights"] == fp8["rollout weights"] < 0.7 * bf16["rollout weights"]
     assert "KV cache" not in plain.phases["update"] and "KV cache" in memory("pipeline.staleness=1").phases["update"]
     little = memory("rollout.engine_options.max_kv_tokens=2560", "model.device=cpu")  # 30 MiB or 60
     assert all("KV cache" in parts for parts in little.phases.values())

@@ -51,6 +51,23 @@ def float32_linear_cost(x: Tensor, weight: Tensor) -> Cost:
     return Cost(x.nbytes + weight.nbytes + 4 * out, 2 * out * x.shape[1])
 
 
+def block_linear_cost(
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    scale_rows: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    exact_rows: bool = False,
+) -> Cost:
+    """Return the work of x [n, K] W^T -> [n, N] for a weight [N, K] of one byte per value, with its scales."""
+    out = len(x) * len(values)
+    read = x.nbytes + values.numel() + scales.nbytes + scale_rows.nbytes
+    read += sum(0 if added is None else added.nbytes for added in (bias, residual))
+    return Cost(read + x.element_size() * out, 2 * out * x.shape[1])
+
+
 def _seen_tokens(positions: Tensor, window: int) -> int:
     """Return the number of keys that all rows together see: those up to their positions [n], or the last `window`."""
     seen = positions + 1
@@ -170,12 +187,15 @@ def add_norm_cost(
     return Cost((2 if delta is None else 4) * residual.nbytes + weights, 10 * residual.numel())
 
 
-def expert_products_cost(x: Tensor, weights: Tensor, order: Tensor, starts: Tensor, each: int) -> Cost:
+def expert_products_cost(
+    x: Tensor, weights: Tensor, order: Tensor, starts: Tensor, each: int, scales: Tensor | None = None
+) -> Cost:
     """Return the work of reading the weights of the experts that have a pair, and each row once."""
     experts, width, depth = weights.shape
     used = int((starts[1:] > starts[:-1]).sum())
     out = len(order) * width
-    return Cost(x.nbytes + used * width * depth * weights.element_size() + out * x.element_size(), 2 * out * depth)
+    one = width * depth * weights.element_size() + (0 if scales is None else scales[0].nbytes)
+    return Cost(x.nbytes + used * one + out * x.element_size(), 2 * out * depth)
 
 
 def expert_sum_cost(each: Tensor, share: Tensor) -> Cost:

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from verl.accel.operations import Call
+
 Layers = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, int], Tensor]
 """A function that computes all layers of a decoder in one call. Arguments: x [n, hidden], changed in place and
 returned; positions [n]; slots [n] or None; turns complex64 [kinds, positions, D/2]; kv float32 [layers, 2, slots, K,
@@ -111,6 +113,24 @@ class Plain:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         return (residual if self.bias is None else residual.add_(self.bias)).addmm_(x, self.transposed)
+
+
+class Blocks:
+    """A product with a weight in blocks of 8 bits, by the operation `block_linear`, over views of its values [N, K],
+    scales [R, ceil(K / 128)] and the row of the scales of each of its rows [N]."""
+
+    nbytes = 0
+
+    def __init__(self, product: Call, values: Tensor, scales: Tensor, scale_rows: Tensor, bias: Tensor | None) -> None:
+        self.product, self.bias, self.weight = product, bias, (values, scales, scale_rows)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self.product(x, *self.weight, self.bias)
+        return out
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        out: Tensor = self.product(x, *self.weight, self.bias, residual)
+        return out
 
 
 @dataclass(frozen=True, slots=True)

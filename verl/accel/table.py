@@ -86,14 +86,22 @@ OPERATIONS: Mapping[str, Operation] = {
         ),
         Operation(
             "expert_products",
-            "(x [P / each, C], weights [E, N, C], order [P], starts [E + 1], each) -> [P, N]: row p // each times the "
-            "weights of the expert e of pair p; the pairs of e are order[starts[e] : starts[e + 1]]",
+            "(x [P / each, C], weights [E, N, C], order [P], starts [E + 1], each, scales of blocks of 8 bits or None) "
+            "-> [P, N]: row p // each times the weights of the expert e of pair p; the pairs of e are "
+            "order[starts[e] : starts[e + 1]]",
             costs.expert_products_cost,
         ),
         Operation(
             "expert_sum",
             "(each [n k, C], share float32 [n, k]) -> [n, C]: the sum of each row's k results, weighted by its shares",
             costs.expert_sum_cost,
+        ),
+        Operation(
+            "block_linear",
+            "(x [n, K], values E4M3 [N, K], scales float32 [R, ceil(K / 128)], scale_rows int32 [N], bias [N] or None, "
+            "residual [n, N] or None, exact_rows) -> x W^T + bias + residual [n, N], into the residual if given: W[i] "
+            "= values[i] times the scales of its blocks, row scale_rows[i]",
+            costs.block_linear_cost,
         ),
         Operation(
             "exact_linear",

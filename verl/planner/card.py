@@ -10,6 +10,7 @@ from verl.config.schema import Config
 from verl.errors import Refused
 from verl.planner.disk import small_memory
 from verl.planner.memory import MemoryEstimate
+from verl.wire import FP8, FP8_CAPABILITY
 
 BF16_CAPABILITY = (8, 0)
 """The first compute capability with bfloat16 products."""
@@ -34,13 +35,14 @@ class CardFacts:
 def check_card(config: Config, memory: MemoryEstimate, card: CardFacts) -> None:
     """Raise Refused if a run certainly fails on this card: a dtype that it does not compute, or more memory for the
     state of the policy than it has or than other processes have left."""
-    if card.capability is not None and card.capability < BF16_CAPABILITY:
-        asked = {"model.dtype": config.model.dtype, "rollout.dtype": config.rollout.dtype}
-        for key in (key for key, dtype in asked.items() if dtype == "bfloat16"):
-            at = ".".join(map(str, card.capability))
+    needs = {"bfloat16": BF16_CAPABILITY, FP8: FP8_CAPABILITY}
+    for key, dtype in {"model.dtype": config.model.dtype, "rollout.dtype": config.rollout.dtype}.items():
+        if card.capability is not None and card.capability < needs.get(dtype, card.capability):
+            at, least = (".".join(map(str, of)) for of in (card.capability, needs[dtype]))
+            lower = "bfloat16" if dtype == FP8 and card.capability >= BF16_CAPABILITY else "float32"
             raise Refused(
-                f"{key}=bfloat16: {card.name} has compute capability {at}, and bfloat16 needs 8.0; "
-                f"set {key}=float32, or leave it out"
+                f"{key}={dtype}: {card.name} has compute capability {at}, and {dtype} needs {least}; "
+                f"set {key}={lower}, or leave it out"
             )
     state = state_bytes(memory)
     wants = f"weights, gradients and optimizer states want {size_text(state)} during an update"

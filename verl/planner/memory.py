@@ -122,7 +122,10 @@ def _teachers_head(config: Config, teachers: Sequence[str]) -> int:
 
 def rollout_items(config: Config, model: ModelFacts) -> dict[str, int]:
     """Return the bytes of one rollout engine."""
-    copy = DTYPE_BYTES[rollout_dtype(config)] * model.parameters  # a CPU multiplies with dequantised weights
+    copy = DTYPE_BYTES[rollout_dtype(config)] * model.parameters
+    if config.rollout.dtype == FP8 and device_type_of(config, "rollout") == "cuda":
+        # the index of the scales of each row; a CPU multiplies with dequantised weights
+        copy = wire_bytes(config, model) + 4 * _projected(model) // model.hidden
     local = engine_name(config, "sync") == "local"
     staged = {"quantised weights": wire_bytes(config, model)} if local and config.rollout.dtype == FP8 else {}
     return {

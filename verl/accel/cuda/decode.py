@@ -17,17 +17,18 @@ MAX_HIDDEN = 16384  # a row of a norm is one block
 LEAST_PAGE = 16
 
 
-def missing(device: torch.device, sizes: Mapping[str, int]) -> str | None:
+def missing(device: torch.device, sizes: Mapping[str, int], least: tuple[int, int] = LEAST_CAPABILITY) -> str | None:
     """Return why the kernels do not run on `device` for a model of these sizes: `head_dim`, `hidden`, and tokens per
-    `page`; None if they do. On a CPU they run in Triton's interpreter, if the variable TRITON_INTERPRET is 1."""
+    `page`; None if they do. `least`: the compute capability that they need. On a CPU they run in Triton's interpreter,
+    if the variable TRITON_INTERPRET is 1."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: it is part of every CUDA build of torch on Linux"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "the device is a CPU"
     if device.type == "cuda":
         found = torch.cuda.get_device_capability(device)
-        if found < LEAST_CAPABILITY:
-            return f"the card has compute capability {found[0]}.{found[1]}, below {LEAST_CAPABILITY[0]}.0"
+        if found < least:
+            return f"the card has compute capability {found[0]}.{found[1]}, below {least[0]}.{least[1]}"
         if (reason := _cannot_build()) is not None:
             return reason
     dim, hidden, page = sizes.get("head_dim", 2), sizes.get("hidden", 1), sizes.get("page", LEAST_PAGE)

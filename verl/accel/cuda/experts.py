@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_PAIRS, BLOCK_OUT, BLOCK_IN = 16, 64, 128
+from verl.wire import FP8_BLOCK
+
+BLOCK_PAIRS, BLOCK_OUT, BLOCK_IN = 16, 64, FP8_BLOCK
 BLOCK_SUM = 1024
 
 
@@ -18,6 +20,7 @@ def _expert_products(
     weights,
     order,
     starts,
+    scales,
     out,
     N,
     C,
@@ -27,9 +30,10 @@ def _expert_products(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """The kernel of `expert_products`: BLOCK pairs of one expert times COLUMNS of its outputs. Programs beyond the last
-    block of pairs do nothing."""
+    block of pairs do nothing. SCALED: the weights are in blocks of DEPTH x DEPTH."""
     b, e = tl.program_id(0), tl.arange(0, PADDED)
     begin = tl.load(starts + e, mask=e < EXPERTS, other=0)
     end = tl.load(starts + e + 1, mask=e < EXPERTS, other=0)
@@ -45,19 +49,27 @@ def _expert_products(
         n, c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
         rows = x + (pair // EACH)[:, None] * C + c[None, :]
         columns = weights + (expert.to(tl.int64) * N + n)[:, None] * C + c[None, :]
+        if SCALED:
+            line = expert * tl.cdiv(N, DEPTH) + n // DEPTH
+            scale_at = scales + line * tl.cdiv(C, DEPTH)
         product = tl.zeros([BLOCK, COLUMNS], tl.float32)
         for depth in range(0, C, DEPTH):
             left = tl.load(rows + depth, mask=inside[:, None] & (depth + c[None, :] < C), other=0.0)
             right = tl.load(columns + depth, mask=(n[:, None] < N) & (depth + c[None, :] < C), other=0.0)
-            product += tl.dot(left, tl.trans(right), input_precision="ieee")
+            part = tl.dot(left, tl.trans(right.to(x.dtype.element_ty)), input_precision="ieee")
+            if SCALED:
+                part *= tl.load(scale_at + depth // DEPTH, mask=n < N, other=0.0)[None, :]
+            product += part
         to = out + pair[:, None] * N + n[None, :]
         tl.store(to, product.to(out.dtype.element_ty), mask=inside[:, None] & (n[None, :] < N))
 
 
-def expert_products(x: Tensor, weights: Tensor, order: Tensor, starts: Tensor, each: int) -> Tensor:
+def expert_products(
+    x: Tensor, weights: Tensor, order: Tensor, starts: Tensor, each: int, scales: Tensor | None = None
+) -> Tensor:
     """Return [P, N]: for pair p the row p // each of x [P / each, C] times the weights [N, C] of the pair's expert,
     from weights [E, N, C]. `order` [P] has the pairs sorted by expert; those of expert e are order[starts[e] : starts[e
-    + 1]], with starts [E + 1]."""
+    + 1]], with starts [E + 1]. Weights in blocks of 8 bits have scales [E, ceil(N / 128), ceil(C / 128)]."""
     (experts, width, depth), pairs = weights.shape, len(order)
     out = x.new_empty(pairs, width)
     most = min(pairs, pairs // BLOCK_PAIRS + experts)  # blocks, if every expert has one that is not full
@@ -66,6 +78,7 @@ def expert_products(x: Tensor, weights: Tensor, order: Tensor, starts: Tensor, e
         weights,
         order,
         starts,
+        scales,
         out,
         width,
         depth,
@@ -75,6 +88,7 @@ def expert_products(x: Tensor, weights: Tensor, order: Tensor, starts: Tensor, e
         BLOCK=BLOCK_PAIRS,
         COLUMNS=BLOCK_OUT,
         DEPTH=BLOCK_IN,
+        SCALED=scales is not None,
         num_warps=4,
         num_stages=3,
     )

@@ -9,18 +9,26 @@ from functools import partial
 import torch
 
 from verl.accel.cuda import segments
-from verl.accel.cuda.decode import missing
+from verl.accel.cuda.decode import LEAST_CAPABILITY, missing
 from verl.accel.operations import Call, Kernel, Use
+from verl.wire import FP8_CAPABILITY
 
 TRITON = "Triton"
 """The name of these kernels in the table."""
 
 
 def _row(
-    operation: str, module: str, function: str, float32: float, half: float, traffic: float = 1.0, launches: int = 1
+    operation: str,
+    module: str,
+    function: str,
+    float32: float | None,
+    half: float,
+    traffic: float = 1.0,
+    least: tuple[int, int] = LEAST_CAPABILITY,
+    launches: int = 1,
 ) -> Kernel:
     def load(use: Use) -> Call | str:
-        reason = missing(use.device, use.sizes)
+        reason = missing(use.device, use.sizes, least)
         if reason is not None:
             return reason
         call: Call = getattr(importlib.import_module(f"verl.accel.cuda.{module}"), function)
@@ -29,8 +37,9 @@ def _row(
     return Kernel(operation, TRITON, load, _tolerance(float32, half), ("cuda",), traffic, launches)
 
 
-def _tolerance(float32: float, half: float) -> dict[torch.dtype, float]:
-    return {torch.float32: float32, torch.bfloat16: half, torch.float16: half}
+def _tolerance(float32: float | None, half: float) -> dict[torch.dtype, float]:
+    halves = {torch.bfloat16: half, torch.float16: half}
+    return halves if float32 is None else {torch.float32: float32, **halves}
 
 
 def _skinny(use: Use) -> Call | str:
@@ -64,5 +73,6 @@ KERNELS = (
     _row("float32_linear", "products", "float32_product", 2e-4, 2e-4, traffic=1.1),
     # parts of few rows are written and read in float32
     Kernel("linear", TRITON, _skinny, _tolerance(2e-4, 4e-2), ("cuda",), traffic=1.25, launches=2),
+    _row("block_linear", "blocks", "block_product", None, 4e-2, traffic=1.1, least=FP8_CAPABILITY),
     _row("exact_linear", "products", "exact_products", 2e-4, 4e-2, traffic=1.1),
 )

@@ -42,6 +42,8 @@ def receive(tensors: Iterable[tuple[str, object]], destinations: Mapping[str, De
         if tuple(tensor.shape) != to.shape:
             misshapen.append(f"{name} {tuple(tensor.shape)}, model {to.shape}")
             continue
+        if to.dtype.itemsize == 1 and tensor.dtype != to.dtype:  # without its scales it cannot be rounded to 8 bits
+            raise ValueError(f"{name} is {tensor.dtype}: weights in blocks of FP8 were expected")
         value = tensor.detach().to(to.dtype).reshape(to.copied_as)
         if to.plus:
             value = value.float() + to.plus

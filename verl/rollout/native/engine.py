@@ -23,8 +23,6 @@ def build(
     kernels are used where there are any."""
     if context.dtype not in (torch.float32, torch.bfloat16):
         raise Refused(f"dtype={context.dtype}: native computes float32 or bfloat16")
-    if context.fp8 and torch.device(context.device).type != "cpu":
-        raise Refused(f"rollout.dtype=fp8 on {context.device}: native reads weights in 8 bits on a CPU; set bfloat16")
     try:
         runner = NativeRunner(options, context, lanes=lanes, compiled=compiled)
     except UnsupportedModel as e:

@@ -81,7 +81,8 @@ def _fed_forward(ops: DecodeOps, block: FeedForward | Experts, x: Tensor) -> Ten
     share, expert = block.routed(x)  # [n, k]
     pairs = expert.flatten()
     order = pairs.argsort(stable=True)
-    starts = torch.searchsorted(pairs[order], torch.arange(len(up) + 1, device=x.device))
-    inner = ops.gated(ops.expert_products(x, up, order, starts, block.chosen), block.experts[0].activation)
-    mixed: Tensor = ops.expert_sum(ops.expert_products(inner, down, order, starts, 1), share)
+    starts = torch.searchsorted(pairs[order], torch.arange(len(up.weights) + 1, device=x.device))
+    both = ops.expert_products(x, up.weights, order, starts, block.chosen, up.scales)
+    inner = ops.gated(both, block.experts[0].activation)
+    mixed: Tensor = ops.expert_sum(ops.expert_products(inner, down.weights, order, starts, 1, down.scales), share)
     return mixed

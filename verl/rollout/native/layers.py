@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,15 @@ class FeedForward:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """The weights [E, N, K] of a product of all experts, as one tensor."""
+
+    weights: Tensor
+    scales: Tensor | None
+    """The scales [E, ceil(N / 128), ceil(K / 128)] of weights in blocks of 8 bits."""
+
+
 class Experts:
     """A mixture of experts: each row is computed by the `chosen` experts with the highest router probabilities, and
     these are the weights of their sum."""
@@ -52,7 +63,7 @@ class Experts:
         experts: tuple[FeedForward, ...],
         chosen: int,
         normalised: bool,
-        stacked: tuple[Tensor, Tensor] | None,
+        stacked: tuple[Stacked, Stacked] | None,
     ) -> None:
         """`stacked`: the weights up [E, 2 ffn, hidden] and down [E, hidden, ffn] of all experts, if each is one
         tensor."""

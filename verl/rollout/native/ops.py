@@ -25,6 +25,8 @@ class NativeOps:
     """The layout of the weights of matrix products, with its kernel."""
     float32_linear: Call | None
     """The head's matrix product in float32, if all other weights are in half precision; else None."""
+    block_linear: Call | None
+    """The product with weights in blocks of 8 bits; None: such weights are dequantised when they arrive."""
     missing: str | None
     """The reason why better kernels for this device are not used; None if they are."""
 
@@ -61,6 +63,15 @@ def choose_decode_ops(use: Use) -> DecodeOps | str:
     return DecodeOps(**found)
 
 
+def choose_block_linear(use: Use) -> Call | str:
+    """Return the product with weights in blocks of 8 bits, or the reason why there is none."""
+    choice = choose("block_linear", use)
+    if choice is not None:
+        return choice.call
+    reasons = [str(kernel.load(use)) for kernel in kernels_of("block_linear", use)]
+    return "; ".join(reasons) or f"{use.device.type} has no product with such weights in {use.dtype}"
+
+
 def choose_ops(
     device: torch.device,
     dtype: torch.dtype,
@@ -69,10 +80,12 @@ def choose_ops(
     products: Products | None = None,
     exact_rows: bool = False,
     float32_head: bool = False,
+    block_linear: Call | None = None,
 ) -> NativeOps:
     """Choose the kernels for activations of `dtype`. Without `compiled` the kernels of kernels.c are left out.
     `products` is the layout of the weights; None: the best one. With `exact_rows` a layout is preferred in which the
-    result of a row does not depend on the other rows. `float32_head`: the head's product and the logits are float32."""
+    result of a row does not depend on the other rows. `float32_head`: the head's product and the logits are float32.
+    `block_linear`: the product with projections in blocks of 8 bits."""
     use, without = Use(device, dtype), () if compiled else (COMPILED,)
     norm, gated, linear = (choose(n, use, without=without) for n in ("rms_norm", "gated", "linear"))
     exact_head = float32_head and dtype != torch.float32
@@ -89,5 +102,6 @@ def choose_ops(
         slot_attention=None if attention is None else attention.call,
         products=layout if exact is None else exact.call(),
         float32_linear=None if head is None else head.call,
+        block_linear=None if block_linear is None else partial(block_linear, exact_rows=exact_rows),
         missing="; ".join(norm.passed_over.values()) or None,
     )

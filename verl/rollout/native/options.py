@@ -10,7 +10,6 @@ from msgspec import Meta
 
 from verl.errors import Refused
 from verl.rollout.base import IN_PROCESS, check_positive
-from verl.wire import FP8
 
 if TYPE_CHECKING:
     from verl.config.schema import Config
@@ -41,12 +40,8 @@ class Options:
 
 
 def native_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
-    """Yield a fault if the KV slots have no room for one whole sequence, or if weights in 8 bits are for CUDA."""
+    """Yield a fault if the KV slots have no room for one whole sequence."""
     from verl.config.backends import longest_sequence
-    from verl.config.devices import device_type_of
-
-    if config.rollout.dtype == FP8 and device_type_of(config, "actor") == "cuda":
-        yield "rollout.dtype=fp8 with rollout.engine=native on CUDA: it has no kernel yet; set rollout.dtype=bfloat16"
 
     held, longest = config.rollout.engine_options.get("max_kv_tokens"), longest_sequence(config)
     if held is not None and held < longest:

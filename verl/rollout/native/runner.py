@@ -13,7 +13,7 @@ from torch import Tensor
 from verl.accel.cpu.lanes import Lanes, wide_pays
 from verl.accel.devices import device_facts
 from verl.accel.linear import Products
-from verl.accel.operations import Use
+from verl.accel.operations import Call, Use
 from verl.accel.table import choose
 from verl.errors import Refused
 from verl.nn.fp8 import dequantised
@@ -26,7 +26,7 @@ from verl.rollout.embedded.requests import ActiveRequest, PromptKey
 from verl.rollout.embedded.sampler import SamplingMetadata, draw_rows, score_logits, scores_of, split_draws
 from verl.rollout.native.kv import Prefix, SlotCache, round_up
 from verl.rollout.native.model import Model
-from verl.rollout.native.ops import DecodeOps, choose_decode_ops, choose_ops
+from verl.rollout.native.ops import DecodeOps, choose_block_linear, choose_decode_ops, choose_ops
 from verl.rollout.native.options import Options
 from verl.rollout.native.paged import PAGE, PageCache, PagedDecode, whole_pages
 from verl.rollout.native.prefill import Prefiller
@@ -41,8 +41,8 @@ MIN_LANE_ROWS = 8  # rows of a decode step that one lane gets at least
 
 class NativeRunner:
     """The runner of the native engine. `products` (the layout of weights), `emulate_bf16` (compute bf16 weights in
-    float32), `paged` (KV in pages), `decode_ops`, `look_ahead` and `mixed_tokens` (of prompts, in decode steps) are
-    chosen for the machine if they are None."""
+    float32), `paged` (KV in pages), `decode_ops`, `look_ahead`, `mixed_tokens` (of prompts, in decode steps) and
+    `block_linear` (the product with weights in blocks of 8 bits) are chosen for the machine if they are None."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class NativeRunner:
         decode_ops: DecodeOps | None = None,
         look_ahead: bool | None = None,
         mixed_tokens: Sequence[int] | None = None,
+        block_linear: Call | None = None,
     ) -> None:
         device = self._device = torch.device(context.device)
         self._facts = device_facts(device.type)
@@ -83,6 +84,7 @@ class NativeRunner:
             products=products,
             exact_rows=exact,
             float32_head=context.float32_head,
+            block_linear=block_linear or self._block_linear(),
         )
         self._fixed_rows = self._deterministic and not self.ops.products.exact_rows
         self._separately = self._deterministic and device.type == "cuda"
@@ -106,6 +108,15 @@ class NativeRunner:
     def _use(self) -> Use:
         s = self.model.shape
         return Use(self._device, self.compute_dtype, {"head_dim": s.head_dim, "hidden": s.hidden, "page": PAGE})
+
+    def _block_linear(self) -> Call | None:
+        """Return the product with weights in blocks of 8 bits, if there are any. A CPU dequantises them."""
+        if not self._fp8 or self._device.type == "cpu":
+            return None
+        found = choose_block_linear(self._use())
+        if isinstance(found, str):
+            raise Refused(f"rollout.dtype=fp8 on {self._device}: {found}; set rollout.dtype=bfloat16")
+        return found
 
     def _make_cache(
         self, max_kv_tokens: int | None, in_pages: bool, ops: DecodeOps | None, mixed_tokens: Sequence[int]
@@ -151,11 +162,13 @@ class NativeRunner:
         self._forget_prompts()
 
     def _read(self, source: WeightReader) -> Iterable[tuple[str, object]]:
-        return dequantised(source.tensors()) if self._fp8 else source.tensors()
+        dequantises = self._fp8 and self.ops.block_linear is None
+        return dequantised(source.tensors()) if dequantises else source.tensors()
 
     def prepare(self, source: WeightReader) -> Callable[[], None]:
         layout = self.ops.products if self.ops.products.fills else None
-        storage = Storage(self.model.shape, self._dtype, self.compute_dtype, self._device, layout)
+        kept = self.ops.block_linear is not None
+        storage = Storage(self.model.shape, self._dtype, self.compute_dtype, self._device, layout, kept)
         receive(self._read(source), storage.destinations)
         return partial(self._switch, weights_of(storage, self.ops))
 

@@ -10,11 +10,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from verl.accel.linear import DecoderSizes, FilledLinear, LayerParts, Layers, Linear, Products
+from verl.accel.linear import Blocks, DecoderSizes, FilledLinear, LayerParts, Layers, Linear, Products
+from verl.nn.fp8 import SCALES, VALUES, in_blocks, scales_shape
 from verl.rollout.embedded.receive import Destination
 from verl.rollout.native.architecture import Shape
-from verl.rollout.native.layers import Experts, FeedForward, Norm
+from verl.rollout.native.layers import Experts, FeedForward, Norm, Stacked
 from verl.rollout.native.ops import NativeOps
+from verl.wire import FP8_BLOCK
+
+OF_BLOCKS = (".scales", ".scale_rows")  # ends of the keys of tensors that hold no weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +85,14 @@ class Storage:
     compute_dtype: torch.dtype  # weights are kept and multiplied in it
     device: torch.device
     layout: Products | None = None  # a layout that can be filled; None: tensors are received as they are
+    blocks: bool = False  # projections arrive and are kept in blocks of 8 bits
     tensors: dict[str, Tensor] = field(default_factory=dict)
     products: dict[str, FilledLinear] = field(default_factory=dict)
     destinations: dict[str, Destination] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         s = self.shape
+        assert not (self.blocks and self.layout), "blocks have a layout of their own"
         self._own("embed", (s.vocab, s.hidden), "model.embed_tokens.weight")
         self._norm("norm", "model.norm")
         if s.tied:  # one tensor under two names, of which one is enough
@@ -99,7 +105,7 @@ class Storage:
     def params(self) -> int:
         """Return the number of weights that a token is multiplied with."""
         s = self.shape
-        found = sum(tensor.numel() for tensor in self.tensors.values())
+        found = sum(tensor.numel() for key, tensor in self.tensors.items() if not key.endswith(OF_BLOCKS))
         found += sum(one.params for one in self.products.values())
         return found - sum((n - s.chosen_experts) * 3 * s.expert_ffn * s.hidden for n in s.experts if n)
 
@@ -154,35 +160,63 @@ class Storage:
                 self.destinations[f"{name}.weight"] = Destination(shape, product.memory, shape, self.dtype, pack=pack)
                 start += n
         kinds = [("weight", (width,))] if self.layout is None else []
+        in_8_bits = self.blocks and in_blocks(parts[0][0], (rows, width))
+        if in_8_bits:
+            self._scales_of(key, parts, width, rotated)
         for kind, tail in [*kinds, ("bias", ())] if bias else kinds:
-            whole, start = self._new(f"{key}.{kind}", (rows, *tail)), 0
+            dtype = VALUES if in_8_bits and kind == "weight" else self.dtype
+            whole, start = self._new(f"{key}.{kind}", (rows, *tail), dtype=None if dtype == self.dtype else dtype), 0
             for i, (name, n) in enumerate(parts):
                 into, copied_as = whole[start : start + n], (n, *tail)
                 if i < rotated:
                     into = _as_halves(into.unflatten(0, (-1, half, 2)))
                     copied_as = tuple(into.shape)
-                self.destinations[f"{name}.{kind}"] = Destination((n, *tail), into, copied_as, self.dtype)
+                self.destinations[f"{name}.{kind}"] = Destination((n, *tail), into, copied_as, dtype)
                 start += n
+
+    def _scales_of(self, key: str, parts: list[tuple[str, int]], width: int, rotated: int) -> None:
+        """Allocate the scales of projections that are fused, and note the row of the scales of each of their rows, in
+        the order that `_fuse` gives them."""
+        half, start, of_rows = self.shape.head_dim // 2, 0, list[Tensor]()
+        lines = sum(scales_shape((n, width))[0] for _, n in parts)
+        whole = self._new(f"{key}.scales", (lines, scales_shape((1, width))[1]), dtype=torch.float32)
+        for i, (name, n) in enumerate(parts):
+            shape = scales_shape((n, width))
+            into = whole[start : start + shape[0]]
+            self.destinations[f"{name}.weight{SCALES}"] = Destination(shape, into, shape, torch.float32)
+            of_row = start + _lines(n, self.device)
+            of_rows.append(of_row.view(-1, 2, half).transpose(1, 2).flatten() if i < rotated else of_row)
+            start += shape[0]
+        self.tensors[f"{key}.scale_rows"] = torch.cat(of_rows)
 
     def _each(self, key: str, shape: tuple[int, ...], name: str) -> None:
         """Allocate the weights of one product [rows, width] for each expert; `shape` is [experts, rows, width]."""
+        if self.blocks:
+            self._own(f"{key}.scales", scales_shape(shape), name + SCALES, torch.float32)
         if self.layout is None:
-            return self._own(key, shape, name)
+            return self._own(key, shape, name, VALUES if self.blocks else None)
         experts, rows, width = shape
         made = [self.layout.empty(rows, width) for _ in range(experts)]
         self.products |= {f"{key}.{i}": one for i, one in enumerate(made)}
         pack = partial(_fill_each, products=made)
         self.destinations[name] = Destination(shape, made[0].memory, shape, self.dtype, pack=pack)
 
-    def _own(self, key: str, shape: tuple[int, ...], name: str) -> None:
+    def _own(self, key: str, shape: tuple[int, ...], name: str, dtype: torch.dtype | None = None) -> None:
         """Allocate a tensor that is filled by a single HF tensor."""
-        self.destinations[name] = Destination(shape, self._new(key, shape), shape, self.dtype)
+        self.destinations[name] = Destination(shape, self._new(key, shape, dtype=dtype), shape, dtype or self.dtype)
 
-    def _new(self, key: str, shape: tuple[int, ...], norm: bool = False) -> Tensor:
-        """Allocate a tensor. Norms are float32 where 1 is added to them, and on a CPU, for its kernels."""
+    def _new(self, key: str, shape: tuple[int, ...], norm: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate a tensor in `dtype`; None: in the dtype of products. Norms are float32 where 1 is added to them, and
+        on a CPU, for its kernels."""
         exact = norm and (self.shape.arch.gemma or self.device.type == "cpu")
-        self.tensors[key] = torch.empty(shape, dtype=torch.float32 if exact else self.compute_dtype, device=self.device)
+        kept = torch.float32 if exact else dtype or self.compute_dtype
+        self.tensors[key] = torch.empty(shape, dtype=kept, device=self.device)
         return self.tensors[key]
+
+
+def _lines(rows: int, device: torch.device) -> Tensor:
+    """Return for each row of a weight the row of the scales of its blocks, int32 [rows]."""
+    return torch.arange(rows, dtype=torch.int32, device=device) // FP8_BLOCK
 
 
 def _as_halves(pairs: Tensor) -> Tensor:
@@ -216,47 +250,76 @@ def _float32_head(storage: Storage, ops: NativeOps) -> Callable[[Tensor], Tensor
     return partial(ops.float32_linear, weight=storage.tensors["embed" if storage.shape.tied else "head.weight"])
 
 
+class Maker:
+    """Makes the products of a version from a filled storage. Tensors that change their layout are removed from the
+    storage one by one."""
+
+    def __init__(self, storage: Storage, ops: NativeOps) -> None:
+        self.linears = list[Linear]()
+        self._storage, self._ops, self._tensors = storage, ops, storage.tensors
+        self._take = self._tensors.__getitem__ if ops.products.keeps else self._tensors.pop
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Return the product with a weight [N, K]."""
+        return self._made(self._ops.products.make(weight, bias))
+
+    def named(self, key: str) -> Linear:
+        """Return the product of fused projections."""
+        bias, scales = self._tensors.get(f"{key}.bias"), self._tensors.get(f"{key}.scales")
+        if scales is not None:
+            return self._blocks(self._tensors[f"{key}.weight"], scales, self._tensors[f"{key}.scale_rows"], bias)
+        made = self._storage.products.get(key)
+        if made is None:
+            return self.linear(self._take(f"{key}.weight"), bias)
+        made.bias = bias
+        return self._made(made)
+
+    def mlp(self, i: int) -> FeedForward | Experts:
+        """Return the feed-forward block of layer i."""
+        s, ops = self._storage.shape, self._ops
+        if not s.experts[i]:
+            return FeedForward(self.named(f"{i}.up"), self.named(f"{i}.down"), s.activation, ops.gated)
+        (ups, up), (downs, down) = self._each(f"{i}.up", s.experts[i]), self._each(f"{i}.down", s.experts[i])
+        each = tuple(FeedForward(a, b, s.activation, ops.gated) for a, b in zip(ups, downs, strict=True))
+        stacked = (up, down) if up is not None and down is not None and ops.products.keeps else None
+        return Experts(self.named(f"{i}.router"), each, s.chosen_experts, s.normalised_experts, stacked)
+
+    def _each(self, key: str, experts: int) -> tuple[list[Linear], Stacked | None]:
+        """Return the products of each expert, and their weights as one tensor if they were received as one."""
+        if self._storage.layout is not None:
+            return [self.named(f"{key}.{e}") for e in range(experts)], None
+        weights, scales = self._take(key), self._tensors.get(f"{key}.scales")
+        if scales is None:
+            return [self.linear(one) for one in weights], Stacked(weights, None)
+        lines = _lines(weights.shape[1], weights.device)
+        every = zip(weights, scales, strict=True)
+        return [self._blocks(one, scale, lines, None) for one, scale in every], Stacked(weights, scales)
+
+    def _blocks(self, values: Tensor, scales: Tensor, scale_rows: Tensor, bias: Tensor | None) -> Linear:
+        assert self._ops.block_linear is not None, "a storage of blocks is for engines that have their product"
+        return self._made(Blocks(self._ops.block_linear, values, scales, scale_rows, bias))
+
+    def _made(self, product: Linear) -> Linear:
+        self.linears.append(product)
+        return product
+
+
 def weights_of(storage: Storage, ops: NativeOps) -> Weights:
-    """Make the weights for the forward pass from a filled storage. Tensors that change their layout are removed from
-    the storage one by one."""
+    """Make the weights for the forward pass from a filled storage."""
     t, s, layout = storage.tensors, storage.shape, ops.products
-    take = t.__getitem__ if layout.keeps else t.pop
     params = storage.params()  # before tensors are removed
     if not layout.keeps and storage.layout is None:
         storage.destinations.clear()  # they are views of removed tensors
-    linears, chosen = list[Linear](), (s.chosen_experts, s.normalised_experts)
-
-    def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-        linears.append(layout.make(weight, bias))
-        return linears[-1]
-
-    def named(key: str) -> Linear:
-        made, bias = storage.products.get(key), t.get(f"{key}.bias")
-        if made is None:
-            return linear(take(f"{key}.weight"), bias)
-        made.bias = bias
-        linears.append(made)
-        return made
-
-    def mlp(i: int) -> FeedForward | Experts:
-        if not s.experts[i]:
-            return FeedForward(named(f"{i}.up"), named(f"{i}.down"), s.activation, ops.gated)
-        stacked = (take(f"{i}.up"), take(f"{i}.down")) if storage.layout is None else None
-        products = [(linear(up), linear(down)) for up, down in zip(*(stacked or ()))]
-        if stacked is None:
-            products = [(named(f"{i}.up.{e}"), named(f"{i}.down.{e}")) for e in range(s.experts[i])]
-        each = tuple(FeedForward(up, down, s.activation, ops.gated) for up, down in products)
-        return Experts(named(f"{i}.router"), each, *chosen, stacked if layout.keeps else None)
-
+    make = Maker(storage, ops)
     layers = tuple(
         Layer(
             norm=storage.norm(f"{i}.norm", ops),
-            qkv=named(f"{i}.qkv"),
+            qkv=make.named(f"{i}.qkv"),
             qk_norm=t.get(f"{i}.qk_norm"),
-            out=named(f"{i}.out"),
+            out=make.named(f"{i}.out"),
             out_norm=storage.norm(f"{i}.out_norm", ops) if s.arch.gemma else None,
             mlp_norm=storage.norm(f"{i}.mlp_norm", ops),
-            mlp=mlp(i),
+            mlp=make.mlp(i),
             mlp_out_norm=storage.norm(f"{i}.mlp_out_norm", ops) if s.arch.gemma else None,
             window=s.windows[i],
             rope=s.ropes[i],
@@ -264,7 +327,7 @@ def weights_of(storage: Storage, ops: NativeOps) -> Weights:
         for i in range(s.layers)
     )
     tied_head = _tied_head(storage)
-    head = _float32_head(storage, ops) or tied_head or (linear(t["embed"]) if s.tied else named("head"))
+    head = _float32_head(storage, ops) or tied_head or (make.linear(t["embed"]) if s.tied else make.named("head"))
     kept = sum(tensor.nbytes for key, tensor in t.items() if layout.keeps or key in ("embed", "head.weight"))
     kept += 0 if tied_head is None else tied_head.nbytes
     return Weights(
@@ -279,7 +342,7 @@ def weights_of(storage: Storage, ops: NativeOps) -> Weights:
         logit_cap=s.logit_cap,
         tensors=tuple(t.values()) if layout.keeps else (),
         params=params,
-        nbytes=kept + sum(one.nbytes for one in linears),
+        nbytes=kept + sum(one.nbytes for one in make.linears),
     )
 
 
