@@ -24,10 +24,19 @@ NUMERICS, CONTRACTS, E2E = "tests/numerics", "tests/contracts", "tests/e2e"
 PARTS: dict[str, tuple[str, ...]] = {
     "kernels": (f"{NUMERICS}/test_accel_table.py",),
     "numerics": (f"{NUMERICS}/test_engine.py", f"{NUMERICS}/test_training_on_device.py"),
-    "decode": (f"{NUMERICS}/test_cuda_decode.py", f"{NUMERICS}/test_rollout_numerics.py"),
+    "decode": (
+        f"{NUMERICS}/test_cuda_decode.py",
+        f"{NUMERICS}/test_rollout_numerics.py",
+        f"{NUMERICS}/test_mixed_steps.py",
+    ),
     "rollout": (f"{CONTRACTS}/test_rollout_contract.py", "-k", "native or hf"),
-    "sync": (f"{CONTRACTS}/test_weight_sync_contract.py", "-k", "local or shm or ipc or disk"),
-    "memory": (f"{E2E}/test_offload.py",),
+    "sync": (
+        f"{CONTRACTS}/test_weight_sync_contract.py",
+        "tests/unit/test_crc.py",
+        "-k",
+        "local or shm or ipc or disk",
+    ),
+    "memory": (f"{E2E}/test_offload.py", f"{NUMERICS}/test_offload_pinned.py"),
     "resume": (f"{E2E}/test_resume.py",),
     "quickstart": (f"{E2E}/test_quickstart.py",),
 }

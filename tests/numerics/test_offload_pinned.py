@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from each import each
+from on_device import DEVICE
 from safetensors.torch import load_file
 from test_engine import NLL, batch_of, make, samples
 from torch import Tensor
@@ -129,6 +130,26 @@ def test_the_optimizer_comes_back_beside_the_passes(streams, monkeypatch):
         assert not streams[1].waiting
     ((weights, states),) = seen
     assert weights == 0 < states
+
+
+@pytest.mark.on_device
+def test_state_leaves_the_device_of_the_tests_and_returns():
+    """On a GPU: through pinned memory, with streams of torch; what is computed at once waits for the copies."""
+    known = {part: [torch.randn(n) for n in (1, 999, 300_000)] for part in BOTH}
+    state = {part: [t.to(DEVICE, copy=True) for t in tensors] for part, tensors in known.items()}
+    away = offload.Offload(DEVICE, BOTH, lambda part: state[part])
+    for number in range(1, 4):
+        with away.awake("weights"):
+            away.soon("optimizer")
+            for t in state["weights"]:
+                t.mul_(2)
+            with away.awake("optimizer"):
+                for t in state["optimizer"]:
+                    t.mul_(2)
+        assert not any(t.untyped_storage().nbytes() for part in BOTH for t in state[part])
+        for part in BOTH:
+            found = [away.on_host(t, copy=True) for t in state[part]]
+            assert all(torch.equal(a, b * 2**number) for a, b in zip(found, known[part], strict=True))
 
 
 def storages(*sizes: int) -> list[Held]:

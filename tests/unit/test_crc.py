@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from far import FAR, FarDevice, FarTensor
+from on_device import DEVICE, ON_CPU
 from torch import Tensor
 
 from verl.checkpoint.safetensors_file import host_bytes
@@ -56,6 +57,19 @@ def test_the_widths_of_a_real_device_give_the_same(monkeypatch: pytest.MonkeyPat
     crc._tables.cache_clear()
     large = torch.arange(crc.WIDEST + 12345, dtype=torch.int32)
     assert crc.read_checksums({"": crc.start_on_device(large)})[""] == by_zlib(large)
+
+
+@pytest.mark.on_device
+def test_a_local_version_on_the_device_of_the_tests_has_the_checksums_of_zlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    crc._tables.cache_clear()
+    sizes = (0, 1, 7, 4096, 70_001) if ON_CPU else (0, 1, 7, 4096, 70_001, 5 * crc.WIDEST + 3)
+    found = {str(size): torch.randn(size).bfloat16() for size in sizes} | {"rows": torch.randn(33, 65).t()}
+    far = {name: tensor.to(DEVICE) for name, tensor in found.items()}
+    assert crc.read_checksums({n: crc.start_checksum(t) for n, t in far.items()}) == {
+        name: by_zlib(tensor) for name, tensor in found.items()
+    }
+    crc._tables.cache_clear()
 
 
 class FarEngine:
