@@ -1253,7 +1253,7 @@ MUTANTS = (
     Mutant("rollout/embedded/receive.py", "if to.dtype.itemsize == 1 and", "if False and", CUDA_ENGINE),
     Mutant("accel/cuda/products.py", "    if ADDED:", "    if ADDED and BIASED:", EXACT_ROWS),
     Mutant("model_engine/passes.py", "rounded_weight(weight, self.compute)", "weight", HEAD_DTYPE),
-    Mutant("nn/precision.py", "return weight + (exact.to", "return weight.detach() + (exact.to", HEAD_DTYPE),
+    Mutant("nn/precision.py", "return weight.to(dtype).to(weight.dtype)", "return weight.clone()", HEAD_DTYPE),
     Mutant(
         "rollout/native/ops.py",
         "float32) if exact_head else use, without",

@@ -173,3 +173,35 @@ def test_a_pass_without_gradients_keeps_no_copy_of_the_layers(tmp_path, monkeypa
 
     ((copies, found),) = run(1, most)
     assert found < copies, (found, copies)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_the_head_in_float32_takes_what_the_plan_says(copies, tmp_path, monkeypatch):
+    """A model of which the head is the largest part. Autocast has a rounded head in place of one in bfloat16; beside a
+    copy that computes, the head is cast for each pass."""
+    sizes = SIZES | WIDE | {"vocab_size": 16000, "num_hidden_layers": 2}
+    head = lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True))  # noqa: E731
+    monkeypatch.setitem(MODELS, "head", head)
+    model("head").save_pretrained(tmp_path / "head")
+    device = "cuda" if copies else "cpu"
+    given = {"model.path": str(tmp_path / "head"), "model.dtype": "bfloat16", "model.device": device}
+
+    def measured(rank: int) -> list[tuple[int, int]]:
+        found = []
+        for kind in ("auto", "float32"):
+            how: Any = {"dtype": "bfloat16", "emulate_bf16": False, "copies_weights": copies, "head_dtype": kind}
+            _, batch, _ = share(Case(Layout(), model="head"), rank)
+            own, e = tensor_bytes(), engine("head", "actor", None, score=None, **how)
+            infer = lambda e=e, batch=batch: e.infer(batch, ("logprobs",))  # noqa: E731
+            infer()  # which makes the copy that computes
+            most = tensor_bytes() - own + peak_bytes(infer, tmp_path)[0]
+            items = role_items(changed(Config(), given | {"model.head_dtype": kind}), "actor", Layout(), tokens=BUDGET)
+            named = {f"actor {name}": size for name, size in items.items()}
+            held = named["actor weights"] + sum(named.get(n, 0) for n in fullest_moment(named, "actor", "infer"))
+            found.append((held, most))
+            del e, infer
+        return found
+
+    ((planned, most), (planned_float32, most_float32)) = run(1, measured)[0]
+    assert 0.9 < planned_float32 / most_float32 < 1.2
+    assert 0.7 < (planned_float32 - planned) / (most_float32 - most) < 1.1

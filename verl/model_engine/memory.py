@@ -34,6 +34,8 @@ class RankWork:
     """The dtype that it computes in; masters are float32."""
     checkpointing: str = "none"
     """The part of a layer that is computed again in the backward pass: none, selective or full."""
+    float32_head: bool = False
+    """The head is multiplied in float32 (`model.head_dtype`)."""
     head: bool = True
     """The model has a language-model head: a policy or a teacher. Critics and reward models have none."""
     trains: bool = True
@@ -106,7 +108,8 @@ def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
         rows = min(work.tokens, device_facts(work.device).chunk_rows(vocab))
         items["log-prob chunk"] = LOGPROB_COPIES * rows * vocab * 4
         items["head's gradient"] = 4 * vocab * model.hidden * work.trains
-        items["head's compute copy"] = share.half * vocab * model.hidden
+        cast = 4 * (work.dtype == "bfloat16") if work.float32_head else share.half  # bytes of a weight in the product
+        items["head's compute copy"] = cast * vocab * model.hidden
     if work.publishes:
         # tensors are collected one by one and joined; later stages receive those of the first
         several = layout.shard * layout.tensor > 1 and work.stage == 0

@@ -181,8 +181,9 @@ class Passes:
             bias = lm_head.bias if isinstance(lm_head, nn.Linear) else None
             weight, rows = local.local(lm_head.weight), rows.to(self.compute)
             if local.settings.head_dtype == "float32" and self.compute != self._precision.master:
-                # of the numbers that the rollout's head multiplies
-                weight, rows = rounded_weight(weight, self.compute), rows.to(self._precision.master)
+                # of the numbers that the rollout's head multiplies; those of a copy are rounded
+                rows = rows.to(self._precision.master)
+                weight = weight if weight.dtype == self.compute else rounded_weight(weight, self.compute)
             head = HeadWeights(weight, None if bias is None else local.local(bias), self._logit_cap)
             given: Any = {"vocabulary": local.vocabulary, "teacher": self._teacher, "k": self._top_k}
             return lm_outputs(rows, head, batch, which, wanted, **given)

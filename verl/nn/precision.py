@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,20 @@ def computing_in(dtype: torch.dtype, master: torch.dtype, device: torch.device) 
 def rounded_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a weight with its values rounded to `dtype`, in its own dtype. The gradient of the result is that of the
     weight, exactly."""
-    exact = weight.detach()
-    return weight + (exact.to(dtype).to(exact.dtype) - exact)  # both are exact: the numbers are close
+    found: Tensor = _Rounded.apply(weight, dtype)
+    return found
+
+
+class _Rounded(torch.autograd.Function):
+    """The autograd function of `rounded_weight`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return weight.to(dtype).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
+        return d_out, None
 
 
 @contextmanager

@@ -99,6 +99,7 @@ def role_items(
         device=device_type_of(config, role),
         dtype=dtype_of(config, role),
         checkpointing=config.model.gradient_checkpointing,
+        float32_head=config.model.head_dtype == "float32",
         head=role in ("actor", "ref", *teachers),
         trains=role in TRAINED,
         optimizer=config.optim.name,
